@@ -1,0 +1,112 @@
+"""Machines and their devices, and the text that places stages on them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_PIECE = re.compile(r"(?:(\d+):)?(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Device:
+    """One device of one machine; prints as it stands in a placement."""
+
+    machine: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.machine}:{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A host and how many devices it has; None where any index is a process of its own (CPU)."""
+
+    devices: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The machines a placement may name, in the order of their numbers."""
+
+    machines: tuple[Machine, ...] = (Machine(),)
+
+    def require(self, device: Device, piece: str) -> None:
+        """Raise if this cluster has no such device; `piece` is the text that named it."""
+        if device.machine >= len(self.machines):
+            raise ValueError(
+                f"placement piece '{piece}' names machine {device.machine} but the cluster has "
+                f"{len(self.machines)} (0-{len(self.machines) - 1})"
+            )
+        limit = self.machines[device.machine].devices
+        if limit is not None and device.index >= limit:
+            raise ValueError(
+                f"placement piece '{piece}' names device {device} but machine {device.machine} has {limit} devices "
+                f"(0-{limit - 1}); did you mean {device.machine}:{limit - 1}?"
+            )
+
+
+Placement = tuple[tuple[Device, ...], ...]
+
+
+def parse_placement(text: str, cluster: Cluster | None = None) -> Placement:
+    """Read `0:0-6.0:7`: stages between dots, devices between commas, `machine:first-last` ranges."""
+    cluster = cluster or Cluster()
+    return tuple(_parse_stage(stage, index, text, cluster) for index, stage in enumerate(text.split(".")))
+
+
+def _parse_stage(text: str, stage: int, placement: str, cluster: Cluster) -> tuple[Device, ...]:
+    if not text.strip():
+        raise ValueError(f"placement '{placement}' leaves stage {stage} empty; name its devices, for example 0:0-6")
+    devices: list[Device] = []
+    machine: int | None = None
+    for piece in (piece.strip() for piece in text.split(",")):
+        machine, indices = _parse_piece(piece, machine, placement)
+        cluster.require(Device(machine, indices[-1]), piece)
+        for device in (Device(machine, index) for index in indices):
+            if device in devices:
+                raise ValueError(f"placement piece '{piece}' puts device {device} into stage {stage} a second time")
+            devices.append(device)
+    return tuple(devices)
+
+
+def _parse_piece(piece: str, machine: int | None, placement: str) -> tuple[int, range]:
+    match = _PIECE.fullmatch(piece)
+    if match is None or len(piece) > 32:
+        raise ValueError(
+            f"placement piece '{piece[:32]}' of '{placement[:80]}' is not machine:device or machine:first-last "
+            "(for example 0:0-6)"
+        )
+    if match[1] is None and machine is None:
+        raise ValueError(f"placement piece '{piece}' names no machine; write 0:{piece}")
+    first = int(match[2])
+    last = first if match[3] is None else int(match[3])
+    if last < first:
+        raise ValueError(f"placement piece '{piece}' counts down from {first} to {last}; write {last}-{first}")
+    if last - first >= 65536:
+        raise ValueError(f"placement piece '{piece}' names {last - first + 1} devices; the most is 65536")
+    return (int(match[1]) if match[1] is not None else machine or 0), range(first, last + 1)
+
+
+def format_placement(placement: Placement) -> str:
+    """The shortest text that parses back to this placement."""
+    return ".".join(format_devices(devices) for devices in placement)
+
+
+def format_devices(devices: Iterable[Device]) -> str:
+    """One stage's devices as placement text, in their order."""
+    runs: list[tuple[Device, Device]] = []
+    for device in devices:
+        if runs and runs[-1][1] == Device(device.machine, device.index - 1):
+            runs[-1] = (runs[-1][0], device)
+        else:
+            runs.append((device, device))
+    pieces: list[str] = []
+    machine: int | None = None
+    for first, last in runs:
+        prefix = "" if first.machine == machine else f"{first.machine}:"
+        pieces.append(f"{prefix}{first.index}" if first == last else f"{prefix}{first.index}-{last.index}")
+        machine = first.machine
+    return ",".join(pieces)

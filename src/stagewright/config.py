@@ -1,0 +1,249 @@
+"""Every option of a run, once: its default, its flag, its help and its place in a TOML file."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
+
+
+def option(default: Any, flag: str, help: str, **extra: Any) -> Any:
+    """A field that is also a command-line option."""
+    return field(default=default, metadata={"flag": flag, "help": help, **extra})
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table of the configuration file; unknown keys are errors."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
+class ModelConfig(Section):
+    """What is trained."""
+
+    name: str = option("vgg-small", "--model", "zoo name, or package.module:factory")
+    classes: int | None = option(None, "--classes", "outputs of a zoo model (default: its own)")
+
+
+@dataclass(frozen=True)
+class DataConfig(Section):
+    """What it is trained on."""
+
+    source: str = option("synthetic", "--data", "synthetic, or tensors:FILE (safetensors with images and labels)")
+    val: str | None = option(None, "--val", "data to evaluate on (default: the training data)")
+    samples: int = option(4096, "--samples", "samples of synthetic data")
+    image: int | None = option(None, "--image", "side of synthetic images (default: the model's own)")
+    shuffle: bool = option(True, "--shuffle", "a new sample order every epoch")
+
+
+@dataclass(frozen=True)
+class PlanConfig(Section):
+    """How it is laid out."""
+
+    placement: str = option("0:0", "--placement", "devices of each stage: 0:0-6.0:7")
+    weights: str | None = option(None, "--weights", "share of operations a stage: 11:7 (default: its replicas)")
+    cut: str | None = option(None, "--cut", "first unit of each later stage: NAME,NAME")
+    mode: Literal["dp", "sync", "stale", "pipedream"] = option("stale", "--mode", "how far weights may lag")
+    staleness: int | None = option(None, "--staleness", "most updates a stage lags in mode stale")
+    versions: str | None = option(None, "--versions", "versions kept by each stage: 3,1")
+    depths: str | None = option(None, "--depths", "microbatches in flight a replica, by stage: 3,1")
+    policy: Literal["1f1b", "gpipe"] = option("1f1b", "--policy", "order of forwards and backwards")
+    batch: int = option(64, "--batch", "samples of one update (the global batch)")
+    microbatches: int | None = option(None, "--microbatches", "pieces of a batch (default: 2 x most replicas)")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(Section):
+    """How weights move."""
+
+    name: Literal["sgd", "adamw"] = option("sgd", "--optimizer", "optimizer")
+    lr: float = option(0.01, "--lr", "learning rate")
+    momentum: float = option(0.9, "--momentum", "SGD momentum")
+    nesterov: bool = option(False, "--nesterov", "Nesterov momentum")
+    weight_decay: float = option(0.0, "--weight-decay", "weight decay")
+    beta1: float = option(0.9, "--beta1", "AdamW: decay of the mean")
+    beta2: float = option(0.999, "--beta2", "AdamW: decay of the square")
+    eps: float = option(1e-8, "--eps", "AdamW: added to the root")
+    clip: float | None = option(None, "--clip", "largest norm of a gradient")
+    label_smoothing: float = option(0.0, "--label-smoothing", "share of the target spread over all classes")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig(Section):
+    """How the learning rate moves."""
+
+    kind: Literal["constant", "step", "poly", "cosine"] = option("constant", "--lr-schedule", "shape over the run")
+    warmup: int = option(0, "--warmup", "batches of linear warm-up")
+    steps: str = option("", "--lr-steps", "step: batches at which the rate falls: 100,200")
+    gamma: float = option(0.1, "--lr-gamma", "step: factor at each of them")
+    power: float = option(2.0, "--lr-power", "poly: exponent")
+    final: float = option(0.0, "--lr-final", "poly, cosine: rate at the end")
+
+
+@dataclass(frozen=True)
+class RunConfig(Section):
+    """How long, where, and what is left behind."""
+
+    steps: int | None = option(None, "--steps", "batches to train")
+    epochs: int | None = option(None, "--epochs", "epochs to train (default: 1)")
+    seed: int = option(0, "--seed", "of weights, order and dropout")
+    precision: str = option("fp32", "--precision", "fp64, fp32, ieee or bf16")
+    device: Literal["cpu", "cuda"] = option("cpu", "--device", "kind of device")
+    threads: int = option(1, "--threads", "threads of a CPU rank")
+    dynamic: bool = option(False, "--dynamic", "ranks choose at run time between forward and backward")
+    emulate: bool = option(False, "--emulate", "every rank in one process")
+    eval_every: int | None = option(None, "--eval-every", "batches between evaluations (0: only at the end)")
+    log_every: int = option(10, "--log-every", "batches between log lines")
+    export: str | None = option(None, "--export", "write the trained weights to FILE.safetensors")
+    runs: str = option("runs", "--runs", "folder that holds run folders")
+    bucket: int = option(25, "--bucket", "MiB of gradient summed at a time")
+    timeout: float = option(600.0, "--timeout", "seconds a rank waits for another before it gives up")
+
+
+@dataclass(frozen=True)
+class Config(Section):
+    """A whole run."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    plan: PlanConfig = PlanConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    run: RunConfig = RunConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option as the command line needs it."""
+
+    key: str  # section.field
+    flag: str
+    help: str
+    type: type
+    choices: tuple[str, ...]
+    default: Any
+
+
+def options(*sections: str) -> Iterator[Option]:
+    """Every option of the named sections, or of all."""
+    hints = get_type_hints(Config)
+    for section in fields(Config):
+        if not sections or section.name in sections:
+            types = get_type_hints(hints[section.name])
+            for entry in fields(hints[section.name]):
+                yield _as_option(section.name, entry, types[entry.name])
+
+
+def _as_option(section: str, entry: Field[Any], hint: Any) -> Option:
+    alternatives = get_args(hint)
+    choices = tuple(choice for choice in alternatives if isinstance(choice, str))
+    kind = str if choices else next((kind for kind in alternatives if kind is not type(None)), hint)
+    return Option(
+        f"{section}.{entry.name}", entry.metadata["flag"], entry.metadata["help"], kind, choices, entry.default
+    )
+
+
+def make_config(*layers: Mapping[str, Any]) -> Config:
+    """A configuration from nested tables, later ones over earlier ones."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for section, values in layer.items():
+            if not isinstance(values, Mapping):
+                raise ValueError(
+                    f"configuration key '{section}' is not a table; write [{section}]{_near_section(section)}"
+                )
+            merged.setdefault(section, {}).update(values)
+    _refuse_unknown(merged)
+    return _validated(merged)
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    """The tables of a TOML file."""
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"configuration {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"configuration {path}: not TOML: {error}") from error
+
+
+def parse_assignment(text: str) -> dict[str, dict[str, Any]]:
+    """`run.seed=3` as a table of one value; the value is TOML where it is TOML, and text otherwise."""
+    key, equals, value = text.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not (equals and dot and name):
+        raise ValueError(f"--set '{text}' is not section.key=value (for example run.seed=3)")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()
+    return {section: {name: parsed}}
+
+
+def as_tables(config: Config) -> dict[str, dict[str, Any]]:
+    """The configuration as nested tables, without what is absent."""
+    return {
+        section.name: {
+            entry.name: value
+            for entry in fields(getattr(config, section.name))
+            if (value := getattr(getattr(config, section.name), entry.name)) is not None
+        }
+        for section in fields(Config)
+    }
+
+
+def as_toml(config: Config) -> str:
+    """The configuration as a TOML file that reads back to the same."""
+    lines: list[str] = []
+    for section, values in as_tables(config).items():
+        lines.append(f"[{section}]")
+        lines += [f"{name} = {_toml_value(value)}" for name, value in values.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml_value(value: str | float | bool) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped) + '"'
+    return repr(value)
+
+
+def _refuse_unknown(tables: Mapping[str, Mapping[str, Any]]) -> None:
+    known: dict[str, list[str]] = {}
+    for entry in options():
+        section, _, name = entry.key.partition(".")
+        known.setdefault(section, []).append(name)
+    for section, values in tables.items():
+        if section not in known:
+            raise ValueError(f"unknown configuration table [{section}]{_near_section(section)}")
+        for name in values:
+            if name not in known[section]:
+                raise ValueError(f"unknown configuration key '{section}.{name}'{_near(name, known[section])}")
+
+
+def _near_section(section: str) -> str:
+    return _near(section, [entry.name for entry in fields(Config)])
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1, 0.5)
+    return f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(known)}"
+
+
+def _validated(tables: Mapping[str, Any]) -> Config:
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(Config).validate_python(tables)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"][:2])
+        raise ValueError(f"configuration value {key} = {first['input']!r}: {first['msg'].lower()}") from error

@@ -1,0 +1,104 @@
+"""What was measured, or predicted: spans of time, steps, evaluations and the summary of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action of one rank, from when it began to when it ended; waiting is the gap between spans."""
+
+    rank: int
+    lane: str  # compute or transfer
+    kind: str  # F, B, U, ...
+    name: str  # the action as text
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Spans of all ranks on one clock."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def end(self) -> float:
+        return max((span.end for span in self.spans), default=0.0)
+
+    def busy(self, rank: int, first: float, last: float) -> float:
+        """Seconds that a rank computes within a window."""
+        return sum(
+            max(0.0, min(span.end, last) - max(span.start, first))
+            for span in self.spans
+            if span.rank == rank and span.lane == "compute"
+        )
+
+    def bubble(self, ranks: Sequence[int], first: float, last: float) -> float:
+        """Share of the ranks' time in a window that is not compute."""
+        return 1 - sum(self.busy(rank, first, last) for rank in ranks) / (len(ranks) * (last - first))
+
+    def chrome_trace(self) -> dict[str, Any]:
+        """The trace that Perfetto and chrome://tracing open."""
+        return {
+            "traceEvents": [
+                {
+                    "name": span.name,
+                    "cat": span.kind,
+                    "ph": "X",
+                    "pid": span.rank,
+                    "tid": span.lane,
+                    "ts": span.start * 1e6,
+                    "dur": (span.end - span.start) * 1e6,
+                }
+                for span in self.spans
+            ]
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One trained batch."""
+
+    batch: int
+    epoch: int
+    loss: float
+    lr: float
+    seconds: float  # since the run began to train
+    images_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Sums over evaluated samples; they add up over replicas."""
+
+    samples: int = 0
+    loss: float = 0.0
+    top1: float = 0.0
+    top5: float = 0.0
+
+    def __add__(self, other: Score) -> Score:
+        return Score(
+            self.samples + other.samples, self.loss + other.loss, self.top1 + other.top1, self.top5 + other.top5
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """One evaluation, after `batch` batches."""
+
+    batch: int
+    samples: int
+    loss: float
+    top1: float
+    top5: float
+
+    @staticmethod
+    def of(batch: int, scores: Iterable[Score]) -> Evaluated:
+        total = sum(scores, Score())
+        return Evaluated(
+            batch, total.samples, total.loss / total.samples, total.top1 / total.samples, total.top5 / total.samples
+        )

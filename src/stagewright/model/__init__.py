@@ -1,0 +1,1 @@
+"""Models: the zoo, and how a model is cut into units."""

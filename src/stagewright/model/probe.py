@@ -1,0 +1,132 @@
+"""What crosses each cut, found by running the stages on fake tensors: no data, no statistics, no random state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+from stagewright.model.units import Piece
+
+Constant = int | float | bool | str | None | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One live value at a cut: a tensor that travels, or a constant that follows from the shapes and does not."""
+
+    name: str
+    shape: tuple[int, ...] = ()
+    dtype: str | None = None  # None: a constant
+    requires_grad: bool = False
+    changed: bool = False  # the next stage changes it in place, so it works on a copy
+    constant: Constant = None
+
+    def __str__(self) -> str:
+        if self.dtype is None:
+            return f"{self.name}={self.constant}"
+        return f"{self.name} {self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The values at every cut for one microbatch size, and the parameters that a gradient reaches."""
+
+    samples: int
+    cuts: tuple[tuple[Value, ...], ...]
+    output: tuple[int, ...]
+    reached: frozenset[str]
+
+
+def probe(
+    pieces: Sequence[Piece], example: Tensor, context: Callable[[], AbstractContextManager[Any]], *, training: bool
+) -> Probe:
+    """Run every stage on fake tensors, as one process would, and note what passes from each to the next."""
+    modules = [piece.training if training else piece.evaluation for piece in pieces]
+    modes = {module: module.training for root in modules for module in root.modules()}
+    try:
+        for root in modules:
+            root.train(training)
+        with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training):
+            return _probe(pieces, modules, example, context, training)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _probe(
+    pieces: Sequence[Piece],
+    modules: Sequence[nn.Module],
+    example: Tensor,
+    context: Callable[[], AbstractContextManager[Any]],
+    training: bool,
+) -> Probe:
+    cuts: list[tuple[Value, ...]] = []
+    reached: set[str] = set()
+    fakes: dict[str, Tensor] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        values: tuple[Any, ...] = (mode.from_tensor(example),)
+        for stage, (piece, module) in enumerate(zip(pieces, modules, strict=True)):
+            names = piece.inputs if training else piece.evaluation_inputs
+            state = _fake_state(mode, module)
+            fakes |= state
+            versions = [value._version if isinstance(value, Tensor) else 0 for value in values]
+            entered = values
+            with context():
+                values = functional_call(module, state, values)
+            if stage > 0:
+                cuts.append(_describe(names, entered, versions, stage, piece.first_unit))
+        if not isinstance(values, Tensor):
+            raise ValueError(f"the model returns {type(values).__name__}, not one tensor; return the logits alone")
+        if training:
+            if not values.requires_grad:
+                raise ValueError("no parameter of the model gets a gradient; at least one must require it")
+            values.sum().backward()  # type: ignore[no-untyped-call]
+            reached = {name for name, tensor in fakes.items() if tensor.grad is not None}
+        return Probe(len(example), tuple(cuts), tuple(values.shape), frozenset(reached))
+
+
+def _fake_state(mode: FakeTensorMode, module: nn.Module) -> dict[str, Tensor]:
+    """Fake parameters and buffers by name; tied ones stay tied."""
+    seen: dict[int, Tensor] = {}
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {name: seen.setdefault(id(tensor), mode.from_tensor(tensor)) for name, tensor in named}
+
+
+def _describe(
+    names: Sequence[str], values: Sequence[Any], versions: Sequence[int], stage: int, unit: str
+) -> tuple[Value, ...]:
+    described: list[Value] = []
+    changed: dict[int, str] = {}
+    for name, value, version in zip(names, values, versions, strict=True):
+        if not isinstance(value, Tensor):
+            described.append(Value(name, constant=_constant(name, value, stage, unit)))
+            continue
+        is_changed = value._version != version
+        if is_changed:
+            other = changed.setdefault(value.untyped_storage()._cdata, name)
+            if other != name:
+                raise ValueError(
+                    f"'{other}' and '{name}' share memory across the cut before '{unit}', and stage {stage} changes "
+                    "it in place; cut elsewhere, or make that operation not in place"
+                )
+        dtype = str(value.dtype).removeprefix("torch.")
+        described.append(Value(name, tuple(value.shape), dtype, value.requires_grad, is_changed))
+    return tuple(described)
+
+
+def _constant(name: str, value: Any, stage: int, unit: str) -> Constant:
+    if isinstance(value, torch.Size):
+        return tuple(value)
+    if value is None or isinstance(value, int | float | bool | str):
+        return value
+    raise ValueError(
+        f"'{name}' is live across the cut before '{unit}' (stage {stage}) and is a {type(value).__name__}, "
+        "not a tensor; cut elsewhere"
+    )

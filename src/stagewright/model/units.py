@@ -1,0 +1,228 @@
+"""Any model as a chain of units, and the cutting of that chain into stages."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+_CALLS = ("call_module", "call_function", "call_method")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One stage's part of a model: the live values that enter it, and those that leave it.
+
+    `training` and `evaluation` share their modules and parameters; they differ where the model's own code asks
+    `self.training`. Parameter names are those of the whole model.
+    """
+
+    training: nn.Module
+    evaluation: nn.Module
+    inputs: tuple[str, ...]
+    evaluation_inputs: tuple[str, ...]
+    first_unit: str
+
+    @property
+    def modules(self) -> tuple[nn.Module, nn.Module]:
+        return (self.training, self.evaluation)
+
+
+class Chain:
+    """A model traced into units: one call of the forward each, in the order they run."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.why_whole: str | None = None
+        was_training = model.training
+        try:
+            self._training = _trace(model.train())
+            self._evaluation = _trace(model.eval())
+        except Exception as error:  # the model's own code ran: whatever it raises means that it can't be traced
+            self.why_whole = f"{type(model).__name__} can't be traced ({_first_line(error)})"
+        model.train(was_training)
+        nodes = [] if self.why_whole else _calls(self._training)
+        self.units = tuple(_unit_names(nodes)) or (type(model).__name__,)
+        self._first_nodes = {name: node.name for name, node in zip(self.units, nodes, strict=False)}
+
+    def by_weights(self, weights: Sequence[int]) -> tuple[str, ...]:
+        """The first unit of each later stage when operations are shared out by weights.
+
+        The boundary after a prefix of the weights is floor(operations * prefix / total).
+        """
+        operations, total = len(self.units), sum(weights)
+        if min(weights) < 1:
+            raise ValueError(f"weights {':'.join(map(str, weights))}: each must be at least 1")
+        bounds = [operations * sum(weights[:index]) // total for index in range(len(weights) + 1)]
+        for stage, (first, last) in enumerate(itertools.pairwise(bounds)):
+            if first == last:
+                raise ValueError(
+                    f"weights {':'.join(map(str, weights))} leave stage {stage} without units: the model has "
+                    f"{operations} operations{self._why()}; raise that weight or name the units with --cut"
+                )
+        return tuple(self.units[bound] for bound in bounds[1:-1])
+
+    def by_names(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The first unit of each later stage, from unit names or the names of modules that contain them."""
+        return tuple(self._find(name) for name in names)
+
+    def cut(self, cuts: Sequence[str]) -> tuple[Piece, ...]:
+        """The model as one piece a stage; `cuts` name the first unit of each stage after the first."""
+        if not cuts:
+            return (Piece(self.model, self.model, ("input",), ("input",), self.units[0]),)
+        if self.why_whole:
+            raise ValueError(
+                f"{self.why_whole}, so it can't be cut into {len(cuts) + 1} stages; return an nn.Sequential or a "
+                "list of modules from the factory, or use one stage"
+            )
+        positions = [0, *(self.units.index(name) for name in cuts), len(self.units)]
+        for stage, (first, last) in enumerate(itertools.pairwise(positions)):
+            if first >= last:
+                raise ValueError(
+                    f"cut {','.join(cuts)} leaves stage {stage} without units; the units run in the order "
+                    f"{self.units[0]} ... {self.units[-1]}"
+                )
+        first_nodes = [self._first_nodes[name] for name in cuts]
+        training = _slices(self.model, self._training, first_nodes)
+        evaluation = _slices(self.model, self._evaluation, first_nodes)
+        pieces = tuple(
+            Piece(train[0], evaluate[0], train[1], evaluate[1], first_unit)
+            for train, evaluate, first_unit in zip(training, evaluation, (self.units[0], *cuts), strict=True)
+        )
+        _refuse_shared(pieces)
+        return pieces
+
+    def _find(self, name: str) -> str:
+        for unit in self.units:
+            if unit == name or unit.startswith(name + "."):
+                return unit
+        near = difflib.get_close_matches(name, self.units, 3, 0.3)
+        raise ValueError(
+            f"--cut names '{name}' but the model has no such unit{self._why()}; "
+            f"near names: {', '.join(near or self.units[1:4])}"
+        )
+
+    def _why(self) -> str:
+        return f" ({self.why_whole})" if self.why_whole else ""
+
+
+def as_module(parts: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """A user's own list of parts is a chain of them; a module is itself."""
+    return parts if isinstance(parts, nn.Module) else nn.Sequential(*parts)
+
+
+class _Tracer(fx.Tracer):
+    """Traces into modules; one whose own code can't be traced stays whole, as one unit."""
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        known = set(self.graph.nodes)
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:  # the module's own code ran on symbols: any error means that it stays whole
+            for node in reversed([node for node in self.graph.nodes if node not in known]):
+                self.graph.erase_node(node)
+            return self.create_proxy("call_module", self.path_of_module(m), args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        return super().getattr(attr, attr_val, {})  # a node that call_module erased must not be found again
+
+
+def _trace(model: nn.Module) -> fx.Graph:
+    optional = {
+        name: parameter.default
+        for name, parameter in list(inspect.signature(model.forward).parameters.items())[1:]
+        if parameter.default is not inspect.Parameter.empty
+    }
+    graph = _Tracer().trace(model, concrete_args=optional or None)
+    for node in reversed(list(graph.nodes)):  # what the tracer adds for arguments that keep their default
+        guard = node.op == "call_function" and getattr(node.target, "__name__", "") in ("_assert", "_assert_is_none")
+        if (guard or node.op == "placeholder") and not node.users and node is not next(iter(graph.nodes)):
+            graph.erase_node(node)
+    inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
+    if len(inputs) != 1:
+        raise ValueError(f"forward takes {len(inputs)} arguments ({', '.join(inputs)}), not one tensor")
+    return graph
+
+
+def _calls(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op in _CALLS]
+
+
+def _unit_names(nodes: Sequence[fx.Node]) -> list[str]:
+    """A module's own name where it is called first, otherwise the name of the call."""
+    names: dict[str, None] = {}
+    for node in nodes:
+        name = str(node.target) if node.op == "call_module" and str(node.target) not in names else node.name
+        names[name if name not in names else f"{name}#{len(names)}"] = None
+    return list(names)
+
+
+def _slices(model: nn.Module, graph: fx.Graph, first_nodes: Sequence[str]) -> list[tuple[nn.Module, tuple[str, ...]]]:
+    """The graph as one module a stage, each with the names of the live values that enter it."""
+    nodes = _calls(graph)
+    position = {node.name: index for index, node in enumerate(nodes)}
+    missing = [name for name in first_nodes if name not in position]
+    if missing:
+        raise ValueError(
+            f"the forward runs '{missing[0]}' in training but not in evaluation, so no stage can begin there; "
+            "cut at another unit"
+        )
+    bounds = [0, *(position[name] for name in first_nodes), len(nodes)]
+    (returned,) = (node for node in graph.nodes if node.op == "output")
+    if not isinstance(returned.args[0], fx.Node):
+        raise ValueError(f"the model returns {type(returned.args[0]).__name__}, not one tensor")
+    live = [_live(graph, nodes[:bound], nodes[bound:], returned) for bound in bounds[:-1]] + [[returned.args[0]]]
+    stages = []
+    for stage, (first, last) in enumerate(itertools.pairwise(bounds)):
+        part = _slice(nodes[first:last], live[stage], live[stage + 1], is_last=stage == len(bounds) - 2)
+        stages.append((fx.GraphModule(model, part), tuple(node.name for node in live[stage])))
+    return stages
+
+
+def _live(graph: fx.Graph, before: Sequence[fx.Node], behind: Sequence[fx.Node], returned: fx.Node) -> list[fx.Node]:
+    """Values made before a boundary and used behind it; attributes are fetched where they are used."""
+    later = {*behind, returned}
+    made = [*(node for node in graph.nodes if node.op == "placeholder"), *before]
+    return [node for node in made if any(user in later for user in node.users)]
+
+
+def _slice(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], is_last: bool) -> fx.Graph:
+    part = fx.Graph()
+    values = {node: part.placeholder(node.name) for node in inputs}
+
+    def value(node: fx.Node) -> fx.Node:
+        if node not in values:
+            assert node.op == "get_attr", node
+            values[node] = part.node_copy(node)
+        return values[node]
+
+    for node in nodes:
+        values[node] = part.node_copy(node, value)
+    part.output(value(outputs[0]) if is_last else tuple(value(node) for node in outputs))
+    return part
+
+
+def _refuse_shared(pieces: Sequence[Piece]) -> None:
+    """Parameters and statistics have one home: nothing that training changes may be used by two stages."""
+    users: dict[int, tuple[int, str]] = {}
+    for stage, piece in enumerate(pieces):
+        named = piece.training.named_parameters()
+        parameters = [(name, tensor) for name, tensor in named if tensor.requires_grad]
+        buffers = piece.training.named_buffers()
+        statistics = [(name, tensor) for name, tensor in buffers if name.endswith("running_mean")]
+        for name, tensor in parameters + statistics:
+            other, other_name = users.setdefault(id(tensor), (stage, name))
+            if other != stage:
+                raise ValueError(
+                    f"'{name}' is used by stage {other}{f' (as {other_name})' if other_name != name else ''} and by "
+                    f"stage {stage}, on both sides of a cut; move the cut so that one stage holds both uses"
+                )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

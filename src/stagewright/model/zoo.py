@@ -1,0 +1,224 @@
+"""AlexNet, VGG and ResNet with torchvision's parameter names and initial weights, so that its weight files load."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+RGB = 3
+Blocks = tuple[tuple[int, ...], ...]
+
+
+class ConvNet(nn.Module):
+    """Convolutions, a pool to a fixed grid so that any image size fits, and a fully connected classifier."""
+
+    def __init__(self, features: nn.Sequential, grid: int, classifier: nn.Sequential) -> None:
+        super().__init__()
+        self.features = features
+        self.avgpool = nn.AdaptiveAvgPool2d((grid, grid))
+        self.classifier = classifier
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(torch.flatten(self.avgpool(self.features(images)), 1))
+        return logits
+
+
+class AlexNet(ConvNet):
+    """AlexNet in one column, its weights drawn as PyTorch's layers draw them."""
+
+    def __init__(self, classes: int) -> None:
+        features = nn.Sequential(
+            *_rectified(nn.Conv2d(RGB, 64, 11, stride=4, padding=2)),
+            nn.MaxPool2d(3, stride=2),
+            *_rectified(nn.Conv2d(64, 192, 5, padding=2)),
+            nn.MaxPool2d(3, stride=2),
+            *_rectified(nn.Conv2d(192, 384, 3, padding=1)),
+            *_rectified(nn.Conv2d(384, 256, 3, padding=1)),
+            *_rectified(nn.Conv2d(256, 256, 3, padding=1)),
+            nn.MaxPool2d(3, stride=2),
+        )
+        classifier = nn.Sequential(
+            nn.Dropout(),
+            *_rectified(nn.Linear(256 * 6 * 6, 4096)),
+            nn.Dropout(),
+            *_rectified(nn.Linear(4096, 4096)),
+            nn.Linear(4096, classes),
+        )
+        super().__init__(features, 6, classifier)
+
+
+class VGG(ConvNet):
+    """Blocks of 3x3 convolutions, each block given by its widths and closed by a pool."""
+
+    def __init__(self, blocks: Blocks, classes: int, *, norm: bool = False, grid: int = 7, hidden: int = 4096) -> None:
+        features = nn.Sequential(*_vgg_layers(blocks, norm))
+        classifier = nn.Sequential(
+            *_rectified(nn.Linear(blocks[-1][-1] * grid * grid, hidden)),
+            nn.Dropout(),
+            *_rectified(nn.Linear(hidden, hidden)),
+            nn.Dropout(),
+            nn.Linear(hidden, classes),
+        )
+        super().__init__(features, grid, classifier)
+        _redraw_convolutions(features)
+        for layer in classifier:
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=0.01)
+                nn.init.zeros_(layer.bias)
+
+
+def _vgg_layers(blocks: Blocks, norm: bool) -> Iterator[nn.Module]:
+    channels = RGB
+    for widths in blocks:
+        for width in widths:
+            convolution = nn.Conv2d(channels, width, 3, padding=1)
+            yield from _rectified(convolution, nn.BatchNorm2d(width)) if norm else _rectified(convolution)
+            channels = width
+        yield nn.MaxPool2d(2)
+
+
+def _rectified(*layers: nn.Module) -> tuple[nn.Module, ...]:
+    return (*layers, nn.ReLU(inplace=True))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions beside a shortcut."""
+
+    expansion: ClassVar[int] = 1
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = _convolution(channels, width, 3, stride)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = _convolution(width, width, 3)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.downsample = _shortcut(channels, width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out: Tensor = self.relu(residual + self.downsample(x))
+        return out
+
+
+class Bottleneck(nn.Module):
+    """A 3x3 convolution between two 1x1 ones, beside a shortcut; the 3x3 takes the stride (v1.5)."""
+
+    expansion: ClassVar[int] = 4
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        wide = width * self.expansion
+        self.conv1 = _convolution(channels, width, 1)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = _convolution(width, width, 3, stride)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = _convolution(width, wide, 1)
+        self.bn3 = nn.BatchNorm2d(wide)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = _shortcut(channels, wide, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = self.relu(self.bn1(self.conv1(x)))
+        residual = self.relu(self.bn2(self.conv2(residual)))
+        residual = self.bn3(self.conv3(residual))
+        out: Tensor = self.relu(residual + self.downsample(x))
+        return out
+
+
+Residual = type[BasicBlock | Bottleneck]
+
+
+class ResNet(nn.Module):
+    """A stem, four layers of residual blocks at half the resolution each, and one fully connected layer."""
+
+    def __init__(self, block: Residual, depths: tuple[int, int, int, int], classes: int) -> None:
+        super().__init__()
+        self.conv1 = _convolution(RGB, 64, 7, stride=2)
+        self.bn1 = nn.BatchNorm2d(64)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        self.layer1 = nn.Sequential(*_residual_blocks(block, depths[0], 64, 64, stride=1))
+        self.layer2 = nn.Sequential(*_residual_blocks(block, depths[1], 64 * block.expansion, 128, stride=2))
+        self.layer3 = nn.Sequential(*_residual_blocks(block, depths[2], 128 * block.expansion, 256, stride=2))
+        self.layer4 = nn.Sequential(*_residual_blocks(block, depths[3], 256 * block.expansion, 512, stride=2))
+        self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
+        self.fc = nn.Linear(512 * block.expansion, classes)
+        _redraw_convolutions(self)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.maxpool(self.relu(self.bn1(self.conv1(images))))
+        features = self.layer4(self.layer3(self.layer2(self.layer1(features))))
+        logits: Tensor = self.fc(torch.flatten(self.avgpool(features), 1))
+        return logits
+
+
+def _residual_blocks(block: Residual, depth: int, channels: int, width: int, stride: int) -> Iterator[nn.Module]:
+    yield block(channels, width, stride)
+    for _ in range(depth - 1):
+        yield block(width * block.expansion, width, stride=1)
+
+
+def _convolution(channels: int, width: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(channels, width, kernel, stride, padding=kernel // 2, bias=False)
+
+
+def _shortcut(channels: int, width: int, stride: int) -> nn.Sequential:
+    """The identity, without parameters, where the shape stays; a projection where it changes."""
+    if stride == 1 and channels == width:
+        return nn.Sequential()
+    return nn.Sequential(_convolution(channels, width, 1, stride), nn.BatchNorm2d(width))
+
+
+def _redraw_convolutions(module: nn.Module) -> None:
+    """Draw every convolution anew, normal with the variance that keeps gradients' size through a ReLU."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """How to build a model for so many classes, and the image side and class count it is known for."""
+
+    build: Callable[[int], nn.Module]
+    image: int = 224
+    classes: int = 1000
+
+
+VGG_BLOCKS: Mapping[str, Blocks] = {
+    "vgg11": ((64,) * 1, (128,) * 1, (256,) * 2, (512,) * 2, (512,) * 2),
+    "vgg13": ((64,) * 2, (128,) * 2, (256,) * 2, (512,) * 2, (512,) * 2),
+    "vgg16": ((64,) * 2, (128,) * 2, (256,) * 3, (512,) * 3, (512,) * 3),
+    "vgg19": ((64,) * 2, (128,) * 2, (256,) * 4, (512,) * 4, (512,) * 4),
+}
+
+ZOO: Mapping[str, Entry] = {
+    "alexnet": Entry(AlexNet),
+    **{name: Entry(partial(VGG, blocks)) for name, blocks in VGG_BLOCKS.items()},
+    **{f"{name}_bn": Entry(partial(VGG, blocks, norm=True)) for name, blocks in VGG_BLOCKS.items()},
+    "resnet18": Entry(partial(ResNet, BasicBlock, (2, 2, 2, 2))),
+    "resnet34": Entry(partial(ResNet, BasicBlock, (3, 4, 6, 3))),
+    "resnet50": Entry(partial(ResNet, Bottleneck, (3, 4, 6, 3))),
+    "resnet101": Entry(partial(ResNet, Bottleneck, (3, 4, 23, 3))),
+    "resnet152": Entry(partial(ResNet, Bottleneck, (3, 8, 36, 3))),
+    "vgg-small": Entry(partial(VGG, ((32,), (64,), (128,)), grid=4, hidden=2048), image=32, classes=10),
+}
+
+
+def build(name: str, classes: int | None = None) -> nn.Module:
+    """The named model with freshly drawn weights, for the class count it is known for unless another is given."""
+    if name not in ZOO:
+        near = difflib.get_close_matches(name.lower(), ZOO)
+        hint = f"did you mean {', '.join(near)}?" if near else f"the zoo has {', '.join(ZOO)}."
+        raise ValueError(f"unknown model {name!r}; {hint} A model of your own is package.module:factory")
+    entry = ZOO[name]
+    return entry.build(entry.classes if classes is None else classes)

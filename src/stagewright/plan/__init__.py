@@ -1,0 +1,1 @@
+"""Plans: stages, ranks, microbatches, versions and depths."""

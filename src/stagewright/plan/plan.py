@@ -1,0 +1,228 @@
+"""The plan: which ranks run which stage, on which microbatches, with which version of the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from stagewright.cluster import Device, Placement, format_placement
+
+
+class Mode(StrEnum):
+    """Presets of versions: how far a stage's weights may lag."""
+
+    DP = "dp"
+    SYNC = "sync"
+    STALE = "stale"
+    PIPEDREAM = "pipedream"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A contiguous run of units and the ranks that each hold a replica of it."""
+
+    index: int
+    count: int
+    ranks: tuple[int, ...]
+    round: int  # microbatches of one update: the batch's M, or r in pipedream
+    versions: int = 1
+    depth: int = 1
+    origin: int = 0  # the update at which this plan began
+
+    @property
+    def replicas(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+    @property
+    def num_gradients(self) -> int:
+        """Gradient buffers: two where backward of the next round need not wait for this round's reduce."""
+        return 2 if self.versions > 1 and self.replicas > 1 else 1
+
+    def rank_of(self, microbatch: int) -> int:
+        """The rank that runs a microbatch."""
+        return self.ranks[microbatch % len(self.ranks)]
+
+    def update_of(self, microbatch: int) -> int:
+        """The update that a microbatch's gradient joins."""
+        return microbatch // self.round
+
+    def version_of(self, microbatch: int) -> int:
+        """The version of the weights that forward and backward of a microbatch use."""
+        return max(self.origin, microbatch // self.round + 1 - self.versions)
+
+    def own(self, rank: int, span: range) -> range:
+        """The microbatches of a span that one rank's replica runs."""
+        replicas = len(self.ranks)
+        return range(span.start + (self.ranks.index(rank) - span.start) % replicas, span.stop, replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything a run needs to know about its layout; see docs/design.md for the rules."""
+
+    mode: Mode
+    batch: int
+    microbatches: int
+    devices: tuple[Device, ...]  # of rank 0, 1, ...
+    stages: tuple[Stage, ...]
+    cuts: tuple[str, ...] = ()  # the first unit of each stage after the first
+    agree: bool = False  # ranks exchange norms before an update
+
+    @property
+    def world(self) -> int:
+        return len(self.devices)
+
+    @property
+    def samples(self) -> int:
+        """Samples of a microbatch."""
+        return self.batch // self.microbatches
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether every batch sees the last update everywhere."""
+        return self.mode is not Mode.PIPEDREAM and all(stage.versions == 1 for stage in self.stages)
+
+    @property
+    def placement(self) -> Placement:
+        return tuple(tuple(self.devices[rank] for rank in stage.ranks) for stage in self.stages)
+
+    @property
+    def alignment(self) -> int:
+        """Microbatches after which every stage has finished a round: a run pauses only at its multiples."""
+        return math.lcm(*(stage.round for stage in self.stages))
+
+    def boundary(self, batch: int) -> int:
+        """The microbatch number at which the pipeline can drain once `batch` batches are done."""
+        return -(-batch * self.microbatches // self.alignment) * self.alignment
+
+    def stages_of(self, rank: int) -> tuple[Stage, ...]:
+        return tuple(stage for stage in self.stages if rank in stage.ranks)
+
+    def describe(self) -> dict[str, object]:
+        """The plan as it stands in plan.json; `stagewright.plan.file.load_plan` reads it back."""
+        return {
+            "mode": str(self.mode),
+            "placement": format_placement(self.placement),
+            "cuts": list(self.cuts),
+            "batch": self.batch,
+            "microbatches": self.microbatches,
+            "versions": [stage.versions for stage in self.stages],
+            "depths": [stage.depth for stage in self.stages],
+            "agree": self.agree,
+        }
+
+
+def make_plan(
+    placement: Placement,
+    *,
+    batch: int,
+    microbatches: int | None = None,
+    mode: Mode = Mode.SYNC,
+    staleness: int | None = None,
+    versions: Sequence[int] | None = None,
+    depths: Sequence[int] | None = None,
+    cuts: Sequence[str] = (),
+    agree: bool = False,
+) -> Plan:
+    """Build a plan from its few free choices, filling in every default of the design."""
+    if mode is Mode.DP:
+        placement = (tuple(dict.fromkeys(device for devices in placement for device in devices)),)
+    replicas = [len(devices) for devices in placement]
+    if microbatches is None:
+        microbatches = default_microbatches(batch, replicas)
+    _require_divisible(batch, microbatches)
+    rounds = replicas if mode is Mode.PIPEDREAM else [microbatches] * len(replicas)
+    versions = _versions(mode, replicas, staleness, versions)
+    depths = _require_depths(depths or default_depths(replicas), len(replicas))
+    devices = tuple(sorted({device for devices in placement for device in devices}))
+    rank_of = {device: rank for rank, device in enumerate(devices)}
+    stages = tuple(
+        Stage(
+            index=index,
+            count=len(placement),
+            ranks=tuple(rank_of[device] for device in placement[index]),
+            round=rounds[index],
+            versions=versions[index],
+            depth=depths[index],
+        )
+        for index in range(len(placement))
+    )
+    return Plan(mode, batch, microbatches, devices, stages, tuple(cuts), agree)
+
+
+def default_microbatches(batch: int, replicas: Sequence[int]) -> int:
+    """The smallest divisor of the batch that keeps every replica busy: 2*max(r), or r for one stage."""
+    wanted = replicas[0] if len(replicas) == 1 else 2 * max(replicas)
+    return next((m for m in range(wanted, batch + 1) if batch % m == 0), batch)
+
+
+def _require_divisible(batch: int, microbatches: int) -> None:
+    if batch < 1:
+        raise ValueError(f"batch is {batch} samples; it must be at least 1")
+    if not 1 <= microbatches <= batch or batch % microbatches:
+        divisors = [m for m in range(1, min(batch, 4096) + 1) if batch % m == 0]
+        near = sorted(sorted(divisors, key=lambda divisor: abs(divisor - microbatches))[:3])
+        raise ValueError(
+            f"batch {batch} is not divisible by {microbatches} microbatches; "
+            f"{'nearest that divide it: ' if len(near) > 1 else 'try '}{', '.join(map(str, near))}"
+        )
+
+
+def stale_versions(num_stages: int, staleness: int) -> list[int]:
+    """K_s = min(S-s, n+1): a stage lags by what is behind it, at most n updates."""
+    return [min(num_stages - index, staleness + 1) for index in range(num_stages)]
+
+
+def _versions(
+    mode: Mode, replicas: Sequence[int], staleness: int | None, versions: Sequence[int] | None
+) -> Sequence[int]:
+    num_stages = len(replicas)
+    if staleness is not None and staleness < 0:
+        raise ValueError(f"staleness is {staleness}; it must be 0 (synchronous) or more")
+    if versions is not None:
+        if mode is not Mode.STALE:
+            raise ValueError(f"versions {_join(versions)} were given with mode {mode}; use --mode stale")
+        if len(versions) != num_stages:
+            raise ValueError(
+                f"versions {_join(versions)} name {len(versions)} stages but the placement has {num_stages}; "
+                "give one number a stage"
+            )
+        if min(versions) < 1:
+            raise ValueError(f"versions {_join(versions)}: a stage needs at least 1")
+        return versions
+    if mode is Mode.PIPEDREAM:
+        return [-(-sum(replicas[index:]) // replicas[index]) for index in range(num_stages)]
+    if mode is Mode.STALE:
+        return stale_versions(num_stages, num_stages - 1 if staleness is None else staleness)
+    return [1] * num_stages
+
+
+def _join(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def default_depths(replicas: Sequence[int]) -> list[int]:
+    """ceil(sum of r_t for t >= s, / r_s) + (S-1-s): enough in flight to cover what is behind a stage."""
+    last = len(replicas) - 1
+    return [-(-sum(replicas[index:]) // replicas[index]) + (last - index) for index in range(len(replicas))]
+
+
+def _require_depths(depths: Sequence[int], num_stages: int) -> Sequence[int]:
+    if len(depths) != num_stages:
+        raise ValueError(
+            f"depths {_join(depths)} name {len(depths)} stages but the placement has {num_stages}; "
+            "give one number a stage"
+        )
+    if min(depths) < 1:
+        raise ValueError(f"depths {_join(depths)}: a stage needs at least 1")
+    return depths

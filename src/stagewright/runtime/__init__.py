@@ -1,0 +1,1 @@
+"""The runtime: interprets a plan's programs on real ranks."""

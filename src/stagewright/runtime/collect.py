@@ -1,0 +1,88 @@
+"""Puts together what ranks tell: batches from their microbatches, evaluations from their replicas."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from stagewright.metrics import Evaluated, Score, Span, Step, Timeline
+from stagewright.runtime.job import Job
+from stagewright.runtime.optimize import learning_rate
+
+Record = Step | Evaluated
+
+
+class Collector:
+    """Hears the ranks' events in any order; tells of steps and evaluations in theirs."""
+
+    def __init__(self, job: Job, batches_per_epoch: int, tell: Callable[[Record], None]) -> None:
+        self._job = job
+        self._per_epoch = batches_per_epoch
+        self._tell = tell
+        self._losses: dict[int, dict[int, float]] = {}
+        self._scores: dict[int, dict[int, Score]] = {}
+        self._ready: set[int] = set()
+        self._began = self._last = time.monotonic()
+        self._spans: list[Span] = []
+        self.steps: list[Step] = []
+        self.evaluations: list[Evaluated] = []
+
+    def hear(self, event: dict[str, Any]) -> None:
+        """Take one event of one rank."""
+        match event["kind"]:
+            case "ready":
+                self._ready.add(event["rank"])
+                if len(self._ready) == self._job.plan.world:
+                    self._began = self._last = time.monotonic()
+            case "losses":
+                self._hear_losses(event["losses"], event.get("time", time.monotonic()))
+            case "score":
+                self._hear_score(event["batch"], event["rank"], Score(*event["score"]))
+            case "done":
+                self._spans += [Span(event["rank"], *span) for span in event.get("spans", ())]
+
+    @property
+    def timeline(self) -> Timeline:
+        """The last actions of every rank, from the first of them on."""
+        first = min((span.start for span in self._spans), default=0.0)
+        return Timeline(
+            tuple(
+                Span(span.rank, span.lane, span.kind, span.name, span.start - first, span.end - first)
+                for span in self._spans
+            )
+        )
+
+    def images_per_second(self) -> float | None:
+        """Throughput of the steady state: without the first batches, nor those that a pause held up."""
+        pauses = set(self._job.pauses)
+        warmup = min(2, len(self.steps) - 1)
+        steady = [step for step in self.steps[warmup:] if step.batch not in pauses and step.batch > 0]
+        seconds = sum(self._job.plan.batch / step.images_per_second for step in steady)
+        return len(steady) * self._job.plan.batch / seconds if seconds else None
+
+    def _hear_losses(self, losses: list[tuple[int, float]], at: float) -> None:
+        microbatches = self._job.plan.microbatches
+        for number, loss in losses:
+            self._losses.setdefault(number // microbatches, {})[number] = loss
+        while len(self._losses.get(batch := len(self.steps), {})) == microbatches and batch < self._job.batches:
+            ordered = [loss for _, loss in sorted(self._losses.pop(batch).items())]
+            self._step(batch, sum(ordered) / microbatches, at)
+
+    def _step(self, batch: int, loss: float, at: float) -> None:
+        config = self._job.config
+        rate = learning_rate(config.optimizer.lr, config.schedule, batch, self._job.batches)
+        speed = self._job.plan.batch / max(at - self._last, 1e-9)
+        self._last = at
+        step = Step(batch, batch // self._per_epoch, loss, rate, at - self._began, speed)
+        self.steps.append(step)
+        self._tell(step)
+
+    def _hear_score(self, batch: int, rank: int, score: Score) -> None:
+        scores = self._scores.setdefault(batch, {})
+        scores[rank] = score
+        last_ranks = self._job.plan.stages[-1].ranks
+        if len(scores) == len(last_ranks):
+            evaluated = Evaluated.of(batch, [scores[rank] for rank in last_ranks])
+            self.evaluations.append(evaluated)
+            self._tell(evaluated)

@@ -1,0 +1,60 @@
+"""Every rank's program in one process, through memory: the same workers, taken in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from stagewright.runtime.assemble import assemble
+from stagewright.runtime.channels import Pending
+from stagewright.runtime.job import Job
+from stagewright.runtime.network import Memory, MemoryNetwork
+from stagewright.runtime.worker import Emit, Recorder, Worker
+
+
+class Emulation:
+    """All the workers of a job."""
+
+    def __init__(self, job: Job, emit: Emit, recorders: Mapping[int, Recorder] | None = None) -> None:
+        memory = Memory()
+        self.workers = [
+            assemble(job, rank, MemoryNetwork(memory, rank), emit, (recorders or {}).get(rank))
+            for rank in range(job.plan.world)
+        ]
+
+    def run(self) -> None:
+        """Run the whole job."""
+        take_turns([worker.run() for worker in self.workers])
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every stage's newest weights and mean statistics, by the names of the whole model."""
+        states: dict[str, Tensor] = {}
+        take_turns([_collect(worker, states) for worker in self.workers])
+        return states
+
+
+def _collect(worker: Worker, states: dict[str, Tensor]) -> Iterator[Pending]:
+    for item in worker.states():
+        if isinstance(item, tuple):
+            states |= {name: tensor.clone() for name, tensor in item[1].items()}
+        else:
+            yield item
+
+
+def take_turns(runs: list[Iterator[Pending]]) -> None:
+    """Let each go on until it must wait for something that is not over; raise if all must."""
+    waiting = {run: next(run, None) for run in runs}
+    while waiting:
+        moved = False
+        for run, pending in list(waiting.items()):
+            while pending is not None and pending.is_completed():
+                pending.wait()
+                pending = next(run, None)
+                moved = True
+            waiting[run] = pending
+            if pending is None:
+                del waiting[run]
+                moved = True
+        if not moved:
+            raise RuntimeError(f"{len(waiting)} of {len(runs)} emulated ranks wait for each other")

@@ -1,0 +1,154 @@
+"""Where transports and collectives come from: torch.distributed between processes, or memory within one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from stagewright.plan.plan import Plan
+from stagewright.runtime.channels import Bulletin, MemoryTransport, Pending, Transport
+from stagewright.runtime.reduce import Alone, Collective, MemoryCollective
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ChannelName:
+    """One direction of one boundary between one pair of ranks."""
+
+    kind: str  # act or grad
+    stage: int  # that sends
+    source: int
+    target: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.stage}/{self.source}-{self.target}"
+
+
+def channels_of(plan: Plan) -> Iterator[ChannelName]:
+    """Every channel a plan uses, in the one order in which all ranks make them."""
+    for before, behind in zip(plan.stages, plan.stages[1:], strict=False):
+        pairs = {
+            (a, b) for a in before.ranks for b in behind.ranks if a != b and _meet(before.ranks, behind.ranks, a, b)
+        }
+        for source, target in sorted(pairs):
+            yield ChannelName("act", before.index, source, target)
+            yield ChannelName("grad", behind.index, target, source)
+
+
+def _meet(before: Sequence[int], behind: Sequence[int], source: int, target: int) -> bool:
+    """Whether some microbatch runs on both ranks: i mod r and i mod r' can be any pair that agrees mod their gcd."""
+    from math import gcd
+
+    common = gcd(len(before), len(behind))
+    return before.index(source) % common == behind.index(target) % common
+
+
+class Network(Protocol):
+    """What connects the ranks of a job."""
+
+    bulletin: Bulletin
+
+    def transport(self, name: ChannelName) -> Transport: ...
+    def collective(self, name: str, ranks: Sequence[int]) -> Collective: ...
+
+
+class GlooNetwork:
+    """Process groups over TCP: one a channel, one a collective, all on one interface and one thread."""
+
+    def __init__(self, store: dist.Store, rank: int, interface: str, timeout: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._device = dist.ProcessGroupGloo.create_device(interface=interface)
+        self._timeout = timedelta(seconds=timeout)
+        self.bulletin = StoreBulletin(dist.PrefixStore("layout", store))
+
+    def transport(self, name: ChannelName) -> Transport:
+        return _GlooTransport(self._group(str(name), (name.source, name.target)))
+
+    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
+        return _GlooCollective(self._group(name, ranks)) if len(ranks) > 1 else Alone()
+
+    def _group(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroupGloo:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [self._device]
+        options._threads = 1
+        options._timeout = self._timeout
+        store = dist.PrefixStore(name, self._store)
+        return dist.ProcessGroupGloo(store, ranks.index(self._rank), len(ranks), options)
+
+
+class StoreBulletin:
+    """Texts in torch's store."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def post(self, key: str, text: str) -> None:
+        self._store.set(key, text)
+
+    def read(self, key: str) -> str:
+        return self._store.get(key).decode()
+
+
+class _GlooTransport:
+    """A group of two: the sender is its first member."""
+
+    def __init__(self, group: dist.ProcessGroupGloo) -> None:
+        self._group = group
+
+    def send(self, buffer: Tensor) -> Pending:
+        return self._group.send([buffer], 1, 0)
+
+    def receive(self, buffer: Tensor) -> Pending:
+        return self._group.recv([buffer], 0, 0)
+
+
+class _GlooCollective:
+    def __init__(self, group: dist.ProcessGroupGloo) -> None:
+        self._group = group
+
+    def sum(self, tensor: Tensor) -> Pending:
+        return self._group.allreduce([tensor])
+
+
+@dataclass
+class Memory:
+    """What the ranks of an emulated job share."""
+
+    transports: dict[ChannelName, MemoryTransport] = field(default_factory=dict)
+    boards: dict[str, dict[int, list[Tensor | None]]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+
+
+class MemoryNetwork:
+    """One rank's view of the memory that all share."""
+
+    def __init__(self, memory: Memory, rank: int) -> None:
+        self._memory = memory
+        self._rank = rank
+        self.bulletin = DictBulletin(memory.texts)
+
+    def transport(self, name: ChannelName) -> Transport:
+        return self._memory.transports.setdefault(name, MemoryTransport())
+
+    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
+        if len(ranks) == 1:
+            return Alone()
+        return MemoryCollective(self._memory.boards.setdefault(name, {}), ranks.index(self._rank), len(ranks))
+
+
+class DictBulletin:
+    """Texts in a dictionary."""
+
+    def __init__(self, texts: dict[str, str]) -> None:
+        self._texts = texts
+
+    def post(self, key: str, text: str) -> None:
+        self._texts[key] = text
+
+    def read(self, key: str) -> str:
+        return self._texts[key]

@@ -1,0 +1,53 @@
+"""Optimizers over a flat master, and the learning rate as a function of the batch number."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from stagewright.config import OptimizerConfig, ScheduleConfig
+
+
+def learning_rate(base: float, schedule: ScheduleConfig, batch: int, batches: int) -> float:
+    """The rate of one batch of a run of `batches`; it depends on nothing else."""
+    if batch < schedule.warmup:
+        return base * (batch + 1) / schedule.warmup
+    progress = min(1.0, (batch - schedule.warmup) / max(1, batches - schedule.warmup))
+    if schedule.kind == "step":
+        falls = sum(batch >= int(step) for step in schedule.steps.split(",") if step.strip())
+        return float(base * schedule.gamma**falls)
+    if schedule.kind == "poly":
+        return float(schedule.final + (base - schedule.final) * (1 - progress) ** schedule.power)
+    if schedule.kind == "cosine":
+        return schedule.final + (base - schedule.final) * (1 + math.cos(math.pi * progress)) / 2
+    return base
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """What a gradient is multiplied with so that its norm is at most `limit`, as torch's clip_grad_norm_ does."""
+    return min(1.0, limit / (norm + 1e-6))
+
+
+class Optimizer:
+    """Moves a flat master by a flat gradient."""
+
+    def __init__(self, config: OptimizerConfig, master: Tensor) -> None:
+        self._master = master
+        if config.name == "sgd":
+            self._torch: torch.optim.Optimizer = torch.optim.SGD(
+                [master], config.lr, config.momentum, 0.0, config.weight_decay, config.nesterov, fused=True
+            )
+            if config.momentum:  # fused SGD would otherwise begin from whatever the memory holds
+                self._torch.state[master]["momentum_buffer"] = torch.zeros_like(master)
+        else:
+            self._torch = torch.optim.AdamW(
+                [master], config.lr, (config.beta1, config.beta2), config.eps, config.weight_decay, fused=True
+            )
+
+    def step(self, gradient: Tensor, rate: float) -> None:
+        self._master.grad = gradient
+        self._torch.param_groups[0]["lr"] = rate
+        self._torch.step()
+        self._master.grad = None

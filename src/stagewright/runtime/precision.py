@@ -1,0 +1,40 @@
+"""Number formats of a run: what the weights are kept in, and what forward computes in."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """A named precision on one kind of device."""
+
+    name: str
+    device: str
+    weights: torch.dtype = torch.float32
+    autocast: torch.dtype | None = None
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """A fresh context for one forward: autocast keeps casts of the weights for as long as it is open."""
+        return torch.autocast(self.device, self.autocast) if self.autocast else nullcontext()
+
+
+def make_precision(name: str, device: str) -> Precision:
+    """The precision of that name, or an error where the device can't have it."""
+    if name == "fp64":
+        if device != "cpu":
+            raise ValueError(f"precision fp64 is for proofs on the CPU, but the device is {device}; use fp32")
+        return Precision(name, device, torch.float64)
+    if name in ("fp32", "ieee", "tf32"):
+        if name == "tf32" and device == "cpu":
+            raise ValueError("precision tf32 needs a GPU, but the device is cpu; use fp32")
+        return Precision(name, device)
+    if name == "bf16":
+        return Precision(name, device, autocast=torch.bfloat16)
+    if name == "fp16":
+        raise ValueError(f"precision fp16 needs a GPU, but the device is {device}; use bf16 or fp32")
+    raise ValueError(f"unknown precision '{name}'; choose fp64, fp32, ieee, tf32, bf16 or fp16")

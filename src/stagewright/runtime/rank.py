@@ -1,0 +1,130 @@
+"""The process of one rank: `python -m stagewright.runtime.rank JOB`, started by the supervisor."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from stagewright.runtime.assemble import assemble
+from stagewright.runtime.channels import LayoutError, Pending
+from stagewright.runtime.job import Job
+from stagewright.runtime.network import GlooNetwork
+from stagewright.runtime.recorder import FlightRecorder, last_action
+from stagewright.runtime.worker import Worker
+
+EVENTS = "events"
+_LOOK_SECONDS = 0.5
+
+
+class LostPeer(RuntimeError):
+    """Another rank is gone: its own story is the one to tell."""
+
+
+def main() -> None:
+    """Run one rank of a job to its end."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _die_with(os.getppid())
+    job = Job.load(Path(sys.argv[1]))
+    rank, token = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RUN_ID"]
+    torch.set_num_threads(job.config.run.threads)
+    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    store = dist.PrefixStore(token, dist.TCPStore(*address, is_master=False))
+    events = dist.PrefixStore(token, dist.TCPStore(*address, is_master=False))
+
+    def emit(event: dict[str, Any]) -> None:
+        events.queue_push(EVENTS, json.dumps(event))
+
+    try:
+        run_rank(job, rank, store, emit)
+    except BaseException as error:
+        emit(_failure(job, rank, error))
+        if isinstance(error, LostPeer):
+            time.sleep(4 * _LOOK_SECONDS)  # let the supervisor see the rank that caused it first
+        traceback.print_exc()
+        sys.exit(1)
+
+
+def run_rank(job: Job, rank: int, store: dist.Store, emit: Any) -> None:
+    """Build a rank's worker, run its job, leave its weights and its trace."""
+    folder = Path(job.folder)
+    recorder = FlightRecorder(position_file(folder, rank))
+    worker = assemble(job, rank, GlooNetwork(store, rank, "lo", job.config.run.timeout), emit, recorder)
+    emit({"kind": "ready", "rank": rank})
+    drive(worker)
+    if job.config.run.export:
+        _save_states(worker, folder)
+    emit({"kind": "done", "rank": rank, "spans": recorder.spans()})
+
+
+def drive(worker: Worker) -> None:
+    """Run a worker's job, waiting for whatever it waits for."""
+    for pending in worker.run():
+        _wait(pending, worker)
+
+
+def position_file(folder: Path, rank: int) -> Path:
+    return folder / "ranks" / f"{rank}.at"
+
+
+def state_file(folder: Path, stage: int) -> Path:
+    return folder / "ranks" / f"stage-{stage}.safetensors"
+
+
+def _wait(pending: Pending, worker: Worker) -> None:
+    try:
+        pending.wait()
+    except RuntimeError as error:
+        for replica in worker.replicas.values():  # sizes that differ look like a broken connection
+            for inbox in (*replica.links.activations_from.values(), *replica.links.gradients_from.values()):
+                inbox.verify()
+        raise LostPeer(str(error).splitlines()[0]) from error
+
+
+def _save_states(worker: Worker, folder: Path) -> None:
+    for item in worker.states():
+        if isinstance(item, tuple):
+            stage, state = item
+            save_file(
+                {name: tensor.contiguous().clone() for name, tensor in state.items()}, state_file(folder, stage.index)
+            )
+        else:
+            _wait(item, worker)
+
+
+def _failure(job: Job, rank: int, error: BaseException) -> dict[str, Any]:
+    action = last_action(position_file(Path(job.folder), rank), rank)
+    return {
+        "kind": "failure",
+        "rank": rank,
+        "action": None if action is None else [str(action), action.stage],
+        "cause": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+        "is_secondary": isinstance(error, LostPeer),
+        "is_users": isinstance(error, ValueError) and not isinstance(error, LayoutError),
+        "traceback": traceback.format_exc(),
+    }
+
+
+def _die_with(parent: int) -> None:
+    """End this process soon after its supervisor, however that ended."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Sums a stage's gradient over its replicas, in buckets, each under way as soon as backward has filled it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from stagewright.runtime.channels import Done, Pending
+from stagewright.runtime.versions import Parameter, Slot
+
+
+class Collective(Protocol):
+    """Sums tensors in place over a fixed set of ranks; every member joins every sum in the same order."""
+
+    def sum(self, tensor: Tensor) -> Pending: ...
+
+
+class Alone:
+    """The collective of one rank."""
+
+    def sum(self, tensor: Tensor) -> Pending:
+        return Done()
+
+
+class MemoryCollective:
+    """One member's end of a sum inside one process, taken in the order of the members."""
+
+    def __init__(self, board: dict[int, list[Tensor | None]], member: int, size: int) -> None:
+        self._board = board
+        self._member = member
+        self._size = size
+        self._count = 0
+
+    def sum(self, tensor: Tensor) -> Pending:
+        parts = self._board.setdefault(self._count, [None] * self._size)
+        parts[self._member] = tensor.clone()
+        if all(part is not None for part in parts):
+            del self._board[self._count]  # every member holds the list itself by now
+        self._count += 1
+        return _Sum(parts, tensor)
+
+
+class _Sum:
+    def __init__(self, parts: list[Tensor | None], target: Tensor) -> None:
+        self._parts = parts
+        self._target = target
+
+    def is_completed(self) -> bool:
+        return all(part is not None for part in self._parts)
+
+    def wait(self) -> None:
+        self._target.zero_()
+        for part in self._parts:
+            assert part is not None, "an emulated rank waits for a sum that not all have joined"
+            self._target += part
+
+
+class AllOf:
+    """Several things under way, as one."""
+
+    def __init__(self, pendings: Sequence[Pending]) -> None:
+        self._pendings = pendings
+
+    def is_completed(self) -> bool:
+        return all(pending.is_completed() for pending in self._pendings)
+
+    def wait(self) -> None:
+        for pending in self._pendings:
+            pending.wait()
+
+
+def make_buckets(parameters: Sequence[Parameter], itemsize: int, bucket_bytes: int) -> list[tuple[int, ...]]:
+    """Indices of parameters in the order backward reaches them, in runs of about `bucket_bytes`."""
+    buckets: list[list[int]] = [[]]
+    size = 0
+    for index in reversed(range(len(parameters))):
+        if size >= bucket_bytes:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(index)
+        size += (parameters[index].end - parameters[index].offset) * itemsize
+    return [tuple(bucket) for bucket in buckets if bucket]
+
+
+class Reducer:
+    """Issues one stage's buckets in a fixed order: during the last backward of a round, or all at once."""
+
+    def __init__(
+        self, collective: Collective, parameters: Sequence[Parameter], itemsize: int, bucket_bytes: int
+    ) -> None:
+        self._collective = collective
+        self._buckets = make_buckets(parameters, itemsize, bucket_bytes)
+        self._ranges = [
+            (min(parameters[i].offset for i in bucket), max(parameters[i].end for i in bucket))
+            for bucket in self._buckets
+        ]
+        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
+        self._under_way: dict[int, list[Pending]] = {}
+
+    def watch(self, slot: Slot, update: int, gradient: Tensor) -> list[torch.utils.hooks.RemovableHandle]:
+        """Issue each bucket while backward runs, once its gradients and those of all buckets before are there."""
+        missing = [len(bucket) for bucket in self._buckets]
+
+        def arrived(index: int) -> None:
+            missing[self._bucket_of[index]] -= 1
+            issued = len(self._under_way.setdefault(update, []))
+            while issued < len(missing) and missing[issued] == 0:
+                self._issue(update, gradient)
+                issued += 1
+
+        return [
+            leaf.register_post_accumulate_grad_hook(lambda _, index=index: arrived(index))
+            for index, leaf in enumerate(slot.leaves)
+        ]
+
+    def start(self, update: int, gradient: Tensor) -> None:
+        """Issue what is not under way yet."""
+        while len(self._under_way.setdefault(update, [])) < len(self._buckets):
+            self._issue(update, gradient)
+
+    def pending(self, update: int) -> Pending:
+        """What must be over before the gradient is the sum."""
+        return AllOf(self._under_way.get(update, ()))
+
+    def forget(self, update: int) -> None:
+        """The update is made."""
+        self._under_way.pop(update, None)
+
+    def _issue(self, update: int, gradient: Tensor) -> None:
+        under_way = self._under_way[update]
+        first, last = self._ranges[len(under_way)]
+        under_way.append(self._collective.sum(gradient[first:last]))

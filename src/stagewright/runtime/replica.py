@@ -1,0 +1,303 @@
+"""One rank's replica of one stage: its weights, and the microbatches it has in flight."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stagewright.model.probe import Value
+from stagewright.model.units import Piece
+from stagewright.plan.plan import Stage
+from stagewright.runtime.channels import Field, Inbox, Layout, Message, Outbox
+from stagewright.runtime.optimize import Optimizer
+from stagewright.runtime.precision import Precision
+from stagewright.runtime.reduce import Reducer
+from stagewright.runtime.statistics import Statistics
+from stagewright.runtime.versions import VersionRing
+
+LABELS = "labels"
+
+
+@dataclass(slots=True)
+class Arrival:
+    """What a stage is given for one microbatch: tensors in the order of the cut, and the labels."""
+
+    tensors: Sequence[Tensor]
+    labels: Tensor
+    release: Callable[[], None] = lambda: None
+
+
+@dataclass(slots=True)
+class Flight:
+    """One microbatch between its forward and its backward."""
+
+    roots: list[Tensor]  # where backward begins
+    leaves: list[Tensor]  # what the stage before wants gradients of
+    release: Callable[[], None]
+
+
+def seed_of(seed: int, microbatch: int, stage: int) -> int:
+    """The seed of a stage's random numbers for one microbatch: the same on any rank, at any time."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{microbatch}/{stage}".encode()).digest()[:8], "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The values at one boundary, as messages."""
+
+    values: tuple[Value, ...]
+    activations: Layout
+    gradients: Layout
+    travelling: tuple[int, ...]  # positions of the tensors among the values
+    differentiable: tuple[int, ...]  # positions of those that get a gradient
+
+    @staticmethod
+    def of(values: Sequence[Value], samples: int, label_shape: Sequence[int]) -> Cut:
+        travelling = tuple(index for index, value in enumerate(values) if value.dtype is not None)
+        differentiable = tuple(index for index in travelling if values[index].requires_grad)
+        fields = {
+            index: Field(value.name, value.shape, getattr(torch, value.dtype))
+            for index, value in enumerate(values)
+            if value.dtype is not None
+        }
+        labels = Field(LABELS, (samples, *label_shape), torch.int64)
+        return Cut(
+            tuple(values),
+            Layout([*(fields[index] for index in travelling), labels]),
+            Layout([fields[index] for index in differentiable]),
+            travelling,
+            differentiable,
+        )
+
+
+@dataclass(slots=True)
+class Links:
+    """A replica's channels, by the rank at the other end."""
+
+    activations_from: dict[int, Inbox] = field(default_factory=dict)
+    activations_to: dict[int, Outbox] = field(default_factory=dict)
+    gradients_from: dict[int, Inbox] = field(default_factory=dict)
+    gradients_to: dict[int, Outbox] = field(default_factory=dict)
+
+    def flush(self) -> None:
+        for outbox in (*self.activations_to.values(), *self.gradients_to.values()):
+            outbox.flush()
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a replica computes besides its module, the same on all ranks."""
+
+    seed: int
+    precision: Precision
+    label_smoothing: float
+    gradient_scale: float  # of this stage's gradient, which the last stage has divided by its own round
+
+
+class Replica:
+    """Runs one stage's forwards, backwards and updates."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        piece: Piece,
+        ring: VersionRing,
+        reducer: Reducer,
+        optimizer: Optimizer,
+        links: Links,
+        rules: Rules,
+    ) -> None:
+        self.stage = stage
+        self.piece = piece
+        self.ring = ring
+        self.reducer = reducer
+        self.optimizer = optimizer
+        self.links = links
+        self.rules = rules
+        self.statistics = Statistics(piece.training)
+        self.before: Cut | None = None
+        self.behind: Cut | None = None
+        self.arrivals: dict[int, Arrival] = {}
+        self.outputs: dict[int, Arrival] = {}
+        self.flights: dict[int, Flight] = {}
+        self.returned: dict[int, Sequence[Tensor]] = {}  # gradients that came for a microbatch's outputs
+        self.gradients: dict[int, Sequence[Tensor]] = {}  # gradients for the stage before
+        self.losses: dict[int, float] = {}
+        self._begun: set[int] = set()  # updates whose gradient buffer is in use
+
+    def open(self, before: Cut | None, behind: Cut | None) -> None:
+        """Agree with the neighbours on what messages hold from here on."""
+        self.before, self.behind = before, behind
+        for layout, ends in (
+            (before and before.activations, self.links.activations_from),
+            (behind and behind.activations, self.links.activations_to),
+            (behind and behind.gradients, self.links.gradients_from),
+            (before and before.gradients, self.links.gradients_to),
+        ):
+            for end in ends.values():
+                assert layout is not None
+                end.open(layout)
+
+    def receive_activations(self, microbatch: int, peer: int) -> None:
+        inbox = self.links.activations_from[peer]
+        message = inbox.receive(microbatch)
+        *tensors, labels = message.tensors
+        self.arrivals[microbatch] = Arrival(tensors, labels, lambda: inbox.release(message))
+
+    def send_activations(self, microbatch: int, peer: int) -> None:
+        output = self.outputs.pop(microbatch)
+        self.links.activations_to[peer].send(microbatch, (*output.tensors, output.labels))
+
+    def receive_gradients(self, microbatch: int, peer: int) -> None:
+        inbox = self.links.gradients_from[peer]
+        message = inbox.receive(microbatch)
+        self.returned[microbatch] = _Returned(inbox, message)
+
+    def send_gradients(self, microbatch: int, peer: int) -> None:
+        self.links.gradients_to[peer].send(microbatch, self.gradients.pop(microbatch))
+
+    def forward(self, microbatch: int, version: int) -> None:
+        """Run forward with one version of the weights; keep what backward needs."""
+        arrival = self.arrivals.pop(microbatch)
+        self.ring.use(version)
+        arguments, leaves = self._arguments(arrival)
+        torch.default_generator.manual_seed(seed_of(self.rules.seed, microbatch, self.stage.index))
+        with self.rules.precision.forward_context():
+            made = self.piece.training(*arguments)
+        self.statistics.count += 1
+        if self.stage.is_last:
+            loss = self._loss(made, arrival.labels, microbatch)
+            roots = [loss / self.stage.round]
+        else:
+            assert self.behind is not None
+            roots = [made[index] for index in self.behind.differentiable]
+            tensors = [made[index].detach() for index in self.behind.travelling]
+            self.outputs[microbatch] = Arrival(tensors, arrival.labels)
+        self.flights[microbatch] = Flight(roots, leaves, arrival.release)
+
+    def backward(self, microbatch: int, version: int, overlap: bool) -> None:
+        """Add a microbatch's gradient to its update's; `overlap` lets the reduce begin before it is all there."""
+        flight = self.flights.pop(microbatch)
+        returned = self.returned.pop(microbatch, None)
+        update = self.stage.update_of(microbatch)
+        slot = self.ring.use(version)
+        self._begin_gathering(update)
+        self.ring.gather_into(slot, update)
+        hooks = self.reducer.watch(slot, update, self.ring.gradient_of(update)) if overlap else []
+        if flight.roots:
+            torch.autograd.backward(flight.roots, None if self.stage.is_last else list(returned or ()))
+        for hook in hooks:
+            hook.remove()
+        if isinstance(returned, _Returned):
+            returned.release()
+        if not self.stage.is_first:
+            self.gradients[microbatch] = [
+                torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in flight.leaves
+            ]
+        flight.release()
+
+    def reduce(self, update: int) -> None:
+        self._begin_gathering(update)  # a replica without a microbatch of this round joins with zeros
+        self.reducer.start(update, self.ring.gradient_of(update))
+
+    def update(self, update: int, rate: float, clip: Callable[[Tensor], float] | None) -> None:
+        """Make version update+1 from the whole gradient, times what `clip` makes of it."""
+        gradient = self.ring.gradient_of(update)
+        if self.rules.gradient_scale != 1.0:
+            gradient.mul_(self.rules.gradient_scale)
+        if clip is not None:
+            gradient.mul_(clip(gradient))
+        self.optimizer.step(gradient, rate)
+        self.reducer.forget(update)
+        self._begun.discard(update)
+        self.ring.publish(update + 1)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Have the newest weights in place, and modules in evaluation mode, while the context is open."""
+        self.ring.use_master()
+        self.piece.evaluation.eval()
+        try:
+            yield
+        finally:
+            self.piece.training.train()
+            self.piece.evaluation.train()
+
+    def evaluate(self, microbatch: int, score: Callable[[Tensor, Tensor], None]) -> None:
+        """Forward on the master weights, without a trace for backward."""
+        arrival = self.arrivals.pop(microbatch)
+        with torch.no_grad(), self.rules.precision.forward_context():
+            made = self.piece.evaluation(*self._values(arrival))
+        if self.stage.is_last:
+            score(made, arrival.labels)
+        else:
+            assert self.behind is not None
+            self.outputs[microbatch] = Arrival([made[index] for index in self.behind.travelling], arrival.labels)
+        arrival.release()
+
+    def state(self) -> Mapping[str, Tensor]:
+        """The stage's newest weights and buffers by the names of the whole model."""
+        self.ring.use_master()
+        return {name: tensor.detach() for name, tensor in self.piece.training.state_dict().items()}
+
+    def _values(self, arrival: Arrival) -> list[object]:
+        """The stage's arguments: what travelled, with the constants between."""
+        if self.before is None:
+            return list(arrival.tensors)
+        tensors = iter(arrival.tensors)
+        return [value.constant if value.dtype is None else next(tensors) for value in self.before.values]
+
+    def _arguments(self, arrival: Arrival) -> tuple[list[object], list[Tensor]]:
+        """The stage's arguments for training, and the leaves among them."""
+        arguments = self._values(arrival)
+        leaves: list[Tensor] = []
+        if self.before is not None:
+            for index in self.before.differentiable:
+                leaf = arguments[index]
+                assert isinstance(leaf, Tensor)
+                leaf = leaf.detach().requires_grad_()
+                leaves.append(leaf)
+                arguments[index] = leaf.clone() if self.before.values[index].changed else leaf
+            for index in set(self.before.travelling) - set(self.before.differentiable):
+                tensor = arguments[index]
+                if self.before.values[index].changed and isinstance(tensor, Tensor):
+                    arguments[index] = tensor.clone()
+        return arguments, leaves
+
+    def _loss(self, logits: Tensor, labels: Tensor, microbatch: int) -> Tensor:
+        loss = functional.cross_entropy(widened(logits), labels, label_smoothing=self.rules.label_smoothing)
+        self.losses[microbatch] = float(loss.detach())
+        return loss
+
+    def _begin_gathering(self, update: int) -> None:
+        if update not in self._begun:
+            self._begun.add(update)
+            self.ring.gradient_of(update).zero_()
+
+
+class _Returned(Sequence[Tensor]):
+    """Gradients that lie in a message's buffer."""
+
+    def __init__(self, inbox: Inbox, message: Message) -> None:
+        self._inbox = inbox
+        self._message = message
+
+    def __len__(self) -> int:
+        return len(self._message.tensors)
+
+    def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
+        return self._message.tensors[index]
+
+    def release(self) -> None:
+        self._inbox.release(self._message)
+
+
+def widened(logits: Tensor) -> Tensor:
+    """Half-precision logits as fp32, where a loss is computed."""
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

@@ -1,0 +1,140 @@
+"""A stage's weights as flat buffers: one master, K version slots, and the gradient buffers behind them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+_ALIGNMENT = 16  # elements; keeps every parameter on a cache line of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """Where one trainable parameter lies in every flat buffer, and where modules hold it."""
+
+    names: tuple[str, ...]  # tied parameters have several
+    sites: tuple[tuple[nn.Module, str], ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def view(self, flat: Tensor) -> Tensor:
+        return flat.as_strided(self.shape, self.stride, self.offset)
+
+    @property
+    def end(self) -> int:
+        return self.offset + math.prod(self.shape)
+
+
+class Slot:
+    """One version of the weights: a flat buffer, and leaves that are views of it."""
+
+    def __init__(self, flat: Tensor, parameters: Sequence[Parameter]) -> None:
+        self.flat = flat
+        self.leaves = [parameter.view(flat).requires_grad_() for parameter in parameters]
+        self.gradient: Tensor | None = None
+
+
+class VersionRing:
+    """Keeps the K versions of one stage's weights and swaps them into its modules.
+
+    Version v lives in slot v mod K until version v+K takes its place, after the last backward that uses it. With
+    K = 1 the one slot is the master itself, trained in place.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module], trainable: Collection[str], versions: int, buffers: int) -> None:
+        self.parameters = _collect(roots, trainable)
+        size = self.parameters[-1].end if self.parameters else 0
+        dtype, device = _common(roots, trainable)
+        self.master = torch.zeros(size, dtype=dtype, device=device)
+        for parameter in self.parameters:
+            module, name = parameter.sites[0]
+            parameter.view(self.master).copy_(module._parameters[name].detach())  # type: ignore[union-attr]
+        slots = [self.master] if versions == 1 else [self.master.clone() for _ in range(versions)]
+        self.slots = [Slot(flat, self.parameters) for flat in slots]
+        self._master_slot = self.slots[0] if versions == 1 else Slot(self.master, self.parameters)
+        self.gradients = [torch.zeros_like(self.master) for _ in range(buffers)]
+        self._gradient_views = [[p.view(gradient) for p in self.parameters] for gradient in self.gradients]
+        self._rnns = [module for root in roots for module in root.modules() if isinstance(module, nn.RNNBase)]
+        self._current: Slot | None = None
+        self.use_master()
+
+    def use(self, version: int) -> Slot:
+        """Put a version's weights into the modules."""
+        return self._swap_in(self.slots[version % len(self.slots)])
+
+    def use_master(self) -> Slot:
+        """Put the newest weights into the modules, for evaluation and export."""
+        return self._swap_in(self._master_slot)
+
+    def gather_into(self, slot: Slot, update: int) -> None:
+        """Let backward through a slot's leaves add to the gradient buffer of an update."""
+        index = update % len(self.gradients)
+        if slot.gradient is not self.gradients[index]:
+            slot.gradient = self.gradients[index]
+            for leaf, view in zip(slot.leaves, self._gradient_views[index], strict=True):
+                leaf.grad = view
+
+    def gradient_of(self, update: int) -> Tensor:
+        return self.gradients[update % len(self.gradients)]
+
+    def publish(self, version: int) -> None:
+        """Copy the master, which has just become this version, into the slot whose last backward is over."""
+        if len(self.slots) > 1:
+            with torch.no_grad():
+                self.slots[version % len(self.slots)].flat.copy_(self.master)
+
+    def named(self, flat: Tensor) -> dict[str, Tensor]:
+        """A flat buffer by the parameter names of the whole model."""
+        return {name: parameter.view(flat) for parameter in self.parameters for name in parameter.names}
+
+    def _swap_in(self, slot: Slot) -> Slot:
+        if slot is not self._current:
+            self._current = slot
+            for parameter, leaf in zip(self.parameters, slot.leaves, strict=True):
+                for module, name in parameter.sites:
+                    module._parameters[name] = leaf  # type: ignore[assignment]
+            for rnn in self._rnns:  # these keep a list of their own beside _parameters
+                rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
+        return slot
+
+
+def _sites(roots: Sequence[nn.Module], trainable: Collection[str]) -> dict[int, dict[str, list[tuple[nn.Module, str]]]]:
+    """For each distinct trainable tensor: its names in the model, and all the modules that hold it."""
+    found: dict[int, dict[str, list[tuple[nn.Module, str]]]] = {}
+    for root in roots:
+        for prefix, module in root.named_modules(remove_duplicate=False):
+            for name, tensor in module._parameters.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if tensor is not None and (full in trainable or id(tensor) in found):
+                    sites = found.setdefault(id(tensor), {}).setdefault(full, [])
+                    if (module, name) not in sites:
+                        sites.append((module, name))
+    return found
+
+
+def _collect(roots: Sequence[nn.Module], trainable: Collection[str]) -> list[Parameter]:
+    parameters: list[Parameter] = []
+    offset = 0
+    for by_name in _sites(roots, trainable).values():
+        sites = list(dict.fromkeys(site for sites in by_name.values() for site in sites))
+        tensor = sites[0][0]._parameters[sites[0][1]]
+        assert tensor is not None
+        stride = torch.empty_like(tensor, device="meta").stride()  # its own, made dense
+        parameters.append(Parameter(tuple(by_name), tuple(sites), tensor.shape, stride, offset))
+        offset = -(-parameters[-1].end // _ALIGNMENT) * _ALIGNMENT
+    return parameters
+
+
+def _common(roots: Sequence[nn.Module], trainable: Collection[str]) -> tuple[torch.dtype, torch.device]:
+    kinds = {
+        (tensor.dtype, tensor.device) for root in roots for name, tensor in root.named_parameters() if name in trainable
+    }
+    if len(kinds) > 1:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype, _ in kinds))
+        raise ValueError(f"a stage's trainable parameters have several types ({names}); give them one")
+    return next(iter(kinds), (torch.float32, torch.device("cpu")))

@@ -1,0 +1,300 @@
+"""One rank: interprets its programs, one action after another.
+
+A worker never waits by itself. Its `run` yields whatever must be over before it can go on; the caller waits for it.
+So the same worker runs in a process of its own, where waiting blocks, and among others in one process, where the
+others go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stagewright.data.loader import Loader
+from stagewright.data.sources import Source
+from stagewright.metrics import Score
+from stagewright.model.probe import Probe
+from stagewright.plan.plan import Plan, Stage
+from stagewright.runtime.channels import Inbox, Pending
+from stagewright.runtime.dynamic import Chooser
+from stagewright.runtime.job import Job
+from stagewright.runtime.optimize import clip_factor, learning_rate
+from stagewright.runtime.reduce import AllOf, Collective
+from stagewright.runtime.replica import Arrival, Cut, Replica, widened
+from stagewright.schedule.action import Action, Op
+from stagewright.schedule.lower import evaluation_program, program
+
+Emit = Callable[[dict[str, Any]], None]
+
+
+class NonFiniteLoss(ValueError):
+    """The loss is not a number; training on would only spread it."""
+
+
+class Recorder:
+    """Told of every action; the default forgets."""
+
+    def begin(self, action: Action) -> None:
+        """The worker is at this action, and may wait for others."""
+
+    def ready(self, action: Action) -> None:
+        """It waits no more."""
+
+    def end(self, action: Action) -> None:
+        """The action is done."""
+
+
+class Worker:
+    """Carries the replicas of one rank through a job."""
+
+    def __init__(
+        self,
+        job: Job,
+        rank: int,
+        replicas: Mapping[int, Replica],
+        collectives: Mapping[int, Collective],
+        world: Collective,
+        emit: Emit,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.job = job
+        self.plan = job.plan
+        self.rank = rank
+        self.replicas = replicas
+        self.recorder = recorder or Recorder()
+        self._collectives = collectives
+        self._world = world
+        self._emit = emit
+        self._norms: dict[int, tuple[Tensor, Pending]] = {}
+        self.loader: Loader | None = None  # ranks of the first stage have one
+        self.evaluation_source: Source | None = None
+        self._score = Score()
+        self._handlers: dict[Op, Callable[[Action], None]] = {
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.SEND_ACT: lambda a: replicas[a.stage].send_activations(a.microbatch, a.peer),  # type: ignore[arg-type]
+            Op.RECV_ACT: lambda a: replicas[a.stage].receive_activations(a.microbatch, a.peer),  # type: ignore[arg-type]
+            Op.SEND_GRAD: lambda a: replicas[a.stage].send_gradients(a.microbatch, a.peer),  # type: ignore[arg-type]
+            Op.RECV_GRAD: lambda a: replicas[a.stage].receive_gradients(a.microbatch, a.peer),  # type: ignore[arg-type]
+            Op.REDUCE: lambda a: replicas[a.stage].reduce(a.version),  # type: ignore[arg-type]
+            Op.AGREE: self._agree,
+            Op.UPDATE: self._update,
+        }
+
+    def run(self) -> Iterator[Pending]:
+        """Train and evaluate as the job says, from its first batch to its last."""
+        start = 0
+        for pause in sorted({*self.job.pauses, self.job.batches}):
+            stop = self.plan.boundary(pause)
+            if stop > start:
+                yield from self.train(range(start, stop))
+                start = stop
+            if self.job.evaluation and pause in self.job.pauses:
+                yield from self.evaluate(pause)
+
+    def train(self, span: range) -> Iterator[Pending]:
+        """Train a span of microbatches, from empty pipeline to empty pipeline."""
+        self._open(self.job.training, span)
+        if self.job.config.run.dynamic:
+            chooser = Chooser(self.plan, self.rank, span, self.awaits, self.job.config.run.timeout)
+            while not chooser.is_finished:
+                yield chooser
+                for action in chooser.take():
+                    yield from self._run_action(action)
+        else:
+            for action in program(self.plan, self.rank, span):
+                yield from self._run_action(action)
+        self._flush()
+
+    def evaluate(self, pause: int) -> Iterator[Pending]:
+        """Score every evaluation sample once, on the newest weights and the mean statistics."""
+        job = self.job.evaluation
+        assert job is not None
+        whole, rest = divmod(job.samples, self.plan.samples)
+        with ExitStack() as stack:
+            for stage, replica in self.replicas.items():
+                rows, pending = replica.statistics.gather(
+                    self._collectives[stage], replica.stage.ranks.index(self.rank), replica.stage.replicas
+                )
+                yield pending
+                stack.enter_context(replica.statistics.averaged(rows))
+                stack.enter_context(replica.evaluating())
+            self._score = Score()
+            yield from self._evaluate_pieces(job.whole, range(whole))
+            if rest:
+                assert job.short is not None
+                yield from self._evaluate_pieces(job.short, range(whole, whole + 1))
+        if any(replica.stage.is_last for replica in self.replicas.values()):
+            self._emit({"kind": "score", "batch": pause, "rank": self.rank, "score": _as_list(self._score)})
+
+    def states(self) -> Iterator[Pending | tuple[Stage, Mapping[str, Tensor]]]:
+        """Each stage's newest weights and mean statistics, from its first replica; every rank takes part."""
+        for stage, replica in self.replicas.items():
+            index = replica.stage.ranks.index(self.rank)
+            rows, pending = replica.statistics.gather(self._collectives[stage], index, replica.stage.replicas)
+            yield pending
+            with replica.statistics.averaged(rows):
+                if index == 0:
+                    yield replica.stage, replica.state()
+
+    def awaits(self, action: Action) -> Pending | None:
+        """What must be over before the action can be done without waiting."""
+        replica = self.replicas[action.stage]
+        if action.op is Op.RECV_ACT:
+            assert action.peer is not None
+            return replica.links.activations_from[action.peer].next
+        if action.op is Op.RECV_GRAD:
+            assert action.peer is not None
+            return replica.links.gradients_from[action.peer].next
+        if action.op is Op.UPDATE:
+            assert action.version is not None
+            if self.plan.agree:
+                return self._norms[action.version][1]
+            return replica.reducer.pending(action.version)
+        if action.op is Op.AGREE:
+            assert action.version is not None
+            return AllOf([carried.reducer.pending(action.version) for carried in self.replicas.values()])
+        return None
+
+    def _run_action(self, action: Action) -> Iterator[Pending]:
+        self.recorder.begin(action)
+        pending = self.awaits(action)
+        if pending is not None:
+            yield pending
+        self.recorder.ready(action)
+        self._handlers[action.op](action)
+        self.recorder.end(action)
+
+    def _forward(self, action: Action) -> None:
+        replica, microbatch = self.replicas[action.stage], action.microbatch
+        assert microbatch is not None
+        if replica.stage.is_first:
+            assert self.loader is not None
+            inputs, labels = self.loader.microbatch(microbatch)
+            replica.arrivals[microbatch] = Arrival([inputs], labels)
+        assert action.version is not None
+        replica.forward(microbatch, action.version)
+        if replica.stage.is_last:
+            self._report_losses(replica, microbatch)
+        else:
+            self._hand_over(replica, microbatch)
+
+    def _hand_over(self, replica: Replica, microbatch: int) -> None:
+        """Give the outputs to the next stage where this rank carries it too."""
+        behind = self.plan.stages[replica.stage.index + 1]
+        if behind.rank_of(microbatch) == self.rank:
+            self.replicas[behind.index].arrivals[microbatch] = replica.outputs.pop(microbatch)
+
+    def _backward(self, action: Action) -> None:
+        replica, microbatch = self.replicas[action.stage], action.microbatch
+        assert microbatch is not None and action.version is not None
+        stage = replica.stage
+        is_last_of_round = stage.update_of(microbatch + stage.replicas) != stage.update_of(microbatch)
+        overlap = stage.replicas > 1 and is_last_of_round and len(self.replicas) == 1
+        replica.backward(microbatch, action.version, overlap)
+        if not stage.is_first:
+            before = self.plan.stages[stage.index - 1]
+            if before.rank_of(microbatch) == self.rank:
+                self.replicas[before.index].returned[microbatch] = replica.gradients.pop(microbatch)
+
+    def _agree(self, action: Action) -> None:
+        """Join the exchange of squared norms: each stage's first replica fills in its own."""
+        assert action.version is not None
+        norms = torch.zeros(len(self.plan.stages), dtype=torch.float64)
+        for replica in self.replicas.values():
+            if replica.stage.ranks[0] == self.rank:
+                gradient = replica.ring.gradient_of(action.version)
+                norms[replica.stage.index] = torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
+        self._norms[action.version] = (norms, self._world.sum(norms))
+
+    def _update(self, action: Action) -> None:
+        replica, update = self.replicas[action.stage], action.version
+        assert update is not None
+        config = self.job.config
+        batch = update * replica.stage.round // self.plan.microbatches
+        rate = learning_rate(config.optimizer.lr, config.schedule, batch, self.job.batches)
+        limit = config.optimizer.clip
+        clip = None if limit is None else lambda gradient: clip_factor(self._norm(replica, gradient, update), limit)
+        replica.update(update, rate, clip)
+
+    def _norm(self, replica: Replica, gradient: Tensor, update: int) -> float:
+        """The norm that is clipped: of the whole model where ranks agree on it, otherwise of the stage."""
+        if not self.plan.agree:
+            return float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        norms, _ = self._norms[update]
+        if replica is list(self.replicas.values())[-1]:
+            del self._norms[update]
+        return float(norms.sum().sqrt())
+
+    def _report_losses(self, replica: Replica, microbatch: int) -> None:
+        """Tell of a batch's losses once this replica has its last one; a loss that is no number ends the run."""
+        batch, loss = microbatch // self.plan.microbatches, replica.losses[microbatch]
+        if not math.isfinite(loss):
+            raise NonFiniteLoss(
+                f"the loss of batch {batch} is {loss} (stage {replica.stage.index}, microbatch {microbatch}); "
+                "try a lower --lr, a --warmup or --clip 1"
+            )
+        if (microbatch + replica.stage.replicas) // self.plan.microbatches != batch:
+            losses = list(replica.losses.items())
+            self._emit({"kind": "losses", "rank": self.rank, "losses": losses, "time": time.monotonic()})
+            replica.losses.clear()
+
+    def _evaluate_pieces(self, probe: Probe, pieces: range) -> Iterator[Pending]:
+        """Forward over some pieces, all of one size."""
+        self._open(probe, pieces, forward_only=True)
+        for action in evaluation_program(self.plan, self.rank, pieces):
+            if action.op is not Op.FORWARD:
+                yield from self._run_action(action)
+                continue
+            replica, microbatch = self.replicas[action.stage], action.microbatch
+            assert microbatch is not None
+            if replica.stage.is_first:
+                assert self.loader is not None and self.evaluation_source is not None
+                inputs, labels = self.loader.piece(self.evaluation_source, microbatch, self.plan.samples)
+                replica.arrivals[microbatch] = Arrival([inputs], labels)
+            replica.evaluate(microbatch, self._add_score)
+            if not replica.stage.is_last:
+                self._hand_over(replica, microbatch)
+        self._flush()
+
+    def _add_score(self, logits: Tensor, labels: Tensor) -> None:
+        logits = widened(logits)
+        best = (logits.topk(min(5, logits.shape[1]), 1).indices == labels.unsqueeze(1)).double()
+        hits = best.flatten(2).mean(2) if best.dim() > 2 else best  # a sample of many labels counts as one
+        loss = float(functional.cross_entropy(logits, labels)) * len(labels)
+        self._score += Score(len(labels), loss, float(hits[:, 0].sum()), float(hits.sum()))
+
+    def _open(self, probe: Probe, span: range, *, forward_only: bool = False) -> None:
+        """Tell the channels what messages hold and which will come in a span."""
+        cuts = [Cut.of(values, probe.samples, self.job.label_shape) for values in probe.cuts]
+        for stage, replica in self.replicas.items():
+            replica.open(cuts[stage - 1] if stage > 0 else None, cuts[stage] if stage < len(cuts) else None)
+        for stage, replica in self.replicas.items():
+            _expect(replica.links.activations_from, self.rank, replica.stage, self.plan, stage - 1, span)
+            if not forward_only:
+                _expect(replica.links.gradients_from, self.rank, replica.stage, self.plan, stage + 1, span)
+
+    def _flush(self) -> None:
+        for replica in self.replicas.values():
+            replica.links.flush()
+
+
+def _expect(inboxes: Mapping[int, Inbox], rank: int, stage: Stage, plan: Plan, neighbour: int, span: range) -> None:
+    """Announce to each inbox the microbatches that its sender and this rank both run."""
+    for peer, inbox in inboxes.items():
+        inbox.expect(_common(stage, rank, plan.stages[neighbour], peer, span))
+
+
+def _common(stage: Stage, rank: int, other: Stage, peer: int, span: range) -> Iterator[int]:
+    return (microbatch for microbatch in stage.own(rank, span) if other.rank_of(microbatch) == peer)
+
+
+def _as_list(score: Score) -> Sequence[float]:
+    return [score.samples, score.loss, score.top1, score.top5]

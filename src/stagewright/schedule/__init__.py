@@ -1,0 +1,1 @@
+"""Schedules: for every rank the ordered list of actions, as data."""

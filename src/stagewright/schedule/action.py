@@ -1,0 +1,71 @@
+"""One step of one rank, as a value that prints and parses as text."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Op(StrEnum):
+    """What an action does; the value is its mark in the text."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    SEND_ACT = "SA"
+    RECV_ACT = "RA"
+    SEND_GRAD = "SG"
+    RECV_GRAD = "RG"
+    REDUCE = "R"
+    AGREE = "A"
+    UPDATE = "U"
+
+
+class Action(NamedTuple):
+    """`0F3@2`: stage 0, forward, microbatch 3, version 2.
+
+    Transfers name the other rank (`0SA3>7`, `1RA3<0`). REDUCE, AGREE and UPDATE belong to an update, whose number
+    stands where a compute has its version (`0U@4` makes version 5 from version 4).
+    """
+
+    op: Op
+    rank: int
+    stage: int
+    microbatch: int | None = None
+    version: int | None = None
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        microbatch = "" if self.microbatch is None else self.microbatch
+        version = "" if self.version is None else f"@{self.version}"
+        arrow = ">" if self.op in (Op.SEND_ACT, Op.SEND_GRAD) else "<"
+        peer = "" if self.peer is None else f"{arrow}{self.peer}"
+        return f"{self.stage}{self.op}{microbatch}{version}{peer}"
+
+
+_ACTION = re.compile(r"(\d+)(F|B|SA|RA|SG|RG|R|A|U)(\d+)?(?:@(\d+))?(?:([<>])(\d+))?")
+_COMPUTES = (Op.FORWARD, Op.BACKWARD)
+_SENDS = (Op.SEND_ACT, Op.SEND_GRAD)
+_RECEIVES = (Op.RECV_ACT, Op.RECV_GRAD)
+
+
+def parse_action(text: str, rank: int) -> Action:
+    """Read the text of one action of a rank."""
+    match = _ACTION.fullmatch(text)
+    if match is None:
+        raise ValueError(f"'{text[:40]}' is no action; an action looks like 0F3@2 or 0SA3>7")
+    op = Op(match[2])
+    expected = (
+        op in _COMPUTES + _SENDS + _RECEIVES,
+        op not in _SENDS + _RECEIVES,
+        ">" if op in _SENDS else "<" if op in _RECEIVES else None,
+    )
+    if (match[3] is not None, match[4] is not None, match[5]) != expected:
+        raise ValueError(f"'{text[:40]}' has the wrong parts for {op.name}; compare 0F3@2, 0SA3>7, 1RA3<0 and 0U@4")
+    microbatch, version, peer = (None if part is None else int(part) for part in (match[3], match[4], match[6]))
+    return Action(op, rank, int(match[1]), microbatch, version, peer)
+
+
+def parse_program(text: str, rank: int) -> list[Action]:
+    """Read one rank's program: actions between spaces."""
+    return [parse_action(word, rank) for word in text.split()]

@@ -1,0 +1,161 @@
+"""Proves a plan's programs right before anything runs: matched in order, free of deadlock, within lag and depth."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from stagewright.plan.plan import Plan
+from stagewright.schedule.action import Action, Op
+from stagewright.schedule.lower import program, updates_in
+from stagewright.schedule.requires import requires
+
+_SENT_BY = {Op.RECV_ACT: Op.SEND_ACT, Op.RECV_GRAD: Op.SEND_GRAD}
+
+
+class ScheduleError(ValueError):
+    """A program that would hang, mix up messages or break the plan's bounds."""
+
+
+def representative_span(plan: Plan) -> range:
+    """Fill, one period and drain: what happens later repeats what happens here."""
+    period = math.lcm(plan.microbatches, plan.alignment, *(stage.replicas for stage in plan.stages))
+    fill = max(max(stage.versions * stage.round, stage.depth * stage.replicas) + stage.round for stage in plan.stages)
+    return range(-(-(fill + period) // plan.alignment) * plan.alignment + plan.alignment)
+
+
+def check(plan: Plan, span: range | None = None) -> None:
+    """Raise ScheduleError unless every rank's program over the span is right."""
+    span = span or representative_span(plan)
+    check_programs(plan, {rank: list(program(plan, rank, span)) for rank in range(plan.world)}, span)
+
+
+def check_programs(plan: Plan, programs: Mapping[int, Sequence[Action]], span: range) -> None:
+    """The proof itself, over given programs."""
+    _check_channels(programs)
+    order = execution_order(plan, programs, span.start)
+    for rank, actions in programs.items():
+        _check_work(plan, rank, actions, span)
+        _check_depth(plan, actions)
+    _check_reduces(plan, programs)
+    _check_versions(plan, order, span.start)
+
+
+def execution_order(plan: Plan, programs: Mapping[int, Sequence[Action]], start: int) -> list[Action]:
+    """Run every rank's program in order as far as it goes; raise if they do not all end."""
+    done: set[Action] = set()
+    order: list[Action] = []
+    position = dict.fromkeys(programs, 0)
+    waiting: dict[Action, list[int]] = defaultdict(list)
+    runnable = list(programs)
+    while runnable:
+        rank = runnable.pop()
+        actions = programs[rank]
+        while position[rank] < len(actions):
+            action = actions[position[rank]]
+            missing = next((needed for needed in requires(plan, action, start) if needed not in done), None)
+            if missing is not None:
+                waiting[missing].append(rank)
+                break
+            done.add(action)
+            order.append(action)
+            position[rank] += 1
+            runnable += waiting.pop(action, ())
+    stuck = {rank: programs[rank][position[rank]] for rank in programs if position[rank] < len(programs[rank])}
+    if stuck:
+        rank, action = min(stuck.items())
+        raise ScheduleError(
+            f"the schedule waits for ever: rank {rank} at {action}, step {position[rank] + 1} of "
+            f"{len(programs[rank])}, with {len(stuck)} of {len(programs)} ranks stuck "
+            f"({_some(f'{rank}: {action}' for rank, action in sorted(stuck.items()))})"
+        )
+    return order
+
+
+def _some(texts: Iterable[str], most: int = 4) -> str:
+    texts = list(texts)
+    return ", ".join(texts[:most]) + (", ..." if len(texts) > most else "")
+
+
+def _check_channels(programs: Mapping[int, Sequence[Action]]) -> None:
+    """Every channel (boundary, direction, pair of ranks) sends and receives the same microbatches in the same order."""
+    sent: dict[tuple[Op, int, int, int | None], list[int | None]] = defaultdict(list)
+    received = defaultdict(list, {})
+    for rank, actions in programs.items():
+        for action in actions:
+            if action.op in (Op.SEND_ACT, Op.SEND_GRAD):
+                sent[action.op, action.stage, rank, action.peer].append(action.microbatch)
+            elif action.op in _SENT_BY:
+                source = action.stage + (-1 if action.op is Op.RECV_ACT else 1)
+                received[_SENT_BY[action.op], source, action.peer, rank].append(action.microbatch)
+    for channel in sent.keys() | received.keys():
+        if sent[channel] != received[channel]:
+            op, stage, source, target = channel
+            raise ScheduleError(
+                f"stage {stage} {op.name} from rank {source} to rank {target}: sent {_some(map(str, sent[channel]))} "
+                f"but received {_some(map(str, received[channel]))}"
+            )
+
+
+def _check_work(plan: Plan, rank: int, actions: Sequence[Action], span: range) -> None:
+    """Each of the rank's microbatches forward and backward once a stage, on its version; updates in order."""
+    for stage in plan.stages_of(rank):
+        own = list(stage.own(rank, span))
+        versions = [stage.version_of(microbatch) for microbatch in own]
+        updates = list(updates_in(stage, span))
+        wanted: dict[Op, list[tuple[int | None, int | None]]] = {
+            Op.FORWARD: list(zip(own, versions, strict=True)),
+            Op.BACKWARD: list(zip(own, versions, strict=True)),
+            Op.REDUCE: [(None, update) for update in updates] if stage.replicas > 1 else [],
+            Op.UPDATE: [(None, update) for update in updates],
+        }
+        for op, expected in wanted.items():
+            found = [(a.microbatch, a.version) for a in actions if a.op is op and a.stage == stage.index]
+            if found != expected:
+                raise ScheduleError(
+                    f"stage {stage.index} on rank {rank}: {op.name} runs {_some(map(str, found))} "
+                    f"but the plan says {_some(map(str, expected))}"
+                )
+
+
+def _check_depth(plan: Plan, actions: Sequence[Action]) -> None:
+    held: Counter[int] = Counter()
+    for action in actions:
+        held[action.stage] += (action.op is Op.FORWARD) - (action.op is Op.BACKWARD)
+        depth = plan.stages[action.stage].depth
+        if held[action.stage] > depth:
+            raise ScheduleError(
+                f"rank {action.rank} holds {held[action.stage]} microbatches of stage {action.stage} at {action}; "
+                f"its depth is {depth}"
+            )
+
+
+def _check_reduces(plan: Plan, programs: Mapping[int, Sequence[Action]]) -> None:
+    """Every rank issues its reduces in one global order: by the round's end, then by stage descending."""
+
+    def global_order(action: Action) -> tuple[int, int]:
+        assert action.version is not None
+        return ((action.version + 1) * plan.stages[action.stage].round, -action.stage)
+
+    for rank, actions in programs.items():
+        reduces = [action for action in actions if action.op is Op.REDUCE]
+        if reduces != sorted(reduces, key=global_order):
+            raise ScheduleError(f"rank {rank} issues reduces out of order: {_some(map(str, reduces))}")
+
+
+def _check_versions(plan: Plan, order: Sequence[Action], start: int) -> None:
+    """A version is used only between the update that makes it and the one that takes its slot."""
+    made = {(rank, stage.index): start // stage.round for rank in range(plan.world) for stage in plan.stages_of(rank)}
+    for action in order:
+        replica = (action.rank, action.stage)
+        if action.op is Op.UPDATE:
+            made[replica] += 1
+        elif action.op in (Op.FORWARD, Op.BACKWARD):
+            assert action.version is not None
+            lag, versions = made[replica] - action.version, plan.stages[action.stage].versions
+            if not 0 <= lag < versions:
+                raise ScheduleError(
+                    f"rank {action.rank} runs {action} when it has made version {made[replica]}; "
+                    f"with {versions} versions that one is {'not made yet' if lag < 0 else 'gone'}"
+                )

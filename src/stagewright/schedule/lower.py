@@ -1,0 +1,110 @@
+"""From the order of computes to the whole program: versions, transfers, reductions, agreement and updates."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from operator import itemgetter
+from typing import NamedTuple
+
+from stagewright.plan.plan import Plan, Stage
+from stagewright.schedule import policy
+from stagewright.schedule.action import Action, Op
+
+
+class Task(NamedTuple):
+    """Actions that belong together, at their place in the order."""
+
+    key: policy.Key
+    actions: tuple[Action, ...]
+
+
+def program(plan: Plan, rank: int, span: range) -> Iterator[Action]:
+    """One rank's actions to train a span of microbatches, generated as they are needed.
+
+    A span begins and ends with an empty pipeline, at multiples of `plan.alignment`.
+    """
+    for task in heapq.merge(*streams(plan, rank, span), key=itemgetter(0)):
+        yield from task.actions
+
+
+def streams(plan: Plan, rank: int, span: range) -> list[Iterator[Task]]:
+    """The tasks of a rank as ordered streams, whose merge by key is the static program.
+
+    Dynamic scheduling takes the head of any stream that can run instead.
+    """
+    stages = plan.stages_of(rank)
+    reduces = [_reduces(plan, stage, rank, span) for stage in stages if stage.replicas > 1]
+    return [
+        *(_forwards(plan, stage, rank, span) for stage in stages),
+        *(_backwards(plan, stage, rank, span) for stage in stages),
+        *(_updates(plan, stage, rank, span) for stage in stages),
+        heapq.merge(*reduces, key=itemgetter(0)),  # one stream: reduces keep one order on every rank
+        *([_agreements(plan, rank, span)] if plan.agree else []),
+    ]
+
+
+def evaluation_program(plan: Plan, rank: int, pieces: range) -> Iterator[Action]:
+    """One rank's forward-only actions over pieces of the evaluation data; they use the masters, not a version."""
+    stages = plan.stages_of(rank)
+    for microbatch in pieces:
+        for stage in stages:
+            if stage.rank_of(microbatch) == rank:
+                yield from forward_actions(plan, stage, microbatch, None)
+
+
+def forward_actions(plan: Plan, stage: Stage, microbatch: int, version: int | None) -> tuple[Action, ...]:
+    """Forward of a microbatch with the transfers around it; stages on one rank hand over locally."""
+    rank = stage.rank_of(microbatch)
+    actions = [Action(Op.FORWARD, rank, stage.index, microbatch, version)]
+    if not stage.is_first and (source := plan.stages[stage.index - 1].rank_of(microbatch)) != rank:
+        actions.insert(0, Action(Op.RECV_ACT, rank, stage.index, microbatch, None, source))
+    if not stage.is_last and (target := plan.stages[stage.index + 1].rank_of(microbatch)) != rank:
+        actions.append(Action(Op.SEND_ACT, rank, stage.index, microbatch, None, target))
+    return tuple(actions)
+
+
+def backward_actions(plan: Plan, stage: Stage, microbatch: int) -> tuple[Action, ...]:
+    """Backward of a microbatch, on forward's version, with the transfers around it."""
+    rank = stage.rank_of(microbatch)
+    actions = [Action(Op.BACKWARD, rank, stage.index, microbatch, stage.version_of(microbatch))]
+    if not stage.is_last and (source := plan.stages[stage.index + 1].rank_of(microbatch)) != rank:
+        actions.insert(0, Action(Op.RECV_GRAD, rank, stage.index, microbatch, None, source))
+    if not stage.is_first and (target := plan.stages[stage.index - 1].rank_of(microbatch)) != rank:
+        actions.append(Action(Op.SEND_GRAD, rank, stage.index, microbatch, None, target))
+    return tuple(actions)
+
+
+def _forwards(plan: Plan, stage: Stage, rank: int, span: range) -> Iterator[Task]:
+    for microbatch in stage.own(rank, span):
+        key = policy.forward_key(plan, stage, microbatch, span.start)
+        yield Task(key, forward_actions(plan, stage, microbatch, stage.version_of(microbatch)))
+
+
+def _backwards(plan: Plan, stage: Stage, rank: int, span: range) -> Iterator[Task]:
+    for microbatch in stage.own(rank, span):
+        yield Task(policy.backward_key(stage, microbatch), backward_actions(plan, stage, microbatch))
+
+
+def updates_in(stage: Stage, span: range) -> range:
+    """The updates a stage makes in a span."""
+    return range(span.start // stage.round, span.stop // stage.round)
+
+
+def _reduces(plan: Plan, stage: Stage, rank: int, span: range) -> Iterator[Task]:
+    for update in updates_in(stage, span):
+        action = Action(Op.REDUCE, rank, stage.index, None, update)
+        yield Task(policy.reduce_key(plan, stage, rank, update), (action,))
+
+
+def _updates(plan: Plan, stage: Stage, rank: int, span: range) -> Iterator[Task]:
+    for update in updates_in(stage, span):
+        action = Action(Op.UPDATE, rank, stage.index, None, update)
+        yield Task(policy.update_key(plan, stage, rank, update, span), (action,))
+
+
+def _agreements(plan: Plan, rank: int, span: range) -> Iterator[Task]:
+    """One agreement of all ranks a batch; it prints under the first stage its rank carries."""
+    stage = plan.stages_of(rank)[0]
+    for update in updates_in(stage, span):
+        yield Task(policy.agree_key(plan, update), (Action(Op.AGREE, rank, stage.index, None, update),))

@@ -1,0 +1,81 @@
+"""The order of a rank's computes: one rule that gives 1F1B, GPipe and interleaved stages, and never deadlocks.
+
+Every task of a rank gets a key, and a rank's program is its tasks in the order of their keys. Keys are positions in
+one order of the whole pipeline that respects every dependency, so no two ranks can wait for each other:
+
+    position j:   B(j) of stage S-1 ... B(j) of stage 0 | REDUCE, AGREE, UPDATE that end with j | F(i) that B(j) lets in
+
+Forward of microbatch i at stage s is let in as soon as every microbatch below `barrier(i)` is backward there: early
+enough to fill the depth, late enough for its version to exist. With depth 1 at the last stage that is 1F1B; with a
+depth of a whole batch it is GPipe; where a rank carries several stages their tasks interleave by the same keys.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from stagewright.plan.plan import Plan, Stage
+
+Key = tuple[int, int, int, int]
+
+
+class Phase(IntEnum):
+    """What comes first at one position of the order."""
+
+    BACKWARD = 0
+    REDUCE = 1
+    AGREE = 2
+    UPDATE = 3
+    FORWARD = 4
+
+
+def barrier(plan: Plan, stage: Stage, microbatch: int) -> int:
+    """Every microbatch below this number is backward at `stage` before forward of `microbatch` begins.
+
+    Two things hold a forward back: the version it uses must exist, and a replica holds no more than its depth. What
+    holds a stage back holds the stages behind it back as well, since they are fed by it.
+    """
+    return max(
+        max(fed_by.version_of(microbatch) * fed_by.round, microbatch - fed_by.depth * fed_by.replicas + 1)
+        for fed_by in plan.stages[: stage.index + 1]
+    )
+
+
+def forward_key(plan: Plan, stage: Stage, microbatch: int, start: int) -> Key:
+    return (max(start, barrier(plan, stage, microbatch)) - 1, Phase.FORWARD, microbatch, stage.index)
+
+
+def backward_key(stage: Stage, microbatch: int) -> Key:
+    return (microbatch, Phase.BACKWARD, -stage.index, 0)
+
+
+def reduce_key(plan: Plan, stage: Stage, rank: int, update: int) -> Key:
+    """After the replica's last backward of the round; a rank of several stages waits for the round's end.
+
+    So a rank issues its reduces in the one global order: by the end of the round, then by stage descending.
+    """
+    own = stage.own(rank, range(update * stage.round, (update + 1) * stage.round))
+    alone = len(plan.stages_of(rank)) == 1 and len(own) > 0
+    return (own[-1] if alone else (update + 1) * stage.round - 1, Phase.REDUCE, -stage.index, 0)
+
+
+def agree_key(plan: Plan, update: int) -> Key:
+    return ((update + 1) * plan.microbatches - 1, Phase.AGREE, 0, 0)
+
+
+def update_key(plan: Plan, stage: Stage, rank: int, update: int, span: range) -> Key:
+    """As late as it can be where a reduce is to be hidden, otherwise at once.
+
+    The latest is before the first forward that needs the new version and before the first backward that needs this
+    update's gradient buffer again.
+    """
+    if stage.num_gradients == 1:
+        return ((update + 1) * stage.round - 1, Phase.UPDATE, -stage.index, 0)
+    forwards = stage.own(rank, range((update + stage.versions) * stage.round, span.stop))
+    backwards = stage.own(rank, range((update + stage.num_gradients) * stage.round, span.stop))
+    position = span.stop
+    if len(forwards):
+        position = min(position, barrier(plan, stage, forwards[0]))
+    if len(backwards):
+        position = min(position, backwards[0])
+    return (position - 1, Phase.UPDATE, -stage.index, 0)

@@ -1,0 +1,324 @@
+"""The independent reference: one process, plain PyTorch, the semantics of section 2 of the design and nothing else.
+
+Every microbatch runs through the whole model at once, each stage's parameters taken from the version the rules name:
+
+    microbatch i  ──►  stage s: round k = i div span, version max(0, k+1-K), statistics of replica i mod r
+    span microbatches of a stage make one gradient and one update; span is M, or r in pipedream
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run depends on besides the model, its cut and the data."""
+
+    replicas: tuple[int, ...]
+    versions: tuple[int, ...]
+    batch: int
+    microbatches: int
+    steps: int
+    seed: int = 0
+    dtype: torch.dtype = torch.float64
+    pipedream: bool = False
+    optimizer: str = "sgd"
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    label_smoothing: float = 0.0
+    clip: float | None = None
+    lr: Callable[[int], float] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        if len(self.replicas) != len(self.versions):
+            raise ValueError(f"{len(self.replicas)} stages have replicas but {len(self.versions)} have versions")
+        if min(self.replicas + self.versions) < 1 or self.steps < 1:
+            raise ValueError(f"replicas {self.replicas}, versions {self.versions}, steps {self.steps}: all at least 1")
+        if self.batch % self.microbatches:
+            raise ValueError(f"a batch of {self.batch} does not divide into {self.microbatches} microbatches")
+        if self.pipedream and self.num_microbatches % math.lcm(*self.replicas):
+            raise ValueError(f"{self.num_microbatches} microbatches are no multiple of lcm{self.replicas}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer {self.optimizer!r} is none of {sorted(OPTIMIZERS)}")
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.steps * self.microbatches
+
+    @property
+    def clips_globally(self) -> bool:
+        return set(self.versions) == {1} and not self.pipedream
+
+
+@dataclass
+class Result:
+    """What a run leaves; `weights | buffers` is a state_dict of the whole model."""
+
+    losses: list[float]
+    weights: Tensors
+    buffers: Tensors
+    replica_buffers: dict[tuple[int, int], Tensors]
+
+
+@dataclass(frozen=True)
+class Moments:
+    """One parameter's optimizer state: updates so far, momentum (or first moment), second moment."""
+
+    count: int
+    first: Tensor
+    second: Tensor
+
+
+def sgd(setup: Setup, lr: float, weight: Tensor, gradient: Tensor, moments: Moments) -> tuple[Tensor, Moments]:
+    """torch.optim.SGD's update."""
+    gradient = gradient + setup.weight_decay * weight
+    velocity = setup.momentum * moments.first + gradient
+    direction = gradient + setup.momentum * velocity if setup.nesterov else velocity
+    return weight - lr * direction, Moments(moments.count + 1, velocity, moments.second)
+
+
+def adamw(setup: Setup, lr: float, weight: Tensor, gradient: Tensor, moments: Moments) -> tuple[Tensor, Moments]:
+    """torch.optim.AdamW's update."""
+    beta1, beta2 = setup.betas
+    count = moments.count + 1
+    first = beta1 * moments.first + (1 - beta1) * gradient
+    second = beta2 * moments.second + (1 - beta2) * gradient**2
+    first_hat = first / (1 - beta1**count)
+    second_hat = second / (1 - beta2**count)
+    decayed = weight - lr * setup.weight_decay * weight
+    return decayed - lr * first_hat / (second_hat.sqrt() + setup.eps), Moments(count, first, second)
+
+
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
+
+
+class Stage:
+    """One stage's whole history of parameters, its replicas' buffers and the gradient of its unfinished round."""
+
+    def __init__(self, stage: int, setup: Setup, weights: Tensors, buffers: Tensors) -> None:
+        self.setup = setup
+        self.num_replicas = setup.replicas[stage]
+        self.num_versions = setup.versions[stage]
+        self.span = self.num_replicas if setup.pipedream else setup.microbatches
+        self.history = [weights]
+        self.moments = {name: Moments(0, torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}
+        self.buffers = [{name: b.clone() for name, b in buffers.items()} for _ in range(self.num_replicas)]
+        self.gradients: list[Tensors] = [{} for _ in range(self.num_replicas)]
+
+    def replica_of(self, microbatch: int) -> int:
+        return microbatch % self.num_replicas
+
+    def weights_for(self, microbatch: int) -> Tensors:
+        """The parameters of the version with which this microbatch runs forward and backward."""
+        version = max(0, microbatch // self.span + 1 - self.num_versions)
+        assert version < len(self.history), f"microbatch {microbatch} needs version {version}, not made yet"
+        return self.history[version]
+
+    def add(self, microbatch: int, gradients: Tensors) -> None:
+        """Adds the gradients of the mean loss of one microbatch to those of its replica."""
+        mine = self.gradients[self.replica_of(microbatch)]
+        accumulate(mine, {name: g / self.span for name, g in gradients.items() if name in self.history[0]})
+
+    def finishes_with(self, microbatch: int) -> bool:
+        return (microbatch + 1) % self.span == 0
+
+    def take_gradient(self) -> Tensors:
+        """The sum over replicas in replica order, after which the next round starts from nothing."""
+        total: Tensors = {}
+        for gradients in self.gradients:
+            accumulate(total, gradients)
+        self.gradients = [{} for _ in range(self.num_replicas)]
+        return total
+
+    def update(self, gradient: Tensors) -> None:
+        """Makes the next version from the newest; a parameter without gradient stays."""
+        first_microbatch = (len(self.history) - 1) * self.span
+        lr = self.setup.lr(first_microbatch // self.setup.microbatches)
+        weights = dict(self.history[-1])
+        for name, g in gradient.items():
+            weights[name], self.moments[name] = OPTIMIZERS[self.setup.optimizer](
+                self.setup, lr, weights[name], g, self.moments[name]
+            )
+        self.history.append(weights)
+
+    def averaged_buffers(self) -> Tensors:
+        """Statistics averaged over replicas weighted by their microbatches, counts summed, the rest replica 0's."""
+        microbatches = range(self.setup.num_microbatches)
+        counts = [sum(self.replica_of(i) == replica for i in microbatches) for replica in range(self.num_replicas)]
+        averaged = dict(self.buffers[0])
+        for name in averaged:
+            own = [buffers[name] for buffers in self.buffers]
+            match name.split(".")[-1]:
+                case "running_mean" | "running_var":
+                    weighted = [count * statistic for count, statistic in zip(counts, own, strict=True)]
+                    averaged[name] = torch.stack(weighted).sum(0) / sum(counts)
+                case "num_batches_tracked":
+                    averaged[name] = torch.stack(own).sum(0)
+        return averaged
+
+
+def accumulate(total: Tensors, more: Tensors) -> None:
+    """Adds `more` to `total` in place; a name that is new to `total` starts there."""
+    for name, value in more.items():
+        total[name] = total[name] + value if name in total else value
+
+
+def clipped(gradients: Sequence[Tensors], limit: float) -> list[Tensors]:
+    """The gradients scaled together as torch.nn.utils.clip_grad_norm_ does."""
+    norm = math.sqrt(sum(float((g * g).sum()) for stage in gradients for g in stage.values()))
+    coefficient = min(1.0, limit / (norm + 1e-6))
+    return [{name: g * coefficient for name, g in stage.items()} for stage in gradients]
+
+
+def stage_seed(seed: int, microbatch: int, stage: int) -> int:
+    """The seed of the generator before this stage runs forward on this microbatch."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{microbatch}/{stage}".encode()).digest()[:8], "little")
+
+
+class StageSeeds:
+    """Seeds torch's default generator where each stage starts: at the first call of its start module."""
+
+    def __init__(self, model: nn.Module, starts: Sequence[str | None], seed: int) -> None:
+        named = {stage: name for stage, name in enumerate(starts) if name is not None}
+        assert len(set(named.values())) == len(named), f"two stages start at one module: {list(starts)}"
+        self.seed = seed
+        self.stages = set(named)
+        self.waiting: set[int] = set()
+        self.microbatch = -1
+        for stage, name in named.items():
+            model.get_submodule(name).register_forward_pre_hook(partial(self._start, stage))
+
+    @contextmanager
+    def of(self, microbatch: int) -> Iterator[None]:
+        """Within, the model runs forward on this microbatch once."""
+        self.microbatch = microbatch
+        self.waiting = set(self.stages)
+        yield
+        assert not self.waiting, f"stages {self.waiting} never started on microbatch {self.microbatch}"
+
+    def _start(self, stage: int, module: nn.Module, args: object) -> None:
+        if stage in self.waiting:
+            self.waiting.remove(stage)
+            torch.manual_seed(stage_seed(self.seed, self.microbatch, stage))
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every parameter and buffer name of the model -> the first name of that tensor."""
+    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    first_names: dict[int, str] = {}
+    return {name: first_names.setdefault(id(tensor), name) for name, tensor in named.items()}
+
+
+def make_stages(model: nn.Module, stage_of: Callable[[str], int], setup: Setup) -> list[Stage]:
+    """The stages before the first batch, each with its own share of the model's tensors."""
+    for name, first in canonical_names(model).items():
+        assert stage_of(name) == stage_of(first), f"{name} and {first} are one tensor in two stages"
+    weights: list[Tensors] = [{} for _ in setup.replicas]
+    buffers: list[Tensors] = [{} for _ in setup.replicas]
+    for name, parameter in model.named_parameters():
+        weights[stage_of(name)][name] = parameter.detach().clone()
+    for name, buffer in model.named_buffers():
+        buffers[stage_of(name)][name] = buffer
+    return [Stage(s, setup, weights[s], buffers[s]) for s in range(len(setup.replicas))]
+
+
+def run_microbatch(
+    model: nn.Module, stages: Sequence[Stage], microbatch: int, inputs: Tensor, targets: Tensor
+) -> tuple[float, Tensors]:
+    """Forward and backward of the whole model: the mean loss and its gradients; moves the replicas' buffers."""
+    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    leaves = {name: w.detach() for stage in stages for name, w in stage.weights_for(microbatch).items()}
+    for name in trainable:
+        leaves[name].requires_grad_()
+    own_buffers = [stage.buffers[stage.replica_of(microbatch)] for stage in stages]
+    state = leaves | {name: buffer for buffers in own_buffers for name, buffer in buffers.items()}
+
+    output = functional_call(model, state, (inputs,))
+    loss = cross_entropy(output, targets, label_smoothing=stages[0].setup.label_smoothing)
+    gradients = torch.autograd.grad(loss, [leaves[name] for name in trainable], allow_unused=True)
+
+    # functional_call moves buffers in place, or, where the module assigned a new tensor, puts it into `state`.
+    for buffers in own_buffers:
+        buffers.update({name: state[name].detach() for name in buffers})
+    return loss.item(), {name: g for name, g in zip(trainable, gradients, strict=True) if g is not None}
+
+
+def update_finished(stages: Sequence[Stage], microbatch: int, setup: Setup) -> None:
+    """Updates the stages whose round ends with this microbatch."""
+    finished = [stage for stage in stages if stage.finishes_with(microbatch)]
+    gradients = [stage.take_gradient() for stage in finished]
+    if setup.clip is not None and setup.clips_globally:
+        gradients = clipped(gradients, setup.clip)
+    elif setup.clip is not None:
+        gradients = [clipped([gradient], setup.clip)[0] for gradient in gradients]
+    for stage, gradient in zip(finished, gradients, strict=True):
+        stage.update(gradient)
+
+
+def epochs_in_identity_order(num_samples: int, batch: int) -> Callable[[int], Tensor]:
+    """Batch number -> its samples, where every epoch goes through the data in order and drops a partial batch."""
+    if num_samples < batch:
+        raise ValueError(f"{num_samples} samples make no batch of {batch}")
+    return lambda p: torch.arange(batch) + p % (num_samples // batch) * batch
+
+
+def collect(model: nn.Module, stages: Sequence[Stage], losses: list[float]) -> Result:
+    """The state after the last update under every name of the model's state_dict."""
+    newest = {name: w for stage in stages for name, w in stage.history[-1].items()}
+    averaged = {name: b for stage in stages for name, b in stage.averaged_buffers().items()}
+    first_names = {name: first for name, first in canonical_names(model).items() if name in model.state_dict()}
+    return Result(
+        losses,
+        {name: newest[first] for name, first in first_names.items() if first in newest},
+        {name: averaged[first] for name, first in first_names.items() if first in averaged},
+        {(s, replica): own for s, stage in enumerate(stages) for replica, own in enumerate(stage.buffers)},
+    )
+
+
+def train(
+    model_factory: Callable[[], nn.Module],
+    images: Tensor,
+    labels: Tensor,
+    stage_of: Callable[[str], int],
+    starts: Sequence[str | None],
+    setup: Setup,
+    order: Callable[[int], Tensor] | None = None,
+) -> Result:
+    """Trains the model for `setup.steps` batches as section 2 of the design says; leaves the caller's randomness."""
+    assert len(starts) == len(setup.replicas), f"{len(starts)} starts for {len(setup.replicas)} stages"
+    order = order or epochs_in_identity_order(len(images), setup.batch)
+    inputs = images.to(setup.dtype) if images.is_floating_point() else images
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(setup.seed)
+        model = model_factory().to(setup.dtype).train()
+        stages = make_stages(model, stage_of, setup)
+        seeds = StageSeeds(model, starts, setup.seed)
+        losses = []
+        for p in range(setup.steps):
+            indices = order(p)
+            assert len(indices) == setup.batch, f"batch {p} has {len(indices)} of {setup.batch} samples"
+            pieces = indices.chunk(setup.microbatches)
+            batch_losses = []
+            for i, samples in enumerate(pieces, start=p * setup.microbatches):
+                with seeds.of(i):
+                    loss, gradients = run_microbatch(model, stages, i, inputs[samples], labels[samples])
+                batch_losses.append(loss)
+                for stage in stages:
+                    stage.add(i, gradients)
+                update_finished(stages, i, setup)
+            losses.append(sum(batch_losses) / setup.microbatches)
+    return collect(model, stages, losses)

@@ -1,0 +1,231 @@
+"""The checker finds what would hang, mix up messages or break the plan's bounds, and says where."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from stagewright.cluster import parse_placement
+from stagewright.plan.plan import Mode, Plan, make_plan
+from stagewright.schedule.action import Action, parse_action, parse_program
+from stagewright.schedule.check import ScheduleError, check, check_programs, execution_order, representative_span
+from stagewright.schedule.lower import program
+from stagewright.schedule.requires import requires
+
+SPAN = range(12)
+
+
+def plan(placement: str, microbatches: int, **choices: object) -> Plan:
+    return make_plan(
+        parse_placement(placement),
+        batch=microbatches,
+        microbatches=microbatches,
+        **choices,  # type: ignore[arg-type]
+    )
+
+
+STALE = plan("0:0-1.0:2", 4, mode=Mode.STALE)
+SHARED = plan("0:0-1.0:0-1", 4)
+
+
+def programs_of(plan: Plan, span: range) -> dict[int, list[Action]]:
+    return {rank: list(program(plan, rank, span)) for rank in range(plan.world)}
+
+
+def fault(plan: Plan, rank: int, right: str, wrong: str, span: range = SPAN) -> str:
+    """What the checker says when one rank's program has other actions in one place."""
+    programs = programs_of(plan, span)
+    text = " ".join(map(str, programs[rank]))
+    assert text.count(right) == 1, f"'{right}' stands once in {text}"
+    with pytest.raises(ScheduleError) as error:
+        check_programs(plan, programs | {rank: parse_program(text.replace(right, wrong), rank)}, span)
+    return str(error.value)
+
+
+def test_right_programs_pass() -> None:
+    for right in (STALE, SHARED):
+        check_programs(right, programs_of(right, SPAN), SPAN)
+
+
+def test_the_span_that_is_checked_has_a_fill_a_period_and_a_drain() -> None:
+    # Rank and batch repeat every lcm(M, r) microbatches; the fill is K rounds or all replicas at full depth.
+    assert len(representative_span(STALE)) >= 2 * 4 + 4 + 4
+    assert len(representative_span(plan("0:0-6.0:7", 4))) >= 3 * 7 + 28
+    unequal = plan("0:0-2.0:3-4", 4, mode=Mode.PIPEDREAM)
+    assert representative_span(unequal).stop % unequal.alignment == 0
+
+
+# --- Messages --------------------------------------------------------------------------------------------------------
+
+
+def test_swapped_sends() -> None:
+    message = fault(STALE, 0, "0SA0>2 0F2@0 0SA2>2", "0F2@0 0SA2>2 0SA0>2")
+    assert message.startswith("stage 0 SEND_ACT from rank 0 to rank 2: sent 2, 0")
+    assert "received 0, 2" in message
+
+
+def test_swapped_sends_late_in_the_span_are_shown_too() -> None:
+    message = fault(STALE, 0, "0SA8>2 0RG4<2 0B4@0 0F10@1 0SA10>2", "0RG4<2 0B4@0 0F10@1 0SA10>2 0SA8>2")
+    assert "stage 0 SEND_ACT from rank 0 to rank 2" in message
+    sent, received = message.split(": sent ")[1].split(" but received ")
+    assert sent != received
+
+
+def test_a_missing_receive() -> None:
+    message = fault(STALE, 2, "1RA2<0 ", "")
+    assert message.startswith("stage 0 SEND_ACT from rank 0 to rank 2: sent 0, 2, 4")
+    assert "received 0, 4" in message
+
+
+def test_a_receive_from_the_wrong_rank() -> None:
+    assert "stage 1 SEND_GRAD from rank 2 to rank 0" in fault(STALE, 0, "0RG2<2", "0RG2<1") or (
+        "stage 1 SEND_GRAD from rank 1 to rank 0" in fault(STALE, 0, "0RG2<2", "0RG2<1")
+    )
+
+
+# --- Work ------------------------------------------------------------------------------------------------------------
+
+
+def names(message: str, rank: int, stage: int, *ways: str) -> bool:
+    """Whether a message says where the fault is, and in one of some ways what it is."""
+    return f"rank {rank}" in message and f"stage {stage}" in message and any(way in message for way in ways)
+
+
+def test_a_wrong_version() -> None:
+    # The rank that has the fault is named, not one of those that wait for it.
+    message = fault(STALE, 2, "1F5@1 1B5@1", "1F5@0 1B5@0")
+    assert names(message, 2, 1, "1F5@0", "(5, 0)")
+
+
+def test_a_backward_on_another_version_than_its_forward() -> None:
+    assert names(fault(STALE, 0, "0B8@1", "0B8@0"), 0, 0, "0B8@0", "(8, 0)")
+
+
+def test_a_missing_backward() -> None:
+    assert names(fault(STALE, 2, "1B5@1 ", ""), 2, 1, "BACKWARD")
+
+
+def test_a_missing_forward_of_the_last_stage() -> None:
+    assert names(fault(STALE, 2, "1F11@2 ", ""), 2, 1, "FORWARD", "1B11@2")
+
+
+def test_a_microbatch_twice() -> None:
+    message = fault(STALE, 2, "1F5@1", "1F5@1 1F5@1")
+    assert names(message, 2, 1, "FORWARD")
+    assert message.count("(5, 1)") > 1, "the message shows where the programs differ"
+
+
+def test_updates_out_of_order() -> None:
+    message = fault(STALE, 0, "0U@1 0U@2", "0U@2 0U@1")
+    assert "rank 0" in message and ("0U@2" in message or "UPDATE" in message)
+
+
+def test_a_missing_update() -> None:
+    assert names(fault(STALE, 0, "0U@1 0U@2", "0U@1"), 0, 0, "UPDATE")
+
+
+def test_a_replica_that_leaves_out_a_reduce() -> None:
+    message = fault(STALE, 1, "0R@1 ", "")
+    assert "rank 1" in message or "1: 0U@1" in message
+
+
+def test_reduces_in_the_wrong_order() -> None:
+    message = fault(SHARED, 0, "1R@0 0R@0", "0R@0 1R@0", range(4))
+    assert message == "rank 0 issues reduces out of order: 0R@0, 1R@0"
+
+
+def test_too_many_in_flight() -> None:
+    shallow, deep = (plan("0:0.0:1", 4, depths=depths) for depths in ([1, 1], [2, 1]))
+    with pytest.raises(ScheduleError) as error:
+        check_programs(shallow, programs_of(deep, range(4)), range(4))
+    assert str(error.value) == "rank 0 holds 2 microbatches of stage 0 at 0F1@0; its depth is 1"
+
+
+# --- Waiting ---------------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_that_wait_for_each_other() -> None:
+    message = fault(plan("0:0.0:1", 1), 0, "0SA0>1 0RG0<1", "0RG0<1 0SA0>1", range(1))
+    assert message == (
+        "the schedule waits for ever: rank 0 at 0RG0<1, step 2 of 5, with 2 of 2 ranks stuck (0: 0RG0<1, 1: 1RA0<0)"
+    )
+
+
+def test_an_update_before_a_reduce_that_waits_for_it() -> None:
+    # Rank 0 joins the reduce of stage 0 only after an update that needs rank 1, and rank 1 the other way round.
+    programs = programs_of(SHARED, range(4))
+    for rank, order in ((0, "1R@0 1U@0 0R@0 0U@0"), (1, "0R@0 0U@0 1R@0 1U@0")):
+        programs[rank][-4:] = parse_program(order, rank)
+    with pytest.raises(ScheduleError, match=r"waits for ever: rank 0 at 1U@0.*2 of 2 ranks stuck") as error:
+        execution_order(SHARED, programs, 0)
+    assert "1: 0U@0" in str(error.value)
+
+
+def test_execution_order_runs_all_and_breaks_no_dependency() -> None:
+    programs = programs_of(STALE, range(8, 20))
+    order = execution_order(STALE, programs, start=8)
+    place = {action: at for at, action in enumerate(order)}
+    for rank, actions in programs.items():
+        assert [action for action in order if action.rank == rank] == actions
+    for action in order:
+        assert all(place[needed] < place[action] for needed in requires(STALE, action, 8))
+
+
+def test_a_rank_that_is_not_there_is_missed() -> None:
+    programs: Mapping[int, list[Action]] = {rank: actions for rank, actions in programs_of(STALE, SPAN).items() if rank}
+    with pytest.raises(ScheduleError, match="waits for ever"):
+        execution_order(STALE, programs, 0)
+
+
+# --- What an action waits for ----------------------------------------------------------------------------------------
+
+
+def needs(plan: Plan, rank: int, text: str, start: int = 0) -> list[str]:
+    """What an action requires, as `rank/action`."""
+    return sorted(f"{needed.rank}/{needed}" for needed in requires(plan, parse_action(text, rank), start))
+
+
+def test_a_forward_needs_its_input_and_its_version() -> None:
+    assert needs(STALE, 0, "0F4@0") == []
+    assert needs(STALE, 0, "0F8@1") == ["0/0U@0"]
+    assert needs(STALE, 2, "1F4@1") == ["2/1RA4<0", "2/1U@0"]
+    assert needs(SHARED, 1, "1F1@0") == ["1/0F1@0"]  # handed over on the rank
+
+
+def test_what_came_before_the_span_is_there() -> None:
+    assert needs(STALE, 0, "0F8@1", start=8) == []
+    assert needs(STALE, 0, "0F12@2", start=8) == []
+    assert needs(STALE, 0, "0F16@3", start=8) == ["0/0U@2"]
+    assert needs(STALE, 0, "0U@2", start=8) == ["0/0R@2", "1/0R@2"]
+
+
+def test_a_backward_needs_its_forward_its_gradient_and_a_free_buffer() -> None:
+    assert needs(STALE, 0, "0B4@0") == ["0/0F4@0", "0/0RG4<2"]
+    assert needs(STALE, 0, "0B8@1") == ["0/0F8@1", "0/0RG8<2", "0/0U@0"]  # batch 0 had the first of two buffers
+    assert needs(STALE, 2, "1B4@1") == ["2/1F4@1", "2/1U@0"]  # the only buffer
+    assert needs(SHARED, 1, "0B1@0") == ["1/0F1@0", "1/1B1@0"]
+
+
+def test_a_transfer_needs_the_compute_or_the_other_side() -> None:
+    assert needs(STALE, 0, "0SA8>2") == ["0/0F8@1"]
+    assert needs(STALE, 2, "1SG8>0") == ["2/1B8@2"]
+    assert needs(STALE, 2, "1RA8<0") == ["0/0SA8>2"]
+    assert needs(STALE, 0, "0RG8<2") == ["2/1SG8>0"]
+
+
+def test_an_update_needs_the_one_before_and_every_replica() -> None:
+    assert needs(STALE, 1, "0R@1") == ["1/0B5@0", "1/0B7@0"]
+    assert needs(STALE, 1, "0U@1") == ["0/0R@1", "1/0R@1", "1/0U@0"]
+    assert needs(STALE, 2, "1U@0") == ["2/1B0@0", "2/1B1@0", "2/1B2@0", "2/1B3@0"]
+
+
+def test_an_agreement_needs_the_gradients_and_the_update_all_agreements() -> None:
+    agreeing = plan("0:0.0:1-2", 2, agree=True)
+    assert needs(agreeing, 0, "0A@0") == ["0/0B0@0", "0/0B1@0"]
+    assert needs(agreeing, 1, "1A@0") == ["1/1R@0", "2/1R@0"]
+    assert needs(agreeing, 0, "0U@0") == ["0/0A@0", "0/0B0@0", "0/0B1@0", "1/1A@0", "2/1A@0"]
+
+
+def test_check_proves_a_plan() -> None:
+    for right in (STALE, SHARED, plan("0:0-6.0:7", 16), plan("0:0-2.0:1-2.0:3", 5, mode=Mode.PIPEDREAM)):
+        check(right)
+        check(right, range(3 * right.alignment, 5 * right.alignment))

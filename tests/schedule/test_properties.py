@@ -1,0 +1,362 @@
+"""What the design says of every schedule, held over many shapes.
+
+The rules stand here in the design's own words: nothing asks `Stage`, `requires` or the checker, save the last test.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagewright.cluster import Device
+from stagewright.plan.plan import Mode, Plan, make_plan
+from stagewright.schedule.action import Action, Op
+from stagewright.schedule.check import check
+from stagewright.schedule.lower import program
+
+many = settings(max_examples=250, derandomize=True, deadline=None)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan, a span of its microbatches, and what the design says of both."""
+
+    plan: Plan
+    placement: tuple[tuple[Device, ...], ...]
+    lags: list[int]  # K of each stage
+    depths: list[int]
+    span: range
+
+    @cached_property
+    def programs(self) -> list[list[Action]]:
+        return [list(program(self.plan, rank, self.span)) for rank in range(self.plan.world)]
+
+    @cached_property
+    def ranks(self) -> list[list[int]]:
+        """The ranks of each stage, in replica order."""
+        devices = sorted({device for devices in self.placement for device in devices})
+        return [[devices.index(device) for device in stage] for stage in self.placement]
+
+    @property
+    def stages(self) -> range:
+        return range(len(self.placement))
+
+    def round(self, stage: int) -> int:
+        return len(self.placement[stage]) if self.plan.mode is Mode.PIPEDREAM else self.plan.microbatches
+
+    def rank(self, stage: int, microbatch: int) -> int:
+        return self.ranks[stage][microbatch % len(self.ranks[stage])]
+
+    def version(self, stage: int, microbatch: int) -> int:
+        return max(0, microbatch // self.round(stage) + 1 - self.lags[stage])
+
+    def updates(self, stage: int) -> list[int]:
+        return list(range(self.span.start // self.round(stage), self.span.stop // self.round(stage)))
+
+    def replicas(self) -> Iterator[tuple[int, int, list[Action]]]:
+        """Each replica's stage, its rank, and what it does there."""
+        for stage in self.stages:
+            for rank in self.ranks[stage]:
+                yield stage, rank, [action for action in self.programs[rank] if action.stage == stage]
+
+
+def expected_lags(mode: Mode, replicas: list[int], staleness: int) -> list[int]:
+    num_stages = len(replicas)
+    if mode is Mode.PIPEDREAM:  # ceil(sum of r_t for t >= s, / r_s)
+        return [(sum(replicas[s:]) + replicas[s] - 1) // replicas[s] for s in range(num_stages)]
+    return [min(num_stages - s, staleness + 1) if mode is Mode.STALE else 1 for s in range(num_stages)]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_stages = draw(st.sampled_from([2, 3, 4, 1]))  # the first of a list is drawn most
+    per_stage = {"min_size": num_stages, "max_size": num_stages}
+    # Stages on the same machine may share devices, in any order of replicas.
+    machines = draw(st.lists(st.integers(0, 3), **per_stage))
+    indices = st.lists(st.integers(0, 8), min_size=1, max_size=7, unique=True)
+    placement = tuple(tuple(Device(machine, index) for index in draw(indices)) for machine in machines)
+    microbatches = draw(st.integers(1, 9))
+    mode = draw(st.sampled_from([Mode.STALE, Mode.PIPEDREAM, Mode.SYNC]))
+    staleness = draw(st.integers(0, 4)) if mode is Mode.STALE else None
+    versions = draw(st.none() | st.lists(st.integers(1, 4), **per_stage)) if mode is Mode.STALE else None
+    depths = draw(st.lists(st.integers(1, 5), **per_stage))
+    lags = versions or expected_lags(mode, [len(stage) for stage in placement], staleness or 0)
+    agree = mode is not Mode.PIPEDREAM and set(lags) == {1} and draw(st.booleans())
+    plan = make_plan(
+        placement,
+        batch=2 * microbatches,
+        microbatches=microbatches,
+        mode=mode,
+        staleness=staleness,
+        versions=versions,
+        depths=depths,
+        agree=agree,
+    )
+    length = -(-draw(st.integers(30, 60) | st.integers(1, 60)) // plan.alignment)  # mostly beyond the fill
+    start = draw(st.integers(0, 5))
+    return Case(plan, placement, lags, depths, range(start * plan.alignment, (start + length) * plan.alignment))
+
+
+def key(action: Action) -> tuple[int | None, int | None]:
+    return action.microbatch, action.version
+
+
+# --- Work ------------------------------------------------------------------------------------------------------------
+
+
+@many
+@given(cases())
+def test_each_microbatch_goes_forward_and_backward_once_on_its_replica_and_its_version(case: Case) -> None:
+    for stage, rank, actions in case.replicas():
+        own = [(i, case.version(stage, i)) for i in case.span if case.rank(stage, i) == rank]
+        assert [key(action) for action in actions if action.op is Op.FORWARD] == own
+        assert [key(action) for action in actions if action.op is Op.BACKWARD] == own
+
+
+@many
+@given(cases())
+def test_a_rank_does_nothing_for_a_stage_it_does_not_carry(case: Case) -> None:
+    for rank, actions in enumerate(case.programs):
+        assert all(action.rank == rank and rank in case.ranks[action.stage] for action in actions)
+
+
+@many
+@given(cases())
+def test_every_replica_makes_every_update_once_and_in_order(case: Case) -> None:
+    for stage, _, actions in case.replicas():
+        assert [key(a) for a in actions if a.op is Op.UPDATE] == [(None, update) for update in case.updates(stage)]
+
+
+@many
+@given(cases())
+def test_an_update_follows_all_that_it_is_made_of(case: Case) -> None:
+    for stage, _, actions in case.replicas():
+        place = {(action.op, *key(action)): at for at, action in enumerate(actions)}
+        for (op, microbatch, version), at in place.items():
+            if op is Op.BACKWARD:
+                assert microbatch is not None
+                made_into = microbatch // case.round(stage)
+                joined = (Op.REDUCE, None, made_into)
+                assert at < place.get(joined, len(actions)) and at < place[Op.UPDATE, None, made_into]
+            if op in (Op.REDUCE, Op.AGREE):
+                assert at < place[Op.UPDATE, None, version]
+
+
+@many
+@given(cases())
+def test_a_version_is_there_when_it_is_used(case: Case) -> None:
+    for stage, _, actions in case.replicas():
+        made = case.span.start // case.round(stage)
+        for action in actions:
+            made += action.op is Op.UPDATE
+            if action.op in (Op.FORWARD, Op.BACKWARD):
+                assert action.version is not None
+                assert action.version <= made, "not made yet"
+                assert made - action.version < case.lags[stage], "its slot has been taken"
+
+
+@many
+@given(cases())
+def test_a_gradient_buffer_is_free_when_it_is_used(case: Case) -> None:
+    for stage, _, actions in case.replicas():
+        buffers = 2 if case.lags[stage] > 1 and len(case.ranks[stage]) > 1 else 1
+        made = case.span.start // case.round(stage)
+        for action in actions:
+            made += action.op is Op.UPDATE
+            if action.op is Op.BACKWARD:
+                assert action.microbatch is not None
+                assert made <= action.microbatch // case.round(stage) < made + buffers
+
+
+@many
+@given(cases())
+def test_a_replica_holds_no_more_than_its_depth(case: Case) -> None:
+    for stage, _, actions in case.replicas():
+        held = 0
+        for action in actions:
+            held += (action.op is Op.FORWARD) - (action.op is Op.BACKWARD)
+            assert 0 <= held <= case.depths[stage]
+        assert held == 0
+
+
+# --- Between ranks ---------------------------------------------------------------------------------------------------
+
+
+@many
+@given(cases())
+def test_every_send_has_its_receive_in_the_same_order(case: Case) -> None:
+    sent, received = defaultdict(list), defaultdict(list)
+    for rank, actions in enumerate(case.programs):
+        for op, _, stage, microbatch, _, peer in actions:
+            if op is Op.SEND_ACT:
+                sent["activations", stage, rank, peer].append(microbatch)
+            if op is Op.RECV_ACT:
+                received["activations", stage - 1, peer, rank].append(microbatch)
+            if op is Op.SEND_GRAD:
+                sent["gradients", stage, rank, peer].append(microbatch)
+            if op is Op.RECV_GRAD:
+                received["gradients", stage + 1, peer, rank].append(microbatch)
+    expected = defaultdict(list)
+    for i in case.span:
+        for before, behind in pairwise(case.stages):
+            source, target = case.rank(before, i), case.rank(behind, i)
+            if source != target:  # one rank hands over to itself without a message
+                expected["activations", before, source, target].append(i)
+                expected["gradients", behind, target, source].append(i)
+    assert sent == received == expected
+
+
+@many
+@given(cases())
+def test_every_replica_joins_every_reduce_in_one_global_order(case: Case) -> None:
+    for rank, actions in enumerate(case.programs):
+        found = [(action.version, action.stage) for action in actions if action.op is Op.REDUCE]
+        joined = [
+            ((update + 1) * case.round(stage), -stage, update)  # by the end of the round, then by stage descending
+            for stage in case.stages
+            if rank in case.ranks[stage] and len(case.ranks[stage]) > 1
+            for update in case.updates(stage)
+        ]
+        assert found == [(update, -stage) for _, stage, update in sorted(joined)]
+
+
+@many
+@given(cases())
+def test_all_ranks_agree_once_a_batch_between_its_reduces_and_its_updates(case: Case) -> None:
+    for actions in case.programs:
+        agreed = -1 + case.span.start // case.plan.microbatches
+        for action in actions:
+            if action.op is Op.AGREE:
+                assert case.plan.agree and action.version == agreed + 1
+                agreed += 1
+            if case.plan.agree and action.op is Op.UPDATE:
+                assert action.version == agreed
+            if case.plan.agree and action.op is Op.REDUCE:
+                assert action.version == agreed + 1
+
+
+class Execution:
+    """Ranks that run their programs in order: sends are buffered, and what is not there yet is waited for."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.position = [0] * case.plan.world
+        self.mail: dict[tuple[Op, int, int, int], deque[int]] = defaultdict(deque)
+        self.present: set[tuple[Op, int, int]] = set()  # what a stage's replica has at hand: (F|B, stage, microbatch)
+        self.joined: Counter[tuple[Op, int, int]] = Counter()
+
+    def run(self) -> None:
+        """Let every rank go as far as it can, until none can."""
+        moved = True
+        while moved:
+            moved = False
+            for rank, actions in enumerate(self.case.programs):
+                while self.position[rank] < len(actions) and self.step(actions[self.position[rank]]):
+                    self.position[rank] += 1
+                    moved = True
+
+    @property
+    def stuck(self) -> dict[int, str]:
+        programs = enumerate(self.case.programs)
+        return {rank: str(a[self.position[rank]]) for rank, a in programs if self.position[rank] < len(a)}
+
+    def step(self, action: Action) -> bool:
+        """Do the action, or say that it must wait."""
+        op, rank, stage, microbatch, version, peer = action
+        if op in (Op.FORWARD, Op.BACKWARD):
+            self.compute(op, rank, stage, microbatch)
+        elif op in (Op.SEND_ACT, Op.SEND_GRAD):
+            self.mail[op, stage, rank, peer].append(microbatch)
+        elif op in (Op.RECV_ACT, Op.RECV_GRAD):
+            is_forward = op is Op.RECV_ACT
+            letters = self.mail[
+                Op.SEND_ACT if is_forward else Op.SEND_GRAD, stage + (-1 if is_forward else 1), peer, rank
+            ]
+            if not letters:
+                return False
+            assert letters.popleft() == microbatch
+            self.present.add((Op.FORWARD if is_forward else Op.BACKWARD, stage, microbatch))
+        elif op is Op.REDUCE:
+            self.joined[op, stage, version] += 1
+        elif op is Op.AGREE:
+            return self.meets_all(action)
+        elif op is Op.UPDATE and len(self.case.ranks[stage]) > 1:
+            return self.joined[Op.REDUCE, stage, version] == len(self.case.ranks[stage])
+        return True
+
+    def compute(self, op: Op, rank: int, stage: int, microbatch: int) -> None:
+        """Use up what the neighbour gave, and hand over where the other neighbour is on this rank."""
+        ahead = 1 if op is Op.FORWARD else -1
+        source, target = stage - ahead, stage + ahead
+        if source in self.case.stages:
+            assert (op, stage, microbatch) in self.present, "only this rank could have brought it"
+        if target in self.case.stages and self.case.rank(target, microbatch) == rank:
+            self.present.add((op, target, microbatch))
+
+    def meets_all(self, action: Action) -> bool:
+        """Whether every rank is at this agreement or past it, and its reduces are whole."""
+        carried = [stage for stage in self.case.stages if action.rank in self.case.ranks[stage]]
+        whole = all(
+            self.joined[Op.REDUCE, stage, action.version] == len(self.case.ranks[stage])
+            for stage in carried
+            if len(self.case.ranks[stage]) > 1
+        )
+        there = [
+            any(a.op is Op.AGREE and a.version == action.version for a in actions[: self.position[rank] + 1])
+            for rank, actions in enumerate(self.case.programs)
+        ]
+        return whole and all(there)
+
+
+@many
+@given(cases())
+def test_no_rank_waits_for_ever(case: Case) -> None:
+    execution = Execution(case)
+    execution.run()
+    assert execution.stuck == {}
+    assert not any(execution.mail.values())
+
+
+def test_the_execution_above_finds_ranks_that_wait_for_each_other() -> None:
+    placement = ((Device(0, 0),), (Device(0, 1),))
+    plan = make_plan(placement, batch=1, microbatches=1)
+    case = Case(plan, placement, [1, 1], [1, 1], range(1))
+    first = case.programs[0]
+    first.insert(0, first.pop(2))  # wait for the gradient before the activations are sent
+    execution = Execution(case)
+    execution.run()
+    assert execution.stuck == {0: "0RG0<1", 1: "1RA0<0"}
+
+
+# --- Pauses and the checker ------------------------------------------------------------------------------------------
+
+
+@many
+@given(cases(), st.data())
+def test_a_pause_changes_no_number(case: Case, data: st.DataObject) -> None:
+    pause = data.draw(st.sampled_from(range(case.span.start, case.span.stop + 1, case.plan.alignment)))
+    computes = (Op.FORWARD, Op.BACKWARD, Op.REDUCE, Op.UPDATE)
+    for rank, actions in enumerate(case.programs):
+        parts = [
+            program(case.plan, rank, part)
+            for part in (case.span[: pause - case.span.start], range(pause, case.span.stop))
+        ]
+        paused = [action for part in parts for action in part]
+        for stage in case.stages:
+            for op in computes:
+                assert [a for a in paused if (a.op, a.stage) == (op, stage)] == [
+                    a for a in actions if (a.op, a.stage) == (op, stage)
+                ]
+
+
+@many
+@given(cases())
+def test_the_checker_accepts_them_all(case: Case) -> None:
+    check(case.plan)
+    check(case.plan, case.span)
