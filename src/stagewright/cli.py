@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
 from collections.abc import Sequence
@@ -18,12 +19,16 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(_ERROR, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(_ERROR, f"{self.prog}: {message}{'' if message.endswith('?') else f'; see {self.prog} --help'}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; what a user did wrong becomes one line and exit code 2."""
-    parsed = _parser().parse_args(arguments)
+    parser = _parser()
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], [option.flag for option in options()], 1)
+        parser.error(f"unknown option {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
     try:
         parsed.run(parsed)
     except ValueError as error:

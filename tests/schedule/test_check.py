@@ -1,6 +1,6 @@
 """The checker finds what would hang, mix up messages or break the plan's bounds, and says where."""
 
-from collections.abc import Mapping
+import re
 
 import pytest
 
@@ -77,55 +77,46 @@ def test_a_missing_receive() -> None:
 
 
 def test_a_receive_from_the_wrong_rank() -> None:
-    assert "stage 1 SEND_GRAD from rank 2 to rank 0" in fault(STALE, 0, "0RG2<2", "0RG2<1") or (
-        "stage 1 SEND_GRAD from rank 1 to rank 0" in fault(STALE, 0, "0RG2<2", "0RG2<1")
-    )
+    message = fault(STALE, 0, "0RG2<2", "0RG2<1")
+    assert re.match("stage 1 SEND_GRAD from rank [12] to rank 0: sent", message)  # both channels are wrong
 
 
 # --- Work ------------------------------------------------------------------------------------------------------------
 
 
-def names(message: str, rank: int, stage: int, *ways: str) -> bool:
-    """Whether a message says where the fault is, and in one of some ways what it is."""
-    return f"rank {rank}" in message and f"stage {stage}" in message and any(way in message for way in ways)
+def names(message: str, rank: int, *ways: str) -> bool:
+    """Whether a message names the rank of the fault, and in one of some ways the action."""
+    return f"rank {rank}" in message and any(way in message for way in ways)
 
 
 def test_a_wrong_version() -> None:
     # The rank that has the fault is named, not one of those that wait for it.
-    message = fault(STALE, 2, "1F5@1 1B5@1", "1F5@0 1B5@0")
-    assert names(message, 2, 1, "1F5@0", "(5, 0)")
+    assert names(fault(STALE, 2, "1F5@1 1B5@1", "1F5@0 1B5@0"), 2, "1F5@0", "(5, 0)")
 
 
 def test_a_backward_on_another_version_than_its_forward() -> None:
-    assert names(fault(STALE, 0, "0B8@1", "0B8@0"), 0, 0, "0B8@0", "(8, 0)")
+    assert names(fault(STALE, 0, "0B8@1", "0B8@0"), 0, "0B8@0", "(8, 0)")
 
 
 def test_a_missing_backward() -> None:
-    assert names(fault(STALE, 2, "1B5@1 ", ""), 2, 1, "BACKWARD")
-
-
-def test_a_missing_forward_of_the_last_stage() -> None:
-    assert names(fault(STALE, 2, "1F11@2 ", ""), 2, 1, "FORWARD", "1B11@2")
+    assert names(fault(STALE, 2, "1B5@1 ", ""), 2, "1B5@1", "(5, 1)")
 
 
 def test_a_microbatch_twice() -> None:
-    message = fault(STALE, 2, "1F5@1", "1F5@1 1F5@1")
-    assert names(message, 2, 1, "FORWARD")
-    assert message.count("(5, 1)") > 1, "the message shows where the programs differ"
+    assert names(fault(STALE, 2, "1F5@1", "1F5@1 1F5@1"), 2, "1F5@1", "(5, 1)")
 
 
 def test_updates_out_of_order() -> None:
-    message = fault(STALE, 0, "0U@1 0U@2", "0U@2 0U@1")
-    assert "rank 0" in message and ("0U@2" in message or "UPDATE" in message)
+    assert names(fault(STALE, 0, "0U@1 0U@2", "0U@2 0U@1"), 0, "0U@2", "(None, 2), (None, 1)")
 
 
 def test_a_missing_update() -> None:
-    assert names(fault(STALE, 0, "0U@1 0U@2", "0U@1"), 0, 0, "UPDATE")
+    assert names(fault(STALE, 0, "0U@1 0U@2", "0U@1"), 0, "0U@2", "(None, 2)")
 
 
 def test_a_replica_that_leaves_out_a_reduce() -> None:
-    message = fault(STALE, 1, "0R@1 ", "")
-    assert "rank 1" in message or "1: 0U@1" in message
+    message = fault(STALE, 0, "0R@1 ", "")
+    assert names(message, 0, "0U@1", "(None, 1)")
 
 
 def test_reduces_in_the_wrong_order() -> None:
@@ -171,7 +162,8 @@ def test_execution_order_runs_all_and_breaks_no_dependency() -> None:
 
 
 def test_a_rank_that_is_not_there_is_missed() -> None:
-    programs: Mapping[int, list[Action]] = {rank: actions for rank, actions in programs_of(STALE, SPAN).items() if rank}
+    programs = programs_of(STALE, SPAN)
+    del programs[0]
     with pytest.raises(ScheduleError, match="waits for ever"):
         execution_order(STALE, programs, 0)
 

@@ -161,7 +161,7 @@ def test_evaluation_only_goes_forward() -> None:
 def test_a_program_is_made_as_it_is_needed() -> None:
     for mode in (Mode.SYNC, Mode.STALE, Mode.PIPEDREAM):
         endless = plan("0:0-1.0:2", 4, mode=mode)
-        begins = [str(next(program(endless, rank, range(0, 10**9)))) for rank in range(3)]
+        begins = [str(next(program(endless, rank, range(10**9)))) for rank in range(3)]
         assert begins == ["0F0@0", "0F1@0", "1RA0<0"]
 
 

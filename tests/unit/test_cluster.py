@@ -117,6 +117,6 @@ def test_any_text_is_a_placement_or_one_line_of_error(text: str) -> None:
     try:
         placement = parse_placement(text, TWO)
     except ValueError as error:
-        assert len(str(error).splitlines()) == 1  # noqa: PT017 - the command line prints it as it is
+        assert len(str(error).splitlines()) == 1  # the command line prints it as it is
     else:
         assert parse_placement(format_placement(placement), TWO) == placement

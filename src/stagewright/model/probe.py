@@ -9,10 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.func import functional_call
 
 from stagewright.model.units import Piece
+
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 Constant = int | float | bool | str | None | tuple[int, ...]
 
@@ -47,17 +54,28 @@ class Probe:
 def probe(
     pieces: Sequence[Piece], example: Tensor, context: Callable[[], AbstractContextManager[Any]], *, training: bool
 ) -> Probe:
-    """Run every stage on fake tensors, as one process would, and note what passes from each to the next."""
+    """Run every stage on fake tensors, as one process would, and note what passes from each to the next.
+
+    Where the model's code looks at values, which fake tensors have none of, it runs on copies of the real ones.
+    """
     modules = [piece.training if training else piece.evaluation for piece in pieces]
     modes = {module: module.training for root in modules for module in root.modules()}
     try:
         for root in modules:
             root.train(training)
         with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training):
-            return _probe(pieces, modules, example, context, training)
+            try:
+                with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                    return _probe(pieces, modules, example, context, mode.from_tensor)
+            except _NEEDS_VALUES:
+                return _probe(pieces, modules, example, context, _copy)
     finally:
-        for module, mode in modes.items():
-            module.training = mode
+        for module, mode_before in modes.items():
+            module.training = mode_before
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _probe(
@@ -65,38 +83,38 @@ def _probe(
     modules: Sequence[nn.Module],
     example: Tensor,
     context: Callable[[], AbstractContextManager[Any]],
-    training: bool,
+    stand_in: Callable[[Tensor], Tensor],
 ) -> Probe:
+    training = torch.is_grad_enabled()
     cuts: list[tuple[Value, ...]] = []
     reached: set[str] = set()
-    fakes: dict[str, Tensor] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        values: tuple[Any, ...] = (mode.from_tensor(example),)
-        for stage, (piece, module) in enumerate(zip(pieces, modules, strict=True)):
-            names = piece.inputs if training else piece.evaluation_inputs
-            state = _fake_state(mode, module)
-            fakes |= state
-            versions = [value._version if isinstance(value, Tensor) else 0 for value in values]
-            entered = values
-            with context():
-                values = functional_call(module, state, values)
-            if stage > 0:
-                cuts.append(_describe(names, entered, versions, stage, piece.first_unit))
-        if not isinstance(values, Tensor):
-            raise ValueError(f"the model returns {type(values).__name__}, not one tensor; return the logits alone")
-        if training:
-            if not values.requires_grad:
-                raise ValueError("no parameter of the model gets a gradient; at least one must require it")
-            values.sum().backward()  # type: ignore[no-untyped-call]
-            reached = {name for name, tensor in fakes.items() if tensor.grad is not None}
-        return Probe(len(example), tuple(cuts), tuple(values.shape), frozenset(reached))
+    states: dict[str, Tensor] = {}
+    values: Any = (stand_in(example),)
+    for stage, (piece, module) in enumerate(zip(pieces, modules, strict=True)):
+        names = piece.inputs if training else piece.evaluation_inputs
+        state = _state(module, stand_in)
+        states |= state
+        versions = [value._version if isinstance(value, Tensor) else 0 for value in values]
+        entered = values
+        with context():
+            values = functional_call(module, state, values)
+        if stage > 0:
+            cuts.append(_describe(names, entered, versions, stage, piece.first_unit))
+    if not isinstance(values, Tensor):
+        raise ValueError(f"the model returns {type(values).__name__}, not one tensor; return the logits alone")
+    if training:
+        if not values.requires_grad:
+            raise ValueError("no parameter of the model gets a gradient; at least one must require it")
+        torch.autograd.backward(values.sum())
+        reached = {name for name, tensor in states.items() if tensor.grad is not None}
+    return Probe(len(example), tuple(cuts), tuple(values.shape), frozenset(reached))
 
 
-def _fake_state(mode: FakeTensorMode, module: nn.Module) -> dict[str, Tensor]:
-    """Fake parameters and buffers by name; tied ones stay tied."""
+def _state(module: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Stand-ins for parameters and buffers by name; tied ones stay tied."""
     seen: dict[int, Tensor] = {}
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return {name: seen.setdefault(id(tensor), mode.from_tensor(tensor)) for name, tensor in named}
+    return {name: seen.setdefault(id(tensor), stand_in(tensor)) for name, tensor in named}
 
 
 def _describe(

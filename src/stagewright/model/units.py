@@ -177,7 +177,7 @@ def _slices(model: nn.Module, graph: fx.Graph, first_nodes: Sequence[str]) -> li
     if not isinstance(returned.args[0], fx.Node):
         raise ValueError(f"the model returns {type(returned.args[0]).__name__}, not one tensor")
     live = [_live(graph, nodes[:bound], nodes[bound:], returned) for bound in bounds[:-1]] + [[returned.args[0]]]
-    stages = []
+    stages: list[tuple[nn.Module, tuple[str, ...]]] = []
     for stage, (first, last) in enumerate(itertools.pairwise(bounds)):
         part = _slice(nodes[first:last], live[stage], live[stage + 1], is_last=stage == len(bounds) - 2)
         stages.append((fx.GraphModule(model, part), tuple(node.name for node in live[stage])))

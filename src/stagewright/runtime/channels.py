@@ -23,6 +23,10 @@ _NUMBER_BYTES = 8
 _NOT_HERE = -1
 
 
+class LostPeer(RuntimeError):
+    """Another rank is gone: its own story is the one to tell."""
+
+
 class LayoutError(RuntimeError):
     """The two ends of a channel do not mean the same messages."""
 
@@ -148,7 +152,10 @@ class Outbox(_End):
                 sent = Field(field.name, tuple(tensor.shape), tensor.dtype)
                 raise LayoutError(f"channel {self.name}: microbatch {microbatch} has {sent}, the layout says {field}")
             place.copy_(tensor)
-        self._sent.append((message, self._transport.send(message.buffer)))
+        try:
+            self._sent.append((message, self._transport.send(message.buffer)))
+        except RuntimeError as error:
+            raise LostPeer(f"channel {self.name}: {first_line(error)}") from error
 
     def flush(self) -> None:
         """Wait until every message is out."""
@@ -157,7 +164,10 @@ class Outbox(_End):
 
     def _reclaim(self) -> None:
         message, pending = self._sent.popleft()
-        pending.wait()
+        try:
+            pending.wait()
+        except RuntimeError as error:
+            raise LostPeer(f"channel {self.name}: {first_line(error)}") from error
         self._spare.append(message)
 
 
@@ -229,6 +239,11 @@ class _Posted:
 
     def wait(self) -> None:
         self.receive.wait()
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in a line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class Done:

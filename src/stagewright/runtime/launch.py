@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -46,9 +46,7 @@ def launch(job: Job, listen: Listen) -> None:
     job.save(folder / "job.json")
     token = secrets.token_hex(16)
     with _bound_socket() as (listener, port):
-        store = dist.TCPStore(
-            _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        store = TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         agent = _Agent(
             WorkerSpec(
                 role="rank",
@@ -63,7 +61,7 @@ def launch(job: Job, listen: Listen) -> None:
             ),
             DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
         )
-        hearing = _Hearing(dist.PrefixStore(token, store.clone()), listen)
+        hearing = _Hearing(PrefixStore(token, TCPStore(_LOOPBACK, port, is_master=False)), listen)
         with _agent_log(folder), _own_signals():
             try:
                 result = agent.run()
@@ -72,7 +70,9 @@ def launch(job: Job, listen: Listen) -> None:
             finally:
                 hearing.close()
     if result is None or result.is_failed():
-        raise RunFailed(_story(job, hearing.failures, result))
+        story = _story(job, hearing.failures, result)
+        _log_failures(folder, story, hearing.failures)
+        raise RunFailed(f"{story}; more in {folder / 'log.txt'}")
 
 
 class _Agent(LocalElasticAgent):
@@ -85,7 +85,7 @@ class _Agent(LocalElasticAgent):
 class _OneMachine(RendezvousHandler):
     """The rendezvous of a single machine: a store that exists already, and nobody else to wait for."""
 
-    def __init__(self, store: dist.Store, token: str, port: int) -> None:
+    def __init__(self, store: Store, token: str, port: int) -> None:
         self._store = store
         self._token = token
         self._port = port
@@ -98,7 +98,7 @@ class _OneMachine(RendezvousHandler):
         return "one-machine"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        store = dist.PrefixStore(f"{self._token}/agent", self._store)
+        store = PrefixStore(f"{self._token}/agent", self._store)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_LOOPBACK, self._port))
 
     def is_closed(self) -> bool:
@@ -120,7 +120,7 @@ class _OneMachine(RendezvousHandler):
 class _Hearing:
     """A thread that takes events off the store, keeps the failures and passes on the rest."""
 
-    def __init__(self, store: dist.Store, listen: Listen) -> None:
+    def __init__(self, store: Store, listen: Listen) -> None:
         self.failures: list[dict[str, Any]] = []
         self._store = store
         self._listen = listen
@@ -150,7 +150,8 @@ class _Hearing:
 def _story(job: Job, failures: list[dict[str, Any]], result: RunResult | None) -> str:
     """One message: who failed first, where, at what, and why."""
     primary = [failure for failure in failures if not failure["is_secondary"]]
-    killed = {} if result is None else {r: f for r, f in result.failures.items() if f.exitcode < 0}
+    ended = {} if result is None else result.failures
+    killed = {rank: death for rank, death in ended.items() if death.exitcode < 0}
     if primary:
         failure = primary[0]
         if failure["is_users"] and failure["action"] is None:
@@ -158,7 +159,7 @@ def _story(job: Job, failures: list[dict[str, Any]], result: RunResult | None) -
         action, stage = failure["action"] or (None, None)
         return f"{describe_rank(job.plan, failure['rank'], stage)} failed at {action or 'start'}: {failure['cause']}"
     if killed:
-        rank, death = min(killed.items())
+        rank, death = min(killed.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[0]))
         action = last_action(position_file(Path(job.folder), rank), rank)
         stage = None if action is None else action.stage
         name = signal.Signals(-death.exitcode).name
@@ -167,6 +168,14 @@ def _story(job: Job, failures: list[dict[str, Any]], result: RunResult | None) -
         failure = failures[0]
         return f"{describe_rank(job.plan, failure['rank'], None)} failed: {failure['cause']}"
     return f"a rank ended without a word; its output is in {Path(job.folder) / 'logs'}"
+
+
+def _log_failures(folder: Path, story: str, failures: list[dict[str, Any]]) -> None:
+    """Keep every rank's own account, the secondary ones as well, in the run's log."""
+    with (folder / "log.txt").open("a") as log:
+        log.write(f"{story}\n")
+        for failure in failures:
+            log.write(f"rank {failure['rank']}:\n{failure['traceback']}\n")
 
 
 def describe_rank(plan: Plan, rank: int, stage: int | None) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from stagewright.plan.plan import Plan
 from stagewright.runtime.channels import Bulletin, MemoryTransport, Pending, Transport
@@ -41,16 +42,15 @@ def channels_of(plan: Plan) -> Iterator[ChannelName]:
 
 def _meet(before: Sequence[int], behind: Sequence[int], source: int, target: int) -> bool:
     """Whether some microbatch runs on both ranks: i mod r and i mod r' can be any pair that agrees mod their gcd."""
-    from math import gcd
-
-    common = gcd(len(before), len(behind))
+    common = math.gcd(len(before), len(behind))
     return before.index(source) % common == behind.index(target) % common
 
 
 class Network(Protocol):
     """What connects the ranks of a job."""
 
-    bulletin: Bulletin
+    @property
+    def bulletin(self) -> Bulletin: ...
 
     def transport(self, name: ChannelName) -> Transport: ...
     def collective(self, name: str, ranks: Sequence[int]) -> Collective: ...
@@ -59,12 +59,12 @@ class Network(Protocol):
 class GlooNetwork:
     """Process groups over TCP: one a channel, one a collective, all on one interface and one thread."""
 
-    def __init__(self, store: dist.Store, rank: int, interface: str, timeout: float) -> None:
+    def __init__(self, store: Store, rank: int, interface: str, timeout: float) -> None:
         self._store = store
         self._rank = rank
-        self._device = dist.ProcessGroupGloo.create_device(interface=interface)
+        self._device = ProcessGroupGloo.create_device(interface=interface)
         self._timeout = timedelta(seconds=timeout)
-        self.bulletin = StoreBulletin(dist.PrefixStore("layout", store))
+        self.bulletin = StoreBulletin(PrefixStore("layout", store))
 
     def transport(self, name: ChannelName) -> Transport:
         return _GlooTransport(self._group(str(name), (name.source, name.target)))
@@ -72,19 +72,19 @@ class GlooNetwork:
     def collective(self, name: str, ranks: Sequence[int]) -> Collective:
         return _GlooCollective(self._group(name, ranks)) if len(ranks) > 1 else Alone()
 
-    def _group(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroupGloo:
-        options = dist.ProcessGroupGloo._Options()
+    def _group(self, name: str, ranks: Sequence[int]) -> Any:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [self._device]
         options._threads = 1
         options._timeout = self._timeout
-        store = dist.PrefixStore(name, self._store)
-        return dist.ProcessGroupGloo(store, ranks.index(self._rank), len(ranks), options)
+        store = PrefixStore(name, self._store)
+        return ProcessGroupGloo(store, ranks.index(self._rank), len(ranks), options)
 
 
 class StoreBulletin:
     """Texts in torch's store."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
 
     def post(self, key: str, text: str) -> None:
@@ -97,22 +97,25 @@ class StoreBulletin:
 class _GlooTransport:
     """A group of two: the sender is its first member."""
 
-    def __init__(self, group: dist.ProcessGroupGloo) -> None:
+    def __init__(self, group: Any) -> None:
         self._group = group
 
     def send(self, buffer: Tensor) -> Pending:
-        return self._group.send([buffer], 1, 0)
+        sending: Pending = self._group.send([buffer], 1, 0)
+        return sending
 
     def receive(self, buffer: Tensor) -> Pending:
-        return self._group.recv([buffer], 0, 0)
+        receiving: Pending = self._group.recv([buffer], 0, 0)
+        return receiving
 
 
 class _GlooCollective:
-    def __init__(self, group: dist.ProcessGroupGloo) -> None:
+    def __init__(self, group: Any) -> None:
         self._group = group
 
     def sum(self, tensor: Tensor) -> Pending:
-        return self._group.allreduce([tensor])
+        summing: Pending = self._group.allreduce([tensor])
+        return summing
 
 
 @dataclass

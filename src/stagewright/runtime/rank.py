@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from stagewright.runtime.assemble import assemble
-from stagewright.runtime.channels import LayoutError, Pending
+from stagewright.runtime.channels import LayoutError, LostPeer, Pending, first_line
 from stagewright.runtime.job import Job
 from stagewright.runtime.network import GlooNetwork
 from stagewright.runtime.recorder import FlightRecorder, last_action
@@ -25,10 +25,6 @@ from stagewright.runtime.worker import Worker
 
 EVENTS = "events"
 _LOOK_SECONDS = 0.5
-
-
-class LostPeer(RuntimeError):
-    """Another rank is gone: its own story is the one to tell."""
 
 
 def main() -> None:
@@ -39,8 +35,8 @@ def main() -> None:
     rank, token = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RUN_ID"]
     torch.set_num_threads(job.config.run.threads)
     address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    store = dist.PrefixStore(token, dist.TCPStore(*address, is_master=False))
-    events = dist.PrefixStore(token, dist.TCPStore(*address, is_master=False))
+    store = PrefixStore(token, TCPStore(*address, is_master=False))
+    events = PrefixStore(token, TCPStore(*address, is_master=False))
 
     def emit(event: dict[str, Any]) -> None:
         events.queue_push(EVENTS, json.dumps(event))
@@ -55,7 +51,7 @@ def main() -> None:
         sys.exit(1)
 
 
-def run_rank(job: Job, rank: int, store: dist.Store, emit: Any) -> None:
+def run_rank(job: Job, rank: int, store: Store, emit: Any) -> None:
     """Build a rank's worker, run its job, leave its weights and its trace."""
     folder = Path(job.folder)
     recorder = FlightRecorder(position_file(folder, rank))
@@ -88,7 +84,7 @@ def _wait(pending: Pending, worker: Worker) -> None:
         for replica in worker.replicas.values():  # sizes that differ look like a broken connection
             for inbox in (*replica.links.activations_from.values(), *replica.links.gradients_from.values()):
                 inbox.verify()
-        raise LostPeer(str(error).splitlines()[0]) from error
+        raise LostPeer(first_line(error)) from error
 
 
 def _save_states(worker: Worker, folder: Path) -> None:
@@ -108,7 +104,7 @@ def _failure(job: Job, rank: int, error: BaseException) -> dict[str, Any]:
         "kind": "failure",
         "rank": rank,
         "action": None if action is None else [str(action), action.stage],
-        "cause": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+        "cause": f"{type(error).__name__}: {first_line(error)}",
         "is_secondary": isinstance(error, LostPeer),
         "is_users": isinstance(error, ValueError) and not isinstance(error, LayoutError),
         "traceback": traceback.format_exc(),

@@ -112,7 +112,7 @@ class Reducer:
                 issued += 1
 
         return [
-            leaf.register_post_accumulate_grad_hook(lambda _, index=index: arrived(index))
+            leaf.register_post_accumulate_grad_hook(lambda _, index=index: arrived(index))  # type: ignore[no-untyped-call]
             for index, leaf in enumerate(slot.leaves)
         ]
 

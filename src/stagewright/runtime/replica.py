@@ -134,15 +134,17 @@ class Replica:
     def open(self, before: Cut | None, behind: Cut | None) -> None:
         """Agree with the neighbours on what messages hold from here on."""
         self.before, self.behind = before, behind
-        for layout, ends in (
-            (before and before.activations, self.links.activations_from),
-            (behind and behind.activations, self.links.activations_to),
-            (behind and behind.gradients, self.links.gradients_from),
-            (before and before.gradients, self.links.gradients_to),
-        ):
-            for end in ends.values():
-                assert layout is not None
-                end.open(layout)
+        links = self.links
+        if before is not None:
+            for inbox in links.activations_from.values():
+                inbox.open(before.activations)
+            for outbox in links.gradients_to.values():
+                outbox.open(before.gradients)
+        if behind is not None:
+            for outbox in links.activations_to.values():
+                outbox.open(behind.activations)
+            for inbox in links.gradients_from.values():
+                inbox.open(behind.gradients)
 
     def receive_activations(self, microbatch: int, peer: int) -> None:
         inbox = self.links.activations_from[peer]

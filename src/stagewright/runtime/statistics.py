@@ -49,5 +49,5 @@ class Statistics:
                 buffer.copy_(kept)
 
     def _write(self, flat: Tensor) -> None:
-        for buffer, values in zip(self.buffers, flat.split([b.numel() for b in self.buffers]), strict=True):
+        for buffer, values in zip(self.buffers, torch.split(flat, [b.numel() for b in self.buffers]), strict=True):
             buffer.copy_(values.view_as(buffer))

@@ -11,6 +11,7 @@ from stagewright.schedule.action import Action, Op
 from stagewright.schedule.lower import program, updates_in
 from stagewright.schedule.requires import requires
 
+_Channel = tuple[Op, int, int | None, int | None]  # operation, stage and rank that send, rank that receives
 _SENT_BY = {Op.RECV_ACT: Op.SEND_ACT, Op.RECV_GRAD: Op.SEND_GRAD}
 
 
@@ -64,10 +65,10 @@ def execution_order(plan: Plan, programs: Mapping[int, Sequence[Action]], start:
             runnable += waiting.pop(action, ())
     stuck = {rank: programs[rank][position[rank]] for rank in programs if position[rank] < len(programs[rank])}
     if stuck:
-        rank, action = min(stuck.items())
+        first = min(stuck)
         raise ScheduleError(
-            f"the schedule waits for ever: rank {rank} at {action}, step {position[rank] + 1} of "
-            f"{len(programs[rank])}, with {len(stuck)} of {len(programs)} ranks stuck "
+            f"the schedule waits for ever: rank {first} at {stuck[first]}, step {position[first] + 1} of "
+            f"{len(programs[first])}, with {len(stuck)} of {len(programs)} ranks stuck "
             f"({_some(f'{rank}: {action}' for rank, action in sorted(stuck.items()))})"
         )
     return order
@@ -80,8 +81,8 @@ def _some(texts: Iterable[str], most: int = 4) -> str:
 
 def _check_channels(programs: Mapping[int, Sequence[Action]]) -> None:
     """Every channel (boundary, direction, pair of ranks) sends and receives the same microbatches in the same order."""
-    sent: dict[tuple[Op, int, int, int | None], list[int | None]] = defaultdict(list)
-    received = defaultdict(list, {})
+    sent: dict[_Channel, list[int | None]] = defaultdict(list)
+    received: dict[_Channel, list[int | None]] = defaultdict(list)
     for rank, actions in programs.items():
         for action in actions:
             if action.op in (Op.SEND_ACT, Op.SEND_GRAD):
@@ -91,10 +92,10 @@ def _check_channels(programs: Mapping[int, Sequence[Action]]) -> None:
                 received[_SENT_BY[action.op], source, action.peer, rank].append(action.microbatch)
     for channel in sent.keys() | received.keys():
         if sent[channel] != received[channel]:
-            op, stage, source, target = channel
+            op, stage, source_rank, target = channel
             raise ScheduleError(
-                f"stage {stage} {op.name} from rank {source} to rank {target}: sent {_some(map(str, sent[channel]))} "
-                f"but received {_some(map(str, received[channel]))}"
+                f"stage {stage} {op.name} from rank {source_rank} to rank {target}: "
+                f"sent {_some(map(str, sent[channel]))} but received {_some(map(str, received[channel]))}"
             )
 
 

@@ -200,8 +200,8 @@ def test_microbatch_i_runs_on_replica_i_mod_r() -> None:
 
 def test_own_microbatches_of_a_span() -> None:
     stage = plan("0:0-2.0:3").stages[0]
-    assert list(stage.own(0, range(0, 8))) == [0, 3, 6]
-    assert list(stage.own(1, range(0, 8))) == [1, 4, 7]
+    assert list(stage.own(0, range(8))) == [0, 3, 6]
+    assert list(stage.own(1, range(8))) == [1, 4, 7]
     assert list(stage.own(1, range(5, 12))) == [7, 10]
     assert list(stage.own(2, range(8, 9))) == [8]
     assert list(stage.own(2, range(3, 5))) == []

@@ -1,0 +1,38 @@
+# Two commands do all their own set-up on a machine with Python 3.11: `make demo` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+export OMP_NUM_THREADS := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint types tests bench clean
+
+demo: $(READY)
+	$(BIN)/python -m stagewright.recipes.demo
+
+test: lint types tests
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+tests: $(READY)
+	$(BIN)/python -m pytest
+
+bench: $(READY)
+	$(BIN)/stagewright bench overhead
+	$(BIN)/stagewright bench peers
+
+# torch first and pinned: a range would bring the newest build and its GPU packages.
+$(READY): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $(READY)
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,70 @@
+"""The process of one rank of one side: `python -m stagewright.bench.rank KIND JOB RANK MEETING`.
+
+Commands come as lines on standard input, answers go as lines to standard output; the end of the input is the end of
+the process, whatever it is doing, so no rank outlives whoever started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from stagewright.bench.ours import Stagewright
+from stagewright.bench.peers import Ddp, OneFOneB
+from stagewright.bench.suites import Kind
+from stagewright.runtime.job import Job
+
+
+class Runner(Protocol):
+    """One rank of a side, ready to train; it counts batches from 0."""
+
+    loss: float | None  # of the last batch that was trained, where this rank has one
+
+    def train(self, first: int, steps: int) -> None: ...
+
+
+_RUNNERS = {Kind.STAGEWRIGHT: Stagewright, Kind.ONE_F_ONE_B: OneFOneB, Kind.DDP: Ddp}
+
+
+def main() -> None:
+    """Build one rank, then train a segment for every command."""
+    kind, path, rank, meeting = sys.argv[1:]
+    commands = _listen()
+    job = Job.load(Path(path))
+    torch.set_num_threads(job.config.run.threads)
+    runner: Runner = _RUNNERS[Kind(kind)](job, int(rank), Path(meeting), _tell)
+    _tell({"kind": "ready"})
+    while True:
+        command = commands.get()
+        time.sleep(max(0.0, command["at"] - time.monotonic()))  # all ranks of the machine read one clock
+        runner.train(command["first"], command["steps"])
+        _tell({"kind": "timed", "end": time.monotonic(), "loss": runner.loss})
+
+
+def _tell(event: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(event) + "\n")
+    sys.stdout.flush()
+
+
+def _listen() -> queue.SimpleQueue[dict[str, Any]]:
+    commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            commands.put(json.loads(line))
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    return commands
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""A suite's outcome, as a table for people and as one object for machines."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from stagewright.bench.arena import Segment
+from stagewright.bench.statistics import Ratio, median, median_ratio
+from stagewright.bench.suites import Contest, Measure, Side, Suite, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One side's figures, a repeat each."""
+
+    side: str
+    values: tuple[float, ...]
+    losses: tuple[float, ...]  # of each segment's last batch: sides that do the same work have the same
+
+    @property
+    def median(self) -> float:
+        return median(self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A contest that was run."""
+
+    contest: Contest
+    work: Work
+    ours: Series
+    theirs: Series
+
+    @property
+    def ratio(self) -> Ratio:
+        return median_ratio(self.ours.values, self.theirs.values)
+
+    @property
+    def is_met(self) -> bool:
+        return self.contest.goal.is_met(self.ratio)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "ours": asdict(self.ours) | {"median": self.ours.median},
+            "theirs": asdict(self.theirs) | {"median": self.theirs.median},
+            "ratio": self.ratio.value,
+            "interval": [self.ratio.low, self.ratio.high],
+            "goal": self.contest.goal.text,
+            "is_met": self.is_met,
+            "work": asdict(self.work),
+        }
+
+
+def make_series(side: Side, measure: Measure, work: Work, steps: int, segments: Sequence[Segment]) -> Series:
+    return Series(
+        side.name,
+        tuple(measure.of(work, steps, segment.seconds) for segment in segments),
+        tuple(segment.loss for segment in segments),
+    )
+
+
+def describe(suite: Suite, outcomes: Sequence[Outcome], command: str) -> dict[str, Any]:
+    """The whole outcome as one object."""
+    return {
+        "suite": suite.name,
+        "measure": suite.measure.name,
+        "contests": [outcome.describe() for outcome in outcomes],
+        "machine": machine(),
+        "date": time.strftime("%Y-%m-%d"),
+        "command": command,
+    }
+
+
+def show(console: Console, suite: Suite, outcomes: Sequence[Outcome], command: str) -> None:
+    """The outcome as a table of 80 columns for each piece of work."""
+    for work, group in groupby(outcomes, key=lambda outcome: outcome.work):
+        console.print(str(work), highlight=False, soft_wrap=True)
+        console.print(_table(suite, group))
+    console.print(", ".join([*machine().values(), time.strftime("%Y-%m-%d")]), highlight=False, soft_wrap=True)
+    console.print(f"repeat with: {command}", highlight=False, soft_wrap=True)
+
+
+def _table(suite: Suite, outcomes: Iterable[Outcome]) -> Table:
+    table = Table(width=80)
+    table.add_column(suite.measure.name)
+    for heading in ("ours", "theirs", "ratio", "95 % interval", "goal", "met"):
+        table.add_column(heading, justify="right")
+    for outcome in outcomes:
+        ratio = outcome.ratio
+        table.add_row(
+            f"{outcome.ours.side} / {outcome.theirs.side}",
+            f"{outcome.ours.median:.0f}",
+            f"{outcome.theirs.median:.0f}",
+            f"{ratio.value:.2f}",
+            f"{ratio.low:.2f} - {ratio.high:.2f}",
+            outcome.contest.goal.text,
+            "yes" if outcome.is_met else "no",
+        )
+    return table
+
+
+def machine() -> dict[str, str]:
+    """What the figures were measured on."""
+    return {
+        "cpu": _cpu(),
+        "cores": f"{len(os.sched_getaffinity(0))} cores",
+        "torch": f"torch {version('torch')}",
+        "python": f"Python {platform.python_version()}",
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

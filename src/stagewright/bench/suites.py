@@ -1,0 +1,145 @@
+"""What is measured: the work, the sides that do it, and what their ratio should be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from stagewright.bench.statistics import Ratio
+
+
+class Kind(StrEnum):
+    """Who does the work."""
+
+    STAGEWRIGHT = "stagewright"
+    ONE_F_ONE_B = "1f1b"
+    DDP = "ddp"
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One contestant: its rank processes train the work in a mode."""
+
+    name: str
+    kind: Kind
+    mode: str
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What every side of a heat does, to the last microbatch."""
+
+    model: str
+    placement: str
+    batch: int
+    microbatches: int
+    input_shape: tuple[int, ...]
+    classes: int
+    cut: str | None = None
+
+    def __str__(self) -> str:
+        ranks = self.placement.replace("0:", "").replace(".", " + ")
+        return (
+            f"{self.model.rpartition(':')[2]} on ranks {ranks}, "
+            f"{self.microbatches} microbatches of {self.batch // self.microbatches}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a ratio should be."""
+
+    text: str
+    is_met: Callable[[Ratio], bool]
+
+
+def at_most(limit: float) -> Goal:
+    return Goal(f"<= {limit:g}", lambda ratio: ratio.value <= limit)
+
+
+def at_least(limit: float) -> Goal:
+    return Goal(f">= {limit:g}", lambda ratio: ratio.value >= limit)
+
+
+def not_slower() -> Goal:
+    """Of a ratio of speeds: as fast as the other side, as far as can be told."""
+    return Goal("reaches 1", lambda ratio: ratio.high >= 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """Two sides of a heat, and the goal for the first over the second."""
+
+    ours: Side
+    theirs: Side
+    goal: Goal
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return (self.ours, self.theirs)
+
+
+@dataclass(frozen=True, slots=True)
+class Heat:
+    """Contests over one piece of work, run in turns."""
+
+    work: Work
+    steps: int  # batches of one segment, unless told
+    contests: tuple[Contest, ...]
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        return tuple(dict.fromkeys(side for contest in self.contests for side in contest.sides))
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """The figure that a segment's seconds become."""
+
+    name: str
+    of: Callable[[Work, int, float], float]  # work, steps, seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """What one `bench` command measures."""
+
+    name: str
+    measure: Measure
+    heats: tuple[Heat, ...]
+
+
+_MICROSECONDS = Measure(
+    "microseconds a microbatch", lambda work, steps, seconds: seconds / (steps * work.microbatches) * 1e6
+)
+_IMAGES = Measure("images a second", lambda work, steps, seconds: steps * work.batch / seconds)
+
+_SYNC = Side("sync", Kind.STAGEWRIGHT, "sync")
+_STALE = Side("stale", Kind.STAGEWRIGHT, "stale")
+_DP = Side("dp", Kind.STAGEWRIGHT, "dp")
+_ONE_F_ONE_B = Side("torch 1F1B", Kind.ONE_F_ONE_B, "sync")
+_DDP = Side("torch DDP", Kind.DDP, "dp")
+
+_NEAR_EMPTY = Work("stagewright.bench.models:near_empty", "0:0.0:1", 128, 64, (8,), 8)
+_SMALL_VGG = Work("vgg-small", "0:0.0:1", 64, 4, (3, 32, 32), 10, cut="avgpool")
+_SMALL_VGG_WHOLE = Work("vgg-small", "0:0-1", 64, 2, (3, 32, 32), 10)
+
+SUITES = {
+    suite.name: suite
+    for suite in (
+        Suite("overhead", _MICROSECONDS, (Heat(_NEAR_EMPTY, 20, (Contest(_SYNC, _ONE_F_ONE_B, at_most(0.5)),)),)),
+        Suite(
+            "peers",
+            _IMAGES,
+            (
+                Heat(
+                    _SMALL_VGG,
+                    10,
+                    (Contest(_SYNC, _ONE_F_ONE_B, not_slower()), Contest(_STALE, _ONE_F_ONE_B, at_least(1.2))),
+                ),
+                Heat(_SMALL_VGG_WHOLE, 10, (Contest(_DP, _DDP, not_slower()),)),
+            ),
+        ),
+    )
+}

@@ -1,0 +1,49 @@
+"""A first look: a small VGG over 2+1 stale stages, beside the same steps on one process."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from stagewright.config import make_config
+from stagewright.experiment import Result, run
+
+_COMMON: dict[str, dict[str, Any]] = {
+    "model": {"name": "vgg-small"},
+    "data": {"source": "synthetic", "samples": 2048},
+    "plan": {"batch": 64, "microbatches": 8, "cut": "classifier"},
+    "optimizer": {"lr": 0.02},
+    "run": {"steps": 60, "log_every": 20, "eval_every": 0},
+}
+_PLANS: dict[str, dict[str, Any]] = {
+    "2+1 stages, stale": {"placement": "0:0-1.0:2", "mode": "stale"},
+    "one process": {"placement": "0:0", "mode": "dp", "cut": None},
+}
+
+
+def main() -> None:
+    """Train twice, compare, and say where the files are."""
+    console = Console()
+    results = {name: run(make_config(_COMMON, {"plan": plan}), console) for name, plan in _PLANS.items()}
+    console.print()
+    console.print(_table(results))
+    for name, result in results.items():
+        console.print(f"{name}: files in {result.folder}", highlight=False, soft_wrap=True)
+
+
+def _table(results: dict[str, Result]) -> Table:
+    table = Table(title="The same 60 steps, the same data and initial weights")
+    for column, justify in (("plan", "left"), ("loss", "right"), ("top-1", "right"), ("images/s", "right")):
+        table.add_column(column, justify="right" if justify == "right" else "left")
+    for name, result in results.items():
+        evaluated = result.evaluations[-1]
+        speed = result.summary["images_per_second"]
+        table.add_row(name, f"{evaluated.loss:.4f}", f"{evaluated.top1:.1%}", f"{speed:.0f}" if speed else "-")
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,325 @@
+"""Small models, each with one trait that makes it hard to cut or to train; children stand in the order they run.
+
+A factory is a `--model tests.models:NAME`. A stage of a cut at children holds the children from one cut to the next.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, relu
+
+CLASSES = 7
+SIDE = 8
+_FLAT = 4 * (SIDE // 2) ** 2
+
+
+def _conv(inputs: int, outputs: int, stride: int = 1, bias: bool = True) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, stride, 1, bias=bias)
+
+
+class _Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = _conv(3, 4)
+        self.second = _conv(4, 4)
+        self.third = _conv(4, 4, stride=2)
+        self.head = nn.Linear(_FLAT, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = relu(self.third(torch.tanh(self.second(relu(self.first(x))))))
+        return self.head(x.flatten(1))
+
+
+def plain() -> nn.Module:
+    return _Plain()
+
+
+def frozen_middle() -> nn.Module:
+    model = _Plain()
+    model.second.requires_grad_(False)
+    return model
+
+
+def frozen_first() -> nn.Module:
+    model = _Plain()
+    model.first.requires_grad_(False)
+    return model
+
+
+def tied() -> nn.Module:
+    """One weight in `second` and `third`: a cut at `third` parts them, other cuts leave them in one stage."""
+    model = _Plain()
+    model.third.weight = model.second.weight
+    return model
+
+
+class _Reused(nn.Module):
+    """One module called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = _conv(3, 4)
+        self.second = _conv(4, 4)
+        self.head = nn.Linear(4 * SIDE**2, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.second(torch.tanh(self.second(x))))
+        return self.head(x.flatten(1))
+
+
+def reused() -> nn.Module:
+    return _Reused()
+
+
+def _normed_block(inputs: int, outputs: int, stride: int = 1, momentum: float | None = 0.1) -> nn.Sequential:
+    norm = nn.BatchNorm2d(outputs, momentum=momentum)
+    return nn.Sequential(_conv(inputs, outputs, stride, bias=False), norm, nn.ReLU())
+
+
+class _Normed(nn.Module):
+    def __init__(self, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.first = _normed_block(3, 4)
+        self.second = _normed_block(4, 5)
+        self.third = _normed_block(5, 4, 2, momentum)
+        self.head = nn.Linear(_FLAT, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.third(self.second(self.first(x))).flatten(1))
+
+
+def normed() -> nn.Module:
+    return _Normed()
+
+
+def cumulative() -> nn.Module:
+    """BatchNorm whose statistics are plain means, by the count of batches it keeps."""
+    return _Normed(momentum=None)
+
+
+class _Dropping(nn.Module):
+    """Dropout in every block, once as the model's own code that asks `self.training`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(_conv(3, 4), nn.Dropout2d(0.2))
+        self.second = nn.Sequential(_conv(4, 4, stride=2), nn.ReLU())
+        self.third = nn.Sequential(nn.Flatten(), nn.Dropout(0.3), nn.Linear(_FLAT, 10))
+        self.head = nn.Sequential(nn.ReLU(), nn.Dropout(0.4), nn.Linear(10, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = dropout(self.second(self.first(x)), 0.2, self.training)
+        return self.head(self.third(x))
+
+
+def dropping() -> nn.Module:
+    return _Dropping()
+
+
+class _Residual(nn.Module):
+    """The output of `first` skips `second` and `third`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = _conv(3, 4, stride=2)
+        self.second = _conv(4, 4)
+        self.third = _conv(4, 4)
+        self.head = nn.Linear(_FLAT, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skipped = relu(self.first(x))
+        x = self.third(relu(self.second(skipped)))
+        return self.head((skipped + x).flatten(1))
+
+
+def residual() -> nn.Module:
+    return _Residual()
+
+
+class _Branching(nn.Module):
+    """Two branches from one stem, joined by cat; the number of samples is taken before the cut and used behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = _conv(3, 4, stride=2)
+        self.left = _conv(4, 2)
+        self.right = _conv(4, 3)
+        self.head = nn.Linear(5 * (SIDE // 2) ** 2, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.stem(x))
+        samples = x.size(0)
+        joined = torch.cat([self.left(x), torch.tanh(self.right(x))], 1)
+        return self.head(joined.view(samples, -1))
+
+
+def branching() -> nn.Module:
+    return _Branching()
+
+
+class _InPlace(nn.Module):
+    """`relu` changes the output of `first` in place, and its result is used twice; the input is changed as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = _conv(3, 4, stride=2)
+        self.relu = nn.ReLU(inplace=True)
+        self.second = _conv(4, 4)
+        self.head = nn.Linear(_FLAT, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.mul_(0.5))
+        x = self.relu(x)
+        return self.head((x + self.second(x)).flatten(1))
+
+
+def in_place() -> nn.Module:
+    return _InPlace()
+
+
+class _Alias(nn.Module):
+    """`relu` changes in place what `early`, made before it, also looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = _conv(3, 4, stride=2)
+        self.relu = nn.ReLU(inplace=True)
+        self.head = nn.Linear(_FLAT, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        early = x.view(x.shape[0], -1)
+        return self.head(self.relu(x).flatten(1) + early)
+
+
+def alias() -> nn.Module:
+    return _Alias()
+
+
+class _Gate(nn.Module):
+    """What it computes depends on the data, so no trace can hold it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = _conv(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.mean() > 0:
+            x = 2 * x
+        return torch.tanh(self.conv(x))
+
+
+class _Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = _conv(3, 4, stride=2)
+        self.gate = _Gate()
+        self.head = nn.Linear(_FLAT, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gate(self.first(x)).flatten(1))
+
+
+def gated() -> nn.Module:
+    """Untraceable in one child, which stays whole."""
+    return _Gated()
+
+
+class _Untraceable(_Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        if x[0].mean() > 0:
+            x = -x
+        return self.head(torch.tanh(self.first(x)).flatten(1))
+
+
+def untraceable() -> nn.Module:
+    """Untraceable in its own forward, so it has one stage or none."""
+    return _Untraceable()
+
+
+def _parts() -> list[nn.Module]:
+    return [_conv(3, 4), nn.ReLU(), _conv(4, 4, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(_FLAT, CLASSES)]
+
+
+def sequential() -> nn.Module:
+    return nn.Sequential(*_parts())
+
+
+def listed() -> list[nn.Module]:
+    """The user's own list of parts; the last but one can't be traced."""
+    first, activation, *rest = _parts()
+    return [first, activation, _Gate(), *rest]
+
+
+class _Tokens(nn.Module):
+    """Integer inputs, and a mask of them that crosses the cut beside the activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.mix = nn.Linear(6, 6)
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        kept = (ids > 2).unsqueeze(-1)
+        x = torch.tanh(self.embed(ids))
+        x = torch.tanh(self.mix(x)) * kept
+        return self.head(x.mean(1))
+
+
+def tokens() -> nn.Module:
+    return _Tokens()
+
+
+class _Unused(_Plain):
+    """A layer that forward never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(3, 3)
+
+
+def unused() -> nn.Module:
+    return _Unused()
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(4, 5)
+        self.lstm = nn.LSTM(5, 4, batch_first=True)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.lstm(torch.tanh(self.encode(x)))
+        return self.head(hidden[:, -1])
+
+
+def recurrent() -> nn.Module:
+    return _Recurrent()
+
+
+class _Dense(nn.Module):
+    """A label for every pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = _conv(3, 4)
+        self.head = _conv(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.first(x)))
+
+
+def dense() -> nn.Module:
+    return _Dense()
+
+
+def make_data(model: str, samples: int, seed: int = 3) -> tuple[Tensor, Tensor]:
+    """Inputs and labels that suit the model of that name."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(CLASSES, (samples, SIDE, SIDE) if model == "dense" else (samples,), generator=generator)
+    if model == "tokens":
+        return torch.randint(11, (samples, 5), generator=generator), labels
+    shape = (5, 4) if model == "recurrent" else (3, SIDE, SIDE)
+    return torch.randn(samples, *shape, generator=generator), labels

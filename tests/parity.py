@@ -1,0 +1,323 @@
+"""One case of training, twice: as Stagewright runs it, and as the independent reference does; then compared.
+
+What the reference is told (replicas, versions, which stage holds which parameter) is worked out here from the text of
+the case and from the design, not from the plan.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from stagewright.config import make_config
+from stagewright.experiment import prepare
+from stagewright.runtime.emulate import Emulation
+from stagewright.runtime.job import Job
+from tests import models, reference
+
+torch.set_num_threads(1)
+
+Tensors = Mapping[str, Tensor]
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4}
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+_VALIDATION_SAMPLES = 17  # a prime: the last piece is short for every size of microbatch but 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: a model of tests/models.py, how it is laid out, and how its weights move."""
+
+    model: str = "plain"
+    placement: str = "0:0"
+    cut: str | None = None  # children or units that later stages begin with
+    owners: str | None = None  # the first children whose parameters later stages hold, where `cut` names no children
+    mode: str = "sync"
+    staleness: int | None = None
+    versions: tuple[int, ...] | None = None
+    batch: int = 12
+    microbatches: int = 4
+    steps: int = 8
+    samples: int = 41  # three batches an epoch, and five samples that are dropped
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    precision: str = "fp64"
+    dynamic: bool = False
+    policy: str = "1f1b"
+    eval_every: int | None = None
+    bucket: int = 0  # MiB: every parameter is a bucket of its own
+    seed: int = 5
+
+    def __str__(self) -> str:
+        """What differs from the default, as the name of a test."""
+        lag = {
+            "stale": f"-n{self.staleness}" if self.versions is None else f"-k{'.'.join(map(str, self.versions))}"
+        }.get(self.mode, "")
+        parts = [
+            self.model,
+            "-".join(map(str, self.replicas)),
+            f"{self.mode}{lag}",
+            f"M{self.microbatches}",
+            *(f"{name}={value}" for name, value in self.optimizer.items()),
+        ]
+        flags = {"dynamic": self.dynamic, "eval": self.eval_every is not None, self.precision: self.precision != "fp64"}
+        return "/".join(parts + [name for name, is_set in flags.items() if is_set])
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return tuple(
+            sum(1 + last - first for first, last in map(_ends, stage.split(",")))
+            for stage in self.placement.split(".")
+        )
+
+    @property
+    def num_versions(self) -> tuple[int, ...]:
+        """K of every stage, by the presets of the design."""
+        stages = len(self.replicas)
+        if self.versions is not None:
+            return self.versions
+        if self.mode == "stale":
+            assert self.staleness is not None
+            return tuple(min(stages - s, self.staleness + 1) for s in range(stages))
+        if self.mode == "pipedream":
+            return tuple(-(-sum(self.replicas[s:]) // self.replicas[s]) for s in range(stages))
+        return (1,) * stages
+
+    def lr(self, batch: int) -> float:
+        """Two batches of warm-up, then two falls."""
+        base: float = self.optimizer.get("lr", 0.05)
+        return base * (batch + 1) / 2 if batch < 2 else base * 0.5 ** ((batch >= 3) + (batch >= 6))
+
+
+def _ends(devices: str) -> tuple[int, int]:
+    first, _, last = devices.rpartition(":")[2].partition("-")
+    return int(first), int(last or first)
+
+
+def shape_name(case: Case) -> str:
+    return str(case)
+
+
+# --- Stagewright's side -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run of Stagewright left: its events, and the weights and mean statistics."""
+
+    job: Job
+    events: Sequence[Mapping[str, Any]]
+    weights: Tensors
+
+    @property
+    def microbatch_losses(self) -> list[float]:
+        """By number; every microbatch told once."""
+        told = [pair for event in self.events if event["kind"] == "losses" for pair in event["losses"]]
+        losses = dict(told)
+        assert len(told) == len(losses) and sorted(losses) == list(range(len(losses)))
+        return [losses[number] for number in range(len(losses))]
+
+    @property
+    def losses(self) -> list[float]:
+        count = self.job.plan.microbatches
+        losses = self.microbatch_losses
+        return [sum(losses[first : first + count]) / count for first in range(0, len(losses), count)]
+
+    @property
+    def scores(self) -> dict[int, list[float]]:
+        """Batch -> samples, sum of losses, top-1 and top-5 hits, over all ranks that score."""
+        scores: dict[int, list[float]] = {}
+        for event in self.events:
+            if event["kind"] == "score":
+                so_far = scores.get(event["batch"], [0.0] * 4)
+                scores[event["batch"]] = [a + b for a, b in zip(so_far, event["score"], strict=True)]
+        return scores
+
+
+@dataclass(frozen=True)
+class EmulatedRun(Run):
+    """In one process, so the replicas can be looked at."""
+
+    emulation: Emulation
+
+    def replica_statistics(self) -> dict[tuple[int, int], dict[str, Tensor]]:
+        """(stage, replica) -> that replica's own buffers by name."""
+        return {
+            (stage, replica.stage.ranks.index(worker.rank)): dict(replica.piece.training.named_buffers())
+            for worker in self.emulation.workers
+            for stage, replica in worker.replicas.items()
+        }
+
+
+def write_tensors(folder: Path, model: str, samples: int, seed: int) -> str:
+    """A data set in a file, as `--data` names it."""
+    path = folder / f"{model}-{samples}-{seed}.safetensors"
+    images, labels = models.make_data(model, samples, seed)
+    save_file({"images": images, "labels": labels}, path)
+    return f"tensors:{path}"
+
+
+def make_job(case: Case, folder: Path, **run: Any) -> Job:
+    """The job of a case, with its data in `folder`; `run` are further options of its [run] table."""
+    optimizer = {"lr": 0.05, **case.optimizer}
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"name": f"tests.models:{case.model}"},
+        "data": {"source": write_tensors(folder, case.model, case.samples, seed=3), "shuffle": False},
+        "plan": {
+            "placement": case.placement,
+            "cut": case.cut,
+            "mode": case.mode,
+            "staleness": case.staleness,
+            "versions": case.versions and ",".join(map(str, case.versions)),
+            "batch": case.batch,
+            "microbatches": case.microbatches,
+            "policy": case.policy,
+        },
+        "optimizer": optimizer,
+        "schedule": {"kind": "step", "warmup": 2, "steps": "3,6", "gamma": 0.5},
+        "run": {
+            "steps": case.steps,
+            "seed": case.seed,
+            "precision": case.precision,
+            "dynamic": case.dynamic,
+            "eval_every": case.eval_every,
+            "bucket": case.bucket,
+            "runs": str(folder / "runs"),
+            "timeout": 30.0,
+            **run,
+        },
+    }
+    if case.eval_every is not None:
+        tables["data"]["val"] = write_tensors(folder, case.model, _VALIDATION_SAMPLES, seed=4)
+    return prepare(make_config(tables))[0]
+
+
+def emulate(case: Case, folder: Path) -> EmulatedRun:
+    """Run a case with every rank in this process."""
+    job = make_job(case, folder)
+    events: list[dict[str, Any]] = []
+    emulation = Emulation(job, lambda event: events.append(json.loads(json.dumps(event))))
+    emulation.run()
+    return EmulatedRun(job, events, emulation.weights(), emulation)
+
+
+# --- The reference's side ---------------------------------------------------------------------------------------------
+
+
+def refer(case: Case, steps: int | None = None) -> reference.Result:
+    """The reference's result for a case, or for its first steps."""
+    return reference.train(*_arguments(case), reference_setup(case, steps or case.steps))
+
+
+def reference_setup(case: Case, steps: int) -> reference.Setup:
+    known = {"name": "optimizer", "momentum": "momentum", "nesterov": "nesterov", "weight_decay": "weight_decay"}
+    known |= {"eps": "eps", "label_smoothing": "label_smoothing", "clip": "clip"}
+    assert case.optimizer.keys() <= known.keys() | {"lr"}
+    return reference.Setup(
+        case.replicas,
+        case.num_versions,
+        case.batch,
+        case.microbatches,
+        steps,
+        case.seed,
+        _DTYPES[case.precision],
+        pipedream=case.mode == "pipedream",
+        lr=case.lr,
+        **{known[name]: value for name, value in case.optimizer.items() if name != "lr"},
+    )
+
+
+def _arguments(case: Case) -> tuple[Callable[[], nn.Module], Tensor, Tensor, Callable[[str], int], list[str]]:
+    images, labels = models.make_data(case.model, case.samples, seed=3)
+    children = [name for name, _ in build(case.model).named_children()]
+    owners = (case.owners or case.cut or "").split(",") if len(case.replicas) > 1 else []
+    firsts = [children.index(name) for name in owners]
+
+    def stage_of(name: str) -> int:
+        return sum(children.index(name.partition(".")[0]) >= first for first in firsts)
+
+    return lambda: build(case.model), images, labels, stage_of, [children[0], *owners]
+
+
+def build(model: str) -> nn.Module:
+    made = getattr(models, model)()
+    return nn.Sequential(*made) if isinstance(made, list) else made
+
+
+def plain_score(case: Case, state: Tensors) -> list[float]:
+    """Samples, sum of losses, top-1 and top-5 hits of the validation data: one forward of the whole model."""
+    images, labels = models.make_data(case.model, _VALIDATION_SAMPLES, seed=4)
+    dtype = _DTYPES[case.precision]
+    model = build(case.model).to(dtype).eval()
+    model.load_state_dict(dict(state))
+    with torch.no_grad():
+        logits = model(images.to(dtype) if images.is_floating_point() else images)
+    order = logits.argsort(dim=1, descending=True)
+    hits = order[:, :5] == labels.unsqueeze(1)
+    loss = cross_entropy(logits, labels, reduction="sum")
+    return [len(labels), float(loss), float(hits[:, :1].sum()), float(hits.sum())]
+
+
+# --- Both -------------------------------------------------------------------------------------------------------------
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    """|a-b| / |b|; where b is zero, a must be."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    difference = float(torch.linalg.vector_norm((actual - expected).double()))
+    return difference and difference / max(float(torch.linalg.vector_norm(expected.double())), 1e-300)
+
+
+def assert_near(actual: Tensors, expected: Tensors, tolerance: float) -> None:
+    """The same names, and each tensor within the tolerance in norm."""
+    assert set(actual) == set(expected)
+    far = {name: gap for name in expected if not (gap := distance(actual[name], expected[name])) <= tolerance}
+    assert not far, f"relative distances beyond {tolerance}: {far}"
+
+
+def assert_same_bits(first: Run, second: Run) -> None:
+    assert first.microbatch_losses == second.microbatch_losses
+    assert set(first.weights) == set(second.weights)
+    different = [name for name in first.weights if not torch.equal(first.weights[name], second.weights[name])]
+    assert not different, f"bits differ in {different}"
+
+
+def assert_parity(case: Case, run: Run, result: reference.Result) -> None:
+    """Losses, weights and mean statistics of a run are the reference's."""
+    tolerance = TOLERANCE[case.precision]
+    losses, expected = (torch.tensor(values, dtype=torch.float64) for values in (run.losses, result.losses))
+    assert_near({"losses": losses}, {"losses": expected}, tolerance)
+    assert_near(run.weights, _held(result.weights | result.buffers, run), tolerance)
+
+
+def _held(state: Tensors, run: Run) -> Tensors:
+    """Without what no stage holds, which only a cut model can leave out."""
+    return state if not run.job.plan.cuts else {name: tensor for name, tensor in state.items() if "spare" not in name}
+
+
+def assert_statistics(case: Case, run: EmulatedRun, result: reference.Result) -> None:
+    """Every replica's own running statistics are the reference's."""
+    actual = run.replica_statistics()
+    assert actual.keys() == result.replica_buffers.keys()
+    for replica, expected in result.replica_buffers.items():
+        assert_near(actual[replica], expected, TOLERANCE[case.precision])
+
+
+def assert_scores(case: Case, run: Run) -> None:
+    """Every evaluation of a run is that of the reference's model at that batch."""
+    assert case.eval_every is not None
+    pauses = sorted({*range(case.eval_every, case.steps, case.eval_every), case.steps})
+    assert list(run.scores) == pauses
+    for batch, score in run.scores.items():
+        result = refer(case, steps=batch)
+        samples, loss, *hits = plain_score(case, result.weights | result.buffers)
+        assert score[0] == samples and score[2:] == hits
+        assert abs(score[1] - loss) <= TOLERANCE[case.precision] * loss
+
+
+def with_lag(case: Case, **changes: Any) -> Case:
+    return replace(case, **changes)
