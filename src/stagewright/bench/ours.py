@@ -19,19 +19,20 @@ class Stagewright:
     """One rank of a job, trained in segments."""
 
     def __init__(self, job: Job, rank: int, meeting: Path, emit: Emit) -> None:
-        def note(event: dict[str, Any]) -> None:
-            self.loss = fmean(loss for _, loss in event["losses"])
-            emit(event)
-
         self.loss: float | None = None  # of the last batch, on ranks of the last stage
+        self._emit = emit
+        self._plan = job.plan
         position = position_file(meeting, rank)
         position.parent.mkdir(exist_ok=True)
         network = GlooNetwork(open_store(meeting, job.plan.world), rank, "lo", job.config.run.timeout)
-        self._plan = job.plan
-        self._worker = assemble(job, rank, network, note, FlightRecorder(position))
+        self._worker = assemble(job, rank, network, self._hear, FlightRecorder(position))
 
     def train(self, first: int, steps: int) -> None:
         """Train some batches, from empty pipeline to empty pipeline."""
         span = range(self._plan.boundary(first), self._plan.boundary(first + steps))
         for pending in self._worker.train(span):
             pending.wait()
+
+    def _hear(self, event: dict[str, Any]) -> None:
+        self.loss = fmean(loss for _, loss in event["losses"])
+        self._emit(event)

@@ -12,6 +12,7 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from stagewright.bench.ours import Stagewright
 from stagewright.bench.peers import Ddp, OneFOneB
 from stagewright.bench.suites import Kind
 from stagewright.runtime.job import Job
+from stagewright.runtime.worker import Emit
 
 
 class Runner(Protocol):
@@ -31,7 +33,11 @@ class Runner(Protocol):
     def train(self, first: int, steps: int) -> None: ...
 
 
-_RUNNERS = {Kind.STAGEWRIGHT: Stagewright, Kind.ONE_F_ONE_B: OneFOneB, Kind.DDP: Ddp}
+_RUNNERS: dict[Kind, Callable[[Job, int, Path, Emit], Runner]] = {
+    Kind.STAGEWRIGHT: Stagewright,
+    Kind.ONE_F_ONE_B: OneFOneB,
+    Kind.DDP: Ddp,
+}
 
 
 def main() -> None:
@@ -40,7 +46,7 @@ def main() -> None:
     commands = _listen()
     job = Job.load(Path(path))
     torch.set_num_threads(job.config.run.threads)
-    runner: Runner = _RUNNERS[Kind(kind)](job, int(rank), Path(meeting), _tell)
+    runner = _RUNNERS[Kind(kind)](job, int(rank), Path(meeting), _tell)
     _tell({"kind": "ready"})
     while True:
         command = commands.get()

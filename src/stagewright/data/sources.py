@@ -81,6 +81,7 @@ class SyntheticSource:
 
     _NOISES = 64
     _COARSE = 8
+    _SIGNAL = 0.15  # of the noise: learnt in hundreds of steps, not in tens
 
     def __init__(self, samples: int, classes: int, image: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -97,7 +98,7 @@ class SyntheticSource:
         hashed = (indices.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(33)
         labels = torch.from_numpy((hashed % np.uint64(self._classes)).astype(np.int64))
         patterns = functional.interpolate(self._patterns[labels], size=(self._image, self._image))
-        return patterns + self._noises[torch.from_numpy(indices % self._NOISES)], labels
+        return self._SIGNAL * patterns + self._noises[torch.from_numpy(indices % self._NOISES)], labels
 
     @property
     def classes(self) -> int:
