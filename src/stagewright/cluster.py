@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-_PIECE = re.compile(r"(?:(\d+):)?(\d+)(?:-(\d+))?")
+_PIECE = re.compile(r"(?:([0-9]+):)?([0-9]+)(?:-([0-9]+))?")
+_MOST_DEVICES = 65536
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -59,8 +60,10 @@ def parse_placement(text: str, cluster: Cluster | None = None) -> Placement:
 
 def _parse_stage(text: str, stage: int, placement: str, cluster: Cluster) -> tuple[Device, ...]:
     if not text.strip():
-        raise ValueError(f"placement '{placement}' leaves stage {stage} empty; name its devices, for example 0:0-6")
-    devices: list[Device] = []
+        raise ValueError(
+            f"placement {placement[:80]!r} leaves stage {stage} empty; name its devices, for example 0:0-6"
+        )
+    devices: dict[Device, None] = {}
     machine: int | None = None
     for piece in (piece.strip() for piece in text.split(",")):
         machine, indices = _parse_piece(piece, machine, placement)
@@ -68,7 +71,7 @@ def _parse_stage(text: str, stage: int, placement: str, cluster: Cluster) -> tup
         for device in (Device(machine, index) for index in indices):
             if device in devices:
                 raise ValueError(f"placement piece '{piece}' puts device {device} into stage {stage} a second time")
-            devices.append(device)
+            devices[device] = None
     return tuple(devices)
 
 
@@ -76,7 +79,7 @@ def _parse_piece(piece: str, machine: int | None, placement: str) -> tuple[int, 
     match = _PIECE.fullmatch(piece)
     if match is None or len(piece) > 32:
         raise ValueError(
-            f"placement piece '{piece[:32]}' of '{placement[:80]}' is not machine:device or machine:first-last "
+            f"placement piece {piece[:32]!r} of {placement[:80]!r} is not machine:device or machine:first-last "
             "(for example 0:0-6)"
         )
     if match[1] is None and machine is None:
@@ -85,8 +88,8 @@ def _parse_piece(piece: str, machine: int | None, placement: str) -> tuple[int, 
     last = first if match[3] is None else int(match[3])
     if last < first:
         raise ValueError(f"placement piece '{piece}' counts down from {first} to {last}; write {last}-{first}")
-    if last - first >= 65536:
-        raise ValueError(f"placement piece '{piece}' names {last - first + 1} devices; the most is 65536")
+    if last - first >= _MOST_DEVICES:
+        raise ValueError(f"placement piece '{piece}' names {last - first + 1} devices; the most is {_MOST_DEVICES}")
     return (int(match[1]) if match[1] is not None else machine or 0), range(first, last + 1)
 
 

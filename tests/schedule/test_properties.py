@@ -84,8 +84,8 @@ def cases(draw: st.DrawFn) -> Case:
     placement = tuple(tuple(Device(machine, index) for index in draw(indices)) for machine in machines)
     microbatches = draw(st.integers(1, 9))
     mode = draw(st.sampled_from([Mode.STALE, Mode.PIPEDREAM, Mode.SYNC]))
-    staleness = draw(st.integers(0, 4)) if mode is Mode.STALE else None
     versions = draw(st.none() | st.lists(st.integers(1, 4), **per_stage)) if mode is Mode.STALE else None
+    staleness = draw(st.integers(0, 4)) if mode is Mode.STALE and versions is None else None
     depths = draw(st.lists(st.integers(1, 5), **per_stage))
     lags = versions or expected_lags(mode, [len(stage) for stage in placement], staleness or 0)
     agree = mode is not Mode.PIPEDREAM and set(lags) == {1} and draw(st.booleans())

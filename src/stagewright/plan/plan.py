@@ -109,7 +109,7 @@ class Plan:
         return tuple(stage for stage in self.stages if rank in stage.ranks)
 
     def describe(self) -> dict[str, object]:
-        """The plan as it stands in plan.json; `stagewright.plan.file.load_plan` reads it back."""
+        """The plan as it stands in plan.json: its free choices, settled."""
         return {
             "mode": str(self.mode),
             "placement": format_placement(self.placement),
@@ -170,7 +170,8 @@ def _require_divisible(batch: int, microbatches: int) -> None:
     if batch < 1:
         raise ValueError(f"batch is {batch} samples; it must be at least 1")
     if not 1 <= microbatches <= batch or batch % microbatches:
-        divisors = [m for m in range(1, min(batch, 4096) + 1) if batch % m == 0]
+        small = [divisor for divisor in range(1, math.isqrt(batch) + 1) if batch % divisor == 0]
+        divisors = sorted({*small, *(batch // divisor for divisor in small)})
         near = sorted(sorted(divisors, key=lambda divisor: abs(divisor - microbatches))[:3])
         raise ValueError(
             f"batch {batch} is not divisible by {microbatches} microbatches; "
@@ -189,6 +190,9 @@ def _versions(
     num_stages = len(replicas)
     if staleness is not None and staleness < 0:
         raise ValueError(f"staleness is {staleness}; it must be 0 (synchronous) or more")
+    if staleness is not None and (mode is not Mode.STALE or versions is not None):
+        other = f"mode {mode}" if versions is None else f"versions {_join(versions)}"
+        raise ValueError(f"staleness {staleness} was given with {other}; it goes with --mode stale alone")
     if versions is not None:
         if mode is not Mode.STALE:
             raise ValueError(f"versions {_join(versions)} were given with mode {mode}; use --mode stale")

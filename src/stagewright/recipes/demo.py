@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from rich.console import Console
@@ -46,4 +45,4 @@ def _table(results: dict[str, Result]) -> Table:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -24,8 +24,9 @@ class Op(StrEnum):
 class Action(NamedTuple):
     """`0F3@2`: stage 0, forward, microbatch 3, version 2.
 
-    Transfers name the other rank (`0SA3>7`, `1RA3<0`). REDUCE, AGREE and UPDATE belong to an update, whose number
-    stands where a compute has its version (`0U@4` makes version 5 from version 4).
+    A forward of an evaluation has no version: it uses the newest weights. Transfers name the other rank (`0SA3>7`,
+    `1RA3<0`). REDUCE, AGREE and UPDATE belong to an update, whose number stands where a compute has its version (`0U@4`
+    makes version 5 from version 4).
     """
 
     op: Op
@@ -43,7 +44,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.op}{microbatch}{version}{peer}"
 
 
-_ACTION = re.compile(r"(\d+)(F|B|SA|RA|SG|RG|R|A|U)(\d+)?(?:@(\d+))?(?:([<>])(\d+))?")
+_ACTION = re.compile(r"([0-9]+)(F|B|SA|RA|SG|RG|R|A|U)([0-9]+)?(?:@([0-9]+))?(?:([<>])([0-9]+))?")
 _COMPUTES = (Op.FORWARD, Op.BACKWARD)
 _SENDS = (Op.SEND_ACT, Op.SEND_GRAD)
 _RECEIVES = (Op.RECV_ACT, Op.RECV_GRAD)
@@ -60,7 +61,8 @@ def parse_action(text: str, rank: int) -> Action:
         op not in _SENDS + _RECEIVES,
         ">" if op in _SENDS else "<" if op in _RECEIVES else None,
     )
-    if (match[3] is not None, match[4] is not None, match[5]) != expected:
+    is_evaluation = op is Op.FORWARD and match[4] is None
+    if (match[3] is not None, match[4] is not None or is_evaluation, match[5]) != expected:
         raise ValueError(f"'{text[:40]}' has the wrong parts for {op.name}; compare 0F3@2, 0SA3>7, 1RA3<0 and 0U@4")
     microbatch, version, peer = (None if part is None else int(part) for part in (match[3], match[4], match[6]))
     return Action(op, rank, int(match[1]), microbatch, version, peer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,13 +35,12 @@ def check(plan: Plan, span: range | None = None) -> None:
 
 def check_programs(plan: Plan, programs: Mapping[int, Sequence[Action]], span: range) -> None:
     """The proof itself, over given programs."""
-    _check_channels(programs)
-    order = execution_order(plan, programs, span.start)
     for rank, actions in programs.items():
         _check_work(plan, rank, actions, span)
         _check_depth(plan, actions)
     _check_reduces(plan, programs)
-    _check_versions(plan, order, span.start)
+    _check_channels(programs)
+    execution_order(plan, programs, span.start)
 
 
 def execution_order(plan: Plan, programs: Mapping[int, Sequence[Action]], start: int) -> list[Action]:
@@ -79,6 +79,17 @@ def _some(texts: Iterable[str], most: int = 4) -> str:
     return ", ".join(texts[:most]) + (", ..." if len(texts) > most else "")
 
 
+def _difference(one: str, found: Sequence[object], other: str, expected: Sequence[object]) -> str:
+    """Two lists from where they first differ."""
+    pairs = itertools.zip_longest(found, expected)
+    first = next(index for index, (left, right) in enumerate(pairs) if left != right)
+    skipped = f"after {first} that agree, " if first else ""
+    return (
+        f"{skipped}{one} {_some(map(str, found[first:])) or 'nothing'} "
+        f"but {other} {_some(map(str, expected[first:])) or 'nothing'}"
+    )
+
+
 def _check_channels(programs: Mapping[int, Sequence[Action]]) -> None:
     """Every channel (boundary, direction, pair of ranks) sends and receives the same microbatches in the same order."""
     sent: dict[_Channel, list[int | None]] = defaultdict(list)
@@ -90,12 +101,12 @@ def _check_channels(programs: Mapping[int, Sequence[Action]]) -> None:
             elif action.op in _SENT_BY:
                 source = action.stage + (-1 if action.op is Op.RECV_ACT else 1)
                 received[_SENT_BY[action.op], source, action.peer, rank].append(action.microbatch)
-    for channel in sent.keys() | received.keys():
+    for channel in [*sent, *(channel for channel in received if channel not in sent)]:
         if sent[channel] != received[channel]:
             op, stage, source_rank, target = channel
             raise ScheduleError(
                 f"stage {stage} {op.name} from rank {source_rank} to rank {target}: "
-                f"sent {_some(map(str, sent[channel]))} but received {_some(map(str, received[channel]))}"
+                f"{_difference('sent', sent[channel], 'received', received[channel])}"
             )
 
 
@@ -115,8 +126,8 @@ def _check_work(plan: Plan, rank: int, actions: Sequence[Action], span: range) -
             found = [(a.microbatch, a.version) for a in actions if a.op is op and a.stage == stage.index]
             if found != expected:
                 raise ScheduleError(
-                    f"stage {stage.index} on rank {rank}: {op.name} runs {_some(map(str, found))} "
-                    f"but the plan says {_some(map(str, expected))}"
+                    f"stage {stage.index} on rank {rank}: {op.name} "
+                    f"{_difference('runs', found, 'the plan says', expected)}"
                 )
 
 
@@ -143,20 +154,3 @@ def _check_reduces(plan: Plan, programs: Mapping[int, Sequence[Action]]) -> None
         reduces = [action for action in actions if action.op is Op.REDUCE]
         if reduces != sorted(reduces, key=global_order):
             raise ScheduleError(f"rank {rank} issues reduces out of order: {_some(map(str, reduces))}")
-
-
-def _check_versions(plan: Plan, order: Sequence[Action], start: int) -> None:
-    """A version is used only between the update that makes it and the one that takes its slot."""
-    made = {(rank, stage.index): start // stage.round for rank in range(plan.world) for stage in plan.stages_of(rank)}
-    for action in order:
-        replica = (action.rank, action.stage)
-        if action.op is Op.UPDATE:
-            made[replica] += 1
-        elif action.op in (Op.FORWARD, Op.BACKWARD):
-            assert action.version is not None
-            lag, versions = made[replica] - action.version, plan.stages[action.stage].versions
-            if not 0 <= lag < versions:
-                raise ScheduleError(
-                    f"rank {action.rank} runs {action} when it has made version {made[replica]}; "
-                    f"with {versions} versions that one is {'not made yet' if lag < 0 else 'gone'}"
-                )
