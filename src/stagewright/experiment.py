@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Warn = Callable[[str], None]
 _BUBBLE_MARGIN = 0.02
 _BUBBLE_GOAL = 0.05
+_MOST_TRIALS = 8
 
 
 @dataclass(frozen=True)
@@ -252,10 +253,23 @@ def _least_stale(plan: Plan, warn: Warn) -> Plan:
     bubbles = [steady_bubble(candidate, balanced_costs(candidate)) for candidate in candidates]
     chosen = next(n for n, bubble in enumerate(bubbles) if bubble <= bubbles[-1] + _BUBBLE_MARGIN)
     if min(bubbles) > _BUBBLE_GOAL:
-        warn(
-            f"the pipeline idles {bubbles[chosen]:.0%} of the time if stages are balanced; more --microbatches fill it"
-        )
+        filling = _filling_microbatches(plan)
+        remedy = f"--microbatches {filling} would fill it" if filling else "a larger --batch with more --microbatches"
+        warn(f"with balanced stages the pipeline idles {bubbles[chosen]:.0%} of the time; {remedy}")
     return candidates[chosen]
+
+
+def _filling_microbatches(plan: Plan) -> int | None:
+    """The fewest microbatches with which the fullest lag idles less than the goal."""
+    from stagewright.plan.plan import make_plan
+    from stagewright.simulate import balanced_costs, steady_bubble
+
+    more = [number for number in range(plan.microbatches + 1, plan.batch + 1) if plan.batch % number == 0]
+    for microbatches in more[:_MOST_TRIALS]:
+        candidate = make_plan(plan.placement, batch=plan.batch, microbatches=microbatches, mode=plan.mode)
+        if steady_bubble(candidate, balanced_costs(candidate)) <= _BUBBLE_GOAL:
+            return microbatches
+    return None
 
 
 def _cuts(config: Config, chain: Chain, replicas: Sequence[int]) -> tuple[str, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,13 +66,25 @@ def probe(
             root.train(training)
         with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training):
             try:
-                with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                with _quiet_fakes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
                     return _probe(pieces, modules, example, context, mode.from_tensor)
             except _NEEDS_VALUES:
                 return _probe(pieces, modules, example, context, _copy)
     finally:
         for module, mode_before in modes.items():
             module.training = mode_before
+
+
+@contextmanager
+def _quiet_fakes() -> Iterator[None]:
+    """Keep fake tensors from printing a traceback of what is raised anyway."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -1,0 +1,147 @@
+"""`stagewright train` with real ranks: it finishes, or it ends in one line with nothing left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+COMMON = ("--model", "tests.distributed.test_command:tiny", "--placement", "0:0-1.0:2", "--cut", "3", "--batch", "8")
+
+
+def tiny() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(4 * 30 * 30, 10)
+    )
+
+
+class Raising(torch.nn.Module):
+    """Raises at its fifth training forward; what it looks at keeps the tracer out."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.isfinite().all() and x.abs().sum() > 0 and "RANK" in os.environ:
+            Raising.calls += 1
+            if Raising.calls == 5:
+                raise RuntimeError("the layer gave up")
+        return x
+
+
+def raising() -> torch.nn.Module:
+    return torch.nn.Sequential(*tiny(), Raising())
+
+
+def command(runs: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "stagewright.cli", "train", *COMMON, "--runs", str(runs), *arguments]
+
+
+def start(runs: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(runs, *arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def ranks_of(runs: Path) -> list[int]:
+    """Rank processes whose job lies under this folder, by rank."""
+    found: dict[int, int] = {}
+    for process in Path("/proc").iterdir():
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0") if process.name.isdigit() else []
+            if b"stagewright.runtime.rank" in words and any(word.startswith(str(runs).encode()) for word in words):
+                environment = (process / "environ").read_bytes().split(b"\0")
+                rank = next(int(item[5:]) for item in environment if item.startswith(b"RANK="))
+                found[rank] = int(process.name)
+        except (OSError, StopIteration):
+            continue
+    return [pid for _, pid in sorted(found.items())]
+
+
+def wait_until(condition: Callable[[], object], seconds: float) -> float:
+    """Seconds until a condition holds."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds, "it never came about"
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+def is_training(runs: Path) -> bool:
+    return any(path.stat().st_size for path in runs.glob("*/metrics.jsonl"))
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run that trains until somebody ends it."""
+    process = start(tmp_path, "--steps", "1000000", "--samples", "64")
+    wait_until(lambda: is_training(tmp_path), 60)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_run_trains_evaluates_and_exports(tmp_path: Path) -> None:
+    weights = tmp_path / "trained.safetensors"
+    arguments = ("--steps", "12", "--samples", "60", "--eval-every", "6", "--export", str(weights), "--json")
+    done = subprocess.run(
+        command(tmp_path, *arguments), cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    summary = json.loads(done.stdout)
+    assert summary["batches"] == 12 and summary["images_per_second"] > 0
+    assert [evaluated["samples"] for evaluated in summary["evaluations"]] == [60, 60]
+    assert "epoch 2  step 12/12  loss" in done.stderr and "evaluation after step 6: loss" in done.stderr
+    tiny().load_state_dict(load_file(weights))
+    trace = json.loads((Path(summary["folder"]) / "trace.json").read_text())
+    assert {event["pid"] for event in trace["traceEvents"]} == {0, 1, 2}
+    assert ranks_of(tmp_path) == []
+
+
+def test_a_rank_that_raises_is_named(tmp_path: Path) -> None:
+    process = start(tmp_path, "--model", "tests.distributed.test_command:raising", "--steps", "100")
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 2 and error.count("\n") == 1 and "Traceback" not in error
+    assert "stage 1 replica 0 (rank 2, machine 0) failed at 1F4@" in error and "the layer gave up" in error
+    (log,) = tmp_path.glob("*/log.txt")
+    assert "Traceback" in log.read_text()
+    assert ranks_of(tmp_path) == []
+
+
+def test_a_killed_rank_is_named_and_all_stop(endless: subprocess.Popen[str], tmp_path: Path) -> None:
+    os.kill(ranks_of(tmp_path)[1], signal.SIGKILL)
+    seconds = wait_until(lambda: endless.poll() is not None, 30)
+    _, error = endless.communicate()
+    assert endless.returncode == 2 and error.count("\n") == 1
+    assert "stage 0 replica 1 (rank 1, machine 0) was killed by SIGKILL at 0" in error
+    assert seconds < 5 and ranks_of(tmp_path) == []
+
+
+def test_ctrl_c_ends_everything_in_one_line(endless: subprocess.Popen[str], tmp_path: Path) -> None:
+    for pid in (*ranks_of(tmp_path), endless.pid):  # a terminal sends it to the whole group
+        os.kill(pid, signal.SIGINT)
+    wait_until(lambda: endless.poll() is not None, 30)
+    _, error = endless.communicate()
+    assert endless.returncode == 2 and error.count("\n") == 1 and "interrupted" in error
+    assert ranks_of(tmp_path) == []
+
+
+def test_ranks_do_not_outlive_their_supervisor(endless: subprocess.Popen[str], tmp_path: Path) -> None:
+    assert len(ranks_of(tmp_path)) == 3
+    endless.kill()
+    wait_until(lambda: ranks_of(tmp_path) == [], 5)
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
+    process = start(tmp_path, "--steps", "100", "--lr", "1e30")
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 2 and error.count("\n") == 1
+    assert "stage 1 replica 0" in error and "batch" in error and "--lr" in error

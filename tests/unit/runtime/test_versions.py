@@ -1,0 +1,91 @@
+"""The ring of versions: flat buffers behind ordinary modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from stagewright.runtime.versions import VersionRing
+
+
+def make(versions: int, model: nn.Module | None = None) -> tuple[nn.Module, VersionRing]:
+    torch.manual_seed(0)
+    model = model or nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    return model, VersionRing([model], {name for name, _ in model.named_parameters()}, versions, 1)
+
+
+def test_one_version_trains_the_master_in_place() -> None:
+    model, ring = make(1)
+    before = ring.master.clone()
+    with torch.no_grad():
+        ring.master.add_(1.0)
+    assert torch.equal(model[0].weight, ring.named(before)["0.weight"] + 1)
+
+
+def test_a_version_keeps_its_weights_until_its_slot_is_needed() -> None:
+    model, ring = make(2)
+    x = torch.randn(5, 4)
+    ring.use(0)
+    first = model(x).detach()
+    with torch.no_grad():
+        ring.master.mul_(2.0)
+    ring.publish(1)
+    ring.use(1)
+    assert not torch.equal(model(x), first)
+    ring.use(0)
+    assert torch.equal(model(x), first)
+    ring.publish(2)  # takes the slot of version 0
+    ring.use(2)
+    assert not torch.equal(model(x), first)
+
+
+def test_overwriting_a_version_in_use_raises() -> None:
+    model, ring = make(2)
+    ring.gather_into(ring.use(0), 0)
+    loss = model(torch.randn(5, 4)).sum()
+    ring.publish(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_gradients_add_up_in_the_flat_buffer() -> None:
+    model, ring = make(2)
+    plain = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    plain.load_state_dict(ring.named(ring.master))
+    for _ in range(2):
+        x = torch.randn(5, 4)
+        ring.gather_into(ring.use(0), 0)
+        model(x).square().sum().backward()
+        plain(x).square().sum().backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(ring.named(ring.gradients[0])[name], parameter.grad)
+
+
+def test_parameters_keep_their_own_strides() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+    stride = model[0].weight.stride()
+    _, ring = make(2, model)
+    assert ring.use(0).leaves[0].stride() == stride
+    assert ring.named(ring.gradients[0])["0.weight"].stride() == stride
+
+
+def test_tied_parameters_share_one_place() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    _, ring = make(2, model)
+    assert len(ring.parameters) == 1 and set(ring.named(ring.master)) == {"0.weight", "1.weight"}
+    ring.use(1)
+    assert model[0].weight is model[1].weight
+
+
+def test_recurrent_layers_see_the_version_too() -> None:
+    model, ring = make(2, nn.LSTM(4, 3))
+    x = torch.randn(2, 1, 4)
+    ring.use(0)
+    first = model(x)[0]
+    with torch.no_grad():
+        ring.master.mul_(3.0)
+    ring.publish(1)
+    ring.use(1)
+    assert not torch.equal(model(x)[0], first)
