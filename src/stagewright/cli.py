@@ -145,10 +145,10 @@ def _train(parsed: argparse.Namespace) -> None:
 def _schedule(parsed: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from stagewright.experiment import make_plan_for
     from stagewright.report.terminal import draw_timeline
     from stagewright.schedule.check import check
     from stagewright.schedule.lower import program
+    from stagewright.settle import make_plan_for
     from stagewright.simulate import StageCosts, simulate
 
     console = Console(soft_wrap=True)

@@ -6,8 +6,8 @@ import pytest
 
 from stagewright.cluster import parse_placement
 from stagewright.config import make_config
-from stagewright.experiment import make_plan_for
 from stagewright.plan.plan import Mode, Plan, make_plan
+from stagewright.settle import make_plan_for
 from stagewright.simulate import StageCosts, balanced_costs, simulate, steady_bubble
 
 
@@ -63,9 +63,12 @@ def test_the_default_lag_is_the_least_that_keeps_the_pipeline_full() -> None:
 
 def test_a_pipeline_that_can_not_be_filled_warns() -> None:
     warnings: list[str] = []
-    tables = {"plan": {"placement": "0:0-2.0:3", "batch": 8, "microbatches": 1}}
+    tables = {"plan": {"placement": "0:0-2.0:3", "batch": 24, "microbatches": 1}}
     make_plan_for(make_config(tables), None, warnings.append)
-    assert any("--microbatches" in warning for warning in warnings)
+    (idle,) = (warning for warning in warnings if "idles" in warning)
+    filling = int(idle.partition("--microbatches ")[2].split()[0])
+    plan = plan_of("0:0-2.0:3", Mode.STALE, filling)
+    assert steady_bubble(plan, balanced_costs(plan)) < 0.05
 
 
 def test_balanced_costs_give_every_rank_the_same_work() -> None:

@@ -1,0 +1,249 @@
+"""From a configuration to a job: every default settled, the plan proven, the cuts probed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stagewright.config import Config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stagewright.data.sources import Source
+    from stagewright.model.units import Chain, Piece
+    from stagewright.plan.plan import Plan
+    from stagewright.runtime.job import Evaluation, Job
+
+Warn = Callable[[str], None]
+_BUBBLE_MARGIN = 0.02
+_BUBBLE_GOAL = 0.05
+_MOST_TRIALS = 8
+
+
+def prepare(config: Config, warn: Warn = lambda warning: None) -> tuple[Job, int]:
+    """Settle every default, plan, prove the schedule, probe the cuts, make a folder; also the batches of an epoch."""
+    from stagewright.data.order import Order
+    from stagewright.model.units import Chain
+    from stagewright.runtime.assemble import open_data
+    from stagewright.runtime.job import Job
+    from stagewright.runtime.precision import make_precision
+    from stagewright.schedule.check import check
+
+    if config.run.device != "cpu":
+        raise ValueError(f"--device {config.run.device} is not built yet; use --device cpu")
+    config = _settle_model(config)
+    precision = make_precision(config.run.precision, config.run.device)
+    source = open_data(config, config.data.source)
+    order = Order(len(source), config.plan.batch, config.run.seed, config.data.shuffle)
+    chain = Chain(_build(config).to(precision.weights))
+    plan = make_plan_for(config, chain, warn)
+    check(plan)
+    batches = _num_batches(config, order)
+    inputs, labels = source.batch(order.microbatch(0, plan.microbatches))
+    example = inputs.to(precision.weights) if inputs.is_floating_point() else inputs
+    pieces = chain.cut(plan.cuts)
+    training = _probe(pieces, example, precision.forward_context, training=True)
+    val = open_data(config, config.data.val) if config.data.val else source
+    _require_classes(training.output, (config.data.source, source), (config.data.val or "", val))
+    pauses = _pauses(config, batches, order.batches)
+    evaluation = _evaluation(plan, pieces, example, val, precision.forward_context) if pauses else None
+    folder = str(_new_folder(config, plan))
+    job = Job(config, plan, batches, pauses, tuple(labels.shape[1:]), training, evaluation, folder)
+    return job, order.batches
+
+
+def _build(config: Config) -> Any:
+    from stagewright.model.load import build_model
+
+    return build_model(config.model.name, config.run.seed, config.model.classes)
+
+
+def _settle_model(config: Config) -> Config:
+    """Fill in what the zoo knows of the model: its classes and its image size."""
+    from stagewright.model.zoo import ZOO
+
+    entry = ZOO.get(config.model.name)
+    classes = config.model.classes or (entry.classes if entry else 10)
+    image = config.data.image or (entry.image if entry else 32)
+    return replace(config, model=replace(config.model, classes=classes), data=replace(config.data, image=image))
+
+
+def make_plan_for(config: Config, chain: Chain | None, warn: Warn = lambda warning: None) -> Plan:
+    """The plan that the options describe; without a model, one without cuts."""
+    from stagewright.cluster import parse_placement
+    from stagewright.plan.plan import Mode, make_plan
+
+    options = config.plan
+    mode = Mode(options.mode)
+    placement = parse_placement(options.placement)
+    cuts = () if chain is None or mode is Mode.DP else _cuts(config, chain, [len(devices) for devices in placement])
+    clip = config.optimizer.clip is not None
+    plan = make_plan(
+        placement,
+        batch=options.batch,
+        microbatches=options.microbatches,
+        mode=mode,
+        staleness=options.staleness,
+        versions=_numbers(options.versions, "versions", ","),
+        depths=_numbers(options.depths, "depths", ","),
+        cuts=cuts,
+    )
+    if options.policy == "gpipe":
+        plan = _with_gpipe_depths(plan)
+    if mode is Mode.STALE and options.staleness is None and options.versions is None and len(plan.stages) > 1:
+        plan = _least_stale(plan, warn)
+    if plan.microbatches < max(stage.replicas for stage in plan.stages):
+        warn(
+            f"{plan.microbatches} microbatches for {max(stage.replicas for stage in plan.stages)} replicas: some have "
+            "nothing to do in each batch; raise --microbatches"
+        )
+    if clip and not plan.is_synchronous:
+        warn("stages lag, so each clips its own gradient norm, not the whole model's")
+    return replace(plan, agree=clip and plan.is_synchronous and len(plan.stages) > 1)
+
+
+def _with_gpipe_depths(plan: Plan) -> Plan:
+    """All forwards of a batch before its first backward."""
+    stages = tuple(replace(stage, depth=-(-plan.microbatches // stage.replicas)) for stage in plan.stages)
+    return replace(plan, stages=stages)
+
+
+def _least_stale(plan: Plan, warn: Warn) -> Plan:
+    """The smallest lag whose simulated bubble is within two points of the fullest lag's."""
+    from stagewright.plan.plan import stale_versions
+    from stagewright.simulate import balanced_costs, steady_bubble
+
+    def with_staleness(staleness: int) -> Plan:
+        versions = stale_versions(len(plan.stages), staleness)
+        return replace(plan, stages=tuple(replace(stage, versions=versions[stage.index]) for stage in plan.stages))
+
+    candidates = [with_staleness(staleness) for staleness in range(len(plan.stages))]
+    bubbles = [steady_bubble(candidate, balanced_costs(candidate)) for candidate in candidates]
+    chosen = next(n for n, bubble in enumerate(bubbles) if bubble <= bubbles[-1] + _BUBBLE_MARGIN)
+    if min(bubbles) > _BUBBLE_GOAL:
+        filling = _filling_microbatches(plan)
+        remedy = f"--microbatches {filling} would fill it" if filling else "a larger --batch with more --microbatches"
+        warn(f"with balanced stages the pipeline idles {bubbles[chosen]:.0%} of the time; {remedy}")
+    return candidates[chosen]
+
+
+def _filling_microbatches(plan: Plan) -> int | None:
+    """The fewest microbatches with which the fullest lag idles less than the goal."""
+    from stagewright.plan.plan import make_plan
+    from stagewright.simulate import balanced_costs, steady_bubble
+
+    more = [number for number in range(plan.microbatches + 1, plan.batch + 1) if plan.batch % number == 0]
+    for microbatches in more[:_MOST_TRIALS]:
+        candidate = make_plan(plan.placement, batch=plan.batch, microbatches=microbatches, mode=plan.mode)
+        if steady_bubble(candidate, balanced_costs(candidate)) <= _BUBBLE_GOAL:
+            return microbatches
+    return None
+
+
+def _cuts(config: Config, chain: Chain, replicas: Sequence[int]) -> tuple[str, ...]:
+    """The first unit of each later stage: named, by weights, or by replicas."""
+    if config.plan.cut is not None and config.plan.weights is not None:
+        raise ValueError(f"both --cut {config.plan.cut} and --weights {config.plan.weights} were given; give one")
+    if config.plan.cut is not None:
+        names = [name.strip() for name in config.plan.cut.split(",")]
+        if len(names) != len(replicas) - 1:
+            raise ValueError(
+                f"--cut {config.plan.cut} makes {len(names) + 1} stages but the placement has {len(replicas)}; "
+                "name the first unit of each later stage"
+            )
+        return chain.by_names(names)
+    weights = _numbers(config.plan.weights, "weights", ":") or list(replicas)
+    if len(weights) != len(replicas):
+        raise ValueError(
+            f"weights {config.plan.weights} name {len(weights)} stages but the placement has {len(replicas)}; "
+            "give one number a stage"
+        )
+    return chain.by_weights(weights) if len(replicas) > 1 else ()
+
+
+def _numbers(text: str | None, name: str, separator: str) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(separator)]
+    except ValueError:
+        raise ValueError(f"{name} '{text}' are not numbers between '{separator}' (for example 3{separator}1)") from None
+
+
+def _num_batches(config: Config, order: Any) -> int:
+    if config.run.steps is not None and config.run.epochs is not None:
+        raise ValueError(f"both --steps {config.run.steps} and --epochs {config.run.epochs} were given; give one")
+    epochs = 1 if config.run.epochs is None else config.run.epochs
+    batches: int = epochs * order.batches if config.run.steps is None else config.run.steps
+    if batches < 1:
+        raise ValueError(f"{batches} batches to train; give --steps or --epochs of at least 1")
+    return batches
+
+
+def _pauses(config: Config, batches: int, per_epoch: int) -> tuple[int, ...]:
+    """Batch numbers after which to evaluate: every so many, or each epoch and the end when evaluation data is given."""
+    every = config.run.eval_every
+    if every is None:
+        return tuple(sorted({*range(per_epoch, batches, per_epoch), batches})) if config.data.val else ()
+    if every < 0:
+        raise ValueError(f"--eval-every is {every}; give the batches between evaluations, or 0 for the end alone")
+    return tuple(sorted({*(range(every, batches, every) if every else ()), batches}))
+
+
+def _probe(pieces: Sequence[Piece], example: Tensor, context: Any, *, training: bool) -> Any:
+    """Probe, with the user's own model errors as one line."""
+    from stagewright.model.probe import probe
+
+    try:
+        return probe(pieces, example, context, training=training)
+    except ValueError:
+        raise
+    except Exception as error:  # the model's own code ran: whatever it raises is the user's to read
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(
+            f"the model can't run on input {list(example.shape)} {str(example.dtype).removeprefix('torch.')}: "
+            f"{type(error).__name__}: {reason[:200]}"
+        ) from error
+
+
+def _require_classes(output: tuple[int, ...], *sources: tuple[str, Source]) -> None:
+    if len(output) < 2:
+        raise ValueError(f"the model returns shape {list(output)}; it must return logits [samples, classes]")
+    for text, source in sources:
+        if source.classes > output[1]:
+            raise ValueError(
+                f"data {text} has labels up to {source.classes - 1} but the model has {output[1]} outputs; "
+                f"use --classes {source.classes}"
+            )
+
+
+def _evaluation(plan: Plan, pieces: Sequence[Piece], example: Tensor, val: Source, context: Any) -> Evaluation:
+    from stagewright.runtime.job import Evaluation
+
+    rest = len(val) % plan.samples
+    whole = _probe(pieces, example, context, training=False)
+    short = _probe(pieces, example[:rest], context, training=False) if rest else None
+    return Evaluation(len(val), whole, short)
+
+
+def _new_folder(config: Config, plan: Plan) -> Path:
+    """A folder of its own for this run."""
+    shape = "-".join(str(stage.replicas) for stage in plan.stages)
+    model = config.model.name.rpartition(":")[2]
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{plan.mode}-{shape}"
+    for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
+        folder = Path(config.run.runs).absolute() / f"{name}{suffix}"
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ValueError(
+                f"can't make the run folder {folder}: {error.strerror}; choose another with --runs"
+            ) from error
+    raise ValueError(f"{config.run.runs} holds a thousand runs of this second; choose another with --runs")
