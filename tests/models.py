@@ -229,12 +229,34 @@ class _Untraceable(_Gated):
     def forward(self, x: Tensor) -> Tensor:
         if x[0].mean() > 0:
             x = -x
-        return self.head(torch.tanh(self.first(x)).flatten(1))
+        return super().forward(x)
 
 
 def untraceable() -> nn.Module:
     """Untraceable in its own forward, so it has one stage or none."""
     return _Untraceable()
+
+
+class _Sometimes(_Gated):
+    """`gate` runs where the first value of a microbatch is positive, or where it is not."""
+
+    def __init__(self, is_positive: bool) -> None:
+        super().__init__()
+        self.is_positive = is_positive
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        if bool(x.flatten()[0] > 0) is self.is_positive:
+            hidden = self.gate(hidden)
+        return self.head(hidden.flatten(1))
+
+
+def sometimes() -> nn.Module:
+    return _Sometimes(True)
+
+
+def other_times() -> nn.Module:
+    return _Sometimes(False)
 
 
 def _parts() -> list[nn.Module]:

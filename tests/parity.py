@@ -5,21 +5,27 @@ the case and from the design, not from the plan.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from safetensors.torch import save_file
+from tests import models, reference
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from stagewright.config import make_config
 from stagewright.experiment import prepare
+from stagewright.runtime import network
+from stagewright.runtime.channels import Pending
 from stagewright.runtime.emulate import Emulation
 from stagewright.runtime.job import Job
-from tests import models, reference
+from stagewright.runtime.reduce import MemoryCollective
 
 torch.set_num_threads(1)
 
@@ -69,10 +75,19 @@ class Case:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        return tuple(
-            sum(1 + last - first for first, last in map(_ends, stage.split(",")))
-            for stage in self.placement.split(".")
-        )
+        stages = [
+            sum(1 + last - first for first, last in map(_ends, stage.split(","))) for stage in self.placement.split(".")
+        ]
+        return (sum(stages),) if self.mode == "dp" else tuple(stages)
+
+    @property
+    def samples_per_microbatch(self) -> int:
+        return self.batch // self.microbatches
+
+    @property
+    def pauses(self) -> list[int]:
+        """Batches after which it evaluates."""
+        return [] if self.eval_every is None else [*range(self.eval_every, self.steps, self.eval_every), self.steps]
 
     @property
     def num_versions(self) -> tuple[int, ...]:
@@ -96,10 +111,6 @@ class Case:
 def _ends(devices: str) -> tuple[int, int]:
     first, _, last = devices.rpartition(":")[2].partition("-")
     return int(first), int(last or first)
-
-
-def shape_name(case: Case) -> str:
-    return str(case)
 
 
 # --- Stagewright's side -----------------------------------------------------------------------------------------------
@@ -131,10 +142,10 @@ class Run:
     def scores(self) -> dict[int, list[float]]:
         """Batch -> samples, sum of losses, top-1 and top-5 hits, over all ranks that score."""
         scores: dict[int, list[float]] = {}
-        for event in self.events:
-            if event["kind"] == "score":
-                so_far = scores.get(event["batch"], [0.0] * 4)
-                scores[event["batch"]] = [a + b for a, b in zip(so_far, event["score"], strict=True)]
+        told = [event for event in self.events if event["kind"] == "score"]
+        for event in sorted(told, key=lambda event: (event["batch"], event["rank"])):
+            so_far = scores.get(event["batch"], [0.0] * 4)
+            scores[event["batch"]] = [a + b for a, b in zip(so_far, event["score"], strict=True)]
         return scores
 
 
@@ -196,42 +207,48 @@ def make_job(case: Case, folder: Path, **run: Any) -> Job:
     return prepare(make_config(tables))[0]
 
 
-def emulate(case: Case, folder: Path) -> EmulatedRun:
+Drive = Callable[[Emulation], None]
+
+
+def emulate(case: Case, folder: Path, drive: Drive = Emulation.run) -> EmulatedRun:
     """Run a case with every rank in this process."""
     job = make_job(case, folder)
     events: list[dict[str, Any]] = []
-    emulation = Emulation(job, lambda event: events.append(json.loads(json.dumps(event))))
-    emulation.run()
+    with mock.patch.object(network, "MemoryCollective", LendingCollective):
+        emulation = Emulation(job, lambda event: events.append(json.loads(json.dumps(event))))
+    drive(emulation)
     return EmulatedRun(job, events, emulation.weights(), emulation)
+
+
+class LendingCollective(MemoryCollective):
+    """Sums as strictly as gloo does: from the start to the wait the tensor is the collective's alone."""
+
+    def sum(self, tensor: Tensor) -> Pending:
+        pending = super().sum(tensor)
+        return _Lent(pending, tensor.fill_(torch.nan))
+
+
+@dataclass
+class _Lent:
+    pending: Pending
+    tensor: Tensor
+    is_lent: bool = True
+
+    def is_completed(self) -> bool:
+        return self.pending.is_completed()
+
+    def wait(self) -> None:
+        if self.is_lent:
+            assert self.tensor.isnan().all(), "a tensor was written to, or lent again, while its sum was under way"
+            self.is_lent = False
+            self.pending.wait()
 
 
 # --- The reference's side ---------------------------------------------------------------------------------------------
 
 
 def refer(case: Case, steps: int | None = None) -> reference.Result:
-    """The reference's result for a case, or for its first steps."""
-    return reference.train(*_arguments(case), reference_setup(case, steps or case.steps))
-
-
-def reference_setup(case: Case, steps: int) -> reference.Setup:
-    known = {"name": "optimizer", "momentum": "momentum", "nesterov": "nesterov", "weight_decay": "weight_decay"}
-    known |= {"eps": "eps", "label_smoothing": "label_smoothing", "clip": "clip"}
-    assert case.optimizer.keys() <= known.keys() | {"lr"}
-    return reference.Setup(
-        case.replicas,
-        case.num_versions,
-        case.batch,
-        case.microbatches,
-        steps,
-        case.seed,
-        _DTYPES[case.precision],
-        pipedream=case.mode == "pipedream",
-        lr=case.lr,
-        **{known[name]: value for name, value in case.optimizer.items() if name != "lr"},
-    )
-
-
-def _arguments(case: Case) -> tuple[Callable[[], nn.Module], Tensor, Tensor, Callable[[str], int], list[str]]:
+    """The reference's result for a case, or for its first steps; in pipedream its losses are those of microbatches."""
     images, labels = models.make_data(case.model, case.samples, seed=3)
     children = [name for name, _ in build(case.model).named_children()]
     owners = (case.owners or case.cut or "").split(",") if len(case.replicas) > 1 else []
@@ -240,7 +257,42 @@ def _arguments(case: Case) -> tuple[Callable[[], nn.Module], Tensor, Tensor, Cal
     def stage_of(name: str) -> int:
         return sum(children.index(name.partition(".")[0]) >= first for first in firsts)
 
-    return lambda: build(case.model), images, labels, stage_of, [children[0], *owners]
+    setup, order = _setup(case, steps or case.steps), None
+    if case.mode == "pipedream":
+        setup, order = _by_microbatch(case, setup)
+    starts = [children[0], *owners]
+    return reference.train(lambda: build(case.model), images, labels, stage_of, starts, setup, order)
+
+
+def _setup(case: Case, steps: int) -> reference.Setup:
+    renamed = {"name": "optimizer"}
+    return reference.Setup(
+        case.replicas,
+        case.num_versions,
+        case.batch,
+        case.microbatches,
+        steps,
+        case.seed,
+        _DTYPES[case.precision],
+        lr=case.lr,
+        **{renamed.get(name, name): value for name, value in case.optimizer.items() if name != "lr"},
+    )
+
+
+def _by_microbatch(case: Case, setup: reference.Setup) -> tuple[reference.Setup, Callable[[int], Tensor]]:
+    """Pipedream knows no batches: its rounds count microbatches, and a run goes on to the end of everyone's round."""
+    size, period = case.samples_per_microbatch, math.lcm(*case.replicas)
+    microbatches = -(-setup.num_microbatches // period) * period
+
+    def order(microbatch: int) -> Tensor:
+        batch, piece = divmod(microbatch, case.microbatches)
+        first = batch % (case.samples // case.batch) * case.batch + piece * size
+        return torch.arange(first, first + size)
+
+    def lr(microbatch: int) -> float:
+        return case.lr(microbatch // case.microbatches)
+
+    return replace(setup, pipedream=True, batch=size, microbatches=1, steps=microbatches, lr=lr), order
 
 
 def build(model: str) -> nn.Module:
@@ -249,17 +301,18 @@ def build(model: str) -> nn.Module:
 
 
 def plain_score(case: Case, state: Tensors) -> list[float]:
-    """Samples, sum of losses, top-1 and top-5 hits of the validation data: one forward of the whole model."""
+    """Samples, sum of losses, top-1 and top-5 hits of the validation data, by pieces as large as a microbatch."""
     images, labels = models.make_data(case.model, _VALIDATION_SAMPLES, seed=4)
     dtype = _DTYPES[case.precision]
     model = build(case.model).to(dtype).eval()
     model.load_state_dict(dict(state))
+    inputs = images.to(dtype) if images.is_floating_point() else images
     with torch.no_grad():
-        logits = model(images.to(dtype) if images.is_floating_point() else images)
-    order = logits.argsort(dim=1, descending=True)
-    hits = order[:, :5] == labels.unsqueeze(1)
-    loss = cross_entropy(logits, labels, reduction="sum")
-    return [len(labels), float(loss), float(hits[:, :1].sum()), float(hits.sum())]
+        logits = torch.cat([model(piece) for piece in inputs.split(case.samples_per_microbatch)])
+    loss = cross_entropy(logits, labels) * len(labels)
+    hits = logits.argsort(dim=1, descending=True) == labels.unsqueeze(1)
+    hits_per_sample = hits.double().flatten(2).mean(2) if hits.dim() > 2 else hits.double()
+    return [len(labels), float(loss), float(hits_per_sample[:, 0].sum()), float(hits_per_sample[:, :5].sum())]
 
 
 # --- Both -------------------------------------------------------------------------------------------------------------
@@ -289,9 +342,16 @@ def assert_same_bits(first: Run, second: Run) -> None:
 def assert_parity(case: Case, run: Run, result: reference.Result) -> None:
     """Losses, weights and mean statistics of a run are the reference's."""
     tolerance = TOLERANCE[case.precision]
-    losses, expected = (torch.tensor(values, dtype=torch.float64) for values in (run.losses, result.losses))
-    assert_near({"losses": losses}, {"losses": expected}, tolerance)
+    if case.mode == "pipedream":  # it trains on to the end of everyone's round, but tells of whole batches
+        told = case.steps * case.microbatches
+        assert_near(_as_tensors(run.microbatch_losses[:told]), _as_tensors(result.losses[:told]), tolerance)
+    else:
+        assert_near(_as_tensors(run.losses), _as_tensors(result.losses), tolerance)
     assert_near(run.weights, _held(result.weights | result.buffers, run), tolerance)
+
+
+def _as_tensors(losses: Sequence[float]) -> Tensors:
+    return {"losses": torch.tensor(losses, dtype=torch.float64)}
 
 
 def _held(state: Tensors, run: Run) -> Tensors:
@@ -307,17 +367,12 @@ def assert_statistics(case: Case, run: EmulatedRun, result: reference.Result) ->
         assert_near(actual[replica], expected, TOLERANCE[case.precision])
 
 
-def assert_scores(case: Case, run: Run) -> None:
-    """Every evaluation of a run is that of the reference's model at that batch."""
-    assert case.eval_every is not None
-    pauses = sorted({*range(case.eval_every, case.steps, case.eval_every), case.steps})
-    assert list(run.scores) == pauses
+def assert_scores(case: Case, run: Run, result: reference.Result) -> None:
+    """Every evaluation of a run is that of the reference's model at that batch; `result` is that of the last."""
+    assert list(run.scores) == case.pauses != []
     for batch, score in run.scores.items():
-        result = refer(case, steps=batch)
-        samples, loss, *hits = plain_score(case, result.weights | result.buffers)
-        assert score[0] == samples and score[2:] == hits
+        at_batch = result if batch == case.steps else refer(case, steps=batch)
+        samples, loss, *hits = plain_score(case, at_batch.weights | at_batch.buffers)
+        assert score[0] == samples
+        assert score[2:] == pytest.approx(hits, rel=1e-12)
         assert abs(score[1] - loss) <= TOLERANCE[case.precision] * loss
-
-
-def with_lag(case: Case, **changes: Any) -> Case:
-    return replace(case, **changes)

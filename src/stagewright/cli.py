@@ -55,13 +55,19 @@ def _parser() -> _Parser:
     parser.add_argument("--version", action="version", version=f"stagewright {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Parser)
 
-    train = commands.add_parser("train", help="train a model over stages", description="Train a model over stages.")
+    train = commands.add_parser(
+        "train",
+        help="train a model over stages",
+        usage="stagewright train [options]",
+        description="Train a model over stages.",
+    )
     _add_options(train)
     train.set_defaults(run=_train)
 
     schedule = commands.add_parser(
         "schedule",
         help="print a plan's programs and draw them",
+        usage="stagewright schedule [options]",
         description="Print the programs of a plan as text, and as a picture: one row a rank, time to the right.",
     )
     _add_options(schedule, "plan")

@@ -17,9 +17,11 @@ from statistics import fmean
 from types import TracebackType
 from typing import IO, Any
 
+from stagewright.bench.machine import busy_seconds
 from stagewright.bench.suites import Side
 
-_WORLD = 2
+Event = dict[str, Any]
+WORLD = 2
 _START_SECONDS = 300.0
 _SEGMENT_SECONDS = 600.0
 _LEAD_SECONDS = 0.05  # from the command to the common start
@@ -32,6 +34,7 @@ class Segment:
 
     seconds: float
     loss: float  # of the last batch
+    others: float  # cores that other processes kept busy meanwhile; 0 where the system does not tell
 
 
 class Ranks:
@@ -39,8 +42,10 @@ class Ranks:
 
     def __init__(self, side: Side, job: Path, folder: Path) -> None:
         folder.mkdir()
-        self._ranks = [_Process(side, job, rank, folder) for rank in range(_WORLD)]
-        self._done = 0
+        self._side = side
+        self._heard: queue.SimpleQueue[tuple[int, Event | None]] = queue.SimpleQueue()
+        self._ranks = [_Process(side, job, rank, folder, self._heard) for rank in range(WORLD)]
+        self._trained = 0
 
     def __enter__(self) -> Ranks:
         return self
@@ -54,25 +59,45 @@ class Ranks:
             rank.end()
 
     def wait_ready(self) -> None:
-        for rank in self._ranks:
-            rank.hear("ready", _START_SECONDS)
+        self._hear("ready", _START_SECONDS)
 
     def train(self, steps: int) -> Segment:
         """Train the next batches."""
         at = time.monotonic() + _LEAD_SECONDS
         for rank in self._ranks:
-            rank.tell({"first": self._done, "steps": steps, "at": at})
-        self._done += steps
-        events = [rank.hear("timed", _SEGMENT_SECONDS) for rank in self._ranks]
+            rank.tell({"first": self._trained, "steps": steps, "at": at})
+        self._trained += steps
+        busy = busy_seconds()
+        events = self._hear("timed", _SEGMENT_SECONDS)
+        seconds = max(event["end"] for event in events) - at
         losses = [event["loss"] for event in events if event["loss"] is not None]
-        return Segment(max(event["end"] for event in events) - at, fmean(losses))
+        others = 0.0 if busy is None else (busy_seconds() or 0.0) - busy - sum(event["used"] for event in events)
+        return Segment(seconds, fmean(losses), max(0.0, others / (seconds + _LEAD_SECONDS)))
+
+    def _hear(self, kind: str, timeout: float) -> list[Event]:
+        """One event of a kind from every rank; other kinds are dropped."""
+        limit = time.monotonic() + timeout
+        events: list[Event] = []
+        while len(events) < len(self._ranks):
+            try:
+                rank, event = self._heard.get(timeout=max(0.0, limit - time.monotonic()))
+            except queue.Empty:
+                raise ValueError(
+                    f"{self._side.name}: a rank was not {kind} after {timeout:g} s; give fewer --steps"
+                ) from None
+            if event is None:
+                raise ValueError(f"{self._side.name} rank {rank} {self._ranks[rank].story()}")
+            if event["kind"] == kind:
+                events.append(event)
+        return events
 
 
 class _Process:
-    """One rank's process and the lines between it and us."""
+    """One rank's process: commands go to its input, events come from its output."""
 
-    def __init__(self, side: Side, job: Path, rank: int, folder: Path) -> None:
-        self._name = f"{side.name} rank {rank}"
+    def __init__(
+        self, side: Side, job: Path, rank: int, folder: Path, heard: queue.SimpleQueue[tuple[int, Event | None]]
+    ) -> None:
         self._errors = folder / f"{rank}.err"
         with self._errors.open("wb") as errors:
             self._process = subprocess.Popen(
@@ -82,54 +107,42 @@ class _Process:
                 stderr=errors,
                 text=True,
                 env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-                start_new_session=True,  # Ctrl-C reaches us alone; the ranks end when their input does
+                start_new_session=True,  # Ctrl-C reaches us alone; a rank ends when its input does
             )
-        self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._input = self._process.stdin
+        threading.Thread(target=_listen, args=(self._process.stdout, rank, heard), daemon=True).start()
 
-    def tell(self, command: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(command) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise ValueError(self._story()) from None
-
-    def hear(self, kind: str, timeout: float) -> dict[str, Any]:
-        """The next event of a kind; others are dropped."""
-        limit = time.monotonic() + timeout
-        while True:
-            try:
-                event = self._events.get(timeout=max(0.0, limit - time.monotonic()))
-            except queue.Empty:
-                raise ValueError(f"{self._name} said nothing for {timeout:g} s; is the machine overloaded?") from None
-            if event is None:
-                raise ValueError(self._story())
-            if event["kind"] == kind:
-                return event
+    def tell(self, command: Event) -> None:
+        with suppress(BrokenPipeError):  # the end of its output tells of its death
+            self._input.write(json.dumps(command) + "\n")
+            self._input.flush()
 
     def close(self) -> None:
         """End the process's input, which ends the process."""
-        assert self._process.stdin is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._input.close()
 
     def end(self) -> None:
+        """Make sure that it is gone."""
         try:
             self._process.wait(_PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
-    def _read(self, lines: IO[str]) -> None:
-        for line in lines:
-            self._events.put(json.loads(line))
-        self._events.put(None)
-
-    def _story(self) -> str:
+    def story(self) -> str:
+        """How it ended, and the last thing it said."""
         code = self._process.wait()
-        said = self._errors.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-        return f"{self._name} ended with code {code}: {said[-1]}"
+        said = self._errors.read_text(errors="replace").strip().splitlines() or ["no message"]
+        return f"ended with code {code}: {said[-1]}"
+
+
+def _listen(lines: IO[str], rank: int, heard: queue.SimpleQueue[tuple[int, Event | None]]) -> None:
+    """Pass on a rank's events, and after the last one that it is gone."""
+    for line in lines:
+        heard.put((rank, json.loads(line)))
+    heard.put((rank, None))
 
 
 def open_ranks(stack: ExitStack, jobs: Mapping[Side, Path], folder: Path) -> list[Ranks]:

@@ -14,7 +14,7 @@ from stagewright.bench.arena import open_ranks, take_turns
 from stagewright.bench.report import Outcome, make_series
 from stagewright.bench.suites import Heat, Side, Suite, Work
 from stagewright.config import Config, make_config
-from stagewright.experiment import prepare
+from stagewright.settle import prepare
 
 Tell = Callable[[str], None]
 _BATCHES_IN_MEMORY = 8

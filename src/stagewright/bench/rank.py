@@ -43,21 +43,30 @@ _RUNNERS: dict[Kind, Callable[[Job, int, Path, Emit], Runner]] = {
 def main() -> None:
     """Build one rank, then train a segment for every command."""
     kind, path, rank, meeting = sys.argv[1:]
-    commands = _listen()
+    commands, tell = _listen(), _own_output()
     job = Job.load(Path(path))
     torch.set_num_threads(job.config.run.threads)
-    runner = _RUNNERS[Kind(kind)](job, int(rank), Path(meeting), _tell)
-    _tell({"kind": "ready"})
+    runner = _RUNNERS[Kind(kind)](job, int(rank), Path(meeting), tell)
+    tell({"kind": "ready"})
     while True:
         command = commands.get()
         time.sleep(max(0.0, command["at"] - time.monotonic()))  # all ranks of the machine read one clock
+        used = time.process_time()
         runner.train(command["first"], command["steps"])
-        _tell({"kind": "timed", "end": time.monotonic(), "loss": runner.loss})
+        end, used = time.monotonic(), time.process_time() - used
+        tell({"kind": "timed", "end": end, "used": used, "loss": runner.loss})
 
 
-def _tell(event: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(event) + "\n")
-    sys.stdout.flush()
+def _own_output() -> Emit:
+    """Keep standard output for our lines; what anything else prints goes to standard error."""
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def tell(event: dict[str, Any]) -> None:
+        output.write(json.dumps(event) + "\n")
+        output.flush()
+
+    return tell
 
 
 def _listen() -> queue.SimpleQueue[dict[str, Any]]:

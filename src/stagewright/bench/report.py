@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from stagewright.bench.arena import Segment
+from stagewright.bench.arena import WORLD, Segment
+from stagewright.bench.machine import machine, num_cores
 from stagewright.bench.statistics import Ratio, median, median_ratio
 from stagewright.bench.suites import Contest, Measure, Side, Suite, Work
+
+_TOLERANCE = 0.2  # cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +26,7 @@ class Series:
     side: str
     values: tuple[float, ...]
     losses: tuple[float, ...]  # of each segment's last batch: sides that do the same work have the same
+    others: tuple[float, ...]  # cores that other processes kept busy meanwhile
 
     @property
     def median(self) -> float:
@@ -67,6 +67,7 @@ def make_series(side: Side, measure: Measure, work: Work, steps: int, segments: 
         side.name,
         tuple(measure.of(work, steps, segment.seconds) for segment in segments),
         tuple(segment.loss for segment in segments),
+        tuple(segment.others for segment in segments),
     )
 
 
@@ -77,6 +78,7 @@ def describe(suite: Suite, outcomes: Sequence[Outcome], command: str) -> dict[st
         "measure": suite.measure.name,
         "contests": [outcome.describe() for outcome in outcomes],
         "machine": machine(),
+        "others": _others(outcomes),
         "date": time.strftime("%Y-%m-%d"),
         "command": command,
     }
@@ -85,10 +87,18 @@ def describe(suite: Suite, outcomes: Sequence[Outcome], command: str) -> dict[st
 def show(console: Console, suite: Suite, outcomes: Sequence[Outcome], command: str) -> None:
     """The outcome as a table of 80 columns for each piece of work."""
     for work, group in groupby(outcomes, key=lambda outcome: outcome.work):
-        console.print(str(work), highlight=False, soft_wrap=True)
+        console.print(str(work), highlight=False)
         console.print(_table(suite, group))
-    console.print(", ".join([*machine().values(), time.strftime("%Y-%m-%d")]), highlight=False, soft_wrap=True)
+    console.print(", ".join([*machine().values(), time.strftime("%Y-%m-%d")]), highlight=False)
+    if (others := _others(outcomes)) + WORLD > num_cores() + _TOLERANCE:
+        busy = f"other processes kept {others:.1f} of {num_cores()} cores busy"
+        console.print(f"warning: {busy}; repeat on a quiet machine", highlight=False)
     console.print(f"repeat with: {command}", highlight=False, soft_wrap=True)
+
+
+def _others(outcomes: Sequence[Outcome]) -> float:
+    """Cores that other processes kept busy: the median over all segments."""
+    return median([others for outcome in outcomes for side in (outcome.ours, outcome.theirs) for others in side.others])
 
 
 def _table(suite: Suite, outcomes: Iterable[Outcome]) -> Table:
@@ -108,22 +118,3 @@ def _table(suite: Suite, outcomes: Iterable[Outcome]) -> Table:
             "yes" if outcome.is_met else "no",
         )
     return table
-
-
-def machine() -> dict[str, str]:
-    """What the figures were measured on."""
-    return {
-        "cpu": _cpu(),
-        "cores": f"{len(os.sched_getaffinity(0))} cores",
-        "torch": f"torch {version('torch')}",
-        "python": f"Python {platform.python_version()}",
-    }
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

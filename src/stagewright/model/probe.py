@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,10 +69,20 @@ def probe(
                 with _quiet_fakes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
                     return _probe(pieces, modules, example, context, mode.from_tensor)
             except _NEEDS_VALUES:
-                return _probe(pieces, modules, example, context, _copy)
+                found = _probe(pieces, modules, example, context, _copy)
+                return replace(found, reached=_all_trainable(modules))  # another sample may go another way
     finally:
         for module, mode_before in modes.items():
             module.training = mode_before
+
+
+def _all_trainable(modules: Sequence[nn.Module]) -> frozenset[str]:
+    return frozenset(
+        name
+        for module in modules
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    )
 
 
 @contextmanager

@@ -63,7 +63,7 @@ def _connect(plan: Plan, rank: int, network: Network) -> dict[int, Links]:
     links = {stage.index: Links() for stage in plan.stages_of(rank)}
     for name in channels_of(plan):
         receiving = name.stage + (1 if name.kind == "act" else -1)
-        window = plan.stages[name.stage].depth + 1
+        window = plan.stages[min(name.stage, receiving)].depth + 1  # no more than that can be under way in training
         if rank == name.source:
             outbox = Outbox(str(name), network.transport(name), network.bulletin, window)
             (links[name.stage].activations_to if name.kind == "act" else links[name.stage].gradients_to)[

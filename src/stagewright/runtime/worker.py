@@ -212,7 +212,7 @@ class Worker:
             if replica.stage.ranks[0] == self.rank:
                 gradient = replica.ring.gradient_of(action.version)
                 norms[replica.stage.index] = torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
-        self._norms[action.version] = (norms, self._world.sum(norms))
+        self._norms = {action.version: (norms, self._world.sum(norms))}
 
     def _update(self, action: Action) -> None:
         replica, update = self.replicas[action.stage], action.version
@@ -221,16 +221,14 @@ class Worker:
         batch = update * replica.stage.round // self.plan.microbatches
         rate = learning_rate(config.optimizer.lr, config.schedule, batch, self.job.batches)
         limit = config.optimizer.clip
-        clip = None if limit is None else lambda gradient: clip_factor(self._norm(replica, gradient, update), limit)
+        clip = None if limit is None else lambda gradient: clip_factor(self._norm(gradient, update), limit)
         replica.update(update, rate, clip)
 
-    def _norm(self, replica: Replica, gradient: Tensor, update: int) -> float:
+    def _norm(self, gradient: Tensor, update: int) -> float:
         """The norm that is clipped: of the whole model where ranks agree on it, otherwise of the stage."""
         if not self.plan.agree:
             return float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
         norms, _ = self._norms[update]
-        if replica is list(self.replicas.values())[-1]:
-            del self._norms[update]
         return float(norms.sum().sqrt())
 
     def _report_losses(self, replica: Replica, microbatch: int) -> None:

@@ -66,14 +66,14 @@ def agree_key(plan: Plan, update: int) -> Key:
 def update_key(plan: Plan, stage: Stage, rank: int, update: int, span: range) -> Key:
     """As late as it can be where a reduce is to be hidden, otherwise at once.
 
-    The latest is before the first forward that needs the new version and before the first backward that needs this
-    update's gradient buffer again.
+    The latest is before the first forward that needs the new version, and before the first backward or reduce that
+    needs this update's gradient buffer again.
     """
     if stage.num_gradients == 1:
         return ((update + 1) * stage.round - 1, Phase.UPDATE, -stage.index, 0)
     forwards = stage.own(rank, range((update + stage.versions) * stage.round, span.stop))
     backwards = stage.own(rank, range((update + stage.num_gradients) * stage.round, span.stop))
-    position = span.stop
+    position = min(span.stop, (update + stage.num_gradients + 1) * stage.round - 1)
     if len(forwards):
         position = min(position, barrier(plan, stage, forwards[0]))
     if len(backwards):

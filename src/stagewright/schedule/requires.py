@@ -34,9 +34,7 @@ def _forward(plan: Plan, stage: Stage, action: Action, start: int) -> Iterator[A
 def _backward(plan: Plan, stage: Stage, action: Action, start: int) -> Iterator[Action]:
     assert action.microbatch is not None
     yield Action(Op.FORWARD, action.rank, stage.index, action.microbatch, action.version)
-    buffer_user = stage.update_of(action.microbatch) - stage.num_gradients
-    if (buffer_user + 1) * stage.round > start:
-        yield Action(Op.UPDATE, action.rank, stage.index, None, buffer_user)
+    yield from _free_buffer(stage, action.rank, stage.update_of(action.microbatch), start)
     if stage.is_last:
         return
     behind = plan.stages[stage.index + 1]
@@ -45,6 +43,13 @@ def _backward(plan: Plan, stage: Stage, action: Action, start: int) -> Iterator[
         yield Action(Op.BACKWARD, source, behind.index, action.microbatch, behind.version_of(action.microbatch))
     else:
         yield Action(Op.RECV_GRAD, action.rank, stage.index, action.microbatch, None, source)
+
+
+def _free_buffer(stage: Stage, rank: int, update: int, start: int) -> Iterator[Action]:
+    """The update that used a gradient buffer before this one does."""
+    before = update - stage.num_gradients
+    if (before + 1) * stage.round > start:
+        yield Action(Op.UPDATE, rank, stage.index, None, before)
 
 
 def _send(plan: Plan, stage: Stage, action: Action, start: int) -> Iterator[Action]:
@@ -66,6 +71,7 @@ def _own_backwards(stage: Stage, rank: int, update: int) -> Iterator[Action]:
 
 def _reduce(plan: Plan, stage: Stage, action: Action, start: int) -> Iterator[Action]:
     assert action.version is not None
+    yield from _free_buffer(stage, action.rank, action.version, start)
     yield from _own_backwards(stage, action.rank, action.version)
 
 
@@ -85,7 +91,7 @@ def _agree(plan: Plan, stage: Stage, action: Action, start: int) -> Iterator[Act
 
 def _update(plan: Plan, stage: Stage, action: Action, start: int) -> Iterator[Action]:
     assert action.version is not None
-    if (action.version) * stage.round > start:
+    if action.version * stage.round > start:
         yield Action(Op.UPDATE, action.rank, stage.index, None, action.version - 1)
     yield from _reduced(stage, action.rank, action.version)
     for rank in range(plan.world) if plan.agree else ():

@@ -1,0 +1,142 @@
+"""Gloo ranks that are started once for a whole test session and run one job after another.
+
+    pytest ─ job ─► queue of each rank in a TCPStore ─► run_rank ─► events, done or failed ─► one queue ─► pytest
+
+The ranks are forks of a server that has imported torch already. They end with pytest, however it ends.
+"""
+
+import json
+import multiprocessing
+import os
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from tests.parity import Run
+
+from stagewright.runtime.job import Job
+from stagewright.runtime.rank import run_rank, state_file
+
+_SIZE = 8
+_LOOPBACK = "127.0.0.1"
+_FOREVER = timedelta(days=1)
+_POLL_SECONDS = 0.002
+
+
+class PoolError(AssertionError):
+    """A job failed on the pool; the message holds every rank's own."""
+
+
+@dataclass
+class Pool:
+    """Up to eight rank processes, started when the first job comes."""
+
+    timeout: float = 60.0
+    processes: list[BaseProcess] = field(default_factory=list)
+    _store: dist.TCPStore | None = None
+    _jobs: int = 0
+
+    def run(self, job: Job) -> Run:
+        """Run a job on the first of the ranks; its weights are read from the files it exports."""
+        assert job.config.run.export, "the pool reads weights from the files that a rank leaves for an export"
+        folder = Path(job.folder)
+        (folder / "ranks").mkdir(exist_ok=True)
+        job.save(folder / "job.json")
+        if not self.processes:
+            self._start()
+        assert self._store is not None
+        self._jobs += 1
+        token = f"job-{self._jobs}"
+        for rank in range(job.plan.world):
+            self._store.queue_push(f"jobs/{rank}", json.dumps([token, str(folder / "job.json")]))
+        try:
+            events = self._listen(token, job.plan.world)
+        except BaseException:
+            self.close()  # the other ranks wait for the one that failed
+            raise
+        weights: dict[str, torch.Tensor] = {}
+        for stage in job.plan.stages:
+            weights |= load_file(state_file(folder, stage.index))
+        return Run(job, events, weights)
+
+    def close(self) -> None:
+        """End every process; the next job starts new ones."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self.processes, self._store = [], None
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch._dynamo", "tests.distributed.pool", "tests.models"])
+        self._store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        self.processes = [
+            context.Process(target=_serve, args=(rank, self._store.port, str(Path.cwd())), daemon=True)
+            for rank in range(_SIZE)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def _listen(self, token: str, world: int) -> list[dict[str, Any]]:
+        """Events until every rank is done; the first failure is an error."""
+        assert self._store is not None
+        events: list[dict[str, Any]] = []
+        missing, limit = set(range(world)), time.monotonic() + self.timeout
+        while missing:
+            if self._store.queue_len(token):
+                event = json.loads(self._store.queue_pop(token, block=False))
+                if event["kind"] == "failed":
+                    raise PoolError(f"rank {event['rank']} failed:\n{event['text']}")
+                if event["kind"] == "finished":
+                    missing.remove(event["rank"])
+                else:
+                    events.append(event)
+                continue
+            if dead := [rank for rank in missing if not self.processes[rank].is_alive()]:
+                raise PoolError(f"ranks {dead} ended with {[self.processes[rank].exitcode for rank in dead]}")
+            if time.monotonic() > limit:
+                raise PoolError(f"ranks {sorted(missing)} were not done after {self.timeout:g} s")
+            time.sleep(_POLL_SECONDS)
+        return events
+
+
+def _serve(rank: int, port: int, folder: str) -> None:
+    """One rank: job after job, until the process is killed."""
+    _end_with_parent()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a failure is told through the store; torch cries when that is gone
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    store = dist.TCPStore(_LOOPBACK, port, is_master=False, timeout=_FOREVER)
+    while True:
+        token, path = json.loads(store.queue_pop(f"jobs/{rank}"))
+
+        def tell(event: dict[str, Any], token: str = token) -> None:
+            store.queue_push(token, json.dumps(event))
+
+        try:
+            run_rank(Job.load(Path(path)), rank, dist.PrefixStore(f"{token}/run", store), tell)
+        except BaseException:
+            tell({"kind": "failed", "rank": rank, "text": traceback.format_exc()})
+        else:
+            tell({"kind": "finished", "rank": rank})
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

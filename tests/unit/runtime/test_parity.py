@@ -1,0 +1,353 @@
+"""Every shape, mode and model against the reference, with all ranks in this process; and the promises about bits."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests import models
+from tests.parity import (
+    Case,
+    Drive,
+    EmulatedRun,
+    assert_near,
+    assert_parity,
+    assert_same_bits,
+    assert_scores,
+    assert_statistics,
+    build,
+    emulate,
+    make_job,
+    refer,
+)
+
+from stagewright.model.probe import probe
+from stagewright.model.units import Chain
+from stagewright.runtime.emulate import Emulation
+from stagewright.runtime.precision import make_precision
+
+
+def assert_equals_reference(case: Case, folder: Path) -> EmulatedRun:
+    run, result = emulate(case, folder), refer(case)
+    assert_parity(case, run, result)
+    assert_statistics(case, run, result)
+    if case.eval_every is not None:
+        assert_scores(case, run, result)
+    return run
+
+
+def initial_state(case: Case) -> dict[str, torch.Tensor]:
+    torch.manual_seed(case.seed)
+    return build(case.model).double().state_dict()
+
+
+# --- Shapes and modes -------------------------------------------------------------------------------------------------
+
+SHAPES = {
+    "0:0": None,
+    "0:0-1": None,
+    "0:0-3": None,
+    "0:0-1.0:2": "third",
+    "0:0-2.0:3": "third",
+    "0:0-6.0:7": "head",
+    "0:0.0:1-2": "second",
+    "0:0-1.0:2-4": "third",
+    "0:0-2.0:3-4.0:5-6.0:7": "second,third,head",
+    "0:0-1.0:0-1": "third",  # two stages on the same ranks
+    "0:0-1.0:1,0": "third",  # the same, but a microbatch changes its rank
+    "0:0.0:0-1.0:1": "second,third",  # three stages on two ranks, partly shared
+    "0:0-1.0:2.0:0-1": "second,head",  # a rank that carries the first and the last stage
+}
+MICROBATCHES = (4, 3, 6, 2, 3, 4, 12)  # of a batch of 12: multiples and no multiples of 2, 3, 4, and fewer than those
+
+
+def modes(stages: int) -> Iterator[dict[str, object]]:
+    yield {"mode": "sync"}
+    yield {"mode": "pipedream"}
+    if stages == 1:
+        yield from ({"mode": "stale", "versions": versions} for versions in [(2,), (3,)])
+    else:
+        yield {"mode": "stale", "versions": tuple(range(1, 2 * stages, 2))}  # 1,3: the last lags most
+        yield from ({"mode": "stale", "staleness": staleness} for staleness in sorted({1, stages - 1}))
+
+
+def shape_cases() -> Iterator[Case]:
+    counts = itertools.cycle(MICROBATCHES)
+    for placement, cut in SHAPES.items():
+        for mode in modes(placement.count(".") + 1):
+            yield Case("normed", placement, cut, microbatches=next(counts), eval_every=4, **mode)
+            if "versions" not in mode:
+                yield Case("plain", placement, cut, microbatches=next(counts), **mode)
+        if cut is not None:
+            yield Case("plain", placement, cut, microbatches=next(counts), mode="stale", staleness=0)
+
+
+@pytest.mark.parametrize("case", list(shape_cases()), ids=str)
+def test_every_shape_and_mode_equals_the_reference(case: Case, tmp_path: Path) -> None:
+    assert_equals_reference(case, tmp_path)
+
+
+def test_data_parallel_takes_all_devices_for_one_stage(tmp_path: Path) -> None:
+    case = Case("normed", "0:0-1.0:2", mode="dp", microbatches=4, eval_every=4)
+    run = assert_equals_reference(case, tmp_path)
+    assert [stage.replicas for stage in run.job.plan.stages] == [3]
+
+
+def test_with_microbatches_by_default_the_numbers_are_those_of_that_count(tmp_path: Path) -> None:
+    case = Case("plain", "0:0-1.0:2", "third", mode="stale", staleness=1)
+    job = make_job(replace(case, microbatches=None), tmp_path)  # type: ignore[arg-type]
+    assert job.plan.microbatches == 4
+
+
+# --- Models -----------------------------------------------------------------------------------------------------------
+
+LAGGING = {"mode": "stale", "staleness": 1}
+
+
+def model_cases() -> Iterator[Case]:
+    one_each, two_to_one, shared = "0:0.0:1", "0:0-1.0:2", "0:0-1.0:0-1"
+    three, partly = "0:0-1.0:2-3.0:4", "0:0.0:0-1.0:1"
+    for model, cut, placements in [
+        ("dropping", "third", (two_to_one, shared)),
+        ("dropping", "second,head", (three, partly)),
+        ("residual", "third", (two_to_one, shared)),
+        ("residual", "second,third", (three, partly)),  # the skip passes through a whole stage
+        ("branching", "right", (two_to_one, shared)),
+        ("branching", "left,right", (three, partly)),
+        ("branching", "head", (two_to_one,)),
+        ("frozen_middle", "third", (two_to_one,)),
+        ("frozen_middle", "second,third", (three, partly)),  # a stage without weights of its own, but with gradients
+        ("frozen_first", "second", (two_to_one, shared)),  # a stage without backward
+        ("frozen_first", "second,third", (three,)),
+        ("tied", "second", (two_to_one,)),
+        ("tied", "head", (two_to_one, shared)),
+        ("reused", "second", (two_to_one,)),
+        ("reused", "head", (two_to_one, shared)),
+        ("in_place", "relu", (one_each, two_to_one, shared)),
+        ("in_place", "second", (two_to_one,)),
+        ("alias", "head", (two_to_one,)),
+        ("gated", "gate", (two_to_one, shared)),
+        ("gated", "head", (two_to_one,)),
+        ("sequential", "2", (two_to_one, shared)),
+        ("listed", "2", (two_to_one,)),
+        ("listed", "1,4", (three,)),
+        ("tokens", "mix", (two_to_one, shared)),
+        ("tokens", "mix,head", (three,)),
+        ("unused", "third", (two_to_one,)),
+        ("recurrent", "lstm", (two_to_one,)),
+        ("recurrent", "head", (two_to_one, shared)),
+        ("cumulative", "third", (two_to_one,)),
+        ("dense", "head", (two_to_one, shared)),
+    ]:
+        for placement in placements:
+            yield Case(model, placement, cut, microbatches=3, eval_every=5, **LAGGING)
+    for model in ("gated", "untraceable", "alias", "tied", "unused", "recurrent", "tokens", "dropping", "cumulative"):
+        yield Case(model, "0:0-1", microbatches=3, eval_every=5)
+    for model in ("untraceable", "tied", "recurrent", "dropping"):
+        yield Case(model, "0:0", mode="stale", versions=(2,), eval_every=5)
+    yield Case("residual", two_to_one, "add", owners="head", microbatches=3, eval_every=5, **LAGGING)
+
+
+@pytest.mark.parametrize("case", list(model_cases()), ids=lambda case: f"{case}/{case.cut}")
+def test_every_model_equals_the_reference(case: Case, tmp_path: Path) -> None:
+    assert_equals_reference(replace(case, optimizer={"weight_decay": 0.02}), tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["sync", "pipedream"])
+@pytest.mark.parametrize("model", ["dropping", "residual", "frozen_first", "tied", "recurrent"])
+def test_models_in_other_modes(model: str, mode: str, tmp_path: Path) -> None:
+    cut = {"frozen_first": "second", "tied": "second", "recurrent": "lstm"}.get(model, "third")
+    assert_equals_reference(Case(model, "0:0-2.0:3-4", cut, mode=mode, eval_every=3), tmp_path)
+
+
+@pytest.mark.parametrize("model", ["sometimes", "other_times"])
+def test_parameters_that_only_some_microbatches_use_are_trained(model: str, tmp_path: Path) -> None:
+    """Without momentum and decay, so that no gradient and a zero gradient are the same."""
+    case = Case(model, "0:0-1", microbatches=3, optimizer={"momentum": 0.0})
+    untrained = initial_state(case)
+    run = assert_equals_reference(case, tmp_path)
+    assert not torch.equal(run.weights["gate.conv.weight"], untrained["gate.conv.weight"])
+
+
+# --- Optimizers, clipping, label smoothing, precision -----------------------------------------------------------------
+
+OPTIMIZERS = [
+    {"momentum": 0.0},
+    {"momentum": 0.8, "nesterov": True, "weight_decay": 0.05},
+    {"name": "adamw", "lr": 0.01},
+    {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-4},
+    {"clip": 0.3},
+    {"clip": 0.3, "name": "adamw", "lr": 0.01},
+    {"label_smoothing": 0.2},
+]
+LAYOUTS = {
+    "sync": Case("normed", "0:0-2.0:3", "third"),
+    "stale": Case("normed", "0:0-1.0:2-4", "third", mode="stale", staleness=1, microbatches=3),
+    "pipedream": Case("normed", "0:0-1.0:2", "third", mode="pipedream", microbatches=3),
+    "shared": Case("normed", "0:0.0:0-1.0:1", "second,third", microbatches=3),
+    "one stage": Case("normed", "0:0-1", microbatches=3),
+}
+
+
+@pytest.mark.parametrize("options", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_optimizer_equals_the_reference(layout: str, options: dict[str, object], tmp_path: Path) -> None:
+    assert_equals_reference(replace(LAYOUTS[layout], optimizer=options), tmp_path)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_clip_is_of_the_whole_norm_only_where_nothing_lags(layout: str, tmp_path: Path) -> None:
+    """Which norm is clipped makes a difference that the comparison above can see."""
+    case = replace(LAYOUTS[layout], optimizer={"clip": 0.3})
+    clipped, free = refer(case), refer(replace(case, optimizer={}))
+    with pytest.raises(AssertionError, match="beyond"):
+        assert_near(clipped.weights, free.weights, 1e-6)
+    plan = make_job(case, tmp_path).plan
+    assert plan.agree is (layout in ("sync", "shared"))
+
+
+@pytest.mark.parametrize("options", [{}, {"name": "adamw", "lr": 0.005}], ids=["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("normed", "0:0-2.0:3", "third", mode="stale", staleness=1, dynamic=True),
+        Case("plain", "0:0-2.0:3-4.0:5-6.0:7", "second,third,head", mode="stale", staleness=3, microbatches=6),
+        Case("residual", "0:0-1.0:0-1", "third", microbatches=3, dynamic=True),
+        Case("dropping", "0:0.0:1-2", "second", mode="pipedream"),
+    ],
+    ids=str,
+)
+def test_single_precision(case: Case, options: dict[str, object], tmp_path: Path) -> None:
+    case = replace(case, precision="fp32", optimizer=options, eval_every=4)
+    run = assert_equals_reference(case, tmp_path)
+    assert {tensor.dtype for tensor in run.weights.values()} <= {torch.float32, torch.int64}
+
+
+# --- Bits -------------------------------------------------------------------------------------------------------------
+
+BITS = [
+    Case("dropping", "0:0-6.0:7", "third", mode="stale", staleness=1, microbatches=12),
+    Case("normed", "0:0-2.0:3-4.0:5-6.0:7", "second,third,head", mode="stale", versions=(4, 1, 3, 2), microbatches=6),
+    Case("normed", "0:0-1.0:0-1", "third", mode="stale", staleness=1, microbatches=3),
+    Case("normed", "0:0.0:0-1.0:1", "second,third", microbatches=3, optimizer={"clip": 0.3}),
+    Case("dropping", "0:0-1.0:2-4", "third", mode="pipedream"),
+    Case("residual", "0:0-2.0:3", "third", optimizer={"clip": 0.3, "name": "adamw"}),
+    Case("normed", "0:0-3", microbatches=3),
+]
+
+
+def in_random_order(seed: int) -> Drive:
+    """Lets on one rank at a time, whichever chance takes of those that can go on."""
+    choose = random.Random(seed)
+
+    def drive(emulation: Emulation) -> None:
+        runs = [worker.run() for worker in emulation.workers]
+        waiting = {run: next(run, None) for run in runs}
+        while able := [run for run, pending in waiting.items() if pending is not None and pending.is_completed()]:
+            run = choose.choice(able)
+            pending = waiting[run]
+            assert pending is not None
+            pending.wait()
+            waiting[run] = next(run, None)
+        assert not any(waiting.values()), "ranks wait for each other"
+
+    return drive
+
+
+@pytest.mark.parametrize("case", BITS, ids=str)
+def test_bits_depend_on_neither_time_nor_scheduling_nor_evaluation(case: Case, tmp_path: Path) -> None:
+    run = emulate(case, tmp_path)
+    assert_same_bits(run, emulate(case, tmp_path))
+    assert_same_bits(run, emulate(replace(case, eval_every=3), tmp_path))
+    dynamic = replace(case, dynamic=True)
+    assert_same_bits(run, emulate(dynamic, tmp_path))
+    assert_same_bits(run, emulate(replace(dynamic, eval_every=3), tmp_path))
+    for seed, order in enumerate((case, dynamic, dynamic)):
+        assert_same_bits(run, emulate(order, tmp_path, in_random_order(seed)))
+
+
+@pytest.mark.parametrize("case", BITS, ids=str)
+def test_dynamic_scheduling_equals_the_reference(case: Case, tmp_path: Path) -> None:
+    assert_equals_reference(replace(case, dynamic=True, eval_every=3), tmp_path)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("case", BITS, ids=str)
+def test_gpipe_gives_the_same_numbers(case: Case, dynamic: bool, tmp_path: Path) -> None:
+    assert_equals_reference(replace(case, policy="gpipe", dynamic=dynamic), tmp_path)
+
+
+@pytest.mark.parametrize("bucket", [0, 25])
+def test_buckets_change_no_bit(bucket: int, tmp_path: Path) -> None:
+    case = Case("normed", "0:0-2.0:3-4", "third", mode="stale", staleness=1)
+    assert_same_bits(emulate(case, tmp_path), emulate(replace(case, bucket=bucket), tmp_path))
+
+
+def test_other_seeds_give_other_numbers(tmp_path: Path) -> None:
+    case = Case("dropping", "0:0-1.0:2", "third")
+    with pytest.raises(AssertionError):
+        assert_same_bits(emulate(case, tmp_path), emulate(replace(case, seed=6), tmp_path))
+
+
+# --- Probing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize(
+    ("model", "cut"), [("normed", "third"), ("dropping", "third"), ("cumulative", "third"), ("gated", "gate")]
+)
+def test_probing_touches_neither_statistics_nor_random_state(model: str, cut: str, training: bool) -> None:
+    module = build(model).double()
+    pieces = (chain := Chain(module)).cut(chain.by_names([cut]))
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    modes = [part.training for part in module.modules()]
+    random_state = torch.get_rng_state()
+    probe(
+        pieces, models.make_data(model, 4)[0].double(), make_precision("fp64", "cpu").forward_context, training=training
+    )
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert [part.training for part in module.modules()] == modes
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("model", ["normed", "dropping", "gated"])
+def test_a_run_that_has_not_begun_is_the_seeded_model(model: str, tmp_path: Path) -> None:
+    case = Case(model, "0:0-1.0:2", "head", eval_every=4)
+    emulation = Emulation(make_job(case, tmp_path), lambda event: None)
+    assert_near(emulation.weights(), initial_state(case), 0.0)
+
+
+# --- What is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "cut", "pieces"),
+    [
+        ("tied", "third", ["third.weight", "second.weight", "stage 0", "stage 1", "move the cut"]),
+        ("reused", "second_1", ["second.weight", "stage 0", "stage 1"]),
+        ("alias", "relu", ["view", "first", "cut before 'relu'", "in place"]),
+        ("untraceable", "head", ["_Untraceable", "can't be traced", "control flow"]),
+        ("gated", "gate.conv", ["gate.conv", "no such unit"]),
+        ("recurrent", "getitem", ["lstm", "cut before 'getitem'", "tuple"]),
+        ("plain", "spam", ["spam", "no such unit"]),
+        ("plain", "first", ["stage 0", "without units"]),
+    ],
+)
+def test_a_model_that_cannot_be_cut_there_is_refused_in_one_line(
+    model: str, cut: str, pieces: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError) as raised:
+        make_job(Case(model, "0:0-1.0:2", cut), tmp_path)
+    message = str(raised.value)
+    assert "\n" not in message
+    assert [piece for piece in pieces if piece not in message] == []
+
+
+def test_what_cannot_be_traced_is_refused_without_a_named_cut_as_well(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="_Untraceable can't be traced") as raised:
+        make_job(Case("untraceable", "0:0-1.0:2"), tmp_path)
+    assert "\n" not in str(raised.value)
