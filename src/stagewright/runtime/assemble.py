@@ -65,12 +65,12 @@ def _connect(plan: Plan, rank: int, network: Network) -> dict[int, Links]:
         receiving = name.stage + (1 if name.kind == "act" else -1)
         window = plan.stages[min(name.stage, receiving)].depth + 1  # no more than that can be under way in training
         if rank == name.source:
-            outbox = Outbox(str(name), network.transport(name), network.bulletin, window)
+            outbox = Outbox(str(name), network.transport(name, window), network.bulletin, window)
             (links[name.stage].activations_to if name.kind == "act" else links[name.stage].gradients_to)[
                 name.target
             ] = outbox
         elif rank == name.target:
-            inbox = Inbox(str(name), network.transport(name), network.bulletin, _POSTED_AHEAD)
+            inbox = Inbox(str(name), network.transport(name, window), network.bulletin, _POSTED_AHEAD)
             (links[receiving].activations_from if name.kind == "act" else links[receiving].gradients_from)[
                 name.source
             ] = inbox

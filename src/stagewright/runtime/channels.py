@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,7 +75,7 @@ class Message:
 
     def __init__(self, layout: Layout) -> None:
         self.buffer = torch.empty(layout.bytes, dtype=torch.uint8)
-        self.number = self.buffer[-_NUMBER_BYTES:].view(torch.int64)
+        self.number = self.buffer[-_NUMBER_BYTES:].view(torch.int64).numpy()  # a tenth of a tensor's cost to set
         self.tensors = layout.views(self.buffer)
 
 
@@ -146,7 +146,7 @@ class Outbox(_End):
         while self._sent and (len(self._sent) >= self._window or self._sent[0][1].is_completed()):
             self._reclaim()
         message = self._take()
-        message.number.fill_(microbatch)
+        message.number[0] = microbatch
         for place, tensor, field in zip(message.tensors, tensors, self.layout.fields, strict=True):
             if place.shape != tensor.shape or place.dtype != tensor.dtype:
                 sent = Field(field.name, tuple(tensor.shape), tensor.dtype)
@@ -202,7 +202,7 @@ class Inbox(_End):
         self.verify()
         message = self._posted.popleft().message
         self._post()
-        if (number := int(message.number)) != microbatch:
+        if (number := int(message.number[0])) != microbatch:
             raise LayoutError(f"channel {self.name}: microbatch {microbatch} is due but {number} came")
         return message
 
@@ -222,8 +222,8 @@ class Inbox(_End):
         number = next(self._coming, None)
         if number is not None:
             message = self._take()
-            message.number.fill_(_NOT_HERE)
-            self._posted.append(_Posted(message, number, self._transport.receive(message.buffer)))
+            message.number[0] = _NOT_HERE
+            self._posted.append(_Posted(message, number, self._transport.receive(message.buffer), self.verify))
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +233,13 @@ class _Posted:
     message: Message
     number: int
     receive: Pending
+    verify: Callable[[], None]
 
     def is_completed(self) -> bool:
-        return int(self.message.number) == self.number or self.receive.is_completed()
+        return int(self.message.number[0]) == self.number or self.receive.is_completed()
 
     def wait(self) -> None:
+        self.verify()  # first: a message of another size may never be over
         self.receive.wait()
 
 

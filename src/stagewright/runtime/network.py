@@ -14,6 +14,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 from stagewright.plan.plan import Plan
 from stagewright.runtime.channels import Bulletin, MemoryTransport, Pending, Transport
 from stagewright.runtime.reduce import Alone, Collective, MemoryCollective
+from stagewright.runtime.stream import StreamTransport, connect
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -52,7 +53,10 @@ class Network(Protocol):
     @property
     def bulletin(self) -> Bulletin: ...
 
-    def transport(self, name: ChannelName) -> Transport: ...
+    def transport(self, name: ChannelName, window: int) -> Transport:
+        """A channel's way, on which no more than `window` messages are under way in training."""
+        ...
+
     def collective(self, name: str, ranks: Sequence[int]) -> Collective: ...
 
 
@@ -66,8 +70,10 @@ class GlooNetwork:
         self._timeout = timedelta(seconds=timeout)
         self.bulletin = StoreBulletin(PrefixStore("layout", store))
 
-    def transport(self, name: ChannelName) -> Transport:
-        return _GlooTransport(self._group(str(name), (name.source, name.target)))
+    def transport(self, name: ChannelName, window: int) -> Transport:
+        gloo = _GlooTransport(self._group(str(name), (name.source, name.target)))
+        store = PrefixStore(f"stream/{name}", self._store)
+        return StreamTransport(connect(store, self._rank == name.source, self._timeout), gloo, window)
 
     def collective(self, name: str, ranks: Sequence[int]) -> Collective:
         return _GlooCollective(self._group(name, ranks)) if len(ranks) > 1 else Alone()
@@ -135,7 +141,7 @@ class MemoryNetwork:
         self._rank = rank
         self.bulletin = DictBulletin(memory.texts)
 
-    def transport(self, name: ChannelName) -> Transport:
+    def transport(self, name: ChannelName, window: int) -> Transport:
         return self._memory.transports.setdefault(name, MemoryTransport())
 
     def collective(self, name: str, ranks: Sequence[int]) -> Collective:

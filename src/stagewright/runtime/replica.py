@@ -129,6 +129,7 @@ class Replica:
         self.returned: dict[int, Sequence[Tensor]] = {}  # gradients that came for a microbatch's outputs
         self.gradients: dict[int, Sequence[Tensor]] = {}  # gradients for the stage before
         self.losses: dict[int, float] = {}
+        self._share = torch.ones((), dtype=rules.precision.weights) / stage.round  # of a microbatch in its round's loss
         self._begun: set[int] = set()  # updates whose gradient buffer is in use
 
     def open(self, before: Cut | None, behind: Cut | None) -> None:
@@ -175,7 +176,7 @@ class Replica:
         self.statistics.count += 1
         if self.stage.is_last:
             loss = self._loss(made, arrival.labels, microbatch)
-            roots = [loss / self.stage.round]
+            roots = [loss]
         else:
             assert self.behind is not None
             roots = [made[index] for index in self.behind.differentiable]
@@ -193,7 +194,7 @@ class Replica:
         self.ring.gather_into(slot, update)
         hooks = self.reducer.watch(slot, update, self.ring.gradient_of(update)) if overlap else []
         if flight.roots:
-            torch.autograd.backward(flight.roots, None if self.stage.is_last else list(returned or ()))
+            torch.autograd.backward(flight.roots, [self._share] if self.stage.is_last else list(returned or ()))
         for hook in hooks:
             hook.remove()
         if isinstance(returned, _Returned):
