@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests import models, reference
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -26,6 +25,7 @@ from stagewright.runtime.channels import Pending
 from stagewright.runtime.emulate import Emulation
 from stagewright.runtime.job import Job
 from stagewright.runtime.reduce import MemoryCollective
+from tests import models, reference
 
 torch.set_num_threads(1)
 

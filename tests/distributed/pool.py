@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from tests.parity import Run
 
 from stagewright.runtime.job import Job
 from stagewright.runtime.rank import run_rank, state_file
+from tests.parity import Run
 
 _SIZE = 8
 _LOOPBACK = "127.0.0.1"

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from tests.distributed.pool import Pool, PoolError
 from tests.parity import (
     TOLERANCE,

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.reference import Result, Setup, stage_seed, train
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+
+from tests.reference import Result, Setup, stage_seed, train
 
 torch.set_num_threads(1)
 

@@ -59,7 +59,6 @@ class VersionRing:
         self._master_slot = self.slots[0] if versions == 1 else Slot(self.master, self.parameters)
         self.gradients = [torch.zeros_like(self.master) for _ in range(buffers)]
         self._gradient_views = [[p.view(gradient) for p in self.parameters] for gradient in self.gradients]
-        self._rnns = [module for root in roots for module in root.modules() if isinstance(module, nn.RNNBase)]
         self._current: Slot | None = None
         self.use_master()
 
@@ -98,8 +97,6 @@ class VersionRing:
             for parameter, leaf in zip(self.parameters, slot.leaves, strict=True):
                 for module, name in parameter.sites:
                     module._parameters[name] = leaf  # type: ignore[assignment]
-            for rnn in self._rnns:  # these keep a list of their own beside _parameters
-                rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
         return slot
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parity import Case, make_job
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stagewright.runtime.emulate import Emulation
+from tests.parity import Case, make_job
 
 
 class LiveBytes(TorchDispatchMode):

@@ -8,6 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from stagewright.model.probe import probe
+from stagewright.model.units import Chain
+from stagewright.runtime.emulate import Emulation
+from stagewright.runtime.precision import make_precision
 from tests import models
 from tests.parity import (
     Case,
@@ -23,11 +28,6 @@ from tests.parity import (
     make_job,
     refer,
 )
-
-from stagewright.model.probe import probe
-from stagewright.model.units import Chain
-from stagewright.runtime.emulate import Emulation
-from stagewright.runtime.precision import make_precision
 
 
 def assert_equals_reference(case: Case, folder: Path) -> EmulatedRun:
