@@ -81,7 +81,7 @@ class SyntheticSource:
 
     _NOISES = 64
     _COARSE = 8
-    _SIGNAL = 0.15  # of the noise: learnt in hundreds of steps, not in tens
+    _SIGNAL = 0.3  # of the noise: learnt in a hundred steps, not in ten
 
     def __init__(self, samples: int, classes: int, image: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

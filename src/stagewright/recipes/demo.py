@@ -10,12 +10,13 @@ from rich.table import Table
 from stagewright.config import make_config
 from stagewright.experiment import Result, run
 
+_STEPS = 100
 _COMMON: dict[str, dict[str, Any]] = {
     "model": {"name": "vgg-small"},
     "data": {"source": "synthetic", "samples": 2048},
     "plan": {"batch": 64, "microbatches": 8, "cut": "classifier"},
     "optimizer": {"lr": 0.02},
-    "run": {"steps": 60, "log_every": 20, "eval_every": 0},
+    "run": {"steps": _STEPS, "log_every": 20, "eval_every": 0},
 }
 _PLANS: dict[str, dict[str, Any]] = {
     "2+1 stages, stale": {"placement": "0:0-1.0:2", "mode": "stale"},
@@ -34,9 +35,10 @@ def main() -> None:
 
 
 def _table(results: dict[str, Result]) -> Table:
-    table = Table(title="The same 60 steps, the same data and initial weights")
-    for column, justify in (("plan", "left"), ("loss", "right"), ("top-1", "right"), ("images/s", "right")):
-        table.add_column(column, justify="right" if justify == "right" else "left")
+    table = Table(title=f"The same {_STEPS} steps, data and initial weights")
+    table.add_column("plan")
+    for figure in ("loss", "top-1", "images/s"):
+        table.add_column(figure, justify="right")
     for name, result in results.items():
         evaluated = result.evaluations[-1]
         speed = result.summary["images_per_second"]
