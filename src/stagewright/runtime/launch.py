@@ -79,7 +79,9 @@ class _Agent(LocalElasticAgent):
     """torch's agent, with less patience: a rank that does not end by itself is killed."""
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _PATIENCE_SECONDS) -> None:
-        super()._shutdown(death_sig, timeout=min(timeout, _PATIENCE_SECONDS))
+        if self._pcontext is not None:
+            self._pcontext.close(death_sig, timeout=min(timeout, _PATIENCE_SECONDS))
+        super()._shutdown(death_sig)
 
 
 class _OneMachine(RendezvousHandler):

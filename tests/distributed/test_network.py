@@ -1,0 +1,93 @@
+"""Channels between ranks: small messages by a socket, large ones by gloo, both whole and in order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from stagewright.runtime.channels import Field, Inbox, Layout, Outbox, Transport
+from stagewright.runtime.network import ChannelName, GlooNetwork
+from stagewright.runtime.stream import StreamTransport
+
+NAME = ChannelName("act", 0, 0, 1)
+WINDOW = 4
+SMALL, LARGE = 1_000, 100_000  # bytes on either side of what a socket takes
+
+
+def connect() -> tuple[GlooNetwork, Transport, GlooNetwork, Transport]:
+    """Both ends of one channel, as two ranks would make them."""
+    store = HashStore()
+    networks = [GlooNetwork(store, rank, "lo", 20.0) for rank in range(2)]
+    ends: dict[int, Transport] = {}
+    run_both(*(lambda rank=rank: ends.update({rank: networks[rank].transport(NAME, WINDOW)}) for rank in range(2)))
+    return networks[0], ends[0], networks[1], ends[1]
+
+
+def run_both(*functions: Callable[[], object]) -> None:
+    threads = [threading.Thread(target=function, daemon=True) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "the two ends wait for each other"
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_messages_of_any_size_arrive_in_order(size: int) -> None:
+    source, sending, target, receiving = connect()
+    layout = Layout([Field("x", (size,), torch.uint8)])
+    outbox = Outbox(str(NAME), sending, source.bulletin, WINDOW)
+    inbox = Inbox(str(NAME), receiving, target.bulletin, 2)
+    outbox.open(layout)
+    inbox.open(layout)
+    found: list[int] = []
+
+    def send() -> None:
+        for microbatch in range(20):
+            outbox.send(microbatch, [torch.full((size,), microbatch, dtype=torch.uint8)])
+        outbox.flush()
+
+    def receive() -> None:
+        inbox.expect(iter(range(20)))
+        for microbatch in range(20):
+            inbox.next.wait()
+            message = inbox.receive(microbatch)
+            assert bool((message.tensors[0] == microbatch).all())
+            found.append(microbatch)
+            inbox.release(message)
+
+    run_both(send, receive)
+    assert found == list(range(20))
+
+
+def test_small_messages_never_wait_for_the_receiver_and_large_ones_go_by_gloo() -> None:
+    _, sending, _, receiving = connect()
+    for _ in range(WINDOW):
+        assert sending.send(torch.zeros(SMALL, dtype=torch.uint8)).is_completed()
+    large = sending.send(torch.zeros(LARGE, dtype=torch.uint8))
+    assert not large.is_completed()
+    receiving.receive(torch.empty(LARGE, dtype=torch.uint8)).wait()
+    large.wait()
+
+
+def test_a_full_window_of_the_largest_small_messages_fits() -> None:
+    _, sending, _, receiving = connect()
+    assert isinstance(sending, StreamTransport)
+    largest = torch.arange(sending._most, dtype=torch.int64).to(torch.uint8)
+    run_both(lambda: [sending.send(largest) for _ in range(WINDOW)])
+    for _ in range(WINDOW):
+        buffer = torch.zeros_like(largest)
+        receiving.receive(buffer).wait()
+        assert torch.equal(buffer, largest)
+
+
+def test_the_end_of_the_other_rank_is_an_error() -> None:
+    _, sending, _, receiving = connect()
+    assert isinstance(sending, StreamTransport)
+    sending._stream.close()
+    with pytest.raises(RuntimeError, match="the other rank is gone"):
+        receiving.receive(torch.zeros(SMALL, dtype=torch.uint8)).wait()
