@@ -190,13 +190,17 @@ class Replica:
         returned = self.returned.pop(microbatch, None)
         update = self.stage.update_of(microbatch)
         slot = self.ring.use(version)
-        self._begin_gathering(update)
-        self.ring.gather_into(slot, update)
-        hooks = self.reducer.watch(slot, update, self.ring.gradient_of(update)) if overlap else []
+        is_first = update not in self._begun
+        self._begun.add(update)
+        hooks = self.ring.gather_first(slot, update) if is_first else self.ring.gather_into(slot, update)
+        if overlap:
+            hooks += self.reducer.watch(slot, update, self.ring.gradient_of(update))
         if flight.roots:
             torch.autograd.backward(flight.roots, [self._share] if self.stage.is_last else list(returned or ()))
         for hook in hooks:
             hook.remove()
+        if is_first:
+            self.ring.fill_missing(slot, update)
         if isinstance(returned, _Returned):
             returned.release()
         if not self.stage.is_first:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 _ALIGNMENT = 16  # elements; keeps every parameter on a cache line of its own
 
@@ -70,13 +72,36 @@ class VersionRing:
         """Put the newest weights into the modules, for evaluation and export."""
         return self._swap_in(self._master_slot)
 
-    def gather_into(self, slot: Slot, update: int) -> None:
+    def gather_first(self, slot: Slot, update: int) -> list[RemovableHandle]:
+        """Let backward through a slot's leaves fill the gradient buffer of an update: cheaper than zeros and a sum."""
+        index = update % len(self.gradients)
+        slot.gradient = self.gradients[index]
+
+        def fill(leaf: Tensor, view: Tensor) -> None:
+            assert leaf.grad is not None
+            view.copy_(leaf.grad)
+            leaf.grad = view
+
+        hooks = []
+        for leaf, view in zip(slot.leaves, self._gradient_views[index], strict=True):
+            leaf.grad = None
+            hooks.append(leaf.register_post_accumulate_grad_hook(partial(fill, view=view)))  # type: ignore[no-untyped-call]
+        return hooks
+
+    def fill_missing(self, slot: Slot, update: int) -> None:
+        """Zeros for the leaves that the first backward did not reach."""
+        for leaf, view in zip(slot.leaves, self._gradient_views[update % len(self.gradients)], strict=True):
+            if leaf.grad is None:
+                leaf.grad = view.zero_()
+
+    def gather_into(self, slot: Slot, update: int) -> list[RemovableHandle]:
         """Let backward through a slot's leaves add to the gradient buffer of an update."""
         index = update % len(self.gradients)
         if slot.gradient is not self.gradients[index]:
             slot.gradient = self.gradients[index]
             for leaf, view in zip(slot.leaves, self._gradient_views[index], strict=True):
                 leaf.grad = view
+        return []
 
     def gradient_of(self, update: int) -> Tensor:
         return self.gradients[update % len(self.gradients)]
