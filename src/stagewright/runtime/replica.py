@@ -14,7 +14,7 @@ from torch.nn import functional
 from stagewright.model.probe import Value
 from stagewright.model.units import Piece
 from stagewright.plan.plan import Stage
-from stagewright.runtime.channels import Field, Inbox, Layout, Message, Outbox
+from stagewright.runtime.channels import Field, Inbox, Layout, Outbox
 from stagewright.runtime.optimize import Optimizer
 from stagewright.runtime.precision import Precision
 from stagewright.runtime.reduce import Reducer
@@ -30,6 +30,14 @@ class Arrival:
 
     tensors: Sequence[Tensor]
     labels: Tensor
+    release: Callable[[], None] = lambda: None
+
+
+@dataclass(slots=True)
+class Returned:
+    """The gradients of a microbatch's outputs, in the order of the cut."""
+
+    tensors: Sequence[Tensor]
     release: Callable[[], None] = lambda: None
 
 
@@ -126,7 +134,7 @@ class Replica:
         self.arrivals: dict[int, Arrival] = {}
         self.outputs: dict[int, Arrival] = {}
         self.flights: dict[int, Flight] = {}
-        self.returned: dict[int, Sequence[Tensor]] = {}  # gradients that came for a microbatch's outputs
+        self.returned: dict[int, Returned] = {}
         self.gradients: dict[int, Sequence[Tensor]] = {}  # gradients for the stage before
         self.losses: dict[int, float] = {}
         self._share = torch.ones((), dtype=rules.precision.weights) / stage.round  # of a microbatch in its round's loss
@@ -160,7 +168,7 @@ class Replica:
     def receive_gradients(self, microbatch: int, peer: int) -> None:
         inbox = self.links.gradients_from[peer]
         message = inbox.receive(microbatch)
-        self.returned[microbatch] = _Returned(inbox, message)
+        self.returned[microbatch] = Returned(message.tensors, lambda: inbox.release(message))
 
     def send_gradients(self, microbatch: int, peer: int) -> None:
         self.links.gradients_to[peer].send(microbatch, self.gradients.pop(microbatch))
@@ -187,7 +195,7 @@ class Replica:
     def backward(self, microbatch: int, version: int, overlap: bool) -> None:
         """Add a microbatch's gradient to its update's; `overlap` lets the reduce begin before it is all there."""
         flight = self.flights.pop(microbatch)
-        returned = self.returned.pop(microbatch, None)
+        returned = Returned([self._share]) if self.stage.is_last else self.returned.pop(microbatch)
         update = self.stage.update_of(microbatch)
         slot = self.ring.use(version)
         is_first = update not in self._begun
@@ -196,13 +204,12 @@ class Replica:
         if overlap:
             hooks += self.reducer.watch(slot, update, self.ring.gradient_of(update))
         if flight.roots:
-            torch.autograd.backward(flight.roots, [self._share] if self.stage.is_last else list(returned or ()))
+            torch.autograd.backward(flight.roots, returned.tensors)
         for hook in hooks:
             hook.remove()
         if is_first:
             self.ring.fill_missing(slot, update)
-        if isinstance(returned, _Returned):
-            returned.release()
+        returned.release()
         if not self.stage.is_first:
             self.gradients[microbatch] = [
                 torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in flight.leaves
@@ -286,23 +293,6 @@ class Replica:
         if update not in self._begun:
             self._begun.add(update)
             self.ring.gradient_of(update).zero_()
-
-
-class _Returned(Sequence[Tensor]):
-    """Gradients that lie in a message's buffer."""
-
-    def __init__(self, inbox: Inbox, message: Message) -> None:
-        self._inbox = inbox
-        self._message = message
-
-    def __len__(self) -> int:
-        return len(self._message.tensors)
-
-    def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
-        return self._message.tensors[index]
-
-    def release(self) -> None:
-        self._inbox.release(self._message)
 
 
 def widened(logits: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from stagewright.runtime.dynamic import Chooser
 from stagewright.runtime.job import Job
 from stagewright.runtime.optimize import clip_factor, learning_rate
 from stagewright.runtime.reduce import AllOf, Collective
-from stagewright.runtime.replica import Arrival, Cut, Replica, widened
+from stagewright.runtime.replica import Arrival, Cut, Replica, Returned, widened
 from stagewright.schedule.action import Action, Op
 from stagewright.schedule.lower import evaluation_program, program
 
@@ -202,7 +202,7 @@ class Worker:
         if not stage.is_first:
             before = self.plan.stages[stage.index - 1]
             if before.rank_of(microbatch) == self.rank:
-                self.replicas[before.index].returned[microbatch] = replica.gradients.pop(microbatch)
+                self.replicas[before.index].returned[microbatch] = Returned(replica.gradients.pop(microbatch))
 
     def _agree(self, action: Action) -> None:
         """Join the exchange of squared norms: each stage's first replica fills in its own."""
