@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         _fail("interrupted; nothing is left running")
     except RuntimeError as error:
-        from stagewright.runtime.launch import RunFailed
+        from stagewright.runtime.job import RunFailed
 
         if not isinstance(error, RunFailed):
             raise

@@ -34,7 +34,9 @@ def prepare(config: Config, warn: Warn = lambda warning: None) -> tuple[Job, int
     from stagewright.schedule.check import check
 
     if config.run.device != "cpu":
-        raise ValueError(f"--device {config.run.device} is not built yet; use --device cpu")
+        raise ValueError(
+            f"--device {config.run.device} was asked for, but this version trains on CPU; use --device cpu"
+        )
     config = _settle_model(config)
     precision = make_precision(config.run.precision, config.run.device)
     source = open_data(config, config.data.source)

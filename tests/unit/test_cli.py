@@ -127,6 +127,28 @@ def test_a_loss_that_is_no_number_names_stage_batch_and_remedy(
     assert "batch" in message and "stage 1" in message and "--lr" in message
 
 
+class Raising(torch.nn.Module):
+    """Raises once values have come by; what it looks at keeps the tracer out."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Raising.calls += bool(x.isfinite().all())
+        if Raising.calls > 3:
+            raise RuntimeError("the layer gave up")
+        return x
+
+
+def raising() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10), Raising())
+
+
+def test_a_layer_that_raises_in_an_emulated_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ("--model", "tests.unit.test_cli:raising", "--placement", "0:0.0:1", "--cut", "1", "--batch", "8")
+    message = fails(capsys, "train", *model, "--steps", "9", "--emulate", "--runs", str(tmp_path))
+    assert "stage 1 replica 0 (rank 1, machine 0) failed at 1F" in message and "the layer gave up" in message
+
+
 def test_a_configuration_file_holds_every_option(tmp_path: Path) -> None:
     config = make_config({"run": {"seed": 7, "export": 'a "b" \\ c'}, "plan": {"mode": "sync"}})
     path = tmp_path / "run.toml"

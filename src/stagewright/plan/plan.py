@@ -108,6 +108,12 @@ class Plan:
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
         return tuple(stage for stage in self.stages if rank in stage.ranks)
 
+    def name_replica(self, rank: int, stage: int | None = None) -> str:
+        """`stage 1 replica 0 (rank 7, machine 0)`; without a stage, the first that the rank carries."""
+        carried = self.stages_of(rank)[0] if stage is None else self.stages[stage]
+        replica, machine = carried.ranks.index(rank), self.devices[rank].machine
+        return f"stage {carried.index} replica {replica} (rank {rank}, machine {machine})"
+
     def describe(self) -> dict[str, object]:
         """The plan as it stands in plan.json: its free choices, settled."""
         return {

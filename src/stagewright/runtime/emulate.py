@@ -2,36 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from torch import Tensor
 
 from stagewright.runtime.assemble import assemble
-from stagewright.runtime.channels import Pending
-from stagewright.runtime.job import Job
+from stagewright.runtime.channels import Pending, first_line
+from stagewright.runtime.job import Job, RunFailed
 from stagewright.runtime.network import Memory, MemoryNetwork
 from stagewright.runtime.worker import Emit, Recorder, Worker
+from stagewright.schedule.action import Action
 
 
 class Emulation:
     """All the workers of a job."""
 
-    def __init__(self, job: Job, emit: Emit, recorders: Mapping[int, Recorder] | None = None) -> None:
+    def __init__(self, job: Job, emit: Emit) -> None:
         memory = Memory()
         self.workers = [
-            assemble(job, rank, MemoryNetwork(memory, rank), emit, (recorders or {}).get(rank))
-            for rank in range(job.plan.world)
+            assemble(job, rank, MemoryNetwork(memory, rank), emit, _Place()) for rank in range(job.plan.world)
         ]
 
     def run(self) -> None:
         """Run the whole job."""
-        take_turns([worker.run() for worker in self.workers])
+        take_turns([_named_failures(worker) for worker in self.workers])
 
     def weights(self) -> dict[str, Tensor]:
         """Every stage's newest weights and mean statistics, by the names of the whole model."""
         states: dict[str, Tensor] = {}
         take_turns([_collect(worker, states) for worker in self.workers])
         return states
+
+
+class _Place(Recorder):
+    """Where a worker is."""
+
+    action: Action | None = None
+
+    def begin(self, action: Action) -> None:
+        self.action = action
+
+
+def _named_failures(worker: Worker) -> Iterator[Pending]:
+    """A worker's run, whose errors name the replica and the action; a user's own are plain enough."""
+    try:
+        yield from worker.run()
+    except ValueError:
+        raise
+    except Exception as error:
+        action = worker.recorder.action if isinstance(worker.recorder, _Place) else None
+        replica = worker.plan.name_replica(worker.rank, None if action is None else action.stage)
+        cause = f"{type(error).__name__}: {first_line(error)}"
+        raise RunFailed(f"{replica} failed at {action or 'start'}: {cause}") from error
 
 
 def _collect(worker: Worker, states: dict[str, Tensor]) -> Iterator[Pending]:

@@ -10,6 +10,10 @@ from stagewright.model.probe import Probe
 from stagewright.plan.plan import Plan
 
 
+class RunFailed(RuntimeError):
+    """A rank failed; the message names it and what it was doing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """How the evaluation data is cut into pieces: whole ones, and a short one at the end."""

@@ -20,8 +20,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from stagewright.plan.plan import Plan
-from stagewright.runtime.job import Job
+from stagewright.runtime.job import Job, RunFailed
 from stagewright.runtime.rank import EVENTS, position_file
 from stagewright.runtime.recorder import last_action
 
@@ -29,10 +28,6 @@ Listen = Callable[[dict[str, Any]], None]
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.02
 _PATIENCE_SECONDS = 2
-
-
-class RunFailed(RuntimeError):
-    """A rank failed; the message names it and what it was doing."""
 
 
 class Interrupted(Exception):
@@ -159,16 +154,16 @@ def _story(job: Job, failures: list[dict[str, Any]], result: RunResult | None) -
         if failure["is_users"] and failure["action"] is None:
             return str(failure["cause"]).partition(": ")[2]
         action, stage = failure["action"] or (None, None)
-        return f"{describe_rank(job.plan, failure['rank'], stage)} failed at {action or 'start'}: {failure['cause']}"
+        return f"{job.plan.name_replica(failure['rank'], stage)} failed at {action or 'start'}: {failure['cause']}"
     if killed:
         rank, death = min(killed.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[0]))
         action = last_action(position_file(Path(job.folder), rank), rank)
         stage = None if action is None else action.stage
         name = signal.Signals(-death.exitcode).name
-        return f"{describe_rank(job.plan, rank, stage)} was killed by {name} at {action or 'start'}"
+        return f"{job.plan.name_replica(rank, stage)} was killed by {name} at {action or 'start'}"
     if failures:
         failure = failures[0]
-        return f"{describe_rank(job.plan, failure['rank'], None)} failed: {failure['cause']}"
+        return f"{job.plan.name_replica(failure['rank'])} failed: {failure['cause']}"
     return f"a rank ended without a word; its output is in {Path(job.folder) / 'logs'}"
 
 
@@ -178,13 +173,6 @@ def _log_failures(folder: Path, story: str, failures: list[dict[str, Any]]) -> N
         log.write(f"{story}\n")
         for failure in failures:
             log.write(f"rank {failure['rank']}:\n{failure['traceback']}\n")
-
-
-def describe_rank(plan: Plan, rank: int, stage: int | None) -> str:
-    """`stage 1 replica 0 (rank 7, machine 0)`."""
-    carried = plan.stages[stage] if stage is not None else plan.stages_of(rank)[0]
-    machine = plan.devices[rank].machine
-    return f"stage {carried.index} replica {carried.ranks.index(rank)} (rank {rank}, machine {machine})"
 
 
 @contextmanager
