@@ -121,9 +121,18 @@ _ONE_F_ONE_B = Side("torch 1F1B", Kind.ONE_F_ONE_B, "sync")
 _DDP = Side("torch DDP", Kind.DDP, "dp")
 
 _NEAR_EMPTY = Work("stagewright.bench.models:near_empty", "0:0.0:1", 128, 64, (8,), 8)
-# Microbatches of 32 make the stages on both sides of this cut take equally long; 2 of them are the plan's default.
-_SMALL_VGG = Work("vgg-small", "0:0.0:1", 64, 2, (3, 32, 32), 10, cut="avgpool")
+_SAMPLES = 32  # of a microbatch: the stages on both sides of the cut then take equally long
+_IMAGES_A_SEGMENT = 1024
 _SMALL_VGG_WHOLE = Work("vgg-small", "0:0-1", 64, 2, (3, 32, 32), 10)
+
+
+def _small_vgg(microbatches: int) -> Heat:
+    """What stale gains over 1F1B is the bubble, at most (M+1)/M: so it is shown at more than one M."""
+    batch = microbatches * _SAMPLES
+    work = Work("vgg-small", "0:0.0:1", batch, microbatches, (3, 32, 32), 10, cut="avgpool")
+    contests = (Contest(_SYNC, _ONE_F_ONE_B, not_slower()), Contest(_STALE, _ONE_F_ONE_B, at_least(1.2)))
+    return Heat(work, _IMAGES_A_SEGMENT // batch, contests)
+
 
 SUITES = {
     suite.name: suite
@@ -133,11 +142,7 @@ SUITES = {
             "peers",
             _IMAGES,
             (
-                Heat(
-                    _SMALL_VGG,
-                    16,
-                    (Contest(_SYNC, _ONE_F_ONE_B, not_slower()), Contest(_STALE, _ONE_F_ONE_B, at_least(1.2))),
-                ),
+                *(_small_vgg(microbatches) for microbatches in (2, 4, 8)),
                 Heat(_SMALL_VGG_WHOLE, 16, (Contest(_DP, _DDP, not_slower()),)),
             ),
         ),

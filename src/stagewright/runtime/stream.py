@@ -1,7 +1,7 @@
 """Small messages between ranks of one machine: a socket a channel, one system call at each end.
 
-gloo moves a message in three (ready to receive, ready to send, the data), and each wakes a thread; with near-empty
-stages that is most of a microbatch's time. Large messages stay with it: its thread copies while this one computes.
+With near-empty stages, messages by gloo are about half of a microbatch's time. Large messages stay with it: its thread
+copies while this one computes.
 """
 
 from __future__ import annotations
