@@ -30,7 +30,7 @@ _POLL_SECONDS = 0.02
 _PATIENCE_SECONDS = 2
 
 
-class Interrupted(Exception):
+class Interrupted(KeyboardInterrupt):
     """The user stopped the run."""
 
 

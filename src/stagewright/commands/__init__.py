@@ -1,0 +1,7 @@
+"""One file a command: `add` describes it to the parser, and what it runs is imported when it runs."""
+
+from __future__ import annotations
+
+from stagewright.commands import bench, schedule, train
+
+COMMANDS = (train, schedule, bench)

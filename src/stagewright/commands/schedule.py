@@ -1,0 +1,67 @@
+"""`stagewright schedule`: print a plan's programs and draw them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from stagewright.commands.options import Commands, add_options, read_config
+
+
+def add(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "schedule",
+        help="print a plan's programs and draw them",
+        usage="stagewright schedule [options]",
+        description="Print the programs of a plan as text, and as a picture: one row a rank, time to the right.",
+    )
+    add_options(parser, "plan")
+    parser.add_argument("--batches", type=int, default=2, help="batches to show (default: 2)")
+    parser.add_argument("--forward", default=None, help="time of a forward by stage: 1,1 (default: 1 each)")
+    parser.add_argument("--backward", default=None, help="time of a backward by stage: 2,2 (default: 1 each)")
+    parser.add_argument("--transfer", type=float, default=0.0, help="time of a message (default: 0)")
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from stagewright.report.terminal import draw_timeline
+    from stagewright.schedule.check import check
+    from stagewright.schedule.lower import program
+    from stagewright.settle import make_plan_for
+    from stagewright.simulate import StageCosts, simulate
+
+    console = Console(soft_wrap=True)
+    plan = make_plan_for(read_config(parsed), None, lambda warning: console.print(f"warning: {warning}", markup=False))
+    check(plan)
+    if parsed.batches < 1:
+        raise ValueError(f"--batches is {parsed.batches}; give at least 1")
+    span = range(plan.boundary(parsed.batches))
+    costs = StageCosts(
+        _times(parsed.forward, "forward", len(plan.stages)),
+        _times(parsed.backward, "backward", len(plan.stages)),
+        parsed.transfer,
+    )
+    programs = {rank: " ".join(map(str, program(plan, rank, span))) for rank in range(plan.world)}
+    timeline = simulate(plan, costs, span)
+    bubble = timeline.bubble(range(plan.world), 0.0, timeline.end)
+    if parsed.json:
+        print(json.dumps({"plan": plan.describe(), "programs": programs, "time": timeline.end, "bubble": bubble}))
+        return
+    for rank, text in programs.items():
+        console.print(f"rank {rank}: {text}", markup=False, highlight=False)
+    console.print()
+    for row in draw_timeline(timeline, plan.world, console.width):
+        console.print(row)
+    console.print(f"time {timeline.end:g}, bubble {bubble:.1%} with fill and drain", highlight=False)
+
+
+def _times(text: str | None, name: str, stages: int) -> list[float]:
+    try:
+        times = [1.0] * stages if text is None else [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--{name} '{text}' are not times between ',' (for example 1,2)") from None
+    if len(times) != stages or min(times) < 0:
+        raise ValueError(f"--{name} {text} names {len(times)} stages but the placement has {stages}; one time a stage")
+    return times

@@ -1,0 +1,37 @@
+"""`stagewright train`: train a model over stages."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from stagewright.commands.options import Commands, add_options, read_config
+
+
+def add(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a model over stages",
+        usage="stagewright train [options]",
+        description="Train a model over stages.",
+    )
+    add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from stagewright import experiment
+
+    console = Console(stderr=parsed.json)
+    result = experiment.run(read_config(parsed), console)
+    if parsed.json:
+        print(json.dumps(result.summary))
+        return
+    speed = result.summary["images_per_second"]
+    lines = [f"done: {result.summary['batches']} steps" + (f", {speed:.0f} images/s" if speed else "")]
+    if result.exported:
+        lines.append(f"weights: {result.exported}")
+    lines.append(f"files: {result.folder}")
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
