@@ -41,6 +41,14 @@ class Timeline:
         """Share of the ranks' time in a window that is not compute."""
         return 1 - sum(self.busy(rank, first, last) for rank in ranks) / (len(ranks) * (last - first))
 
+    def busy_shares(self, ranks: int, first: float, last: float) -> tuple[float, ...]:
+        """Share of a window that each rank computes, all ranks in one pass."""
+        busy = [0.0] * ranks
+        for span in self.spans:
+            if span.lane == "compute":
+                busy[span.rank] += max(0.0, min(span.end, last) - max(span.start, first))
+        return tuple(seconds / (last - first) for seconds in busy)
+
     def chrome_trace(self) -> dict[str, Any]:
         """The trace that Perfetto and chrome://tracing open."""
         return {

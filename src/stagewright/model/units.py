@@ -50,6 +50,11 @@ class Chain:
         self.units = tuple(_unit_names(nodes)) or (type(model).__name__,)
         self._first_nodes = {name: node.name for name, node in zip(self.units, nodes, strict=False)}
 
+    @property
+    def training_graph(self) -> fx.Graph | None:
+        """The trace of the training forward; None where the model stays whole."""
+        return None if self.why_whole else self._training
+
     def by_weights(self, weights: Sequence[int]) -> tuple[str, ...]:
         """The first unit of each later stage when operations are shared out by weights.
 

@@ -1,0 +1,102 @@
+"""Runs a chain unit by unit, for those who want to look at each: its inputs, its call, what is alive behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from stagewright.model.units import Chain
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One unit about to run; `call` runs it and may be called again where it changes nothing in place."""
+
+    name: str
+    target: str  # the function or method that a unit without a module calls
+    module: nn.Module | None
+    parameters: tuple[nn.Parameter, ...]
+    inputs: tuple[Any, ...]
+    call: Callable[[], Any]
+
+
+class Walk:
+    """The units of a chain in order, over one example."""
+
+    def __init__(self, chain: Chain, example: Tensor) -> None:
+        self._chain = chain
+        self._example = example
+        self._values: dict[fx.Node, Any] = {}
+        self._last_use: dict[fx.Node, int] = {}
+        self.output: Any = None
+        self._position = -1
+
+    def __iter__(self) -> Iterator[Visit]:
+        graph = self._chain.training_graph
+        if graph is None:
+            model = self._chain.model
+            parameters = tuple(model.parameters())
+
+            def whole() -> Any:
+                self.output = model(self._example)
+                return self.output
+
+            yield Visit(self._chain.units[0], "", model, parameters, (self._example,), whole)
+            return
+        yield from self._nodes(graph)
+
+    def live_behind(self, output: Any) -> list[Any]:
+        """The values that cross a cut behind the unit that just returned `output`."""
+        after = self._position + 1
+        kept = [value for node, value in self._values.items() if self._last_use.get(node, -1) > after]
+        return [*kept, output]
+
+    def _nodes(self, graph: fx.Graph) -> Iterator[Visit]:
+        interpreter = fx.Interpreter(fx.GraphModule(self._chain.model, graph))
+        interpreter.args_iter = iter((self._example,))
+        names = iter(self._chain.units)
+        self._note_last_uses(graph)
+        for node in graph.nodes:
+            if node.op == "output":
+                self.output = interpreter.env.get(node.args[0])
+                continue
+            if node.op in ("placeholder", "get_attr"):
+                interpreter.env[node] = interpreter.run_node(node)
+                if node.op == "placeholder":
+                    self._values[node] = interpreter.env[node]
+                continue
+            yield self._visit(next(names), node, interpreter)
+            if node not in interpreter.env:
+                raise RuntimeError(f"unit {node.name} was visited but not called")
+            self._position += 1
+            self._values[node] = interpreter.env[node]
+            for used in [used for used in self._values if self._last_use.get(used, -1) <= self._position]:
+                del self._values[used]
+                interpreter.env.pop(used, None)
+
+    def _visit(self, name: str, node: fx.Node, interpreter: fx.Interpreter) -> Visit:
+        module = interpreter.fetch_attr(str(node.target)) if node.op == "call_module" else None
+        attributes = [interpreter.env[used] for used in node.all_input_nodes if used.op == "get_attr"]
+        parameters = [value for value in attributes if isinstance(value, nn.Parameter)]
+        if module is not None:
+            parameters += list(module.parameters())
+
+        def call() -> Any:
+            interpreter.env[node] = interpreter.run_node(node)
+            return interpreter.env[node]
+
+        target = "" if module is not None else getattr(node.target, "__name__", str(node.target))
+        inputs = tuple(interpreter.env[used] for used in node.all_input_nodes if used.op != "get_attr")
+        return Visit(name, target, module, tuple(parameters), inputs, call)
+
+    def _note_last_uses(self, graph: fx.Graph) -> None:
+        positions: dict[fx.Node, int] = {}
+        for node in graph.nodes:
+            if node.op not in ("placeholder", "get_attr", "output"):
+                positions[node] = len(positions)
+        end = len(positions)
+        for node in graph.nodes:
+            self._last_use[node] = max((positions.get(user, end) for user in node.users), default=-1)

@@ -1,0 +1,214 @@
+"""What a plan's stages cost on a cluster: seconds an action, bytes a message, memory a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from stagewright.catalog import MIB, DeviceSpec, Software
+from stagewright.cluster import Cluster, Device
+from stagewright.plan import cost
+from stagewright.plan.memory import Memory, gradient_copies, weight_copies
+from stagewright.plan.plan import Plan, Stage
+from stagewright.profile.profile import Table
+
+_OPTIMIZER_MOMENTS = {"sgd": 1.0, "adamw": 2.0}
+
+
+class Sums:
+    """A table's units summed over any contiguous run of them."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self.names = [unit.name for unit in table.units]
+        self.forward = _prefix([unit.forward for unit in table.units])
+        self.backward = _prefix([unit.backward for unit in table.units])
+        self.parameters = _prefix([unit.parameters for unit in table.units])
+        self.saved = _prefix([unit.saved for unit in table.units])
+        self.live = np.array([0.0, *(unit.live for unit in table.units[:-1]), 0.0])
+        self.live_gradient = np.array([0.0, *(unit.live_gradient for unit in table.units[:-1]), 0.0])
+        self.outputs = np.array([unit.output for unit in table.units], dtype=float)
+        self.workspaces = np.array([unit.workspace for unit in table.units], dtype=float)
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+
+def _prefix(values: Sequence[float]) -> np.ndarray:
+    return np.concatenate(([0.0], np.cumsum(np.asarray(values, dtype=float))))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how a model would run; `tables` gives its units on a kind of device at a microbatch size."""
+
+    cluster: Cluster
+    devices: Callable[[str], DeviceSpec]
+    software: Software
+    precision: str
+    tables: Callable[[str, int], Table]
+    optimizer: str = "sgd"
+    input: int = 0  # values of one sample
+    loader: float | None = None  # samples a second a machine can load; None: data is made on the device
+    overhead: float = 0.0  # seconds a compute costs beside its units
+
+    @property
+    def moments(self) -> float:
+        return _OPTIMIZER_MOMENTS.get(self.optimizer, 1.0)
+
+    def sums(self, kind: str, samples: int) -> Sums:
+        return Sums(self.tables(kind, samples))
+
+    def update_seconds(self, parameters: float, kind: str) -> float:
+        return float(cost.update_seconds(parameters, self.software.update_passes, self.devices(kind).bandwidth))
+
+
+class Estimate:
+    """The costs of one plan in one setting."""
+
+    def __init__(self, plan: Plan, setting: Setting) -> None:
+        self.plan = plan
+        self.setting = setting
+        self._sums = {
+            kind: setting.sums(kind, plan.samples)
+            for kind in sorted({setting.cluster.kind_of(device) for device in plan.devices})
+        }
+        names = next(iter(self._sums.values())).names
+        self.bounds = [0, *(names.index(cut) for cut in plan.cuts), len(names)]
+
+    def _of(self, rank: int) -> Sums:
+        return self._sums[self.kind(rank)]
+
+    def kind(self, rank: int) -> str:
+        return self.setting.cluster.kind_of(self.plan.devices[rank])
+
+    def forward(self, stage: int, rank: int) -> float:
+        first, last = self.bounds[stage], self.bounds[stage + 1]
+        sums = self._of(rank)
+        seconds = float(sums.forward[last] - sums.forward[first]) + self.setting.overhead
+        if stage == 0:
+            seconds += self._input_seconds(rank)
+        return seconds + self._copies(stage, backward=False)
+
+    def backward(self, stage: int, rank: int) -> float:
+        first, last = self.bounds[stage], self.bounds[stage + 1]
+        sums = self._of(rank)
+        seconds = float(sums.backward[last] - sums.backward[first]) + self.setting.overhead
+        return seconds + self._copies(stage, backward=True)
+
+    def _copies(self, stage: int, *, backward: bool) -> float:
+        """Copies of messages in and out through the host, where a software makes its computes wait for them."""
+        software = self.setting.software
+        if not software.blocking or software.handover is None:
+            return 0.0
+        plan = self.plan.stages[stage]
+        size = 0.0 if plan.is_first else self.boundary(stage - 1, backward=backward)
+        size += 0.0 if plan.is_last else self.boundary(stage, backward=backward)
+        return size / software.handover.bandwidth
+
+    def _input_seconds(self, rank: int) -> float:
+        """The copy of a microbatch's images to the device, where a software makes its computes wait for it."""
+        software, machine = self.setting.software, self.setting.cluster.machines[self.plan.devices[rank].machine]
+        if not software.blocking or not machine.levels:
+            return 0.0
+        size = self.setting.input * self.plan.samples * software.input_bytes
+        return size / (machine.levels[0].link.bandwidth * cost.PAGEABLE_SHARE)
+
+    def parameters(self, stage: int) -> float:
+        sums = self._of(0)
+        return float(sums.parameters[self.bounds[stage + 1]] - sums.parameters[self.bounds[stage]])
+
+    def update(self, stage: int, rank: int) -> float:
+        """The optimizer, and the copy of the new version into its slot."""
+        parameters, kind = self.parameters(stage), self.kind(rank)
+        seconds = self.setting.update_seconds(parameters, kind)
+        if self.plan.stages[stage].versions > 1:
+            seconds += float(cost.update_seconds(parameters, 2, self.setting.devices(kind).bandwidth))
+        return seconds
+
+    def boundary(self, stage: int, *, backward: bool) -> float:
+        """Bytes of a message across the cut behind a stage."""
+        sums = self._of(0)
+        return float((sums.live_gradient if backward else sums.live)[self.bounds[stage + 1]])
+
+    def reduction(self, stage: int) -> float:
+        """Seconds of a stage's all-reduce."""
+        ranks = self.plan.stages[stage].ranks
+        fabric = self._fabrics[stage]
+        size = self.parameters(stage) * cost.GRADIENT_BYTES
+        return float(cost.allreduce_seconds(size, len(ranks), fabric.bandwidth, fabric.latency))
+
+    def exposed(self, stage: int) -> float:
+        """Seconds of it that the last backward of a round does not hide."""
+        backward = min(self.backward(stage, rank) for rank in self.plan.stages[stage].ranks)
+        hiding = cost.hidden_seconds(backward, self._fabrics[stage])
+        tail = cost.tail_share(self.parameters(stage) * cost.GRADIENT_BYTES)
+        return float(cost.exposed_seconds(self.reduction(stage), hiding, tail))
+
+    @cached_property
+    def _fabrics(self) -> list[cost.Fabric]:
+        return [
+            cost.ring_fabric(self.setting.cluster, [self.plan.devices[rank] for rank in stage.ranks])
+            for stage in self.plan.stages
+        ]
+
+    def device(self, rank: int) -> Device:
+        return self.plan.devices[rank]
+
+    def memory(self, rank: int) -> Memory:
+        """What a rank holds."""
+        return Memory.sum(self._stage_memory(stage, rank) for stage in self.plan.stages_of(rank))
+
+    def _stage_memory(self, stage: Stage, rank: int) -> Memory:
+        software, sums = self.setting.software, self._of(rank)
+        first, last = self.bounds[stage.index], self.bounds[stage.index + 1]
+        weights = self.parameters(stage.index) * cost.GRADIENT_BYTES
+        own = -(-stage.round // stage.replicas)
+        depth = min(stage.depth, stage.versions * own) if stage.count > 1 else 1
+        if software.whole_batches:
+            depth = own if stage.is_last else own * (software.in_flight or 1)
+        pieces = own if software.whole_batches else 1  # microbatches that run as one
+        saved = float(sums.saved[last] - sums.saved[first])
+        messages = float(sums.live[first] + sums.live[last]) * pieces
+        largest = float(sums.outputs[first:last].max()) * pieces
+        borrowed = float(software.workspace)
+        if not software.keeps_workspace:
+            borrowed = min(borrowed, float(sums.workspaces[first:last].max()) * pieces)
+        loads = stage.is_first and self.setting.loader is not None
+        return Memory(
+            weights=weights * weight_copies(stage.versions),
+            gradients=weights * gradient_copies(stage.versions, stage.replicas),
+            optimizer=weights * (self.setting.moments + software.temporaries),
+            activations=saved * depth,
+            buffers=2 * messages + 2 * largest + (software.loader if loads else 0),
+            workspace=borrowed,
+            context=float(software.context),
+        )
+
+    def limit(self, rank: int) -> int:
+        return self.setting.devices(self.kind(rank)).memory
+
+    def require_fit(self) -> None:
+        """Raise unless every rank's memory fits its device."""
+        for rank in range(self.plan.world):
+            memory, limit = self.memory(rank), self.limit(rank)
+            if memory.total > limit:
+                raise ValueError(
+                    f"{self.plan.name_replica(rank)} needs {memory.total / MIB:,.0f} MiB but its device has "
+                    f"{limit / MIB:,.0f}, {(memory.total - limit) / MIB:,.0f} too few; most of it is {memory.largest}: "
+                    f"{_remedy(memory.largest)}"
+                )
+
+
+def _remedy(part: str) -> str:
+    return {
+        "weights": "give the stage fewer units, or lower --staleness",
+        "gradients": "give the stage fewer units",
+        "optimizer": "give the stage fewer units",
+        "activations": "use a smaller --batch, more --microbatches, or give the stage fewer units",
+        "buffers": "use a smaller --batch or more --microbatches",
+    }.get(part, "use a device with more memory")

@@ -1,0 +1,432 @@
+"""The search: which units form a stage and which devices run it, so that the slowest stage is as fast as it can be.
+
+Devices stand in the order of the topology and stages take contiguous blocks of it, the last stage the last devices. For
+a given time, one pass over the units from the end finds the fewest devices that run them without any stage taking
+longer; the smallest such time is bracketed, and the last step proves that nothing below it can be reached.
+
+What a block costs depends on its size and on which links it and its borders cross, and that repeats from machine to
+machine: positions are told apart modulo the machine. Fewest devices is the right thing to keep at each of these
+positions, because with fewer devices taken everything that could come before still can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stagewright.catalog import Software
+from stagewright.cluster import Cluster, Device, Placement
+from stagewright.plan import cost
+from stagewright.plan.estimate import Setting, Sums
+from stagewright.plan.memory import state_bytes
+from stagewright.plan.plan import Mode
+
+Array = Any  # a numpy array
+_FAR = 1 << 30  # more devices than there are
+_MANY = 256  # devices from which on large blocks come in steps
+_STEPS = 128
+_CLOSE = 1e-9
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Every contiguous run of units, as arrays over pairs (first, last); runs that begin alike stand together."""
+
+    units: int
+    first: Array
+    last: Array
+    compute: Array  # kinds of devices x pairs, seconds of a microbatch
+    backward: Array
+    parameters: Array
+    saved: Array
+    before: Array  # bytes of activations that enter
+    behind: Array  # bytes of activations that leave
+    entering: Array  # bytes that come in over both borders for a microbatch, forward and backward
+    leaving: Array
+    transient: Array  # bytes of message buffers, of gradients of activations, and of workspace
+
+    @staticmethod
+    def of(sums: Sequence[Sums], software: Software) -> Runs:
+        """From one table a kind of device."""
+        units = sums[0].count
+        first, last = np.triu_indices(units + 1, 1)
+
+        def between(prefix: Array) -> Array:
+            return prefix[last] - prefix[first]
+
+        own = sums[0]
+        borrowed = _largest(own.workspaces)
+        workspace = np.full_like(borrowed, float(software.workspace))
+        if not software.keeps_workspace:
+            workspace = np.minimum(borrowed, workspace)
+        messages = 2 * (own.live[first] + own.live[last])
+        return Runs(
+            units,
+            first,
+            last,
+            np.array([between(kind.forward) + between(kind.backward) for kind in sums]),
+            np.array([between(kind.backward) for kind in sums]),
+            between(own.parameters),
+            between(own.saved),
+            own.live[first],
+            own.live[last],
+            own.live[first] + own.live_gradient[last],
+            own.live[last] + own.live_gradient[first],
+            messages + 2 * _largest(own.outputs) + workspace,
+        )
+
+    def beginning(self, unit: int) -> slice:
+        """The runs that begin at a unit."""
+        start = unit * self.units - unit * (unit - 1) // 2
+        return slice(start, start + self.units - unit)
+
+
+def _largest(values: Array) -> Array:
+    """The largest value of every run."""
+    running = [np.maximum.accumulate(values[unit:]) for unit in range(len(values))]
+    return np.concatenate(running)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Every contiguous block of devices a stage may take, by where it ends and how large it is."""
+
+    devices: tuple[Device, ...]
+    period: int  # devices after which positions repeat
+    offset: Array  # devices behind the block, modulo the period
+    size: Array
+    bandwidth: Array  # of the block's ring
+    latency: Array
+    staged: Array
+    border: Array  # bandwidth of the slower border
+    kind: Array  # the slowest kind of device in it
+
+    def take(self, behind: int, size: int) -> tuple[Device, ...]:
+        end = len(self.devices) - behind
+        return self.devices[end - size : end]
+
+
+def make_blocks(cluster: Cluster, kinds: Sequence[str]) -> Blocks:
+    """The blocks of a cluster; `kinds` name its devices from the fastest to the slowest."""
+    devices = cluster.devices
+    period = _period(cluster)
+    rows = []
+    for offset in range(min(period, len(devices))):
+        for size in _sizes(len(devices), period, offset):
+            rows.append((offset, size, *_block(cluster, devices, offset, size, kinds)))
+    columns = [np.array(column) for column in zip(*rows, strict=True)]
+    return Blocks(devices, period, *columns)
+
+
+def _period(cluster: Cluster) -> int:
+    """Positions repeat from machine to machine where all are alike, and from device to device where all links are."""
+    machine = cluster.machines[0]
+    if any(other != machine for other in cluster.machines):
+        return len(cluster.devices)
+    if len(machine.levels) <= 1 and (len(cluster.machines) == 1 or machine.devices == 1):
+        return 1
+    return machine.devices or 1
+
+
+def _sizes(devices: int, period: int, offset: int) -> Iterator[int]:
+    """Every size; from many devices on, large blocks are whole machines, or whole steps of a flat cluster."""
+    step = max(period, -(-devices // _STEPS))
+    for size in range(1, devices - offset + 1):
+        if devices <= _MANY or size <= 2 * step or (offset == 0 and size % step == 0):
+            yield size
+
+
+def _block(
+    cluster: Cluster, devices: Sequence[Device], offset: int, size: int, kinds: Sequence[str]
+) -> tuple[float, float, bool, float, int]:
+    end = len(devices) - offset
+    block = devices[end - size : end]
+    fabric = cost.ring_fabric(cluster, block)
+    neighbours = [
+        pair for pair in ((end - size - 1, end - size), (end - 1, end)) if pair[0] >= 0 and pair[1] < len(devices)
+    ]
+    border = min(
+        (cluster.link(devices[one], devices[other]).bandwidth for one, other in neighbours), default=float("inf")
+    )
+    kind = max(kinds.index(cluster.kind_of(device)) for device in block)
+    return fabric.bandwidth, fabric.latency, fabric.staged, border, kind
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a mode turns a run of units on a block into seconds a batch."""
+
+    mode: Mode
+    microbatches: int
+    staleness: int | None = None
+    update_second_bytes: float = 0.0  # seconds the optimizer takes a byte of weights
+    overhead: float = 0.0
+    copies: float = 0.0  # seconds a byte of message that computes wait for
+    handover: float = float("inf")  # bytes a second of the fastest message
+
+    @property
+    def is_even(self) -> bool:
+        """Whether replicas take turns over batches, so that a share of a microbatch counts as one."""
+        return self.mode in (Mode.STALE, Mode.PIPEDREAM)
+
+    def seconds(self, runs: Runs, blocks: Blocks, pairs: Any = slice(None)) -> Array:
+        """Seconds a batch of every run on every block: blocks x pairs."""
+        size = blocks.size[:, None]
+        own = self.microbatches / size if self.is_even else np.ceil(self.microbatches / size)
+        rounds = self.microbatches / size if self.mode is Mode.PIPEDREAM else 1.0
+        entering, leaving = runs.entering[pairs], runs.leaving[pairs]
+        compute = runs.compute[blocks.kind][:, pairs] + 2 * self.overhead + (entering + leaving) * self.copies
+        weights = runs.parameters[pairs] * cost.GRADIENT_BYTES
+        reduction = cost.allreduce_seconds(weights, size, blocks.bandwidth[:, None], blocks.latency[:, None])
+        backward = np.where(blocks.staged[:, None], 0.0, runs.backward[blocks.kind][:, pairs])
+        exposed = cost.exposed_seconds(reduction, backward, cost.tail_share(weights))
+        lags = self.is_even & (runs.last[pairs] < runs.units) & (self.staleness != 0)
+        waits = np.where(lags & ~blocks.staged[:, None], 0.0, exposed)
+        update = weights * self.update_second_bytes
+        busy = own * compute + rounds * (waits + update)
+        border = np.minimum(blocks.border, self.handover)[:, None]
+        link = own * np.maximum(entering, leaving) / border + rounds * reduction
+        return np.maximum(busy, link)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What fits: bytes of a device, and what a stage of some versions and depth takes of them."""
+
+    memory: float
+    moments: float
+    staleness: int | None
+    microbatches: int
+    mode: Mode
+
+    def versions(self, stages: int, behind: Array, size: Array) -> Array:
+        """Versions of a stage with so many stages from it to the end, and devices behind it."""
+        if self.mode is Mode.PIPEDREAM:
+            return -(-(behind + size) // size)
+        if self.mode is not Mode.STALE:
+            return np.ones_like(behind + size)
+        return np.full_like(behind + size, min(stages, (stages if self.staleness is None else self.staleness) + 1))
+
+    def needs(self, runs: Runs, pairs: Any, stages: int, behind: Array, size: Array) -> Array:
+        """Bytes of a rank of each run on each block."""
+        versions = self.versions(stages, behind, size)
+        rounds = size if self.mode is Mode.PIPEDREAM else self.microbatches
+        depth = np.minimum(-(-(behind + size) // size) + stages - 1, versions * -(-rounds // size))
+        if stages == 1:
+            depth = np.ones_like(depth)
+        state = state_bytes(runs.parameters[pairs], versions, size, self.moments)
+        return state + runs.saved[pairs] * depth + runs.transient[pairs]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A way to lay out the units: where stages begin, how many devices each has, and the slowest stage's time."""
+
+    bounds: tuple[int, ...]  # first unit of each stage, and the end
+    sizes: tuple[int, ...]
+    seconds: float
+
+    def placement(self, blocks: Blocks) -> Placement:
+        behind = [sum(self.sizes[index + 1 :]) for index in range(len(self.sizes))]
+        return tuple(blocks.take(rest, size) for rest, size in zip(behind, self.sizes, strict=True))
+
+
+class Search:
+    """The fastest layout of a model on a cluster under one set of rules."""
+
+    def __init__(
+        self, runs: Runs, blocks: Blocks, seconds: Array, limits: Limits | None = None, most_stages: int | None = None
+    ) -> None:
+        self._runs = runs
+        self._blocks = blocks
+        self._seconds = seconds
+        self._limits = limits
+        self._devices = len(blocks.devices)
+        self._layers = min(most_stages or self._devices, self._devices, runs.units)
+
+    def best(self, stages: int | None = None, known: float | None = None) -> Found | None:
+        """The layout whose slowest stage is fastest, of any or exactly so many stages; None if nothing fits.
+
+        `known` is a time that something else reaches: what can't beat it is not looked for.
+        """
+        slowest = float(self._seconds.max()) if known is None else known
+        found = self._within(slowest, stages)
+        if found is None:
+            return None
+        low = float(self._seconds.min(axis=0)[self._runs.last == self._runs.first + 1].min()) / 2
+        while low < found.seconds * (1 - _CLOSE):
+            middle = (low * found.seconds) ** 0.5 if found.seconds > 1.001 * low else found.seconds * (1 - _CLOSE)
+            better = self._within(middle, stages)
+            if better is None:
+                low = middle
+            else:
+                found = better
+        return found
+
+    def _within(self, most: float, stages: int | None) -> Found | None:
+        """A layout in which no stage takes longer than so many seconds."""
+        layered = stages is not None or self._limits is not None
+        reach = [self._empty()]
+        reach[0][self._runs.units, 0] = 0
+        allowed = self._seconds <= most
+        for layer in range(1, (stages or self._layers) + 1 if layered else 2):
+            own = self._empty()
+            before = reach[-1] if layered else own
+            if not layered:
+                own[self._runs.units, 0] = 0
+            for unit in range(self._runs.units - 1, -1, -1):
+                self._step(own, before, unit, layer, allowed)
+            reach.append(own)
+            if stages is None and own[0].min() <= self._devices:
+                return self._trace(reach, layer, allowed, layered)
+        last = len(reach) - 1
+        if reach[last][0].min() > self._devices:
+            return None
+        return self._trace(reach, last, allowed, layered)
+
+    def _empty(self) -> Array:
+        return np.full((self._runs.units + 1, self._blocks.period), _FAR, dtype=np.int64)
+
+    def _candidates(self, before: Array, unit: int, layer: int, allowed: Array) -> Array:
+        """Devices taken in all when a stage begins at a unit: blocks x ends of the stage."""
+        pairs = self._runs.beginning(unit)
+        behind = before[unit + 1 :][:, self._blocks.offset].T
+        taken = np.where(allowed[:, pairs], behind + self._blocks.size[:, None], _FAR)
+        if self._limits is not None:
+            size = np.broadcast_to(self._blocks.size[:, None], behind.shape)
+            needs = self._limits.needs(self._runs, pairs, layer, np.minimum(behind, self._devices), size)
+            taken = np.where(needs <= self._limits.memory, taken, _FAR)
+        return np.where(taken <= self._devices, taken, _FAR)
+
+    def _step(self, own: Array, before: Array, unit: int, layer: int, allowed: Array) -> None:
+        fewest = self._candidates(before, unit, layer, allowed).min(axis=1)
+        position = (self._blocks.offset + self._blocks.size) % self._blocks.period
+        np.minimum.at(own[unit], position, fewest)
+
+    def _trace(self, reach: Sequence[Array], layer: int, allowed: Array, layered: bool) -> Found:
+        """Walk from the first unit to the end along what made each state."""
+        bounds, sizes, seconds = [0], [], 0.0
+        taken = int(reach[layer][0].min())
+        unit = 0
+        while unit < self._runs.units:
+            before = reach[layer - 1] if layered else reach[layer]
+            candidates = self._candidates(before, unit, layer, allowed)
+            position = (self._blocks.offset + self._blocks.size) % self._blocks.period
+            wanted = (candidates == taken) & (position == taken % self._blocks.period)[:, None]
+            block, end = (int(index[0]) for index in np.nonzero(wanted))
+            pairs = self._runs.beginning(unit)
+            seconds = max(seconds, float(self._seconds[block, pairs.start + end]))
+            size = int(self._blocks.size[block])
+            unit, taken, layer = unit + 1 + end, taken - size, layer - 1 if layered else layer
+            bounds.append(unit)
+            sizes.append(size)
+        return Found(tuple(bounds), tuple(sizes), seconds)
+
+
+def make_search(
+    setting: Setting,
+    mode: Mode,
+    batch: int,
+    microbatches: int,
+    *,
+    staleness: int | None = None,
+    limited: bool = True,
+    most_stages: int | None = None,
+) -> Search:
+    """A search over a setting's cluster for one mode and number of microbatches."""
+    kinds = sorted(
+        {machine.kind for machine in setting.cluster.machines},
+        key=lambda kind: setting.tables(kind, batch // microbatches).seconds,
+    )
+    sums = [setting.sums(kind, batch // microbatches) for kind in kinds]
+    runs, blocks = Runs.of(sums, setting.software), make_blocks(setting.cluster, kinds)
+    rules = make_rules(setting, mode, microbatches, kinds[-1], staleness)
+    seconds = rules.seconds(runs, blocks)
+    if seconds.size > 20_000_000:
+        seconds = seconds.astype(np.float32)
+    limits = _limits(setting, mode, microbatches, kinds, staleness) if limited else None
+    if limits is not None and _always_fits(limits, runs, blocks):
+        limits = None
+    return Search(runs, blocks, seconds, limits, most_stages)
+
+
+def make_rules(setting: Setting, mode: Mode, microbatches: int, kind: str, staleness: int | None = None) -> Rules:
+    software = setting.software
+    host = software.handover.bandwidth if software.handover else float("inf")
+    return Rules(
+        mode,
+        microbatches,
+        staleness,
+        setting.update_seconds(1.0, kind) / cost.GRADIENT_BYTES,
+        setting.overhead,
+        1 / host if software.blocking else 0.0,
+        float("inf") if software.blocking else host,
+    )
+
+
+def _limits(setting: Setting, mode: Mode, microbatches: int, kinds: Sequence[str], staleness: int | None) -> Limits:
+    software = setting.software
+    smallest = min(setting.devices(kind).memory for kind in kinds)
+    return Limits(
+        smallest - software.context,
+        setting.moments + software.temporaries,
+        staleness,
+        microbatches,
+        mode,
+    )
+
+
+def _always_fits(limits: Limits, runs: Runs, blocks: Blocks) -> bool:
+    """Whether even the whole model on one device, with the most versions and depth there could be, fits."""
+    most = np.array(len(blocks.devices))
+    worst = limits.needs(runs, np.array([runs.units - 1]), min(runs.units, len(blocks.devices)), most, np.array(1))
+    return bool(worst.max() <= limits.memory)
+
+
+def best_cuts(setting: Setting, placement: Placement, mode: Mode, batch: int, microbatches: int) -> tuple[str, ...]:
+    """The cuts that make the slowest stage of a given placement fastest."""
+    samples = batch // microbatches
+    kinds = sorted({setting.cluster.kind_of(device) for stage in placement for device in stage})
+    sums = [setting.sums(kind, samples) for kind in kinds]
+    runs = Runs.of(sums, setting.software)
+    if runs.units < len(placement):
+        raise ValueError(f"the model has {runs.units} units but the placement has {len(placement)} stages")
+    rules = make_rules(setting, mode, microbatches, kinds[0])
+    slowest = np.full(runs.units + 1, np.inf)
+    slowest[runs.units] = 0.0
+    choices: list[Array] = []
+    for devices in reversed(placement):
+        seconds = rules.seconds(runs, _as_blocks(setting.cluster, devices, kinds))[0]
+        time = np.maximum(seconds, slowest[runs.last])
+        ends = np.array([int(time[runs.beginning(unit)].argmin()) + unit + 1 for unit in range(runs.units)])
+        now = np.array([time[runs.beginning(unit)].min() for unit in range(runs.units)])
+        slowest = np.concatenate((now, [np.inf]))
+        choices.append(ends)
+    cuts: list[str] = []
+    unit = 0
+    for ends in reversed(choices[1:]):
+        unit = int(ends[unit])
+        cuts.append(sums[0].names[unit])
+    return tuple(cuts)
+
+
+def _as_blocks(cluster: Cluster, devices: Sequence[Device], kinds: Sequence[str]) -> Blocks:
+    fabric = cost.ring_fabric(cluster, devices)
+    others = [device for device in cluster.devices if device not in set(devices)]
+    border = max((cluster.link(devices[0], other).bandwidth for other in others), default=float("inf"))
+    kind = max(kinds.index(cluster.kind_of(device)) for device in devices)
+    values = (0, len(devices), fabric.bandwidth, fabric.latency, fabric.staged, border, kind)
+    return Blocks(tuple(devices), len(devices), *(np.array([value]) for value in values))
+
+
+def pipedream_seconds(runs: Runs, blocks: Blocks, bandwidth: float) -> Array:
+    """PipeDream's own formula on a flat network, for comparison with its plans: seconds a minibatch."""
+    size = blocks.size[:, None]
+    weights = runs.parameters * cost.GRADIENT_BYTES
+    busy = (runs.compute[0] + 4 * (size - 1) * weights / (bandwidth * size)) / size
+    entering = 2 * runs.before / (bandwidth * size)
+    leaving = np.where(runs.first > 0, 2 * runs.behind / (bandwidth * size), 0.0)
+    return np.maximum(busy, np.maximum(entering, leaving))

@@ -1,0 +1,180 @@
+"""The profile of a model: every unit's time and bytes, at the microbatch sizes and precisions it was taken at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = "stagewright-profile-1"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One unit on one microbatch: seconds and bytes."""
+
+    name: str
+    kind: str
+    forward: float
+    backward: float
+    parameters: int  # elements that training changes
+    output: int  # bytes it returns
+    live: int  # bytes that cross a cut behind it, forward
+    live_gradient: int  # bytes that cross the same cut backward
+    saved: int  # bytes it keeps for backward
+    workspace: int = 0  # bytes it borrows while it runs
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Every unit at one precision and microbatch size."""
+
+    precision: str
+    samples: int
+    units: tuple[Unit, ...]
+
+    @property
+    def seconds(self) -> float:
+        return sum(unit.forward + unit.backward for unit in self.units)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What a real transfer between two ranks took: seconds = latency + bytes / bandwidth."""
+
+    source: int
+    target: int
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What the device itself can do, measured beside the units."""
+
+    matrix: dict[str, float]  # operations a second, by precision
+    copy: float  # bytes a second, read and write counted
+    update: float  # bytes of weights a second through the optimizer
+    reduce: float | None = None  # bytes of gradient a second through an all-reduce of two ranks
+    transfers: tuple[Transfer, ...] = ()
+    overhead: float = 0.0  # seconds a microbatch costs a rank beside its units
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Tables of one model on one device."""
+
+    model: str
+    device: str
+    software: str
+    input: tuple[int, ...]  # shape of one sample
+    together: int  # processes that ran at once while it was taken
+    ceilings: Ceilings | None
+    tables: tuple[Table, ...]
+
+    def at(self, precision: str, samples: int) -> Table:
+        """The table of a precision at a microbatch size: measured, or on the line between two measured sizes."""
+        sizes = {table.samples: table for table in self.tables if table.precision == precision}
+        if not sizes:
+            known = sorted({table.precision for table in self.tables})
+            raise ValueError(
+                f"the profile of {self.model} has precision {', '.join(known)} but {precision} was asked for; "
+                f"profile again with --precision {precision}"
+            )
+        if samples in sizes:
+            return sizes[samples]
+        below = max((size for size in sizes if size < samples), default=None)
+        above = min((size for size in sizes if size > samples), default=None)
+        if below is None or above is None:
+            raise ValueError(
+                f"the profile of {self.model} covers microbatches of {_range(sizes)} samples but the plan's has "
+                f"{samples}; profile again with --samples {samples}"
+            )
+        return _between(sizes[below], sizes[above], samples)
+
+    def require(self, model: str, units: Sequence[str]) -> None:
+        """Raise unless this is a profile of that model, unit by unit."""
+        own = [unit.name for unit in self.tables[0].units]
+        if own == list(units):
+            return
+        first = next((a for a, b in zip(own, units, strict=False) if a != b), "the end")
+        raise ValueError(
+            f"the profile is of {self.model} ({len(own)} units) but the model is {model} ({len(units)} units), and they "
+            f"differ at '{first}'; profile {model} itself"
+        )
+
+    def write(self, path: str | Path) -> None:
+        """Save as JSON."""
+        Path(path).write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1))
+
+
+def read_profile(path: str | Path) -> Profile:
+    """Load a saved profile."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        content: Any = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"profile {path}: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"profile {path} is not JSON: {error}") from error
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+        raise ValueError(f"profile {path} is not a {FORMAT} file; make one with stagewright profile")
+    try:
+        profile = TypeAdapter(Profile).validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"profile {path}: {place}: {first['msg']}; profile again") from error
+    _require_sane(profile, path)
+    return profile
+
+
+def _require_sane(profile: Profile, path: str | Path) -> None:
+    if not profile.tables or not all(table.units for table in profile.tables):
+        raise ValueError(f"profile {path} has no units; profile again")
+    names = [unit.name for unit in profile.tables[0].units]
+    for table in profile.tables:
+        if [unit.name for unit in table.units] != names:
+            raise ValueError(f"profile {path}: its table of {table.samples} samples names other units; profile again")
+        if table.samples < 1:
+            raise ValueError(f"profile {path} has a table of {table.samples} samples; it must be at least 1")
+        for unit in table.units:
+            numbers = (unit.forward, unit.backward, unit.parameters, unit.output, unit.live, unit.saved)
+            if not all(0 <= number < float("inf") for number in numbers):
+                raise ValueError(
+                    f"profile {path}: unit '{unit.name}' has a number below 0 or not finite; profile again"
+                )
+
+
+def _range(sizes: dict[int, Table]) -> str:
+    return str(min(sizes)) if len(sizes) == 1 else f"{min(sizes)} to {max(sizes)}"
+
+
+def _between(below: Table, above: Table, samples: int) -> Table:
+    share = (samples - below.samples) / (above.samples - below.samples)
+
+    def mix(low: float, high: float) -> float:
+        return low + share * (high - low)
+
+    def whole(low: float, high: float) -> int:
+        return round(mix(low, high))
+
+    units = tuple(
+        Unit(
+            low.name,
+            low.kind,
+            mix(low.forward, high.forward),
+            mix(low.backward, high.backward),
+            low.parameters,
+            whole(low.output, high.output),
+            whole(low.live, high.live),
+            whole(low.live_gradient, high.live_gradient),
+            whole(low.saved, high.saved),
+            whole(low.workspace, high.workspace),
+        )
+        for low, high in zip(below.units, above.units, strict=True)
+    )
+    return Table(below.precision, samples, units)
