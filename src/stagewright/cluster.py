@@ -29,6 +29,7 @@ class Link:
     bandwidth: float
     latency: float
     staged: bool = False  # copied through host memory: the copy is not hidden behind compute
+    reduction: float | None = None  # bytes a second of a ring, where that differs
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,10 @@ class PlanConfig(Section):
     """How it is laid out."""
 
     placement: str = option("0:0", "--placement", "devices of each stage: 0:0-6.0:7")
-    weights: str | None = option(None, "--weights", "share of operations a stage: 11:7 (default: its replicas)")
-    cut: str | None = option(None, "--cut", "first unit of each later stage: NAME,NAME")
+    weights: str | None = option(None, "--weights", "share of operations a stage: 11:7")
+    cut: str | None = option(None, "--cut", "first unit of each later stage (default: the planner's choice)")
+    file: str | None = option(None, "--plan", "a plan file of `stagewright plan`, instead of the options above")
+    profile: str | None = option(None, "--profile", "a profile of this machine, to plan by and to predict the speed")
     mode: Literal["dp", "sync", "stale", "pipedream"] = option("stale", "--mode", "how far weights may lag")
     staleness: int | None = option(None, "--staleness", "most updates a stage lags in mode stale")
     versions: str | None = option(None, "--versions", "versions kept by each stage: 3,1")

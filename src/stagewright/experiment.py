@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagewright.config import Config, as_toml, make_config, options
-from stagewright.settle import prepare
+from stagewright.settle import predict_job, prepare
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,6 +73,9 @@ def run(config: Config, console: Console | None = None) -> Result:
     began = time.time()
     write_start(job)
     console.print(headline(job), markup=False, highlight=False, soft_wrap=True)
+    predicted = predict_job(job.config, job.plan)
+    if predicted is not None:
+        console.print(f"predicted: {predicted.images_per_second:.0f} images/s", markup=False, highlight=False)
     with (
         (folder / "metrics.jsonl").open("w") as metrics,
         RunConsole(console, job.batches, job.plan.batch, config.run.log_every) as progress,
@@ -92,6 +95,7 @@ def run(config: Config, console: Console | None = None) -> Result:
         "plan": job.plan.describe(),
         "batches": len(collector.steps),
         "images_per_second": collector.images_per_second(),
+        "predicted_images_per_second": None if predicted is None else predicted.images_per_second,
         "loss": collector.steps[-1].loss if collector.steps else None,
         "evaluations": [asdict(evaluated) for evaluated in collector.evaluations],
         "seconds": time.time() - began,

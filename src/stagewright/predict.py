@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from stagewright.catalog import MIB, Catalogue, Software
-from stagewright.cluster import Cluster
+from stagewright.catalog import MIB, Catalogue, DeviceSpec, Software
+from stagewright.cluster import Cluster, Level, Link, Machine
 from stagewright.plan import cost
 from stagewright.plan.estimate import Estimate, Setting
 from stagewright.plan.memory import Memory
 from stagewright.plan.plan import Plan
 from stagewright.profile.analytic import analytic_table
-from stagewright.profile.profile import Table
+from stagewright.profile.profile import Profile, Table
 from stagewright.profile.shape import Shape
 from stagewright.simulate import ClusterCosts, Steady, steady
 
@@ -137,22 +139,77 @@ def analytic_setting(
     return Setting(cluster, catalogue.device, software, precision, tables, optimizer, shapes[0].inputs, loader)
 
 
+@dataclass(frozen=True)
+class Study:
+    """A model looked at without running it: its chain of units, and each unit for one sample."""
+
+    name: str
+    chain: Chain
+    input: tuple[int, ...]
+    shapes: tuple[Shape, ...]
+
+
 @cache
-def zoo_chain(name: str, classes: int | None = None) -> Chain:
-    """A zoo model's units, without storage."""
+def study(name: str, classes: int | None = None, image: int | None = None) -> Study:
+    """Trace a zoo model or a user's own, on tensors without storage."""
+    from stagewright.model.load import build_model
     from stagewright.model.units import Chain
-    from stagewright.model.zoo import build
-    from stagewright.profile.trace import on_meta
+    from stagewright.model.zoo import ZOO, build
+    from stagewright.profile.trace import on_meta, trace_shapes
 
-    return Chain(on_meta(lambda: build(name, classes)))
+    side = image or (ZOO[name].image if name in ZOO else 32)
+    sample = (3, side, side)
+    module = build_model(name, 0, classes).to("meta") if ":" in name else on_meta(lambda: build(name, classes))
+    chain = Chain(module)
+    try:
+        shapes = trace_shapes(chain, sample)
+    except Exception as error:  # the model's own code ran: whatever it raises is the user's to read
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(
+            f"{name} can't run on input {list(sample)}: {type(error).__name__}: {reason[:160]}; give --image"
+        ) from error
+    return Study(name, chain, sample, shapes)
 
 
-@cache
-def zoo_shapes(name: str, classes: int | None = None, image: int | None = None) -> tuple[Shape, ...]:
-    """A zoo model's units for one sample."""
-    from stagewright.model.zoo import ZOO
-    from stagewright.profile.trace import trace_shapes
+def profile_setting(
+    profile: Profile, cluster: Cluster | None, catalogue: Catalogue, precision: str, *, optimizer: str = "sgd"
+) -> Setting:
+    """A measured model, on the machine it was measured on or on a cluster of devices like it."""
+    software = catalogue.system("stagewright" if profile.software == "stagewright" else profile.software)
+    if cluster is None:
+        cluster = measured_cluster(profile)
 
-    chain = zoo_chain(name, classes)
-    side = image or ZOO[name].image
-    return trace_shapes(chain, (3, side, side))
+    def tables(kind: str, samples: int) -> Table:
+        return profile.at(precision, samples)
+
+    device: Callable[[str], DeviceSpec] = catalogue.device
+    ceilings = profile.ceilings
+    if ceilings is not None:
+        software = replace(software, update_passes=ceilings.copy / ceilings.update, context=0, workspace=0)
+
+        def measured(kind: str) -> DeviceSpec:
+            memory = _own_memory() if kind == "cpu" else catalogue.device(kind).memory
+            return DeviceSpec(kind, kind, memory, ceilings.copy, {"fp32": ceilings.matrix.get("fp32", 1.0)}, {})
+
+        device = measured
+    values = math.prod(profile.input) if profile.input else 0
+    overhead = ceilings.overhead if ceilings else 0.0
+    return Setting(cluster, device, software, precision, tables, optimizer, values, None, overhead)
+
+
+def measured_cluster(profile: Profile) -> Cluster:
+    """The machine a profile was taken on: as many devices as ran together, over the links it measured."""
+    ceilings = profile.ceilings
+    if ceilings is None or not ceilings.transfers:
+        raise ValueError(
+            f"the profile of {profile.model} has no links; give --cluster, or profile again with --together 2"
+        )
+    slowest = min(ceilings.transfers, key=lambda transfer: transfer.bandwidth)
+    on_cpu = profile.device == "cpu"
+    link = Link("measured", slowest.bandwidth, slowest.latency, staged=on_cpu, reduction=ceilings.reduce)
+    level = Level(link, (tuple(range(profile.together)),))
+    return Cluster((Machine(profile.together, "cpu" if on_cpu else profile.device, (level,)),), "profiled")
+
+
+def _own_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -14,7 +14,7 @@ from stagewright.catalog import Catalogue
 from stagewright.cluster import Placement, parse_placement
 from stagewright.plan.partition import best_cuts
 from stagewright.plan.plan import Mode, Plan, make_plan
-from stagewright.predict import IMAGENET, Prediction, analytic_setting, predict, zoo_chain, zoo_shapes
+from stagewright.predict import IMAGENET, Prediction, analytic_setting, predict, study
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def published_runs() -> tuple[Run, ...]:
 
 
 def _run(entry: Mapping[str, Any], systems: Mapping[str, str]) -> Run:
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
     return Run(software=systems[entry["system"]], **values)
 
 
@@ -83,7 +83,7 @@ def run_plan(run: Run, catalogue: Catalogue) -> Plan:
 
 
 def _cuts(run: Run, catalogue: Catalogue, placement: Placement, batch: int) -> tuple[str, ...]:
-    chain = zoo_chain(run.model)
+    chain = study(run.model).chain
     if run.weights is not None:
         return chain.by_weights([int(weight) for weight in run.weights.split(":")])
     pieces = max(len(devices) for devices in placement)
@@ -95,7 +95,7 @@ def run_setting(run: Run, catalogue: Catalogue) -> Any:
     return analytic_setting(
         catalogue,
         cluster.first(run.devices) if run.devices else cluster,
-        zoo_shapes(run.model),
+        study(run.model).shapes,
         catalogue.system(run.software),
         run.precision,
         loads=run.data != "synthetic",

@@ -115,7 +115,7 @@ class ClusterCosts:
         return self._paths[pair]
 
     def waits(self, action: Action) -> Iterator[Action]:
-        """A software that passes whole batches begins a stage when all of a batch has come, and sends it when all is done."""
+        """Where a software passes whole batches, a stage begins when all of one has come and sends when all is done."""
         if not self._estimate.setting.software.whole_batches or action.microbatch is None:
             return
         stage = self._plan.stages[action.stage]

@@ -12,6 +12,7 @@ import numpy as np
 from stagewright.catalog import read_catalogue
 from stagewright.published import Run, predict_run
 
+Array = Any  # a numpy array
 _ROW_SPREAD = 0.05  # how well a law like this can tell a run, in logarithms
 _STEP = 0.02
 _ITERATIONS = 4
@@ -51,7 +52,7 @@ def overrides(logs: Sequence[float]) -> dict[str, Any]:
     return tables
 
 
-def _errors(runs: Sequence[Run], logs: np.ndarray) -> np.ndarray:
+def _errors(runs: Sequence[Run], logs: Array) -> Array:
     """Predicted over measured, in logarithms."""
     catalogue = read_catalogue((), overrides(list(logs)))
     return np.array([math.log(predict_run(run, catalogue).images_per_second / float(run.rate or 1)) for run in runs])
@@ -61,24 +62,24 @@ def _errors(runs: Sequence[Run], logs: np.ndarray) -> np.ndarray:
 class Fit:
     """The figures that tell the runs best, and how each run's prediction moves with each figure."""
 
-    logs: np.ndarray
-    errors: np.ndarray
-    slopes: np.ndarray  # runs x parameters
+    logs: Array
+    errors: Array
+    slopes: Array  # runs x parameters
 
-    def without(self, left_out: int) -> np.ndarray:
+    def without(self, left_out: int) -> Array:
         """The figures fitted again without one run, on the slopes of the whole fit."""
         kept = [index for index in range(len(self.errors)) if index != left_out]
         return self.logs + _solve(self.slopes[kept], self.errors[kept], self.logs)
 
 
-def _priors() -> tuple[np.ndarray, np.ndarray]:
+def _priors() -> tuple[Array, Array]:
     return (
         np.array([math.log(parameter.prior) for parameter in PARAMETERS]),
         np.array([parameter.spread for parameter in PARAMETERS]),
     )
 
 
-def _solve(slopes: np.ndarray, errors: np.ndarray, logs: np.ndarray) -> np.ndarray:
+def _solve(slopes: Array, errors: Array, logs: Array) -> Array:
     """The step that least squares takes: every run counts alike, and every figure pulls towards its prior."""
     prior, spread = _priors()
     rows = np.vstack([slopes / _ROW_SPREAD, np.diag(1 / spread)])
@@ -98,7 +99,7 @@ def fit(runs: Sequence[Run], tell: Callable[[str], None] = lambda text: None) ->
     return Fit(logs, errors, slopes)
 
 
-def _slopes(runs: Sequence[Run], logs: np.ndarray, errors: np.ndarray) -> np.ndarray:
+def _slopes(runs: Sequence[Run], logs: Array, errors: Array) -> Array:
     columns = []
     for index in range(len(logs)):
         moved = logs.copy()

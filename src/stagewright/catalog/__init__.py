@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from stagewright.cluster import Cluster, Level, Link, Machine
 
 _FILES = ("devices.toml", "links.toml", "software.toml", "clusters.toml", "calibration.toml")
 MIB = 1 << 20
 _MOST_DEVICES = 65536
+_Entry = TypeVar("_Entry")
 _EFFICIENCY = 0.85  # of a device that no published run has measured
 
 
@@ -32,13 +34,17 @@ class DeviceSpec:
     watts: float | None = None
     usd: float | None = None
 
-    def rate(self, precision: str, *, convolution: bool) -> tuple[float, float]:
-        """Peak and efficiency in a precision; what a device has no units for runs on its fp32 ones.
+    def units(self, precision: str, *, convolution: bool) -> str:
+        """The units that compute in a precision; what a device has none for runs on its fp32 ones.
 
         `fp32` is stock PyTorch's: convolutions may use tf32, other products do not.
         """
         wanted = {"ieee": "fp32", "fp32": "tf32" if convolution else "fp32"}.get(precision, precision)
-        units = wanted if wanted in self.peak else "fp32"
+        return wanted if wanted in self.peak else "fp32"
+
+    def rate(self, precision: str, *, convolution: bool) -> tuple[float, float]:
+        """Peak and efficiency in a precision."""
+        units = self.units(precision, convolution=convolution)
         return self.peak[units], self.efficiency.get(units, _EFFICIENCY)
 
 
@@ -85,7 +91,7 @@ class Catalogue:
         return _find(self.clusters, name, "cluster")
 
 
-def _find(known: Mapping[str, Any], name: str, what: str) -> Any:
+def _find(known: Mapping[str, _Entry], name: str, what: str) -> _Entry:
     if name in known:
         return known[name]
     near = difflib.get_close_matches(name.lower(), known, 3, 0.4)
@@ -99,13 +105,21 @@ def shipped() -> Catalogue:
     return read_catalogue(())
 
 
+def price_source(device: str) -> str:
+    """Where the catalogue's price of a device comes from, and when it was one."""
+    tables: dict[str, Any] = tomllib.loads(resources.files(__package__).joinpath("devices.toml").read_text())
+    figure = tables["device"].get(device, {}).get("usd")
+    source = tables["source"].get(figure[1], {}) if isinstance(figure, list) else {}
+    return f"{source.get('date', 'no date')}: {source.get('text', 'no source')}"
+
+
 def open_cluster(text: str) -> tuple[Catalogue, Cluster]:
     """A cluster by name, or the one that a user's own file describes, with what that file adds to the catalogue."""
     if not (text.endswith(".toml") or Path(text).is_file()):
         catalogue = shipped()
         return catalogue, catalogue.cluster(text)
     catalogue = read_catalogue([text])
-    own = [name for name in _read_file(text).get("cluster", {})]
+    own = list(_read_file(text).get("cluster", {}))
     if len(own) != 1:
         raise ValueError(f"cluster file {text} describes {len(own)} clusters; describe one as [cluster.NAME]")
     return catalogue, catalogue.clusters[own[0]]
@@ -266,6 +280,5 @@ def _machine(entry: Any, where: str, links: Mapping[str, Link], devices: Mapping
 def _require_connected(cluster: Cluster) -> None:
     """Every pair of neighbours must have a link, so that no plan can need one that is missing."""
     devices = cluster.devices
-    if len(devices) > 1:
-        for one, other in zip(devices, devices[1:], strict=False):
-            cluster.path(one, other)
+    for one, other in itertools.pairwise(devices):
+        cluster.path(one, other)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from stagewright.commands import bench, schedule, train
+from stagewright.commands import bench, plan, profile, schedule, simulate, train, value
 
-COMMANDS = (train, schedule, bench)
+COMMANDS = (profile, plan, simulate, train, schedule, bench, value)

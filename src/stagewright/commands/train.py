@@ -31,6 +31,8 @@ def run(parsed: argparse.Namespace) -> None:
         return
     speed = result.summary["images_per_second"]
     lines = [f"done: {result.summary['batches']} steps" + (f", {speed:.0f} images/s" if speed else "")]
+    if speed and (predicted := result.summary["predicted_images_per_second"]):
+        lines.append(f"predicted: {predicted:.0f} images/s, {predicted / speed - 1:+.1%}")
     if result.exported:
         lines.append(f"weights: {result.exported}")
     lines.append(f"files: {result.folder}")

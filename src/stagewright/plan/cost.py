@@ -50,7 +50,7 @@ def update_seconds(parameters: Number, passes: float, bandwidth: float) -> Numbe
 
 def loaded_rate(devices: float, loader: float) -> float:
     """Samples a second when two uneven processes feed each other through a short queue: below both."""
-    return (devices**-_SOFTNESS + loader**-_SOFTNESS) ** (-1 / _SOFTNESS)
+    return float((devices**-_SOFTNESS + loader**-_SOFTNESS) ** (-1 / _SOFTNESS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def ring_fabric(cluster: Cluster, devices: Sequence[Device]) -> Fabric:
         for edge, link in cluster.path(source, target):
             load[edge] += 1
             links[edge] = link
-    bandwidth = min(links[edge].bandwidth / load[edge] for edge in links)
+    bandwidth = min((links[edge].reduction or links[edge].bandwidth) / load[edge] for edge in links)
     return Fabric(bandwidth, max(link.latency for link in links.values()), any(link.staged for link in links.values()))
 
 

@@ -24,7 +24,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return sum(asdict(self).values())
+        return float(sum(asdict(self).values()))
 
     @property
     def largest(self) -> str:

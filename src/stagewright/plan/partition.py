@@ -29,6 +29,7 @@ _FAR = 1 << 30  # more devices than there are
 _MANY = 256  # devices from which on large blocks come in steps
 _STEPS = 128
 _CLOSE = 1e-9
+_NEAR = 1e-4
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,17 @@ class Limits:
             return np.ones_like(behind + size)
         return np.full_like(behind + size, min(stages, (stages if self.staleness is None else self.staleness) + 1))
 
+    def most_behind(self, runs: Runs, blocks: Blocks, stages: int) -> Array:
+        """The most devices behind a stage with which it still fits: blocks x pairs, below 0 where it never does."""
+        size = np.broadcast_to(blocks.size[:, None], (len(blocks.size), len(runs.first)))
+        rounds = np.zeros_like(size)  # multiples of its own size that may stand behind it
+        step = 1 << len(blocks.devices).bit_length()
+        while step:
+            fits = self.needs(runs, slice(None), stages, (rounds + step - 1) * size, size) <= self.memory
+            rounds = np.where(fits, rounds + step, rounds)
+            step //= 2
+        return (rounds - 1) * size
+
     def needs(self, runs: Runs, pairs: Any, stages: int, behind: Array, size: Array) -> Array:
         """Bytes of a rank of each run on each block."""
         versions = self.versions(stages, behind, size)
@@ -246,19 +258,19 @@ class Search:
         self._limits = limits
         self._devices = len(blocks.devices)
         self._layers = min(most_stages or self._devices, self._devices, runs.units)
+        self._position = (blocks.offset + blocks.size) % blocks.period
+        self._starts = np.array([runs.beginning(unit).start for unit in range(runs.units)])
+        self._room: dict[int, Array] = {}
 
-    def best(self, stages: int | None = None, known: float | None = None) -> Found | None:
-        """The layout whose slowest stage is fastest, of any or exactly so many stages; None if nothing fits.
-
-        `known` is a time that something else reaches: what can't beat it is not looked for.
-        """
-        slowest = float(self._seconds.max()) if known is None else known
-        found = self._within(slowest, stages)
+    def best(self, stages: int | None = None) -> Found | None:
+        """The layout whose slowest stage is fastest, of any or exactly so many stages; None if nothing fits."""
+        found = self._within(float(self._seconds.max()), stages)
         if found is None:
             return None
-        low = float(self._seconds.min(axis=0)[self._runs.last == self._runs.first + 1].min()) / 2
+        low = float(self._seconds.min()) / 2
         while low < found.seconds * (1 - _CLOSE):
-            middle = (low * found.seconds) ** 0.5 if found.seconds > 1.001 * low else found.seconds * (1 - _CLOSE)
+            near = found.seconds < low * (1 + _NEAR)
+            middle = found.seconds * (1 - _CLOSE) if near else (low * found.seconds) ** 0.5
             better = self._within(middle, stages)
             if better is None:
                 low = middle
@@ -267,62 +279,68 @@ class Search:
         return found
 
     def _within(self, most: float, stages: int | None) -> Found | None:
-        """A layout in which no stage takes longer than so many seconds."""
-        layered = stages is not None or self._limits is not None
-        reach = [self._empty()]
-        reach[0][self._runs.units, 0] = 0
+        """A layout in which no stage takes longer than so many seconds, with as few stages as that takes."""
         allowed = self._seconds <= most
-        for layer in range(1, (stages or self._layers) + 1 if layered else 2):
-            own = self._empty()
-            before = reach[-1] if layered else own
-            if not layered:
-                own[self._runs.units, 0] = 0
-            for unit in range(self._runs.units - 1, -1, -1):
-                self._step(own, before, unit, layer, allowed)
-            reach.append(own)
-            if stages is None and own[0].min() <= self._devices:
-                return self._trace(reach, layer, allowed, layered)
-        last = len(reach) - 1
-        if reach[last][0].min() > self._devices:
-            return None
-        return self._trace(reach, last, allowed, layered)
+        if stages is None and self._limits is None and self._layers == min(self._devices, self._runs.units):
+            return self._of_any_number(allowed)
+        reach = [self._empty()]
+        for layer in range(1, (stages or self._layers) + 1):
+            reach.append(self._layer(reach[-1], layer, allowed))
+            if reach[-1][0].min() < _FAR and stages in (None, layer):
+                return self._trace(reach, allowed)
+        return None
 
     def _empty(self) -> Array:
-        return np.full((self._runs.units + 1, self._blocks.period), _FAR, dtype=np.int64)
+        """Fewest devices that run the units from each on, by position: none for what is behind the last."""
+        reach = np.full((self._runs.units + 1, self._blocks.period), _FAR, dtype=np.int64)
+        reach[self._runs.units, 0] = 0
+        return reach
 
-    def _candidates(self, before: Array, unit: int, layer: int, allowed: Array) -> Array:
-        """Devices taken in all when a stage begins at a unit: blocks x ends of the stage."""
-        pairs = self._runs.beginning(unit)
-        behind = before[unit + 1 :][:, self._blocks.offset].T
-        taken = np.where(allowed[:, pairs], behind + self._blocks.size[:, None], _FAR)
+    def _layer(self, before: Array, layer: int, allowed: Array) -> Array:
+        """The same with one stage more, for all units at once."""
+        fewest = np.minimum.reduceat(self._taken(before, slice(None), layer, allowed), self._starts, axis=1)
+        own = np.full_like(before, _FAR)
+        for block, position in enumerate(self._position):
+            np.minimum(own[:-1, position], fewest[block], out=own[:-1, position])
+        return own
+
+    def _taken(self, before: Array, pairs: slice, layer: int, allowed: Array) -> Array:
+        """Devices taken in all when a stage takes a run on a block: blocks x pairs."""
+        behind = before[self._runs.last[pairs]][:, self._blocks.offset].T
+        taken = behind + self._blocks.size[:, None]
+        fits = allowed[:, pairs] & (taken <= self._devices)
         if self._limits is not None:
-            size = np.broadcast_to(self._blocks.size[:, None], behind.shape)
-            needs = self._limits.needs(self._runs, pairs, layer, np.minimum(behind, self._devices), size)
-            taken = np.where(needs <= self._limits.memory, taken, _FAR)
-        return np.where(taken <= self._devices, taken, _FAR)
+            fits &= behind <= self._room_behind(layer)[:, pairs]
+        return np.where(fits, taken, _FAR)
 
-    def _step(self, own: Array, before: Array, unit: int, layer: int, allowed: Array) -> None:
-        fewest = self._candidates(before, unit, layer, allowed).min(axis=1)
-        position = (self._blocks.offset + self._blocks.size) % self._blocks.period
-        np.minimum.at(own[unit], position, fewest)
+    def _room_behind(self, layer: int) -> Array:
+        if layer not in self._room:
+            assert self._limits is not None
+            self._room[layer] = self._limits.most_behind(self._runs, self._blocks, layer)
+        return self._room[layer]
 
-    def _trace(self, reach: Sequence[Array], layer: int, allowed: Array, layered: bool) -> Found:
-        """Walk from the first unit to the end along what made each state."""
+    def _of_any_number(self, allowed: Array) -> Found | None:
+        """Where memory sets no limit the number of stages does not matter: one pass from the last unit to the first."""
+        reach = self._empty()
+        for unit in range(self._runs.units - 1, -1, -1):
+            fewest = self._taken(reach, self._runs.beginning(unit), 1, allowed).min(axis=1)
+            np.minimum.at(reach[unit], self._position, fewest)
+        return self._trace([reach], allowed) if reach[0].min() < _FAR else None
+
+    def _trace(self, reach: Sequence[Array], allowed: Array) -> Found:
+        """Walk from the first unit to the end along what made each state; one array stands for all layers."""
         bounds, sizes, seconds = [0], [], 0.0
-        taken = int(reach[layer][0].min())
-        unit = 0
+        layer = len(reach) - 1
+        unit, taken = 0, int(reach[-1][0].min())
         while unit < self._runs.units:
-            before = reach[layer - 1] if layered else reach[layer]
-            candidates = self._candidates(before, unit, layer, allowed)
-            position = (self._blocks.offset + self._blocks.size) % self._blocks.period
-            wanted = (candidates == taken) & (position == taken % self._blocks.period)[:, None]
-            block, end = (int(index[0]) for index in np.nonzero(wanted))
             pairs = self._runs.beginning(unit)
+            candidates = self._taken(reach[max(layer - 1, 0)], pairs, max(layer, 1), allowed)
+            wanted = (candidates == taken) & (self._position == taken % self._blocks.period)[:, None]
+            block, end = (int(index[0]) for index in np.nonzero(wanted))
             seconds = max(seconds, float(self._seconds[block, pairs.start + end]))
-            size = int(self._blocks.size[block])
-            unit, taken, layer = unit + 1 + end, taken - size, layer - 1 if layered else layer
+            sizes.append(int(self._blocks.size[block]))
+            unit, taken, layer = unit + 1 + end, taken - sizes[-1], layer - 1
             bounds.append(unit)
-            sizes.append(size)
         return Found(tuple(bounds), tuple(sizes), seconds)
 
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
-from stagewright.cluster import Device, Placement, format_placement
+from stagewright.cluster import Cluster, Device, Placement, format_placement, parse_placement
 
 
 class Mode(StrEnum):
@@ -126,6 +127,42 @@ class Plan:
             "depths": [stage.depth for stage in self.stages],
             "agree": self.agree,
         }
+
+
+def read_plan(text: str, where: str, cluster: Cluster | None = None) -> Plan:
+    """The plan that a plan file describes: what `describe` writes, read back."""
+    import json
+
+    try:
+        content = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"plan {where} is not JSON: {error}") from error
+    if isinstance(content, dict) and isinstance(content.get("plan"), dict):
+        content = content["plan"]
+    known = {"mode", "placement", "cuts", "batch", "microbatches", "versions", "depths", "agree"}
+    if not isinstance(content, dict) or not known - {"agree"} <= content.keys():
+        missing = sorted(known - {"agree"} - (content.keys() if isinstance(content, dict) else set()))
+        raise ValueError(f"plan {where} lacks {', '.join(missing)}; write one with stagewright plan MODEL -o FILE")
+    numbers = [content["batch"], content["microbatches"], *_as_list(content["versions"]), *_as_list(content["depths"])]
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+        raise ValueError(f"plan {where}: batch, microbatches, versions and depths are whole numbers")
+    if content["mode"] not in [str(mode) for mode in Mode]:
+        raise ValueError(f"plan {where}: unknown mode '{content['mode']}'; known: {', '.join(map(str, Mode))}")
+    mode = Mode(content["mode"])
+    return make_plan(
+        parse_placement(str(content["placement"]), cluster),
+        batch=content["batch"],
+        microbatches=content["microbatches"],
+        mode=mode,
+        versions=content["versions"] if mode is Mode.STALE else None,
+        depths=content["depths"],
+        cuts=[str(cut) for cut in _as_list(content["cuts"])],
+        agree=bool(content.get("agree", False)),
+    )
+
+
+def _as_list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else [None]
 
 
 def make_plan(

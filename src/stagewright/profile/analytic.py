@@ -50,7 +50,7 @@ class Rates:
             convolutions * convolution_share,
             device.bandwidth * MEMORY_SHARE,
             bytes_of(precision),
-            has_winograd=convolutions == device.peak["fp32"],
+            has_winograd=not half and device.units(precision, convolution=True) == "fp32",
             changes_layout=half and not software.channels_last,
             is_fused=software.fused,
         )

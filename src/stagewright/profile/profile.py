@@ -101,8 +101,8 @@ class Profile:
             return
         first = next((a for a, b in zip(own, units, strict=False) if a != b), "the end")
         raise ValueError(
-            f"the profile is of {self.model} ({len(own)} units) but the model is {model} ({len(units)} units), and they "
-            f"differ at '{first}'; profile {model} itself"
+            f"the profile is of {self.model} ({len(own)} units) but the model is {model} ({len(units)} units); "
+            f"they differ at '{first}'; profile {model} itself"
         )
 
     def write(self, path: str | Path) -> None:

@@ -25,7 +25,7 @@ from stagewright.runtime.rank import EVENTS, position_file
 from stagewright.runtime.recorder import last_action
 
 Listen = Callable[[dict[str, Any]], None]
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.02
 _PATIENCE_SECONDS = 2
 
@@ -40,8 +40,8 @@ def launch(job: Job, listen: Listen) -> None:
     (folder / "ranks").mkdir(exist_ok=True)
     job.save(folder / "job.json")
     token = secrets.token_hex(16)
-    with _bound_socket() as (listener, port):
-        store = TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    with bound_socket() as (listener, port):
+        store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         agent = _Agent(
             WorkerSpec(
                 role="rank",
@@ -51,12 +51,12 @@ def launch(job: Job, listen: Listen) -> None:
                 rdzv_handler=_OneMachine(store, token, port),
                 max_restarts=0,
                 monitor_interval=0.1,
-                master_addr=_LOOPBACK,
+                master_addr=LOOPBACK,
                 master_port=port,
             ),
             DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
         )
-        hearing = _Hearing(PrefixStore(token, TCPStore(_LOOPBACK, port, is_master=False)), listen)
+        hearing = _Hearing(PrefixStore(token, TCPStore(LOOPBACK, port, is_master=False)), listen)
         with _agent_log(folder), _own_signals():
             try:
                 result = agent.run()
@@ -96,7 +96,7 @@ class _OneMachine(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         store = PrefixStore(f"{self._token}/agent", self._store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_LOOPBACK, self._port))
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._port))
 
     def is_closed(self) -> bool:
         return False
@@ -176,10 +176,10 @@ def _log_failures(folder: Path, story: str, failures: list[dict[str, Any]]) -> N
 
 
 @contextmanager
-def _bound_socket() -> Iterator[tuple[socket.socket, int]]:
+def bound_socket() -> Iterator[tuple[socket.socket, int]]:
     """A listening socket on loopback: torch's store would listen on every interface by itself."""
     with socket.socket() as listener:
-        listener.bind((_LOOPBACK, 0))
+        listener.bind((LOOPBACK, 0))
         listener.listen(1024)
         yield listener, listener.getsockname()[1]
 

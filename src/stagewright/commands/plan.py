@@ -1,0 +1,135 @@
+"""`stagewright plan`: the candidates, why the best one wins, why the others lose."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stagewright.commands.options import Commands
+from stagewright.commands.setting import add_setting, read_setting
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stagewright.plan.estimate import Setting
+    from stagewright.planner import Choice
+
+
+def add(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="find the fastest layout of a model on a cluster",
+        usage="stagewright plan MODEL --cluster NAME|FILE --batch N [options]",
+        description="Search layouts, simulate the best, compare with plain data parallel, write the plan to run.",
+    )
+    add_setting(parser)
+    parser.add_argument(
+        "--batch", type=int, required=True, metavar="N", help="samples of one update (the global batch)"
+    )
+    parser.add_argument("--mode", action="append", choices=("sync", "stale", "pipedream"), help="only these modes")
+    parser.add_argument("--microbatches", type=int, metavar="N", help="pieces of a batch (default: several are tried)")
+    parser.add_argument("--staleness", type=int, metavar="N", help="most updates a stage lags")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan for train --plan")
+    parser.add_argument("--explain", metavar="UNIT", help="what one unit costs and where the plan puts it")
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from stagewright.plan.plan import Mode
+    from stagewright.planner import choose, explain
+
+    if parsed.batch < 1:
+        raise ValueError(f"--batch is {parsed.batch}; give at least 1 sample")
+    _, setting = read_setting(parsed, parsed.cluster)
+    modes = tuple(Mode(mode) for mode in parsed.mode or ("stale", "sync"))
+    errors = Console(stderr=True)
+    with errors.status("planning") as status:
+        tell = status.update if errors.is_terminal else lambda text: None
+        choice = choose(
+            setting, parsed.batch, modes=modes, microbatches=parsed.microbatches, staleness=parsed.staleness, tell=tell
+        )
+    explained = explain(setting, choice.best.plan, parsed.explain) if parsed.explain else None
+    if parsed.output:
+        Path(parsed.output).write_text(json.dumps(choice.best.plan.describe(), indent=1))
+    if parsed.json:
+        print(json.dumps(_as_json(parsed.model, setting, choice, explained)))
+        return
+    show(Console(), parsed, setting, choice, explained)
+
+
+def _as_json(model: str, setting: Setting, choice: Choice, explained: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "model": model,
+        "cluster": setting.cluster.name,
+        "precision": setting.precision,
+        "best": choice.candidates.index(choice.best),
+        "candidates": [
+            {**candidate.prediction.describe(), "speedup": candidate.speedup, "why": candidate.why}
+            for candidate in choice.candidates
+        ],
+        "refused": list(choice.refused),
+        **({"unit": explained} if explained else {}),
+    }
+
+
+def show(
+    console: Console, parsed: argparse.Namespace, setting: Setting, choice: Choice, explained: dict[str, Any] | None
+) -> None:
+    """The table of candidates, the verdict and the command that runs it."""
+    from rich.table import Table
+
+    from stagewright.catalog import MIB
+    from stagewright.cluster import format_placement
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
+    say(f"{parsed.model} on {setting.cluster.name}, {setting.precision}, batch {parsed.batch}")
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "plan", "M", "lag", "images/s", "x dp", "waits", "MiB", "moves MiB"):
+        table.add_column(name, justify="left" if name in ("", "plan", "lag") else "right", no_wrap=True)
+    for candidate in choice.candidates:
+        prediction, plan = candidate.prediction, candidate.plan
+        table.add_row(
+            "*" if candidate is choice.best else "",
+            f"{plan.mode} {candidate.shape}",
+            str(plan.microbatches),
+            ",".join(str(stage.versions - 1) for stage in plan.stages),
+            f"{prediction.images_per_second:,.0f}",
+            f"{candidate.speedup:.2f}",
+            f"{prediction.steady.bubble:.0%}",
+            f"{max(memory.total for memory in prediction.memory) / MIB:,.0f}",
+            f"{prediction.traffic / MIB:,.0f}",
+        )
+    console.print(table)
+    for candidate in choice.candidates:
+        mark = "*" if candidate is choice.best else " "
+        say(f"{mark} {candidate.plan.mode} {candidate.shape}: {candidate.why}")
+    for line in choice.refused:
+        say(f"  does not fit: {line}")
+    best = choice.best
+    close = "" if best is choice.fastest else " (fewer stages, within 2 % of the fastest)"
+    cuts = f", cut before {', '.join(best.plan.cuts)}" if best.plan.cuts else ""
+    gain = f"{best.speedup:.2f} x plain data parallel" if best.plan.mode != "dp" else "plain data parallel"
+    say(f"run {best.plan.mode} {format_placement(best.plan.placement)}{cuts}: {gain}{close}")
+    if explained:
+        _show_unit(say, explained)
+    if parsed.output:
+        say(f"plan written; run it with: stagewright train --model {parsed.model} --plan {parsed.output}")
+
+
+def _show_unit(say: Any, unit: dict[str, Any]) -> None:
+    from stagewright.catalog import MIB
+
+    say(
+        f"{unit['unit']} ({unit['kind']}) is in stage {unit['stage']}: forward {unit['forward'] * 1e3:.3f} ms, "
+        f"backward {unit['backward'] * 1e3:.3f} ms for {unit['samples']} samples, {unit['share']:.1%} of the model"
+    )
+    say(
+        f"  {unit['parameters'] * 4 / MIB:,.1f} MiB of weights, keeps {unit['saved'] / MIB:,.1f} MiB; a cut before it "
+        f"carries {unit['cut_before'] / MIB:,.2f} MiB, behind it {unit['cut_behind'] / MIB:,.2f} MiB a microbatch"
+    )

@@ -1,0 +1,61 @@
+"""Options that say where and how a model would run, shared by simulate, plan and value."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from stagewright.commands.options import add_json
+
+if TYPE_CHECKING:
+    from stagewright.plan.estimate import Setting
+    from stagewright.predict import Study
+
+PRECISIONS = ("fp64", "fp32", "ieee", "tf32", "bf16", "fp16")
+
+
+def add_setting(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """The model, the cluster, the precision, the software and the data."""
+    add_json(parser)
+    parser.add_argument("model", help="zoo name, or package.module:factory")
+    many = "; once for each" if several else ""
+    parser.add_argument(
+        "--cluster",
+        action="append" if several else "store",
+        metavar="NAME|FILE",
+        help=f"a cluster of the catalogue, or a file of your own{many}",
+    )
+    parser.add_argument("--devices", type=int, metavar="N", help="only the first N devices of the cluster")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="number format (default: fp32)")
+    parser.add_argument(
+        "--software", default="stagewright", help="whose efficiency: stagewright, pytorch, oneflow, pipedream"
+    )
+    parser.add_argument("--data", choices=("synthetic", "imagenet"), default="synthetic", help="what is loaded")
+    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="decides its memory")
+    parser.add_argument("--image", type=int, metavar="N", help="side of the images (default: the model's own)")
+    parser.add_argument("--classes", type=int, metavar="N", help="outputs of a zoo model (default: its own)")
+    parser.add_argument("--profile", metavar="FILE", help="measured units instead of the catalogue's")
+
+
+def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[Study, Setting]:
+    """The model studied, and the setting that the options describe."""
+    from stagewright.catalog import open_cluster, shipped
+    from stagewright.predict import analytic_setting, profile_setting, study
+    from stagewright.profile.profile import read_profile
+
+    studied = study(parsed.model, parsed.classes, parsed.image)
+    if cluster is None and parsed.profile is None:
+        raise ValueError(f"no cluster: give --cluster NAME ({', '.join(sorted(shipped().clusters))}) or --profile FILE")
+    catalogue, where = open_cluster(cluster) if cluster is not None else (shipped(), None)
+    if where is not None and parsed.devices is not None:
+        where = where.first(parsed.devices)
+    if parsed.profile is not None:
+        profile = read_profile(parsed.profile)
+        profile.require(parsed.model, studied.chain.units)
+        return studied, profile_setting(profile, where, catalogue, parsed.precision, optimizer=parsed.optimizer)
+    assert where is not None
+    software = catalogue.system(parsed.software)
+    loads = parsed.data != "synthetic"
+    return studied, analytic_setting(
+        catalogue, where, studied.shapes, software, parsed.precision, optimizer=parsed.optimizer, loads=loads
+    )

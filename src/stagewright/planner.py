@@ -1,0 +1,237 @@
+"""The planner: searches layouts, settles the best of them by simulation, and says why the others lose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from stagewright.catalog import MIB
+from stagewright.cluster import format_placement
+from stagewright.plan.estimate import Estimate, Setting
+from stagewright.plan.partition import Found, make_blocks, make_search
+from stagewright.plan.plan import Mode, Plan, make_plan, stale_versions
+from stagewright.predict import Prediction, predict
+from stagewright.simulate import ClusterCosts, steady
+
+BUBBLE_MARGIN = 0.02
+_MARGIN = 0.02
+_FEW, _SOME = 32, 128  # devices up to which every number of stages is tried, and the simulator settles
+_SETTLED = 8
+_MOST_STAGES = 6
+_COUNTS = 6
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan with what it would do, and why it is not the best."""
+
+    prediction: Prediction
+    speedup: float  # over plain data parallel
+    why: str
+
+    @property
+    def plan(self) -> Plan:
+        return self.prediction.plan
+
+    @property
+    def shape(self) -> str:
+        return "-".join(str(stage.replicas) for stage in self.plan.stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The candidates, the best first, and what could not be placed."""
+
+    candidates: tuple[Candidate, ...]
+    refused: tuple[str, ...]
+
+    @property
+    def fastest(self) -> Candidate:
+        return self.candidates[0]
+
+    @property
+    def best(self) -> Candidate:
+        """The fewest stages within two points of the fastest: a smaller gain is not worth more lag and memory."""
+        close = [
+            candidate
+            for candidate in self.candidates
+            if candidate.prediction.images_per_second >= self.fastest.prediction.images_per_second * (1 - _MARGIN)
+        ]
+        return min(
+            close, key=lambda candidate: (len(candidate.plan.stages), sum(s.versions for s in candidate.plan.stages))
+        )
+
+
+def choose(
+    setting: Setting,
+    batch: int,
+    *,
+    modes: Sequence[Mode] = (Mode.STALE, Mode.SYNC),
+    microbatches: int | None = None,
+    staleness: int | None = None,
+    tell: Tell = lambda text: None,
+) -> Choice:
+    """Search, simulate the most promising, and compare; plain data parallel is always among them."""
+    devices = len(setting.cluster.devices)
+    tell(f"searching layouts on {devices} devices")
+    wanted = [plan for _, plan in sorted(_searched(setting, batch, modes, microbatches, staleness), key=lambda p: p[0])]
+    wanted = _distinct(wanted)[: _SETTLED if devices <= _FEW else 2 if devices <= _SOME else 1]
+    parallel = [
+        make_plan((setting.cluster.devices,), batch=batch, microbatches=m, mode=Mode.DP)
+        for m in _parallel_counts(batch, devices)
+    ]
+    found: list[Prediction] = []
+    refused: list[str] = []
+    for plan in [*parallel, *wanted]:
+        tell(f"simulating {plan.mode} {'-'.join(str(stage.replicas) for stage in plan.stages)}")
+        plan = settle_lag(plan, setting, staleness)
+        prediction = predict(plan, setting)
+        found.append(prediction)
+        if not prediction.fits:
+            refused.append(_refusal(plan, setting))
+    fitting = [prediction for prediction in found if prediction.fits]
+    if not fitting:
+        raise ValueError(f"nothing fits: {refused[0]}")
+    plain = max((p.images_per_second for p in found if p.plan.mode is Mode.DP), default=0.0)
+    fitting.sort(key=lambda prediction: (-prediction.images_per_second, len(prediction.plan.stages)))
+    best = fitting[0]  # of all; the one to run may be a simpler one close to it
+    candidates = tuple(
+        Candidate(
+            prediction, prediction.images_per_second / plain if plain else float("nan"), _why(prediction, best, setting)
+        )
+        for prediction in fitting
+    )
+    return Choice(candidates, tuple(dict.fromkeys(refused)))
+
+
+def _refusal(plan: Plan, setting: Setting) -> str:
+    try:
+        Estimate(plan, setting).require_fit()
+    except ValueError as error:
+        return f"{plan.mode} {format_placement(plan.placement)}: {error}"
+    return ""
+
+
+def _parallel_counts(batch: int, devices: int) -> list[int]:
+    """Microbatches of plain data parallel: one a device, or the next number that divides the batch."""
+    return [next((count for count in range(devices, batch + 1) if batch % count == 0), batch)]
+
+
+def microbatch_counts(batch: int, devices: int) -> list[int]:
+    """Numbers of microbatches worth trying: what divides the batch, from one to four a device, a few of them."""
+    fitting = [count for count in range(devices, min(4 * devices, batch) + 1) if batch % count == 0]
+    if not fitting:
+        return [next((count for count in range(min(devices, batch), 0, -1) if batch % count == 0), 1)]
+    few = min(_COUNTS, len(fitting))
+    return sorted({fitting[round(index * (len(fitting) - 1) / max(few - 1, 1))] for index in range(few)})
+
+
+def _searched(
+    setting: Setting, batch: int, modes: Sequence[Mode], microbatches: int | None, staleness: int | None
+) -> Iterator[tuple[float, Plan]]:
+    """The best layout of every mode, number of microbatches and, on few devices, number of stages."""
+    devices = len(setting.cluster.devices)
+    counts = microbatch_counts(batch, devices) if microbatches is None else [microbatches]
+    for mode in modes:
+        for count in counts:
+            search = make_search(setting, mode, batch, count, staleness=staleness, most_stages=_MOST_STAGES)
+            through = setting.tables(setting.cluster.machines[0].kind, batch // count).seconds
+            numbers = range(2, min(_MOST_STAGES, devices) + 1) if devices <= _FEW else [None]
+            for number in numbers:
+                found = search.best(number)
+                if found is not None and len(found.sizes) > 1:
+                    fill = through if mode is Mode.SYNC else 0.0
+                    yield (found.seconds + fill) / batch, as_plan(found, setting, mode, batch, count, staleness)
+
+
+def as_plan(found: Found, setting: Setting, mode: Mode, batch: int, microbatches: int, staleness: int | None) -> Plan:
+    """The plan of a layout."""
+    cluster = setting.cluster
+    kinds = sorted({machine.kind for machine in cluster.machines})
+    names = [unit.name for unit in setting.tables(kinds[0], batch // microbatches).units]
+    placement = found.placement(make_blocks(cluster, kinds))
+    cuts = tuple(names[bound] for bound in found.bounds[1:-1])
+    lag = staleness if mode is Mode.STALE else None
+    return make_plan(placement, batch=batch, microbatches=microbatches, mode=mode, staleness=lag, cuts=cuts)
+
+
+def _distinct(plans: Sequence[Plan]) -> list[Plan]:
+    """The first of plans that differ in nothing but their microbatches."""
+    kept: dict[object, Plan] = {}
+    for plan in plans:
+        kept.setdefault((plan.mode, plan.placement, plan.cuts), plan)
+    return list(kept.values())
+
+
+def settle_lag(plan: Plan, setting: Setting, staleness: int | None = None) -> Plan:
+    """The smallest lag whose simulated bubble is within two points of the fullest lag's."""
+    if plan.mode is not Mode.STALE or staleness is not None or len(plan.stages) == 1:
+        return plan
+
+    def with_lag(lag: int) -> Plan:
+        versions = stale_versions(len(plan.stages), lag)
+        return replace(plan, stages=tuple(replace(stage, versions=versions[stage.index]) for stage in plan.stages))
+
+    def bubble(candidate: Plan) -> float:
+        return steady(candidate, ClusterCosts(Estimate(candidate, setting))).bubble
+
+    fullest = bubble(with_lag(len(plan.stages) - 1))
+    for lag in range(1, len(plan.stages) - 1):
+        candidate = with_lag(lag)
+        if bubble(candidate) <= fullest + BUBBLE_MARGIN:
+            return candidate
+    return with_lag(len(plan.stages) - 1)
+
+
+def _why(prediction: Prediction, best: Prediction, setting: Setting) -> str:
+    """In a line, what makes a plan slower than the best, or what the best gains."""
+    estimate = Estimate(prediction.plan, setting)
+    plan = prediction.plan
+    if prediction is best:
+        return f"fastest; bound by {prediction.bound}"
+    busiest = max(range(plan.world), key=lambda rank: prediction.steady.busy[rank])
+    seconds = prediction.steady.batch_seconds
+    reduces = {stage.index: estimate.exposed(stage.index) * plan.microbatches / stage.round for stage in plan.stages}
+    worst = max(reduces, key=lambda index: reduces[index])
+    size = estimate.parameters(worst) * 4 / MIB
+    if plan.mode is Mode.DP or (plan.is_synchronous and reduces[worst] / seconds > 0.1):
+        if reduces[worst] / seconds > 0.05:
+            return f"sums {size:,.0f} MiB of gradient, {reduces[worst] / seconds:.0%} of the batch"
+        if plan.mode is Mode.DP:
+            return f"every device computes all of it; bound by {prediction.bound}"
+    if prediction.steady.bubble > best.steady.bubble + 0.03:
+        return f"devices wait {prediction.steady.bubble:.0%} of the time, {best.steady.bubble:.0%} in the best"
+    stage = plan.stages_of(busiest)[-1].index
+    return f"stage {stage} is the slowest, busy {prediction.steady.busy[busiest]:.0%}; {prediction.bound}"
+
+
+def explain(setting: Setting, plan: Plan, unit: str) -> dict[str, object]:
+    """What a unit costs, where a plan puts it, and what a cut before it would carry."""
+    estimate = Estimate(plan, setting)
+    table = setting.tables(setting.cluster.kind_of(plan.devices[0]), plan.samples)
+    names = [entry.name for entry in table.units]
+    if unit not in names:
+        import difflib
+
+        near = difflib.get_close_matches(unit, names, 3, 0.3)
+        raise ValueError(
+            f"--explain names '{unit}' but the model has no such unit; near names: {', '.join(near or names[:3])}"
+        )
+    position = names.index(unit)
+    entry = table.units[position]
+    stage = max(index for index, bound in enumerate(estimate.bounds[:-1]) if bound <= position)
+    total = table.seconds
+    return {
+        "unit": unit,
+        "kind": entry.kind,
+        "stage": stage,
+        "samples": plan.samples,
+        "forward": entry.forward,
+        "backward": entry.backward,
+        "share": (entry.forward + entry.backward) / total if total else 0.0,
+        "parameters": entry.parameters,
+        "saved": entry.saved,
+        "cut_before": table.units[position - 1].live if position else 0,
+        "cut_behind": entry.live,
+    }

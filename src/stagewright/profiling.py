@@ -1,0 +1,65 @@
+"""Takes a profile: the model here and now, with the links between ranks, or one that was taken elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from stagewright.profile.profile import Profile, Transfer
+
+
+def profile_here(options: Any, tell: Callable[[str], None]) -> Profile:
+    """Measure on this machine."""
+    from stagewright.model.zoo import ZOO
+    from stagewright.profile.measure import Subject, measure, sample_sizes
+    from stagewright.runtime.precision import make_precision
+
+    if options.together < 1 or options.threads < 1:
+        raise ValueError(f"--together is {options.together} and --threads {options.threads}; both are at least 1")
+    if options.device == "cuda":
+        _require_cuda()
+    precision = make_precision(options.precision, options.device)
+    side = options.image or (ZOO[options.model].image if options.model in ZOO else 32)
+    sizes = sample_sizes(read_sizes(options.samples))
+    subject = Subject(
+        options.model, 0, options.classes, (3, side, side), options.precision, options.device, options.threads, sizes
+    )
+    profile = measure(subject, precision.forward_context, options.together, tell)
+    if options.together > 1 and options.device == "cpu":
+        tell("links between ranks")
+        profile = _with_links(profile, options.together)
+    return profile
+
+
+def _with_links(profile: Profile, ranks: int) -> Profile:
+    from stagewright.runtime.linktest import measure_links
+
+    found = measure_links(ranks)
+    assert profile.ceilings is not None
+    transfers = tuple(Transfer(**entry) for entry in found["transfers"])
+    return replace(profile, ceilings=replace(profile.ceilings, transfers=transfers, reduce=found["reduce"]))
+
+
+def profile_imported(options: Any) -> Profile:
+    """Read PipeDream's graph.txt."""
+    from stagewright.profile.pipedream import read_pipedream
+
+    sizes = read_sizes(options.samples)
+    if len(sizes) != 1:
+        raise ValueError(f"--samples {options.samples} names {len(sizes)} sizes; give the one the file was taken at")
+    return read_pipedream(options.pipedream, options.model, sizes[0])
+
+
+def read_sizes(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--samples '{text}' are not numbers between ',' (for example 8,16)") from None
+
+
+def _require_cuda() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("--device cuda was asked for, but torch sees no CUDA device here; use --device cpu")

@@ -1,0 +1,267 @@
+"""The search against brute force, and against PipeDream's own formula on its own profiles."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagewright.catalog import DeviceSpec, Software, shipped
+from stagewright.cluster import Cluster, Level, Link, Machine
+from stagewright.plan.estimate import Estimate, Setting, Sums
+from stagewright.plan.partition import Runs, Search, best_cuts, make_blocks, make_search, pipedream_seconds
+from stagewright.plan.plan import Mode, make_plan
+from stagewright.profile.pipedream import read_pipedream
+from stagewright.profile.profile import Table, Unit
+from tests.shared import shared_file
+
+MEMORY = 1 << 40
+
+
+def link(bandwidth: float, latency: float = 1e-5, staged: bool = False) -> Link:
+    return Link("made", bandwidth, latency, staged)
+
+
+def flat(devices: int, made: Link) -> Cluster:
+    return Cluster((Machine(devices, "made", (Level(made, (tuple(range(devices)),)),)),))
+
+
+def machines(count: int, each: int, inner: Link, network: Link) -> Cluster:
+    return Cluster((Machine(each, "made", (Level(inner, (tuple(range(each)),)),)),) * count, "made", network)
+
+
+def paired(devices: int, inner: Link, outer: Link) -> Cluster:
+    pairs = tuple(tuple(range(first, min(first + 2, devices))) for first in range(0, devices, 2))
+    return Cluster((Machine(devices, "made", (Level(inner, pairs), Level(outer, (tuple(range(devices)),)))),))
+
+
+def setting(cluster: Cluster, units: list[Unit], memory: float = MEMORY) -> Setting:
+    device = DeviceSpec("made", "made", int(memory), 1e9, {"fp32": 1e12}, {})
+    software = Software("made", "made", 1.0, context=0, workspace=0)
+    return Setting(cluster, lambda kind: device, software, "fp32", lambda kind, n: Table("fp32", n, tuple(units)))
+
+
+@dataclass(frozen=True)
+class Brute:
+    """Every layout, one after the other, in plain arithmetic."""
+
+    setting: Setting
+    mode: Mode
+    count: int
+
+    def best(self) -> float:
+        units = len(self.units)
+        devices = len(self.setting.cluster.devices)
+        fastest = math.inf
+        for stages in range(1, min(units, devices) + 1):
+            for cuts in itertools.combinations(range(1, units), stages - 1):
+                bounds = (0, *cuts, units)
+                for sizes in itertools.product(range(1, devices + 1), repeat=stages):
+                    if sum(sizes) <= devices:
+                        fastest = min(fastest, self.layout(bounds, sizes))
+        return fastest
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        return self.setting.tables("made", 1).units
+
+    def layout(self, bounds: tuple[int, ...], sizes: tuple[int, ...]) -> float:
+        stages = len(sizes)
+        slowest = 0.0
+        for stage, size in enumerate(sizes):
+            behind = sum(sizes[stage + 1 :])
+            if self.bytes(bounds[stage], bounds[stage + 1], size, behind, stages - stage) > self.memory:
+                return math.inf
+            slowest = max(slowest, self.stage(bounds[stage], bounds[stage + 1], size, behind))
+        return slowest
+
+    @property
+    def memory(self) -> float:
+        return self.setting.devices("made").memory
+
+    def stage(self, first: int, last: int, size: int, behind: int) -> float:
+        devices = self.setting.cluster.devices
+        end = len(devices) - behind
+        block = devices[end - size : end]
+        cluster, units = self.setting.cluster, self.units[first:last]
+        forward, backward = sum(u.forward for u in units), sum(u.backward for u in units)
+        weights = 4 * sum(u.parameters for u in units)
+        before = self.units[first - 1] if first else None
+        final = self.units[last - 1] if last < len(self.units) else None
+        entering = (before.live if before else 0) + (final.live_gradient if final else 0)
+        leaving = (final.live if final else 0) + (before.live_gradient if before else 0)
+        hops = list(zip(block, [*block[1:], block[0]], strict=True)) if size > 1 else []
+        reduction, staged = 0.0, False
+        if hops:
+            links = [entry[1] for a, b in hops for entry in cluster.path(a, b)]
+            bandwidth, latency = min(x.bandwidth for x in links), max(x.latency for x in links)
+            staged = any(x.staged for x in links)
+            ring = 2 * (size - 1) / size * weights / bandwidth + 2 * (size - 1) * latency
+            tree = 2 * weights / bandwidth + 2 * math.ceil(math.log2(size)) * latency
+            reduction = min(ring, tree)
+        borders = [(end - size - 1, end - size), (end - 1, end)]
+        border = min(
+            (cluster.link(devices[a], devices[b]).bandwidth for a, b in borders if a >= 0 and b < len(devices)),
+            default=math.inf,
+        )
+        even = self.mode in (Mode.STALE, Mode.PIPEDREAM)
+        own = self.count / size if even else math.ceil(self.count / size)
+        rounds = self.count / size if self.mode is Mode.PIPEDREAM else 1
+        tail = min(1.0, (25 << 20) / max(weights, 1))
+        exposed = max(reduction - (0.0 if staged else backward), reduction * tail)
+        if even and last < len(self.units) and not staged:
+            exposed = 0.0
+        update = weights * 5.0 / 1e9
+        busy = own * (forward + backward) + rounds * (exposed + update)
+        return max(busy, own * max(entering, leaving) / border + rounds * reduction)
+
+    def bytes(self, first: int, last: int, size: int, behind: int, stages: int) -> float:
+        units = self.units[first:last]
+        weights = 4 * sum(u.parameters for u in units)
+        versions = 1
+        if self.mode is Mode.STALE:
+            versions = stages
+        if self.mode is Mode.PIPEDREAM:
+            versions = math.ceil((behind + size) / size)
+        copies = 1 + (versions if versions > 1 else 0) + (2 if versions > 1 and size > 1 else 1) + 1
+        rounds = size if self.mode is Mode.PIPEDREAM else self.count
+        depth = min(math.ceil((behind + size) / size) + stages - 1, versions * math.ceil(rounds / size))
+        if stages == 1:
+            depth = 1
+        live = (self.units[first - 1].live if first else 0) + (units[-1].live if last < len(self.units) else 0)
+        return weights * copies + sum(u.saved for u in units) * depth + 2 * live + 2 * max(u.output for u in units)
+
+
+def chain(draw: st.DrawFn, most: int) -> list[Unit]:
+    size = st.integers(0, 1 << 28)
+    time = st.floats(1e-4, 1e-1)
+    units = []
+    for index in range(draw(st.integers(1, most))):
+        parameters, output, live, saved = (draw(size) for _ in range(4))
+        gradient = draw(st.integers(0, live))
+        units.append(Unit(f"u{index}", "made", draw(time), draw(time), parameters, output, live, gradient, saved))
+    return units
+
+
+@st.composite
+def cases(draw: st.DrawFn, most_units: int, most_devices: int) -> tuple[Setting, Mode, int]:
+    fast, slow = link(draw(st.floats(1e9, 1e11))), link(draw(st.floats(1e8, 1e9)), 1e-4, draw(st.booleans()))
+    shape = draw(st.sampled_from(["flat", "machines", "pairs"]))
+    devices = draw(st.integers(1, most_devices))
+    if shape == "flat":
+        cluster = flat(devices, draw(st.sampled_from([fast, slow])))
+    elif shape == "machines":
+        each = draw(st.integers(1, 3))
+        cluster = machines(max(1, devices // each), each, fast, slow)
+    else:
+        cluster = paired(devices, fast, slow)
+    memory = draw(st.sampled_from([MEMORY, 1 << 31, 1 << 32, 1 << 33]))
+    mode = draw(st.sampled_from([Mode.STALE, Mode.SYNC, Mode.PIPEDREAM]))
+    return setting(cluster, chain(draw, most_units), memory), mode, draw(st.integers(1, 16))
+
+
+def check_equal(where: Setting, mode: Mode, count: int) -> None:
+    brute = Brute(where, mode, count)
+    expected = brute.best()
+    found = make_search(where, mode, count, count).best()
+    if found is None:
+        assert expected == math.inf
+        return
+    assert found.seconds == pytest.approx(expected, rel=1e-8)
+    assert brute.layout(found.bounds, found.sizes) == pytest.approx(expected, rel=1e-8)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(6, 6))
+def test_the_search_finds_what_brute_force_finds(case: tuple[Setting, Mode, int]) -> None:
+    check_equal(*case)
+
+
+@settings(max_examples=6, deadline=None)
+@given(cases(10, 5))
+def test_so_it_does_on_longer_chains(case: tuple[Setting, Mode, int]) -> None:
+    check_equal(*case)
+
+
+@pytest.mark.parametrize("mode", [Mode.STALE, Mode.SYNC, Mode.PIPEDREAM])
+@pytest.mark.parametrize("shape", ["flat", "machines", "pairs"])
+def test_and_on_ten_units_and_six_devices_with_and_without_limits(shape: str, mode: Mode) -> None:
+    draw = np.random.default_rng(sum(map(ord, shape + mode)))
+    units = [
+        Unit(f"u{i}", "made", *draw.uniform(1e-3, 5e-2, 2), *(int(n) for n in draw.integers(0, 1 << 26, 5)))
+        for i in range(10)
+    ]
+    fast, slow = link(1e10), link(1e9, 1e-4, True)
+    cluster = {"flat": flat(6, fast), "machines": machines(2, 3, fast, slow), "pairs": paired(6, fast, slow)}[shape]
+    unlimited = make_search(setting(cluster, units), mode, 12, 12).best()
+    assert unlimited is not None
+    for memory in (MEMORY, 3 << 30, 2 << 30, 1 << 30):
+        check_equal(setting(cluster, units, memory), mode, 12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(6, 5), st.integers(2, 4))
+def test_a_given_number_of_stages_is_the_best_of_that_number(case: tuple[Setting, Mode, int], stages: int) -> None:
+    where, mode, count = case
+    brute = Brute(where, mode, count)
+    units, devices = len(brute.units), len(where.cluster.devices)
+    layouts = [
+        ((0, *cuts, units), sizes)
+        for cuts in itertools.combinations(range(1, units), stages - 1)
+        for sizes in itertools.product(range(1, devices + 1), repeat=stages)
+        if sum(sizes) <= devices
+    ]
+    expected = min((brute.layout(*layout) for layout in layouts), default=math.inf)
+    found = make_search(where, mode, count, count).best(stages)
+    assert (found.seconds if found else math.inf) == pytest.approx(expected, rel=1e-8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(6, 5))
+def test_what_the_search_calls_fitting_fits_the_plan_it_makes(case: tuple[Setting, Mode, int]) -> None:
+    where, mode, count = case
+    found = make_search(where, mode, count, count).best()
+    if found is None or len(found.sizes) == 1:
+        return
+    blocks = make_blocks(where.cluster, ["made"])
+    cuts = [f"u{bound}" for bound in found.bounds[1:-1]]
+    plan = make_plan(found.placement(blocks), batch=count, microbatches=count, mode=mode, cuts=cuts)
+    Estimate(plan, where).require_fit()
+
+
+PUBLISHED = {4: (1.19, 1.74, 2.84), 8: (1.16, 1.72, 2.75), 16: (1.23, 1.84, 2.66)}
+
+
+@pytest.mark.parametrize("devices", PUBLISHED)
+def test_under_its_own_formula_no_plan_of_pipedream_is_faster(devices: int) -> None:
+    profile = read_pipedream(shared_file("profiles/pipedream/vgg16.txt"), "vgg16", 128)
+    runs = Runs.of([Sums(profile.tables[0])], shipped().system("pipedream"))
+    for bandwidth, speedup in zip((12e9, 3.125e9, 1.25e9), PUBLISHED[devices], strict=True):
+        blocks = make_blocks(flat(devices, link(bandwidth)), ["made"])
+        seconds = pipedream_seconds(runs, blocks, bandwidth)
+        found = Search(runs, blocks, seconds).best()
+        assert found is not None
+        parallel = seconds[np.flatnonzero(blocks.size == devices)[0], runs.beginning(0).stop - 1]
+        assert parallel / found.seconds == pytest.approx(speedup, abs=0.006)
+        if (devices, bandwidth) == (16, 3.125e9):
+            assert found.sizes == (15, 1)
+
+
+def test_the_cuts_of_a_given_placement_are_the_best_ones() -> None:
+    draw = np.random.default_rng(3)
+    units = [
+        Unit(f"u{i}", "made", *draw.uniform(1e-3, 1e-2, 2), int(draw.integers(0, 1 << 22)), 0, 4096, 4096, 0)
+        for i in range(9)
+    ]
+    where = setting(flat(6, link(1e9)), units)
+    devices = where.cluster.devices
+    placement = (devices[:3], devices[3:5], devices[5:])
+    chosen = best_cuts(where, placement, Mode.STALE, 12, 12)
+    brute = Brute(where, Mode.STALE, 12)
+    times = {cuts: brute.layout((0, *cuts, 9), (3, 2, 1)) for cuts in itertools.combinations(range(1, 9), 2)}
+    assert times[tuple(int(name[1:]) for name in chosen)] == pytest.approx(min(times.values()))

@@ -1,0 +1,93 @@
+"""The analytic profile against measured layers, and the law's own claims."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from stagewright.catalog import DeviceSpec, Software, shipped
+from stagewright.predict import study
+from stagewright.profile.analytic import analytic_table
+from stagewright.profile.pipedream import read_pipedream
+from stagewright.profile.shape import Convolution, Kind, Shape
+from tests.shared import shared_file
+
+SYNC_SECONDS = 0.4e-3  # what the measured profiles add to each forward
+
+
+@pytest.mark.parametrize(
+    ("model", "samples", "bound"), [("alexnet", 256, 0.12), ("vgg16", 128, 0.1), ("resnet50", 128, 0.2)]
+)
+def test_a_v100_by_arithmetic_is_close_to_one_that_was_measured(model: str, samples: int, bound: float) -> None:
+    """The first convolution's forward is left out: in all three files it holds the library's start as well."""
+    measured = read_pipedream(shared_file(f"profiles/pipedream/{model}.txt"), model, samples).tables[0].units
+    seconds = sum(max(0.0, unit.forward - SYNC_SECONDS) + unit.backward for unit in measured) - measured[0].forward
+    device = replace(shipped().device("v100-sxm2-16"), efficiency={"fp32": 0.85})
+    table = analytic_table(study(model).shapes, device, "fp32", samples, Software("plain", "plain", 1.0))
+    assert table.seconds - table.units[0].forward == pytest.approx(seconds, rel=bound)
+
+
+def device(bandwidth: float = 1e15) -> DeviceSpec:
+    """So much memory bandwidth that arithmetic alone counts, unless a test takes it away."""
+    return DeviceSpec("made", "made", 1 << 30, bandwidth, {"fp32": 1e12, "fp16": 1e12}, {"fp32": 1.0, "fp16": 1.0})
+
+
+def convolution(kernel: int, stride: int = 1, channels: int = 1 << 20, side: int = 32) -> Shape:
+    geometry = Convolution(kernel**2, stride, 1, channels, channels)
+    operations = 2.0 * side**2 * channels**2 * kernel**2
+    elements = side**2 * channels
+    return Shape("c", Kind.CONVOLUTION, operations, elements, elements, 0, 0, 0, 0, True, convolution=geometry)
+
+
+def seconds(shape: Shape, precision: str = "fp32", software: Software | None = None, **changes: float) -> float:
+    used = software or Software("plain", "plain", 1.0, channels_last=True)
+    return analytic_table([shape], device(**changes), precision, 1, used).units[0].forward
+
+
+def direct(shape: Shape) -> float:
+    return shape.operations / 1e12
+
+
+@pytest.mark.parametrize(("kernel", "stride", "gain"), [(3, 1, 4.0), (1, 1, 1.0), (3, 2, 1.0), (1, 2, 1.0)])
+def test_only_small_kernels_of_stride_one_save_products(kernel: int, stride: int, gain: float) -> None:
+    shape = convolution(kernel, stride)
+    assert seconds(shape) == pytest.approx(direct(shape) / gain, rel=0.01)
+
+
+def test_large_kernels_run_as_transforms_of_tiles() -> None:
+    tiles = convolution(5, side=28)  # one tile of 28x28 outputs: 32x17 complex products of 4 for 28x28x25
+    assert seconds(tiles) == pytest.approx(direct(tiles) * 32 * 17 * 4 / (28 * 28 * 25), rel=0.01)
+
+
+def test_half_precision_has_no_such_transform() -> None:
+    assert seconds(convolution(3), "fp16") == pytest.approx(direct(convolution(3)), rel=0.01)
+
+
+def test_where_memory_is_slow_saved_products_do_not_pay() -> None:
+    narrow = convolution(3, channels=64)
+    slow = seconds(narrow, bandwidth=1e8)
+    traffic = 2 * narrow.inputs * 4 / (1e8 * 0.8)
+    assert slow == pytest.approx(traffic, rel=0.05)
+
+
+def test_channels_first_pays_for_the_change_of_layout_in_half_precision() -> None:
+    shape = convolution(1, channels=64)
+    plain = seconds(shape, "fp16", bandwidth=1e9)
+    turned = seconds(shape, "fp16", Software("old", "old", 1.0), bandwidth=1e9)
+    assert turned - plain == pytest.approx(2 * 2 * shape.inputs * 2 / 0.8e9, rel=0.05)
+
+
+def test_a_fused_software_runs_relu_for_nothing() -> None:
+    norm = Shape("n", Kind.NORM, 0, 100, 100, 0, 0, 0, 0, True)
+    relu = Shape("r", Kind.POINTWISE, 0, 100, 100, 0, 0, 0, 0, True)
+    fused = Software("fused", "fused", 1.0, fused=True)
+    units = analytic_table([norm, relu, relu, norm], device(1e3), "fp32", 1, fused).units
+    assert [unit.forward > 0 for unit in units] == [True, False, False, True]
+
+
+def test_a_software_half_as_efficient_takes_twice_as_long() -> None:
+    fast = analytic_table(study("resnet50").shapes, shipped().device("titan-v"), "fp32", 8, Software("a", "a", 1.0))
+    slow = analytic_table(study("resnet50").shapes, shipped().device("titan-v"), "fp32", 8, Software("b", "b", 0.5))
+    assert math.isclose(slow.seconds, 2 * fast.seconds)

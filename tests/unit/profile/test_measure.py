@@ -1,0 +1,73 @@
+"""Measuring here: every unit is there, its bytes are right, and times are the parts of whole passes."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from stagewright.model.units import Chain
+from stagewright.profile import measure as room
+from stagewright.profile.measure import Subject, measure, sample_sizes
+
+
+def subject(model: str, samples: tuple[int, ...] = (2, 4)) -> Subject:
+    return Subject(model, 0, None, (3, 8, 8), "fp32", "cpu", 1, samples)
+
+
+def test_a_profile_has_every_unit_and_the_models_parameters() -> None:
+    profile = measure(subject("tests.models:residual"), nullcontext)
+    model = room._model(subject("tests.models:residual"))
+    assert [table.samples for table in profile.tables] == [2, 4]
+    for table in profile.tables:
+        assert [unit.name for unit in table.units] == list(Chain(model).units)
+        assert sum(unit.parameters for unit in table.units) == sum(p.numel() for p in model.parameters())
+        assert all(unit.forward > 0 for unit in table.units)
+        assert sum(unit.backward for unit in table.units) > 0
+    small, large = profile.tables
+    assert [2 * unit.live for unit in small.units] == [unit.live for unit in large.units]
+    assert profile.ceilings is not None and profile.ceilings.copy > 0 and profile.ceilings.update > 0
+
+
+class Slow(torch.autograd.Function):
+    """Takes a known time each way."""
+
+    @staticmethod
+    def forward(context, value):  # type: ignore[no-untyped-def,override]
+        time.sleep(0.02)
+        return value.clone()
+
+    @staticmethod
+    def backward(context, gradient):  # type: ignore[no-untyped-def,override]
+        time.sleep(0.05)
+        return gradient
+
+
+class Sleeper(nn.Module):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        slow: torch.Tensor = Slow.apply(value)
+        return slow if slow.sum() > -1e9 else value  # looks at values, so that it stays whole
+
+
+def sleepy() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.ReLU(inplace=True), Sleeper(), nn.Linear(8, 4))
+
+
+def test_time_goes_to_the_unit_that_took_it() -> None:
+    chain = Chain(sleepy())
+    assert "3" in chain.units[3]
+    seconds = room._pass(chain, torch.randn(2, 3, 8, 8), nullcontext, room.Clock("cpu"))
+    slow = chain.units[3]
+    assert seconds[slow][0] >= 0.02 and seconds[slow][1] >= 0.05
+    others = [name for name in chain.units if name != slow]
+    assert max(seconds, key=lambda name: seconds[name][1]) == slow
+    assert sum(seconds[name][1] for name in others) < 0.05
+
+
+def test_sizes_to_measure_are_checked() -> None:
+    assert sample_sizes([16, 8, 8]) == (8, 16)
+    with pytest.raises(ValueError, match="at least 1"):
+        sample_sizes([0, 8])

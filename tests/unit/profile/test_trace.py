@@ -1,0 +1,73 @@
+"""Shapes of units against arithmetic done by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from stagewright.model.units import Chain
+from stagewright.predict import study
+from stagewright.profile.shape import Kind, Shape
+from stagewright.profile.trace import trace_shapes
+from tests.models import residual
+
+
+def by_name(shapes: tuple[Shape, ...]) -> dict[str, Shape]:
+    return {shape.name: shape for shape in shapes}
+
+
+def test_a_convolution_by_hand() -> None:
+    shape = by_name(study("vgg16").shapes)["features.2"]  # 64 channels to 64, 3x3, on 224x224
+    assert shape.kind is Kind.CONVOLUTION
+    assert shape.operations == 2 * 224 * 224 * 64 * 64 * 9
+    assert (shape.inputs, shape.outputs) == (64 * 224 * 224, 64 * 224 * 224)
+    assert shape.parameters == 64 * 64 * 9 + 64
+    assert shape.convolution is not None and (shape.convolution.kernel, shape.convolution.stride) == (9, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "billions", "parameters"),
+    [("alexnet", 1.428, 61_100_840), ("vgg16", 30.94, 138_357_544), ("resnet50", 8.178, 25_557_032)],
+)
+def test_whole_models_have_their_known_size(model: str, billions: float, parameters: int) -> None:
+    shapes = study(model).shapes
+    assert sum(shape.operations for shape in shapes) / 1e9 == pytest.approx(billions, rel=1e-3)
+    assert sum(shape.parameters for shape in shapes) == parameters
+
+
+def test_the_first_unit_sends_no_gradient_back() -> None:
+    shapes = study("vgg16").shapes
+    assert not shapes[0].input_gradient and all(shape.input_gradient for shape in shapes[1:])
+
+
+def test_a_cut_inside_a_residual_block_carries_both_branches() -> None:
+    shapes = by_name(study("resnet50").shapes)
+    side, inner, wide = 56 * 56, 64, 256
+    assert shapes["layer1.1.conv1"].live == side * inner + side * wide
+    assert shapes["layer1.0.relu"].live <= side * (inner + 64)
+    block_end = next(shape for shape in study("resnet50").shapes if shape.name.startswith("add"))
+    assert block_end.live == side * wide
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 10), nn.ReLU(inplace=True), nn.Linear(10, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def test_saved_tensors_are_counted_once_each() -> None:
+    with torch.device("meta"):
+        shapes = trace_shapes(Chain(Inner()), (6,))
+    # the first layer keeps its input, ReLU its output, the second layer the same output again
+    assert [shape.saved for shape in shapes] == [6, 10, 0]
+    assert [shape.operations for shape in shapes] == [2 * 6 * 10, 0, 2 * 10 * 4]
+
+
+def test_a_model_of_ones_own() -> None:
+    with torch.device("meta"):
+        shapes = trace_shapes(Chain(residual()), (3, 8, 8))
+    assert len(shapes) > 3 and all(shape.live > 0 for shape in shapes)
