@@ -13,8 +13,11 @@ def run_suite(name: str, *, repeats: int = 7, steps: int = 0, as_json: bool = Fa
     from stagewright.bench.report import describe, show
     from stagewright.bench.suites import SUITES
 
+    if name in _OTHERS:
+        _OTHERS[name](as_json)
+        return
     if name not in SUITES:
-        raise ValueError(f"unknown suite '{name}'; the suites are {', '.join(SUITES)}")
+        raise ValueError(f"unknown suite '{name}'; the suites are {', '.join([*SUITES, *_OTHERS])}")
     if repeats < 1:
         raise ValueError(f"--repeats is {repeats}; give at least 1")
     if steps < 0:
@@ -34,3 +37,34 @@ def run_suite(name: str, *, repeats: int = 7, steps: int = 0, as_json: bool = Fa
         print(json.dumps(describe(suite, outcomes, command)))
     else:
         show(Console(), suite, outcomes, command)
+
+
+def _published(as_json: bool) -> None:
+    from rich.console import Console
+
+    from stagewright.bench.published import calibrate, describe, show
+
+    errors = Console(stderr=True)
+    with errors.status("published runs") as status:
+        calibration = calibrate(status.update if errors.is_terminal else lambda text: None)
+    if as_json:
+        print(json.dumps(describe(calibration)))
+    else:
+        show(Console(), calibration)
+
+
+def _planner(as_json: bool) -> None:
+    from rich.console import Console
+
+    from stagewright.bench.planner import describe, measure, show
+
+    errors = Console(stderr=True)
+    with errors.status("planner") as status:
+        rows = measure(status.update if errors.is_terminal else lambda text: None)
+    if as_json:
+        print(json.dumps(describe(rows)))
+    else:
+        show(Console(), rows)
+
+
+_OTHERS = {"published": _published, "planner": _planner}

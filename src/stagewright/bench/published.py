@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
-from stagewright.catalog import read_catalogue
-from stagewright.published import Run, predict_run
+from stagewright.catalog import MIB, read_catalogue
+from stagewright.predict import IMAGENET
+from stagewright.published import Run, predict_run, published_runs
 
 Array = Any  # a numpy array
 _ROW_SPREAD = 0.05  # how well a law like this can tell a run, in logarithms
@@ -106,3 +109,103 @@ def _slopes(runs: Sequence[Run], logs: Array, errors: Array) -> Array:
         moved[index] += _STEP
         columns.append((_errors(runs, moved) - errors) / _STEP)
     return np.column_stack(columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One published run beside what the simulator says of it."""
+
+    run: Run
+    predicted: float  # images a second, with every figure fitted
+    left_out: float | None  # the same, with figures fitted to the other runs alone
+    memory: tuple[float, ...]  # MiB of the first and the last stage's ranks
+    is_alone: bool  # no other run shares its device, precision and software
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured by the other runs, less one."""
+        return None if self.left_out is None or self.run.rate is None else self.left_out / self.run.rate - 1
+
+    @property
+    def counts(self) -> bool:
+        return self.error is not None and not self.is_alone
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The fitted figures and every run."""
+
+    figures: Mapping[str, float]
+    rows: tuple[Row, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(abs(row.error or 0.0) for row in self.rows if row.counts)
+
+    @property
+    def worst(self) -> float:
+        return max(abs(row.error or 0.0) for row in self.rows if row.counts)
+
+
+def calibrate(tell: Callable[[str], None] = lambda text: None) -> Calibration:
+    """Fit all runs that carry results, then tell each from the others, then predict those that carry none."""
+    runs = [run for run in published_runs() if run.rate is not None]
+    whole = fit(runs, tell)
+    groups = [run.group for run in runs]
+    catalogue = read_catalogue((), overrides(list(whole.logs)))
+    rows = []
+    for run in published_runs():
+        tell(f"predicting {run}")
+        prediction = predict_run(run, catalogue)
+        memory = (prediction.memory[0].total / MIB, prediction.memory[-1].total / MIB)[: max(1, len(run.memory_mib))]
+        left_out = None
+        if run.rate is not None:
+            left_out = run.rate * math.exp(float(_errors([run], whole.without(runs.index(run)))[0]))
+        rows.append(Row(run, prediction.images_per_second, left_out, memory, groups.count(run.group) == 1))
+    figures = {".".join(parameter.path): math.exp(log) for parameter, log in zip(PARAMETERS, whole.logs, strict=True)}
+    return Calibration(figures, tuple(rows))
+
+
+def describe(calibration: Calibration) -> dict[str, Any]:
+    """The calibration as one JSON object."""
+    return {
+        "figures": dict(calibration.figures),
+        "median": calibration.median,
+        "worst": calibration.worst,
+        "runs": [
+            {
+                "run": str(row.run),
+                "measured": row.run.rate,
+                "predicted": row.predicted,
+                "epoch_seconds": IMAGENET / row.predicted,
+                "left_out": row.left_out,
+                "error": row.error,
+                "counted": row.counts,
+                "memory_mib": list(row.memory),
+                "measured_memory_mib": list(row.run.memory_mib),
+            }
+            for row in calibration.rows
+        ],
+    }
+
+
+def show(console: Console, calibration: Calibration) -> None:
+    """Every run in a line or two, then the verdict."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
+    for row in calibration.rows:
+        say(str(row.run))
+        text = f"    predicted {row.predicted:,.0f} images/s, epoch {IMAGENET / row.predicted:,.1f} s"
+        if row.run.rate is not None:
+            text += f"; measured {row.run.rate:,.0f}; told by the others {row.error:+.1%}"
+        if row.run.rate is not None and row.is_alone:
+            text += " (alone: not counted)"
+        say(text)
+        for found, measured in zip(row.memory, row.run.memory_mib, strict=False):
+            say(f"    memory {found:,.0f} MiB, measured {measured:,.0f} ({found / measured - 1:+.0%})")
+    say("fitted:")
+    for name, value in calibration.figures.items():
+        say(f"    {name} = {value:.4g}")
+    say(f"told by the others: median error {calibration.median:.1%}, worst {calibration.worst:.1%}")

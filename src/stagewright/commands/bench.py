@@ -6,10 +6,14 @@ import argparse
 
 from stagewright.commands.options import Commands, add_json
 
+SUITES = ("overhead", "peers", "published", "planner")
+
 
 def add(commands: Commands) -> None:
-    parser = commands.add_parser("bench", help="measure, side by side with stock PyTorch")
-    parser.add_argument("suite", choices=("overhead", "peers"), help="what to measure")
+    parser = commands.add_parser(
+        "bench", help="measure: overhead and peers beside stock PyTorch, published runs, the planner"
+    )
+    parser.add_argument("suite", choices=SUITES, help="what to measure")
     parser.add_argument("--repeats", type=int, default=7, help="interleaved repeats of both sides (default: 7)")
     parser.add_argument("--steps", type=int, default=0, help="batches of one repeat (default: by the suite)")
     add_json(parser)

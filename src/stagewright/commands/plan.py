@@ -112,7 +112,7 @@ def show(
     for line in choice.refused:
         say(f"  does not fit: {line}")
     best = choice.best
-    close = "" if best is choice.fastest else " (fewer stages, within 2 % of the fastest)"
+    close = "" if best is choice.fastest else " (fewer stages, within 3 % of the fastest)"
     cuts = f", cut before {', '.join(best.plan.cuts)}" if best.plan.cuts else ""
     gain = f"{best.speedup:.2f} x plain data parallel" if best.plan.mode != "dp" else "plain data parallel"
     say(f"run {best.plan.mode} {format_placement(best.plan.placement)}{cuts}: {gain}{close}")

@@ -28,16 +28,21 @@ Array = Any  # a numpy array
 _FAR = 1 << 30  # more devices than there are
 _MANY = 256  # devices from which on large blocks come in steps
 _STEPS = 128
+_MOST_LAYERS = 8  # stages, where memory binds and their number was not given
 _CLOSE = 1e-9
 _NEAR = 1e-4
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Every contiguous run of units, as arrays over pairs (first, last); runs that begin alike stand together."""
+    """Every contiguous run of units, as arrays over pairs (first, last); runs that begin alike stand together.
 
-    units: int
-    first: Array
+    Runs begin and end at points, which are all units unless only some are looked at.
+    """
+
+    units: int  # pieces between points
+    points: Array
+    first: Array  # numbers of points
     last: Array
     compute: Array  # kinds of devices x pairs, seconds of a microbatch
     backward: Array
@@ -50,33 +55,39 @@ class Runs:
     transient: Array  # bytes of message buffers, of gradients of activations, and of workspace
 
     @staticmethod
-    def of(sums: Sequence[Sums], software: Software) -> Runs:
+    def of(sums: Sequence[Sums], software: Software, points: Array | None = None) -> Runs:
         """From one table a kind of device."""
-        units = sums[0].count
-        first, last = np.triu_indices(units + 1, 1)
+        points = np.arange(sums[0].count + 1) if points is None else points
+        first, last = np.triu_indices(len(points), 1)
+        begin, end = points[first], points[last]
 
         def between(prefix: Array) -> Array:
-            return prefix[last] - prefix[first]
+            return prefix[end] - prefix[begin]
+
+        def largest(values: Array) -> Array:
+            pieces = np.maximum.reduceat(values, points[:-1])
+            return np.concatenate([np.maximum.accumulate(pieces[piece:]) for piece in range(len(pieces))])
 
         own = sums[0]
-        borrowed = _largest(own.workspaces)
+        borrowed = largest(own.workspaces)
         workspace = np.full_like(borrowed, float(software.workspace))
         if not software.keeps_workspace:
             workspace = np.minimum(borrowed, workspace)
-        messages = 2 * (own.live[first] + own.live[last])
+        messages = 2 * (own.live[begin] + own.live[end])
         return Runs(
-            units,
+            len(points) - 1,
+            points,
             first,
             last,
             np.array([between(kind.forward) + between(kind.backward) for kind in sums]),
             np.array([between(kind.backward) for kind in sums]),
             between(own.parameters),
             between(own.saved),
-            own.live[first],
-            own.live[last],
-            own.live[first] + own.live_gradient[last],
-            own.live[last] + own.live_gradient[first],
-            messages + 2 * _largest(own.outputs) + workspace,
+            own.live[begin],
+            own.live[end],
+            own.live[begin] + own.live_gradient[end],
+            own.live[end] + own.live_gradient[begin],
+            messages + 2 * largest(own.outputs) + workspace,
         )
 
     def beginning(self, unit: int) -> slice:
@@ -85,10 +96,16 @@ class Runs:
         return slice(start, start + self.units - unit)
 
 
-def _largest(values: Array) -> Array:
-    """The largest value of every run."""
-    running = [np.maximum.accumulate(values[unit:]) for unit in range(len(values))]
-    return np.concatenate(running)
+@dataclass(frozen=True)
+class Kinds:
+    """Blocks that cost alike, as columns."""
+
+    size: Array
+    bandwidth: Array  # of the block's ring
+    latency: Array
+    staged: Array
+    border: Array  # bandwidth of the slower border
+    device: Array  # the slowest kind of device in it
 
 
 @dataclass(frozen=True)
@@ -99,11 +116,8 @@ class Blocks:
     period: int  # devices after which positions repeat
     offset: Array  # devices behind the block, modulo the period
     size: Array
-    bandwidth: Array  # of the block's ring
-    latency: Array
-    staged: Array
-    border: Array  # bandwidth of the slower border
-    kind: Array  # the slowest kind of device in it
+    signature: Array  # which of the kinds it is
+    kinds: Kinds
 
     def take(self, behind: int, size: int) -> tuple[Device, ...]:
         end = len(self.devices) - behind
@@ -114,12 +128,14 @@ def make_blocks(cluster: Cluster, kinds: Sequence[str]) -> Blocks:
     """The blocks of a cluster; `kinds` name its devices from the fastest to the slowest."""
     devices = cluster.devices
     period = _period(cluster)
-    rows = []
+    places: list[tuple[int, int, int]] = []
+    signatures: dict[tuple[float, ...], int] = {}
     for offset in range(min(period, len(devices))):
         for size in _sizes(len(devices), period, offset):
-            rows.append((offset, size, *_block(cluster, devices, offset, size, kinds)))
-    columns = [np.array(column) for column in zip(*rows, strict=True)]
-    return Blocks(devices, period, *columns)
+            signature = (size, *_block(cluster, devices, offset, size, kinds))
+            places.append((offset, size, signatures.setdefault(signature, len(signatures))))
+    columns = [np.array(column) for column in zip(*signatures, strict=True)]
+    return Blocks(devices, period, *(np.array(column) for column in zip(*places, strict=True)), Kinds(*columns))
 
 
 def _period(cluster: Cluster) -> int:
@@ -173,16 +189,16 @@ class Rules:
         """Whether replicas take turns over batches, so that a share of a microbatch counts as one."""
         return self.mode in (Mode.STALE, Mode.PIPEDREAM)
 
-    def seconds(self, runs: Runs, blocks: Blocks, pairs: Any = slice(None)) -> Array:
-        """Seconds a batch of every run on every block: blocks x pairs."""
+    def seconds(self, runs: Runs, blocks: Kinds, pairs: Any = slice(None)) -> Array:
+        """Seconds a batch of every run on every kind of block: kinds x pairs."""
         size = blocks.size[:, None]
         own = self.microbatches / size if self.is_even else np.ceil(self.microbatches / size)
         rounds = self.microbatches / size if self.mode is Mode.PIPEDREAM else 1.0
         entering, leaving = runs.entering[pairs], runs.leaving[pairs]
-        compute = runs.compute[blocks.kind][:, pairs] + 2 * self.overhead + (entering + leaving) * self.copies
+        compute = runs.compute[blocks.device][:, pairs] + 2 * self.overhead + (entering + leaving) * self.copies
         weights = runs.parameters[pairs] * cost.GRADIENT_BYTES
         reduction = cost.allreduce_seconds(weights, size, blocks.bandwidth[:, None], blocks.latency[:, None])
-        backward = np.where(blocks.staged[:, None], 0.0, runs.backward[blocks.kind][:, pairs])
+        backward = np.where(blocks.staged[:, None], 0.0, runs.backward[blocks.device][:, pairs])
         exposed = cost.exposed_seconds(reduction, backward, cost.tail_share(weights))
         lags = self.is_even & (runs.last[pairs] < runs.units) & (self.staleness != 0)
         waits = np.where(lags & ~blocks.staged[:, None], 0.0, exposed)
@@ -249,45 +265,66 @@ class Found:
 class Search:
     """The fastest layout of a model on a cluster under one set of rules."""
 
-    def __init__(
-        self, runs: Runs, blocks: Blocks, seconds: Array, limits: Limits | None = None, most_stages: int | None = None
-    ) -> None:
+    def __init__(self, runs: Runs, blocks: Blocks, seconds: Array, limits: Limits | None = None) -> None:
         self._runs = runs
         self._blocks = blocks
-        self._seconds = seconds
+        self._seconds = seconds  # kinds of blocks x pairs
         self._limits = limits
         self._devices = len(blocks.devices)
-        self._layers = min(most_stages or self._devices, self._devices, runs.units)
         self._position = (blocks.offset + blocks.size) % blocks.period
         self._starts = np.array([runs.beginning(unit).start for unit in range(runs.units)])
         self._room: dict[int, Array] = {}
 
     def best(self, stages: int | None = None) -> Found | None:
-        """The layout whose slowest stage is fastest, of any or exactly so many stages; None if nothing fits."""
-        found = self._within(float(self._seconds.max()), stages)
+        """The layout whose slowest stage is fastest, of any or exactly so many stages; None if nothing fits.
+
+        Memory is looked at only where the layout that ignores it does not fit.
+        """
+        found = self._bracket(stages, limited=False)
+        if found is None or self._limits is None or self._fits(found):
+            return found
+        return self._bracket(stages, limited=True)
+
+    def _fits(self, found: Found) -> bool:
+        assert self._limits is not None
+        for stage, size in enumerate(found.sizes):
+            first, last = np.searchsorted(self._runs.points, found.bounds[stage : stage + 2])
+            pairs = np.array([self._runs.beginning(first).start + last - first - 1])
+            behind = np.array([[sum(found.sizes[stage + 1 :])]])
+            stages = len(found.sizes) - stage
+            needs = self._limits.needs(self._runs, pairs, stages, behind, np.array([[size]]))
+            if needs.max() > self._limits.memory:
+                return False
+        return True
+
+    def _bracket(self, stages: int | None, *, limited: bool) -> Found | None:
+        """Close in on the smallest time that can be kept; the last step proves that nothing below it can."""
+        found = self._within(float(self._seconds.max()), stages, limited)
         if found is None:
             return None
-        low = float(self._seconds.min()) / 2
+        low = 0.0
         while low < found.seconds * (1 - _CLOSE):
-            near = found.seconds < low * (1 + _NEAR)
-            middle = found.seconds * (1 - _CLOSE) if near else (low * found.seconds) ** 0.5
-            better = self._within(middle, stages)
+            if found.seconds < low * (1 + _NEAR):
+                middle = found.seconds * (1 - _CLOSE)
+            else:
+                middle = (low * found.seconds) ** 0.5 if low else found.seconds / 2
+            better = self._within(middle, stages, limited)
             if better is None:
                 low = middle
             else:
                 found = better
         return found
 
-    def _within(self, most: float, stages: int | None) -> Found | None:
+    def _within(self, most: float, stages: int | None, limited: bool) -> Found | None:
         """A layout in which no stage takes longer than so many seconds, with as few stages as that takes."""
-        allowed = self._seconds <= most
-        if stages is None and self._limits is None and self._layers == min(self._devices, self._runs.units):
+        allowed = (self._seconds <= most)[self._blocks.signature]
+        if stages is None and not limited:
             return self._of_any_number(allowed)
         reach = [self._empty()]
-        for layer in range(1, (stages or self._layers) + 1):
-            reach.append(self._layer(reach[-1], layer, allowed))
+        for layer in range(1, (stages or min(_MOST_LAYERS, self._devices, self._runs.units)) + 1):
+            reach.append(self._layer(reach[-1], layer, allowed, limited))
             if reach[-1][0].min() < _FAR and stages in (None, layer):
-                return self._trace(reach, allowed)
+                return self._trace(reach, allowed, limited)
         return None
 
     def _empty(self) -> Array:
@@ -296,21 +333,23 @@ class Search:
         reach[self._runs.units, 0] = 0
         return reach
 
-    def _layer(self, before: Array, layer: int, allowed: Array) -> Array:
+    def _layer(self, before: Array, layer: int, allowed: Array, limited: bool) -> Array:
         """The same with one stage more, for all units at once."""
-        fewest = np.minimum.reduceat(self._taken(before, slice(None), layer, allowed), self._starts, axis=1)
+        fewest = np.minimum.reduceat(
+            self._taken(before, slice(None), allowed, layer if limited else 0), self._starts, axis=1
+        )
         own = np.full_like(before, _FAR)
         for block, position in enumerate(self._position):
             np.minimum(own[:-1, position], fewest[block], out=own[:-1, position])
         return own
 
-    def _taken(self, before: Array, pairs: slice, layer: int, allowed: Array) -> Array:
+    def _taken(self, before: Array, pairs: slice, allowed: Array, limited_layer: int) -> Array:
         """Devices taken in all when a stage takes a run on a block: blocks x pairs."""
         behind = before[self._runs.last[pairs]][:, self._blocks.offset].T
         taken = behind + self._blocks.size[:, None]
         fits = allowed[:, pairs] & (taken <= self._devices)
-        if self._limits is not None:
-            fits &= behind <= self._room_behind(layer)[:, pairs]
+        if limited_layer:
+            fits &= behind <= self._room_behind(limited_layer)[:, pairs]
         return np.where(fits, taken, _FAR)
 
     def _room_behind(self, layer: int) -> Array:
@@ -323,25 +362,25 @@ class Search:
         """Where memory sets no limit the number of stages does not matter: one pass from the last unit to the first."""
         reach = self._empty()
         for unit in range(self._runs.units - 1, -1, -1):
-            fewest = self._taken(reach, self._runs.beginning(unit), 1, allowed).min(axis=1)
+            fewest = self._taken(reach, self._runs.beginning(unit), allowed, 0).min(axis=1)
             np.minimum.at(reach[unit], self._position, fewest)
-        return self._trace([reach], allowed) if reach[0].min() < _FAR else None
+        return self._trace([reach], allowed, limited=False) if reach[0].min() < _FAR else None
 
-    def _trace(self, reach: Sequence[Array], allowed: Array) -> Found:
+    def _trace(self, reach: Sequence[Array], allowed: Array, limited: bool) -> Found:
         """Walk from the first unit to the end along what made each state; one array stands for all layers."""
         bounds, sizes, seconds = [0], [], 0.0
         layer = len(reach) - 1
         unit, taken = 0, int(reach[-1][0].min())
         while unit < self._runs.units:
             pairs = self._runs.beginning(unit)
-            candidates = self._taken(reach[max(layer - 1, 0)], pairs, max(layer, 1), allowed)
+            candidates = self._taken(reach[max(layer - 1, 0)], pairs, allowed, layer if limited else 0)
             wanted = (candidates == taken) & (self._position == taken % self._blocks.period)[:, None]
             block, end = (int(index[0]) for index in np.nonzero(wanted))
-            seconds = max(seconds, float(self._seconds[block, pairs.start + end]))
+            seconds = max(seconds, float(self._seconds[self._blocks.signature[block], pairs.start + end]))
             sizes.append(int(self._blocks.size[block]))
             unit, taken, layer = unit + 1 + end, taken - sizes[-1], layer - 1
             bounds.append(unit)
-        return Found(tuple(bounds), tuple(sizes), seconds)
+        return Found(tuple(int(self._runs.points[bound]) for bound in bounds), tuple(sizes), seconds)
 
 
 def make_search(
@@ -352,7 +391,6 @@ def make_search(
     *,
     staleness: int | None = None,
     limited: bool = True,
-    most_stages: int | None = None,
 ) -> Search:
     """A search over a setting's cluster for one mode and number of microbatches."""
     kinds = sorted(
@@ -360,15 +398,19 @@ def make_search(
         key=lambda kind: setting.tables(kind, batch // microbatches).seconds,
     )
     sums = [setting.sums(kind, batch // microbatches) for kind in kinds]
-    runs, blocks = Runs.of(sums, setting.software), make_blocks(setting.cluster, kinds)
+    blocks = make_blocks(setting.cluster, kinds)
+    points = _narrow_points(sums[0]) if len(blocks.devices) > _MANY else None
+    runs = Runs.of(sums, setting.software, points)
     rules = make_rules(setting, mode, microbatches, kinds[-1], staleness)
-    seconds = rules.seconds(runs, blocks)
-    if seconds.size > 20_000_000:
-        seconds = seconds.astype(np.float32)
     limits = _limits(setting, mode, microbatches, kinds, staleness) if limited else None
-    if limits is not None and _always_fits(limits, runs, blocks):
-        limits = None
-    return Search(runs, blocks, seconds, limits, most_stages)
+    return Search(runs, blocks, rules.seconds(runs, blocks.kinds), limits)
+
+
+def _narrow_points(sums: Sums) -> Array:
+    """Where a chain is narrow: no more bytes are alive than at the points on either side. The ends are always there."""
+    live = np.concatenate(([np.inf], sums.live[1:-1], [np.inf]))
+    inner = [unit for unit in range(1, sums.count) if live[unit] <= live[unit - 1] and live[unit] < live[unit + 1]]
+    return np.array([0, *inner, sums.count])
 
 
 def make_rules(setting: Setting, mode: Mode, microbatches: int, kind: str, staleness: int | None = None) -> Rules:
@@ -397,13 +439,6 @@ def _limits(setting: Setting, mode: Mode, microbatches: int, kinds: Sequence[str
     )
 
 
-def _always_fits(limits: Limits, runs: Runs, blocks: Blocks) -> bool:
-    """Whether even the whole model on one device, with the most versions and depth there could be, fits."""
-    most = np.array(len(blocks.devices))
-    worst = limits.needs(runs, np.array([runs.units - 1]), min(runs.units, len(blocks.devices)), most, np.array(1))
-    return bool(worst.max() <= limits.memory)
-
-
 def best_cuts(setting: Setting, placement: Placement, mode: Mode, batch: int, microbatches: int) -> tuple[str, ...]:
     """The cuts that make the slowest stage of a given placement fastest."""
     samples = batch // microbatches
@@ -417,7 +452,7 @@ def best_cuts(setting: Setting, placement: Placement, mode: Mode, batch: int, mi
     slowest[runs.units] = 0.0
     choices: list[Array] = []
     for devices in reversed(placement):
-        seconds = rules.seconds(runs, _as_blocks(setting.cluster, devices, kinds))[0]
+        seconds = rules.seconds(runs, _as_kind(setting.cluster, devices, kinds))[0]
         time = np.maximum(seconds, slowest[runs.last])
         ends = np.array([int(time[runs.beginning(unit)].argmin()) + unit + 1 for unit in range(runs.units)])
         now = np.array([time[runs.beginning(unit)].min() for unit in range(runs.units)])
@@ -431,16 +466,16 @@ def best_cuts(setting: Setting, placement: Placement, mode: Mode, batch: int, mi
     return tuple(cuts)
 
 
-def _as_blocks(cluster: Cluster, devices: Sequence[Device], kinds: Sequence[str]) -> Blocks:
+def _as_kind(cluster: Cluster, devices: Sequence[Device], kinds: Sequence[str]) -> Kinds:
     fabric = cost.ring_fabric(cluster, devices)
     others = [device for device in cluster.devices if device not in set(devices)]
     border = max((cluster.link(devices[0], other).bandwidth for other in others), default=float("inf"))
     kind = max(kinds.index(cluster.kind_of(device)) for device in devices)
-    values = (0, len(devices), fabric.bandwidth, fabric.latency, fabric.staged, border, kind)
-    return Blocks(tuple(devices), len(devices), *(np.array([value]) for value in values))
+    values = (len(devices), fabric.bandwidth, fabric.latency, fabric.staged, border, kind)
+    return Kinds(*(np.array([value]) for value in values))
 
 
-def pipedream_seconds(runs: Runs, blocks: Blocks, bandwidth: float) -> Array:
+def pipedream_seconds(runs: Runs, blocks: Kinds, bandwidth: float) -> Array:
     """PipeDream's own formula on a flat network, for comparison with its plans: seconds a minibatch."""
     size = blocks.size[:, None]
     weights = runs.parameters * cost.GRADIENT_BYTES

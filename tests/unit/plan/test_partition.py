@@ -243,10 +243,10 @@ def test_under_its_own_formula_no_plan_of_pipedream_is_faster(devices: int) -> N
     runs = Runs.of([Sums(profile.tables[0])], shipped().system("pipedream"))
     for bandwidth, speedup in zip((12e9, 3.125e9, 1.25e9), PUBLISHED[devices], strict=True):
         blocks = make_blocks(flat(devices, link(bandwidth)), ["made"])
-        seconds = pipedream_seconds(runs, blocks, bandwidth)
+        seconds = pipedream_seconds(runs, blocks.kinds, bandwidth)
         found = Search(runs, blocks, seconds).best()
         assert found is not None
-        parallel = seconds[np.flatnonzero(blocks.size == devices)[0], runs.beginning(0).stop - 1]
+        parallel = seconds[np.flatnonzero(blocks.kinds.size == devices)[0], runs.beginning(0).stop - 1]
         assert parallel / found.seconds == pytest.approx(speedup, abs=0.006)
         if (devices, bandwidth) == (16, 3.125e9):
             assert found.sizes == (15, 1)

@@ -1,0 +1,94 @@
+"""The planner's answers: what it recommends, what it always compares with, and what it says when nothing fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stagewright.catalog import MIB, shipped
+from stagewright.plan.estimate import Setting
+from stagewright.plan.plan import Mode, read_plan
+from stagewright.planner import choose, explain, microbatch_counts
+from stagewright.predict import analytic_setting, predict, study
+
+
+def setting(model: str, cluster: str, software: str = "stagewright", devices: int | None = None) -> Setting:
+    catalogue = shipped()
+    where = catalogue.cluster(cluster)
+    where = where.first(devices) if devices else where
+    return analytic_setting(catalogue, where, study(model).shapes, catalogue.system(software), "fp32")
+
+
+def test_vgg_on_eight_cards_without_nvlink_is_seven_and_one() -> None:
+    choice = choose(setting("vgg16", "titan-v-8"), 224)
+    assert choice.best.shape == "7-1" and choice.best.plan.mode is Mode.STALE
+    assert choice.best.speedup > 1.3
+    parallel = next(candidate for candidate in choice.candidates if candidate.plan.mode is Mode.DP)
+    assert parallel.speedup == 1.0 and "528 MiB of gradient" in parallel.why
+    assert choice.best.prediction.images_per_second >= 0.97 * choice.fastest.prediction.images_per_second
+
+
+def test_resnet_on_nvlink_is_plain_data_parallel() -> None:
+    choice = choose(setting("resnet50", "v100-32", devices=4), 128)
+    assert choice.best.plan.mode is Mode.DP
+
+
+def test_candidates_are_sorted_and_every_one_has_its_reason() -> None:
+    choice = choose(setting("alexnet", "rtx-2080ti-4"), 256)
+    rates = [candidate.prediction.images_per_second for candidate in choice.candidates]
+    assert rates == sorted(rates, reverse=True) and all(candidate.why for candidate in choice.candidates)
+    assert any(candidate.plan.mode is Mode.DP for candidate in choice.candidates)
+
+
+def with_memory(where: Setting, mib: int) -> Setting:
+    def devices(kind: str):  # type: ignore[no-untyped-def]
+        return replace(shipped().device(kind), memory=mib * MIB)
+
+    return replace(where, devices=devices)
+
+
+def test_memory_decides_where_it_is_short() -> None:
+    where = with_memory(setting("vgg16", "rtx-2080ti-4"), 3300)
+    choice = choose(where, 64)
+    assert any("dp" in line and "too few" in line for line in choice.refused)
+    assert choice.best.plan.mode is not Mode.DP
+    assert all(memory.total <= 3300 * MIB for memory in choice.best.prediction.memory)
+
+
+def test_where_nothing_fits_it_says_which_rank_and_how_much() -> None:
+    with pytest.raises(ValueError, match=r"nothing fits: .*rank 0.*too few"):
+        choose(with_memory(setting("vgg16", "rtx-2080ti-4"), 1000), 64)
+
+
+def test_a_plan_survives_its_file() -> None:
+    import json
+
+    plan = choose(setting("vgg16", "rtx-2080ti-4"), 64).best.plan
+    assert read_plan(json.dumps(plan.describe()), "here", shipped().cluster("rtx-2080ti-4")) == plan
+
+
+def test_microbatches_divide_the_batch() -> None:
+    assert microbatch_counts(224, 8) == [8, 14, 16, 28, 32]
+    assert microbatch_counts(7, 8) == [7]
+    assert all(2016 % count == 0 for count in microbatch_counts(2016, 8))
+
+
+def test_a_unit_is_explained() -> None:
+    where = setting("vgg16", "rtx-2080ti-4")
+    plan = choose(where, 64).best.plan
+    unit = explain(where, plan, "classifier.0")
+    assert unit["parameters"] == 25088 * 4096 + 4096 and unit["stage"] == len(plan.stages) - 1
+    with pytest.raises(ValueError, match=r"near names: .*classifier\.0"):
+        explain(where, plan, "clasifier.0")
+
+
+def test_lag_is_no_larger_than_it_must_be() -> None:
+    where = setting("vgg16", "titan-v-8")
+    for candidate in choose(where, 224).candidates:
+        if candidate.plan.mode is Mode.STALE and len(candidate.plan.stages) == 3:
+            full = replace(
+                candidate.plan,
+                stages=tuple(replace(stage, versions=3 - stage.index) for stage in candidate.plan.stages),
+            )
+            assert candidate.prediction.steady.bubble <= predict(full, where).steady.bubble + 0.02
