@@ -56,6 +56,7 @@ def prepare(config: Config, warn: Warn = lambda warning: None) -> tuple[Job, int
     _require_classes(training.output, (config.data.source, source), (config.data.val or "", val))
     pauses = _pauses(config, batches, order.batches)
     evaluation = _evaluation(plan, pieces, example, val, precision.forward_context) if pauses else None
+    predict_job(config, plan)  # what is wrong with a profile is said before a folder is made
     folder = str(_new_folder(config, plan))
     job = Job(config, plan, batches, pauses, tuple(labels.shape[1:]), training, evaluation, folder)
     return job, order.batches

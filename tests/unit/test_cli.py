@@ -187,3 +187,144 @@ def test_an_emulated_run_leaves_its_files(tmp_path: Path, capsys: pytest.Capture
     from stagewright.model.zoo import build
 
     build("vgg-small").load_state_dict(load_file(weights))
+
+
+def prints(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    main(arguments)
+    return capsys.readouterr().out
+
+
+PUBLISHED = ["simulate", "vgg16", "--cluster", "titan-v-8", "--software", "oneflow", "--batch", "224"]
+
+
+def test_simulate_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["--mode", "stale", "--placement", "0:0-6.0:7", "--weights", "11:7", "--json"]
+    found = json.loads(prints(capsys, *PUBLISHED, *plan))
+    assert found["epoch_seconds"] == pytest.approx(1_281_167 / found["images_per_second"])
+    assert len(found["memory_mib"]) == 8 and 0 <= found["bubble"] < 1
+    assert found["plan"]["cuts"] == ["features.24"] and found["plan"]["microbatches"] == 7
+    parallel = json.loads(prints(capsys, *PUBLISHED, "--mode", "dp", "--json"))
+    assert found["images_per_second"] > 1.3 * parallel["images_per_second"]
+
+
+def test_simulate_takes_the_published_forms(capsys: pytest.CaptureFixture[str]) -> None:
+    both = ["--placement", "0:0-7,1:0-7.0:0-7,1:0-7", "--weights", "1:27", "--mode", "stale", "--batch", "1024"]
+    resnet = ["simulate", "resnet50", "--cluster", "titan-v-16", "--software", "oneflow", "--data", "imagenet"]
+    assert json.loads(prints(capsys, *resnet, *both, "--json"))["images_per_second"] > 3000
+    sizes = ["--devices", "16", "--batch", "4096", "--precision", "fp16", "--json"]
+    cards = json.loads(prints(capsys, "simulate", "resnet50", "--cluster", "v100-32", "--software", "oneflow", *sizes))
+    assert len(cards["memory_mib"]) == 16
+    alone = [
+        "--mode",
+        "pipedream",
+        "--placement",
+        "0:0-6.0:7",
+        "--microbatch",
+        "256",
+        "--software",
+        "pipedream",
+        "--json",
+    ]
+    assert json.loads(prints(capsys, "simulate", "alexnet", "--cluster", "titan-v-8", *alone))["images_per_second"] > 0
+
+
+def test_simulate_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prints(capsys, *PUBLISHED, "--mode", "dp", "--trace", str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == set(range(8)) and {event["cat"] for event in events} >= {
+        "F",
+        "B",
+        "R",
+        "U",
+    }
+
+
+def test_plan_writes_what_train_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    out = prints(capsys, "plan", "vgg16", "--cluster", "rtx-2080ti-4", "--batch", "64", "-o", str(file))
+    assert "x dp" in out and "dp 4" in out and "train --model vgg16 --plan" in out
+    assert json.loads(file.read_text())["batch"] == 64
+
+
+def test_value_answers_with_prices_and_their_dates(capsys: pytest.CaptureFixture[str]) -> None:
+    clusters = ["--cluster", "rtx-2080ti-4", "--cluster", "rtx-4090-1", "--precision", "fp16"]
+    first, second = json.loads(prints(capsys, "value", "resnet50", *clusters, "--json"))["clusters"]
+    assert (first["usd"], second["usd"]) == (1360, 1770)
+    assert first["per_dollar"] == pytest.approx(first["images_per_second"] / 1360)
+    assert "2023-07" in first["prices"][0]
+    dearer = json.loads(prints(capsys, "value", "resnet50", *clusters, "--price", "rtx-2080ti-22=1000", "--json"))
+    assert dearer["clusters"][0]["usd"] == 4000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["simulate", "vgg16", "--cluster", "titan-v", "--batch", "8"], ["unknown cluster", "titan-v-8"]),
+        (["simulate", "vgg16", "--batch", "8"], ["no cluster", "--profile"]),
+        (["simulate", "vgg16", "--cluster", "titan-v-8"], ["--batch", "--microbatch"]),
+        (["simulate", "vgg17", "--cluster", "titan-v-8", "--batch", "8"], ["vgg17", "vgg16"]),
+        (["simulate", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--devices", "9"], ["9 devices", "has 8"]),
+        (["simulate", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--placement", "0:8"], ["0:8", "0:7"]),
+        (["simulate", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--software", "torch"], ["torch", "pytorch"]),
+        (["simulate", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--plan", "/no/file"], ["/no/file"]),
+        (["simulate", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--profile", "/no/file"], ["/no/file"]),
+        (["plan", "vgg16", "--cluster", "titan-v-8", "--batch", "0"], ["--batch is 0"]),
+        (["value", "vgg16"], ["--cluster"]),
+        (["value", "vgg16", "--cluster", "titan-v-8", "--price", "titan-v"], ["DEVICE=USD"]),
+        (["profile", "vgg-small", "--samples", "a"], ["'a'", "8,16"]),
+        (["profile", "vgg-small", "--device", "cuda"], ["cuda", "--device cpu"]),
+        (["profile", "vgg-small", "--together", "0"], ["--together is 0"]),
+        (["profile", "vgg-small", "--pipedream", "/no/file", "--samples", "8"], ["/no/file"]),
+    ],
+)
+def test_what_planning_commands_refuse(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
+) -> None:
+    line = fails(capsys, *arguments)
+    assert all(word in line for word in words), line
+
+
+def test_a_plan_that_does_not_fit_says_which_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    out = prints(capsys, "simulate", "vgg16", "--cluster", "titan-v-8", "--batch", "2048")
+    assert "does not fit: stage 0 replica 0 (rank 0, machine 0) needs" in " ".join(out.split())
+
+
+REST = '"placement": "0:0", "cuts": [], "microbatches": 1, "versions": [1], "depths": [1]'
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", ["not JSON"]),
+        ("{}", ["lacks", "batch"]),
+        ('{"mode": "fast"}', ["lacks"]),
+        (f'{{"mode": "x", "batch": 8, {REST}}}', ["unknown mode 'x'"]),
+        (f'{{"mode": "dp", "batch": "8", {REST}}}', ["whole numbers"]),
+        (f'{{"mode": "dp", "batch": -8, {REST}}}', ["-8"]),
+    ],
+)
+def test_a_broken_plan_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, words: list[str]
+) -> None:
+    (tmp_path / "plan.json").write_text(content)
+    line = fails(capsys, "train", "--plan", str(tmp_path / "plan.json"))
+    assert all(word in line for word in words), line
+
+
+def test_a_plan_file_and_options_that_say_the_same_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    assert "plan.mode" in fails(capsys, "train", "--plan", str(tmp_path / "plan.json"), "--mode", "sync")
+
+
+def test_another_models_profile_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(tmp_path / "p.json")
+    prints(capsys, "profile", "tests.models:plain", "--image", "8", "--samples", "2,4", "-o", file)
+    line = fails(capsys, "simulate", "vgg-small", "--profile", file, "--cluster", "titan-v-8", "--batch", "8")
+    assert "the model is vgg-small" in line
+    run = ["train", "--model", "vgg-small", "--batch", "64", "--microbatches", "1"]
+    prints(capsys, "profile", "vgg-small", "--samples", "2,4", "-o", file)
+    runs = tmp_path / "runs"
+    assert "2 to 4 samples" in fails(capsys, *run, "--profile", file, "--runs", str(runs), "--steps", "1")
+    assert not runs.exists()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+_MODULES = ("published", "planner", "own")
+
 
 def run_suite(name: str, *, repeats: int = 7, steps: int = 0, as_json: bool = False) -> None:
     """Run a suite and print its table, or one JSON object; `steps` 0 leaves a segment's length to the suite."""
@@ -13,11 +15,11 @@ def run_suite(name: str, *, repeats: int = 7, steps: int = 0, as_json: bool = Fa
     from stagewright.bench.report import describe, show
     from stagewright.bench.suites import SUITES
 
-    if name in _OTHERS:
-        _OTHERS[name](as_json)
+    if name in _MODULES:
+        _run_module(name, as_json)
         return
     if name not in SUITES:
-        raise ValueError(f"unknown suite '{name}'; the suites are {', '.join([*SUITES, *_OTHERS])}")
+        raise ValueError(f"unknown suite '{name}'; the suites are {', '.join([*SUITES, *_MODULES])}")
     if repeats < 1:
         raise ValueError(f"--repeats is {repeats}; give at least 1")
     if steps < 0:
@@ -39,32 +41,17 @@ def run_suite(name: str, *, repeats: int = 7, steps: int = 0, as_json: bool = Fa
         show(Console(), suite, outcomes, command)
 
 
-def _published(as_json: bool) -> None:
+def _run_module(name: str, as_json: bool) -> None:
+    """A suite that is a module of its own: it measures, then shows or describes what it found."""
+    import importlib
+
     from rich.console import Console
 
-    from stagewright.bench.published import calibrate, describe, show
-
+    module = importlib.import_module(f"stagewright.bench.{name}")
     errors = Console(stderr=True)
-    with errors.status("published runs") as status:
-        calibration = calibrate(status.update if errors.is_terminal else lambda text: None)
+    with errors.status(name) as status:
+        found = module.measure(status.update if errors.is_terminal else lambda text: None)
     if as_json:
-        print(json.dumps(describe(calibration)))
+        print(json.dumps(module.describe(found)))
     else:
-        show(Console(), calibration)
-
-
-def _planner(as_json: bool) -> None:
-    from rich.console import Console
-
-    from stagewright.bench.planner import describe, measure, show
-
-    errors = Console(stderr=True)
-    with errors.status("planner") as status:
-        rows = measure(status.update if errors.is_terminal else lambda text: None)
-    if as_json:
-        print(json.dumps(describe(rows)))
-    else:
-        show(Console(), rows)
-
-
-_OTHERS = {"published": _published, "planner": _planner}
+        module.show(Console(), found)

@@ -147,7 +147,7 @@ class Calibration:
         return max(abs(row.error or 0.0) for row in self.rows if row.counts)
 
 
-def calibrate(tell: Callable[[str], None] = lambda text: None) -> Calibration:
+def measure(tell: Callable[[str], None] = lambda text: None) -> Calibration:
     """Fit all runs that carry results, then tell each from the others, then predict those that carry none."""
     runs = [run for run in published_runs() if run.rate is not None]
     whole = fit(runs, tell)

@@ -6,7 +6,7 @@ import argparse
 
 from stagewright.commands.options import Commands, add_json
 
-SUITES = ("overhead", "peers", "published", "planner")
+SUITES = ("overhead", "peers", "published", "planner", "own")
 
 
 def add(commands: Commands) -> None:

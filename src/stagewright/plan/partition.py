@@ -134,8 +134,9 @@ def make_blocks(cluster: Cluster, kinds: Sequence[str]) -> Blocks:
         for size in _sizes(len(devices), period, offset):
             signature = (size, *_block(cluster, devices, offset, size, kinds))
             places.append((offset, size, signatures.setdefault(signature, len(signatures))))
-    columns = [np.array(column) for column in zip(*signatures, strict=True)]
-    return Blocks(devices, period, *(np.array(column) for column in zip(*places, strict=True)), Kinds(*columns))
+    offsets, sizes, numbers = (np.array(column) for column in zip(*places, strict=True))
+    columns = Kinds(*(np.array(column) for column in zip(*signatures, strict=True)))
+    return Blocks(devices, period, offsets, sizes, numbers, columns)
 
 
 def _period(cluster: Cluster) -> int:

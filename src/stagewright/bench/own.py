@@ -1,0 +1,98 @@
+"""Predicted beside measured on this machine: models are profiled, plans simulated, and then run."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from stagewright.config import make_config
+from stagewright.experiment import run
+from stagewright.profiling import profile_here
+
+Tell = Callable[[str], None]
+_PLANS = (("dp", "0:0-1", 2), ("sync", "0:0.0:1", 4), ("stale", "0:0.0:1", 4))
+_MODELS = (("vgg-small", 32, 64), ("alexnet", 64, 32), ("resnet18", 64, 32))  # name, image side, batch
+_CLASSES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One plan of one model: images a second, predicted and measured."""
+
+    model: str
+    plan: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def measure(tell: Tell, steps: int = 30) -> list[Compared]:
+    """Profile each model with two processes at once, then run each plan."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for model, image, batch in _MODELS:
+            file = str(Path(folder) / f"{model}.json")
+            _profile(model, image, batch, tell).write(file)
+            for mode, placement, microbatches in _PLANS:
+                tell(f"{model}: {mode} {placement}")
+                rows.append(_run(model, image, batch, mode, placement, microbatches, file, folder, steps))
+    return rows
+
+
+def _profile(model: str, image: int, batch: int, tell: Tell) -> Any:
+    sizes = sorted({batch // microbatches for _, _, microbatches in _PLANS})
+    options = Namespace(
+        model=model,
+        samples=",".join(map(str, sizes)),
+        precision="fp32",
+        device="cpu",
+        threads=1,
+        together=2,
+        image=image,
+        classes=_CLASSES,
+    )
+    return profile_here(options, tell)
+
+
+def _run(
+    model: str, image: int, batch: int, mode: str, placement: str, pieces: int, file: str, folder: str, steps: int
+) -> Compared:
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"name": model, "classes": _CLASSES},
+        "data": {"image": image, "samples": 256},
+        "plan": {"mode": mode, "placement": placement, "batch": batch, "microbatches": pieces, "profile": file},
+        "run": {"steps": steps, "runs": folder},
+    }
+    summary = run(make_config(tables)).summary
+    shape = "-".join(str(len(stage.split(","))) for stage in placement.split("."))
+    name = f"{mode} {'2' if mode == 'dp' else shape}, M {pieces}"
+    return Compared(model, name, summary["predicted_images_per_second"], summary["images_per_second"])
+
+
+def median_error(rows: list[Compared]) -> float:
+    return statistics.median(abs(row.error) for row in rows)
+
+
+def describe(rows: list[Compared]) -> dict[str, Any]:
+    return {"median": median_error(rows), "rows": [{**asdict(row), "error": row.error} for row in rows]}
+
+
+def show(console: Console, rows: list[Compared]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in ("model", "plan", "predicted", "measured", "error"):
+        table.add_column(name, justify="left" if name in ("model", "plan") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(row.model, row.plan, f"{row.predicted:,.0f}", f"{row.measured:,.0f}", f"{row.error:+.1%}")
+    console.print(table)
+    console.print(f"images/s on this machine; median error {median_error(rows):.1%}", highlight=False)
