@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from stagewright.cluster import parse_placement
+from stagewright.catalog import DeviceSpec, Software
+from stagewright.cluster import Cluster, Level, Link, Machine, parse_placement
 from stagewright.config import make_config
+from stagewright.plan.estimate import Estimate, Setting
 from stagewright.plan.plan import Mode, Plan, make_plan
+from stagewright.profile.profile import Table, Unit
+from stagewright.schedule.action import Action, Op
 from stagewright.settle import make_plan_for
-from stagewright.simulate import StageCosts, balanced_costs, simulate, steady_bubble
+from stagewright.simulate import ClusterCosts, StageCosts, balanced_costs, simulate, steady_bubble
 
 
 def plan_of(placement: str, mode: Mode, microbatches: int, **rest: int) -> Plan:
@@ -76,3 +80,67 @@ def test_balanced_costs_give_every_rank_the_same_work() -> None:
     timeline = simulate(plan, balanced_costs(plan), range(120))
     busy = [timeline.busy(rank, 0.0, timeline.end) for rank in range(4)]
     assert max(busy) == min(busy)
+
+
+SECOND = 1 << 20  # bytes that a link of the made cluster carries a second
+
+
+def made(software: Software, placement: str, mode: Mode, microbatches: int) -> ClusterCosts:
+    """Two units of 1 + 1 and 2 + 2 seconds; a message of 3 seconds one way and 1 the other."""
+    units = (
+        Unit("a", "made", 1.0, 1.0, 0, 0, 3 * SECOND, 1 * SECOND, 0),
+        Unit("b", "made", 2.0, 2.0, 0, 0, 0, 0, 0),
+    )
+    level = Level(Link("made", SECOND, 0.0), (tuple(range(8)),))
+    cluster = Cluster((Machine(8, "made", (level,)),))
+    device = DeviceSpec("made", "made", 1 << 40, 1e9, {"fp32": 1.0}, {})
+    setting = Setting(
+        cluster, lambda kind: device, software, "fp32", lambda kind, samples: Table("fp32", samples, units)
+    )
+    plan = make_plan(parse_placement(placement), batch=microbatches, microbatches=microbatches, mode=mode, cuts=("b",))
+    return ClusterCosts(Estimate(plan, setting))
+
+
+PLAIN = Software("plain", "plain", 1.0)
+
+
+def ends(costs: ClusterCosts, microbatches: int) -> dict[str, float]:
+    plan = costs._plan
+    return {span.name: span.end for span in simulate(plan, costs, range(microbatches)).spans}
+
+
+def test_a_message_takes_its_bytes_over_the_link() -> None:
+    found = ends(made(PLAIN, "0:0.0:1", Mode.SYNC, 1), 1)
+    assert (found["0F0@0"], found["0SA0>1"], found["1F0@0"], found["1SG0>0"], found["0B0@0"]) == (1, 4, 6, 9, 10)
+
+
+def test_senders_that_share_a_receiver_take_turns() -> None:
+    found = ends(made(PLAIN, "0:0-2.0:3", Mode.SYNC, 3), 3)
+    assert [found[f"0SA{i}>3"] for i in range(3)] == [4, 7, 10]  # all three are ready after a second
+
+
+def test_both_ways_at_once_do_not_disturb_each_other() -> None:
+    costs = made(PLAIN, "0:0.0:1", Mode.STALE, 2)
+    assert set(costs.lanes(Action(Op.SEND_ACT, 0, 0, 0, None, 1))).isdisjoint(
+        costs.lanes(Action(Op.SEND_GRAD, 1, 1, 0, None, 0))
+    )
+
+
+def test_a_software_that_passes_whole_batches_waits_for_the_last_piece() -> None:
+    whole = Software("whole", "whole", 1.0, whole_batches=True)
+    found = ends(made(whole, "0:0-2.0:3", Mode.SYNC, 3), 3)
+    assert found["1F0@0"] == 10 + 2  # the third message has come
+    assert found["1SG0>0"] == 10 + 3 * 4 + 1  # the last backward is over
+    assert found["0B0@0"] == found["0B2@0"] == 22 + 3 + 1  # and the last gradient has come
+
+
+def test_updates_and_reductions_are_timed() -> None:
+    units = (Unit("a", "made", 1.0, 1.0, SECOND // 4, 0, 0, 0, 0),)
+    level = Level(Link("made", SECOND, 0.0, staged=True), ((0, 1),))
+    cluster = Cluster((Machine(2, "made", (level,)),))
+    device = DeviceSpec("made", "made", 1 << 40, 5 * SECOND, {"fp32": 1.0}, {})
+    setting = Setting(cluster, lambda kind: device, PLAIN, "fp32", lambda kind, samples: Table("fp32", samples, units))
+    plan = make_plan(parse_placement("0:0-1"), batch=2, microbatches=2, mode=Mode.DP)
+    spans = {span.name: span for span in simulate(plan, ClusterCosts(Estimate(plan, setting)), range(2)).spans}
+    assert (spans["0R@0"].start, spans["0R@0"].end) == (2, 3)  # 1 MiB over 1 MiB a second, each byte once
+    assert (spans["0U@0"].start, spans["0U@0"].end) == (3, 4)  # five passes at five a second

@@ -18,7 +18,7 @@ def show_profile(console: Console, profile: Any) -> None:
         markup=False,
     )
     shown = Table(box=None, pad_edge=False)
-    for name in ("unit", "kind", "forward ms", "backward ms", "weights MiB", "live MiB", "saved MiB"):
+    for name in ("unit", "kind", "fwd ms", "bwd ms", "weights MiB", "live MiB", "saved MiB"):
         shown.add_column(name, justify="left" if name in ("unit", "kind") else "right", no_wrap=True)
     for unit in table.units:
         shown.add_row(

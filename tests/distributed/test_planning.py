@@ -1,0 +1,43 @@
+"""profile -> plan -> simulate -> train, as a user would type it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from stagewright.runtime.linktest import measure_links
+
+ROOT = Path(__file__).parents[2]
+
+
+def stagewright(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "stagewright.cli", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_measured_model_is_planned_and_run_and_predicted(tmp_path: Path) -> None:
+    profile, plan = str(tmp_path / "profile.json"), str(tmp_path / "plan.json")
+    shown = stagewright("profile", "vgg-small", "--samples", "4,16", "--together", "2", "-o", profile)
+    assert "link 0-1" in shown and "classifier.0" in shown
+    choice = json.loads(stagewright("plan", "vgg-small", "--profile", profile, "--batch", "32", "-o", plan, "--json"))
+    best = choice["candidates"][choice["best"]]
+    assert any(candidate["plan"]["mode"] == "dp" for candidate in choice["candidates"])
+    alone = json.loads(stagewright("simulate", "vgg-small", "--profile", profile, "--plan", plan, "--json"))
+    assert abs(alone["images_per_second"] / best["images_per_second"] - 1) < 1e-9
+    run = ["train", "--model", "vgg-small", "--plan", plan, "--profile", profile, "--steps", "4", "--json"]
+    summary = json.loads(stagewright(*run, "--runs", str(tmp_path / "runs")))
+    assert summary["plan"] == best["plan"]
+    assert abs(summary["predicted_images_per_second"] / best["images_per_second"] - 1) < 1e-9
+    assert summary["images_per_second"] > 0
+
+
+def test_links_are_measured_between_every_pair() -> None:
+    found = measure_links(3)
+    assert [(entry["source"], entry["target"]) for entry in found["transfers"]] == [(0, 1), (0, 2), (1, 2)]
+    assert all(entry["bandwidth"] > 1e6 and 0 < entry["latency"] < 1 for entry in found["transfers"])
+    assert found["reduce"] > 1e6
