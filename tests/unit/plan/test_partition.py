@@ -151,13 +151,16 @@ def chain(draw: st.DrawFn, most: int) -> list[Unit]:
 @st.composite
 def cases(draw: st.DrawFn, most_units: int, most_devices: int) -> tuple[Setting, Mode, int]:
     fast, slow = link(draw(st.floats(1e9, 1e11))), link(draw(st.floats(1e8, 1e9)), 1e-4, draw(st.booleans()))
-    shape = draw(st.sampled_from(["flat", "machines", "pairs"]))
+    shape = draw(st.sampled_from(["flat", "machines", "uneven", "pairs"]))
     devices = draw(st.integers(1, most_devices))
     if shape == "flat":
         cluster = flat(devices, draw(st.sampled_from([fast, slow])))
     elif shape == "machines":
         each = draw(st.integers(1, 3))
         cluster = machines(max(1, devices // each), each, fast, slow)
+    elif shape == "uneven" and devices > 2:
+        sizes = (1, 2, devices - 3) if devices > 4 else (1, devices - 1)
+        cluster = Cluster(tuple(machines(1, size, fast, slow).machines[0] for size in sizes), "made", slow)
     else:
         cluster = paired(devices, fast, slow)
     memory = draw(st.sampled_from([MEMORY, 1 << 31, 1 << 32, 1 << 33]))

@@ -14,6 +14,7 @@ from stagewright.profile.pipedream import read_pipedream
 from stagewright.profile.shape import Convolution, Kind, Shape
 from tests.shared import shared_file
 
+PLAIN = Software("plain", "plain", 1.0)
 SYNC_SECONDS = 0.4e-3  # what the measured profiles add to each forward
 
 
@@ -85,6 +86,20 @@ def test_a_fused_software_runs_relu_for_nothing() -> None:
     fused = Software("fused", "fused", 1.0, fused=True)
     units = analytic_table([norm, relu, relu, norm], device(1e3), "fp32", 1, fused).units
     assert [unit.forward > 0 for unit in units] == [True, False, False, True]
+
+
+def test_units_without_products_move_their_bytes() -> None:
+    both, rate = 200 * 4, 0.8e3
+    times = {
+        kind: analytic_table([Shape("n", kind, 0, 100, 100, 0, 0, 0, 0, True)], device(1e3), "fp32", 1, PLAIN).units[0]
+        for kind in (Kind.NORM, Kind.POINTWISE, Kind.POOL, Kind.VIEW)
+    }
+    # normalisation reads twice and writes once; backward reads two tensors twice and writes one
+    assert times[Kind.NORM].forward == pytest.approx(1.5 * both / rate, rel=1e-3)
+    assert times[Kind.NORM].backward == pytest.approx(2.5 * both / rate, rel=1e-3)
+    assert times[Kind.POINTWISE].forward == pytest.approx(both / rate, rel=1e-3)
+    assert times[Kind.POOL].forward == pytest.approx((both + 100 * 8) / rate, rel=1e-3)
+    assert times[Kind.VIEW].forward == 0.0
 
 
 def test_a_software_half_as_efficient_takes_twice_as_long() -> None:
