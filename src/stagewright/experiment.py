@@ -93,6 +93,7 @@ def run(config: Config, console: Console | None = None) -> Result:
         "batches": len(collector.steps),
         "images_per_second": collector.images_per_second(),
         "loss": collector.steps[-1].loss if collector.steps else None,
+        "bad_records": len(collector.replaced),
         "evaluations": [asdict(evaluated) for evaluated in collector.evaluations],
         "seconds": time.time() - began,
         "exported": None if exported is None else str(exported),

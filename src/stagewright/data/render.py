@@ -1,0 +1,79 @@
+"""Draws a view of an image into its place in a batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stagewright.data.augment import Jitter, View
+from stagewright.data.decode import Pixels
+
+_GREY = (0.299, 0.587, 0.114)
+
+
+def render(image: Pixels, view: View, target: Tensor) -> None:
+    """Fill `target`, uint8 [side, side, RGB], with a view of an image."""
+    box = torch.from_numpy(image)[view.top : view.top + view.height, view.left : view.left + view.width]
+    side = len(target)
+    is_plain = (view.rows, view.columns, view.down, view.right) == (side, side, 0, 0)
+    if is_plain and not view.is_mirrored:
+        _resize(box, target)
+    else:
+        resized = box
+        if (view.rows, view.columns) != (view.height, view.width):
+            resized = torch.empty(view.rows, view.columns, 3, dtype=torch.uint8)
+            _resize(box, resized)
+        seen = resized if is_plain else _window(resized, view, side)
+        target.copy_(_mirrored(seen) if view.is_mirrored else seen)
+    if view.jitter is not None:
+        target.copy_(jittered(target, view.jitter))
+
+
+def _resize(box: Tensor, target: Tensor) -> None:
+    """Antialiased bilinear, written straight into `target`."""
+    if box.shape == target.shape:
+        target.copy_(box)
+        return
+    torch.ops.aten._upsample_bilinear2d_aa.out(
+        _planes(box), list(target.shape[:2]), False, None, None, out=_planes(target)
+    )
+
+
+def _planes(pixels: Tensor) -> Tensor:
+    """[rows, columns, RGB] as the batch of one that torch's image operations take, without a copy."""
+    return pixels.permute(2, 0, 1).unsqueeze(0)
+
+
+def _mirrored(seen: Tensor) -> Tensor:
+    return _planes(seen).flip(3).squeeze(0).permute(1, 2, 0)  # torch mirrors this layout several times faster
+
+
+def _window(resized: Tensor, view: View, side: int) -> Tensor:
+    """A square of the resized image; black where it reaches beyond."""
+    rows, columns = resized.shape[:2]
+    top, left = max(view.down, 0), max(view.right, 0)
+    bottom, right = min(view.down + side, rows), min(view.right + side, columns)
+    seen = resized[top:bottom, left:right]
+    if seen.shape[:2] == (side, side):
+        return seen
+    window = torch.zeros(side, side, 3, dtype=torch.uint8)
+    window[top - view.down : bottom - view.down, left - view.right : right - view.right] = seen
+    return window
+
+
+def jittered(pixels: Tensor, jitter: Jitter) -> Tensor:
+    """Brightness, contrast against the mean grey, saturation against each pixel's grey; rounded once, at the end."""
+    colours = (pixels.float() * jitter.brightness).clamp_(0, 255)
+    mean = float((colours @ torch.tensor(_GREY)).mean())
+    colours = (colours * jitter.contrast + mean * (1 - jitter.contrast)).clamp_(0, 255)
+    grey = (colours @ torch.tensor(_GREY)).unsqueeze(2)
+    colours = (colours * jitter.saturation + grey * (1 - jitter.saturation)).clamp_(0, 255)
+    return colours.round_().to(torch.uint8)
+
+
+def as_pixels(target: Tensor) -> Pixels:
+    """The pixels of a rendered view."""
+    pixels: Pixels = target.numpy()
+    assert pixels.dtype == np.uint8
+    return pixels
