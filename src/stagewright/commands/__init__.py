@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from stagewright.commands import bench, schedule, train
+from stagewright.commands import bench, data, schedule, train
 
-COMMANDS = (train, schedule, bench)
+COMMANDS = (train, schedule, bench, data)

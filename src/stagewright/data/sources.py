@@ -18,7 +18,7 @@ from stagewright.data.datasets import is_images, open_records
 from stagewright.data.images import ImageSource
 from stagewright.data.normalize import parse_normalization
 from stagewright.data.order import Indices
-from stagewright.data.records import require_limit
+from stagewright.data.records import Records, require_limit
 
 
 class Source(Protocol):
@@ -195,11 +195,15 @@ def open_source(
 
 def open_images(text: str, side: int, options: ImageOptions) -> ImageSource:
     """Encoded images with the transforms that the options describe."""
+    return with_transforms(open_records(text, options.class_names, options.limit), side, options)
+
+
+def with_transforms(records: Records, side: int, options: ImageOptions) -> ImageSource:
+    """Records as samples of one size."""
     if side < 1:
         raise ValueError(f"--image is {side}; images leave the loader with a side of at least 1")
     if not 0 <= options.jitter < 1:
         raise ValueError(f"--jitter is {options.jitter}; give a share from 0 to below 1, such as 0.4")
     cropping = default_cropping(side) if options.cropping == "auto" else Cropping(options.cropping)
     augmentation = Augmentation(side, cropping, options.jitter)
-    records = open_records(text, options.class_names, options.limit)
     return ImageSource(records, augmentation, parse_normalization(options.normalize))

@@ -1,0 +1,243 @@
+"""How fast encoded images become samples: ours beside stock ways, on one thread, in turns, in one run."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stagewright.bench.machine import machine
+from stagewright.bench.statistics import Ratio, median, median_ratio
+from stagewright.bench.stock import stock_paths
+from stagewright.data.augment import Augmentation, Cropping, View
+from stagewright.data.decode import Decoder
+from stagewright.data.images import ImageSource
+from stagewright.data.index import Rows, load_index, save_index
+from stagewright.data.loader import ImageLoader, Loading
+from stagewright.data.normalize import NORMALIZATIONS
+from stagewright.data.numbering import Share, Training
+from stagewright.data.order import Order
+from stagewright.data.pool import Pool
+from stagewright.data.records import Record
+from stagewright.data.render import render
+
+HEIGHT, WIDTH, SIDE = 375, 500, 224
+_DISTINCT = 16
+_QUALITY = 93
+_IMAGENET = 1_281_167
+_MICROBATCH = 16
+
+Path_ = Callable[[bytes, View], object]
+
+
+def make_jpegs(count: int = _DISTINCT) -> list[bytes]:
+    """Pictures of waves under noise, of the size and about the bytes of an ImageNet photograph."""
+    import simplejpeg
+
+    generator = np.random.default_rng(0)
+    rows, columns = np.mgrid[0:HEIGHT, 0:WIDTH]
+    jpegs = []
+    for _ in range(count):
+        picture = 128 + generator.normal(0, 14, (HEIGHT, WIDTH, 3))
+        for across, down, phase in generator.uniform(0, 0.15, (6, 3)):
+            picture += 20 * np.sin(across * columns + down * rows + 40 * phase)[..., None]
+        jpegs.append(simplejpeg.encode_jpeg(picture.clip(0, 255).astype(np.uint8), _QUALITY, "RGB", "420"))
+    return jpegs
+
+
+class InMemory:
+    """Records that are there already, so that what is measured is not the disk."""
+
+    def __init__(self, jpegs: Sequence[bytes], samples: int) -> None:
+        self._jpegs = jpegs
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def get(self, index: int) -> Record:
+        return Record(self._jpegs[index % len(self._jpegs)], index % 1000, self.name(index))
+
+    def name(self, index: int) -> str:
+        return f"record {index}"
+
+    @property
+    def classes(self) -> int:
+        return 1000
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def fingerprint(self) -> str:
+        return f"memory/{self._samples}"
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One way of decoding and cropping, with its images a second, a repeat each."""
+
+    name: str
+    speeds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Everything that one run measured."""
+
+    sides: tuple[Side, ...]  # ours first
+    loader: dict[int, float]  # images a second by threads
+    overhead: float  # seconds an image that the loader takes beyond decoding and cropping
+    index_load: float  # seconds for an index of ImageNet's size
+    jpeg_bytes: int
+
+    def ratio(self, side: Side) -> Ratio:
+        return median_ratio(self.sides[0].speeds, side.speeds)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "sides": [
+                {"name": side.name, "median": median(side.speeds), "speeds": side.speeds}
+                | {"ratio": (ratio := self.ratio(side)).value, "interval": [ratio.low, ratio.high]}
+                for side in self.sides
+            ],
+            "loader": self.loader,
+            "overhead_microseconds": self.overhead * 1e6,
+            "index_load_seconds": self.index_load,
+            "jpeg_bytes": self.jpeg_bytes,
+            "machine": machine(),
+            "date": time.strftime("%Y-%m-%d"),
+        }
+
+
+def run(*, repeats: int, images: int, most_threads: int, as_json: bool) -> None:
+    """Measure and print a table, or one JSON object."""
+    for flag, value, least in (("repeats", repeats, 1), ("images", images, _MICROBATCH), ("threads", most_threads, 1)):
+        if value < least:
+            raise ValueError(f"--{flag} is {value}; give at least {least}")
+    torch.set_num_threads(1)
+    outcome = measure(repeats, images, most_threads)
+    if as_json:
+        print(json.dumps(outcome.describe()))
+    else:
+        _show(outcome, f"stagewright data bench --repeats {repeats} --images {images} --threads {most_threads}")
+
+
+def measure(repeats: int, images: int, most_threads: int) -> Outcome:
+    jpegs = make_jpegs()
+    augmentation = Augmentation(SIDE, Cropping.RESIZED)
+    views = [augmentation.training(0, 0, index, HEIGHT, WIDTH) for index in range(images)]
+    paths: dict[str, Path_] = {"stagewright": _ours()} | stock_paths(SIDE)
+    speeds: dict[str, list[float]] = {name: [] for name in paths}
+    for _ in range(repeats):
+        for name, path in paths.items():
+            speeds[name].append(_speed(path, jpegs, views))
+    sides = tuple(Side(name, tuple(found)) for name, found in speeds.items())
+    overhead = _loader_overhead(jpegs, augmentation, repeats, images)
+    threads = {count: _loader_speed(jpegs, augmentation, count, images) for count in range(1, most_threads + 1)}
+    return Outcome(sides, threads, overhead, _index_load(), sum(map(len, jpegs)) // len(jpegs))
+
+
+def _ours() -> Path_:
+    decoder, target = Decoder(), torch.zeros(SIDE, SIDE, 3, dtype=torch.uint8)
+
+    def path(data: bytes, view: View) -> None:
+        render(decoder.decode(data), view, target)
+
+    return path
+
+
+def _speed(path: Path_, jpegs: Sequence[bytes], views: Sequence[View]) -> float:
+    path(jpegs[0], views[0])
+    began = time.process_time()
+    for number, view in enumerate(views):
+        path(jpegs[number % len(jpegs)], view)
+    return len(views) / (time.process_time() - began)
+
+
+def _loader(jpegs: Sequence[bytes], augmentation: Augmentation, threads: int, images: int, stop: int) -> ImageLoader:
+    source = ImageSource(InMemory(jpegs, images), augmentation, NORMALIZATIONS["imagenet"])
+    share = Share(Training(Order(images, _MICROBATCH), 1), 1, stop)
+    return ImageLoader(source, share, Loading(threads=threads), Pool(threads))
+
+
+def _loader_speed(jpegs: Sequence[bytes], augmentation: Augmentation, threads: int, images: int) -> float:
+    """Images a second, by the clock, of a loader whose batches nobody uses."""
+    batches = images // _MICROBATCH
+    loader = _loader(jpegs, augmentation, threads, images, batches + 1)
+    loader.pixels(0)
+    began = time.perf_counter()
+    for number in range(1, batches + 1):
+        loader.pixels(number)
+    seconds = time.perf_counter() - began
+    loader.close()
+    return batches * _MICROBATCH / seconds
+
+
+def _loader_overhead(jpegs: Sequence[bytes], augmentation: Augmentation, repeats: int, images: int) -> float:
+    """Processor seconds an image of the loader, less those of decoding and cropping the same images in a plain loop."""
+    batches = images // _MICROBATCH
+    order = Order(images, _MICROBATCH)
+    differences = []
+    for repeat in range(repeats):
+        numbers = range(repeat * batches, (repeat + 1) * batches)
+        loader = _loader(jpegs, augmentation, 1, images, numbers.stop)
+        began = time.process_time()
+        for number in numbers:
+            loader.pixels(number)
+        loader.close()
+        through_loader = time.process_time() - began
+        ours, began = _ours(), time.process_time()
+        for number in numbers:
+            for index in order.microbatch(number, 1):
+                view = augmentation.training(0, order.epoch_of(number), int(index), HEIGHT, WIDTH)
+                ours(jpegs[int(index) % len(jpegs)], view)
+        differences.append((through_loader - (time.process_time() - began)) / (batches * _MICROBATCH))
+    return median(differences)
+
+
+def _index_load() -> float:
+    """Seconds to load an index of ImageNet's size, names included, from a file that was just written."""
+    rows = Rows()
+    for number in range(_IMAGENET):
+        rows.add(0, number, 110_000, number % 1000, f"n{number % 1000:08}/n{number % 1000:08}_{number}.JPEG")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "index"
+        save_index(path, rows.index(Path(folder), (), ()))
+        began = time.perf_counter()
+        index = load_index(path, Path(folder))
+        seconds = time.perf_counter() - began
+    assert index is not None and len(index) == _IMAGENET
+    return seconds
+
+
+def _show(outcome: Outcome, command: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table(width=80)
+    table.add_column("one thread")
+    for heading in ("images/s", "ours / it", "95 % interval"):
+        table.add_column(heading, justify="right")
+    for side in outcome.sides:
+        ratio = outcome.ratio(side)
+        table.add_row(
+            side.name, f"{median(side.speeds):.0f}", f"{ratio.value:.2f}", f"{ratio.low:.2f} - {ratio.high:.2f}"
+        )
+    console.print(f"{WIDTH}x{HEIGHT} JPEG of {outcome.jpeg_bytes} bytes to {SIDE}x{SIDE}, random resized crop and flip")
+    console.print(table)
+    for threads, speed in outcome.loader.items():
+        console.print(f"loader, {threads} threads: {speed:.0f} images/s, {speed / threads:.0f} a thread")
+    console.print(f"loader beyond decoding: {outcome.overhead * 1e6:.0f} microseconds an image")
+    console.print(f"index of {_IMAGENET} records: loaded in {outcome.index_load:.3f} s")
+    console.print(", ".join([*machine().values(), time.strftime("%Y-%m-%d")]))
+    console.print(f"repeat with: {command}", soft_wrap=True)
