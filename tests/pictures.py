@@ -31,7 +31,7 @@ def pixels(seed: int, height: int = 40, width: int = 48) -> NDArray[np.uint8]:
     """A smooth picture, so that JPEG keeps it well."""
     generator = np.random.default_rng(seed)
     small = Image.fromarray(generator.integers(0, 256, (5, 6, 3), dtype=np.uint8))
-    return np.asarray(small.resize((width, height), Image.Resampling.BICUBIC))
+    return np.array(small.resize((width, height), Image.Resampling.BICUBIC))
 
 
 def jpeg(seed: int, height: int = 40, width: int = 48, mode: str = "RGB", **options: object) -> bytes:

@@ -30,7 +30,7 @@ from stagewright.data.render import render
 
 HEIGHT, WIDTH, SIDE = 375, 500, 224
 _DISTINCT = 16
-_QUALITY = 93
+_QUALITY = 94
 _IMAGENET = 1_281_167
 _MICROBATCH = 16
 

@@ -36,9 +36,9 @@ class Jitter:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is taken of an image: a box of it, resized, of which a window is seen, perhaps mirrored.
+    """What is taken of an image: a box of it, perhaps mirrored, resized, of which a window is seen.
 
-        image ─ box ─► resized to `rows` x `columns` ─ window from (`down`, `right`) ─► mirrored ─► jittered
+        image ─ box ─► mirrored ─► resized to `rows` x `columns` ─ window from (`down`, `right`) ─► jittered
 
     A window may reach beyond what was resized; it is black there.
     """

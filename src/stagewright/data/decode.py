@@ -49,7 +49,7 @@ def _decode_other(data: bytes) -> Pixels:
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             _require_size(image.height, image.width)
-            return np.asarray(image.convert("RGB"))
+            return np.array(image.convert("RGB"))
     except BadRecord:
         raise
     except Exception as error:  # Pillow's plugins raise whatever their parsers do

@@ -103,11 +103,10 @@ class ImageLoader:
         return inputs, labels
 
     def pixels(self, number: int) -> tuple[Tensor, Tensor]:
-        """A microbatch as bytes, before it is normalised."""
+        """A microbatch as bytes, before it is normalised; they are overwritten after the next one was asked for."""
         batch, room = self._next(number)
-        images, labels = batch.images.clone(), torch.from_numpy(batch.labels.copy())
         self._free.append(room)
-        return images, labels
+        return batch.images, torch.from_numpy(batch.labels)
 
     def close(self) -> None:
         self._abandon()

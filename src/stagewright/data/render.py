@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,17 +14,17 @@ _GREY = (0.299, 0.587, 0.114)
 def render(image: Pixels, view: View, target: Tensor) -> None:
     """Fill `target`, uint8 [side, side, RGB], with a view of an image."""
     box = torch.from_numpy(image)[view.top : view.top + view.height, view.left : view.left + view.width]
+    if view.is_mirrored:
+        box = _mirrored(box)
     side = len(target)
-    is_plain = (view.rows, view.columns, view.down, view.right) == (side, side, 0, 0)
-    if is_plain and not view.is_mirrored:
+    if (view.rows, view.columns, view.down, view.right) == (side, side, 0, 0):
         _resize(box, target)
     else:
         resized = box
         if (view.rows, view.columns) != (view.height, view.width):
             resized = torch.empty(view.rows, view.columns, 3, dtype=torch.uint8)
             _resize(box, resized)
-        seen = resized if is_plain else _window(resized, view, side)
-        target.copy_(_mirrored(seen) if view.is_mirrored else seen)
+        _copy_window(resized, view, target)
     if view.jitter is not None:
         target.copy_(jittered(target, view.jitter))
 
@@ -34,10 +33,9 @@ def _resize(box: Tensor, target: Tensor) -> None:
     """Antialiased bilinear, written straight into `target`."""
     if box.shape == target.shape:
         target.copy_(box)
-        return
-    torch.ops.aten._upsample_bilinear2d_aa.out(
-        _planes(box), list(target.shape[:2]), False, None, None, out=_planes(target)
-    )
+    else:
+        size = list(target.shape[:2])
+        torch.ops.aten._upsample_bilinear2d_aa.out(_planes(box), size, False, None, None, out=_planes(target))
 
 
 def _planes(pixels: Tensor) -> Tensor:
@@ -45,21 +43,20 @@ def _planes(pixels: Tensor) -> Tensor:
     return pixels.permute(2, 0, 1).unsqueeze(0)
 
 
-def _mirrored(seen: Tensor) -> Tensor:
-    return _planes(seen).flip(3).squeeze(0).permute(1, 2, 0)  # torch mirrors this layout several times faster
+def _mirrored(box: Tensor) -> Tensor:
+    return _planes(box).flip(3).squeeze(0).permute(1, 2, 0)  # torch mirrors this layout several times faster
 
 
-def _window(resized: Tensor, view: View, side: int) -> Tensor:
+def _copy_window(resized: Tensor, view: View, target: Tensor) -> None:
     """A square of the resized image; black where it reaches beyond."""
-    rows, columns = resized.shape[:2]
+    side, (rows, columns) = len(target), resized.shape[:2]
     top, left = max(view.down, 0), max(view.right, 0)
     bottom, right = min(view.down + side, rows), min(view.right + side, columns)
-    seen = resized[top:bottom, left:right]
-    if seen.shape[:2] == (side, side):
-        return seen
-    window = torch.zeros(side, side, 3, dtype=torch.uint8)
-    window[top - view.down : bottom - view.down, left - view.right : right - view.right] = seen
-    return window
+    if (bottom - top, right - left) != (side, side):
+        target.zero_()
+    target[top - view.down : bottom - view.down, left - view.right : right - view.right] = resized[
+        top:bottom, left:right
+    ]
 
 
 def jittered(pixels: Tensor, jitter: Jitter) -> Tensor:
@@ -70,10 +67,3 @@ def jittered(pixels: Tensor, jitter: Jitter) -> Tensor:
     grey = (colours @ torch.tensor(_GREY)).unsqueeze(2)
     colours = (colours * jitter.saturation + grey * (1 - jitter.saturation)).clamp_(0, 255)
     return colours.round_().to(torch.uint8)
-
-
-def as_pixels(target: Tensor) -> Pixels:
-    """The pixels of a rendered view."""
-    pixels: Pixels = target.numpy()
-    assert pixels.dtype == np.uint8
-    return pixels

@@ -193,7 +193,7 @@ def _pax_records(content: bytes, position: int, path: str) -> dict[str, str]:
         digits, space, _ = content.partition(b" ")
         length = int(digits) if space and digits.isdigit() and len(digits) < 8 else 0
         key, equals, value = content[len(digits) + 1 : length - 1].partition(b"=")
-        if not equals or length > len(content):
+        if not equals or not len(digits) < length <= len(content):
             raise TarError(f"{path}: the extended header at byte {position} is damaged; copy the shard again")
         records[_text(key)] = value.decode(errors="surrogateescape")
         content = content[length:]

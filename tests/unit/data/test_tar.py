@@ -116,6 +116,19 @@ def _second_header(whole: bytes) -> int:
         return archive.getmembers()[1].offset
 
 
+@pytest.mark.parametrize(
+    "content", [b"0 path=x\n", b"00 a=\n", b"2 =\n", b"99 path=x\n", b"x", b"-5 a=b\n", b"12 size=9-9\n"]
+)
+def test_an_extended_header_that_lies_about_its_length_ends_the_reading(content: bytes, tmp_path: Path) -> None:
+    info = tarfile.TarInfo("header")
+    info.type, info.size = tarfile.XHDTYPE, len(content)
+    header = info.tobuf(tarfile.USTAR_FORMAT) + content.ljust(512, b"\0")
+    path = make_tar(tmp_path / "s.tar", samples_of(1))
+    path.write_bytes(header + path.read_bytes())
+    with pytest.raises(TarError, match=r"at byte 0|before byte 1024"):
+        open_records(f"tar:{path}")
+
+
 def test_a_pattern_that_matches_nothing_says_so(tmp_path: Path) -> None:
     for place in ("none-*.tar", "none.tar", "."):
         with pytest.raises(DataError, match="no tar shards at"):
