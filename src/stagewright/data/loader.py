@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from stagewright.data.device import Decode, DeviceLoader, torchcodec_decoder
 from stagewright.data.images import Bad, ImageSource
 from stagewright.data.numbering import Numbering, Share
 from stagewright.data.order import Indices
@@ -40,6 +41,7 @@ class Loading:
     max_bad: int = 0
     tell: Callable[[Bad], None] = lambda bad: None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    decode: Decode = Decode.CPU
 
     def __post_init__(self) -> None:
         for flag, value, least in (("--loader-threads", self.threads, 1), ("--ahead", self.ahead, 0)):
@@ -52,11 +54,18 @@ class Loading:
 def make_loaders(loading: Loading, *shares: tuple[Source, Share]) -> tuple[Loader, ...]:
     """A loader for each source; those of images have their threads in common."""
     pool = Pool(loading.threads)
-    return tuple(
-        ImageLoader(source, share, loading, pool)
-        if isinstance(source, ImageSource)
-        else DirectLoader(source, share.numbering, loading.dtype)
-        for source, share in shares
+    return tuple(_make_loader(source, share, loading, pool) for source, share in shares)
+
+
+def _make_loader(source: Source, share: Share, loading: Loading, pool: Pool) -> Loader:
+    if not isinstance(source, ImageSource):
+        return DirectLoader(source, share.numbering, loading.dtype)
+    if loading.decode is Decode.CPU:
+        return ImageLoader(source, share, loading, pool)
+    count = BadRecords(loading.max_bad, loading.tell).count
+    decode = torchcodec_decoder(loading.device)
+    return DeviceLoader(
+        source, share, loading.dtype, loading.device, loading.threads, loading.ahead, count_bad=count, decode=decode
     )
 
 

@@ -61,9 +61,10 @@ def _copy_window(resized: Tensor, view: View, target: Tensor) -> None:
 
 def jittered(pixels: Tensor, jitter: Jitter) -> Tensor:
     """Brightness, contrast against the mean grey, saturation against each pixel's grey; rounded once, at the end."""
+    weights = torch.tensor(_GREY, device=pixels.device)
     colours = (pixels.float() * jitter.brightness).clamp_(0, 255)
-    mean = float((colours @ torch.tensor(_GREY)).mean())
+    mean = (colours @ weights).mean()
     colours = (colours * jitter.contrast + mean * (1 - jitter.contrast)).clamp_(0, 255)
-    grey = (colours @ torch.tensor(_GREY)).unsqueeze(2)
+    grey = (colours @ weights).unsqueeze(2)
     colours = (colours * jitter.saturation + grey * (1 - jitter.saturation)).clamp_(0, 255)
     return colours.round_().to(torch.uint8)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from stagewright.config import Config
+from stagewright.data.datasets import is_images
+from stagewright.data.device import Decode, require_decoder
 from stagewright.data.loader import Loader, Loading, make_loaders
 from stagewright.data.numbering import Pieces, Share, Training
 from stagewright.data.order import Order
@@ -27,6 +29,8 @@ def open_data(config: Config, text: str) -> Source:
     """The source a configuration names; its model and image size must be settled."""
     data = config.data
     assert config.model.classes is not None and data.image is not None
+    if is_images(text):
+        require_decoder(data.decode, config.run.device)
     limit = data.limit if text == data.source else None
     options = ImageOptions(data.crop, data.normalize, data.jitter, data.class_names, limit, data.learnable)
     return open_source(
@@ -77,6 +81,7 @@ def _loaders(job: Job, emit: Emit) -> tuple[Loader, Loader]:
         config.data.ahead,
         config.data.max_bad,
         lambda bad: emit({"kind": "bad", "index": bad.index, "reason": bad.reason}),
+        decode=Decode(config.data.decode),
     )
     training = Share(Training(order, plan.microbatches), plan.stages[0].replicas, plan.boundary(job.batches))
     pieces = Share(Pieces(len(val), plan.samples), plan.stages[0].replicas, -(-len(val) // plan.samples))

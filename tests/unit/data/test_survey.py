@@ -9,7 +9,8 @@ from PIL import Image
 
 from stagewright.data.augment import Augmentation, Cropping
 from stagewright.data.datasets import open_records
-from stagewright.data.images import ImageSource
+from stagewright.data.decode import Decoder
+from stagewright.data.images import Draw, ImageSource
 from stagewright.data.normalize import NORMALIZATIONS
 from stagewright.data.survey import draw_sheet, survey
 from tests.pictures import bytes_feature, jpeg, message, write_parts
@@ -49,9 +50,6 @@ def test_the_sheet_shows_augmented_samples_and_their_classes(tmp_path: Path) -> 
     sheet = np.asarray(Image.open(tmp_path / "out/sheet.png"))
     assert sheet.shape == (2 * (96 + 14), 8 * 96, 3)
     target, _ = source.empty(1)
-    from stagewright.data.decode import Decoder
-    from stagewright.data.images import Draw
-
     source.load(9, Draw(3, 0), target[0], Decoder())
     assert np.array_equal(sheet[110 : 110 + 96, 96:192], target[0].numpy())  # sample 9: second row, second column
-    assert (sheet[96:110, :96] < 128).any() and (sheet[110:, 3 * 96 :] == 255).all()  # a caption; nothing after the last
+    assert (sheet[96:110, :96] < 128).any() and (sheet[110:, 3 * 96 :] == 255).all()  # a caption; then nothing
