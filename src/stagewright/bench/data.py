@@ -20,7 +20,8 @@ from stagewright.data.augment import Augmentation, Cropping, View
 from stagewright.data.decode import Decoder
 from stagewright.data.images import ImageSource
 from stagewright.data.index import Rows, load_index, save_index
-from stagewright.data.loader import ImageLoader, Loading
+from stagewright.data.loader import ImageLoader
+from stagewright.data.loading import Loading
 from stagewright.data.normalize import NORMALIZATIONS
 from stagewright.data.numbering import Share, Training
 from stagewright.data.order import Order

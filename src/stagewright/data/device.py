@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch.nn import functional
 from stagewright.data.augment import View
 from stagewright.data.decode import Decoder
 from stagewright.data.images import Bad, Draw, ImageSource
+from stagewright.data.loading import BadRecords, Decode, Loading
 from stagewright.data.numbering import Share
 from stagewright.data.order import Indices
 from stagewright.data.records import BadRecord, DataError, Record
@@ -22,13 +22,6 @@ from stagewright.data.render import jittered
 
 DecodeBatch = Callable[[list[bytes]], list[Tensor]]  # JPEGs to uint8 [RGB, rows, columns] on the device
 _JPEG = b"\xff\xd8"
-
-
-class Decode(StrEnum):
-    """Where JPEGs are decoded."""
-
-    CPU = "cpu"
-    GPU = "gpu"
 
 
 def require_decoder(decode: str, device: str) -> None:
@@ -69,25 +62,13 @@ class _Read:
 class DeviceLoader:
     """Threads read records ahead; the device decodes a microbatch at once, then crops, resizes and normalises it."""
 
-    def __init__(
-        self,
-        source: ImageSource,
-        share: Share,
-        dtype: torch.dtype,
-        device: torch.device,
-        threads: int,
-        ahead: int,
-        count_bad: Callable[[Bad], None],
-        decode: DecodeBatch,
-    ) -> None:
+    def __init__(self, source: ImageSource, share: Share, loading: Loading, decode: DecodeBatch) -> None:
         self._source = source
         self._share = share
-        self._dtype = dtype
-        self._device = device
-        self._ahead = ahead
-        self._count_bad = count_bad
+        self._loading = loading
+        self._bad = BadRecords(loading)
         self._decode = decode
-        self._threads = ThreadPoolExecutor(threads, "reader")
+        self._threads = ThreadPoolExecutor(loading.threads, "reader")
         self._decoder = Decoder()
         self._window: deque[tuple[int, Future[list[_Read]]]] = deque()
 
@@ -104,11 +85,11 @@ class DeviceLoader:
             if pixels is None:  # it was read but can't be decoded: the next record takes its place
                 sample, pixels = self._replace(read)
             for bad in sample.bad:
-                self._count_bad(bad)
+                self._bad.count(bad)
             images.append(draw_view(pixels, self._view(draw, read.index, pixels), self._source.augmentation.side))
             labels.append(sample.record.label)
-        inputs = self._source.normalization.apply(torch.stack(images), self._dtype)
-        return inputs, torch.tensor(labels, device=self._device)
+        inputs = self._source.normalization.apply(torch.stack(images), self._loading.dtype)
+        return inputs, torch.tensor(labels, device=self._loading.device)
 
     def close(self) -> None:
         """Nothing is left to end: what was read ahead is dropped."""
@@ -117,7 +98,7 @@ class DeviceLoader:
     def _fill(self, number: int) -> None:
         first = self._window[-1][0] + self._share.step if self._window else number
         for following in range(first, max(self._share.stop, number + 1), self._share.step):
-            if len(self._window) > self._ahead:
+            if len(self._window) > self._loading.ahead:
                 break
             self._window.append((following, self._threads.submit(self._read, self._share.numbering.indices(following))))
 
@@ -149,7 +130,7 @@ class DeviceLoader:
             pixels = torch.from_numpy(self._decoder.decode(record.data).copy())
         except BadRecord:
             return None
-        return pixels.permute(2, 0, 1).to(self._device)
+        return pixels.permute(2, 0, 1).to(self._loading.device)
 
     def _replace(self, read: _Read) -> tuple[_Read, Tensor]:
         """The next sample that can be read and decoded."""

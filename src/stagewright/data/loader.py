@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from stagewright.data.device import Decode, DeviceLoader, torchcodec_decoder
-from stagewright.data.images import Bad, ImageSource
+from stagewright.data.device import DeviceLoader, torchcodec_decoder
+from stagewright.data.images import ImageSource
+from stagewright.data.loading import BadRecords, Decode, Loading
 from stagewright.data.numbering import Numbering, Share
 from stagewright.data.order import Indices
 from stagewright.data.pool import Batch, Pool
-from stagewright.data.records import DataError
 from stagewright.data.sources import Source
 
 
@@ -31,26 +30,6 @@ class Loader(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """How samples are loaded: their type and device, the threads, how far ahead, and how many may be bad."""
-
-    dtype: torch.dtype = torch.float32
-    threads: int = 1
-    ahead: int = 4  # microbatches
-    max_bad: int = 0
-    tell: Callable[[Bad], None] = lambda bad: None
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    decode: Decode = Decode.CPU
-
-    def __post_init__(self) -> None:
-        for flag, value, least in (("--loader-threads", self.threads, 1), ("--ahead", self.ahead, 0)):
-            if value < least:
-                raise ValueError(f"{flag} is {value}; give at least {least}")
-        if self.max_bad < 0:
-            raise ValueError(f"--max-bad is {self.max_bad}; give the bad records to allow, from 0 on")
-
-
 def make_loaders(loading: Loading, *shares: tuple[Source, Share]) -> tuple[Loader, ...]:
     """A loader for each source; those of images have their threads in common."""
     pool = Pool(loading.threads)
@@ -62,11 +41,7 @@ def _make_loader(source: Source, share: Share, loading: Loading, pool: Pool) -> 
         return DirectLoader(source, share.numbering, loading.dtype)
     if loading.decode is Decode.CPU:
         return ImageLoader(source, share, loading, pool)
-    count = BadRecords(loading.max_bad, loading.tell).count
-    decode = torchcodec_decoder(loading.device)
-    return DeviceLoader(
-        source, share, loading.dtype, loading.device, loading.threads, loading.ahead, count_bad=count, decode=decode
-    )
+    return DeviceLoader(source, share, loading, torchcodec_decoder(loading.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +71,7 @@ class ImageLoader:
         self._share = share
         self._loading = loading
         self._pool = pool
-        self._bad = BadRecords(loading.max_bad, loading.tell)
+        self._bad = BadRecords(loading)
         self._window: deque[tuple[int, Batch, _Room]] = deque()
         self._free: deque[_Room] = deque()
 
@@ -157,26 +132,6 @@ class ImageLoader:
             self._pool.abandon(batch)
             self._free.append(room)
         self._window.clear()
-
-
-class BadRecords:
-    """Records that could not be used, each counted once; too many end the run."""
-
-    def __init__(self, most: int, tell: Callable[[Bad], None]) -> None:
-        self._most = most
-        self._tell = tell
-        self._seen: set[int] = set()
-
-    def count(self, bad: Bad) -> None:
-        if bad.index in self._seen:
-            return
-        self._seen.add(bad.index)
-        self._tell(bad)
-        if len(self._seen) > self._most:
-            raise DataError(
-                f"{len(self._seen)} bad records, {self._most} are allowed; the last: {bad.reason}; "
-                "mend the data, or allow more with --max-bad"
-            )
 
 
 class _Room:

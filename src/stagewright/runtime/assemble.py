@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from stagewright.config import Config
 from stagewright.data.datasets import is_images
-from stagewright.data.device import Decode, require_decoder
-from stagewright.data.loader import Loader, Loading, make_loaders
+from stagewright.data.device import require_decoder
+from stagewright.data.loader import Loader, make_loaders
+from stagewright.data.loading import Decode, Loading
 from stagewright.data.numbering import Pieces, Share, Training
 from stagewright.data.order import Order
 from stagewright.data.sources import ImageOptions, Source, open_source

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import simplejpeg
 import torch
+from PIL import Image
 from torch import Tensor
 
 from stagewright.data.augment import Augmentation, Cropping
 from stagewright.data.datasets import open_records
 from stagewright.data.device import DeviceLoader, draw_view, require_decoder
 from stagewright.data.images import Bad, ImageSource
-from stagewright.data.loader import Loader, Loading, make_loaders
+from stagewright.data.loader import Loader, make_loaders
+from stagewright.data.loading import Loading
 from stagewright.data.normalize import Normalization
 from stagewright.data.numbering import Pieces, Share, Training
 from stagewright.data.order import Order
@@ -29,16 +32,14 @@ def decode(batch: list[bytes]) -> list[Tensor]:
 
 
 def loaders(source: ImageSource, share: Share, told: list[Bad]) -> tuple[Loader, Loader]:
-    (cpu,) = make_loaders(Loading(max_bad=9), (source, share))
-    gpu = DeviceLoader(source, share, torch.float32, torch.device("cpu"), 2, 2, count_bad=told.append, decode=decode)
-    return cpu, gpu
+    loading = Loading(threads=2, ahead=2, max_bad=9)
+    (cpu,) = make_loaders(loading, (source, share))
+    return cpu, DeviceLoader(source, share, replace(loading, tell=told.append), decode)
 
 
 @pytest.mark.parametrize("cropping", list(Cropping))
 @pytest.mark.parametrize("jitter", [0.0, 0.3])
 def test_the_samples_are_those_of_the_cpu(cropping: Cropping, jitter: float, tmp_path: Path) -> None:
-    from PIL import Image
-
     png = encoded(Image.fromarray(pixels(5)), "PNG")
     images = [*(jpeg(index, 40 + index, 60) for index in range(9)), png, jpeg(3)[:300], b""]
     records = open_records(

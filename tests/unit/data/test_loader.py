@@ -14,7 +14,8 @@ from stagewright.data.augment import Augmentation, Cropping
 from stagewright.data.datasets import open_records
 from stagewright.data.decode import Decoder
 from stagewright.data.images import Bad, Draw, ImageSource
-from stagewright.data.loader import ImageLoader, Loading, make_loaders
+from stagewright.data.loader import ImageLoader, make_loaders
+from stagewright.data.loading import Loading
 from stagewright.data.normalize import NORMALIZATIONS
 from stagewright.data.numbering import Pieces, Share, Training
 from stagewright.data.order import Order
