@@ -15,7 +15,7 @@ from stagewright.data.loading import BadRecords, Decode, Loading
 from stagewright.data.numbering import Numbering, Share
 from stagewright.data.order import Indices
 from stagewright.data.pool import Batch, Pool
-from stagewright.data.sources import Source
+from stagewright.data.sources import Source, SyntheticSource
 
 
 class Loader(Protocol):
@@ -38,7 +38,9 @@ def make_loaders(loading: Loading, *shares: tuple[Source, Share]) -> tuple[Loade
 
 def _make_loader(source: Source, share: Share, loading: Loading, pool: Pool) -> Loader:
     if not isinstance(source, ImageSource):
-        return DirectLoader(source, share.numbering, loading.dtype)
+        if isinstance(source, SyntheticSource):
+            source.to(loading.device)
+        return DirectLoader(source, share.numbering, loading)
     if loading.decode is Decode.CPU:
         return ImageLoader(source, share, loading, pool)
     return DeviceLoader(source, share, loading, torchcodec_decoder(loading.device))
@@ -50,11 +52,12 @@ class DirectLoader:
 
     source: Source
     numbering: Numbering
-    dtype: torch.dtype
+    loading: Loading
 
     def microbatch(self, number: int) -> tuple[Tensor, Tensor]:
         inputs, labels = self.source.batch(self.numbering.indices(number))
-        return (inputs.to(self.dtype) if inputs.is_floating_point() else inputs), labels
+        dtype = self.loading.dtype if inputs.is_floating_point() else inputs.dtype
+        return inputs.to(self.loading.device, dtype), labels.to(self.loading.device)
 
     def close(self) -> None:
         pass
