@@ -26,7 +26,7 @@ tests: $(READY)
 # What takes too long for every day: a million mutated inputs a reader, three epochs of a million samples.
 soak: $(READY)
 	STAGEWRIGHT_FUZZ=1000000 STAGEWRIGHT_EPOCH_SAMPLES=1000000 \
-		$(BIN)/python -m pytest -s tests/unit/data/test_fuzz.py tests/unit/data/test_memory.py
+		$(BIN)/python -m pytest -s tests/unit/data/test_fuzz.py tests/unit/data/test_loader_memory.py
 
 bench: $(READY)
 	$(BIN)/stagewright bench overhead
