@@ -10,6 +10,8 @@ import torch
 
 from stagewright.cli import main
 from stagewright.config import make_config
+from stagewright.data.order import Order
+from stagewright.data.records import PartRecords
 from stagewright.experiment import prepare, run
 from stagewright.runtime.emulate import Emulation
 from tests.pictures import bytes_feature, jpeg, make_ofrecord, message, shared, write_parts
@@ -101,20 +103,29 @@ def test_a_run_has_the_same_bits_whatever_loads_it(tmp_path: Path) -> None:
     assert losses(one) != losses(train(root, tmp_path / "runs", data__normalize="published"))
 
 
-def test_only_the_first_stage_has_loaders(tmp_path: Path) -> None:
+def test_only_the_first_stage_has_loaders_and_each_loads_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = make_ofrecord(tmp_path / "of", 20)
     config = make_config(
         {
             "model": {"name": "resnet8"},
             "data": {"source": f"ofrecord:{root}"},
             "plan": {"placement": "0:0-1.0:2", "batch": 8},
-            "run": {"steps": 1, "runs": str(tmp_path)},
+            "run": {"steps": 4, "runs": str(tmp_path)},
         }
     )
     job, _ = prepare(config)
-    workers = Emulation(job, lambda event: None).workers
+    emulation = Emulation(job, lambda event: None)
+    workers = emulation.workers
     assert [worker.loader is not None for worker in workers] == [True, True, False]
     assert [worker.evaluation_loader is not None for worker in workers] == [True, True, False]
+    reads: list[int] = []
+    get = PartRecords.get
+    monkeypatch.setattr(PartRecords, "get", lambda self, index: reads.append(index) or get(self, index))
+    emulation.run()
+    order = Order(20, 8)
+    assert sorted(reads) == sorted(int(index) for batch in range(4) for index in order.microbatch(batch, 1))
 
 
 def test_bad_records_are_told_counted_and_stop_a_run_that_has_too_many(

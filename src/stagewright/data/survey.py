@@ -16,6 +16,7 @@ from stagewright.data.records import BadRecord, Records, spread
 
 _COLUMNS, _ROWS = 8, 6
 _CAPTION = 14  # pixels below a sample
+_LEAST_CELL = 96
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +98,15 @@ def draw_sheet(source: ImageSource, seed: int, path: Path) -> int:
     for number in range(count):
         index = spread(number, count, len(source))
         labels[number], _ = source.load(index, Draw(seed, 0), images[number], decoder)
-    cell = max(side, 64)
+    cell = side * max(1, _LEAST_CELL // side)  # small images are shown larger
     rows = -(-count // _COLUMNS)
     sheet = Image.new("RGB", (_COLUMNS * cell, rows * (cell + _CAPTION)), "white")
     pen = ImageDraw.Draw(sheet)
     for number in range(count):
         row, column = divmod(number, _COLUMNS)
         corner = (column * cell, row * (cell + _CAPTION))
-        sheet.paste(Image.fromarray(images[number].numpy()), corner)
+        sample = Image.fromarray(images[number].numpy()).resize((cell, cell), Image.Resampling.NEAREST)
+        sheet.paste(sample, corner)
         name = _name_of(source.records, int(labels[number]))
         pen.text((corner[0], corner[1] + cell + 1), name[: cell // 6], fill="black")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -37,6 +37,11 @@ def test_pixels_are_pillows(data: bytes) -> None:
     assert np.abs(found.astype(int) - pillow(data)).max() <= 1
 
 
+def test_four_colours_become_three_exactly_as_stock_does_it() -> None:
+    data = jpeg(5, mode="CMYK")
+    assert np.array_equal(Decoder().decode(data), pillow(data))
+
+
 def test_exif_rotation_is_ignored() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees
