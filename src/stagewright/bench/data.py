@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 from stagewright.bench.machine import machine
 from stagewright.bench.statistics import Ratio, median, median_ratio
-from stagewright.bench.stock import stock_paths
+from stagewright.bench.stock import StockPath, stock_paths
 from stagewright.data.augment import Augmentation, Cropping, View
 from stagewright.data.decode import Decoder
 from stagewright.data.images import ImageSource
@@ -34,8 +34,6 @@ _DISTINCT = 16
 _QUALITY = 94
 _IMAGENET = 1_281_167
 _MICROBATCH = 16
-
-Path_ = Callable[[bytes, View], object]
 
 
 def make_jpegs(count: int = _DISTINCT) -> list[bytes]:
@@ -132,11 +130,11 @@ def run(*, repeats: int, images: int, most_threads: int, as_json: bool) -> None:
         _show(outcome, f"stagewright data bench --repeats {repeats} --images {images} --threads {most_threads}")
 
 
-def measure(repeats: int, images: int, most_threads: int) -> Outcome:
+def measure(repeats: int, images: int, most_threads: int, indexed: int = _IMAGENET) -> Outcome:
     jpegs = make_jpegs()
     augmentation = Augmentation(SIDE, Cropping.RESIZED)
     views = [augmentation.training(0, 0, index, HEIGHT, WIDTH) for index in range(images)]
-    paths: dict[str, Path_] = {"stagewright": _ours()} | stock_paths(SIDE)
+    paths: dict[str, StockPath] = {"stagewright": _ours()} | stock_paths(SIDE)
     speeds: dict[str, list[float]] = {name: [] for name in paths}
     for _ in range(repeats):
         for name, path in paths.items():
@@ -144,19 +142,20 @@ def measure(repeats: int, images: int, most_threads: int) -> Outcome:
     sides = tuple(Side(name, tuple(found)) for name, found in speeds.items())
     overhead = _loader_overhead(jpegs, augmentation, repeats, images)
     threads = {count: _loader_speed(jpegs, augmentation, count, images) for count in range(1, most_threads + 1)}
-    return Outcome(sides, threads, overhead, _index_load(), sum(map(len, jpegs)) // len(jpegs))
+    return Outcome(sides, threads, overhead, _index_load(indexed), sum(map(len, jpegs)) // len(jpegs))
 
 
-def _ours() -> Path_:
+def _ours() -> StockPath:
     decoder, target = Decoder(), torch.zeros(SIDE, SIDE, 3, dtype=torch.uint8)
 
-    def path(data: bytes, view: View) -> None:
+    def path(data: bytes, view: View) -> object:
         render(decoder.decode(data), view, target)
+        return target
 
     return path
 
 
-def _speed(path: Path_, jpegs: Sequence[bytes], views: Sequence[View]) -> float:
+def _speed(path: StockPath, jpegs: Sequence[bytes], views: Sequence[View]) -> float:
     path(jpegs[0], views[0])
     began = time.process_time()
     for number, view in enumerate(views):
@@ -205,10 +204,10 @@ def _loader_overhead(jpegs: Sequence[bytes], augmentation: Augmentation, repeats
     return median(differences)
 
 
-def _index_load() -> float:
-    """Seconds to load an index of ImageNet's size, names included, from a file that was just written."""
+def _index_load(records: int) -> float:
+    """Seconds to load an index of so many records, names included, from a file that was just written."""
     rows = Rows()
-    for number in range(_IMAGENET):
+    for number in range(records):
         rows.add(0, number, 110_000, number % 1000, f"n{number % 1000:08}/n{number % 1000:08}_{number}.JPEG")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "index"
@@ -216,7 +215,7 @@ def _index_load() -> float:
         began = time.perf_counter()
         index = load_index(path, Path(folder))
         seconds = time.perf_counter() - began
-    assert index is not None and len(index) == _IMAGENET
+    assert index is not None and len(index) == records
     return seconds
 
 
