@@ -9,7 +9,7 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image
 
-from stagewright.data.records import BadRecord
+from stagewright.data.records import BadRecord, Record, Records
 
 Pixels = NDArray[np.uint8]  # rows, columns, RGB
 
@@ -41,6 +41,15 @@ class Decoder:
             raise
         except ValueError as error:
             raise BadRecord(f"no whole JPEG ({error})") from error
+
+
+def decode_at(records: Records, index: int, decoder: Decoder) -> tuple[Record, Pixels]:
+    """A record and its pixels; a bad one is named."""
+    record = records.get(index)
+    try:
+        return record, decoder.decode(record.data)
+    except BadRecord as error:
+        raise BadRecord(f"{record.name}: {error}") from error
 
 
 def _decode_other(data: bytes) -> Pixels:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,11 +12,11 @@ from torch.nn import functional
 
 from stagewright.data.augment import View
 from stagewright.data.decode import Decoder
-from stagewright.data.images import Bad, Draw, ImageSource
+from stagewright.data.images import ImageSource
 from stagewright.data.loading import BadRecords, Decode, Loading
 from stagewright.data.numbering import Share
 from stagewright.data.order import Indices
-from stagewright.data.records import BadRecord, DataError, Record
+from stagewright.data.records import BadRecord, Record
 from stagewright.data.render import jittered
 
 DecodeBatch = Callable[[list[bytes]], list[Tensor]]  # JPEGs to uint8 [RGB, rows, columns] on the device
@@ -50,17 +49,11 @@ def torchcodec_decoder(device: torch.device) -> DecodeBatch:
     return decode
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """One sample before it is decoded, and the bad records before it."""
-
-    index: int  # which chose its view
-    record: Record
-    bad: tuple[Bad, ...]
-
-
 class DeviceLoader:
-    """Threads read records ahead; the device decodes a microbatch at once, then crops, resizes and normalises it."""
+    """Threads read records ahead; the device decodes a microbatch at once, then crops, resizes and normalises it.
+
+    A microbatch that is not all good JPEGs is decoded on the CPU, which names the bad ones and replaces them.
+    """
 
     def __init__(self, source: ImageSource, share: Share, loading: Loading, decode: DecodeBatch) -> None:
         self._source = source
@@ -70,24 +63,21 @@ class DeviceLoader:
         self._decode = decode
         self._threads = ThreadPoolExecutor(loading.threads, "reader")
         self._decoder = Decoder()
-        self._window: deque[tuple[int, Future[list[_Read]]]] = deque()
+        self._window: deque[tuple[int, Future[list[Record] | None]]] = deque()
 
     def microbatch(self, number: int) -> tuple[Tensor, Tensor]:
         """One microbatch on the device; the threads go on reading those after it."""
         if self._window and self._window[0][0] != number:
             self._window.clear()
         self._fill(number)
-        reads = self._window.popleft()[1].result()
-        draw = self._share.numbering.draw(number)
-        images, labels = [], []
-        for read, pixels in zip(reads, self._pixels([read.record for read in reads]), strict=True):
-            sample = read
-            if pixels is None:  # it was read but can't be decoded: the next record takes its place
-                sample, pixels = self._replace(read)
-            for bad in sample.bad:
-                self._bad.count(bad)
-            images.append(draw_view(pixels, self._view(draw, read.index, pixels), self._source.augmentation.side))
-            labels.append(sample.record.label)
+        records = self._window.popleft()[1].result()
+        indices, draw = self._share.numbering.indices(number), self._share.numbering.draw(number)
+        pictures, labels = self._on_device(records) or self._on_cpu(indices)
+        side = self._source.augmentation.side
+        images = [
+            draw_view(picture, self._source.view(draw, int(index), *picture.shape[1:]), side)
+            for index, picture in zip(indices, pictures, strict=True)
+        ]
         inputs = self._source.normalization.apply(torch.stack(images), self._loading.dtype)
         return inputs, torch.tensor(labels, device=self._loading.device)
 
@@ -100,55 +90,35 @@ class DeviceLoader:
         for following in range(first, max(self._share.stop, number + 1), self._share.step):
             if len(self._window) > self._loading.ahead:
                 break
-            self._window.append((following, self._threads.submit(self._read, self._share.numbering.indices(following))))
+            indices = self._share.numbering.indices(following)
+            self._window.append((following, self._threads.submit(self._read, indices)))
 
-    def _read(self, indices: Indices) -> list[_Read]:
-        return [self._read_good(int(index), 0, ()) for index in indices]
-
-    def _read_good(self, index: int, skipped: int, bad: tuple[Bad, ...]) -> _Read:
-        """The record at an index, or the next one that can be read."""
-        records = self._source.records
-        for step in range(skipped, len(records)):
-            candidate = (index + step) % len(records)
-            try:
-                return _Read(index, records.get(candidate), bad)
-            except BadRecord as error:
-                bad = (*bad, Bad(candidate, str(error)))
-        raise DataError(f"none of the {len(records)} records can be used; the first: {bad[0].reason}")
-
-    def _pixels(self, records: Sequence[Record]) -> list[Tensor | None]:
-        """Each record decoded, [RGB, rows, columns]; nothing where it can't be."""
+    def _read(self, indices: Indices) -> list[Record] | None:
+        """The records of a microbatch, where all can be read and are JPEGs."""
         try:
-            if all(record.data[:2] == _JPEG for record in records):
-                return list(self._decode([record.data for record in records]))
-        except (RuntimeError, ValueError):  # one of them is bad: find out which, and spare the others
-            pass
-        return [self._decode_one(record) for record in records]
-
-    def _decode_one(self, record: Record) -> Tensor | None:
-        try:
-            pixels = torch.from_numpy(self._decoder.decode(record.data).copy())
+            records = [self._source.records.get(int(index)) for index in indices]
         except BadRecord:
             return None
-        return pixels.permute(2, 0, 1).to(self._loading.device)
+        return records if all(record.data[:2] == _JPEG for record in records) else None
 
-    def _replace(self, read: _Read) -> tuple[_Read, Tensor]:
-        """The next sample that can be read and decoded."""
-        while True:
-            try:
-                self._decoder.decode(read.record.data)
-            except BadRecord as error:
-                reason = f"{read.record.name}: {error}"
-            index = (read.index + len(read.bad)) % len(self._source.records)
-            read = self._read_good(read.index, len(read.bad) + 1, (*read.bad, Bad(index, reason)))
-            if (pixels := self._decode_one(read.record)) is not None:
-                return read, pixels
+    def _on_device(self, records: list[Record] | None) -> tuple[list[Tensor], list[int]] | None:
+        """Pictures [RGB, rows, columns] and labels; nothing where a record is bad."""
+        if records is None:
+            return None
+        try:
+            return self._decode([record.data for record in records]), [record.label for record in records]
+        except (RuntimeError, ValueError):
+            return None
 
-    def _view(self, draw: Draw | None, index: int, pixels: Tensor) -> View:
-        height, width = pixels.shape[1:]
-        if draw is None:
-            return self._source.augmentation.evaluation(height, width)
-        return self._source.augmentation.training(draw.seed, draw.epoch, index, height, width)
+    def _on_cpu(self, indices: Indices) -> tuple[list[Tensor], list[int]]:
+        pictures, labels = [], []
+        for index in indices:
+            record, pixels, bad = self._source.find(int(index), self._decoder)
+            for one in bad:
+                self._bad.count(one)
+            pictures.append(torch.from_numpy(pixels.copy()).permute(2, 0, 1).to(self._loading.device))
+            labels.append(record.label)
+        return pictures, labels
 
 
 def draw_view(pixels: Tensor, view: View, side: int) -> Tensor:

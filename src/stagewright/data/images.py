@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stagewright.data.augment import Augmentation
-from stagewright.data.decode import Decoder
+from stagewright.data.augment import Augmentation, View
+from stagewright.data.decode import Decoder, Pixels, decode_at
 from stagewright.data.normalize import Normalization
 from stagewright.data.order import Indices
-from stagewright.data.records import BadRecord, DataError, Records
+from stagewright.data.records import BadRecord, DataError, Record, Records
 from stagewright.data.render import render
 
 
@@ -66,28 +66,24 @@ class ImageSource:
         return images, np.zeros(samples, np.int64)
 
     def load(self, index: int, draw: Draw | None, target: Tensor, decoder: Decoder) -> tuple[int, tuple[Bad, ...]]:
-        """Fill `target` with a sample, or with the next one that is good; its label, and the bad ones before it.
+        """Fill `target` with a sample, or with the next one that is good; its label, and the bad ones before it."""
+        record, pixels, bad = self.find(index, decoder)
+        render(pixels, self.view(draw, index, *pixels.shape[:2]), target)
+        return record.label, bad
 
-        Without a draw the sample is as evaluation sees it.
-        """
+    def find(self, index: int, decoder: Decoder) -> tuple[Record, Pixels, tuple[Bad, ...]]:
+        """The record at an index and its pixels, or the next that is good, and the bad ones before it."""
         bad: list[Bad] = []
         for step in range(len(self.records)):
             candidate = (index + step) % len(self.records)
             try:
-                record = self.records.get(candidate)
-                try:
-                    pixels = decoder.decode(record.data)
-                except BadRecord as error:
-                    raise BadRecord(f"{record.name}: {error}") from error
+                return *decode_at(self.records, candidate, decoder), tuple(bad)
             except BadRecord as error:
                 bad.append(Bad(candidate, str(error)))
-                continue
-            size = pixels.shape[:2]
-            view = (
-                self.augmentation.evaluation(*size)
-                if draw is None
-                else self.augmentation.training(draw.seed, draw.epoch, index, *size)
-            )
-            render(pixels, view, target)
-            return record.label, tuple(bad)
         raise DataError(f"none of the {len(self.records)} records can be used; the first: {bad[0].reason}")
+
+    def view(self, draw: Draw | None, index: int, height: int, width: int) -> View:
+        """What is seen of a sample; without a draw, what evaluation sees."""
+        if draw is None:
+            return self.augmentation.evaluation(height, width)
+        return self.augmentation.training(draw.seed, draw.epoch, index, height, width)

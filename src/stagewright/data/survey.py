@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from stagewright.data.decode import Decoder
+from stagewright.data.decode import Decoder, decode_at
 from stagewright.data.images import Bad, Draw, ImageSource
 from stagewright.data.records import BadRecord, Records, spread
 
@@ -63,17 +63,13 @@ def survey(records: Records, most: int, progress: Callable[[int], None] = lambda
     for number in range(looked_at):
         index = spread(number, looked_at, len(records))
         try:
-            record = records.get(index)
-            try:
-                height, width = decoder.decode(record.data).shape[:2]
-            except BadRecord as error:
-                raise BadRecord(f"{record.name}: {error}") from error
+            record, pixels = decode_at(records, index, decoder)
         except BadRecord as error:
             bad.append(Bad(index, str(error)))
         else:
             encoded.append(len(record.data))
-            heights.append(height)
-            widths.append(width)
+            heights.append(pixels.shape[0])
+            widths.append(pixels.shape[1])
             per_class[record.label] += 1
         progress(number + 1)
     return Survey(
