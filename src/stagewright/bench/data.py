@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,17 +35,18 @@ _DISTINCT = 16
 _QUALITY = 94
 _IMAGENET = 1_281_167
 _MICROBATCH = 16
+_BATCHES = 48
 
 
-def make_jpegs(count: int = _DISTINCT) -> list[bytes]:
+def make_jpegs(height: int = HEIGHT, width: int = WIDTH) -> list[bytes]:
     """Pictures of waves under noise, of the size and about the bytes of an ImageNet photograph."""
     import simplejpeg
 
     generator = np.random.default_rng(0)
-    rows, columns = np.mgrid[0:HEIGHT, 0:WIDTH]
+    rows, columns = np.mgrid[0:height, 0:width]
     jpegs = []
-    for _ in range(count):
-        picture = 128 + generator.normal(0, 14, (HEIGHT, WIDTH, 3))
+    for _ in range(_DISTINCT):
+        picture = 128 + generator.normal(0, 14, (height, width, 3))
         for across, down, phase in generator.uniform(0, 0.15, (6, 3)):
             picture += 20 * np.sin(across * columns + down * rows + 40 * phase)[..., None]
         jpegs.append(simplejpeg.encode_jpeg(picture.clip(0, 255).astype(np.uint8), _QUALITY, "RGB", "420"))
@@ -94,7 +96,7 @@ class Outcome:
 
     sides: tuple[Side, ...]  # ours first
     loader: dict[int, float]  # images a second by threads
-    overhead: float  # seconds an image that the loader takes beyond decoding and cropping
+    overhead: dict[str, float]  # seconds an image that the loader takes beyond decoding and cropping, by size
     index_load: float  # seconds for an index of ImageNet's size
     jpeg_bytes: int
 
@@ -109,7 +111,7 @@ class Outcome:
                 for side in self.sides
             ],
             "loader": self.loader,
-            "overhead_microseconds": self.overhead * 1e6,
+            "overhead_microseconds": {size: seconds * 1e6 for size, seconds in self.overhead.items()},
             "index_load_seconds": self.index_load,
             "jpeg_bytes": self.jpeg_bytes,
             "machine": machine(),
@@ -131,22 +133,24 @@ def run(*, repeats: int, images: int, most_threads: int, as_json: bool) -> None:
 
 
 def measure(repeats: int, images: int, most_threads: int, indexed: int = _IMAGENET) -> Outcome:
-    jpegs = make_jpegs()
-    augmentation = Augmentation(SIDE, Cropping.RESIZED)
-    views = [augmentation.training(0, 0, index, HEIGHT, WIDTH) for index in range(images)]
-    paths: dict[str, StockPath] = {"stagewright": _ours()} | stock_paths(SIDE)
+    large = Work(make_jpegs(), Augmentation(SIDE, Cropping.RESIZED), HEIGHT, WIDTH)
+    small = Work(make_jpegs(32, 32), Augmentation(32, Cropping.PADDED), 32, 32)
+    views = large.views(0, range(images))
+    paths: dict[str, StockPath] = {"stagewright": _ours(SIDE)} | stock_paths(SIDE)
     speeds: dict[str, list[float]] = {name: [] for name in paths}
+    turns = deque(paths)
     for _ in range(repeats):
-        for name, path in paths.items():
-            speeds[name].append(_speed(path, jpegs, views))
+        for name in turns:
+            speeds[name].append(_speed(paths[name], large.jpegs, views))
+        turns.rotate(1)  # nobody always follows the same side
     sides = tuple(Side(name, tuple(found)) for name, found in speeds.items())
-    overhead = _loader_overhead(jpegs, augmentation, repeats, images)
-    threads = {count: _loader_speed(jpegs, augmentation, count, images) for count in range(1, most_threads + 1)}
-    return Outcome(sides, threads, overhead, _index_load(indexed), sum(map(len, jpegs)) // len(jpegs))
+    overhead = {"32x32": small.overhead(repeats, 16 * images), f"{WIDTH}x{HEIGHT}": large.overhead(repeats, images)}
+    threads = {count: large.loader_speed(count) for count in range(1, most_threads + 1)}
+    return Outcome(sides, threads, overhead, _index_load(indexed), sum(map(len, large.jpegs)) // len(large.jpegs))
 
 
-def _ours() -> StockPath:
-    decoder, target = Decoder(), torch.zeros(SIDE, SIDE, 3, dtype=torch.uint8)
+def _ours(side: int) -> StockPath:
+    decoder, target = Decoder(), torch.zeros(side, side, 3, dtype=torch.uint8)
 
     def path(data: bytes, view: View) -> object:
         render(decoder.decode(data), view, target)
@@ -163,45 +167,51 @@ def _speed(path: StockPath, jpegs: Sequence[bytes], views: Sequence[View]) -> fl
     return len(views) / (time.process_time() - began)
 
 
-def _loader(jpegs: Sequence[bytes], augmentation: Augmentation, threads: int, images: int, stop: int) -> ImageLoader:
-    source = ImageSource(InMemory(jpegs, images), augmentation, NORMALIZATIONS["imagenet"])
-    share = Share(Training(Order(images, _MICROBATCH), 1), 1, stop)
-    return ImageLoader(source, share, Loading(threads=threads), Pool(threads))
+@dataclass(frozen=True, slots=True)
+class Work:
+    """JPEGs of one size, and what is made of them."""
 
+    jpegs: Sequence[bytes]
+    augmentation: Augmentation
+    height: int
+    width: int
 
-def _loader_speed(jpegs: Sequence[bytes], augmentation: Augmentation, threads: int, images: int) -> float:
-    """Images a second, by the clock, of a loader whose batches nobody uses."""
-    batches = images // _MICROBATCH
-    loader = _loader(jpegs, augmentation, threads, images, batches + 1)
-    loader.pixels(0)
-    began = time.perf_counter()
-    for number in range(1, batches + 1):
-        loader.pixels(number)
-    seconds = time.perf_counter() - began
-    loader.close()
-    return batches * _MICROBATCH / seconds
+    def views(self, epoch: int, indices: Iterable[int]) -> list[View]:
+        return [self.augmentation.training(0, epoch, int(index), self.height, self.width) for index in indices]
 
+    def loader(self, threads: int, images: int, stop: int) -> ImageLoader:
+        source = ImageSource(InMemory(self.jpegs, images), self.augmentation, NORMALIZATIONS["imagenet"])
+        share = Share(Training(Order(images, _MICROBATCH), 1), 1, stop)
+        return ImageLoader(source, share, Loading(threads=threads), Pool(threads))
 
-def _loader_overhead(jpegs: Sequence[bytes], augmentation: Augmentation, repeats: int, images: int) -> float:
-    """Processor seconds an image of the loader, less those of decoding and cropping the same images in a plain loop."""
-    batches = images // _MICROBATCH
-    order = Order(images, _MICROBATCH)
-    differences = []
-    for repeat in range(repeats):
-        numbers = range(repeat * batches, (repeat + 1) * batches)
-        loader = _loader(jpegs, augmentation, 1, images, numbers.stop)
-        began = time.process_time()
-        for number in numbers:
+    def loader_speed(self, threads: int) -> float:
+        """Images a second, by the clock, of a loader whose batches nobody uses."""
+        loader = self.loader(threads, _BATCHES * _MICROBATCH, _BATCHES)
+        began = time.perf_counter()
+        for number in range(_BATCHES):
             loader.pixels(number)
+        seconds = time.perf_counter() - began
         loader.close()
-        through_loader = time.process_time() - began
-        ours, began = _ours(), time.process_time()
-        for number in numbers:
-            for index in order.microbatch(number, 1):
-                view = augmentation.training(0, order.epoch_of(number), int(index), HEIGHT, WIDTH)
-                ours(jpegs[int(index) % len(jpegs)], view)
-        differences.append((through_loader - (time.process_time() - began)) / (batches * _MICROBATCH))
-    return median(differences)
+        return _BATCHES * _MICROBATCH / seconds
+
+    def overhead(self, repeats: int, images: int) -> float:
+        """Processor seconds an image of the loader, less those of decoding and cropping them in a plain loop."""
+        order, batches, differences = Order(images, _MICROBATCH), images // _MICROBATCH, []
+        for epoch in range(repeats):
+            numbers = range(epoch * batches, (epoch + 1) * batches)
+            loader = self.loader(1, images, numbers.stop)
+            began = time.process_time()
+            for number in numbers:
+                loader.pixels(number)
+            loader.close()
+            through_loader = time.process_time() - began
+            indices = [int(index) for number in numbers for index in order.microbatch(number, 1)]
+            views, ours = self.views(epoch, indices), _ours(self.augmentation.side)
+            began = time.process_time()
+            for index, view in zip(indices, views, strict=True):
+                ours(self.jpegs[index % len(self.jpegs)], view)
+            differences.append((through_loader - (time.process_time() - began)) / len(indices))
+        return median(differences)
 
 
 def _index_load(records: int) -> float:
@@ -237,7 +247,8 @@ def _show(outcome: Outcome, command: str) -> None:
     console.print(table)
     for threads, speed in outcome.loader.items():
         console.print(f"loader, {threads} threads: {speed:.0f} images/s, {speed / threads:.0f} a thread")
-    console.print(f"loader beyond decoding: {outcome.overhead * 1e6:.0f} microseconds an image")
+    for size, seconds in outcome.overhead.items():
+        console.print(f"loader beyond decoding, {size}: {seconds * 1e6:.0f} microseconds an image")
     console.print(f"index of {_IMAGENET} records: loaded in {outcome.index_load:.3f} s")
     console.print(", ".join([*machine().values(), time.strftime("%Y-%m-%d")]))
     console.print(f"repeat with: {command}", soft_wrap=True)

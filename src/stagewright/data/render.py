@@ -13,7 +13,7 @@ _GREY = (0.299, 0.587, 0.114)
 
 def render(image: Pixels, view: View, target: Tensor) -> None:
     """Fill `target`, uint8 [side, side, RGB], with a view of an image."""
-    box = torch.from_numpy(image)[view.top : view.top + view.height, view.left : view.left + view.width]
+    box = torch.from_numpy(image[view.top : view.top + view.height, view.left : view.left + view.width])
     if view.is_mirrored:
         box = _mirrored(box)
     side = len(target)

@@ -16,9 +16,9 @@ def as_rows(picture: object) -> np.ndarray:
 
 
 def test_every_side_makes_the_same_picture() -> None:
-    jpegs = make_jpegs(3)
+    jpegs = make_jpegs()[:3]
     assert all(90_000 < len(data) < 130_000 for data in jpegs)
-    augmentation, ours = Augmentation(SIDE, Cropping.RESIZED), _ours()
+    augmentation, ours = Augmentation(SIDE, Cropping.RESIZED), _ours(SIDE)
     paths = stock_paths(SIDE)
     assert {"Pillow", "simplejpeg + torch"} <= set(paths)
     views = [augmentation.training(0, 0, index, HEIGHT, WIDTH) for index in range(8)]
@@ -35,3 +35,4 @@ def test_an_outcome_tells_speeds_ratios_overhead_and_index() -> None:
     assert [side["name"] for side in outcome["sides"]][:3] == ["stagewright", "Pillow", "simplejpeg + torch"]
     assert outcome["sides"][0]["ratio"] == 1 and all(side["median"] > 0 for side in outcome["sides"])
     assert list(outcome["loader"]) == [1] and outcome["index_load_seconds"] > 0
+    assert set(outcome["overhead_microseconds"]) == {"32x32", "500x375"}
