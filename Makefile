@@ -6,7 +6,7 @@ READY := .venv/.ready
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types tests bench clean
+.PHONY: demo test lint types tests soak bench clean
 
 demo: $(READY)
 	$(BIN)/python -m stagewright.recipes.demo
@@ -23,9 +23,15 @@ types: $(READY)
 tests: $(READY)
 	$(BIN)/python -m pytest
 
+# What takes too long for every day: a million mutated inputs a reader, three epochs of a million samples.
+soak: $(READY)
+	STAGEWRIGHT_FUZZ=1000000 STAGEWRIGHT_EPOCH_SAMPLES=1000000 \
+		$(BIN)/python -m pytest -s tests/unit/data/test_fuzz.py tests/unit/data/test_loader_memory.py
+
 bench: $(READY)
 	$(BIN)/stagewright bench overhead
 	$(BIN)/stagewright bench peers
+	$(BIN)/stagewright data bench
 
 # torch first and pinned: a range would bring the newest build and its GPU packages.
 $(READY): pyproject.toml

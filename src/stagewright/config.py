@@ -34,11 +34,21 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """What it is trained on."""
 
-    source: str = option("synthetic", "--data", "synthetic, or tensors:FILE (safetensors with images and labels)")
+    source: str = option("synthetic", "--data", "synthetic, folder:DIR, tar:GLOB, ofrecord:DIR or tensors:FILE")
     val: str | None = option(None, "--val", "data to evaluate on (default: the training data)")
     samples: int = option(4096, "--samples", "samples of synthetic data")
-    image: int | None = option(None, "--image", "side of synthetic images (default: the model's own)")
+    image: int | None = option(None, "--image", "side of images (default: the model's own)")
     shuffle: bool = option(True, "--shuffle", "a new sample order every epoch")
+    limit: int | None = option(None, "--limit", "train on so many samples, evenly spread over the data")
+    class_names: str | None = option(None, "--class-names", "file with one class name a line, in label order")
+    learnable: bool = option(True, "--learnable", "synthetic images show their class")
+    crop: Literal["auto", "resized", "padded"] = option("auto", "--crop", "random crop (auto: padded up to 64 pixels)")
+    jitter: float = option(0.0, "--jitter", "most that brightness, contrast and saturation change, as a share")
+    normalize: str = option("imagenet", "--normalize", "imagenet, published, or MEAN,MEAN,MEAN/STD,STD,STD of 0-255")
+    decode: Literal["cpu", "gpu"] = option("cpu", "--decode", "where JPEGs are decoded; gpu needs torchcodec")
+    loader_threads: int = option(2, "--loader-threads", "threads that decode, of each rank of the first stage")
+    ahead: int = option(4, "--ahead", "microbatches decoded ahead")
+    max_bad: int = option(100, "--max-bad", "bad records that a rank replaces before the run stops")
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,7 @@ def run(config: Config, console: Console | None = None) -> Result:
         "images_per_second": collector.images_per_second(),
         "predicted_images_per_second": None if predicted is None else predicted.images_per_second,
         "loss": collector.steps[-1].loss if collector.steps else None,
+        "bad_records": len(collector.replaced),
         "evaluations": [asdict(evaluated) for evaluated in collector.evaluations],
         "seconds": time.time() - began,
         "exported": None if exported is None else str(exported),

@@ -80,6 +80,14 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Replaced:
+    """A record that could not be used, so that another one took its place."""
+
+    index: int
+    reason: str  # begins with its name
+
+
+@dataclass(frozen=True, slots=True)
 class Score:
     """Sums over evaluated samples; they add up over replicas."""
 

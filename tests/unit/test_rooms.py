@@ -99,10 +99,11 @@ def test_there_is_no_utils() -> None:
     assert not list(SOURCE.rglob("util*.py"))
 
 
-def test_help_imports_neither_torch_nor_numpy_nor_pydantic() -> None:
+@pytest.mark.parametrize("command", [["train"], ["data", "inspect"], ["data", "bench"]], ids=" ".join)
+def test_help_imports_neither_torch_nor_numpy_nor_pydantic(command: list[str]) -> None:
     code = (
         "import sys, stagewright.cli\n"
-        "try: stagewright.cli.main(['train', '--help'])\n"
+        f"try: stagewright.cli.main({[*command, '--help']})\n"
         "except SystemExit: pass\n"
         "print([name for name in ('torch', 'numpy', 'pydantic', 'rich') if name in sys.modules])"
     )

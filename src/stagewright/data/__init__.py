@@ -1,1 +1,1 @@
-"""Data: sources, the one global order of samples, and the loading of microbatches."""
+"""Data: encoded images and other sources, the one global order of samples, and the loading of microbatches."""

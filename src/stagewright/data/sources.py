@@ -1,7 +1,9 @@
-"""Where samples come from: tensors in a file, or made up."""
+"""Where samples come from: encoded images, tensors in a file, or made up."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +13,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional
 
+from stagewright.data.augment import Augmentation, Cropping, default_cropping
+from stagewright.data.datasets import is_images, open_records
+from stagewright.data.images import ImageSource
+from stagewright.data.normalize import parse_normalization
 from stagewright.data.order import Indices
+from stagewright.data.records import Records, require_limit
 
 
 class Source(Protocol):
@@ -26,6 +33,11 @@ class Source(Protocol):
     @property
     def classes(self) -> int:
         """One more than the largest label."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the samples do."""
         ...
 
 
@@ -46,6 +58,14 @@ class TensorSource:
     @property
     def classes(self) -> int:
         return int(self._labels.max()) + 1 if self._labels.numel() else 0
+
+    @property
+    def fingerprint(self) -> str:
+        few = torch.arange(0, len(self), max(1, len(self) // 64))
+        digest = blake2b(repr((self._images.shape, self._images.dtype)).encode(), digest_size=16)
+        for tensor in (self._labels, self._images[few]):
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
 
 def _read_tensors(path: str) -> tuple[Tensor, Tensor]:
@@ -74,42 +94,116 @@ def _read_tensors(path: str) -> tuple[Tensor, Tensor]:
 
 
 class SyntheticSource:
-    """Made-up images that can be learnt: a coarse pattern for each class, under noise.
+    """Made-up images that can be learnt unless told otherwise: a coarse pattern for each class, under noise.
 
-    A sample depends on its index alone, so every rank makes the same one.
+    A sample depends on its index alone, so every rank makes the same one, on its device.
     """
 
     _NOISES = 64
     _COARSE = 8
     _SIGNAL = 0.3  # of the noise: learnt in a hundred steps, not in ten
 
-    def __init__(self, samples: int, classes: int, image: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
+    def __init__(self, samples: int, classes: int, image: int, seed: int, is_learnable: bool = True) -> None:
+        generator = torch.Generator().manual_seed(seed)  # of the CPU: every device draws the same
         self._samples = samples
         self._classes = classes
         self._image = image
+        self._seed = seed
+        self._is_learnable = is_learnable
         self._patterns = torch.randn(classes, 3, self._COARSE, self._COARSE, generator=generator)
         self._noises = torch.randn(self._NOISES, 3, image, image, generator=generator)
+
+    def to(self, device: torch.device) -> SyntheticSource:
+        """Make samples on that device from now on."""
+        self._patterns, self._noises = self._patterns.to(device), self._noises.to(device)
+        return self
 
     def __len__(self) -> int:
         return self._samples
 
     def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
         hashed = (indices.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(33)
-        labels = torch.from_numpy((hashed % np.uint64(self._classes)).astype(np.int64))
+        labels = torch.from_numpy((hashed % np.uint64(self._classes)).astype(np.int64)).to(self._noises.device)
+        noises = self._noises[torch.from_numpy(indices % self._NOISES).to(self._noises.device)]
+        if not self._is_learnable:
+            return noises, labels
         patterns = functional.interpolate(self._patterns[labels], size=(self._image, self._image))
-        return self._SIGNAL * patterns + self._noises[torch.from_numpy(indices % self._NOISES)], labels
+        return self._SIGNAL * patterns + noises, labels
 
     @property
     def classes(self) -> int:
         return self._classes
 
+    @property
+    def fingerprint(self) -> str:
+        kind = "learnable" if self._is_learnable else "noise"
+        return f"synthetic/{self._samples}/{self._classes}/{self._image}/{self._seed}/{kind}"
 
-def open_source(text: str, *, samples: int, classes: int, image: int, seed: int) -> Source:
-    """The source that `--data` names; the rest describes synthetic data."""
+
+class LimitedSource:
+    """So many samples of a source, evenly spread over it."""
+
+    def __init__(self, source: Source, limit: int) -> None:
+        require_limit(limit, len(source))
+        self._source = source
+        self._limit = limit
+
+    def __len__(self) -> int:
+        return self._limit
+
+    def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
+        return self._source.batch(indices * len(self._source) // self._limit)
+
+    @property
+    def classes(self) -> int:
+        return self._source.classes
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self._source.fingerprint}/{self._limit}"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageOptions:
+    """How encoded images become samples, as the options say it."""
+
+    cropping: str = "auto"
+    normalize: str = "imagenet"
+    jitter: float = 0.0
+    class_names: str | None = None
+    limit: int | None = None
+    is_learnable: bool = True  # of synthetic images
+
+
+def open_source(
+    text: str, *, samples: int, classes: int, image: int, seed: int, options: ImageOptions | None = None
+) -> Source:
+    """The source that `--data` names; samples, classes and seed describe synthetic data."""
+    options = options or ImageOptions()
+    if is_images(text):
+        return open_images(text, image, options)
     kind, _, rest = text.partition(":")
+    source: Source
     if kind == "synthetic" and not rest:
-        return SyntheticSource(samples, classes, image, seed)
-    if kind == "tensors" and rest:
-        return TensorSource(rest)
-    raise ValueError(f"data '{text}' is not one of synthetic, tensors:FILE")
+        source = SyntheticSource(samples, classes, image, seed, options.is_learnable)
+    elif kind == "tensors" and rest:
+        source = TensorSource(rest)
+    else:
+        raise ValueError(f"data '{text}' is not one of synthetic, folder:DIR, tar:GLOB, ofrecord:DIR, tensors:FILE")
+    return source if options.limit is None else LimitedSource(source, options.limit)
+
+
+def open_images(text: str, side: int, options: ImageOptions) -> ImageSource:
+    """Encoded images with the transforms that the options describe."""
+    return with_transforms(open_records(text, options.class_names, options.limit), side, options)
+
+
+def with_transforms(records: Records, side: int, options: ImageOptions) -> ImageSource:
+    """Records as samples of one size."""
+    if side < 1:
+        raise ValueError(f"--image is {side}; images leave the loader with a side of at least 1")
+    if not 0 <= options.jitter < 1:
+        raise ValueError(f"--jitter is {options.jitter}; give a share from 0 to below 1, such as 0.4")
+    cropping = default_cropping(side) if options.cropping == "auto" else Cropping(options.cropping)
+    augmentation = Augmentation(side, cropping, options.jitter)
+    return ImageSource(records, augmentation, parse_normalization(options.normalize))

@@ -159,6 +159,28 @@ class ResNet(nn.Module):
         return logits
 
 
+class SmallResNet(nn.Module):
+    """A residual network for 32x32 images: a 3x3 stem, three layers 16, 32 and 64 wide, one fully connected layer."""
+
+    def __init__(self, depth: int, classes: int) -> None:
+        super().__init__()
+        self.conv1 = _convolution(RGB, 16, 3)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.relu = nn.ReLU(inplace=True)
+        self.layer1 = nn.Sequential(*_residual_blocks(BasicBlock, depth, 16, 16, stride=1))
+        self.layer2 = nn.Sequential(*_residual_blocks(BasicBlock, depth, 16, 32, stride=2))
+        self.layer3 = nn.Sequential(*_residual_blocks(BasicBlock, depth, 32, 64, stride=2))
+        self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
+        self.fc = nn.Linear(64, classes)
+        _redraw_convolutions(self)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.relu(self.bn1(self.conv1(images)))
+        features = self.layer3(self.layer2(self.layer1(features)))
+        logits: Tensor = self.fc(torch.flatten(self.avgpool(features), 1))
+        return logits
+
+
 def _residual_blocks(block: Residual, depth: int, channels: int, width: int, stride: int) -> Iterator[nn.Module]:
     yield block(channels, width, stride)
     for _ in range(depth - 1):
@@ -210,6 +232,8 @@ ZOO: Mapping[str, Entry] = {
     "resnet50": Entry(partial(ResNet, Bottleneck, (3, 4, 6, 3))),
     "resnet101": Entry(partial(ResNet, Bottleneck, (3, 4, 23, 3))),
     "resnet152": Entry(partial(ResNet, Bottleneck, (3, 8, 36, 3))),
+    "resnet8": Entry(partial(SmallResNet, 1), image=32, classes=10),
+    "resnet20": Entry(partial(SmallResNet, 3), image=32, classes=10),
     "vgg-small": Entry(partial(VGG, ((32,), (64,), (128,)), grid=4, hidden=2048), image=32, classes=10),
 }
 

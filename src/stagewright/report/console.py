@@ -8,7 +8,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stagewright.metrics import Evaluated, Step
+from stagewright.metrics import Evaluated, Replaced, Step
 
 
 class RunConsole:
@@ -40,7 +40,10 @@ class RunConsole:
     ) -> None:
         self._progress.stop()
 
-    def show(self, record: Step | Evaluated) -> None:
+    def show(self, record: Step | Evaluated | Replaced) -> None:
+        if isinstance(record, Replaced):
+            self._print(f"warning: bad record replaced by the next: {record.reason}")
+            return
         if isinstance(record, Evaluated):
             self._print(
                 f"evaluation after step {record.batch}: loss {record.loss:.4f}  top-1 {record.top1:.2%}  "

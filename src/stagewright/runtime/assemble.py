@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from stagewright.config import Config
-from stagewright.data.loader import Loader
+from stagewright.data.datasets import is_images
+from stagewright.data.device import require_decoder
+from stagewright.data.loader import Loader, make_loaders
+from stagewright.data.loading import Decode, Loading
+from stagewright.data.numbering import Pieces, Share, Training
 from stagewright.data.order import Order
-from stagewright.data.sources import Source, open_source
+from stagewright.data.sources import ImageOptions, Source, open_source
 from stagewright.model.load import build_model
 from stagewright.model.units import Chain, Piece
 from stagewright.plan.plan import Plan, Stage
@@ -26,7 +30,18 @@ def open_data(config: Config, text: str) -> Source:
     """The source a configuration names; its model and image size must be settled."""
     data = config.data
     assert config.model.classes is not None and data.image is not None
-    return open_source(text, samples=data.samples, classes=config.model.classes, image=data.image, seed=config.run.seed)
+    if is_images(text):
+        require_decoder(data.decode, config.run.device)
+    limit = data.limit if text == data.source else None
+    options = ImageOptions(data.crop, data.normalize, data.jitter, data.class_names, limit, data.learnable)
+    return open_source(
+        text,
+        samples=data.samples,
+        classes=config.model.classes,
+        image=data.image,
+        seed=config.run.seed,
+        options=options,
+    )
 
 
 def open_pieces(config: Config, cuts: tuple[str, ...]) -> tuple[Piece, ...]:
@@ -51,12 +66,28 @@ def assemble(job: Job, rank: int, network: Network, emit: Emit, recorder: Record
     }
     worker = Worker(job, rank, replicas, collectives, network.collective("agree", everyone), emit, recorder)
     if rank in plan.stages[0].ranks:
-        source = open_data(config, config.data.source)
-        order = Order(len(source), plan.batch, config.run.seed, config.data.shuffle)
-        precision = make_precision(config.run.precision, config.run.device)
-        worker.loader = Loader(source, order, plan.microbatches, precision.weights)
-        worker.evaluation_source = open_data(config, config.data.val) if config.data.val else source
+        worker.loader, worker.evaluation_loader = _loaders(job, emit)
     return worker
+
+
+def _loaders(job: Job, emit: Emit) -> tuple[Loader, Loader]:
+    """What gives a rank of the first stage its samples, in training and in evaluation."""
+    plan, config = job.plan, job.config
+    source = open_data(config, config.data.source)
+    val = open_data(config, config.data.val) if config.data.val else source
+    order = Order(len(source), plan.batch, config.run.seed, config.data.shuffle)
+    loading = Loading(
+        make_precision(config.run.precision, config.run.device).weights,
+        config.data.loader_threads,
+        config.data.ahead,
+        config.data.max_bad,
+        lambda bad: emit({"kind": "bad", "index": bad.index, "reason": bad.reason}),
+        decode=Decode(config.data.decode),
+    )
+    training = Share(Training(order, plan.microbatches), plan.stages[0].replicas, plan.boundary(job.batches))
+    pieces = Share(Pieces(len(val), plan.samples), plan.stages[0].replicas, -(-len(val) // plan.samples))
+    loader, evaluation_loader = make_loaders(loading, (source, training), (val, pieces))
+    return loader, evaluation_loader
 
 
 def _connect(plan: Plan, rank: int, network: Network) -> dict[int, Links]:

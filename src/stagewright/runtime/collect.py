@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stagewright.metrics import Evaluated, Score, Span, Step, Timeline
+from stagewright.metrics import Evaluated, Replaced, Score, Span, Step, Timeline
 from stagewright.runtime.job import Job
 from stagewright.runtime.optimize import learning_rate
 
-Record = Step | Evaluated
+Record = Step | Evaluated | Replaced
 
 
 class Collector:
@@ -27,6 +27,7 @@ class Collector:
         self._spans: list[Span] = []
         self.steps: list[Step] = []
         self.evaluations: list[Evaluated] = []
+        self.replaced: set[Replaced] = set()
 
     def hear(self, event: dict[str, Any]) -> None:
         """Take one event of one rank."""
@@ -39,6 +40,8 @@ class Collector:
                 self._hear_losses(event["losses"], event.get("time", time.monotonic()))
             case "score":
                 self._hear_score(event["batch"], event["rank"], Score(*event["score"]))
+            case "bad":
+                self._hear_bad(Replaced(event["index"], event["reason"]))
             case "done":
                 self._spans += [Span(event["rank"], *span) for span in event.get("spans", ())]
 
@@ -60,6 +63,12 @@ class Collector:
         steady = [step for step in self.steps[warmup:] if step.batch not in pauses and step.batch > 0]
         seconds = sum(self._job.plan.batch / step.images_per_second for step in steady)
         return len(steady) * self._job.plan.batch / seconds if seconds else None
+
+    def _hear_bad(self, replaced: Replaced) -> None:
+        """Tell of a bad record once, however many ranks or epochs met it."""
+        if replaced not in self.replaced:
+            self.replaced.add(replaced)
+            self._tell(replaced)
 
     def _hear_losses(self, losses: list[tuple[int, float]], at: float) -> None:
         microbatches = self._job.plan.microbatches

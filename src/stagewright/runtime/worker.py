@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from stagewright.data.loader import Loader
-from stagewright.data.sources import Source
 from stagewright.metrics import Score
 from stagewright.model.probe import Probe
 from stagewright.plan.plan import Plan, Stage
@@ -74,7 +73,7 @@ class Worker:
         self._emit = emit
         self._norms: dict[int, tuple[Tensor, Pending]] = {}
         self.loader: Loader | None = None  # ranks of the first stage have one
-        self.evaluation_source: Source | None = None
+        self.evaluation_loader: Loader | None = None
         self._score = Score()
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.FORWARD: self._forward,
@@ -91,13 +90,17 @@ class Worker:
     def run(self) -> Iterator[Pending]:
         """Train and evaluate as the job says, from its first batch to its last."""
         start = 0
-        for pause in sorted({*self.job.pauses, self.job.batches}):
-            stop = self.plan.boundary(pause)
-            if stop > start:
-                yield from self.train(range(start, stop))
-                start = stop
-            if self.job.evaluation and pause in self.job.pauses:
-                yield from self.evaluate(pause)
+        try:
+            for pause in sorted({*self.job.pauses, self.job.batches}):
+                stop = self.plan.boundary(pause)
+                if stop > start:
+                    yield from self.train(range(start, stop))
+                    start = stop
+                if self.job.evaluation and pause in self.job.pauses:
+                    yield from self.evaluate(pause)
+        finally:
+            for loader in filter(None, (self.loader, self.evaluation_loader)):
+                loader.close()
 
     def train(self, span: range) -> Iterator[Pending]:
         """Train a span of microbatches, from empty pipeline to empty pipeline."""
@@ -254,8 +257,8 @@ class Worker:
             replica, microbatch = self.replicas[action.stage], action.microbatch
             assert microbatch is not None
             if replica.stage.is_first:
-                assert self.loader is not None and self.evaluation_source is not None
-                inputs, labels = self.loader.piece(self.evaluation_source, microbatch, self.plan.samples)
+                assert self.evaluation_loader is not None
+                inputs, labels = self.evaluation_loader.microbatch(microbatch)
                 replica.arrivals[microbatch] = Arrival([inputs], labels)
             replica.evaluate(microbatch, self._add_score)
             if not replica.stage.is_last:

@@ -8,7 +8,10 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from stagewright.data.sources import SyntheticSource, TensorSource
+from stagewright.data.loader import make_loaders
+from stagewright.data.loading import Loading
+from stagewright.data.numbering import Pieces, Share
+from stagewright.data.sources import ImageOptions, LimitedSource, SyntheticSource, TensorSource, open_source
 
 
 def test_a_synthetic_sample_depends_on_its_index_alone() -> None:
@@ -36,3 +39,34 @@ def test_tensors_come_as_they_are_and_bytes_as_fractions(tmp_path: Path) -> None
         found, found_labels = source.batch(np.array([2, 0]))
         assert torch.equal(found, expected[[2, 0]]) and found_labels.tolist() == [2, 0]
         assert (len(source), source.classes) == (4, 4)
+
+
+def test_synthetic_samples_are_made_on_the_device() -> None:
+    source = SyntheticSource(100, 10, 8, seed=3)
+    elsewhere = torch.device("meta")
+    (loader,) = make_loaders(Loading(torch.float64, device=elsewhere), (source, Share(Pieces(100, 10), 1, 10)))
+    made, _ = source.batch(np.arange(10))
+    images, labels = loader.microbatch(0)
+    assert made.device == images.device == labels.device == elsewhere and images.dtype == torch.float64
+
+
+def test_synthetic_samples_that_show_no_class() -> None:
+    images, labels = SyntheticSource(1000, 10, 8, seed=3, is_learnable=False).batch(np.arange(1000))
+    shown, same = SyntheticSource(1000, 10, 8, seed=3).batch(np.arange(1000))
+    assert torch.equal(labels, same) and not torch.equal(images, shown)
+    assert torch.equal(images[0], images[64])  # noise alone, whatever the class
+
+
+def test_a_limit_spreads_over_the_samples_and_changes_the_fingerprint(tmp_path: Path) -> None:
+    path = tmp_path / "data.safetensors"
+    save_file({"images": torch.arange(20.0).view(10, 2), "labels": torch.arange(10)}, path)
+    whole = TensorSource(str(path))
+    some = LimitedSource(whole, 4)
+    assert (len(some), some.classes) == (4, 10) and some.batch(np.arange(4))[1].tolist() == [0, 2, 5, 7]
+    shared = {"samples": 1, "classes": 1, "image": 1, "seed": 0}
+    same = open_source(f"tensors:{path}", **shared, options=ImageOptions(limit=4))
+    assert same.fingerprint == some.fingerprint != whole.fingerprint
+    save_file({"images": torch.arange(20.0).view(10, 2), "labels": torch.arange(10).flip(0)}, path)
+    assert TensorSource(str(path)).fingerprint != whole.fingerprint
+    synthetic = {SyntheticSource(10, 2, 8, seed, shown).fingerprint for seed in (0, 1) for shown in (True, False)}
+    assert len(synthetic) == 4

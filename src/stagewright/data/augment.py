@@ -1,0 +1,117 @@
+"""Which part of an image is seen, and how: a pure function of seed, epoch, index and the image's size."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import blake2b
+
+_BLOCK = struct.Struct("<8Q")
+_AREA = (0.08, 1.0)
+_ASPECT = (3 / 4, 4 / 3)
+_TRIES = 10
+_EVALUATION_SCALE = 256 / 224  # short side before the centre crop, over the crop
+_PADDING = 8  # a small image gets a border of one eighth of its side
+_SMALL = 64  # sides up to this are cropped with padding unless told otherwise
+
+
+class Cropping(StrEnum):
+    """How training crops."""
+
+    RESIZED = "resized"  # a random area in a random shape, resized
+    PADDED = "padded"  # the whole image, shifted under a border
+
+
+@dataclass(frozen=True, slots=True)
+class Jitter:
+    """Factors of brightness, contrast and saturation, applied in this order."""
+
+    brightness: float
+    contrast: float
+    saturation: float
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What is taken of an image: a box of it, perhaps mirrored, resized, of which a window is seen.
+
+        image ─ box ─► mirrored ─► resized to `rows` x `columns` ─ window from (`down`, `right`) ─► jittered
+
+    A window may reach beyond what was resized; it is black there.
+    """
+
+    top: int
+    left: int
+    height: int
+    width: int
+    rows: int
+    columns: int
+    down: int = 0
+    right: int = 0
+    is_mirrored: bool = False
+    jitter: Jitter | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Augmentation:
+    """The views of a run: random in training, the centre in evaluation."""
+
+    side: int  # of the square that leaves
+    cropping: Cropping
+    jitter: float = 0.0  # most that a factor differs from 1
+
+    def training(self, seed: int, epoch: int, index: int, height: int, width: int) -> View:
+        draws = _uniform(seed, epoch, index)
+        is_mirrored = next(draws) < 0.5
+        jitter = self._jitter(draws) if self.jitter else None
+        if self.cropping is Cropping.RESIZED:
+            top, left, rows, columns = _random_box(draws, height, width)
+            return View(top, left, rows, columns, self.side, self.side, 0, 0, is_mirrored, jitter)
+        border = self.side // _PADDING
+        down, right = (int(next(draws) * (2 * border + 1)) - border for _ in range(2))
+        return View(0, 0, height, width, self.side, self.side, down, right, is_mirrored, jitter)
+
+    def evaluation(self, height: int, width: int) -> View:
+        """The short side resized to 256 for 224 and the centre taken; small images whole."""
+        if self.cropping is Cropping.PADDED:
+            return View(0, 0, height, width, self.side, self.side)
+        short = round(self.side * _EVALUATION_SCALE)
+        rows = short if height <= width else short * height // width
+        columns = short if width <= height else short * width // height
+        down, right = round((rows - self.side) / 2), round((columns - self.side) / 2)
+        return View(0, 0, height, width, rows, columns, down, right)
+
+    def _jitter(self, draws: Iterator[float]) -> Jitter:
+        return Jitter(*(1 + self.jitter * (2 * next(draws) - 1) for _ in range(3)))
+
+
+def default_cropping(side: int) -> Cropping:
+    return Cropping.PADDED if side <= _SMALL else Cropping.RESIZED
+
+
+def _uniform(seed: int, epoch: int, index: int) -> Iterator[float]:
+    """Numbers in [0, 1): hashes of a counter, keyed by who asks."""
+    block = 0
+    while True:
+        key = struct.pack("<4Q", seed % 2**64, epoch, index, block)
+        for word in _BLOCK.unpack(blake2b(key).digest()):
+            yield (word >> 11) * 2.0**-53
+        block += 1
+
+
+def _random_box(draws: Iterator[float], height: int, width: int) -> tuple[int, int, int, int]:
+    """A box of random area and shape that fits; after ten that do not, the largest centred one of a fair shape."""
+    for _ in range(_TRIES):
+        area = height * width * (_AREA[0] + next(draws) * (_AREA[1] - _AREA[0]))
+        low, high = (math.log(aspect) for aspect in _ASPECT)
+        aspect = math.exp(low + next(draws) * (high - low))
+        columns, rows = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < columns <= width and 0 < rows <= height:
+            top, left = int(next(draws) * (height - rows + 1)), int(next(draws) * (width - columns + 1))
+            return top, left, rows, columns
+    aspect = min(max(width / height, _ASPECT[0]), _ASPECT[1])
+    rows, columns = min(height, round(width / aspect)), min(width, round(height * aspect))
+    return (height - rows) // 2, (width - columns) // 2, rows, columns

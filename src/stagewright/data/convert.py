@@ -1,0 +1,177 @@
+"""Writes a data set anew as a folder, tar shards or OFRecord parts: the same bytes, the same labels, the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from stagewright.data import ofrecord, tar
+from stagewright.data.datasets import CLASS_NAMES, Kind
+from stagewright.data.records import BadRecord, DataError, Record, Records
+
+_SUFFIXES = ((b"\xff\xd8", "jpg"), (b"\x89PNG", "png"), (b"RIFF", "webp"), (b"GIF8", "gif"), (b"BM", "bmp"))
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What a conversion wrote, and what it had to leave out."""
+
+    records: int
+    classes: int
+    left_out: tuple[str, ...]  # why, each beginning with the record's name
+
+
+class Writer(Protocol):
+    """Takes records one after another."""
+
+    def write(self, number: int, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def convert(
+    records: Records, kind: Kind, root: Path, per_part: int, progress: Callable[[int], None] = lambda done: None
+) -> Converted:
+    """Write every record below `root`, which must be empty or not there; records that can't be read are left out."""
+    if per_part < 1:
+        raise DataError(f"--per-part is {per_part}; give the records of a part, at least 1")
+    _make_empty(root)
+    names = _class_folders(records) if kind is Kind.FOLDER else records.class_names
+    try:
+        if records.class_names:
+            (root / CLASS_NAMES).write_text("".join(f"{name}\n" for name in records.class_names))
+        left_out = _write_all(records, _writer(kind, root, names, per_part), progress)
+    except OSError as error:
+        raise DataError(f"can't write to {root}: {error.strerror}; make room, or choose another place") from error
+    return Converted(len(records) - len(left_out), records.classes, tuple(left_out))
+
+
+def _write_all(records: Records, writer: Writer, progress: Callable[[int], None]) -> list[str]:
+    """Write every record that can be read; why the others can't."""
+    left_out: list[str] = []
+    for index in range(len(records)):
+        try:
+            record = records.get(index)
+        except BadRecord as error:
+            left_out.append(str(error))
+            continue
+        writer.write(index - len(left_out), record)
+        progress(index + 1)
+    writer.close()
+    return left_out
+
+
+def _make_empty(root: Path) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        found = next(root.iterdir(), None)
+    except OSError as error:
+        raise DataError(f"can't write to {root}: {error.strerror}; choose another place") from error
+    if found is not None:
+        raise DataError(f"{root} is not empty, it holds {found.name}; choose an empty or a new folder")
+
+
+def _class_folders(records: Records) -> tuple[str, ...]:
+    """A folder name for each label: the class names, or numbers that sort as they count."""
+    width = len(str(max(records.classes - 1, 0)))
+    known = records.class_names
+    names = (*known, *(f"{label:0{width}}" for label in range(len(known), records.classes)))
+    if wrong := next((name for name in names if "/" in name or name.startswith(".")), None):
+        raise DataError(f"class name '{wrong}' can't name a folder; give other names with --class-names")
+    return names
+
+
+def _writer(kind: Kind, root: Path, names: tuple[str, ...], per_part: int) -> Writer:
+    if kind is Kind.FOLDER:
+        return _FolderWriter(root, names)
+    return _PartWriter(_OFRecord(root) if kind is Kind.OFRECORD else _Tar(root), per_part)
+
+
+class _FolderWriter:
+    """A file for each record, in the folder of its class; a class without records has a folder as well."""
+
+    def __init__(self, root: Path, names: tuple[str, ...]) -> None:
+        self._folders = [root / name for name in names]
+        for folder in self._folders:
+            folder.mkdir()
+
+    def write(self, number: int, record: Record) -> None:
+        (self._folders[record.label] / f"{number:08}.{suffix_of(record.data)}").write_bytes(record.data)
+
+    def close(self) -> None:
+        pass
+
+
+class _Format(Protocol):
+    """How parts are named, and how a record lies in one."""
+
+    @property
+    def end(self) -> bytes: ...
+
+    def path(self, part: int) -> Path: ...
+
+    def encode(self, number: int, record: Record) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _OFRecord:
+    root: Path
+    end: bytes = b""
+
+    def path(self, part: int) -> Path:
+        return self.root / f"part-{part:05}"
+
+    def encode(self, number: int, record: Record) -> bytes:
+        return ofrecord.encode_record(record.data, record.label)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tar:
+    root: Path
+    end: bytes = tar.END
+
+    def path(self, part: int) -> Path:
+        return self.root / f"shard-{part:05}.tar"
+
+    def encode(self, number: int, record: Record) -> bytes:
+        key, label = f"{number:08}", str(record.label).encode()
+        return b"".join(
+            tar.member_header(f"{key}.{suffix}", len(data)) + tar.padded(data)
+            for suffix, data in ((suffix_of(record.data), record.data), ("cls", label))
+        )
+
+
+class _PartWriter:
+    """Files of so many records each; one that is not finished keeps a name that no reader takes."""
+
+    def __init__(self, layout: _Format, per_part: int) -> None:
+        self._layout = layout
+        self._per_part = per_part
+        self._part = -1
+        self._file: BinaryIO | None = None
+
+    def write(self, number: int, record: Record) -> None:
+        if number % self._per_part == 0:
+            self.close()
+            self._part += 1
+            self._file = self._unfinished().open("wb")
+        assert self._file is not None
+        self._file.write(self._layout.encode(number, record))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.write(self._layout.end)
+            self._file.close()
+            self._unfinished().rename(self._layout.path(self._part))
+            self._file = None
+
+    def _unfinished(self) -> Path:
+        path = self._layout.path(self._part)
+        return path.with_name(f".{path.name}.unfinished")
+
+
+def suffix_of(data: bytes) -> str:
+    """The ending of a file with these bytes, by what they begin with; Pillow reads it whatever it is called."""
+    return next((suffix for start, suffix in _SUFFIXES if data.startswith(start)), "jpg")

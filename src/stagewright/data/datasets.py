@@ -1,0 +1,137 @@
+"""Opens the data set that `--data` names: finds its files, its class names and its index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from stagewright.data.folder import list_classes, scan_folder
+from stagewright.data.index import Index, Progress, cached_index, fingerprint
+from stagewright.data.ofrecord import list_parts, scan_parts
+from stagewright.data.records import BadRecord, DataError, FileRecords, Limited, PartRecords, Records, require_limit
+from stagewright.data.tar import list_shards, scan_shards
+
+CLASS_NAMES = "classes.txt"  # beside the data: one name a line, in label order
+
+
+class Kind(StrEnum):
+    """How images are stored."""
+
+    FOLDER = "folder"
+    TAR = "tar"
+    OFRECORD = "ofrecord"
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A data set on disk before it is read: its root, how to scan it, and whether an index still names its files."""
+
+    root: Path
+    key: str
+    scan: Callable[[Progress], Index]
+    is_current: Callable[[Index], bool]
+
+
+def open_records(
+    text: str, class_names: str | None = None, limit: int | None = None, progress: Progress = lambda found: None
+) -> Records:
+    """The records that `folder:DIR`, `tar:GLOB` or `ofrecord:DIR` names, through their index."""
+    kind, where = parse_data(text)
+    records = _open(kind, where, class_names, progress)
+    if not len(records):
+        raise DataError(f"data {text} holds no records; check the path")
+    if limit is None:
+        return records
+    require_limit(limit, len(records))
+    return Limited(records, limit)
+
+
+def parse_data(text: str) -> tuple[Kind, str]:
+    """`folder:DIR` as its kind and place; a bare path is told by what is there."""
+    kind, colon, where = text.partition(":")
+    if colon and where and kind in set(Kind):
+        return Kind(kind), where
+    path = Path(text)
+    if path.suffix == ".tar" or (path.is_dir() and any(path.glob("*.tar"))):
+        return Kind.TAR, text
+    if path.is_dir():
+        return (Kind.OFRECORD if any(path.glob("part-*")) else Kind.FOLDER), text
+    raise DataError(f"data '{text}' is not one of folder:DIR, tar:GLOB, ofrecord:DIR")
+
+
+def is_images(text: str) -> bool:
+    """Whether `--data` names encoded images."""
+    return text.partition(":")[0] in set(Kind)
+
+
+def _open(kind: Kind, where: str, class_names: str | None, progress: Progress) -> Records:
+    try:
+        layout = _layout(kind, where, class_names)
+        index = cached_index(layout.root, layout.key, layout.is_current, lambda: _build(kind, layout, progress))
+    except OSError as error:
+        raise DataError(f"data {kind}:{where}: {error.strerror} ({error.filename})") from error
+    return _records(kind, index)
+
+
+def _layout(kind: Kind, where: str, class_names: str | None) -> _Layout:
+    if kind is Kind.TAR:
+        root, shards = list_shards(where)
+    else:
+        root, shards = Path(where), []
+        if not root.is_dir():
+            raise DataError(f"data {kind}:{where}: no such folder")
+    names = _class_names(root, class_names)
+    key = "\0".join((kind, where if kind is Kind.TAR else "", *names))
+    if kind is Kind.FOLDER:
+        return _Layout(
+            root, key, lambda progress: scan_folder(root, names, progress), lambda i: _tops(i) == list_classes(root)
+        )
+    if kind is Kind.OFRECORD:
+        return _Layout(
+            root, key, lambda progress: scan_parts(root, names, progress), lambda i: _paths(i) == list_parts(root)
+        )
+    return _Layout(
+        root, key, lambda progress: scan_shards(root, shards, names, progress), lambda i: _paths(i) == shards
+    )
+
+
+def _paths(index: Index) -> list[str]:
+    return [entry.path for entry in index.watched]
+
+
+def _tops(index: Index) -> list[str]:
+    return [entry.path for entry in index.watched if "/" not in entry.path]
+
+
+def _class_names(root: Path, given: str | None) -> tuple[str, ...]:
+    """One name a line, from the file given or the one beside the data; none without either."""
+    path = root / CLASS_NAMES if given is None else Path(given)
+    if given is None and not path.is_file():
+        return ()
+    try:
+        names = tuple(line.strip() for line in path.read_text().splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"class names {path}: {error}; give a text file with one name a line") from error
+    if len(set(names)) != len(names):
+        double = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"class names {path}: '{double}' is there {names.count(double)} times; every class once")
+    return names
+
+
+def _build(kind: Kind, layout: _Layout, progress: Progress) -> Index:
+    index = layout.scan(progress)
+    records = _records(kind, index)
+
+    def read(number: int) -> bytes:
+        try:
+            return records.get(number).data
+        except BadRecord:
+            return b""
+
+    return replace(index, fingerprint=fingerprint(index, read))
+
+
+def _records(kind: Kind, index: Index) -> Records:
+    return FileRecords(index) if kind is Kind.FOLDER else PartRecords(index)

@@ -1,0 +1,202 @@
+"""Where each record lies: a few arrays, kept in one file beside the data so that the next start need not look again."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+_FORMAT = "1"
+_ARRAYS = {"part": np.int32, "offset": np.int64, "length": np.int64, "label": np.int32, "name_end": np.int64}
+_ANYONE_WRITES = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
+_SAMPLED = 64  # records whose bytes are part of the fingerprint
+
+Progress = Callable[[int], None]  # told how many records were found so far
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A file or folder whose size and time of change tell whether an index still holds."""
+
+    path: str  # below the root
+    size: int
+    mtime_ns: int
+
+    @staticmethod
+    def of(root: Path, path: str) -> Watched:
+        found = (root / path).stat()
+        return Watched(path, found.st_size, found.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The records of a data set, one array entry each and no Python object."""
+
+    root: str
+    watched: tuple[Watched, ...]  # the parts, where records are stretches of parts
+    class_names: tuple[str, ...]
+    part: NDArray[np.int32]
+    offset: NDArray[np.int64]
+    length: NDArray[np.int64]  # 0: no image
+    label: NDArray[np.int32]  # -1: no label
+    names: NDArray[np.uint8]  # all names, one after another
+    name_end: NDArray[np.int64]  # empty where records have no names
+    fingerprint: str = ""
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    @property
+    def classes(self) -> int:
+        return max(int(self.label.max()) + 1 if len(self) else 0, len(self.class_names))
+
+    def name(self, index: int) -> str:
+        if not len(self.name_end):
+            return ""
+        first = int(self.name_end[index - 1]) if index else 0
+        return os.fsdecode(self.names[first : int(self.name_end[index])].tobytes())
+
+    def first_of(self, part: int) -> int:
+        """The first record of a part; records are in the order of parts."""
+        return int(np.searchsorted(self.part, part))
+
+
+class Rows:
+    """Records as they are found, gathered into arrays without an object each."""
+
+    def __init__(self, progress: Progress = lambda found: None) -> None:
+        self._columns: dict[str, list[NDArray[Any]]] = {name: [] for name in ("part", "offset", "length", "label")}
+        self._pending: list[tuple[int, int, int, int]] = []
+        self._names = bytearray()
+        self._name_end: list[NDArray[np.int64]] = []
+        self._pending_ends: list[int] = []
+        self._progress = progress
+        self._count = 0
+
+    def add(self, part: int, offset: int, length: int, label: int, name: str | None = None) -> None:
+        self._pending.append((part, offset, length, label))
+        if name is not None:
+            self._names += os.fsencode(name)
+            self._pending_ends.append(len(self._names))
+        if len(self._pending) == 4096:
+            self._flush()
+
+    def index(self, root: Path, watched: Sequence[Watched], class_names: Sequence[str]) -> Index:
+        self._flush()
+        columns: dict[str, Any] = {
+            name: np.concatenate(pieces).astype(_ARRAYS[name]) for name, pieces in self._columns.items()
+        }
+        ends = np.concatenate(self._name_end) if self._name_end else np.zeros(0, np.int64)
+        names = np.frombuffer(bytes(self._names), np.uint8)
+        return Index(str(root), tuple(watched), tuple(class_names), **columns, names=names, name_end=ends)
+
+    def _flush(self) -> None:
+        rows = np.array(self._pending, np.int64).reshape(-1, 4)
+        for column, name in enumerate(self._columns):
+            self._columns[name].append(rows[:, column])
+        if self._pending_ends:
+            self._name_end.append(np.array(self._pending_ends, np.int64))
+        self._count += len(self._pending)
+        self._pending, self._pending_ends = [], []
+        self._progress(self._count)
+
+
+def fingerprint(index: Index, read: Callable[[int], bytes]) -> str:
+    """A hash of every label, length and name, and of the bytes of a few records; not of places or times."""
+    digest = blake2b(digest_size=16)
+    for array in (index.label, index.length, index.names, index.name_end):
+        digest.update(np.ascontiguousarray(array).data)
+        digest.update(b"/")
+    digest.update("\0".join(index.class_names).encode())
+    for number in range(min(_SAMPLED, len(index))):
+        digest.update(read(number * len(index) // min(_SAMPLED, len(index))))
+    return digest.hexdigest()
+
+
+def save_index(path: Path, index: Index) -> None:
+    """Write the index under a temporary name, then give it its own: readers see all of it or none."""
+    arrays = {name: np.ascontiguousarray(getattr(index, name)) for name in (*_ARRAYS, "names")}
+    about = {
+        "format": _FORMAT,
+        "watched": json.dumps([asdict(entry) for entry in index.watched]),
+        "class_names": json.dumps(index.class_names),
+        "fingerprint": index.fingerprint,
+    }
+    descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+    os.close(descriptor)
+    try:
+        save_file(arrays, temporary, about)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def load_index(path: Path, root: Path) -> Index | None:
+    """The index in a file, where it is a whole one and what it watches has not changed."""
+    try:
+        with safe_open(path, "numpy") as file:
+            about = file.metadata() or {}
+            if about.get("format") != _FORMAT:
+                return None
+            watched = tuple(Watched(**entry) for entry in json.loads(about["watched"]))
+            if any(Watched.of(root, entry.path) != entry for entry in watched):
+                return None
+            arrays = {name: file.get_tensor(name) for name in (*_ARRAYS, "names")}
+        names = tuple(json.loads(about["class_names"]))
+        index = Index(str(root), watched, names, **arrays, fingerprint=about["fingerprint"])
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+        return None
+    return index if _is_sound(index) else None
+
+
+def _is_sound(index: Index) -> bool:
+    lengths = {len(getattr(index, name)) for name in ("part", "offset", "length", "label")}
+    ends = index.name_end
+    return (
+        len(lengths) == 1
+        and all(getattr(index, name).dtype == kind for name, kind in _ARRAYS.items())
+        and len(ends) in (0, len(index))
+        and (not len(ends) or (int(ends[-1]) == len(index.names) and bool((np.diff(ends, prepend=0) >= 0).all())))
+    )
+
+
+def index_files(root: Path, key: str) -> Iterable[Path]:
+    """Where the index of a data set may lie: beside the data, then in the cache folder."""
+    digest = blake2b(f"{root.absolute()}/{key}".encode(), digest_size=8).hexdigest()
+    beside = blake2b(key.encode(), digest_size=4).hexdigest()
+    home = os.environ.get("STAGEWRIGHT_CACHE") or str(
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stagewright"
+    )
+    return (root / f".stagewright-{beside}.index", Path(home) / f"{digest}.index")
+
+
+def cached_index(root: Path, key: str, is_current: Callable[[Index], bool], build: Callable[[], Index]) -> Index:
+    """The index from its file, or built now and kept for the next time where anything can be written."""
+    files = index_files(root, key)
+    for path in files:
+        if (found := load_index(path, root)) is not None and is_current(found):
+            return found
+    index = build()
+    for path in files:
+        try:
+            if path.parent != root:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            if path.parent.stat().st_mode & _ANYONE_WRITES:  # root could write all the same, but the folder says no
+                save_index(path, index)
+                break
+        except (OSError, SafetensorError):  # a folder that can't be written to: try the next one, or go without
+            continue
+    return index

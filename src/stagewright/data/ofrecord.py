@@ -1,0 +1,195 @@
+"""OFRecord parts: frames of a length and one protobuf message, read and written without a protobuf library."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from stagewright.data.index import Index, Progress, Rows, Watched
+from stagewright.data.records import DataError
+
+IMAGE, LABEL = b"encoded", b"class/label"
+_LENGTH = struct.Struct("<q")
+_PART = re.compile(r"part-(\d+)")
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_BYTES_LIST, _INT32_LIST, _INT64_LIST = 1, 4, 5
+_MOST_VARINT_BYTES = 10
+_MOST_LABEL = 2**31 - 1
+
+
+class OFRecordError(DataError):
+    """A part is cut or damaged."""
+
+
+class _Malformed(Exception):
+    """A message that is no protobuf; what is wrong, for the error that names part and record."""
+
+
+def list_parts(root: Path) -> list[str]:
+    """The names of the parts of a folder in their order; their numbers must count from 0."""
+    numbered: dict[int, str] = {}
+    for path in sorted(root.iterdir()):
+        if match := _PART.fullmatch(path.name):
+            number = int(match[1])
+            if number in numbered:
+                raise DataError(f"{root}: {numbered[number]} and {path.name} are both part {number}; remove one")
+            numbered[number] = path.name
+    missing = next((number for number in range(len(numbered)) if number not in numbered), None)
+    if missing is not None:
+        last = numbered[max(numbered)]
+        raise DataError(f"{root}: {len(numbered)} parts up to {last}, but part {missing} is missing; copy it there")
+    return [numbered[number] for number in range(len(numbered))]
+
+
+def scan_parts(root: Path, class_names: tuple[str, ...], progress: Progress) -> Index:
+    """The index of a folder of parts: where each image lies, and its label."""
+    parts = list_parts(root)
+    if not parts:
+        raise DataError(f"{root} holds no OFRecord parts; they are named part-00000, part-00001 and so on")
+    watched = [Watched.of(root, part) for part in parts]
+    rows = Rows(progress)
+    for number, part in enumerate(watched):
+        with (root / part.path).open("rb") as file:
+            for offset, length, label in scan_part(file, part.size, str(root / part.path)):
+                rows.add(number, offset, length, label)
+    return rows.index(root, watched, class_names)
+
+
+def scan_part(file: BinaryIO, size: int, path: str) -> Iterator[tuple[int, int, int]]:
+    """Offset and length of each image of a part, and its label; 0 and -1 where a record has none."""
+    position = record = 0
+    while position < size:
+        header = file.read(_LENGTH.size)
+        if len(header) < _LENGTH.size:
+            raise OFRecordError(
+                f"{path}: record {record} at byte {position} is cut: its length takes {_LENGTH.size} bytes but "
+                f"{len(header)} are left; copy the part again"
+            )
+        (length,) = _LENGTH.unpack(header)
+        first = position + _LENGTH.size
+        if not 0 < length <= size - first:
+            raise OFRecordError(
+                f"{path}: record {record} at byte {position} says it has {length} bytes but {size - first} are left; "
+                "the part is cut or damaged, copy it again"
+            )
+        message = file.read(length)
+        try:
+            if len(message) < length:
+                raise _Malformed(f"{len(message)} of {length} bytes could be read")
+            where, image_length, label = _image_and_label(message)
+        except _Malformed as error:
+            raise OFRecordError(
+                f"{path}: record {record} at byte {position} is no OFRecord message ({error}); "
+                "the part is cut or damaged, copy it again"
+            ) from None
+        yield first + where, image_length, label
+        position = first + length
+        record += 1
+
+
+def _image_and_label(message: bytes) -> tuple[int, int, int]:
+    """Where the image lies in a message, how long it is, and the label."""
+    image, label = (0, 0), -1
+    for number, kind, first, last in _fields(message, 0, len(message)):
+        if number != 1 or kind != _BYTES:
+            continue
+        key, value = _entry(message, first, last)
+        if key == IMAGE:
+            image = _bytes_value(message, *value)
+        elif key == LABEL:
+            label = _integer_value(message, *value)
+    return image[0], image[1] - image[0], label
+
+
+def _entry(message: bytes, first: int, last: int) -> tuple[bytes, tuple[int, int]]:
+    """The key of a map entry, and where its value lies."""
+    key, value = b"", (0, 0)
+    for number, kind, begin, end in _fields(message, first, last):
+        if kind == _BYTES and number == 1:
+            key = message[begin:end]
+        elif kind == _BYTES and number == 2:
+            value = begin, end
+    return key, value
+
+
+def _bytes_value(message: bytes, first: int, last: int) -> tuple[int, int]:
+    """Where the first value of a feature's list of bytes lies; nothing if the feature is another list."""
+    for number, kind, begin, end in _fields(message, first, last):
+        if number == _BYTES_LIST and kind == _BYTES:
+            for inner, inner_kind, start, stop in _fields(message, begin, end):
+                if inner == 1 and inner_kind == _BYTES:
+                    return start, stop
+    return 0, 0
+
+
+def _integer_value(message: bytes, first: int, last: int) -> int:
+    """The first value of a feature's list of integers, packed or not; -1 if there is none that can be a class."""
+    for number, kind, begin, end in _fields(message, first, last):
+        if number in (_INT32_LIST, _INT64_LIST) and kind == _BYTES:
+            for inner, inner_kind, start, stop in _fields(message, begin, end):
+                if inner == 1 and inner_kind in (_VARINT, _BYTES) and stop > start:
+                    value, after = _varint(message, start, stop)
+                    if inner_kind == _VARINT and after != stop:
+                        raise _Malformed("a number that does not end")
+                    return value if value <= _MOST_LABEL else -1
+    return -1
+
+
+def _fields(message: bytes, position: int, last: int) -> Iterator[tuple[int, int, int, int]]:
+    """Number, wire type and extent of each field of a message; no recursion, every extent within the message."""
+    while position < last:
+        tag, position = _varint(message, position, last)
+        number, kind = tag >> 3, tag & 7
+        if number == 0:
+            raise _Malformed(f"field number 0 at byte {position}")
+        if kind == _VARINT:
+            _, end = _varint(message, position, last)
+        elif kind == _BYTES:
+            length, position = _varint(message, position, last)
+            end = position + length
+        elif kind in (_FIXED32, _FIXED64):
+            end = position + (8 if kind == _FIXED64 else 4)
+        else:
+            raise _Malformed(f"wire type {kind} at byte {position}")
+        if end > last:
+            raise _Malformed(f"a field that ends at byte {end} of {last}")
+        yield number, kind, position, end
+        position = end
+
+
+def _varint(message: bytes, position: int, last: int) -> tuple[int, int]:
+    """A variable-length number, and where it ends."""
+    value = shift = 0
+    for at in range(position, min(last, position + _MOST_VARINT_BYTES)):
+        byte = message[at]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at + 1
+        shift += 7
+    raise _Malformed(f"a number that does not end, at byte {position}")
+
+
+def encode_record(image: bytes, label: int) -> bytes:
+    """One frame with the two features that training reads."""
+    encoded = _field(_BYTES_LIST, _field(1, image))
+    number = _field(_INT32_LIST, _field(1, _encode_varint(label)))
+    message = b"".join(
+        _field(1, _field(1, key) + _field(2, value)) for key, value in ((IMAGE, encoded), (LABEL, number))
+    )
+    return _LENGTH.pack(len(message)) + message
+
+
+def _field(number: int, data: bytes) -> bytes:
+    return _encode_varint(number << 3 | _BYTES) + _encode_varint(len(data)) + data
+
+
+def _encode_varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)

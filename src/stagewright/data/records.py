@@ -1,0 +1,194 @@
+"""Encoded images with labels, read by number: what a folder, tar shards and OFRecord parts have in common."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from stagewright.data.index import Index
+
+
+class DataError(ValueError):
+    """A data set can't be read as a whole."""
+
+
+class BadRecord(ValueError):
+    """One record can't be used; the others can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One encoded image as it is stored."""
+
+    data: bytes
+    label: int
+    name: str
+
+
+class Records(Protocol):
+    """Random access to encoded images."""
+
+    def __len__(self) -> int: ...
+
+    def get(self, index: int) -> Record:
+        """The record at an index; `BadRecord` where it can't be used."""
+        ...
+
+    def name(self, index: int) -> str:
+        """Where the record is, for people."""
+        ...
+
+    @property
+    def classes(self) -> int:
+        """One more than the largest label."""
+        ...
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names in label order; none where the data set has none."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the records do."""
+        ...
+
+
+class _Indexed:
+    """What an index alone can tell of its records."""
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def classes(self) -> int:
+        return self.index.classes
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.index.class_names
+
+    @property
+    def fingerprint(self) -> str:
+        return self.index.fingerprint
+
+
+class FileRecords(_Indexed):
+    """Records that are files of their own, below one folder."""
+
+    def name(self, index: int) -> str:
+        return f"{self.index.root}/{self.index.name(index)}"
+
+    def get(self, index: int) -> Record:
+        name = self.name(index)
+        try:
+            data = Path(name).read_bytes()
+        except OSError as error:
+            raise BadRecord(f"{name}: {error.strerror}; make it readable or remove it") from error
+        return Record(data, int(self.index.label[index]), name)
+
+
+class PartRecords(_Indexed):
+    """Records that are stretches of a few large files."""
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self._parts = _OpenParts([f"{index.root}/{part.path}" for part in index.watched])
+
+    def name(self, index: int) -> str:
+        part = int(self.index.part[index])
+        inside = self.index.name(index) or f"record {index - self.index.first_of(part)}"
+        return f"{self._parts.paths[part]}: {inside}"
+
+    def get(self, index: int) -> Record:
+        name, length, label = self.name(index), int(self.index.length[index]), int(self.index.label[index])
+        if length == 0:
+            raise BadRecord(f"{name} has no image")
+        if label < 0:
+            raise BadRecord(f"{name} has no class, or one that is no number from 0 on")
+        try:
+            data = self._parts.read(int(self.index.part[index]), int(self.index.offset[index]), length)
+        except OSError as error:
+            raise BadRecord(f"{name}: {error.strerror}") from error
+        if len(data) != length:
+            raise BadRecord(f"{name}: {len(data)} of {length} bytes are left; the file changed after it was indexed")
+        return Record(data, label, name)
+
+
+class _OpenParts:
+    """Reads stretches of files from any thread; keeps a bounded number of them open."""
+
+    _MOST_OPEN = 256
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = paths
+        self._open: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def read(self, part: int, offset: int, length: int) -> bytes:
+        descriptor = self._open.get(part)
+        if descriptor is not None:
+            return os.pread(descriptor, length, offset)
+        with self._lock:
+            if part not in self._open and len(self._open) < self._MOST_OPEN:
+                self._open[part] = os.open(self.paths[part], os.O_RDONLY | os.O_CLOEXEC)
+        if part in self._open:
+            return os.pread(self._open[part], length, offset)
+        descriptor = os.open(self.paths[part], os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.pread(descriptor, length, offset)
+        finally:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+
+
+class Limited:
+    """So many records of a data set, evenly spread over it, so that classes keep their shares."""
+
+    def __init__(self, records: Records, limit: int) -> None:
+        self._records = records
+        self._limit = limit
+
+    def __len__(self) -> int:
+        return self._limit
+
+    def _inner(self, index: int) -> int:
+        return spread(index, self._limit, len(self._records))
+
+    def get(self, index: int) -> Record:
+        return self._records.get(self._inner(index))
+
+    def name(self, index: int) -> str:
+        return self._records.name(self._inner(index))
+
+    @property
+    def classes(self) -> int:
+        return self._records.classes
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self._records.class_names
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self._records.fingerprint}/{self._limit}"
+
+
+def spread(index: int, limit: int, samples: int) -> int:
+    """Where the sample at `index` of `limit` is among all samples."""
+    return index * samples // limit
+
+
+def require_limit(limit: int, samples: int) -> None:
+    if not 0 < limit <= samples:
+        raise DataError(f"--limit is {limit} but the data set has {samples} records; give 1 to {samples}")

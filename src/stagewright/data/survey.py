@@ -1,0 +1,114 @@
+"""Looks a data set over: how many records, which classes, what sizes, what is bad; and draws a sheet of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from stagewright.data.decode import Decoder, decode_at
+from stagewright.data.images import Bad, Draw, ImageSource
+from stagewright.data.records import BadRecord, Records, spread
+
+_COLUMNS, _ROWS = 8, 6
+_CAPTION = 14  # pixels below a sample
+_LEAST_CELL = 96
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The smallest, middle and largest of some numbers."""
+
+    low: int
+    median: int
+    high: int
+
+    @staticmethod
+    def of(numbers: list[int]) -> Spread:
+        return Spread(min(numbers), int(np.median(numbers)), max(numbers)) if numbers else Spread(0, 0, 0)
+
+    def __str__(self) -> str:
+        return f"{self.low} / {self.median} / {self.high}"
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What was found; sizes, counts and bad records are those of the records looked at."""
+
+    records: int
+    looked_at: int
+    classes: int
+    class_names: tuple[str, ...]
+    per_class: tuple[int, ...]
+    encoded: Spread  # bytes
+    heights: Spread
+    widths: Spread
+    bad: tuple[Bad, ...]
+    fingerprint: str
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def survey(records: Records, most: int, progress: Callable[[int], None] = lambda done: None) -> Survey:
+    """Decode up to `most` records, evenly spread over the data set; 0 means all."""
+    looked_at = min(most, len(records)) if most else len(records)
+    decoder, bad = Decoder(), list[Bad]()
+    encoded, heights, widths = list[int](), list[int](), list[int]()
+    per_class = np.zeros(records.classes, np.int64)
+    for number in range(looked_at):
+        index = spread(number, looked_at, len(records))
+        try:
+            record, pixels = decode_at(records, index, decoder)
+        except BadRecord as error:
+            bad.append(Bad(index, str(error)))
+        else:
+            encoded.append(len(record.data))
+            heights.append(pixels.shape[0])
+            widths.append(pixels.shape[1])
+            per_class[record.label] += 1
+        progress(number + 1)
+    return Survey(
+        len(records),
+        looked_at,
+        records.classes,
+        records.class_names,
+        tuple(int(count) for count in per_class),
+        Spread.of(encoded),
+        Spread.of(heights),
+        Spread.of(widths),
+        tuple(bad),
+        records.fingerprint,
+    )
+
+
+def draw_sheet(source: ImageSource, seed: int, path: Path) -> int:
+    """Write a picture of samples as training would see them, with their classes; how many there are."""
+    side, count = source.augmentation.side, min(_COLUMNS * _ROWS, len(source))
+    images, labels = source.empty(count)
+    decoder = Decoder()
+    for number in range(count):
+        index = spread(number, count, len(source))
+        labels[number], _ = source.load(index, Draw(seed, 0), images[number], decoder)
+    cell = side * max(1, _LEAST_CELL // side)  # small images are shown larger
+    rows = -(-count // _COLUMNS)
+    sheet = Image.new("RGB", (_COLUMNS * cell, rows * (cell + _CAPTION)), "white")
+    pen = ImageDraw.Draw(sheet)
+    for number in range(count):
+        row, column = divmod(number, _COLUMNS)
+        corner = (column * cell, row * (cell + _CAPTION))
+        sample = Image.fromarray(images[number].numpy()).resize((cell, cell), Image.Resampling.NEAREST)
+        sheet.paste(sample, corner)
+        name = _name_of(source.records, int(labels[number]))
+        pen.text((corner[0], corner[1] + cell + 1), name[: cell // 6], fill="black")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(path, "PNG")
+    return count
+
+
+def _name_of(records: Records, label: int) -> str:
+    return records.class_names[label] if label < len(records.class_names) else str(label)

@@ -1,0 +1,66 @@
+"""On a GPU: batches leave pinned memory as on the CPU, synthetic samples are made there, nvJPEG sees the same crops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stagewright.data.augment import Augmentation, Cropping
+from stagewright.data.datasets import open_records
+from stagewright.data.images import ImageSource
+from stagewright.data.loader import make_loaders
+from stagewright.data.loading import Decode, Loading
+from stagewright.data.normalize import NORMALIZATIONS
+from stagewright.data.numbering import Share, Training
+from stagewright.data.order import Order
+from stagewright.data.sources import SyntheticSource
+from tests.pictures import make_ofrecord
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device; run on a machine with a GPU"),
+]
+SHARE = Share(Training(Order(40, 20, seed=1), 2), 1, 40)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> ImageSource:
+    records = open_records(f"ofrecord:{make_ofrecord(tmp_path, 40)}")
+    return ImageSource(records, Augmentation(32, Cropping.RESIZED), NORMALIZATIONS["imagenet"])
+
+
+def test_pinned_batches_are_those_of_the_cpu_for_many_rounds(source: ImageSource) -> None:
+    (cpu,) = make_loaders(Loading(threads=2), (source, SHARE))
+    (gpu,) = make_loaders(Loading(threads=2, ahead=1, device=torch.device("cuda")), (source, SHARE))
+    assert source.empty(2, is_pinned=True)[0].is_pinned()
+    for number in range(40):
+        (wanted, labels), (found, found_labels) = cpu.microbatch(number), gpu.microbatch(number)
+        assert found.is_cuda and torch.equal(found_labels.cpu(), labels)
+        torch.testing.assert_close(found.cpu(), wanted)
+    cpu.close()
+    gpu.close()
+
+
+def test_synthetic_samples_are_the_same_on_the_gpu() -> None:
+    here, there = SyntheticSource(100, 10, 16, 3), SyntheticSource(100, 10, 16, 3).to(torch.device("cuda"))
+    (images, labels), (found, found_labels) = (source.batch(np.arange(20)) for source in (here, there))
+    assert found.is_cuda and torch.equal(found_labels.cpu(), labels)
+    torch.testing.assert_close(found.cpu(), images)
+
+
+def test_nvjpeg_sees_the_same_crops(source: ImageSource) -> None:
+    try:
+        from torchcodec.decoders import decode_jpeg  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:
+        pytest.skip(f"torchcodec can't be used here: {error}")
+    (cpu,) = make_loaders(Loading(), (source, SHARE))
+    (gpu,) = make_loaders(Loading(device=torch.device("cuda"), decode=Decode.GPU), (source, SHARE))
+    for number in range(6):
+        (wanted, labels), (found, found_labels) = cpu.microbatch(number), gpu.microbatch(number)
+        assert torch.equal(found_labels.cpu(), labels)
+        assert (found.cpu() - wanted).abs().mean() < 0.05  # about three levels of 255
+    cpu.close()
+    gpu.close()

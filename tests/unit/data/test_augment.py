@@ -1,0 +1,153 @@
+"""Views are a pure function of seed, epoch and index, and are drawn as the published recipe draws them."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from stagewright.data.augment import Augmentation, Cropping, Jitter, View, default_cropping
+from stagewright.data.normalize import NORMALIZATIONS, Normalization, parse_normalization
+from stagewright.data.render import jittered, render
+from tests.pictures import pixels
+
+RESIZED = Augmentation(224, Cropping.RESIZED)
+PADDED = Augmentation(32, Cropping.PADDED)
+
+
+def rendered(image: np.ndarray, view: View, side: int) -> np.ndarray:
+    target = torch.full((side, side, 3), 77, dtype=torch.uint8)
+    render(image, view, target)
+    return target.numpy()
+
+
+def test_views_depend_on_seed_epoch_and_index_alone() -> None:
+    first = [RESIZED.training(3, 1, index, 375, 500) for index in range(50)]
+    assert first == [RESIZED.training(3, 1, index, 375, 500) for index in range(50)]
+    for other in ([RESIZED.training(4, 1, index, 375, 500) for index in range(50)],
+                  [RESIZED.training(3, 2, index, 375, 500) for index in range(50)],
+                  [RESIZED.training(3, 1, index + 1, 375, 500) for index in range(50)]):  # fmt: skip
+        assert sum(one == two for one, two in zip(first, other, strict=True)) <= 1
+    assert RESIZED.training(-3, 0, 0, 9, 9) == RESIZED.training(2**64 - 3, 0, 0, 9, 9)
+
+
+def test_views_come_from_hashes_of_a_counter() -> None:
+    """Another generator would silently change every run; this one is written down twice."""
+    seed, epoch, index = 7, 2, 43
+    words = struct.unpack("<8Q", hashlib.blake2b(struct.pack("<4Q", seed, epoch, index, 0)).digest())
+    mirror, area, aspect, down, right = (word // 2**11 / 2**53 for word in words[:5])
+    pixels_of_box = 375 * 500 * (0.08 + 0.92 * area)
+    shape = 0.75 * (16 / 9) ** aspect
+    width, height = round((pixels_of_box * shape) ** 0.5), round((pixels_of_box / shape) ** 0.5)
+    top, left = int(down * (375 - height + 1)), int(right * (500 - width + 1))
+    assert width <= 500 and height <= 375  # the first try fits
+    expected = View(top, left, height, width, 224, 224, is_mirrored=mirror < 0.5)
+    assert RESIZED.training(seed, epoch, index, 375, 500) == expected
+
+
+def test_random_boxes_have_the_published_areas_shapes_and_places() -> None:
+    views = [RESIZED.training(1, 0, index, 375, 500) for index in range(20_000)]
+    areas = np.array([view.height * view.width for view in views]) / (375 * 500)
+    aspects = np.array([view.width / view.height for view in views])
+    assert 0.079 < areas.min() < 0.09 and 0.99 < areas.max() <= 1
+    assert 0.74 < aspects.min() < 0.76 and 1.32 < aspects.max() < 1.35
+    small = areas < 0.5  # boxes up to half the image always fit, so their areas and shapes are as drawn
+    assert abs(np.median(areas[small]) - 0.29) < 0.01
+    assert abs(np.log(aspects[small]).mean()) < 0.01
+    assert abs(np.mean([view.is_mirrored for view in views]) - 0.5) < 0.02
+    places = np.array([(v.top / max(375 - v.height, 1), v.left / max(500 - v.width, 1)) for v in views])[small]
+    assert np.abs(places.mean(0) - 0.5).max() < 0.01 and places.min() == 0 and places.max() == 1
+    assert all(v.top + v.height <= 375 and v.left + v.width <= 500 for v in views)
+
+
+def test_an_image_that_no_box_fits_gives_its_fairest_centre() -> None:
+    views = [RESIZED.training(0, 0, index, 10, 1000) for index in range(50)]
+    assert sum((v.top, v.left, v.height, v.width) == (0, 493, 10, 13) for v in views) > 40
+    assert RESIZED.training(0, 0, 0, 1, 1).height == 1
+
+
+def test_padded_crops_shift_by_up_to_an_eighth_each_way() -> None:
+    views = [PADDED.training(0, 0, index, 32, 32) for index in range(3000)]
+    shifts = {(view.down, view.right) for view in views}
+    assert shifts == {(down, right) for down in range(-4, 5) for right in range(-4, 5)}
+    image = pixels(1, 32, 32)
+    padded = np.pad(image, ((4, 4), (4, 4), (0, 0)))
+    for view in views[:40]:
+        expected = np.pad(image[:, ::-1], ((4, 4), (4, 4), (0, 0))) if view.is_mirrored else padded
+        top, left = view.down + 4, view.right + 4
+        assert np.array_equal(rendered(image, view, 32), expected[top : top + 32, left : left + 32])
+
+
+def test_small_sides_are_padded_unless_told_otherwise() -> None:
+    assert (default_cropping(64), default_cropping(65)) == (Cropping.PADDED, Cropping.RESIZED)
+
+
+@pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 375), (100, 100), (30, 400)])
+def test_a_training_view_is_pillows_crop_resized(height: int, width: int) -> None:
+    image = pixels(2, height, width)
+    for index in range(6):
+        view = RESIZED.training(5, 0, index, height, width)
+        crop = Image.fromarray(image).crop((view.left, view.top, view.left + view.width, view.top + view.height))
+        expected = np.asarray(crop.resize((224, 224), Image.Resampling.BILINEAR))
+        expected = expected[:, ::-1] if view.is_mirrored else expected
+        assert np.abs(rendered(image, view, 224).astype(int) - expected).max() <= 2
+
+
+@pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 375), (256, 256), (60, 90)])
+def test_evaluation_is_pillows_short_side_and_centre(height: int, width: int) -> None:
+    image = pixels(3, height, width)
+    size = (256, int(256 * height / width)) if width <= height else (int(256 * width / height), 256)
+    whole = Image.fromarray(image).resize(size, Image.Resampling.BILINEAR)
+    left, top = round((size[0] - 224) / 2), round((size[1] - 224) / 2)
+    expected = np.asarray(whole.crop((left, top, left + 224, top + 224)))
+    found = rendered(image, RESIZED.evaluation(height, width), 224)
+    assert np.abs(found.astype(int) - expected).max() <= 2
+
+
+def test_evaluation_of_small_images_is_the_whole_image() -> None:
+    image = pixels(4, 32, 32)
+    assert np.array_equal(rendered(image, PADDED.evaluation(32, 32), 32), image)
+
+
+def test_jitter_changes_brightness_contrast_and_saturation_within_its_share() -> None:
+    augmentation = Augmentation(224, Cropping.RESIZED, jitter=0.4)
+    jitters = [augmentation.training(0, 0, index, 300, 300).jitter for index in range(2000)]
+    factors = np.array([(j.brightness, j.contrast, j.saturation) for j in jitters if j is not None])
+    assert len(factors) == 2000 and factors.min() > 0.6 and factors.max() < 1.4
+    assert np.abs(factors.mean(0) - 1).max() < 0.02
+    assert RESIZED.training(0, 0, 0, 300, 300).jitter is None
+
+
+def test_jitter_as_plain_arithmetic() -> None:
+    image, jitter = pixels(5, 20, 30), Jitter(1.3, 0.7, 1.2)
+    grey = np.array([0.299, 0.587, 0.114])
+    bright = np.clip(image * jitter.brightness, 0, 255)
+    contrast = np.clip(bright * 0.7 + (bright @ grey).mean() * 0.3, 0, 255)
+    expected = np.clip(contrast * 1.2 - (contrast @ grey)[..., None] * 0.2, 0, 255)
+    found = jittered(torch.from_numpy(image.copy()), jitter).numpy()
+    assert np.abs(found - expected).max() <= 0.51
+    plain = jittered(torch.from_numpy(image.copy()), Jitter(1, 1, 1)).numpy()
+    assert np.array_equal(plain, image)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_normalising_is_what_stock_does_to_fractions(dtype: torch.dtype) -> None:
+    images = torch.randint(0, 256, (3, 5, 5, 3), dtype=torch.uint8)
+    found = NORMALIZATIONS["imagenet"].apply(images, dtype)
+    mean, std = (torch.tensor(v, dtype=dtype).view(3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    assert found.dtype == dtype and found.is_contiguous()
+    torch.testing.assert_close(found, (images.permute(0, 3, 1, 2).to(dtype) / 255 - mean) / std)
+    published = NORMALIZATIONS["published"].apply(torch.full((1, 1, 1, 3), 200, dtype=torch.uint8), torch.float64)
+    expected = [(200 - 123.68) / 58.393, (200 - 116.779) / 57.12, (200 - 103.939) / 57.375]
+    assert published.flatten().tolist() == pytest.approx(expected)
+
+
+def test_normalisation_by_numbers() -> None:
+    assert parse_normalization("1,2,3/4,5,6") == Normalization((1, 2, 3), (4, 5, 6))
+    for wrong in ("imagnet", "1,2,3", "1,2,3/4,5", "1,2,3/0,1,1", "a,b,c/d,e,f", "1,2,3/4,5,6/7,8,9"):
+        with pytest.raises(ValueError, match="none of imagenet, published"):
+            parse_normalization(wrong)

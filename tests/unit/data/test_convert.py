@@ -1,0 +1,110 @@
+"""Whatever format a data set takes, its records stay the same."""
+
+from __future__ import annotations
+
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from stagewright.data.convert import convert
+from stagewright.data.datasets import Kind, open_records
+from stagewright.data.records import DataError, Records
+from tests.pictures import (
+    bytes_feature,
+    encoded,
+    frame,
+    jpeg,
+    make_ofrecord,
+    message,
+    pixels,
+    shared,
+    write_parts,
+)
+from tests.unit.data.test_folder import make_folder
+
+
+def contents(records: Records) -> list[tuple[bytes, int]]:
+    return [(record.data, record.label) for record in map(records.get, range(len(records)))]
+
+
+def test_there_and_back_through_every_format(tmp_path: Path) -> None:
+    """Labels with gaps, up to two digits, so that folders must be made for classes without records."""
+    labels = [0, 11, 3, 3, 10, 0, 9]
+    messages = [message(jpeg(index), label) for index, label in enumerate(labels)]
+    first = open_records(f"ofrecord:{write_parts(tmp_path / 'first', [messages[:3], messages[3:]])}")
+    convert(first, Kind.TAR, tmp_path / "tar", per_part=3)
+    shards = open_records(f"tar:{tmp_path / 'tar'}")
+    assert contents(shards) == contents(first) and shards.classes == 12
+    assert sorted(path.name for path in (tmp_path / "tar").glob("*.tar")) == [f"shard-0000{i}.tar" for i in range(3)]
+    convert(shards, Kind.FOLDER, tmp_path / "folder", per_part=3)
+    folder = open_records(f"folder:{tmp_path / 'folder'}")
+    assert Counter(contents(folder)) == Counter(contents(first)) and folder.classes == 12
+    convert(folder, Kind.OFRECORD, tmp_path / "last", per_part=2)
+    last = open_records(f"ofrecord:{tmp_path / 'last'}")
+    assert contents(last) == contents(folder) and len(list((tmp_path / "last").glob("part-*"))) == 4
+    convert(last, Kind.FOLDER, tmp_path / "again", per_part=2)
+    assert contents(open_records(f"folder:{tmp_path / 'again'}")) == contents(folder)
+
+
+def test_shards_can_be_read_by_others_and_parts_byte_by_byte(tmp_path: Path) -> None:
+    source = open_records(f"ofrecord:{make_ofrecord(tmp_path / 'source', 5)}")
+    convert(source, Kind.TAR, tmp_path / "tar", per_part=100)
+    with tarfile.open(tmp_path / "tar/shard-00000.tar") as archive:
+        files = {info.name: archive.extractfile(info) for info in archive.getmembers()}
+        found = {name: file.read() for name, file in files.items() if file is not None}
+    images, classes = ({f"{i:08}.{kind}": i for i in range(5)} for kind in ("jpg", "cls"))
+    assert found == {name: jpeg(i, 40, 48) for name, i in images.items()} | {
+        name: b"%d" % (i % 4) for name, i in classes.items()
+    }
+    convert(source, Kind.OFRECORD, tmp_path / "parts", per_part=100)
+    expected = b"".join(frame(message(jpeg(i, 40, 48), i % 4)) for i in range(5))
+    assert (tmp_path / "parts/part-00000").read_bytes() == expected
+
+
+def test_class_names_travel_along_and_keep_labels_that_do_not_sort(tmp_path: Path) -> None:
+    text = make_folder(tmp_path / "source", {"cat/1.jpg": jpeg(1), "dog/1.jpg": jpeg(2)})
+    (tmp_path / "source/classes.txt").write_text("dog\ncat\n")
+    source = open_records(text)
+    assert [label for _, label in contents(source)] == [1, 0]
+    for kind in Kind:
+        convert(source, kind, tmp_path / kind, per_part=10)
+        found = open_records(f"{kind}:{tmp_path / kind}")
+        assert found.class_names == ("dog", "cat")
+        assert Counter(contents(found)) == Counter(contents(source))
+
+
+def test_images_keep_endings_that_fit_their_bytes(tmp_path: Path) -> None:
+    png = encoded(Image.fromarray(pixels(1)), "PNG")
+    source = open_records(make_folder(tmp_path / "source", {"a/1.jpg": png, "a/2.jpeg": jpeg(1)}))
+    convert(source, Kind.FOLDER, tmp_path / "folder", per_part=10)
+    assert sorted(path.name for path in (tmp_path / "folder/a").iterdir()) == ["00000000.png", "00000001.jpg"]
+
+
+def test_records_that_can_not_be_read_are_left_out_and_named(tmp_path: Path) -> None:
+    parts = [[message(b"one", 1), bytes_feature("encoded", b"no label"), message(b"two", 2)]]
+    source = open_records(f"ofrecord:{write_parts(tmp_path / 'source', parts)}")
+    done = convert(source, Kind.TAR, tmp_path / "tar", per_part=10)
+    assert (done.records, len(done.left_out)) == (2, 1) and "record 1 has no class" in done.left_out[0]
+    assert contents(open_records(f"tar:{tmp_path / 'tar'}")) == [(b"one", 1), (b"two", 2)]
+
+
+def test_a_target_that_is_not_empty_or_can_not_be_written_is_refused(tmp_path: Path) -> None:
+    source = open_records(f"ofrecord:{make_ofrecord(tmp_path / 'source', 2)}")
+    with pytest.raises(DataError, match=r"source is not empty, it holds"):
+        convert(source, Kind.TAR, tmp_path / "source", per_part=10)
+    with pytest.raises(DataError, match="can't write to /proc/nothing"):
+        convert(source, Kind.TAR, Path("/proc/nothing"), per_part=10)
+    with pytest.raises(DataError, match="--per-part is 0"):
+        convert(source, Kind.TAR, tmp_path / "new", per_part=0)
+
+
+def test_cifar10_there_and_back(tmp_path: Path) -> None:
+    first = open_records(f"ofrecord:{shared('data/cifar10')}/test")
+    convert(first, Kind.TAR, tmp_path / "tar", per_part=4000)
+    convert(open_records(f"tar:{tmp_path}/tar/*.tar"), Kind.FOLDER, tmp_path / "folder", per_part=1)
+    convert(open_records(f"folder:{tmp_path}/folder"), Kind.OFRECORD, tmp_path / "last", per_part=5000)
+    last = open_records(f"ofrecord:{tmp_path}/last")
+    assert len(last) == 10_000 and Counter(contents(last)) == Counter(contents(first))

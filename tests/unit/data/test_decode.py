@@ -1,0 +1,104 @@
+"""Pixels are those Pillow finds, whatever the bytes are called; what is damaged is a bad record and nothing else."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from stagewright.data.decode import Decoder
+from stagewright.data.records import BadRecord
+from tests.pictures import encoded, jpeg, pillow, pixels
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        jpeg(1),
+        jpeg(2, quality=95, subsampling=0),
+        jpeg(3, 33, 31, progressive=True),
+        jpeg(4, mode="L"),
+        jpeg(5, mode="CMYK"),
+        encoded(Image.fromarray(pixels(6)), "PNG"),
+        encoded(Image.fromarray(pixels(7)).convert("P"), "PNG"),
+        encoded(Image.fromarray(pixels(8)).convert("RGBA"), "PNG"),
+        encoded(Image.fromarray(pixels(9)).convert("L"), "PNG"),
+        encoded(Image.fromarray(pixels(10)), "WEBP", lossless=True),
+        encoded(Image.fromarray(pixels(11)), "BMP"),
+    ],
+    ids=["JPEG", "full colour", "progressive", "grey", "CMYK", "PNG", "palette", "alpha", "grey PNG", "WebP", "BMP"],
+)
+def test_pixels_are_pillows(data: bytes) -> None:
+    found = Decoder().decode(data)
+    assert found.shape == pillow(data).shape and found.dtype == np.uint8
+    assert np.abs(found.astype(int) - pillow(data)).max() <= 1
+
+
+def test_four_colours_become_three_exactly_as_stock_does_it() -> None:
+    data = jpeg(5, mode="CMYK")
+    assert np.array_equal(Decoder().decode(data), pillow(data))
+
+
+def test_exif_rotation_is_ignored() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    turned = jpeg(1, 40, 48, exif=exif.tobytes())
+    assert turned != jpeg(1, 40, 48)
+    assert np.array_equal(Decoder().decode(turned), Decoder().decode(jpeg(1, 40, 48)))
+
+
+def test_a_decoder_serves_images_of_all_sizes_in_turn() -> None:
+    decoder = Decoder()
+    for seed, (height, width) in enumerate([(8, 8), (90, 70), (16, 30), (90, 71)]):
+        data = jpeg(seed, height, width)
+        assert np.abs(decoder.decode(data).astype(int) - pillow(data)).max() <= 1
+
+
+@pytest.mark.parametrize("cut", [2, 20, 300, -200, -2])
+def test_a_truncated_jpeg_is_bad(cut: int) -> None:
+    with pytest.raises(BadRecord, match="no whole JPEG"):
+        Decoder().decode(jpeg(1, 60, 60)[:cut])
+
+
+@pytest.mark.parametrize("data", [b"", b"text, not an image", b"\x89PNG\r\n\x1a\n", bytes(5000), b"\xff\xd8"])
+def test_no_image_is_bad(data: bytes) -> None:
+    with pytest.raises(BadRecord):
+        Decoder().decode(data)
+
+
+def test_a_truncated_png_is_bad() -> None:
+    with pytest.raises(BadRecord):
+        Decoder().decode(encoded(Image.fromarray(pixels(1)), "PNG")[:-400])
+
+
+def test_a_header_that_claims_a_huge_image_is_bad() -> None:
+    data = bytearray(jpeg(1))
+    size = data.index(b"\xff\xc0") + 5
+    data[size : size + 4] = struct.pack(">2H", 65_000, 65_000)
+    with pytest.raises(BadRecord, match="65000x65000 pixels"):
+        Decoder().decode(bytes(data))
+    header = struct.pack(">2I5B", 60_000, 60_000, 8, 2, 0, 0, 0)
+    chunk = b"IHDR" + header
+    png = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    with pytest.raises(BadRecord):
+        Decoder().decode(png)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_bit_flips_give_pixels_or_a_bad_record(kind: str) -> None:
+    """Many flips leave an image that decodes; the rest are bad records, never another error."""
+    generator, decoder = np.random.default_rng(0), Decoder()
+    whole = encoded(Image.fromarray(pixels(1)), kind)
+    bad = 0
+    for _ in range(400):
+        data = bytearray(whole)
+        for position in generator.integers(0, len(data), 3):
+            data[position] ^= 1 << int(generator.integers(8))
+        try:
+            assert decoder.decode(bytes(data)).shape[2] == 3
+        except BadRecord:
+            bad += 1
+    assert 0 < bad < 400

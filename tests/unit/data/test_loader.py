@@ -1,0 +1,291 @@
+"""The stream of samples is one sequence: threads, replicas, stops and resumes do not change it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stagewright.data.augment import Augmentation, Cropping
+from stagewright.data.datasets import open_records
+from stagewright.data.decode import Decoder
+from stagewright.data.images import Bad, Draw, ImageSource
+from stagewright.data.loader import ImageLoader, make_loaders
+from stagewright.data.loading import Loading
+from stagewright.data.normalize import NORMALIZATIONS
+from stagewright.data.numbering import Pieces, Share, Training
+from stagewright.data.order import Order
+from stagewright.data.pool import Pool
+from stagewright.data.position import DataChanged, Position
+from stagewright.data.records import BadRecord, DataError, Limited, Record
+from tests.pictures import jpeg, make_ofrecord
+
+SAMPLES, BATCH, MICROBATCHES, SEED = 53, 12, 4, 11
+ORDER = Order(SAMPLES, BATCH, SEED)
+TRAINING = Training(ORDER, MICROBATCHES)
+EPOCH = ORDER.batches * MICROBATCHES
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> ImageSource:
+    root = make_ofrecord(tmp_path_factory.mktemp("data"), SAMPLES)
+    return ImageSource(
+        open_records(f"ofrecord:{root}"), Augmentation(24, Cropping.RESIZED, jitter=0.2), NORMALIZATIONS["imagenet"]
+    )
+
+
+Sample = tuple[int, object, int, bytes]  # index, view, label, pixels
+
+
+def stream(source: ImageSource, numbers: Iterable[int], threads: int, step: int = 1, ahead: int = 3) -> list[Sample]:
+    """The samples of some microbatches, as one loader gives them."""
+    share = Share(TRAINING, step, 3 * EPOCH)
+    loader = ImageLoader(source, share, Loading(threads=threads, ahead=ahead), Pool(threads))
+    found = []
+    for number in numbers:
+        images, labels = loader.pixels(number)
+        draw = TRAINING.draw(number)
+        for row, index in enumerate(TRAINING.indices(number)):
+            view = source.augmentation.training(draw.seed, draw.epoch, int(index), 40, 48)
+            found.append((int(index), view, int(labels[row]), images[row].numpy().tobytes()))
+    loader.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(source: ImageSource) -> list[Sample]:
+    """Two epochs and a bit, one sample at a time in one thread, without a loader."""
+    found, decoder = [], Decoder()
+    for number in range(2 * EPOCH + 5):
+        epoch, position = divmod(number // MICROBATCHES, ORDER.batches)
+        shuffled = np.random.Generator(np.random.Philox(key=np.array([SEED, epoch], np.uint64))).permutation(SAMPLES)
+        first = position * BATCH + number % MICROBATCHES * (BATCH // MICROBATCHES)
+        for index in map(int, shuffled[first : first + BATCH // MICROBATCHES]):
+            target = torch.zeros(24, 24, 3, dtype=torch.uint8)
+            label, _ = source.load(index, Draw(SEED, epoch), target, decoder)
+            view = source.augmentation.training(SEED, epoch, index, 40, 48)
+            found.append((index, view, label, target.numpy().tobytes()))
+    return found
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_stream_is_the_same_for_every_number_of_threads(
+    threads: int, source: ImageSource, expected: list[Sample]
+) -> None:
+    assert stream(source, range(2 * EPOCH + 5), threads) == expected
+    assert {label for _, _, label, _ in expected} == {0, 1, 2, 3} and len({s[3] for s in expected}) > 90
+
+
+@pytest.mark.parametrize("replicas", [1, 7])
+def test_the_stream_is_the_same_for_every_number_of_replicas(
+    replicas: int, source: ImageSource, expected: list[Sample]
+) -> None:
+    total, size = 2 * EPOCH + 5, BATCH // MICROBATCHES
+    merged: dict[int, list[Sample]] = {}
+    for replica in range(replicas):
+        own = range(replica, total, replicas)
+        samples = stream(source, own, 2, step=replicas)
+        merged |= {number: samples[at * size : (at + 1) * size] for at, number in enumerate(own)}
+    assert [sample for number in range(total) for sample in merged[number]] == expected
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 9])
+def test_how_far_it_works_ahead_changes_nothing(ahead: int, source: ImageSource, expected: list[Sample]) -> None:
+    assert stream(source, range(EPOCH), 2, ahead=ahead) == expected[: EPOCH * 3]
+
+
+def test_a_stop_in_mid_epoch_resumes_with_another_number_of_threads(
+    source: ImageSource, expected: list[Sample]
+) -> None:
+    stopped = ORDER.batches + 2  # batches done: two into the second epoch
+    before = stream(source, range(stopped * MICROBATCHES), 5)
+    saved = Position.at(ORDER, stopped, source.fingerprint)
+    assert (saved.seed, saved.epoch, saved.batch) == (SEED, 1, 2)
+    first = saved.resume(Order(SAMPLES, BATCH, SEED), source.fingerprint) * MICROBATCHES
+    assert before + stream(source, range(first, 2 * EPOCH + 5), 2) == expected
+
+
+def test_resuming_is_refused_where_samples_would_be_others(source: ImageSource, tmp_path: Path) -> None:
+    saved = Position.at(ORDER, 2, source.fingerprint)
+    root = make_ofrecord(tmp_path, SAMPLES)
+    assert open_records(f"ofrecord:{root}").fingerprint == source.fingerprint  # a copy of the data is the same data
+    part = root / "part-00002"
+    part.write_bytes(part.read_bytes()[:-1] + b"\1")  # the last label
+    changed = open_records(f"ofrecord:{root}").fingerprint
+    with pytest.raises(DataChanged, match=f"fingerprint is {changed}, but the checkpoint .*{source.fingerprint}"):
+        saved.resume(ORDER, changed)
+    limited = Limited(source.records, 50).fingerprint
+    with pytest.raises(DataChanged):
+        saved.resume(Order(50, BATCH, SEED), limited)
+    with pytest.raises(DataChanged, match="--seed is 3 but the checkpoint was made with 11"):
+        saved.resume(Order(SAMPLES, BATCH, 3), source.fingerprint)
+    with pytest.raises(DataChanged, match="batch 2 of its epoch, but an epoch has 2 batches of 26"):
+        saved.resume(Order(SAMPLES, 26, SEED), source.fingerprint)
+
+
+def test_a_jump_is_served_as_well_as_a_walk(source: ImageSource, expected: list[Sample]) -> None:
+    numbers = [0, 1, 9, 10, 3, 3, 20]
+    wanted = [sample for number in numbers for sample in expected[number * 3 : number * 3 + 3]]
+    assert stream(source, numbers, 5) == wanted
+
+
+def test_microbatches_are_normalised_and_typed(source: ImageSource, expected: list[Sample]) -> None:
+    share = Share(TRAINING, 1, EPOCH)
+    (loader,) = make_loaders(Loading(torch.float64, threads=2), (source, share))
+    inputs, labels = loader.microbatch(0)
+    images = np.stack([np.frombuffer(sample[3], np.uint8).reshape(24, 24, 3) for sample in expected[:3]])
+    wanted = (images / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
+    torch.testing.assert_close(inputs, torch.from_numpy(wanted.transpose(0, 3, 1, 2)))
+    assert inputs.dtype == torch.float64 and labels.tolist() == [sample[2] for sample in expected[:3]]
+    again, _ = loader.microbatch(1)
+    torch.testing.assert_close(inputs, torch.from_numpy(wanted.transpose(0, 3, 1, 2)))  # not overwritten
+    assert not torch.equal(inputs, again)
+    loader.close()
+
+
+def test_evaluation_sees_every_sample_once_and_the_centre(source: ImageSource) -> None:
+    (loader,) = make_loaders(Loading(threads=3), (source, Share(Pieces(SAMPLES, 10), 1, 6)))
+    for _ in range(2):  # the short last piece leaves room for whole ones
+        pieces = [loader.microbatch(number) for number in range(6)]
+        assert [len(labels) for _, labels in pieces] == [10, 10, 10, 10, 10, 3]
+        inputs, labels = source.batch(np.arange(SAMPLES))
+        assert torch.equal(torch.cat([images for images, _ in pieces]), inputs)
+        assert torch.equal(torch.cat([found for _, found in pieces]), labels)
+    loader.close()
+
+
+class Faulty:
+    """Records of which some are bad; counts what is read."""
+
+    def __init__(self, samples: int, bad: Iterable[int] = ()) -> None:
+        self._samples = samples
+        self._bad = set(bad)
+        self._data = jpeg(1, 24, 24)
+        self.reads: list[int] = []
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def get(self, index: int) -> Record:
+        self.reads.append(index)
+        if index in self._bad:
+            raise BadRecord(f"{self.name(index)} is bad")
+        return Record(b"" if index in getattr(self, "empty", ()) else self._data, index % 10, self.name(index))
+
+    def name(self, index: int) -> str:
+        return f"record {index}"
+
+    classes, class_names, fingerprint = 10, (), "faulty"
+
+
+def plain(records: Faulty, order: Order, loading: Loading, step: int = 1) -> ImageLoader:
+    source = ImageSource(records, Augmentation(24, Cropping.PADDED), NORMALIZATIONS["imagenet"])
+    return ImageLoader(source, Share(Training(order, 1), step, 10**9), loading, Pool(loading.threads))
+
+
+def test_a_bad_record_is_replaced_by_the_next_good_one_named_and_counted_once() -> None:
+    told: list[Bad] = []
+    records = Faulty(40, bad=(7, 8, 39))
+    loader = plain(records, Order(40, 10, shuffle=False), Loading(threads=3, max_bad=3, tell=told.append))
+    labels = [int(label) for number in range(8) for label in loader.microbatch(number)[1]]
+    loader.close()
+    epoch = [index % 10 for index in range(40)]
+    epoch[7] = epoch[8] = 9  # record 9
+    epoch[39] = 0  # the first one: after the last comes the first
+    assert labels == epoch * 2
+    assert [bad.index for bad in told] == [7, 8, 39] and told[0].reason == "record 7 is bad"
+
+
+def test_bytes_that_do_not_decode_are_bad_records_too() -> None:
+    told: list[Bad] = []
+    records = Faulty(10)
+    records.empty = (3,)  # type: ignore[attr-defined]
+    loader = plain(records, Order(10, 10, shuffle=False), Loading(max_bad=1, tell=told.append))
+    assert loader.microbatch(0)[1].tolist() == [0, 1, 2, 4, 4, 5, 6, 7, 8, 9]
+    assert [bad.reason for bad in told] == ["record 3: is empty"]
+    loader.close()
+
+
+def test_more_bad_records_than_allowed_end_the_run() -> None:
+    loader = plain(Faulty(40, bad=(3, 12, 25)), Order(40, 10, shuffle=False), Loading(threads=2, max_bad=2))
+    for number in (0, 1):
+        loader.microbatch(number)
+    with pytest.raises(DataError, match=r"3 bad records, 2 are allowed; the last: record 25 is bad; .*--max-bad"):
+        loader.microbatch(2)
+    loader.close()
+
+
+def test_a_data_set_of_bad_records_alone_is_an_error_not_a_hang() -> None:
+    loader = plain(Faulty(5, bad=range(5)), Order(5, 5), Loading(threads=2, max_bad=100))
+    with pytest.raises(DataError, match="none of the 5 records can be used; the first: record"):
+        loader.microbatch(0)
+    loader.close()
+
+
+def test_it_works_ahead_by_a_bounded_number_and_not_beyond_the_end() -> None:
+    records = Faulty(100)
+    loader = plain(records, Order(100, 10, shuffle=False), Loading(threads=2, ahead=3))
+    loader.microbatch(0)
+    _settled(records)
+    assert sorted(records.reads) == list(range(40))
+    loader.microbatch(1)
+    _settled(records)
+    assert sorted(records.reads) == list(range(50))
+    loader.close()
+    short = Faulty(100)
+    source = ImageSource(short, Augmentation(24, Cropping.PADDED), NORMALIZATIONS["imagenet"])
+    order = Order(100, 10, shuffle=False)
+    ending = ImageLoader(source, Share(Training(order, 1), 2, 5), Loading(ahead=9), Pool(1))
+    ending.microbatch(0)
+    _settled(short)
+    assert sorted(short.reads) == [*range(10), *range(20, 30), *range(40, 50)]  # 0, 2 and 4
+    ending.close()
+
+
+def _settled(records: Faulty) -> None:
+    """Wait until nobody has read anything for a while."""
+    done = threading.Event()
+    before = -1
+    while before != len(records.reads):
+        before = len(records.reads)
+        done.wait(0.15)
+
+
+def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    empty = ImageSource.empty
+    monkeypatch.setattr(ImageSource, "empty", lambda self, n, **k: made.append(n) or empty(self, n, **k))
+    loader = plain(Faulty(100), Order(100, 10), Loading(threads=2, ahead=3))
+    for number in [*range(60), 7, 3, *range(30)]:
+        loader.microbatch(number)
+    assert made == [10] * 4  # three ahead and the one in use
+    loader.close()
+
+
+def test_threads_end_with_the_loader_and_start_again() -> None:
+    def alive() -> Iterator[str]:
+        return (thread.name for thread in threading.enumerate() if thread.name.startswith("loader-"))
+
+    before = len(list(alive()))
+    loader = plain(Faulty(100), Order(100, 10), Loading(threads=3))
+    assert len(list(alive())) == before
+    first, _ = loader.microbatch(4)
+    assert len(list(alive())) == before + 3
+    loader.close()
+    assert len(list(alive())) == before
+    again, _ = loader.microbatch(4)
+    assert torch.equal(first, again)
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [({"threads": 0}, "--loader-threads is 0"), ({"ahead": -1}, "--ahead is -1"), ({"max_bad": -2}, "--max-bad is -2")],
+)
+def test_numbers_that_can_not_be_are_refused(wrong: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Loading(**wrong)  # type: ignore[arg-type]
