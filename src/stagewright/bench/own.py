@@ -21,33 +21,42 @@ Tell = Callable[[str], None]
 _PLANS = (("dp", "0:0-1", 2), ("sync", "0:0.0:1", 4), ("stale", "0:0.0:1", 4))
 _MODELS = (("vgg-small", 32, 64), ("alexnet", 64, 32), ("resnet18", 64, 32))  # name, image side, batch
 _CLASSES = 10
+_ROUNDS = 3
+_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One plan of one model: images a second, predicted and measured."""
+    """One plan of one model: images a second, predicted and measured, round by round."""
 
     model: str
     plan: str
-    predicted: float
-    measured: float
+    predicted: tuple[float, ...]
+    measured: tuple[float, ...]
 
     @property
     def error(self) -> float:
-        return self.predicted / self.measured - 1
+        """The median prediction over the median measurement, less one."""
+        return statistics.median(self.predicted) / statistics.median(self.measured) - 1
 
 
-def measure(tell: Tell, steps: int = 30) -> list[Compared]:
-    """Profile each model with two processes at once, then run each plan."""
-    rows = []
+def measure(tell: Tell) -> list[Compared]:
+    """In rounds, so that what a shared machine does meets both: profile each model, then run each of its plans."""
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for model, image, batch in _MODELS:
-            file = str(Path(folder) / f"{model}.json")
-            _profile(model, image, batch, tell).write(file)
-            for mode, placement, microbatches in _PLANS:
-                tell(f"{model}: {mode} {placement}")
-                rows.append(_run(model, image, batch, mode, placement, microbatches, file, folder, steps))
-    return rows
+        for number in range(_ROUNDS):
+            for model, image, batch in _MODELS:
+                tell(f"round {number + 1} of {_ROUNDS}: profiling {model}")
+                file = str(Path(folder) / f"{model}.json")
+                _profile(model, image, batch, tell).write(file)
+                for mode, placement, pieces in _PLANS:
+                    tell(f"round {number + 1} of {_ROUNDS}: {model}, {mode} {placement}")
+                    pair = _run(model, image, batch, mode, placement, pieces, file, folder)
+                    found.setdefault((model, f"{mode} {placement}, M {pieces}"), []).append(pair)
+    return [
+        Compared(model, plan, tuple(predicted for predicted, _ in pairs), tuple(measured for _, measured in pairs))
+        for (model, plan), pairs in found.items()
+    ]
 
 
 def _profile(model: str, image: int, batch: int, tell: Tell) -> Any:
@@ -66,18 +75,17 @@ def _profile(model: str, image: int, batch: int, tell: Tell) -> Any:
 
 
 def _run(
-    model: str, image: int, batch: int, mode: str, placement: str, pieces: int, file: str, folder: str, steps: int
-) -> Compared:
+    model: str, image: int, batch: int, mode: str, placement: str, pieces: int, file: str, folder: str
+) -> tuple[float, float]:
+    """Images a second of one run, predicted and measured."""
     tables: dict[str, dict[str, Any]] = {
         "model": {"name": model, "classes": _CLASSES},
         "data": {"image": image, "samples": 256},
         "plan": {"mode": mode, "placement": placement, "batch": batch, "microbatches": pieces, "profile": file},
-        "run": {"steps": steps, "runs": folder},
+        "run": {"steps": _STEPS, "runs": folder},
     }
     summary = run(make_config(tables)).summary
-    shape = "-".join(str(len(stage.split(","))) for stage in placement.split("."))
-    name = f"{mode} {'2' if mode == 'dp' else shape}, M {pieces}"
-    return Compared(model, name, summary["predicted_images_per_second"], summary["images_per_second"])
+    return summary["predicted_images_per_second"], summary["images_per_second"]
 
 
 def median_error(rows: list[Compared]) -> float:
@@ -93,6 +101,13 @@ def show(console: Console, rows: list[Compared]) -> None:
     for name in ("model", "plan", "predicted", "measured", "error"):
         table.add_column(name, justify="left" if name in ("model", "plan") else "right", no_wrap=True)
     for row in rows:
-        table.add_row(row.model, row.plan, f"{row.predicted:,.0f}", f"{row.measured:,.0f}", f"{row.error:+.1%}")
+        table.add_row(row.model, row.plan, _spread(row.predicted), _spread(row.measured), f"{row.error:+.1%}")
     console.print(table)
-    console.print(f"images/s on this machine; median error {median_error(rows):.1%}", highlight=False)
+    console.print(
+        f"images/s on this machine, median and range of {_ROUNDS} rounds; median error {median_error(rows):.1%}",
+        highlight=False,
+    )
+
+
+def _spread(values: tuple[float, ...]) -> str:
+    return f"{statistics.median(values):,.0f} ({min(values):,.0f}-{max(values):,.0f})"
