@@ -19,6 +19,7 @@ _FEW, _SOME = 32, 128  # devices up to which every number of stages is tried, an
 _SETTLED = 8
 _MOST_STAGES = 6
 _COUNTS = 6
+_TIE = 0.005
 Tell = Callable[[str], None]
 
 
@@ -86,7 +87,7 @@ def choose(
     for plan in [*parallel, *wanted]:
         tell(f"simulating {plan.mode} {'-'.join(str(stage.replicas) for stage in plan.stages)}")
         plan = settle_lag(plan, setting, staleness)
-        prediction = predict(plan, setting)
+        prediction = settle_depth(plan, setting)
         found.append(prediction)
         if not prediction.fits:
             refused.append(_refusal(plan, setting))
@@ -182,6 +183,25 @@ def settle_lag(plan: Plan, setting: Setting, staleness: int | None = None) -> Pl
         if bubble(candidate) <= fullest + BUBBLE_MARGIN:
             return candidate
     return with_lag(len(plan.stages) - 1)
+
+
+def settle_depth(plan: Plan, setting: Setting) -> Prediction:
+    """The prediction of a plan at the depth that suits it: the usual one, one less or one more of what can be deeper.
+
+    The fastest that fits is taken; a shallower one within half a percent of it holds less and is taken instead.
+    """
+    usual = predict(plan, setting)
+    if len(plan.stages) == 1 or plan.mode is Mode.PIPEDREAM:
+        return usual
+
+    def deeper(by: int) -> Plan:
+        stages = (stage if stage.is_last else replace(stage, depth=max(1, stage.depth + by)) for stage in plan.stages)
+        return replace(plan, stages=tuple(stages))
+
+    tried = [predict(deeper(-1), setting), usual, predict(deeper(1), setting)]
+    fitting = [prediction for prediction in tried if prediction.fits] or [usual]
+    fastest = max(prediction.images_per_second for prediction in fitting)
+    return next(prediction for prediction in fitting if prediction.images_per_second >= fastest * (1 - _TIE))
 
 
 def _why(prediction: Prediction, best: Prediction, setting: Setting) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,17 +19,32 @@ def profile_here(options: Any, tell: Callable[[str], None]) -> Profile:
         raise ValueError(f"--together is {options.together} and --threads {options.threads}; both are at least 1")
     if options.device == "cuda":
         _require_cuda()
-    precision = make_precision(options.precision, options.device)
     side = options.image or (ZOO[options.model].image if options.model in ZOO else 32)
     sizes = sample_sizes(read_sizes(options.samples))
-    subject = Subject(
-        options.model, 0, options.classes, (3, side, side), options.precision, options.device, options.threads, sizes
-    )
-    profile = measure(subject, precision.forward_context, options.together, tell)
+    names = [name.strip() for name in options.precision.split(",")]
+    precisions = [make_precision(name, options.device) for name in names]
+    profiles = []
+    for name, precision in zip(names, precisions, strict=True):
+        subject = Subject(
+            options.model, 0, options.classes, (3, side, side), name, options.device, options.threads, sizes
+        )
+        profiles.append(measure(subject, precision.forward_context, options.together, tell))
+    profile = _merged(profiles)
     if options.together > 1 and options.device == "cpu":
         tell("links between ranks")
         profile = _with_links(profile, options.together)
     return profile
+
+
+def _merged(profiles: Sequence[Profile]) -> Profile:
+    """One profile of several precisions: their tables and their matrix rates together."""
+    first = profiles[0]
+    matrix: dict[str, float] = {}
+    for profile in profiles:
+        matrix |= profile.ceilings.matrix if profile.ceilings else {}
+    assert first.ceilings is not None
+    tables = tuple(table for profile in profiles for table in profile.tables)
+    return replace(first, tables=tables, ceilings=replace(first.ceilings, matrix=matrix))
 
 
 def _with_links(profile: Profile, ranks: int) -> Profile:

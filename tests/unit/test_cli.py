@@ -272,7 +272,6 @@ def test_value_answers_with_prices_and_their_dates(capsys: pytest.CaptureFixture
         (["value", "vgg16"], ["--cluster"]),
         (["value", "vgg16", "--cluster", "titan-v-8", "--price", "titan-v"], ["DEVICE=USD"]),
         (["profile", "vgg-small", "--samples", "a"], ["'a'", "8,16"]),
-        (["profile", "vgg-small", "--device", "cuda"], ["cuda", "--device cpu"]),
         (["profile", "vgg-small", "--together", "0"], ["--together is 0"]),
         (["profile", "vgg-small", "--pipedream", "/no/file", "--samples", "8"], ["/no/file"]),
     ],
@@ -282,6 +281,11 @@ def test_what_planning_commands_refuse(
 ) -> None:
     line = fails(capsys, *arguments)
     assert all(word in line for word in words), line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the error says is missing")
+def test_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--device cpu" in fails(capsys, "profile", "vgg-small", "--device", "cuda")
 
 
 def test_a_plan_that_does_not_fit_says_which_rank(capsys: pytest.CaptureFixture[str]) -> None:

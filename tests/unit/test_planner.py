@@ -8,7 +8,7 @@ import pytest
 
 from stagewright.catalog import MIB, shipped
 from stagewright.plan.estimate import Setting
-from stagewright.plan.plan import Mode, read_plan
+from stagewright.plan.plan import Mode, make_plan, read_plan
 from stagewright.planner import choose, explain, microbatch_counts
 from stagewright.predict import analytic_setting, predict, study
 
@@ -81,6 +81,18 @@ def test_a_unit_is_explained() -> None:
     assert unit["parameters"] == 25088 * 4096 + 4096 and unit["stage"] == len(plan.stages) - 1
     with pytest.raises(ValueError, match=r"near names: .*classifier\.0"):
         explain(where, plan, "clasifier.0")
+
+
+def test_a_pipeline_is_no_deeper_than_it_must_be() -> None:
+    where = setting("vgg16", "titan-v-8")
+    for candidate in choose(where, 224).candidates[:3]:
+        plan = candidate.plan
+        if len(plan.stages) > 1 and plan.stages[0].depth > 1:
+            stages = [s if s.is_last else replace(s, depth=max(1, s.depth - 1)) for s in plan.stages]
+            shallower = predict(replace(plan, stages=tuple(stages)), where)
+            usual = make_plan(plan.placement, batch=224, microbatches=plan.microbatches, mode=plan.mode, cuts=plan.cuts)
+            if plan.stages[0].depth >= usual.stages[0].depth:
+                assert shallower.images_per_second < candidate.prediction.images_per_second
 
 
 def test_lag_is_no_larger_than_it_must_be() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 import tempfile
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +16,6 @@ from rich.table import Table
 
 from stagewright.config import make_config
 from stagewright.experiment import run
-from stagewright.profiling import profile_here
 
 Tell = Callable[[str], None]
 _PLANS = (("dp", "0:0-1", 2), ("sync", "0:0.0:1", 4), ("stale", "0:0.0:1", 4))
@@ -48,7 +48,7 @@ def measure(tell: Tell) -> list[Compared]:
             for model, image, batch in _MODELS:
                 tell(f"round {number + 1} of {_ROUNDS}: profiling {model}")
                 file = str(Path(folder) / f"{model}.json")
-                _profile(model, image, batch, tell).write(file)
+                _profile(model, image, batch, file)
                 for mode, placement, pieces in _PLANS:
                     tell(f"round {number + 1} of {_ROUNDS}: {model}, {mode} {placement}")
                     pair = _run(model, image, batch, mode, placement, pieces, file, folder)
@@ -59,19 +59,12 @@ def measure(tell: Tell) -> list[Compared]:
     ]
 
 
-def _profile(model: str, image: int, batch: int, tell: Tell) -> Any:
+def _profile(model: str, image: int, batch: int, file: str) -> None:
+    """Profile in a process of its own, as ranks run in processes of their own."""
     sizes = sorted({batch // microbatches for _, _, microbatches in _PLANS})
-    options = Namespace(
-        model=model,
-        samples=",".join(map(str, sizes)),
-        precision="fp32",
-        device="cpu",
-        threads=1,
-        together=2,
-        image=image,
-        classes=_CLASSES,
-    )
-    return profile_here(options, tell)
+    command = [sys.executable, "-m", "stagewright.cli", "profile", model, "--together", "2", "-o", file]
+    command += ["--image", str(image), "--classes", str(_CLASSES), "--samples", ",".join(map(str, sizes))]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def _run(

@@ -19,7 +19,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("model", help="zoo name, or package.module:factory")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the profile as JSON")
     parser.add_argument("--samples", default="8,16", metavar="N,N", help="microbatch sizes (default: 8,16)")
-    parser.add_argument("--precision", default="fp32", help="fp64, fp32, ieee, tf32, bf16 or fp16 (default: fp32)")
+    parser.add_argument(
+        "--precision", default="fp32", help="fp64, fp32, ieee, tf32, bf16 or fp16, or several: fp32,bf16"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="kind of device (default: cpu)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of a CPU rank (default: 1)")
     parser.add_argument("--together", type=int, default=1, metavar="N", help="processes at once, as ranks would run")

@@ -28,7 +28,7 @@ from stagewright.profile.trace import kind_of, saving
 
 _WARM = 2
 _REPEATS = 7
-_MATRIX = 1024
+_MATRIX = {"cpu": 1024, "cuda": 8192}  # sides of a product large enough to fill the device
 _COPY_BYTES = 64 << 20
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -172,7 +172,8 @@ def measure_ceilings(device: str, precision: str) -> Ceilings:
     """The rate of a matrix product, of a copy and of the optimizer."""
     clock = Clock(device)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}.get(precision, torch.float32)
-    left = torch.randn(_MATRIX, _MATRIX, device=device).to(dtype)
+    side = _MATRIX[device]
+    left = torch.randn(side, side, device=device).to(dtype)
     source = torch.zeros(_COPY_BYTES // 4, device=device)
     target = torch.empty_like(source)
     weights = nn.Parameter(torch.zeros(_COPY_BYTES // 4, device=device))
@@ -181,7 +182,7 @@ def measure_ceilings(device: str, precision: str) -> Ceilings:
     product = _typical(clock, lambda: left @ left)
     copy = _typical(clock, lambda: target.copy_(source))
     update = _typical(clock, lambda: optimizer.step())
-    return Ceilings({precision: 2 * _MATRIX**3 / product}, 2 * _COPY_BYTES / copy, _COPY_BYTES / update)
+    return Ceilings({precision: 2 * side**3 / product}, 2 * _COPY_BYTES / copy, _COPY_BYTES / update)
 
 
 def _typical(clock: Clock, work: Callable[[], Any]) -> float:

@@ -67,6 +67,27 @@ def test_time_goes_to_the_unit_that_took_it() -> None:
     assert sum(seconds[name][1] for name in others) < 0.05
 
 
+def test_several_precisions_make_one_profile() -> None:
+    from argparse import Namespace
+
+    from stagewright.profiling import profile_here
+
+    asked = Namespace(
+        model="tests.models:plain",
+        samples="2",
+        precision="fp32,bf16",
+        device="cpu",
+        threads=1,
+        together=1,
+        image=8,
+        classes=None,
+    )
+    profile = profile_here(asked, lambda text: None)
+    assert [table.precision for table in profile.tables] == ["fp32", "bf16"]
+    assert profile.at("bf16", 2).units[0].output * 2 == profile.at("fp32", 2).units[0].output
+    assert profile.ceilings is not None and set(profile.ceilings.matrix) == {"fp32", "bf16"}
+
+
 def test_sizes_to_measure_are_checked() -> None:
     assert sample_sizes([16, 8, 8]) == (8, 16)
     with pytest.raises(ValueError, match="at least 1"):
