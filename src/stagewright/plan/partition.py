@@ -11,7 +11,7 @@ positions, because with fewer devices taken everything that could come before st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,9 @@ from stagewright.plan.plan import Mode
 
 Array = Any  # a numpy array
 _FAR = 1 << 30  # more devices than there are
-_MANY = 256  # devices from which on large blocks come in steps
+_MANY = 64  # devices from which on large blocks come in steps
+_CELLS = 20_000_000  # runs of units on blocks, from which on stages begin only where a chain is narrow
+_LIMITED_CELLS = 2_000_000  # the same where memory binds
 _STEPS = 128
 _MOST_LAYERS = 8  # stages, where memory binds and their number was not given
 _CLOSE = 1e-9
@@ -266,11 +268,19 @@ class Found:
 class Search:
     """The fastest layout of a model on a cluster under one set of rules."""
 
-    def __init__(self, runs: Runs, blocks: Blocks, seconds: Array, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        runs: Runs,
+        blocks: Blocks,
+        seconds: Array,
+        limits: Limits | None = None,
+        narrow: Callable[[], Search] | None = None,
+    ) -> None:
         self._runs = runs
         self._blocks = blocks
         self._seconds = seconds  # kinds of blocks x pairs
         self._limits = limits
+        self._narrow = narrow  # the same search over fewer runs, for where memory binds
         self._devices = len(blocks.devices)
         self._position = (blocks.offset + blocks.size) % blocks.period
         self._starts = np.array([runs.beginning(unit).start for unit in range(runs.units)])
@@ -284,7 +294,8 @@ class Search:
         found = self._bracket(stages, limited=False)
         if found is None or self._limits is None or self._fits(found):
             return found
-        return self._bracket(stages, limited=True)
+        limited = self if self._narrow is None else self._narrow()
+        return limited._bracket(stages, limited=True)
 
     def _fits(self, found: Found) -> bool:
         assert self._limits is not None
@@ -400,11 +411,18 @@ def make_search(
     )
     sums = [setting.sums(kind, batch // microbatches) for kind in kinds]
     blocks = make_blocks(setting.cluster, kinds)
-    points = _narrow_points(sums[0]) if len(blocks.devices) > _MANY else None
-    runs = Runs.of(sums, setting.software, points)
     rules = make_rules(setting, mode, microbatches, kinds[-1], staleness)
     limits = _limits(setting, mode, microbatches, kinds, staleness) if limited else None
-    return Search(runs, blocks, rules.seconds(runs, blocks.kinds), limits)
+    cells = len(blocks.size) * sums[0].count * (sums[0].count + 1) // 2
+
+    def over(points: Array | None, narrow: Callable[[], Search] | None = None) -> Search:
+        runs = Runs.of(sums, setting.software, points)
+        return Search(runs, blocks, rules.seconds(runs, blocks.kinds), limits, narrow)
+
+    def narrow() -> Search:
+        return over(_narrow_points(sums[0]))
+
+    return narrow() if cells > _CELLS else over(None, narrow if cells > _LIMITED_CELLS else None)
 
 
 def _narrow_points(sums: Sums) -> Array:
