@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import struct
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
 REPOSITORY = Path(__file__).parent.parent
-
-
-def shared(name: str) -> Path:
-    """A file or folder of the shared data; the test is skipped where it is not there."""
-    folder = Path(os.environ.get("STAGEWRIGHT_SHARED") or REPOSITORY.parent / "shared")
-    path = folder / name
-    if not path.exists():
-        pytest.skip(f"{path} is not there; set STAGEWRIGHT_SHARED to the folder that holds {name}")
-    return path
 
 
 def pixels(seed: int, height: int = 40, width: int = 48) -> NDArray[np.uint8]:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagewright.config import Config, as_toml, make_config, options
-from stagewright.settle import predict_job, prepare
+from stagewright.foresee import predict_job
+from stagewright.settle import prepare
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from stagewright.catalog import MIB
 from stagewright.cluster import format_placement
+from stagewright.plan.blocks import make_blocks
 from stagewright.plan.estimate import Estimate, Setting
-from stagewright.plan.partition import Found, make_blocks, make_search
+from stagewright.plan.partition import Found, make_search
 from stagewright.plan.plan import Mode, Plan, make_plan, stale_versions
 from stagewright.predict import Prediction, predict
 from stagewright.simulate import ClusterCosts, steady

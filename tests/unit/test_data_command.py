@@ -14,7 +14,8 @@ from stagewright.data.order import Order
 from stagewright.data.records import PartRecords
 from stagewright.experiment import prepare, run
 from stagewright.runtime.emulate import Emulation
-from tests.pictures import bytes_feature, jpeg, make_ofrecord, message, shared, write_parts
+from tests.pictures import bytes_feature, jpeg, make_ofrecord, message, write_parts
+from tests.shared import shared_file
 from tests.unit.test_cli import fails
 
 
@@ -155,7 +156,7 @@ def test_limit_and_synthetic_options_reach_the_data(tmp_path: Path) -> None:
 
 
 def test_cifar10_is_learnt_a_little_in_a_few_steps(tmp_path: Path) -> None:
-    root = shared("data/cifar10")
+    root = shared_file("data/cifar10")
     result = train(
         root / "train", tmp_path, data__image=32, data__limit=1000, plan__batch=64, run__steps=45, run__eval_every=0
     )

@@ -11,7 +11,7 @@ import numpy as np
 from stagewright.catalog import MIB, DeviceSpec, Software
 from stagewright.cluster import Cluster, Device
 from stagewright.plan import cost
-from stagewright.plan.memory import Memory, gradient_copies, weight_copies
+from stagewright.plan.memory import Memory, gradient_copies, microbatches_held, weight_copies
 from stagewright.plan.plan import Plan, Stage
 from stagewright.profile.profile import Table
 
@@ -168,7 +168,8 @@ class Estimate:
         first, last = self.bounds[stage.index], self.bounds[stage.index + 1]
         weights = self.parameters(stage.index) * cost.GRADIENT_BYTES
         own = -(-stage.round // stage.replicas)
-        depth = min(stage.depth, stage.versions * own) if stage.count > 1 else 1
+        depth = int(microbatches_held(stage.depth, stage.versions, stage.round, stage.replicas))
+        depth = depth if stage.count > 1 else 1
         if software.whole_batches:
             depth = own if stage.is_last else own * (software.in_flight or 1)
         pieces = own if software.whole_batches else 1  # microbatches that run as one

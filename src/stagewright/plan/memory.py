@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 
-from stagewright.plan.cost import GRADIENT_BYTES, Number
+import numpy as np
 
-MIB = 1 << 20
+from stagewright.plan.cost import GRADIENT_BYTES, Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,6 @@ def state_bytes(parameters: Number, versions: Number, replicas: Number, moments:
     return parameters * GRADIENT_BYTES * copies
 
 
-def flow_bytes(saved: Number, live: Number, depth: Number) -> Number:
-    """Saved activations and message buffers of every microbatch in flight."""
-    return (saved + 2 * live) * depth
+def microbatches_held(depth: Number, versions: Number, rounds: Number, replicas: Number) -> Number:
+    """Microbatches of which a replica keeps activations: its depth, but no more than its versions let in."""
+    return np.minimum(depth, versions * -(-rounds // replicas))

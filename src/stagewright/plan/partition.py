@@ -11,245 +11,26 @@ positions, because with fewer devices taken everything that could come before st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from stagewright.catalog import Software
-from stagewright.cluster import Cluster, Device, Placement
-from stagewright.plan import cost
-from stagewright.plan.estimate import Setting, Sums
-from stagewright.plan.memory import state_bytes
+from stagewright.cluster import Placement
+from stagewright.plan.blocks import Blocks, as_kind, make_blocks
+from stagewright.plan.estimate import Setting
 from stagewright.plan.plan import Mode
+from stagewright.plan.rules import Limits, make_limits, make_rules
+from stagewright.plan.runs import Runs, narrow_points
 
 Array = Any  # a numpy array
 _FAR = 1 << 30  # more devices than there are
-_MANY = 64  # devices from which on large blocks come in steps
 _CELLS = 20_000_000  # runs of units on blocks, from which on stages begin only where a chain is narrow
 _LIMITED_CELLS = 2_000_000  # the same where memory binds
-_STEPS = 128
 _MOST_LAYERS = 8  # stages, where memory binds and their number was not given
 _CLOSE = 1e-9
 _NEAR = 1e-4
-
-
-@dataclass(frozen=True)
-class Runs:
-    """Every contiguous run of units, as arrays over pairs (first, last); runs that begin alike stand together.
-
-    Runs begin and end at points, which are all units unless only some are looked at.
-    """
-
-    units: int  # pieces between points
-    points: Array
-    first: Array  # numbers of points
-    last: Array
-    compute: Array  # kinds of devices x pairs, seconds of a microbatch
-    backward: Array
-    parameters: Array
-    saved: Array
-    before: Array  # bytes of activations that enter
-    behind: Array  # bytes of activations that leave
-    entering: Array  # bytes that come in over both borders for a microbatch, forward and backward
-    leaving: Array
-    transient: Array  # bytes of message buffers, of gradients of activations, and of workspace
-
-    @staticmethod
-    def of(sums: Sequence[Sums], software: Software, points: Array | None = None) -> Runs:
-        """From one table a kind of device."""
-        points = np.arange(sums[0].count + 1) if points is None else points
-        first, last = np.triu_indices(len(points), 1)
-        begin, end = points[first], points[last]
-
-        def between(prefix: Array) -> Array:
-            return prefix[end] - prefix[begin]
-
-        def largest(values: Array) -> Array:
-            pieces = np.maximum.reduceat(values, points[:-1])
-            return np.concatenate([np.maximum.accumulate(pieces[piece:]) for piece in range(len(pieces))])
-
-        own = sums[0]
-        borrowed = largest(own.workspaces)
-        workspace = np.full_like(borrowed, float(software.workspace))
-        if not software.keeps_workspace:
-            workspace = np.minimum(borrowed, workspace)
-        messages = 2 * (own.live[begin] + own.live[end])
-        return Runs(
-            len(points) - 1,
-            points,
-            first,
-            last,
-            np.array([between(kind.forward) + between(kind.backward) for kind in sums]),
-            np.array([between(kind.backward) for kind in sums]),
-            between(own.parameters),
-            between(own.saved),
-            own.live[begin],
-            own.live[end],
-            own.live[begin] + own.live_gradient[end],
-            own.live[end] + own.live_gradient[begin],
-            messages + 2 * largest(own.outputs) + workspace,
-        )
-
-    def beginning(self, unit: int) -> slice:
-        """The runs that begin at a unit."""
-        start = unit * self.units - unit * (unit - 1) // 2
-        return slice(start, start + self.units - unit)
-
-
-@dataclass(frozen=True)
-class Kinds:
-    """Blocks that cost alike, as columns."""
-
-    size: Array
-    bandwidth: Array  # of the block's ring
-    latency: Array
-    staged: Array
-    border: Array  # bandwidth of the slower border
-    device: Array  # the slowest kind of device in it
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Every contiguous block of devices a stage may take, by where it ends and how large it is."""
-
-    devices: tuple[Device, ...]
-    period: int  # devices after which positions repeat
-    offset: Array  # devices behind the block, modulo the period
-    size: Array
-    signature: Array  # which of the kinds it is
-    kinds: Kinds
-
-    def take(self, behind: int, size: int) -> tuple[Device, ...]:
-        end = len(self.devices) - behind
-        return self.devices[end - size : end]
-
-
-def make_blocks(cluster: Cluster, kinds: Sequence[str]) -> Blocks:
-    """The blocks of a cluster; `kinds` name its devices from the fastest to the slowest."""
-    devices = cluster.devices
-    period = _period(cluster)
-    places: list[tuple[int, int, int]] = []
-    signatures: dict[tuple[float, ...], int] = {}
-    for offset in range(min(period, len(devices))):
-        for size in _sizes(len(devices), period, offset):
-            signature = (size, *_block(cluster, devices, offset, size, kinds))
-            places.append((offset, size, signatures.setdefault(signature, len(signatures))))
-    offsets, sizes, numbers = (np.array(column) for column in zip(*places, strict=True))
-    columns = Kinds(*(np.array(column) for column in zip(*signatures, strict=True)))
-    return Blocks(devices, period, offsets, sizes, numbers, columns)
-
-
-def _period(cluster: Cluster) -> int:
-    """Positions repeat from machine to machine where all are alike, and from device to device where all links are."""
-    machine = cluster.machines[0]
-    if any(other != machine for other in cluster.machines):
-        return len(cluster.devices)
-    if len(machine.levels) <= 1 and (len(cluster.machines) == 1 or machine.devices == 1):
-        return 1
-    return machine.devices or 1
-
-
-def _sizes(devices: int, period: int, offset: int) -> Iterator[int]:
-    """Every size; from many devices on, large blocks are whole machines, or whole steps of a flat cluster."""
-    step = max(period, -(-devices // _STEPS))
-    for size in range(1, devices - offset + 1):
-        if devices <= _MANY or size <= 2 * step or (offset == 0 and size % step == 0):
-            yield size
-
-
-def _block(
-    cluster: Cluster, devices: Sequence[Device], offset: int, size: int, kinds: Sequence[str]
-) -> tuple[float, float, bool, float, int]:
-    end = len(devices) - offset
-    block = devices[end - size : end]
-    fabric = cost.ring_fabric(cluster, block)
-    neighbours = [
-        pair for pair in ((end - size - 1, end - size), (end - 1, end)) if pair[0] >= 0 and pair[1] < len(devices)
-    ]
-    border = min(
-        (cluster.link(devices[one], devices[other]).bandwidth for one, other in neighbours), default=float("inf")
-    )
-    kind = max(kinds.index(cluster.kind_of(device)) for device in block)
-    return fabric.bandwidth, fabric.latency, fabric.staged, border, kind
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How a mode turns a run of units on a block into seconds a batch."""
-
-    mode: Mode
-    microbatches: int
-    staleness: int | None = None
-    update_second_bytes: float = 0.0  # seconds the optimizer takes a byte of weights
-    overhead: float = 0.0
-    copies: float = 0.0  # seconds a byte of message that computes wait for
-    handover: float = float("inf")  # bytes a second of the fastest message
-
-    @property
-    def is_even(self) -> bool:
-        """Whether replicas take turns over batches, so that a share of a microbatch counts as one."""
-        return self.mode in (Mode.STALE, Mode.PIPEDREAM)
-
-    def seconds(self, runs: Runs, blocks: Kinds, pairs: Any = slice(None)) -> Array:
-        """Seconds a batch of every run on every kind of block: kinds x pairs."""
-        size = blocks.size[:, None]
-        own = self.microbatches / size if self.is_even else np.ceil(self.microbatches / size)
-        rounds = self.microbatches / size if self.mode is Mode.PIPEDREAM else 1.0
-        entering, leaving = runs.entering[pairs], runs.leaving[pairs]
-        compute = runs.compute[blocks.device][:, pairs] + 2 * self.overhead + (entering + leaving) * self.copies
-        weights = runs.parameters[pairs] * cost.GRADIENT_BYTES
-        reduction = cost.allreduce_seconds(weights, size, blocks.bandwidth[:, None], blocks.latency[:, None])
-        backward = np.where(blocks.staged[:, None], 0.0, runs.backward[blocks.device][:, pairs])
-        exposed = cost.exposed_seconds(reduction, backward, cost.tail_share(weights))
-        lags = self.is_even & (runs.last[pairs] < runs.units) & (self.staleness != 0)
-        waits = np.where(lags & ~blocks.staged[:, None], 0.0, exposed)
-        update = weights * self.update_second_bytes
-        busy = own * compute + rounds * (waits + update)
-        border = np.minimum(blocks.border, self.handover)[:, None]
-        link = own * np.maximum(entering, leaving) / border + rounds * reduction
-        return np.maximum(busy, link)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What fits: bytes of a device, and what a stage of some versions and depth takes of them."""
-
-    memory: float
-    moments: float
-    staleness: int | None
-    microbatches: int
-    mode: Mode
-
-    def versions(self, stages: int, behind: Array, size: Array) -> Array:
-        """Versions of a stage with so many stages from it to the end, and devices behind it."""
-        if self.mode is Mode.PIPEDREAM:
-            return -(-(behind + size) // size)
-        if self.mode is not Mode.STALE:
-            return np.ones_like(behind + size)
-        return np.full_like(behind + size, min(stages, (stages if self.staleness is None else self.staleness) + 1))
-
-    def most_behind(self, runs: Runs, blocks: Blocks, stages: int) -> Array:
-        """The most devices behind a stage with which it still fits: blocks x pairs, below 0 where it never does."""
-        size = np.broadcast_to(blocks.size[:, None], (len(blocks.size), len(runs.first)))
-        rounds = np.zeros_like(size)  # multiples of its own size that may stand behind it
-        step = 1 << len(blocks.devices).bit_length()
-        while step:
-            fits = self.needs(runs, slice(None), stages, (rounds + step - 1) * size, size) <= self.memory
-            rounds = np.where(fits, rounds + step, rounds)
-            step //= 2
-        return (rounds - 1) * size
-
-    def needs(self, runs: Runs, pairs: Any, stages: int, behind: Array, size: Array) -> Array:
-        """Bytes of a rank of each run on each block."""
-        versions = self.versions(stages, behind, size)
-        rounds = size if self.mode is Mode.PIPEDREAM else self.microbatches
-        depth = np.minimum(-(-(behind + size) // size) + stages - 1, versions * -(-rounds // size))
-        if stages == 1:
-            depth = np.ones_like(depth)
-        state = state_bytes(runs.parameters[pairs], versions, size, self.moments)
-        return state + runs.saved[pairs] * depth + runs.transient[pairs]
 
 
 @dataclass(frozen=True)
@@ -412,7 +193,7 @@ def make_search(
     sums = [setting.sums(kind, batch // microbatches) for kind in kinds]
     blocks = make_blocks(setting.cluster, kinds)
     rules = make_rules(setting, mode, microbatches, kinds[-1], staleness)
-    limits = _limits(setting, mode, microbatches, kinds, staleness) if limited else None
+    limits = make_limits(setting, mode, microbatches, kinds, staleness) if limited else None
     cells = len(blocks.size) * sums[0].count * (sums[0].count + 1) // 2
 
     def over(points: Array | None, narrow: Callable[[], Search] | None = None) -> Search:
@@ -420,42 +201,9 @@ def make_search(
         return Search(runs, blocks, rules.seconds(runs, blocks.kinds), limits, narrow)
 
     def narrow() -> Search:
-        return over(_narrow_points(sums[0]))
+        return over(narrow_points(sums[0]))
 
     return narrow() if cells > _CELLS else over(None, narrow if cells > _LIMITED_CELLS else None)
-
-
-def _narrow_points(sums: Sums) -> Array:
-    """Where a chain is narrow: no more bytes are alive than at the points on either side. The ends are always there."""
-    live = np.concatenate(([np.inf], sums.live[1:-1], [np.inf]))
-    inner = [unit for unit in range(1, sums.count) if live[unit] <= live[unit - 1] and live[unit] < live[unit + 1]]
-    return np.array([0, *inner, sums.count])
-
-
-def make_rules(setting: Setting, mode: Mode, microbatches: int, kind: str, staleness: int | None = None) -> Rules:
-    software = setting.software
-    host = software.handover.bandwidth if software.handover else float("inf")
-    return Rules(
-        mode,
-        microbatches,
-        staleness,
-        setting.update_seconds(1.0, kind) / cost.GRADIENT_BYTES,
-        setting.overhead,
-        1 / host if software.blocking else 0.0,
-        float("inf") if software.blocking else host,
-    )
-
-
-def _limits(setting: Setting, mode: Mode, microbatches: int, kinds: Sequence[str], staleness: int | None) -> Limits:
-    software = setting.software
-    smallest = min(setting.devices(kind).memory for kind in kinds)
-    return Limits(
-        smallest - software.context,
-        setting.moments + software.temporaries,
-        staleness,
-        microbatches,
-        mode,
-    )
 
 
 def best_cuts(setting: Setting, placement: Placement, mode: Mode, batch: int, microbatches: int) -> tuple[str, ...]:
@@ -471,7 +219,7 @@ def best_cuts(setting: Setting, placement: Placement, mode: Mode, batch: int, mi
     slowest[runs.units] = 0.0
     choices: list[Array] = []
     for devices in reversed(placement):
-        seconds = rules.seconds(runs, _as_kind(setting.cluster, devices, kinds))[0]
+        seconds = rules.seconds(runs, as_kind(setting.cluster, devices, kinds))[0]
         time = np.maximum(seconds, slowest[runs.last])
         ends = np.array([int(time[runs.beginning(unit)].argmin()) + unit + 1 for unit in range(runs.units)])
         now = np.array([time[runs.beginning(unit)].min() for unit in range(runs.units)])
@@ -483,22 +231,3 @@ def best_cuts(setting: Setting, placement: Placement, mode: Mode, batch: int, mi
         unit = int(ends[unit])
         cuts.append(sums[0].names[unit])
     return tuple(cuts)
-
-
-def _as_kind(cluster: Cluster, devices: Sequence[Device], kinds: Sequence[str]) -> Kinds:
-    fabric = cost.ring_fabric(cluster, devices)
-    others = [device for device in cluster.devices if device not in set(devices)]
-    border = max((cluster.link(devices[0], other).bandwidth for other in others), default=float("inf"))
-    kind = max(kinds.index(cluster.kind_of(device)) for device in devices)
-    values = (len(devices), fabric.bandwidth, fabric.latency, fabric.staged, border, kind)
-    return Kinds(*(np.array([value]) for value in values))
-
-
-def pipedream_seconds(runs: Runs, blocks: Kinds, bandwidth: float) -> Array:
-    """PipeDream's own formula on a flat network, for comparison with its plans: seconds a minibatch."""
-    size = blocks.size[:, None]
-    weights = runs.parameters * cost.GRADIENT_BYTES
-    busy = (runs.compute[0] + 4 * (size - 1) * weights / (bandwidth * size)) / size
-    entering = 2 * runs.before / (bandwidth * size)
-    leaving = np.where(runs.first > 0, 2 * runs.behind / (bandwidth * size), 0.0)
-    return np.maximum(busy, np.maximum(entering, leaving))

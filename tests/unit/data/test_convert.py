@@ -20,9 +20,9 @@ from tests.pictures import (
     make_ofrecord,
     message,
     pixels,
-    shared,
     write_parts,
 )
+from tests.shared import shared_file
 from tests.unit.data.test_folder import make_folder
 
 
@@ -102,7 +102,7 @@ def test_a_target_that_is_not_empty_or_can_not_be_written_is_refused(tmp_path: P
 
 
 def test_cifar10_there_and_back(tmp_path: Path) -> None:
-    first = open_records(f"ofrecord:{shared('data/cifar10')}/test")
+    first = open_records(f"ofrecord:{shared_file('data/cifar10')}/test")
     convert(first, Kind.TAR, tmp_path / "tar", per_part=4000)
     convert(open_records(f"tar:{tmp_path}/tar/*.tar"), Kind.FOLDER, tmp_path / "folder", per_part=1)
     convert(open_records(f"folder:{tmp_path}/folder"), Kind.OFRECORD, tmp_path / "last", per_part=5000)

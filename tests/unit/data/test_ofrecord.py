@@ -19,10 +19,10 @@ from tests.pictures import (
     jpeg,
     make_ofrecord,
     message,
-    shared,
     varint,
     write_parts,
 )
+from tests.shared import shared_file
 
 
 @pytest.mark.parametrize("width", [5, 1, 0])
@@ -148,7 +148,7 @@ def test_a_part_that_shrinks_after_it_was_opened_gives_bad_records(tmp_path: Pat
 
 
 def test_cifar10_has_the_counts_its_page_says() -> None:
-    root = shared("data/cifar10")
+    root = shared_file("data/cifar10")
     for name, samples in (("train", 50_000), ("test", 10_000)):
         records = open_records(f"ofrecord:{root / name}")
         assert (len(records), records.classes) == (samples, 10)

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 
 from stagewright.catalog import DeviceSpec, Software, shipped
 from stagewright.cluster import Cluster, Level, Link, Machine
+from stagewright.plan.blocks import make_blocks
 from stagewright.plan.estimate import Estimate, Setting, Sums
-from stagewright.plan.partition import Runs, Search, best_cuts, make_blocks, make_search, pipedream_seconds
+from stagewright.plan.partition import Search, best_cuts, make_search
 from stagewright.plan.plan import Mode, make_plan
+from stagewright.plan.rules import pipedream_seconds
+from stagewright.plan.runs import Runs
 from stagewright.profile.pipedream import read_pipedream
 from stagewright.profile.profile import Table, Unit
 from tests.shared import shared_file

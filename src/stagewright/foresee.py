@@ -1,0 +1,126 @@
+"""What planning gives a run: the plan of a file, the cuts of the planner, the speed that a profile predicts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stagewright.config import Config
+
+if TYPE_CHECKING:
+    from stagewright.cluster import Cluster, Placement
+    from stagewright.model.units import Chain
+    from stagewright.plan.estimate import Setting
+    from stagewright.plan.plan import Plan
+    from stagewright.predict import Prediction
+
+
+def with_plan_file(config: Config) -> Config:
+    """The configuration with everything that its plan file says, where it names one."""
+    from stagewright.cluster import format_placement
+    from stagewright.config import PlanConfig
+    from stagewright.plan.plan import Mode, read_plan
+
+    options = config.plan
+    if options.file is None:
+        return config
+    given = replace(options, file=None, profile=None)
+    if given != PlanConfig():
+        names = [name for name in vars(given) if getattr(given, name) != getattr(PlanConfig(), name)]
+        raise ValueError(
+            f"--plan {options.file} was given with plan.{names[0]}; the file decides that, so give one of them"
+        )
+    try:
+        plan = read_plan(Path(options.file).read_text(), options.file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"plan {options.file}: {getattr(error, 'strerror', None) or error}") from error
+    settled = replace(
+        options,
+        file=None,
+        placement=format_placement(plan.placement),
+        cut=",".join(plan.cuts) or None,
+        mode=plan.mode.value,
+        versions=",".join(str(stage.versions) for stage in plan.stages) if plan.mode is Mode.STALE else None,
+        depths=",".join(str(stage.depth) for stage in plan.stages),
+        batch=plan.batch,
+        microbatches=plan.microbatches,
+    )
+    return replace(config, plan=settled)
+
+
+def predict_job(config: Config, plan: Plan) -> Prediction | None:
+    """What the profile says the run will do; None without a profile."""
+    from stagewright.catalog import shipped
+    from stagewright.cluster import Cluster, Machine
+    from stagewright.predict import measured_cluster, predict, profile_setting
+    from stagewright.profile.profile import read_profile
+
+    if config.plan.profile is None:
+        return None
+    profile = read_profile(config.plan.profile)
+    cluster = None
+    if plan.world == 1:
+        cluster = Cluster((Machine(1, "cpu"),), "profiled")
+    elif plan.world > profile.together:
+        raise ValueError(
+            f"the profile was taken with {profile.together} processes at once but the plan has {plan.world} ranks; "
+            f"profile again with --together {plan.world}"
+        )
+    else:
+        cluster = measured_cluster(profile)
+    setting = profile_setting(profile, cluster, shipped(), config.run.precision, optimizer=config.optimizer.name)
+    return predict(plan, setting)
+
+
+def planned_cuts(config: Config, chain: Chain, placement: Placement) -> tuple[str, ...]:
+    """The cuts that make the slowest stage fastest: by the profile where there is one, else by the catalogue.
+
+    A model that the catalogue's arithmetic can't follow is shared out by operations, a stage's share its replicas.
+    """
+    from stagewright.plan.partition import best_cuts
+    from stagewright.plan.plan import Mode, default_microbatches
+
+    replicas = [len(devices) for devices in placement]
+    count = config.plan.microbatches or default_microbatches(config.plan.batch, replicas)
+    if config.plan.batch % count:
+        return chain.by_weights(replicas)  # the plan itself will say what is wrong
+    try:
+        setting = _planning_setting(config, chain, placement)
+        cuts = best_cuts(setting, placement, Mode(config.plan.mode), config.plan.batch, count)
+    except _Untraceable:
+        return chain.by_weights(replicas)
+    return cuts if set(cuts) <= set(chain.units) else chain.by_weights(replicas)
+
+
+class _Untraceable(Exception):
+    """The model's units have no shapes that arithmetic can follow."""
+
+
+def _planning_setting(config: Config, chain: Chain, placement: Placement) -> Setting:
+    """Where the run will be, as the planner sees it."""
+    from stagewright.catalog import shipped
+    from stagewright.predict import analytic_setting, profile_setting, study
+    from stagewright.profile.profile import read_profile
+
+    cluster = _local_cluster(placement)
+    if config.plan.profile is not None:
+        profile = read_profile(config.plan.profile)
+        profile.require(config.model.name, chain.units)
+        return profile_setting(profile, None, shipped(), config.run.precision, optimizer=config.optimizer.name)
+    try:
+        shapes = study(config.model.name, config.model.classes, config.data.image).shapes
+    except ValueError as error:
+        raise _Untraceable from error
+    software = shipped().system("stagewright")
+    return analytic_setting(shipped(), cluster, shapes, software, config.run.precision, optimizer=config.optimizer.name)
+
+
+def _local_cluster(placement: Placement) -> Cluster:
+    """Processes of one CPU machine, as many as the placement's highest index."""
+    from stagewright.catalog import shipped
+    from stagewright.cluster import Cluster, Level, Machine
+
+    count = 1 + max(device.index for devices in placement for device in devices)
+    level = Level(shipped().links["memory"], (tuple(range(count)),))
+    return Cluster((Machine(count, "cpu", (level,)),), "this machine")

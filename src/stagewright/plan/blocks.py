@@ -1,0 +1,102 @@
+"""Every contiguous block of a cluster's devices: what a stage could run on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stagewright.cluster import Cluster, Device
+from stagewright.plan import cost
+
+Array = Any  # a numpy array
+_MANY = 64  # devices from which on large blocks come in steps
+_STEPS = 128
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Blocks that cost alike, as columns."""
+
+    size: Array
+    bandwidth: Array  # of the block's ring
+    latency: Array
+    staged: Array
+    border: Array  # bandwidth of the slower border
+    device: Array  # the slowest kind of device in it
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Every contiguous block of devices a stage may take, by where it ends and how large it is."""
+
+    devices: tuple[Device, ...]
+    period: int  # devices after which positions repeat
+    offset: Array  # devices behind the block, modulo the period
+    size: Array
+    signature: Array  # which of the kinds it is
+    kinds: Kinds
+
+    def take(self, behind: int, size: int) -> tuple[Device, ...]:
+        end = len(self.devices) - behind
+        return self.devices[end - size : end]
+
+
+def make_blocks(cluster: Cluster, kinds: Sequence[str]) -> Blocks:
+    """The blocks of a cluster; `kinds` name its devices from the fastest to the slowest."""
+    devices = cluster.devices
+    period = _period(cluster)
+    places: list[tuple[int, int, int]] = []
+    signatures: dict[tuple[float, ...], int] = {}
+    for offset in range(min(period, len(devices))):
+        for size in _sizes(len(devices), period, offset):
+            signature = (size, *_block(cluster, devices, offset, size, kinds))
+            places.append((offset, size, signatures.setdefault(signature, len(signatures))))
+    offsets, sizes, numbers = (np.array(column) for column in zip(*places, strict=True))
+    columns = Kinds(*(np.array(column) for column in zip(*signatures, strict=True)))
+    return Blocks(devices, period, offsets, sizes, numbers, columns)
+
+
+def _period(cluster: Cluster) -> int:
+    """Positions repeat from machine to machine where all are alike, and from device to device where all links are."""
+    machine = cluster.machines[0]
+    if any(other != machine for other in cluster.machines):
+        return len(cluster.devices)
+    if len(machine.levels) <= 1 and (len(cluster.machines) == 1 or machine.devices == 1):
+        return 1
+    return machine.devices or 1
+
+
+def _sizes(devices: int, period: int, offset: int) -> Iterator[int]:
+    """Every size; from many devices on, large blocks are whole machines, or whole steps of a flat cluster."""
+    step = max(period, -(-devices // _STEPS))
+    for size in range(1, devices - offset + 1):
+        if devices <= _MANY or size <= 2 * step or (offset == 0 and size % step == 0):
+            yield size
+
+
+def _block(
+    cluster: Cluster, devices: Sequence[Device], offset: int, size: int, kinds: Sequence[str]
+) -> tuple[float, float, bool, float, int]:
+    end = len(devices) - offset
+    block = devices[end - size : end]
+    fabric = cost.ring_fabric(cluster, block)
+    neighbours = [
+        pair for pair in ((end - size - 1, end - size), (end - 1, end)) if pair[0] >= 0 and pair[1] < len(devices)
+    ]
+    border = min(
+        (cluster.link(devices[one], devices[other]).bandwidth for one, other in neighbours), default=float("inf")
+    )
+    kind = max(kinds.index(cluster.kind_of(device)) for device in block)
+    return fabric.bandwidth, fabric.latency, fabric.staged, border, kind
+
+
+def as_kind(cluster: Cluster, devices: Sequence[Device], kinds: Sequence[str]) -> Kinds:
+    fabric = cost.ring_fabric(cluster, devices)
+    others = [device for device in cluster.devices if device not in set(devices)]
+    border = max((cluster.link(devices[0], other).bandwidth for other in others), default=float("inf"))
+    kind = max(kinds.index(cluster.kind_of(device)) for device in devices)
+    values = (len(devices), fabric.bandwidth, fabric.latency, fabric.staged, border, kind)
+    return Kinds(*(np.array([value]) for value in values))
