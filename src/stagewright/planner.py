@@ -16,7 +16,7 @@ from stagewright.simulate import ClusterCosts, steady
 
 BUBBLE_MARGIN = 0.02
 _MARGIN = 0.03  # what the predictions themselves are good for (bench published)
-_FEW, _SOME = 32, 128  # devices up to which every number of stages is tried, and the simulator settles
+_SMALL, _FEW, _SOME = 8, 32, 128  # devices up to which the planner looks at much, at less, and at little
 _SETTLED = 8
 _MOST_STAGES = 6
 _COUNTS = 6
@@ -78,7 +78,8 @@ def choose(
     devices = len(setting.cluster.devices)
     tell(f"searching layouts on {devices} devices")
     wanted = [plan for _, plan in sorted(_searched(setting, batch, modes, microbatches, staleness), key=lambda p: p[0])]
-    wanted = _distinct(wanted)[: _SETTLED if devices <= _FEW else 2 if devices <= _SOME else 1]
+    settled = _SETTLED if devices <= _SMALL else _SETTLED // 2 if devices <= _FEW else 2 if devices <= _SOME else 1
+    wanted = _distinct(wanted)[:settled]
     parallel = [
         make_plan((setting.cluster.devices,), batch=batch, microbatches=m, mode=Mode.DP)
         for m in _parallel_counts(batch, devices)
@@ -88,7 +89,7 @@ def choose(
     for plan in [*parallel, *wanted]:
         tell(f"simulating {plan.mode} {'-'.join(str(stage.replicas) for stage in plan.stages)}")
         plan = settle_lag(plan, setting, staleness)
-        prediction = settle_depth(plan, setting)
+        prediction = settle_depth(plan, setting) if devices <= _SMALL else predict(plan, setting)
         found.append(prediction)
         if not prediction.fits:
             refused.append(_refusal(plan, setting))
@@ -125,7 +126,7 @@ def microbatch_counts(batch: int, devices: int) -> list[int]:
     fitting = [count for count in range(devices, min(4 * devices, batch) + 1) if batch % count == 0]
     if not fitting:
         return [next((count for count in range(min(devices, batch), 0, -1) if batch % count == 0), 1)]
-    few = min(_COUNTS, len(fitting))
+    few = min(_COUNTS if devices <= _SMALL else _COUNTS // 2, len(fitting))
     return sorted({fitting[round(index * (len(fitting) - 1) / max(few - 1, 1))] for index in range(few)})
 
 
@@ -139,7 +140,8 @@ def _searched(
         for count in counts:
             search = make_search(setting, mode, batch, count, staleness=staleness)
             through = setting.tables(setting.cluster.machines[0].kind, batch // count).seconds
-            numbers = range(2, min(_MOST_STAGES, devices) + 1) if devices <= _FEW else [None]
+            most = _MOST_STAGES if devices <= _SMALL else _MOST_STAGES // 2
+            numbers = range(2, min(most, devices) + 1) if devices <= _FEW else [None]
             for number in numbers:
                 found = search.best(number)
                 if found is not None and len(found.sizes) > 1:
