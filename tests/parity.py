@@ -21,9 +21,9 @@ from torch.nn.functional import cross_entropy
 from stagewright.config import make_config
 from stagewright.experiment import prepare
 from stagewright.runtime import network
-from stagewright.runtime.channels import Pending
 from stagewright.runtime.emulate import Emulation
 from stagewright.runtime.job import Job
+from stagewright.runtime.pending import Pending
 from stagewright.runtime.reduce import MemoryCollective
 from tests import models, reference
 

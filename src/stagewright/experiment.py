@@ -84,7 +84,8 @@ def run(config: Config, console: Console | None = None) -> Result:
 
         def tell(record: Record) -> None:
             kind = type(record).__name__.lower()
-            metrics.write(json.dumps({"kind": kind, **asdict(record)}) + "\n")
+            known = {name: value for name, value in asdict(record).items() if value is not None}
+            metrics.write(json.dumps({"kind": kind, **known}) + "\n")
             metrics.flush()
             progress.show(record)
 
@@ -98,6 +99,8 @@ def run(config: Config, console: Console | None = None) -> Result:
         "images_per_second": collector.images_per_second(),
         "predicted_images_per_second": None if predicted is None else predicted.images_per_second,
         "loss": collector.steps[-1].loss if collector.steps else None,
+        "loss_scale": collector.steps[-1].loss_scale if collector.steps else None,
+        "skipped_updates": collector.skipped,  # by stage
         "bad_records": len(collector.replaced),
         "evaluations": [asdict(evaluated) for evaluated in collector.evaluations],
         "seconds": time.time() - began,

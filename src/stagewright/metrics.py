@@ -77,6 +77,7 @@ class Step:
     lr: float
     seconds: float  # since the run began to train
     images_per_second: float
+    loss_scale: float | None = None  # of its gradients, in fp16
 
 
 @dataclass(frozen=True, slots=True)

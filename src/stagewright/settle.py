@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagewright.config import Config
+from stagewright.equip import require_devices, require_kind
 from stagewright.foresee import planned_cuts, predict_job, with_plan_file
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
     from stagewright.cluster import Placement
     from stagewright.data.sources import Source
+    from stagewright.model.probe import Probe
     from stagewright.model.units import Chain, Piece
     from stagewright.plan.plan import Plan
     from stagewright.runtime.job import Evaluation, Job
@@ -30,34 +33,34 @@ def prepare(config: Config, warn: Warn = lambda warning: None) -> tuple[Job, int
     """Settle every default, plan, prove the schedule, probe the cuts, make a folder; also the batches of an epoch."""
     from stagewright.data.order import Order
     from stagewright.model.units import Chain
-    from stagewright.runtime.assemble import open_data
+    from stagewright.runtime.assemble import has_channels_last, open_data
     from stagewright.runtime.job import Job
     from stagewright.runtime.precision import make_precision
     from stagewright.schedule.check import check
 
-    if config.run.device != "cpu":
-        raise ValueError(
-            f"--device {config.run.device} was asked for, but this version trains on CPU; use --device cpu"
-        )
+    require_kind(config)
     config = _settle_model(with_plan_file(config))
     precision = make_precision(config.run.precision, config.run.device)
     source = open_data(config, config.data.source)
     order = Order(len(source), config.plan.batch, config.run.seed, config.data.shuffle)
     chain = Chain(_build(config).to(precision.weights))
     plan = make_plan_for(config, chain, warn)
+    require_devices(config, plan, warn)
     check(plan)
     batches = _num_batches(config, order)
     inputs, labels = source.batch(order.microbatch(0, plan.microbatches))
     example = inputs.to(precision.weights) if inputs.is_floating_point() else inputs
     pieces = chain.cut(plan.cuts)
-    training = _probe(pieces, example, precision.forward_context, training=True)
+    study = partial(_probe, pieces, context=precision.forward_context, device=config.run.device)
+    training = study(example, training=True)
     val = open_data(config, config.data.val) if config.data.val else source
     _require_classes(training.output, (config.data.source, source), (config.data.val or "", val))
     pauses = _pauses(config, batches, order.batches)
-    evaluation = _evaluation(plan, pieces, example, val, precision.forward_context) if pauses else None
+    evaluation = _evaluation(plan, study, example, val) if pauses else None
     predict_job(config, plan)  # what is wrong with a profile is said before a folder is made
     folder = str(_new_folder(config, plan))
-    job = Job(config, plan, batches, pauses, tuple(labels.shape[1:]), training, evaluation, folder)
+    in_order = has_channels_last(config, chain.model)
+    job = Job(config, plan, batches, pauses, tuple(labels.shape[1:]), training, evaluation, folder, in_order)
     return job, order.batches
 
 
@@ -108,7 +111,24 @@ def make_plan_for(config: Config, chain: Chain | None, warn: Warn = lambda warni
         )
     if clip and not plan.is_synchronous:
         warn("stages lag, so each clips its own gradient norm, not the whole model's")
-    return replace(plan, agree=clip and plan.is_synchronous and len(plan.stages) > 1)
+    return _with_agreement(config, plan)
+
+
+def _with_agreement(config: Config, plan: Plan) -> Plan:
+    """Add what stages must tell each other before an update: norms to clip by, and overflows of fp16."""
+    scaled = config.run.precision == "fp16"
+    most = max(stage.replicas for stage in plan.stages)
+    if scaled and plan.mode == "pipedream":
+        raise ValueError("precision fp16 goes with sync, stale and dp, but the mode is pipedream; use bf16")
+    if scaled and plan.microbatches < most:
+        raise ValueError(
+            f"precision fp16 needs a microbatch for each of the {most} replicas, but a batch has {plan.microbatches}; "
+            "raise --microbatches"
+        )
+    if len(plan.stages) == 1:
+        return plan
+    clip = config.optimizer.clip is not None
+    return replace(plan, agree=(clip or scaled) and plan.is_synchronous, flags=scaled and not plan.is_synchronous)
 
 
 def _with_gpipe_depths(plan: Plan) -> Plan:
@@ -204,12 +224,12 @@ def _pauses(config: Config, batches: int, per_epoch: int) -> tuple[int, ...]:
     return tuple(sorted({*(range(every, batches, every) if every else ()), batches}))
 
 
-def _probe(pieces: Sequence[Piece], example: Tensor, context: Any, *, training: bool) -> Any:
+def _probe(pieces: Sequence[Piece], example: Tensor, *, context: Any, device: str, training: bool) -> Any:
     """Probe, with the user's own model errors as one line."""
     from stagewright.model.probe import probe
 
     try:
-        return probe(pieces, example, context, training=training)
+        return probe(pieces, example, context, training=training, device=device)
     except ValueError:
         raise
     except Exception as error:  # the model's own code ran: whatever it raises is the user's to read
@@ -231,12 +251,12 @@ def _require_classes(output: tuple[int, ...], *sources: tuple[str, Source]) -> N
             )
 
 
-def _evaluation(plan: Plan, pieces: Sequence[Piece], example: Tensor, val: Source, context: Any) -> Evaluation:
+def _evaluation(plan: Plan, study: Callable[..., Probe], example: Tensor, val: Source) -> Evaluation:
     from stagewright.runtime.job import Evaluation
 
     rest = len(val) % plan.samples
-    whole = _probe(pieces, example, context, training=False)
-    short = _probe(pieces, example[:rest], context, training=False) if rest else None
+    whole = study(example, training=False)
+    short = study(example[:rest], training=False) if rest else None
     return Evaluation(len(val), whole, short)
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from stagewright.runtime.channels import Field, Inbox, Layout, Outbox, Transport
+from stagewright.runtime.channels import Inbox, Outbox
+from stagewright.runtime.messages import Field, Layout
 from stagewright.runtime.network import ChannelName, GlooNetwork
+from stagewright.runtime.pending import Transport
 from stagewright.runtime.stream import StreamTransport
 
 NAME = ChannelName("act", 0, 0, 1)

@@ -7,7 +7,8 @@ from statistics import fmean
 from typing import Any
 
 from stagewright.bench.peers import open_store
-from stagewright.runtime.assemble import assemble
+from stagewright.runtime.assemble import assemble, set_up
+from stagewright.runtime.device import open_device
 from stagewright.runtime.job import Job
 from stagewright.runtime.network import GlooNetwork
 from stagewright.runtime.rank import position_file
@@ -24,8 +25,10 @@ class Stagewright:
         self._plan = job.plan
         position = position_file(meeting, rank)
         position.parent.mkdir(exist_ok=True)
-        network = GlooNetwork(open_store(meeting, job.plan.world), rank, "lo", job.config.run.timeout)
-        self._worker = assemble(job, rank, network, self._hear, FlightRecorder(position))
+        set_up(job.config)
+        device = open_device(job.config.run.device, job.plan.devices[rank].index, share=job.config.run.share_gpu)
+        network = GlooNetwork(open_store(meeting, job.plan.world), rank, "lo", job.config.run.timeout, device)
+        self._worker = assemble(job, rank, network, self._hear, FlightRecorder(position), device)
 
     def train(self, first: int, steps: int) -> None:
         """Train some batches, from empty pipeline to empty pipeline."""
@@ -34,5 +37,6 @@ class Stagewright:
             pending.wait()
 
     def _hear(self, event: dict[str, Any]) -> None:
-        self.loss = fmean(loss for _, loss in event["losses"])
+        if event["kind"] == "losses":
+            self.loss = fmean(loss for _, loss in event["losses"])
         self._emit(event)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,11 +54,17 @@ class Probe:
 
 
 def probe(
-    pieces: Sequence[Piece], example: Tensor, context: Callable[[], AbstractContextManager[Any]], *, training: bool
+    pieces: Sequence[Piece],
+    example: Tensor,
+    context: Callable[[], AbstractContextManager[Any]],
+    *,
+    training: bool,
+    device: str = "cpu",
 ) -> Probe:
     """Run every stage on fake tensors, as one process would, and note what passes from each to the next.
 
-    Where the model's code looks at values, which fake tensors have none of, it runs on copies of the real ones.
+    Fake tensors pretend to be on the run's device, since autocast makes other types there. Where the model's code looks
+    at values, which fake tensors have none of, it runs on copies of the real ones.
     """
     modules = [piece.training if training else piece.evaluation for piece in pieces]
     modes = {module: module.training for root in modules for module in root.modules()}
@@ -67,9 +74,10 @@ def probe(
         with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training):
             try:
                 with _quiet_fakes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-                    return _probe(pieces, modules, example, context, mode.from_tensor)
+                    fake = mode.from_tensor if device == "cpu" else partial(_pretend, device=device)
+                    return _probe(pieces, modules, example, context, fake)
             except _NEEDS_VALUES:
-                found = _probe(pieces, modules, example, context, _copy)
+                found = _probe(pieces, modules, example, context, partial(_copy, device=device))
                 return replace(found, reached=_all_trainable(modules))  # another sample may go another way
     finally:
         for module, mode_before in modes.items():
@@ -97,8 +105,13 @@ def _quiet_fakes() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+def _copy(tensor: Tensor, device: str) -> Tensor:
+    return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
+
+
+def _pretend(tensor: Tensor, device: str) -> Tensor:
+    """A fake tensor on another device."""
+    return torch.empty_like(tensor, device=device).requires_grad_(tensor.requires_grad)
 
 
 def _probe(

@@ -77,7 +77,8 @@ class Plan:
     devices: tuple[Device, ...]  # of rank 0, 1, ...
     stages: tuple[Stage, ...]
     cuts: tuple[str, ...] = ()  # the first unit of each stage after the first
-    agree: bool = False  # ranks exchange norms before an update
+    agree: bool = False  # all ranks exchange norms before an update, which is of the same batch everywhere
+    flags: bool = False  # stages that lag pass on whether a gradient overflowed
 
     @property
     def world(self) -> int:
@@ -92,6 +93,11 @@ class Plan:
     def is_synchronous(self) -> bool:
         """Whether every batch sees the last update everywhere."""
         return self.mode is not Mode.PIPEDREAM and all(stage.versions == 1 for stage in self.stages)
+
+    @property
+    def verdict_delay(self) -> int:
+        """Batches until the last stage knows what became of one: L of the design."""
+        return 1 if self.is_synchronous else max(len(self.stages), self.stages[0].versions)
 
     @property
     def placement(self) -> Placement:
@@ -126,6 +132,7 @@ class Plan:
             "versions": [stage.versions for stage in self.stages],
             "depths": [stage.depth for stage in self.stages],
             "agree": self.agree,
+            "flags": self.flags,
         }
 
 
@@ -139,9 +146,9 @@ def read_plan(text: str, where: str, cluster: Cluster | None = None) -> Plan:
         raise ValueError(f"plan {where} is not JSON: {error}") from error
     if isinstance(content, dict) and isinstance(content.get("plan"), dict):
         content = content["plan"]
-    known = {"mode", "placement", "cuts", "batch", "microbatches", "versions", "depths", "agree"}
-    if not isinstance(content, dict) or not known - {"agree"} <= content.keys():
-        missing = sorted(known - {"agree"} - (content.keys() if isinstance(content, dict) else set()))
+    known = {"mode", "placement", "cuts", "batch", "microbatches", "versions", "depths"}
+    if not isinstance(content, dict) or not known <= content.keys():
+        missing = sorted(known - (content.keys() if isinstance(content, dict) else set()))
         raise ValueError(f"plan {where} lacks {', '.join(missing)}; write one with stagewright plan MODEL -o FILE")
     numbers = [content["batch"], content["microbatches"], *_as_list(content["versions"]), *_as_list(content["depths"])]
     if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
@@ -157,7 +164,6 @@ def read_plan(text: str, where: str, cluster: Cluster | None = None) -> Plan:
         versions=content["versions"] if mode is Mode.STALE else None,
         depths=content["depths"],
         cuts=[str(cut) for cut in _as_list(content["cuts"])],
-        agree=bool(content.get("agree", False)),
     )
 
 
@@ -176,6 +182,7 @@ def make_plan(
     depths: Sequence[int] | None = None,
     cuts: Sequence[str] = (),
     agree: bool = False,
+    flags: bool = False,
 ) -> Plan:
     """Build a plan from its few free choices, filling in every default of the design."""
     if mode is Mode.DP:
@@ -200,7 +207,7 @@ def make_plan(
         )
         for index in range(len(placement))
     )
-    return Plan(mode, batch, microbatches, devices, stages, tuple(cuts), agree)
+    return Plan(mode, batch, microbatches, devices, stages, tuple(cuts), agree, flags)
 
 
 def default_microbatches(batch: int, replicas: Sequence[int]) -> int:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+import torch
+from torch import nn
+
 from stagewright.config import Config
 from stagewright.data.datasets import is_images
 from stagewright.data.device import require_decoder
@@ -13,17 +18,19 @@ from stagewright.data.sources import ImageOptions, Source, open_source
 from stagewright.model.load import build_model
 from stagewright.model.units import Chain, Piece
 from stagewright.plan.plan import Plan, Stage
+from stagewright.runtime.boundary import Form, Links
 from stagewright.runtime.channels import Inbox, Outbox
+from stagewright.runtime.device import Cpu, Device
 from stagewright.runtime.job import Job
 from stagewright.runtime.network import Network, channels_of
 from stagewright.runtime.optimize import Optimizer
+from stagewright.runtime.overflow import make_overflow
 from stagewright.runtime.precision import make_precision
 from stagewright.runtime.reduce import Collective, Reducer
-from stagewright.runtime.replica import Links, Replica, Rules
+from stagewright.runtime.replica import Replica, Rules
+from stagewright.runtime.scaling import Scaling
 from stagewright.runtime.versions import VersionRing
 from stagewright.runtime.worker import Emit, Recorder, Worker
-
-_POSTED_AHEAD = 2  # receives a channel has waiting; one more than is needed to never be late
 
 
 def open_data(config: Config, text: str) -> Source:
@@ -44,33 +51,70 @@ def open_data(config: Config, text: str) -> Source:
     )
 
 
-def open_pieces(config: Config, cuts: tuple[str, ...]) -> tuple[Piece, ...]:
+def set_up(config: Config) -> None:
+    """Set this process's rules for arithmetic; on a GPU the fastest convolutions, unless bits must repeat."""
+    if config.run.device != "cuda":
+        return
+    make_precision(config.run.precision, config.run.device).set_up()
+    torch.backends.cudnn.benchmark = not config.run.deterministic
+    if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def open_pieces(config: Config, cuts: tuple[str, ...], device: torch.device | None = None) -> tuple[Piece, ...]:
     """The model's pieces with their initial weights, in the run's precision."""
     precision = make_precision(config.run.precision, config.run.device)
     model = build_model(config.model.name, config.run.seed, config.model.classes).to(precision.weights)
+    if device is not None:
+        order = torch.channels_last if has_channels_last(config, model) else torch.preserve_format
+        model = model.to(device=device, memory_format=order)  # type: ignore[call-overload]
     return Chain(model.train()).cut(cuts)
 
 
-def assemble(job: Job, rank: int, network: Network, emit: Emit, recorder: Recorder | None = None) -> Worker:
+def has_channels_last(config: Config, model: nn.Module) -> bool:
+    """Whether images lie with their channels last: convolutions on GPUs are faster so."""
+    is_convolutional = any(isinstance(module, nn.Conv2d) for module in model.modules())
+    return config.run.device == "cuda" and config.run.channels_last and is_convolutional
+
+
+def assemble(
+    job: Job, rank: int, network: Network, emit: Emit, recorder: Recorder | None = None, device: Device | None = None
+) -> Worker:
     """One rank's worker, connected and ready to run."""
     plan, config = job.plan, job.config
-    pieces = open_pieces(config, plan.cuts)
+    device = device or Cpu()
+    pieces = open_pieces(config, plan.cuts, device.device)
     links = _connect(plan, rank, network)
     collectives = {
         stage.index: network.collective(f"reduce/{stage.index}", stage.ranks) for stage in plan.stages_of(rank)
     }
     everyone = tuple(range(plan.world)) if plan.agree else (rank,)
     replicas = {
-        stage.index: _replica(job, stage, pieces[stage.index], links[stage.index], collectives[stage.index])
+        stage.index: _replica(job, stage, pieces[stage.index], links[stage.index], collectives[stage.index], device)
         for stage in plan.stages_of(rank)
     }
-    worker = Worker(job, rank, replicas, collectives, network.collective("agree", everyone), emit, recorder)
+
+    def skipped(stage: int, update: int) -> None:
+        if plan.stages[stage].ranks[0] == rank:
+            emit({"kind": "skipped", "stage": stage, "batch": update})
+
+    overflow = make_overflow(plan, rank, network.bulletin, _scaling(job), skipped)
+    world = network.collective("agree", everyone)
+    worker = Worker(job, rank, replicas, collectives, world, overflow, emit, recorder)
     if rank in plan.stages[0].ranks:
-        worker.loader, worker.evaluation_loader = _loaders(job, emit)
+        worker.loader, worker.evaluation_loader = _loaders(job, emit, device.device)
     return worker
 
 
-def _loaders(job: Job, emit: Emit) -> tuple[Loader, Loader]:
+def _scaling(job: Job) -> Scaling | None:
+    config = job.config.run
+    if not make_precision(config.precision, config.device).is_scaled:
+        return None
+    return Scaling(config.loss_scale, config.growth_interval, job.plan.verdict_delay)
+
+
+def _loaders(job: Job, emit: Emit, device: torch.device) -> tuple[Loader, Loader]:
     """What gives a rank of the first stage its samples, in training and in evaluation."""
     plan, config = job.plan, job.config
     source = open_data(config, config.data.source)
@@ -82,6 +126,7 @@ def _loaders(job: Job, emit: Emit) -> tuple[Loader, Loader]:
         config.data.ahead,
         config.data.max_bad,
         lambda bad: emit({"kind": "bad", "index": bad.index, "reason": bad.reason}),
+        device=device,
         decode=Decode(config.data.decode),
     )
     training = Share(Training(order, plan.microbatches), plan.stages[0].replicas, plan.boundary(job.batches))
@@ -96,22 +141,26 @@ def _connect(plan: Plan, rank: int, network: Network) -> dict[int, Links]:
         receiving = name.stage + (1 if name.kind == "act" else -1)
         window = plan.stages[min(name.stage, receiving)].depth + 1  # no more than that can be under way in training
         if rank == name.source:
-            outbox = Outbox(str(name), network.transport(name, window), network.bulletin, window)
+            outbox = Outbox(str(name), network.transport(name, window), network.bulletin, window, network.message)
             (links[name.stage].activations_to if name.kind == "act" else links[name.stage].gradients_to)[
                 name.target
             ] = outbox
         elif rank == name.target:
-            inbox = Inbox(str(name), network.transport(name, window), network.bulletin, _POSTED_AHEAD)
+            inbox = Inbox(
+                str(name), network.transport(name, window), network.bulletin, network.posted_ahead, network.message
+            )
             (links[receiving].activations_from if name.kind == "act" else links[receiving].gradients_from)[
                 name.source
             ] = inbox
     return links
 
 
-def _replica(job: Job, stage: Stage, piece: Piece, links: Links, collective: Collective) -> Replica:
+def _replica(job: Job, stage: Stage, piece: Piece, links: Links, collective: Collective, device: Device) -> Replica:
     config = job.config
     precision = make_precision(config.run.precision, config.run.device)
     ring = VersionRing(piece.modules, job.training.reached, stage.versions, stage.num_gradients)
     reducer = Reducer(collective, ring.parameters, ring.master.itemsize, config.run.bucket * 2**20)
-    rules = Rules(config.run.seed, precision, config.optimizer.label_smoothing, job.plan.stages[-1].round / stage.round)
-    return Replica(stage, piece, ring, reducer, Optimizer(config.optimizer, ring.master), links, rules)
+    form = Form(job.channels_last, precision.is_scaled)
+    share = job.plan.stages[-1].round / stage.round
+    rules = Rules(config.run.seed, precision, config.optimizer.label_smoothing, share, form)
+    return Replica(stage, piece, ring, reducer, Optimizer(config.optimizer, ring.master), links, rules, device)

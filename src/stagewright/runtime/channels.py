@@ -2,111 +2,42 @@
 
     FORWARD ─► Outbox.send ─► transport ─► Inbox.receive ─► FORWARD of the next stage
 
-A message is one flat buffer: every tensor of the layout at its offset, then the microbatch number. Both ends compare
-their layouts once, with the first message of a layout, and the number with every message. The number comes last, so a
-buffer that shows it has arrived: gloo itself can't be asked whether a receive is over, only be waited for.
+Both ends compare their layouts once, with the first message of a layout, and the number with every message. The number
+comes last, so a buffer that shows it has arrived: gloo itself can't be asked whether a receive is over, only be waited
+for. Where the number must be read back from a GPU, it is compared a little later.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-_ALIGNMENT = 64
-_NUMBER_BYTES = 8
-_NOT_HERE = -1
-
-
-class LostPeer(RuntimeError):
-    """Another rank is gone: its own story is the one to tell."""
-
-
-class LayoutError(RuntimeError):
-    """The two ends of a channel do not mean the same messages."""
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One tensor of a message."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{self.name} {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
-
-
-class Layout:
-    """The tensors of a message and where each lies in its buffer."""
-
-    def __init__(self, fields: Sequence[Field]) -> None:
-        self.fields = tuple(fields)
-        self.offsets: list[int] = []
-        end = 0
-        for field in self.fields:
-            self.offsets.append(end)
-            end += -(-field.bytes // _ALIGNMENT) * _ALIGNMENT
-        self.bytes = end + _NUMBER_BYTES
-
-    def views(self, buffer: Tensor) -> list[Tensor]:
-        """The message's tensors, as views of its buffer."""
-        return [
-            buffer[offset : offset + field.bytes].view(field.dtype).view(field.shape)
-            for field, offset in zip(self.fields, self.offsets, strict=True)
-        ]
-
-    def __str__(self) -> str:
-        return ", ".join(map(str, self.fields)) or "nothing"
-
-
-class Message:
-    """A message's buffer with its parts cut out once; buffers are reused, so the cutting is too."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.buffer = torch.empty(layout.bytes, dtype=torch.uint8)
-        self.number = self.buffer[-_NUMBER_BYTES:].view(torch.int64).numpy()  # a tenth of a tensor's cost to set
-        self.tensors = layout.views(self.buffer)
-
-
-class Pending(Protocol):
-    """Something under way."""
-
-    def is_completed(self) -> bool: ...
-    def wait(self) -> object: ...
-
-
-class Transport(Protocol):
-    """Moves whole buffers from one rank to another, in order; knows nothing of what is in them."""
-
-    def send(self, buffer: Tensor) -> Pending: ...
-    def receive(self, buffer: Tensor) -> Pending: ...
+from stagewright.runtime.device import Reading
+from stagewright.runtime.messages import Field, HostMessage, Layout, LayoutError, MakeMessage, Message
+from stagewright.runtime.pending import Done, LostPeer, Pending, Transport, first_line
 
 
 class Bulletin(Protocol):
-    """A place where the sending end of a channel tells the receiving end what its messages hold."""
+    """A place where ranks leave short texts for each other: what messages hold, whether a gradient overflowed."""
 
     def post(self, key: str, text: str) -> None: ...
     def read(self, key: str) -> str: ...
+    def has(self, key: str) -> bool: ...
+    def drop(self, key: str) -> None: ...
 
 
 class _End:
     """What both ends of a channel share: the name, and the spare messages of the current layout."""
 
-    def __init__(self, name: str, transport: Transport, bulletin: Bulletin) -> None:
+    def __init__(self, name: str, transport: Transport, bulletin: Bulletin, make: MakeMessage) -> None:
         self.name = name
         self._transport = transport
         self._bulletin = bulletin
+        self._make = make
         self._known: list[str] = []  # layouts opened so far, the same list at both ends
         self._spare: list[Message] = []
         self.layout = Layout(())
@@ -125,14 +56,16 @@ class _End:
         return f"{self.name}/{self._known.index(str(self.layout))}"
 
     def _take(self) -> Message:
-        return self._spare.pop() if self._spare else Message(self.layout)
+        return self._spare.pop() if self._spare else self._make(self.layout)
 
 
 class Outbox(_End):
     """The sending end. A send never waits for the receiver, as long as no more than `window` are under way."""
 
-    def __init__(self, name: str, transport: Transport, bulletin: Bulletin, window: int) -> None:
-        super().__init__(name, transport, bulletin)
+    def __init__(
+        self, name: str, transport: Transport, bulletin: Bulletin, window: int, make: MakeMessage = HostMessage
+    ) -> None:
+        super().__init__(name, transport, bulletin, make)
         self._window = window
         self._sent: deque[tuple[Message, Pending]] = deque()
 
@@ -145,15 +78,13 @@ class Outbox(_End):
     def send(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
         while self._sent and (len(self._sent) >= self._window or self._sent[0][1].is_completed()):
             self._reclaim()
-        message = self._take()
-        message.number[0] = microbatch
-        for place, tensor, field in zip(message.tensors, tensors, self.layout.fields, strict=True):
-            if place.shape != tensor.shape or place.dtype != tensor.dtype:
+        for tensor, field in zip(tensors, self.layout.fields, strict=True):
+            if tensor.shape != field.shape or tensor.dtype != field.dtype:
                 sent = Field(field.name, tuple(tensor.shape), tensor.dtype)
                 raise LayoutError(f"channel {self.name}: microbatch {microbatch} has {sent}, the layout says {field}")
-            place.copy_(tensor)
+        message = self._take()
         try:
-            self._sent.append((message, self._transport.send(message.buffer)))
+            self._sent.append((message, message.send(microbatch, tensors, self._transport)))
         except RuntimeError as error:
             raise LostPeer(f"channel {self.name}: {first_line(error)}") from error
 
@@ -168,18 +99,22 @@ class Outbox(_End):
             pending.wait()
         except RuntimeError as error:
             raise LostPeer(f"channel {self.name}: {first_line(error)}") from error
+        message.close()
         self._spare.append(message)
 
 
 class Inbox(_End):
     """The receiving end: receives are posted ahead, in the order of the numbers that will come."""
 
-    def __init__(self, name: str, transport: Transport, bulletin: Bulletin, ahead: int) -> None:
-        super().__init__(name, transport, bulletin)
+    def __init__(
+        self, name: str, transport: Transport, bulletin: Bulletin, ahead: int, make: MakeMessage = HostMessage
+    ) -> None:
+        super().__init__(name, transport, bulletin, make)
         self._ahead = ahead
         self._posted: deque[_Posted] = deque()
         self._coming: Iterator[int] = iter(())
         self._unverified = False
+        self._unread: deque[tuple[int, Reading]] = deque()  # numbers that are due, on their way from a GPU
 
     def open(self, layout: Layout) -> bool:
         self._unverified = super().open(layout)
@@ -201,14 +136,32 @@ class Inbox(_End):
         """The next message, which must have arrived and be that of `microbatch`; give it back by `release`."""
         self.verify()
         message = self._posted.popleft().message
+        reading = message.open()
         self._post()
-        if (number := int(message.number[0])) != microbatch:
-            raise LayoutError(f"channel {self.name}: microbatch {microbatch} is due but {number} came")
+        if reading is None:
+            self._compare(microbatch, message.number())
+        else:
+            self._unread.append((microbatch, reading))
+            self._settle(wait=False)
         return message
 
     def release(self, message: Message) -> None:
         """Let the buffer be used again; nothing may look at its tensors any more."""
+        message.close()
         self._spare.append(message)
+
+    def flush(self) -> None:
+        """Compare the numbers that are still on their way."""
+        self._settle(wait=True)
+
+    def _settle(self, *, wait: bool) -> None:
+        while self._unread and (wait or self._unread[0][1].is_completed()):
+            due, reading = self._unread.popleft()
+            self._compare(due, int(reading.value()))
+
+    def _compare(self, due: int, number: int) -> None:
+        if number != due:
+            raise LayoutError(f"channel {self.name}: microbatch {due} is due but {number} came")
 
     def verify(self) -> None:
         """Compare the layout with the sender's, once a layout."""
@@ -222,8 +175,7 @@ class Inbox(_End):
         number = next(self._coming, None)
         if number is not None:
             message = self._take()
-            message.number[0] = _NOT_HERE
-            self._posted.append(_Posted(message, number, self._transport.receive(message.buffer), self.verify))
+            self._posted.append(_Posted(message, number, message.post(self._transport), self.verify))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,26 +188,11 @@ class _Posted:
     verify: Callable[[], None]
 
     def is_completed(self) -> bool:
-        return int(self.message.number[0]) == self.number or self.receive.is_completed()
+        return self.message.shows(self.number) or self.receive.is_completed()
 
     def wait(self) -> None:
         self.verify()  # first: a message of another size may never be over
         self.receive.wait()
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in a line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-class Done:
-    """Nothing to wait for."""
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
 
 
 class MemoryTransport:

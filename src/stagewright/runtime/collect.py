@@ -28,6 +28,8 @@ class Collector:
         self.steps: list[Step] = []
         self.evaluations: list[Evaluated] = []
         self.replaced: set[Replaced] = set()
+        self.skipped = [0] * len(job.plan.stages)  # updates that overflowed, by stage
+        self._scales: dict[int, float] = {}
 
     def hear(self, event: dict[str, Any]) -> None:
         """Take one event of one rank."""
@@ -37,9 +39,11 @@ class Collector:
                 if len(self._ready) == self._job.plan.world:
                     self._began = self._last = time.monotonic()
             case "losses":
-                self._hear_losses(event["losses"], event.get("time", time.monotonic()))
+                self._hear_losses(event["losses"], event.get("time", time.monotonic()), event.get("scale"))
             case "score":
                 self._hear_score(event["batch"], event["rank"], Score(*event["score"]))
+            case "skipped":
+                self.skipped[event["stage"]] += 1
             case "bad":
                 self._hear_bad(Replaced(event["index"], event["reason"]))
             case "done":
@@ -70,10 +74,12 @@ class Collector:
             self.replaced.add(replaced)
             self._tell(replaced)
 
-    def _hear_losses(self, losses: list[tuple[int, float]], at: float) -> None:
+    def _hear_losses(self, losses: list[tuple[int, float]], at: float, scale: float | None) -> None:
         microbatches = self._job.plan.microbatches
         for number, loss in losses:
             self._losses.setdefault(number // microbatches, {})[number] = loss
+            if scale is not None:
+                self._scales[number // microbatches] = scale
         while len(self._losses.get(batch := len(self.steps), {})) == microbatches and batch < self._job.batches:
             ordered = [loss for _, loss in sorted(self._losses.pop(batch).items())]
             self._step(batch, sum(ordered) / microbatches, at)
@@ -83,7 +89,8 @@ class Collector:
         rate = learning_rate(config.optimizer.lr, config.schedule, batch, self._job.batches)
         speed = self._job.plan.batch / max(at - self._last, 1e-9)
         self._last = at
-        step = Step(batch, batch // self._per_epoch, loss, rate, at - self._began, speed)
+        scale = self._scales.pop(batch, None)
+        step = Step(batch, batch // self._per_epoch, loss, rate, at - self._began, speed, scale)
         self.steps.append(step)
         self._tell(step)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from stagewright.plan.plan import Plan
-from stagewright.runtime.channels import Pending
+from stagewright.runtime.pending import Pending
 from stagewright.schedule.action import Action, Op
 from stagewright.schedule.lower import Task, streams
 from stagewright.schedule.requires import requires

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from stagewright.runtime.assemble import assemble
-from stagewright.runtime.channels import Pending, first_line
+from stagewright.runtime.assemble import assemble, set_up
+from stagewright.runtime.device import open_device
 from stagewright.runtime.job import Job, RunFailed
 from stagewright.runtime.network import Memory, MemoryNetwork
+from stagewright.runtime.pending import Pending, first_line
 from stagewright.runtime.worker import Emit, Recorder, Worker
 from stagewright.schedule.action import Action
 
@@ -19,8 +20,11 @@ class Emulation:
 
     def __init__(self, job: Job, emit: Emit) -> None:
         memory = Memory()
+        device = open_device(job.config.run.device, 0, share=True)
+        set_up(job.config)
         self.workers = [
-            assemble(job, rank, MemoryNetwork(memory, rank), emit, _Place()) for rank in range(job.plan.world)
+            assemble(job, rank, MemoryNetwork(memory, rank, device), emit, _Place(), device)
+            for rank in range(job.plan.world)
         ]
 
     def run(self) -> None:

@@ -35,6 +35,7 @@ class Job:
     training: Probe
     evaluation: Evaluation | None
     folder: str
+    channels_last: bool = False  # how images lie in memory
 
     def save(self, path: Path) -> None:
         from pydantic import TypeAdapter

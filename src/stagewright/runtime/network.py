@@ -12,9 +12,14 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from stagewright.plan.plan import Plan
-from stagewright.runtime.channels import Bulletin, MemoryTransport, Pending, Transport
+from stagewright.runtime.channels import Bulletin, MemoryTransport
+from stagewright.runtime.device import Device, Gpu
+from stagewright.runtime.messages import Courier, DirectMessage, HostMessage, Layout, Message, StagedMessage
+from stagewright.runtime.pending import Pending, Transport
 from stagewright.runtime.reduce import Alone, Collective, MemoryCollective
 from stagewright.runtime.stream import StreamTransport, connect
+
+_POSTED_AHEAD = 2  # one more than is needed to never be late
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -53,22 +58,44 @@ class Network(Protocol):
     @property
     def bulletin(self) -> Bulletin: ...
 
+    @property
+    def posted_ahead(self) -> int:
+        """Receives that a channel has waiting."""
+        ...
+
     def transport(self, name: ChannelName, window: int) -> Transport:
         """A channel's way, on which no more than `window` messages are under way in training."""
         ...
 
     def collective(self, name: str, ranks: Sequence[int]) -> Collective: ...
 
+    def message(self, layout: Layout) -> Message:
+        """Memory that the transports can move."""
+        ...
+
 
 class GlooNetwork:
-    """Process groups over TCP: one a channel, one a collective, all on one interface and one thread."""
+    """Process groups over TCP: one a channel, one a collective, all on one interface.
 
-    def __init__(self, store: Store, rank: int, interface: str, timeout: float) -> None:
+    Tensors on a GPU are summed by gloo itself, which stages them; messages are staged by us, since gloo sends host
+    memory alone.
+    """
+
+    posted_ahead = _POSTED_AHEAD
+
+    def __init__(self, store: Store, rank: int, interface: str, timeout: float, device: Device | None = None) -> None:
         self._store = store
         self._rank = rank
         self._device = ProcessGroupGloo.create_device(interface=interface)
         self._timeout = timedelta(seconds=timeout)
+        self._gpu = device if isinstance(device, Gpu) else None
+        self._courier = Courier() if self._gpu else None
         self.bulletin = StoreBulletin(PrefixStore("layout", store))
+
+    def message(self, layout: Layout) -> Message:
+        if self._gpu is None or self._courier is None:
+            return HostMessage(layout)
+        return StagedMessage(layout, self._gpu, self._courier)
 
     def transport(self, name: ChannelName, window: int) -> Transport:
         gloo = _GlooTransport(self._group(str(name), (name.source, name.target)))
@@ -81,7 +108,7 @@ class GlooNetwork:
     def _group(self, name: str, ranks: Sequence[int]) -> Any:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [self._device]
-        options._threads = 1
+        options._threads = 1 if self._gpu is None else 2  # one stages a bucket while the other sums the one before
         options._timeout = self._timeout
         store = PrefixStore(name, self._store)
         return ProcessGroupGloo(store, ranks.index(self._rank), len(ranks), options)
@@ -98,6 +125,12 @@ class StoreBulletin:
 
     def read(self, key: str) -> str:
         return self._store.get(key).decode()
+
+    def has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+    def drop(self, key: str) -> None:
+        self._store.delete_key(key)
 
 
 class _GlooTransport:
@@ -136,10 +169,16 @@ class Memory:
 class MemoryNetwork:
     """One rank's view of the memory that all share."""
 
-    def __init__(self, memory: Memory, rank: int) -> None:
+    posted_ahead = _POSTED_AHEAD
+
+    def __init__(self, memory: Memory, rank: int, device: Device | None = None) -> None:
         self._memory = memory
         self._rank = rank
+        self._gpu = device if isinstance(device, Gpu) else None
         self.bulletin = DictBulletin(memory.texts)
+
+    def message(self, layout: Layout) -> Message:
+        return HostMessage(layout) if self._gpu is None else DirectMessage(layout, self._gpu, own_streams=False)
 
     def transport(self, name: ChannelName, window: int) -> Transport:
         return self._memory.transports.setdefault(name, MemoryTransport())
@@ -161,3 +200,9 @@ class DictBulletin:
 
     def read(self, key: str) -> str:
         return self._texts[key]
+
+    def has(self, key: str) -> bool:
+        return key in self._texts
+
+    def drop(self, key: str) -> None:
+        self._texts.pop(key, None)

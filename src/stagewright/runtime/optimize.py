@@ -25,9 +25,9 @@ def learning_rate(base: float, schedule: ScheduleConfig, batch: int, batches: in
     return base
 
 
-def clip_factor(norm: float, limit: float) -> float:
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
     """What a gradient is multiplied with so that its norm is at most `limit`, as torch's clip_grad_norm_ does."""
-    return min(1.0, limit / (norm + 1e-6))
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
 class Optimizer:
@@ -46,8 +46,10 @@ class Optimizer:
                 [master], config.lr, (config.beta1, config.beta2), config.eps, config.weight_decay, fused=True
             )
 
-    def step(self, gradient: Tensor, rate: float) -> None:
+    def step(self, gradient: Tensor, rate: float, found_inf: Tensor | None = None) -> None:
+        """Move the master, unless `found_inf` says 1: then all stays, the count of steps as well."""
         self._master.grad = gradient
+        self._torch.found_inf = found_inf  # type: ignore[attr-defined]
         self._torch.param_groups[0]["lr"] = rate
         self._torch.step()
         self._master.grad = None

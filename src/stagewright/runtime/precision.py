@@ -17,10 +17,16 @@ class Precision:
     device: str
     weights: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
+    is_scaled: bool = False  # gradients would vanish without loss scaling
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """A fresh context for one forward: autocast keeps casts of the weights for as long as it is open."""
         return torch.autocast(self.device, self.autocast) if self.autocast else nullcontext()
+
+    def set_up(self) -> None:
+        """Set this process's rules for products in fp32; stock PyTorch lets convolutions use tf32, and no more."""
+        torch.backends.cuda.matmul.allow_tf32 = self.name == "tf32"
+        torch.backends.cudnn.allow_tf32 = self.name != "ieee"
 
 
 def make_precision(name: str, device: str) -> Precision:
@@ -36,5 +42,7 @@ def make_precision(name: str, device: str) -> Precision:
     if name == "bf16":
         return Precision(name, device, autocast=torch.bfloat16)
     if name == "fp16":
-        raise ValueError(f"precision fp16 needs a GPU, but the device is {device}; use bf16 or fp32")
+        if device == "cpu":
+            raise ValueError("precision fp16 needs a GPU, but the device is cpu; use bf16 or fp32")
+        return Precision(name, device, autocast=torch.float16, is_scaled=True)
     raise ValueError(f"unknown precision '{name}'; choose fp64, fp32, ieee, tf32, bf16 or fp16")

@@ -16,10 +16,12 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from stagewright.runtime.assemble import assemble
-from stagewright.runtime.channels import LayoutError, LostPeer, Pending, first_line
+from stagewright.runtime.assemble import assemble, set_up
+from stagewright.runtime.device import open_device
 from stagewright.runtime.job import Job
+from stagewright.runtime.messages import LayoutError
 from stagewright.runtime.network import GlooNetwork
+from stagewright.runtime.pending import LostPeer, Pending, first_line
 from stagewright.runtime.recorder import FlightRecorder, last_action
 from stagewright.runtime.worker import Worker
 
@@ -55,7 +57,10 @@ def run_rank(job: Job, rank: int, store: Store, emit: Any) -> None:
     """Build a rank's worker, run its job, leave its weights and its trace."""
     folder = Path(job.folder)
     recorder = FlightRecorder(position_file(folder, rank))
-    worker = assemble(job, rank, GlooNetwork(store, rank, "lo", job.config.run.timeout), emit, recorder)
+    set_up(job.config)
+    device = open_device(job.config.run.device, job.plan.devices[rank].index, share=job.config.run.share_gpu)
+    network = GlooNetwork(store, rank, "lo", job.config.run.timeout, device)
+    worker = assemble(job, rank, network, emit, recorder, device)
     emit({"kind": "ready", "rank": rank})
     drive(worker)
     if job.config.run.export:
@@ -90,9 +95,8 @@ def _save_states(worker: Worker, folder: Path) -> None:
     for item in worker.states():
         if isinstance(item, tuple):
             stage, state = item
-            save_file(
-                {name: tensor.contiguous().clone() for name, tensor in state.items()}, state_file(folder, stage.index)
-            )
+            weights = {name: tensor.contiguous().clone().cpu() for name, tensor in state.items()}
+            save_file(weights, state_file(folder, stage.index))
         else:
             _wait(item)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stagewright.runtime.channels import Done, Pending
+from stagewright.runtime.pending import AllOf, Done, Pending
 from stagewright.runtime.versions import Parameter, Slot
 
 
@@ -56,20 +56,6 @@ class _Sum:
         for part in self._parts:
             assert part is not None, "an emulated rank waits for a sum that not all have joined"
             self._target += part
-
-
-class AllOf:
-    """Several things under way, as one."""
-
-    def __init__(self, pendings: Sequence[Pending]) -> None:
-        self._pendings = pendings
-
-    def is_completed(self) -> bool:
-        return all(pending.is_completed() for pending in self._pendings)
-
-    def wait(self) -> None:
-        for pending in self._pendings:
-            pending.wait()
 
 
 def make_buckets(parameters: Sequence[Parameter], itemsize: int, bucket_bytes: int) -> list[tuple[int, ...]]:

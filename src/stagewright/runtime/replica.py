@@ -3,42 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stagewright.model.probe import Value
 from stagewright.model.units import Piece
 from stagewright.plan.plan import Stage
-from stagewright.runtime.channels import Field, Inbox, Layout, Outbox
+from stagewright.runtime.boundary import Arrival, Cut, Form, Links, Returned
+from stagewright.runtime.device import Device, Reading
 from stagewright.runtime.optimize import Optimizer
 from stagewright.runtime.precision import Precision
 from stagewright.runtime.reduce import Reducer
 from stagewright.runtime.statistics import Statistics
 from stagewright.runtime.versions import VersionRing
-
-LABELS = "labels"
-
-
-@dataclass(slots=True)
-class Arrival:
-    """What a stage is given for one microbatch: tensors in the order of the cut, and the labels."""
-
-    tensors: Sequence[Tensor]
-    labels: Tensor
-    release: Callable[[], None] = lambda: None
-
-
-@dataclass(slots=True)
-class Returned:
-    """The gradients of a microbatch's outputs, in the order of the cut."""
-
-    tensors: Sequence[Tensor]
-    release: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True)
@@ -56,49 +37,6 @@ def seed_of(seed: int, microbatch: int, stage: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """The values at one boundary, as messages."""
-
-    values: tuple[Value, ...]
-    activations: Layout
-    gradients: Layout
-    travelling: tuple[int, ...]  # positions of the tensors among the values
-    differentiable: tuple[int, ...]  # positions of those that get a gradient
-
-    @staticmethod
-    def of(values: Sequence[Value], samples: int, label_shape: Sequence[int]) -> Cut:
-        travelling = tuple(index for index, value in enumerate(values) if value.dtype is not None)
-        differentiable = tuple(index for index in travelling if values[index].requires_grad)
-        fields = {
-            index: Field(value.name, value.shape, getattr(torch, value.dtype))
-            for index, value in enumerate(values)
-            if value.dtype is not None
-        }
-        labels = Field(LABELS, (samples, *label_shape), torch.int64)
-        return Cut(
-            tuple(values),
-            Layout([*(fields[index] for index in travelling), labels]),
-            Layout([fields[index] for index in differentiable]),
-            travelling,
-            differentiable,
-        )
-
-
-@dataclass(slots=True)
-class Links:
-    """A replica's channels, by the rank at the other end."""
-
-    activations_from: dict[int, Inbox] = field(default_factory=dict)
-    activations_to: dict[int, Outbox] = field(default_factory=dict)
-    gradients_from: dict[int, Inbox] = field(default_factory=dict)
-    gradients_to: dict[int, Outbox] = field(default_factory=dict)
-
-    def flush(self) -> None:
-        for outbox in (*self.activations_to.values(), *self.gradients_to.values()):
-            outbox.flush()
-
-
-@dataclass(frozen=True, slots=True)
 class Rules:
     """What a replica computes besides its module, the same on all ranks."""
 
@@ -106,6 +44,7 @@ class Rules:
     precision: Precision
     label_smoothing: float
     gradient_scale: float  # of this stage's gradient, which the last stage has divided by its own round
+    form: Form
 
 
 class Replica:
@@ -120,6 +59,7 @@ class Replica:
         optimizer: Optimizer,
         links: Links,
         rules: Rules,
+        device: Device,
     ) -> None:
         self.stage = stage
         self.piece = piece
@@ -128,6 +68,7 @@ class Replica:
         self.optimizer = optimizer
         self.links = links
         self.rules = rules
+        self.device = device
         self.statistics = Statistics(piece.training)
         self.before: Cut | None = None
         self.behind: Cut | None = None
@@ -135,9 +76,11 @@ class Replica:
         self.outputs: dict[int, Arrival] = {}
         self.flights: dict[int, Flight] = {}
         self.returned: dict[int, Returned] = {}
-        self.gradients: dict[int, Sequence[Tensor]] = {}  # gradients for the stage before
-        self.losses: dict[int, float] = {}
-        self._share = torch.ones((), dtype=rules.precision.weights) / stage.round  # of a microbatch in its round's loss
+        self.gradients: dict[int, Returned] = {}  # for the stage before
+        self.losses: dict[int, Reading] = {}
+        share = torch.ones((), dtype=rules.precision.weights) / stage.round  # of a microbatch in its round's loss
+        self._share = share.to(device.device)
+        self._scales: dict[int, Tensor] = {}  # of the gradients of each update
         self._begun: set[int] = set()  # updates whose gradient buffer is in use
 
     def open(self, before: Cut | None, behind: Cut | None) -> None:
@@ -168,17 +111,22 @@ class Replica:
     def receive_gradients(self, microbatch: int, peer: int) -> None:
         inbox = self.links.gradients_from[peer]
         message = inbox.receive(microbatch)
-        self.returned[microbatch] = Returned(message.tensors, lambda: inbox.release(message))
+        tensors, scale = message.tensors, None
+        if self.rules.form.scaled:
+            *tensors, scale = tensors
+        self.returned[microbatch] = Returned(tensors, scale, lambda: inbox.release(message))
 
     def send_gradients(self, microbatch: int, peer: int) -> None:
-        self.links.gradients_to[peer].send(microbatch, self.gradients.pop(microbatch))
+        gradients = self.gradients.pop(microbatch)
+        scale = () if gradients.scale is None else (gradients.scale,)
+        self.links.gradients_to[peer].send(microbatch, (*gradients.tensors, *scale))
 
     def forward(self, microbatch: int, version: int) -> None:
         """Run forward with one version of the weights; keep what backward needs."""
         arrival = self.arrivals.pop(microbatch)
         self.ring.use(version)
         arguments, leaves = self._arguments(arrival)
-        torch.default_generator.manual_seed(seed_of(self.rules.seed, microbatch, self.stage.index))
+        self.device.seed(seed_of(self.rules.seed, microbatch, self.stage.index))
         with self.rules.precision.forward_context():
             made = self.piece.training(*arguments)
         self.statistics.count += 1
@@ -192,11 +140,16 @@ class Replica:
             self.outputs[microbatch] = Arrival(tensors, arrival.labels)
         self.flights[microbatch] = Flight(roots, leaves, arrival.release)
 
-    def backward(self, microbatch: int, version: int, overlap: bool) -> None:
-        """Add a microbatch's gradient to its update's; `overlap` lets the reduce begin before it is all there."""
+    def backward(self, microbatch: int, version: int, overlap: bool, scale: float | None = None) -> None:
+        """Add a microbatch's gradient to its update's; `overlap` lets the reduce begin before it is all there.
+
+        The last stage multiplies the loss with `scale`, where one is given.
+        """
         flight = self.flights.pop(microbatch)
-        returned = Returned([self._share]) if self.stage.is_last else self.returned.pop(microbatch)
+        returned = self._seeded(scale) if self.stage.is_last else self.returned.pop(microbatch)
         update = self.stage.update_of(microbatch)
+        if returned.scale is not None and update not in self._scales:
+            self._scales[update] = returned.scale.clone()
         slot = self.ring.use(version)
         is_first = update not in self._begun
         self._begun.add(update)
@@ -211,23 +164,38 @@ class Replica:
             self.ring.fill_missing(slot, update)
         returned.release()
         if not self.stage.is_first:
-            self.gradients[microbatch] = [
-                torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in flight.leaves
-            ]
+            gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in flight.leaves]
+            self.gradients[microbatch] = Returned(gradients, self._scales.get(update))
         flight.release()
 
     def reduce(self, update: int) -> None:
         self._begin_gathering(update)  # a replica without a microbatch of this round joins with zeros
         self.reducer.start(update, self.ring.gradient_of(update))
 
-    def update(self, update: int, rate: float, clip: Callable[[Tensor], float] | None) -> None:
-        """Make version update+1 from the whole gradient, times what `clip` makes of it."""
+    def unscale(self, update: int) -> Tensor:
+        """Divide the whole gradient by its scale; 1 if it is not finite, otherwise 0."""
+        gradient = self.ring.gradient_of(update)
+        gradient.mul_(self._scales.pop(update).reciprocal())
+        largest: Tensor = torch.linalg.vector_norm(gradient, torch.inf)
+        return largest.isfinite().logical_not().float()
+
+    def update(
+        self, update: int, rate: float, clip: Callable[[Tensor], Tensor] | None, found_inf: Tensor | None = None
+    ) -> None:
+        """Make version update+1 from the whole gradient, times what `clip` makes of it; not if `found_inf` is 1."""
         gradient = self.ring.gradient_of(update)
         if self.rules.gradient_scale != 1.0:
             gradient.mul_(self.rules.gradient_scale)
         if clip is not None:
             gradient.mul_(clip(gradient))
-        self.optimizer.step(gradient, rate)
+        self.optimizer.step(gradient, rate, found_inf)
+        self._advance(update)
+
+    def skip(self, update: int) -> None:
+        """Make version update+1 the same as the one before."""
+        self._advance(update)
+
+    def _advance(self, update: int) -> None:
         self.reducer.forget(update)
         self._begun.discard(update)
         self.ring.publish(update + 1)
@@ -263,9 +231,14 @@ class Replica:
     def _values(self, arrival: Arrival) -> list[object]:
         """The stage's arguments: what travelled, with the constants between."""
         if self.before is None:
-            return list(arrival.tensors)
+            return [self._laid_out(tensor) for tensor in arrival.tensors]
         tensors = iter(arrival.tensors)
         return [value.constant if value.dtype is None else next(tensors) for value in self.before.values]
+
+    def _laid_out(self, tensor: Tensor) -> Tensor:
+        if self.rules.form.channels_last and tensor.dim() == 4:
+            return tensor.contiguous(memory_format=torch.channels_last)
+        return tensor
 
     def _arguments(self, arrival: Arrival) -> tuple[list[object], list[Tensor]]:
         """The stage's arguments for training, and the leaves among them."""
@@ -286,8 +259,15 @@ class Replica:
 
     def _loss(self, logits: Tensor, labels: Tensor, microbatch: int) -> Tensor:
         loss = functional.cross_entropy(widened(logits), labels, label_smoothing=self.rules.label_smoothing)
-        self.losses[microbatch] = float(loss.detach())
+        self.losses[microbatch] = self.device.read(loss.detach())
         return loss
+
+    def _seeded(self, scale: float | None) -> Returned:
+        """Where the last stage's backward begins."""
+        if scale is None:
+            return Returned([self._share])
+        factor = torch.full((1,), scale, device=self.device.device)
+        return Returned([self._share * factor[0]], factor)
 
     def _begin_gathering(self, update: int) -> None:
         if update not in self._begun:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from stagewright.runtime.channels import Pending
+from stagewright.runtime.pending import Pending
 from stagewright.runtime.reduce import Collective
 
 _AVERAGED = ("running_mean", "running_var")

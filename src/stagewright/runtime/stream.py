@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.distributed import Store
 
-from stagewright.runtime.channels import Done, Pending, Transport
+from stagewright.runtime.pending import Done, Pending, Transport
 
 _CAPACITY = 128 * 2**10  # bytes that a socket holds for certain; Linux gives it 208 KiB
 _OVERHEAD = 1024  # of the kernel for a message; it also rounds sizes up, at most to twice

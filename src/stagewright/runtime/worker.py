@@ -7,8 +7,6 @@ others go on meanwhile.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -21,20 +19,20 @@ from stagewright.data.loader import Loader
 from stagewright.metrics import Score
 from stagewright.model.probe import Probe
 from stagewright.plan.plan import Plan, Stage
-from stagewright.runtime.channels import Inbox, Pending
+from stagewright.runtime.boundary import Arrival, Cut
+from stagewright.runtime.channels import Inbox
 from stagewright.runtime.dynamic import Chooser
 from stagewright.runtime.job import Job
+from stagewright.runtime.losses import Losses
 from stagewright.runtime.optimize import clip_factor, learning_rate
-from stagewright.runtime.reduce import AllOf, Collective
-from stagewright.runtime.replica import Arrival, Cut, Replica, Returned, widened
+from stagewright.runtime.overflow import Overflow
+from stagewright.runtime.pending import AllOf, Pending
+from stagewright.runtime.reduce import Collective
+from stagewright.runtime.replica import Replica, widened
 from stagewright.schedule.action import Action, Op
 from stagewright.schedule.lower import evaluation_program, program
 
 Emit = Callable[[dict[str, Any]], None]
-
-
-class NonFiniteLoss(ValueError):
-    """The loss is not a number; training on would only spread it."""
 
 
 class Recorder:
@@ -60,6 +58,7 @@ class Worker:
         replicas: Mapping[int, Replica],
         collectives: Mapping[int, Collective],
         world: Collective,
+        overflow: Overflow,
         emit: Emit,
         recorder: Recorder | None = None,
     ) -> None:
@@ -72,6 +71,8 @@ class Worker:
         self._world = world
         self._emit = emit
         self._norms: dict[int, tuple[Tensor, Pending]] = {}
+        self._losses = Losses(job.plan.microbatches, rank, emit)
+        self.overflow = overflow
         self.loader: Loader | None = None  # ranks of the first stage have one
         self.evaluation_loader: Loader | None = None
         self._score = Score()
@@ -115,6 +116,7 @@ class Worker:
             for action in program(self.plan, self.rank, span):
                 yield from self._run_action(action)
         self._flush()
+        self.overflow.settle(span.stop // self.plan.microbatches)
 
     def evaluate(self, pause: int) -> Iterator[Pending]:
         """Score every evaluation sample once, on the newest weights and the mean statistics."""
@@ -156,15 +158,26 @@ class Worker:
         if action.op is Op.RECV_GRAD:
             assert action.peer is not None
             return replica.links.gradients_from[action.peer].next
+        if action.op is Op.BACKWARD and replica.stage.is_last:
+            assert action.microbatch is not None
+            return self.overflow.awaits_scale(action.microbatch // self.plan.microbatches)
         if action.op is Op.UPDATE:
             assert action.version is not None
             if self.plan.agree:
                 return self._norms[action.version][1]
-            return replica.reducer.pending(action.version)
+            return None if self.plan.flags else replica.reducer.pending(action.version)
         if action.op is Op.AGREE:
-            assert action.version is not None
-            return AllOf([carried.reducer.pending(action.version) for carried in self.replicas.values()])
+            return AllOf(list(self._awaits_agreement(action)))
         return None
+
+    def _awaits_agreement(self, action: Action) -> Iterator[Pending]:
+        assert action.version is not None
+        stages = [action.stage] if self.plan.flags else self.replicas
+        for stage in stages:
+            yield self.replicas[stage].reducer.pending(action.version)
+        flag = self.overflow.awaits_flag(action.stage, action.version)
+        if flag is not None and not self.replicas[action.stage].stage.is_last:
+            yield flag
 
     def _run_action(self, action: Action) -> Iterator[Pending]:
         self.recorder.begin(action)
@@ -184,9 +197,7 @@ class Worker:
             replica.arrivals[microbatch] = Arrival([inputs], labels)
         assert action.version is not None
         replica.forward(microbatch, action.version)
-        if replica.stage.is_last:
-            self._report_losses(replica, microbatch)
-        else:
+        if not replica.stage.is_last:
             self._hand_over(replica, microbatch)
 
     def _hand_over(self, replica: Replica, microbatch: int) -> None:
@@ -201,17 +212,24 @@ class Worker:
         stage = replica.stage
         is_last_of_round = stage.update_of(microbatch + stage.replicas) != stage.update_of(microbatch)
         overlap = stage.replicas > 1 and is_last_of_round and len(self.replicas) == 1
-        replica.backward(microbatch, action.version, overlap)
+        scale = self.overflow.scale_of(microbatch // self.plan.microbatches) if stage.is_last else None
+        replica.backward(microbatch, action.version, overlap, scale)
+        if stage.is_last:
+            self._report_losses(replica, microbatch, scale)
         if not stage.is_first:
             before = self.plan.stages[stage.index - 1]
             if before.rank_of(microbatch) == self.rank:
-                self.replicas[before.index].returned[microbatch] = Returned(replica.gradients.pop(microbatch))
+                self.replicas[before.index].returned[microbatch] = replica.gradients.pop(microbatch)
 
     def _agree(self, action: Action) -> None:
-        """Join the exchange of squared norms: each stage's first replica fills in its own."""
+        """Look whether gradients are finite; where all K = 1, exchange norms, each from its stage's first replica."""
         assert action.version is not None
+        if self.plan.flags:
+            self.overflow.unscale(self.replicas[action.stage], action.version)
+            return
         norms = torch.zeros(len(self.plan.stages), dtype=torch.float64)
         for replica in self.replicas.values():
+            self.overflow.unscale(replica, action.version)
             if replica.stage.ranks[0] == self.rank:
                 gradient = replica.ring.gradient_of(action.version)
                 norms[replica.stage.index] = torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
@@ -225,27 +243,28 @@ class Worker:
         rate = learning_rate(config.optimizer.lr, config.schedule, batch, self.job.batches)
         limit = config.optimizer.clip
         clip = None if limit is None else lambda gradient: clip_factor(self._norm(gradient, update), limit)
-        replica.update(update, rate, clip)
+        if not self.plan.agree and not self.plan.flags:
+            self.overflow.unscale(replica, update)
+        skipping = self.overflow.outcome(replica, update, self._norms[update][0] if self.plan.agree else None)
+        if skipping is True:
+            replica.skip(update)
+        else:
+            replica.update(update, rate, clip, skipping if isinstance(skipping, Tensor) else None)
 
-    def _norm(self, gradient: Tensor, update: int) -> float:
+    def _norm(self, gradient: Tensor, update: int) -> Tensor:
         """The norm that is clipped: of the whole model where ranks agree on it, otherwise of the stage."""
         if not self.plan.agree:
-            return float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+            norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+            return norm
         norms, _ = self._norms[update]
-        return float(norms.sum().sqrt())
+        return norms.sum().sqrt()
 
-    def _report_losses(self, replica: Replica, microbatch: int) -> None:
-        """Tell of a batch's losses once this replica has its last one; a loss that is no number ends the run."""
-        batch, loss = microbatch // self.plan.microbatches, replica.losses[microbatch]
-        if not math.isfinite(loss):
-            raise NonFiniteLoss(
-                f"the loss of batch {batch} is {loss} (stage {replica.stage.index}, microbatch {microbatch}); "
-                "try a lower --lr, a --warmup or --clip 1"
-            )
+    def _report_losses(self, replica: Replica, microbatch: int, scale: float | None) -> None:
+        """Pass on a batch's losses once this replica has its last one."""
+        batch = microbatch // self.plan.microbatches
         if (microbatch + replica.stage.replicas) // self.plan.microbatches != batch:
-            losses = list(replica.losses.items())
-            self._emit({"kind": "losses", "rank": self.rank, "losses": losses, "time": time.monotonic()})
-            replica.losses.clear()
+            whole = [number for number in replica.losses if number // self.plan.microbatches <= batch]
+            self._losses.add([(number, replica.losses.pop(number)) for number in whole], scale)
 
     def _evaluate_pieces(self, probe: Probe, pieces: range) -> Iterator[Pending]:
         """Forward over some pieces, all of one size."""
@@ -274,7 +293,8 @@ class Worker:
 
     def _open(self, probe: Probe, span: range, *, forward_only: bool = False) -> None:
         """Tell the channels what messages hold and which will come in a span."""
-        cuts = [Cut.of(values, probe.samples, self.job.label_shape) for values in probe.cuts]
+        form = next(iter(self.replicas.values())).rules.form
+        cuts = [Cut.of(values, probe.samples, self.job.label_shape, form) for values in probe.cuts]
         for stage, replica in self.replicas.items():
             replica.open(cuts[stage - 1] if stage > 0 else None, cuts[stage] if stage < len(cuts) else None)
         for stage, replica in self.replicas.items():
@@ -285,6 +305,7 @@ class Worker:
     def _flush(self) -> None:
         for replica in self.replicas.values():
             replica.links.flush()
+        self._losses.flush()
 
 
 def _expect(inboxes: Mapping[int, Inbox], rank: int, stage: Stage, plan: Plan, neighbour: int, span: range) -> None:

@@ -41,6 +41,7 @@ def streams(plan: Plan, rank: int, span: range) -> list[Iterator[Task]]:
         *(_updates(plan, stage, rank, span) for stage in stages),
         heapq.merge(*reduces, key=itemgetter(0)),  # one stream: reduces keep one order on every rank
         *([_agreements(plan, rank, span)] if plan.agree else []),
+        *((_flags(plan, stage, rank, span) for stage in stages) if plan.flags else []),
     ]
 
 
@@ -108,3 +109,10 @@ def _agreements(plan: Plan, rank: int, span: range) -> Iterator[Task]:
     stage = plan.stages_of(rank)[0]
     for update in updates_in(stage, span):
         yield Task(policy.agree_key(plan, update), (Action(Op.AGREE, rank, stage.index, None, update),))
+
+
+def _flags(plan: Plan, stage: Stage, rank: int, span: range) -> Iterator[Task]:
+    """Each stage's own look at its gradient, passed on to the stage before it."""
+    for update in updates_in(stage, span):
+        action = Action(Op.AGREE, rank, stage.index, None, update)
+        yield Task(policy.flag_key(plan, stage, update, span), (action,))

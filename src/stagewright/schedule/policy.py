@@ -63,6 +63,19 @@ def agree_key(plan: Plan, update: int) -> Key:
     return ((update + 1) * plan.microbatches - 1, Phase.AGREE, 0, 0)
 
 
+def flag_key(plan: Plan, stage: Stage, update: int, span: range) -> Key:
+    """Before the first update that needs it, which is this stage's or that of a stage before it.
+
+    A stage passes its flag on to the stage before it. So positions fall from stage to stage, as flags travel.
+    """
+    position = min(
+        update_key(plan, fed_by, rank, update, span)[0]
+        for fed_by in plan.stages[: stage.index + 1]
+        for rank in fed_by.ranks
+    )
+    return (position, Phase.AGREE, -stage.index, 0)
+
+
 def update_key(plan: Plan, stage: Stage, rank: int, update: int, span: range) -> Key:
     """As late as it can be where a reduce is to be hidden, otherwise at once.
 

@@ -36,6 +36,7 @@ def _backward(plan: Plan, stage: Stage, action: Action, start: int) -> Iterator[
     yield Action(Op.FORWARD, action.rank, stage.index, action.microbatch, action.version)
     yield from _free_buffer(stage, action.rank, stage.update_of(action.microbatch), start)
     if stage.is_last:
+        yield from _verdict(plan, action.microbatch, start)
         return
     behind = plan.stages[stage.index + 1]
     source = behind.rank_of(action.microbatch)
@@ -50,6 +51,13 @@ def _free_buffer(stage: Stage, rank: int, update: int, start: int) -> Iterator[A
     before = update - stage.num_gradients
     if (before + 1) * stage.round > start:
         yield Action(Op.UPDATE, rank, stage.index, None, before)
+
+
+def _verdict(plan: Plan, microbatch: int, start: int) -> Iterator[Action]:
+    """What settles the loss scale of a batch: the first stage's flag of an earlier one."""
+    batch = microbatch // plan.microbatches - plan.verdict_delay
+    if plan.flags and batch * plan.microbatches >= start:
+        yield Action(Op.AGREE, plan.stages[0].ranks[0], 0, None, batch)
 
 
 def _send(plan: Plan, stage: Stage, action: Action, start: int) -> Iterator[Action]:
@@ -85,8 +93,11 @@ def _reduced(stage: Stage, rank: int, update: int) -> Iterator[Action]:
 
 def _agree(plan: Plan, stage: Stage, action: Action, start: int) -> Iterator[Action]:
     assert action.version is not None
-    for carried in plan.stages_of(action.rank):
+    for carried in (stage,) if plan.flags else plan.stages_of(action.rank):
         yield from _reduced(carried, action.rank, action.version)
+    if plan.flags and not stage.is_last:
+        behind = plan.stages[stage.index + 1]
+        yield Action(Op.AGREE, behind.ranks[0], behind.index, None, action.version)
 
 
 def _update(plan: Plan, stage: Stage, action: Action, start: int) -> Iterator[Action]:
@@ -96,6 +107,8 @@ def _update(plan: Plan, stage: Stage, action: Action, start: int) -> Iterator[Ac
     yield from _reduced(stage, action.rank, action.version)
     for rank in range(plan.world) if plan.agree else ():
         yield Action(Op.AGREE, rank, plan.stages_of(rank)[0].index, None, action.version)
+    if plan.flags:
+        yield Action(Op.AGREE, action.rank, stage.index, None, action.version)
 
 
 _RULES = {

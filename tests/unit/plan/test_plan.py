@@ -260,4 +260,5 @@ def test_a_plan_describes_itself() -> None:
         "versions": [2, 1],
         "depths": [3, 1],
         "agree": False,
+        "flags": False,
     }

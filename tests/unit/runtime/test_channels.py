@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stagewright.runtime.channels import Field, Inbox, Layout, LayoutError, MemoryTransport, Outbox
+from stagewright.runtime.channels import Inbox, MemoryTransport, Outbox
+from stagewright.runtime.messages import Field, Layout, LayoutError
 from stagewright.runtime.network import DictBulletin
 
 LAYOUT = Layout(

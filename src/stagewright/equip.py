@@ -1,0 +1,75 @@
+"""Whether this machine has the devices that a configuration asks for, and which connection suits them."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stagewright.config import Config
+
+if TYPE_CHECKING:
+    from stagewright.plan.plan import Plan
+
+_MPS_FOLDER = "/tmp/nvidia-mps"
+
+
+def require_kind(config: Config) -> None:
+    """An error where this machine has no device of the kind, or the kind lacks what is asked of it."""
+    import torch
+
+    run = config.run
+    if run.loss_scale < 1 or run.growth_interval < 1:
+        name, value = ("loss-scale", run.loss_scale) if run.loss_scale < 1 else ("growth-interval", run.growth_interval)
+        raise ValueError(f"--{name} is {value:g}; give at least 1")
+    if run.device == "cpu":
+        for flag, is_set in (("--share-gpu", run.share_gpu), ("--cuda-graph on", run.cuda_graph == "on")):
+            if is_set:
+                raise ValueError(f"{flag} needs --device cuda, but the device is cpu; leave it out")
+        if run.backend == "nccl":
+            raise ValueError("--backend nccl needs --device cuda, but the device is cpu; use gloo")
+    elif not torch.cuda.is_available():
+        raise ValueError(f"--device cuda was asked for, but torch {torch.__version__} sees no GPU; use --device cpu")
+
+
+def require_devices(config: Config, plan: Plan, warn: Callable[[str], None]) -> None:
+    """An error where the placement names GPUs that are not there, or shares one where that can't be."""
+    import torch
+
+    from stagewright.runtime.device import gpu_of
+
+    run = config.run
+    if run.device != "cuda" or run.emulate:
+        return
+    gpus = torch.cuda.device_count()
+    here = [device for device in plan.devices if device.machine == plan.devices[0].machine]
+    beyond = [device for device in here if device.index >= gpus]
+    if beyond and not run.share_gpu:
+        raise ValueError(
+            f"placement names device {beyond[0]} but this machine has {gpus} GPU{'s' if gpus > 1 else ''} "
+            f"(0-{gpus - 1}); use --share-gpu to put several ranks on one"
+        )
+    ranks = Counter(gpu_of(device.index, gpus, share=run.share_gpu) for device in here)
+    gpu, most = ranks.most_common(1)[0]
+    if most == 1:
+        return
+    if run.backend == "nccl":
+        raise ValueError(f"--backend nccl needs a GPU for each rank, but {most} ranks share GPU {gpu}; use gloo")
+    folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", _MPS_FOLDER))
+    if not (folder / "control").exists():
+        warn(
+            f"{most} ranks share GPU {gpu} and CUDA MPS is not running, so they take turns and are slower; "
+            "start it with nvidia-cuda-mps-control -d"
+        )
+
+
+def uses_nccl(config: Config, plan: Plan, gpus: int) -> bool:
+    """Whether ranks talk by NCCL: they must each have a GPU."""
+    from stagewright.runtime.device import gpu_of
+
+    if config.run.device != "cuda" or config.run.backend == "gloo":
+        return False
+    places = [(device.machine, gpu_of(device.index, gpus, share=config.run.share_gpu)) for device in plan.devices]
+    return len(set(places)) == len(places)

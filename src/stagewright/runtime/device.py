@@ -1,0 +1,126 @@
+"""The device of a rank: its random numbers, its streams, and values read back from it without waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Reading(Protocol):
+    """A small tensor on its way to the host."""
+
+    def is_completed(self) -> bool: ...
+    def wait(self) -> None: ...
+    def value(self) -> Tensor:
+        """What was read; waits for it."""
+        ...
+
+
+class Device(Protocol):
+    """Where a rank computes."""
+
+    device: torch.device
+
+    def seed(self, seed: int) -> None:
+        """Set the state of the generator that the device's random operations use."""
+        ...
+
+    def read(self, tensor: Tensor) -> Reading:
+        """Begin to copy a small tensor to the host; the device goes on."""
+        ...
+
+
+class Cpu:
+    """A process of few threads; whatever it computes is there at once."""
+
+    device = torch.device("cpu")
+
+    def seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    def read(self, tensor: Tensor) -> Reading:
+        return _Read(tensor)
+
+
+class Gpu:
+    """One GPU: computes on the current stream, copies on two more.
+
+    copy_in   ──H2D──┐                    ┌──H2D──
+    compute          └─► F ─► B ─► ...    │
+    copy_out                  └─D2H──► message
+    """
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+        torch.cuda.set_device(self.device)
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        self._generator = torch.cuda.default_generators[index]
+        self.copy_in = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.copy_out = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def seed(self, seed: int) -> None:
+        self._generator.manual_seed(seed)
+
+    def read(self, tensor: Tensor) -> Reading:
+        place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        place.copy_(tensor, non_blocking=True)
+        return _Copying(place, mark())
+
+    @contextmanager
+    def beside(self, stream: torch.cuda.Stream, after: torch.cuda.Event | None) -> Iterator[None]:
+        """Issue work on another stream, behind an event of this one."""
+        if after is not None:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            yield
+
+
+def mark() -> torch.cuda.Event:
+    """An event at the current stream's present end; waiting for it sleeps, since cores are shared with other ranks."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def gpu_of(device: int, gpus: int, *, share: bool) -> int:
+    """The GPU that a device of a placement is."""
+    return device % gpus if share else device
+
+
+def open_device(kind: str, index: int, *, share: bool) -> Device:
+    """The device of a rank on this machine."""
+    return Gpu(gpu_of(index, torch.cuda.device_count(), share=share)) if kind == "cuda" else Cpu()
+
+
+class _Read:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def value(self) -> Tensor:
+        return self._tensor
+
+
+class _Copying:
+    def __init__(self, place: Tensor, copied: torch.cuda.Event) -> None:
+        self._place = place
+        self._copied = copied
+
+    def is_completed(self) -> bool:
+        return bool(self._copied.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self._copied.synchronize()
+
+    def value(self) -> Tensor:
+        self.wait()
+        return self._place

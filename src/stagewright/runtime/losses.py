@@ -1,0 +1,49 @@
+"""Losses of microbatches on their way from the device to whoever listens, a batch at a time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from stagewright.runtime.device import Reading
+
+
+class NonFiniteLoss(ValueError):
+    """The loss is not a number; training on would only spread it."""
+
+
+class Losses:
+    """Keeps a batch's losses until all are there; tells of batches in order, and never waits before `flush`."""
+
+    def __init__(self, microbatches: int, rank: int, emit: Callable[[dict[str, Any]], None]) -> None:
+        self._microbatches = microbatches
+        self._rank = rank
+        self._emit = emit
+        self._batches: deque[tuple[list[tuple[int, Reading]], float | None]] = deque()
+
+    def add(self, losses: list[tuple[int, Reading]], scale: float | None) -> None:
+        """A batch's losses on this rank, and the scale that its gradients had."""
+        self._batches.append((losses, scale))
+        self._tell(wait=False)
+
+    def flush(self) -> None:
+        self._tell(wait=True)
+
+    def _tell(self, *, wait: bool) -> None:
+        while self._batches and (wait or all(reading.is_completed() for _, reading in self._batches[0][0])):
+            losses, scale = self._batches.popleft()
+            numbers = [(microbatch, float(reading.value())) for microbatch, reading in losses]
+            for microbatch, loss in numbers:
+                self._require_finite(microbatch, loss)
+            event = {"kind": "losses", "rank": self._rank, "losses": numbers, "time": time.monotonic()}
+            self._emit(event if scale is None else {**event, "scale": scale})
+
+    def _require_finite(self, microbatch: int, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise NonFiniteLoss(
+                f"the loss of batch {microbatch // self._microbatches} is {loss} (microbatch {microbatch}); "
+                "try a lower --lr, a --warmup or --clip 1"
+            )

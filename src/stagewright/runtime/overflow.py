@@ -1,0 +1,195 @@
+"""What a rank does about gradients that are not finite: by what kind of plan, one small object each.
+
+one stage    all ranks hold the same sum, so each looks at its own; the device decides, the host learns later
+all K = 1    every stage learns of every other's overflow before its update, as one process would
+lagging      a stage hears from the stage behind it, and the last stage from the first, both by batch number
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from stagewright.plan.plan import Plan
+from stagewright.runtime.channels import Bulletin
+from stagewright.runtime.device import Reading
+from stagewright.runtime.pending import AllOf, Pending
+from stagewright.runtime.replica import Replica
+from stagewright.runtime.scaling import LossScale, Scaling
+
+Skipped = Callable[[int, int], None]  # told of a stage and an update
+_KEPT = 64  # updates whose flags stay; no rank is further behind another
+
+
+class Overflow:
+    """Of precisions that need no scale."""
+
+    def scale_of(self, batch: int) -> float | None:
+        """What the last stage multiplies a batch's loss with."""
+        return None
+
+    def awaits_scale(self, batch: int) -> Pending | None:
+        """What must be over before the scale of a batch is known."""
+        return None
+
+    def awaits_flag(self, stage: int, update: int) -> Pending | None:
+        """What must be over before a stage can agree on an update."""
+        return None
+
+    def unscale(self, replica: Replica, update: int) -> None:
+        """The gradient is whole: divide it by its scale, and note whether it is finite."""
+
+    def outcome(self, replica: Replica, update: int, norms: Tensor | None) -> Tensor | bool:
+        """Whether to skip an update: known here, or by the device alone (1 to skip); `norms` are all stages'."""
+        return False
+
+    def settle(self, stop: int) -> None:
+        """The pipeline is empty: take in every verdict on batches below `stop`."""
+
+    def state(self) -> dict[str, Any] | None:
+        """What decides the scales to come."""
+        return None
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from such a state."""
+
+
+class _Scaled(Overflow):
+    """Keeps the scale; subclasses know how verdicts come."""
+
+    def __init__(self, scaling: Scaling, skipped: Skipped) -> None:
+        self._scale = LossScale(scaling)
+        self._skipped = skipped
+
+    def scale_of(self, batch: int) -> float | None:
+        for earlier in self._scale.due(batch):
+            self._scale.tell(earlier, self._verdict(earlier))
+        return self._scale.of(batch)
+
+    def settle(self, stop: int) -> None:
+        for batch in self._scale.missing(stop):
+            self._scale.tell(batch, self._verdict(batch))
+
+    def state(self) -> dict[str, Any] | None:
+        return self._scale.state()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._scale.load(state)
+
+    def _verdict(self, batch: int) -> bool:
+        raise NotImplementedError
+
+
+class OneStage(_Scaled):
+    """The device skips by itself; its verdict is read when the next batch's backward begins."""
+
+    def __init__(self, scaling: Scaling, skipped: Skipped) -> None:
+        super().__init__(scaling, skipped)
+        self._found: dict[int, Tensor] = {}
+        self._readings: deque[tuple[int, Reading]] = deque()
+
+    def unscale(self, replica: Replica, update: int) -> None:
+        self._found[update] = found = replica.unscale(update)
+        self._readings.append((update, replica.device.read(found)))
+
+    def outcome(self, replica: Replica, update: int, norms: Tensor | None) -> Tensor | bool:
+        return self._found.pop(update)
+
+    def _verdict(self, batch: int) -> bool:
+        update, reading = self._readings.popleft()
+        assert update == batch, f"the verdict on batch {batch} is due but that on {update} came"
+        overflowed = bool(reading.value())
+        if overflowed:
+            self._skipped(0, batch)
+        return overflowed
+
+
+class Synchronous(_Scaled):
+    """The squared norms that ranks exchange tell: one that is no number is an overflow."""
+
+    def __init__(self, scaling: Scaling, skipped: Skipped) -> None:
+        super().__init__(scaling, skipped)
+        self._overflowed: dict[int, bool] = {}
+
+    def unscale(self, replica: Replica, update: int) -> None:
+        replica.unscale(update)
+
+    def outcome(self, replica: Replica, update: int, norms: Tensor | None) -> Tensor | bool:
+        assert norms is not None
+        overflowed = not bool(norms.isfinite().all())
+        self._overflowed[update] = overflowed
+        if overflowed:
+            self._skipped(replica.stage.index, update)
+        return overflowed
+
+    def _verdict(self, batch: int) -> bool:
+        return self._overflowed.pop(batch)
+
+
+class Lagging(_Scaled):
+    """Flags travel from stage to stage through the bulletin."""
+
+    def __init__(self, scaling: Scaling, skipped: Skipped, rank: int, bulletin: Bulletin) -> None:
+        super().__init__(scaling, skipped)
+        self._rank = rank
+        self._bulletin = bulletin
+        self._flags: dict[tuple[int, int], bool] = {}
+
+    def awaits_scale(self, batch: int) -> Pending | None:
+        return AllOf([_Coming(self._bulletin, _key(0, earlier)) for earlier in self._scale.due(batch)])
+
+    def awaits_flag(self, stage: int, update: int) -> Pending | None:
+        return _Coming(self._bulletin, _key(stage + 1, update))
+
+    def unscale(self, replica: Replica, update: int) -> None:
+        stage = replica.stage
+        overflowed = bool(replica.device.read(replica.unscale(update)).value())
+        if not stage.is_last:
+            overflowed |= self._read(stage.index + 1, update)
+        self._flags[stage.index, update] = overflowed
+        if stage.ranks[0] == self._rank:
+            self._bulletin.post(_key(stage.index, update), str(int(overflowed)))
+            if update >= _KEPT:
+                self._bulletin.drop(_key(stage.index, update - _KEPT))
+
+    def outcome(self, replica: Replica, update: int, norms: Tensor | None) -> Tensor | bool:
+        overflowed = self._flags.pop((replica.stage.index, update))
+        if overflowed:
+            self._skipped(replica.stage.index, update)
+        return overflowed
+
+    def _verdict(self, batch: int) -> bool:
+        return self._read(0, batch)
+
+    def _read(self, stage: int, update: int) -> bool:
+        return self._bulletin.read(_key(stage, update)) == "1"
+
+
+def make_overflow(plan: Plan, rank: int, bulletin: Bulletin, scaling: Scaling | None, skipped: Skipped) -> Overflow:
+    """What goes with a plan."""
+    if scaling is None:
+        return Overflow()
+    if len(plan.stages) == 1:
+        return OneStage(scaling, skipped)
+    return Synchronous(scaling, skipped) if plan.agree else Lagging(scaling, skipped, rank, bulletin)
+
+
+def _key(stage: int, update: int) -> str:
+    return f"overflow/{stage}/{update}"
+
+
+class _Coming:
+    """A text that somebody will leave."""
+
+    def __init__(self, bulletin: Bulletin, key: str) -> None:
+        self._bulletin = bulletin
+        self._key = key
+
+    def is_completed(self) -> bool:
+        return self._bulletin.has(self._key)
+
+    def wait(self) -> None:
+        self._bulletin.read(self._key)
