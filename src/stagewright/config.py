@@ -109,7 +109,9 @@ class RunConfig(Section):
     growth_interval: int = option(2000, "--growth-interval", "fp16: batches without overflow until the scale doubles")
     device: Literal["cpu", "cuda"] = option("cpu", "--device", "kind of device")
     share_gpu: bool = option(False, "--share-gpu", "devices beyond the last GPU share the GPUs there are, in turn")
-    backend: Literal["auto", "gloo", "nccl"] = option("auto", "--backend", "auto: nccl where each rank has its own GPU")
+    backend: Literal["auto", "gloo", "nccl"] = option(
+        "auto", "--backend", "auto: nccl on GPUs, gloo where ranks share one"
+    )
     channels_last: bool = option(True, "--channels-last", "on GPUs, convolutional models keep channels last")
     compile: bool = option(False, "--compile", "torch.compile each stage")
     cuda_graph: Literal["auto", "on", "off"] = option(

@@ -53,23 +53,13 @@ def require_devices(config: Config, plan: Plan, warn: Callable[[str], None]) -> 
         )
     ranks = Counter(gpu_of(device.index, gpus, share=run.share_gpu) for device in here)
     gpu, most = ranks.most_common(1)[0]
+    if run.backend == "nccl" and run.share_gpu:
+        raise ValueError(f"--backend nccl needs a GPU for each rank, but {most} ranks share GPU {gpu}; use gloo")
     if most == 1:
         return
-    if run.backend == "nccl":
-        raise ValueError(f"--backend nccl needs a GPU for each rank, but {most} ranks share GPU {gpu}; use gloo")
     folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", _MPS_FOLDER))
     if not (folder / "control").exists():
         warn(
             f"{most} ranks share GPU {gpu} and CUDA MPS is not running, so they take turns and are slower; "
             "start it with nvidia-cuda-mps-control -d"
         )
-
-
-def uses_nccl(config: Config, plan: Plan, gpus: int) -> bool:
-    """Whether ranks talk by NCCL: they must each have a GPU."""
-    from stagewright.runtime.device import gpu_of
-
-    if config.run.device != "cuda" or config.run.backend == "gloo":
-        return False
-    places = [(device.machine, gpu_of(device.index, gpus, share=config.run.share_gpu)) for device in plan.devices]
-    return len(set(places)) == len(places)

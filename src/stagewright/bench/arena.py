@@ -21,11 +21,11 @@ from stagewright.bench.machine import busy_seconds
 from stagewright.bench.suites import Side
 
 Event = dict[str, Any]
-WORLD = 2
 _START_SECONDS = 300.0
 _SEGMENT_SECONDS = 600.0
 _LEAD_SECONDS = 0.05  # from the command to the common start
 _PATIENCE_SECONDS = 2.0
+_WARM_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,17 @@ class Segment:
     seconds: float
     loss: float  # of the last batch
     others: float  # cores that other processes kept busy meanwhile; 0 where the system does not tell
+    busiest: float | None = None  # share of the middle of the segment that the busiest rank's GPU work took
 
 
 class Ranks:
     """The living rank processes of one side."""
 
-    def __init__(self, side: Side, job: Path, folder: Path) -> None:
+    def __init__(self, side: Side, job: Path, folder: Path, world: int) -> None:
         folder.mkdir()
-        self._side = side
+        self.side = side
         self._heard: queue.SimpleQueue[tuple[int, Event | None]] = queue.SimpleQueue()
-        self._ranks = [_Process(side, job, rank, folder, self._heard) for rank in range(WORLD)]
+        self._ranks = [_Process(side, job, rank, folder, self._heard) for rank in range(world)]
         self._trained = 0
 
     def __enter__(self) -> Ranks:
@@ -72,7 +73,15 @@ class Ranks:
         seconds = max(event["end"] for event in events) - at
         losses = [event["loss"] for event in events if event["loss"] is not None]
         others = 0.0 if busy is None else (busy_seconds() or 0.0) - busy - sum(event["used"] for event in events)
-        return Segment(seconds, fmean(losses), max(0.0, others / (seconds + _LEAD_SECONDS)))
+        busy_shares = [event["busy"] for event in events if event["busy"] is not None]
+        busiest = max(busy_shares, default=None)
+        return Segment(seconds, fmean(losses), max(0.0, others / (seconds + _LEAD_SECONDS)), busiest)
+
+    def rest(self) -> None:
+        """Give back memory that the next side may need."""
+        for rank in self._ranks:
+            rank.tell({"rest": True})
+        self._hear("rested", _SEGMENT_SECONDS)
 
     def _hear(self, kind: str, timeout: float) -> list[Event]:
         """One event of a kind from every rank; other kinds are dropped."""
@@ -83,10 +92,10 @@ class Ranks:
                 rank, event = self._heard.get(timeout=max(0.0, limit - time.monotonic()))
             except queue.Empty:
                 raise ValueError(
-                    f"{self._side.name}: a rank was not {kind} after {timeout:g} s; give fewer --steps"
+                    f"{self.side.name}: a rank was not {kind} after {timeout:g} s; give fewer --steps"
                 ) from None
             if event is None:
-                raise ValueError(f"{self._side.name} rank {rank} {self._ranks[rank].story()}")
+                raise ValueError(f"{self.side.name} rank {rank} {self._ranks[rank].story()}")
             if event["kind"] == kind:
                 events.append(event)
         return events
@@ -145,10 +154,10 @@ def _listen(lines: IO[str], rank: int, heard: queue.SimpleQueue[tuple[int, Event
     heard.put((rank, None))
 
 
-def open_ranks(stack: ExitStack, jobs: Mapping[Side, Path], folder: Path) -> list[Ranks]:
+def open_ranks(stack: ExitStack, jobs: Mapping[Side, Path], folder: Path, world: int) -> list[Ranks]:
     """Start every side's ranks at once, and wait until all are ready; the stack ends them."""
     started = [
-        stack.enter_context(Ranks(side, job, folder / f"side-{number}"))
+        stack.enter_context(Ranks(side, job, folder / f"side-{number}", world))
         for number, (side, job) in enumerate(jobs.items())
     ]
     for ranks in started:
@@ -156,11 +165,28 @@ def open_ranks(stack: ExitStack, jobs: Mapping[Side, Path], folder: Path) -> lis
     return started
 
 
-def take_turns(sides: Sequence[Ranks], repeats: int, steps: int, tell: Callable[[str], None]) -> list[list[Segment]]:
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One side's way to take a turn: on a GPU it warms up first, and gives memory back afterwards."""
+
+    ranks: Ranks
+    steps: int
+    on_gpu: bool = False
+
+    def take(self) -> Segment:
+        if self.on_gpu:
+            self.ranks.train(_WARM_STEPS)
+        segment = self.ranks.train(self.steps)
+        if self.on_gpu:
+            self.ranks.rest()
+        return segment
+
+
+def take_turns(turns: Sequence[Turn], repeats: int, tell: Callable[[str], None]) -> list[list[Segment]]:
     """Each side's segments, in the order A B A B ...; a first one of each does not count."""
-    segments: list[list[Segment]] = [[] for _ in sides]
+    segments: list[list[Segment]] = [[] for _ in turns]
     for repeat in range(repeats + 1):
         tell(f"repeat {repeat} of {repeats}" if repeat else "warming up")
-        for side, timed in zip(sides, segments, strict=True):
-            timed.append(side.train(steps))
+        for turn, timed in zip(turns, segments, strict=True):
+            timed.append(turn.take())
     return [timed[1:] for timed in segments]

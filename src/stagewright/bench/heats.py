@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from stagewright.bench.arena import open_ranks, take_turns
+from stagewright.bench.arena import Turn, open_ranks, take_turns
+from stagewright.bench.mps import shared_gpu
 from stagewright.bench.report import Outcome, make_series
 from stagewright.bench.suites import Heat, Side, Suite, Work
 from stagewright.config import Config, make_config
@@ -33,26 +34,34 @@ def run_heats(suite: Suite, repeats: int, steps: int, tell: Tell) -> list[Outcom
 def _run_heat(suite: Suite, heat: Heat, repeats: int, steps: int, folder: Path, tell: Tell) -> list[Outcome]:
     tell(f"{heat.work}: starting {', '.join(side.name for side in heat.sides)}")
     jobs = _save_jobs(heat, folder)
+    lengths = {side: side.steps or steps for side in jobs}
     with ExitStack() as stack:
-        ranks = open_ranks(stack, jobs, folder)
-        segments = take_turns(ranks, repeats, steps, lambda text: tell(f"{heat.work}: {text}"))
+        if heat.work.setting.device == "cuda":
+            stack.enter_context(shared_gpu(tell))
+        ranks = open_ranks(stack, jobs, folder, heat.work.world)
+        turns = [Turn(side, lengths[side.side], heat.work.setting.device == "cuda") for side in ranks]
+        segments = take_turns(turns, repeats, lambda text: tell(f"{heat.work}: {text}"))
     series = {
-        side: make_series(side, suite.measure, heat.work, steps, timed)
+        side: make_series(side, suite.measure, heat.work, lengths[side], timed)
         for side, timed in zip(jobs, segments, strict=True)
     }
     return [Outcome(contest, heat.work, series[contest.ours], series[contest.theirs]) for contest in heat.contests]
 
 
 def _save_jobs(heat: Heat, folder: Path) -> dict[Side, Path]:
-    """Each side's job, as a file that its ranks read: sides differ in nothing but the mode."""
-    data = folder / "data.safetensors"
-    _save_data(heat.work, data)
-    files: dict[str, Path] = {}
-    for mode in dict.fromkeys(side.mode for side in heat.sides):
-        job, _ = prepare(_config(heat.work, mode, data, folder))
-        files[mode] = folder / f"{mode}.json"
-        job.save(files[mode])
-    return {side: files[side.mode] for side in heat.sides}
+    """Each side's job, as a file that its ranks read: sides differ in nothing but the mode and its microbatches."""
+    data = "synthetic"  # on GPUs every side keeps one batch on the device
+    if heat.work.setting.device == "cpu":
+        data = f"tensors:{folder / 'data.safetensors'}"
+        _save_data(heat.work, folder / "data.safetensors")
+    files: dict[tuple[str, int | None], Path] = {}
+    for side in heat.sides:
+        key = (side.mode, side.microbatches)
+        if key not in files:
+            job, _ = prepare(_config(heat.work, side, data, folder))
+            files[key] = folder / f"{side.mode}-{side.microbatches}.json"
+            job.save(files[key])
+    return {side: files[side.mode, side.microbatches] for side in heat.sides}
 
 
 def _save_data(work: Work, path: Path) -> None:
@@ -62,14 +71,25 @@ def _save_data(work: Work, path: Path) -> None:
     save_file({"images": images, "labels": torch.randint(work.classes, (samples,), generator=generator)}, path)
 
 
-def _config(work: Work, mode: str, data: Path, folder: Path) -> Config:
-    plan = {"placement": work.placement, "batch": work.batch, "microbatches": work.microbatches, "mode": mode}
+def _config(work: Work, side: Side, data: str, folder: Path) -> Config:
+    setting = work.setting
+    microbatches = side.microbatches or work.microbatches
+    plan = {"placement": work.placement, "batch": work.batch, "microbatches": microbatches, "mode": side.mode}
+    cut = {} if work.cut is None or side.mode == "dp" else {"cut": work.cut}
     return make_config(
         {
             "model": {"name": work.model},
-            "data": {"source": f"tensors:{data}", "shuffle": False},
-            "plan": plan | ({} if work.cut is None else {"cut": work.cut}),
+            "data": {"source": data, "shuffle": False, "samples": work.batch},
+            "plan": plan | cut,
             "optimizer": {"name": "sgd", "lr": _RATE, "momentum": 0.9},
-            "run": {"threads": 1, "runs": str(folder / "runs")},
+            "run": {
+                "threads": 1,
+                "runs": str(folder / "runs"),
+                "device": setting.device,
+                "precision": setting.precision,
+                "share_gpu": setting.device == "cuda",
+                "compile": setting.is_compiled,
+                "cuda_graph": setting.graph,
+            },
         }
     )

@@ -12,11 +12,32 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 from stagewright.model.units import Piece
-from stagewright.runtime.assemble import open_data, open_pieces
+from stagewright.runtime.assemble import open_data, open_pieces, set_up
+from stagewright.runtime.device import open_device
 from stagewright.runtime.job import Job
+from stagewright.runtime.precision import make_precision
 from stagewright.runtime.worker import Emit
 
 _CPU = torch.device("cpu")
+
+
+def static_batch(job: Job, device: torch.device) -> tuple[Tensor, Tensor]:
+    """One microbatch that stays on the device, as every side of a heat on GPUs has it."""
+    image, classes = job.config.data.image, job.config.model.classes
+    assert image is not None and classes is not None
+    generator = torch.Generator(device).manual_seed(0)
+    inputs = torch.randn(job.plan.samples, 3, image, image, device=device, generator=generator)
+    labels = torch.randint(classes, (job.plan.samples,), device=device, generator=generator)
+    return inputs.contiguous(memory_format=torch.channels_last), labels
+
+
+class _Side:
+    """What stock sides have in common: they tell nothing of when the GPU worked."""
+
+    loss: float | None = None
+
+    def busy(self, start: float, end: float) -> float | None:
+        return None
 
 
 def open_store(meeting: Path, world: int) -> dist.Store:
@@ -24,13 +45,12 @@ def open_store(meeting: Path, world: int) -> dist.Store:
     return dist.FileStore(str(meeting / "store"), world)
 
 
-class OneFOneB:
+class OneFOneB(_Side):
     """torch.distributed.pipelining: one stage a rank, Schedule1F1B, shapes known from the start."""
 
     def __init__(self, job: Job, rank: int, meeting: Path, emit: Emit) -> None:
         world = job.plan.world
         dist.init_process_group("gloo", store=open_store(meeting, world), rank=rank, world_size=world)
-        self.loss: float | None = None
         self._inputs, self._labels = _batches(job)
         self._is_first, self._is_last = rank == 0, rank == world - 1
         module = as_sequential(open_pieces(job.config, job.plan.cuts)[rank])
@@ -55,18 +75,23 @@ class OneFOneB:
         self.loss = float(torch.stack(losses).mean()) if losses else None
 
 
-class Ddp:
-    """DistributedDataParallel: every rank its share of the batch."""
+class Ddp(_Side):
+    """DistributedDataParallel: every rank its share of the batch; on GPUs as fast as stock options make it."""
 
     def __init__(self, job: Job, rank: int, meeting: Path, emit: Emit) -> None:
-        world = job.plan.world
+        world, self._precision = job.plan.world, make_precision(job.config.run.precision, job.config.run.device)
         assert job.plan.microbatches == world, "DDP runs one microbatch a rank"
+        set_up(job.config)
+        device = open_device(job.config.run.device, rank, share=True).device
         dist.init_process_group("gloo", store=open_store(meeting, world), rank=rank, world_size=world)
-        self.loss: float | None = None
-        inputs, labels = _batches(job)
-        own = slice(rank * job.plan.samples, (rank + 1) * job.plan.samples)
-        self._inputs, self._labels = inputs[:, own], labels[:, own]
-        (piece,) = open_pieces(job.config, ())
+        if device.type == "cuda":
+            inputs, labels = static_batch(job, device)
+            self._inputs, self._labels = inputs[None], labels[None]
+        else:
+            inputs, labels = _batches(job)
+            own = slice(rank * job.plan.samples, (rank + 1) * job.plan.samples)
+            self._inputs, self._labels = inputs[:, own], labels[:, own]
+        (piece,) = open_pieces(job.config, (), device)
         self._module = DistributedDataParallel(piece.training, gradient_as_bucket_view=True)
         self._optimizer = _optimizer(job, self._module)
 
@@ -74,9 +99,34 @@ class Ddp:
         for batch in range(first, first + steps):
             index = batch % len(self._inputs)
             self._optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(self._module(self._inputs[index]), self._labels[index])
+            with self._precision.forward_context():
+                loss = nn.functional.cross_entropy(self._module(self._inputs[index]), self._labels[index])
             loss.backward()  # type: ignore[no-untyped-call]
             self._optimizer.step()
+        self.loss = float(loss.detach())
+
+
+class Plain(_Side):
+    """One process on one GPU: the loop that everybody writes, compiled, with torch's own loss scaling in fp16."""
+
+    def __init__(self, job: Job, rank: int, meeting: Path, emit: Emit) -> None:
+        self._precision = make_precision(job.config.run.precision, job.config.run.device)
+        set_up(job.config)
+        device = open_device(job.config.run.device, 0, share=True).device
+        self._inputs, self._labels = static_batch(job, device)
+        (piece,) = open_pieces(job.config, (), device)
+        self._optimizer = _optimizer(job, piece.training)
+        self._model = torch.compile(piece.training, dynamic=False) if job.config.run.compile else piece.training
+        self._scaler = torch.amp.GradScaler(device.type, enabled=self._precision.is_scaled)
+
+    def train(self, first: int, steps: int) -> None:
+        for _ in range(steps):
+            self._optimizer.zero_grad()
+            with self._precision.forward_context():
+                loss = nn.functional.cross_entropy(self._model(self._inputs), self._labels)
+            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
         self.loss = float(loss.detach())
 
 

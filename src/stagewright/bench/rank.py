@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
-from stagewright.bench.ours import Stagewright
-from stagewright.bench.peers import Ddp, OneFOneB
+from stagewright.bench.ours import Stagewright, Unconnected
+from stagewright.bench.peers import Ddp, OneFOneB, Plain
 from stagewright.bench.suites import Kind
 from stagewright.runtime.job import Job
 from stagewright.runtime.worker import Emit
@@ -32,11 +32,17 @@ class Runner(Protocol):
 
     def train(self, first: int, steps: int) -> None: ...
 
+    def busy(self, start: float, end: float) -> float | None:
+        """The share of a segment's middle in which this rank's GPU worked for it, where that is known."""
+        ...
+
 
 _RUNNERS: dict[Kind, Callable[[Job, int, Path, Emit], Runner]] = {
     Kind.STAGEWRIGHT: Stagewright,
     Kind.ONE_F_ONE_B: OneFOneB,
     Kind.DDP: Ddp,
+    Kind.STOCK: Plain,
+    Kind.BOUND: Unconnected,
 }
 
 
@@ -50,11 +56,18 @@ def main() -> None:
     tell({"kind": "ready"})
     while True:
         command = commands.get()
+        if "rest" in command:
+            torch.cuda.empty_cache()
+            tell({"kind": "rested"})
+            continue
         time.sleep(max(0.0, command["at"] - time.monotonic()))  # all ranks of the machine read one clock
         used = time.process_time()
         runner.train(command["first"], command["steps"])
+        if job.config.run.device == "cuda":
+            torch.cuda.synchronize()
         end, used = time.monotonic(), time.process_time() - used
-        tell({"kind": "timed", "end": end, "used": used, "loss": runner.loss})
+        busy = runner.busy(command["at"], end)
+        tell({"kind": "timed", "end": end, "used": used, "loss": runner.loss, "busy": busy})
 
 
 def _own_output() -> Emit:

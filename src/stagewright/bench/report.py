@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from stagewright.bench.arena import WORLD, Segment
+from stagewright.bench.arena import Segment
 from stagewright.bench.machine import machine, num_cores
 from stagewright.bench.statistics import Ratio, median, median_ratio
 from stagewright.bench.suites import Contest, Measure, Side, Suite, Work
@@ -27,6 +27,7 @@ class Series:
     values: tuple[float, ...]
     losses: tuple[float, ...]  # of each segment's last batch: sides that do the same work have the same
     others: tuple[float, ...]  # cores that other processes kept busy meanwhile
+    busiest: float | None = None  # share of the time that the busiest rank's GPU work took, by its own events
 
     @property
     def median(self) -> float:
@@ -68,7 +69,13 @@ def make_series(side: Side, measure: Measure, work: Work, steps: int, segments: 
         tuple(measure.of(work, steps, segment.seconds) for segment in segments),
         tuple(segment.loss for segment in segments),
         tuple(segment.others for segment in segments),
+        _median_of(segment.busiest for segment in segments),
     )
+
+
+def _median_of(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 def describe(suite: Suite, outcomes: Sequence[Outcome], command: str) -> dict[str, Any]:
@@ -86,11 +93,15 @@ def describe(suite: Suite, outcomes: Sequence[Outcome], command: str) -> dict[st
 
 def show(console: Console, suite: Suite, outcomes: Sequence[Outcome], command: str) -> None:
     """The outcome as a table of 80 columns for each piece of work."""
-    for work, group in groupby(outcomes, key=lambda outcome: outcome.work):
+    for work, grouped in groupby(outcomes, key=lambda outcome: outcome.work):
         console.print(str(work), highlight=False)
+        group = list(grouped)
         console.print(_table(suite, group))
+        for series in {outcome.ours.side: outcome.ours for outcome in group if outcome.ours.busiest}.values():
+            console.print(f"{series.side}: the busiest rank computes {series.busiest:.0%} of the time", highlight=False)
     console.print(", ".join([*machine().values(), time.strftime("%Y-%m-%d")]), highlight=False)
-    if (others := _others(outcomes)) + WORLD > num_cores() + _TOLERANCE:
+    ranks = max(outcome.work.world for outcome in outcomes)
+    if (others := _others(outcomes)) + ranks > num_cores() + _TOLERANCE:
         busy = f"other processes kept {others:.1f} of {num_cores()} cores busy"
         console.print(f"warning: {busy}; repeat on a quiet machine", highlight=False)
     console.print(f"repeat with: {command}", highlight=False, soft_wrap=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from stagewright.bench.statistics import Ratio
+from stagewright.cluster import parse_placement
 
 
 class Kind(StrEnum):
@@ -15,6 +16,8 @@ class Kind(StrEnum):
     STAGEWRIGHT = "stagewright"
     ONE_F_ONE_B = "1f1b"
     DDP = "ddp"
+    STOCK = "stock"  # one process: a plain loop, compiled
+    BOUND = "bound"  # Stagewright's own ranks and kernels, without messages and sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +27,26 @@ class Side:
     name: str
     kind: Kind
     mode: str
+    microbatches: int | None = None  # of its own, where one microbatch a rank is the side's way
+    steps: int | None = None  # of one segment, where its steps take much longer than the others'
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the work runs on, and how."""
+
+    device: str = "cpu"
+    precision: str = "fp32"
+    is_compiled: bool = False
+    graph: str = "off"
+
+    def __str__(self) -> str:
+        return f"{self.precision}{', compiled' if self.is_compiled else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What every side of a heat does, to the last microbatch."""
+    """What every side of a heat does."""
 
     model: str
     placement: str
@@ -37,12 +55,19 @@ class Work:
     input_shape: tuple[int, ...]
     classes: int
     cut: str | None = None
+    setting: Setting = Setting()
+
+    @property
+    def world(self) -> int:
+        return len({device for devices in parse_placement(self.placement) for device in devices})
 
     def __str__(self) -> str:
         ranks = self.placement.replace("0:", "").replace(".", " + ")
         cut = "" if self.cut is None else f" cut before {self.cut}"
         samples = self.batch // self.microbatches
-        return f"{self.model.rpartition(':')[2]}{cut} on ranks {ranks}, {self.microbatches} microbatches of {samples}"
+        setting = "" if self.setting.device == "cpu" else f", {self.setting}"
+        model = self.model.rpartition(":")[2]
+        return f"{model}{cut} on ranks {ranks}, {self.microbatches} microbatches of {samples}{setting}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +159,43 @@ def _small_vgg(microbatches: int) -> Heat:
     return Heat(work, _IMAGES_A_SEGMENT // batch, contests)
 
 
+_DDP_8 = Side("torch DDP", Kind.DDP, "dp", microbatches=8, steps=8)
+_DP_8 = Side("dp", Kind.STAGEWRIGHT, "dp", microbatches=8, steps=8)
+_BOUND = Side("no messages", Kind.BOUND, "stale")
+_STOCK = Side("torch", Kind.STOCK, "dp")
+_PHOTO = (3, 224, 224)
+
+
+def _vgg_on_gpu(precision: str, times_ddp: float, of_bound: float) -> Heat:
+    """The published experiment: convolutions on seven ranks, fully connected layers on one."""
+    work = Work("vgg16", "0:0-6.0:7", 224, 7, _PHOTO, 1000, cut="avgpool", setting=Setting("cuda", precision))
+    contests = (
+        Contest(_STALE, _DDP_8, at_least(times_ddp)),
+        Contest(_STALE, _BOUND, at_least(of_bound)),
+        Contest(_DP_8, _DDP_8, not_slower()),
+    )
+    return Heat(work, 30, contests)
+
+
+def _resnet_on_gpu(setting: Setting, placement: str, batch: int, steps: int, contest: Contest) -> Heat:
+    work = Work("resnet50", placement, batch, contest.ours.microbatches or 1, _PHOTO, 1000, setting=setting)
+    return Heat(work, steps, (contest,))
+
+
+_GPU = Suite(
+    "gpu",
+    _IMAGES,
+    (
+        _vgg_on_gpu("bf16", 6.0, 0.80),
+        _vgg_on_gpu("fp32", 3.2, 0.88),
+        _resnet_on_gpu(Setting("cuda", "bf16"), "0:0-7", 256, 16, Contest(_DP_8, _DDP_8, not_slower())),
+        *(
+            _resnet_on_gpu(Setting("cuda", precision, True), "0:0", 256, 40, Contest(_DP, _STOCK, not_slower()))
+            for precision in ("fp16", "bf16")
+        ),
+    ),
+)
+
 SUITES = {
     suite.name: suite
     for suite in (
@@ -146,5 +208,6 @@ SUITES = {
                 Heat(_SMALL_VGG_WHOLE, 16, (Contest(_DP, _DDP, not_slower()),)),
             ),
         ),
+        _GPU,
     )
 }

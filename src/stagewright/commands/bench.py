@@ -6,7 +6,7 @@ import argparse
 
 from stagewright.commands.options import Commands, add_json
 
-SUITES = ("overhead", "peers", "published", "planner", "own")
+SUITES = ("overhead", "peers", "gpu", "published", "planner", "own")
 
 
 def add(commands: Commands) -> None:

@@ -20,6 +20,7 @@ from stagewright.model.units import Chain, Piece
 from stagewright.plan.plan import Plan, Stage
 from stagewright.runtime.boundary import Form, Links
 from stagewright.runtime.channels import Inbox, Outbox
+from stagewright.runtime.compute import Computing
 from stagewright.runtime.device import Cpu, Device
 from stagewright.runtime.job import Job
 from stagewright.runtime.network import Network, channels_of
@@ -162,5 +163,6 @@ def _replica(job: Job, stage: Stage, piece: Piece, links: Links, collective: Col
     reducer = Reducer(collective, ring.parameters, ring.master.itemsize, config.run.bucket * 2**20)
     form = Form(job.channels_last, precision.is_scaled)
     share = job.plan.stages[-1].round / stage.round
-    rules = Rules(config.run.seed, precision, config.optimizer.label_smoothing, share, form)
+    computing = Computing(config.run.compile, config.run.cuda_graph)
+    rules = Rules(config.run.seed, precision, config.optimizer.label_smoothing, share, form, computing)
     return Replica(stage, piece, ring, reducer, Optimizer(config.optimizer, ring.master), links, rules, device)

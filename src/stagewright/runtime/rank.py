@@ -20,9 +20,9 @@ from stagewright.runtime.assemble import assemble, set_up
 from stagewright.runtime.device import open_device
 from stagewright.runtime.job import Job
 from stagewright.runtime.messages import LayoutError
-from stagewright.runtime.network import GlooNetwork
+from stagewright.runtime.nccl import open_network
 from stagewright.runtime.pending import LostPeer, Pending, first_line
-from stagewright.runtime.recorder import FlightRecorder, last_action
+from stagewright.runtime.recorder import last_action, make_recorder
 from stagewright.runtime.worker import Worker
 
 EVENTS = "events"
@@ -56,10 +56,10 @@ def main() -> None:
 def run_rank(job: Job, rank: int, store: Store, emit: Any) -> None:
     """Build a rank's worker, run its job, leave its weights and its trace."""
     folder = Path(job.folder)
-    recorder = FlightRecorder(position_file(folder, rank))
     set_up(job.config)
     device = open_device(job.config.run.device, job.plan.devices[rank].index, share=job.config.run.share_gpu)
-    network = GlooNetwork(store, rank, "lo", job.config.run.timeout, device)
+    network = open_network(job.config, store, rank, "lo", device)
+    recorder = make_recorder(position_file(folder, rank), device)
     worker = assemble(job, rank, network, emit, recorder, device)
     emit({"kind": "ready", "rank": rank})
     drive(worker)

@@ -8,12 +8,16 @@ import time
 from collections import deque
 from pathlib import Path
 
+import torch
+
+from stagewright.runtime.device import Device
 from stagewright.runtime.worker import Recorder
 from stagewright.schedule.action import Action, Op
 
 _OPS = tuple(Op)
 _RECORD = struct.Struct("<6q")
 _ABSENT = -1
+_COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.UPDATE)
 _LANES = {Op.SEND_ACT: "transfer", Op.SEND_GRAD: "transfer", Op.REDUCE: "transfer"}
 
 
@@ -56,6 +60,51 @@ class FlightRecorder(Recorder):
             for action, start, end in self._spans
             if action.op not in (Op.RECV_ACT, Op.RECV_GRAD)
         ]
+
+
+class GpuRecorder(FlightRecorder):
+    """Times computes by events on the GPU's own clock: the host is done long before."""
+
+    def __init__(self, path: Path, spans: int = 4096) -> None:
+        super().__init__(path, spans)
+        self._computes: deque[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=spans)
+        self._began = _timed()
+        self._began.synchronize()
+        self._origin = time.monotonic()
+        self._event = self._began
+
+    def ready(self, action: Action) -> None:
+        super().ready(action)
+        if action.op in _COMPUTES:
+            self._event = _timed()
+
+    def end(self, action: Action) -> None:
+        if action.op in _COMPUTES:
+            self._computes.append((action, self._event, _timed()))
+        else:
+            super().end(action)
+
+    def spans(self) -> list[tuple[str, str, str, float, float]]:
+        computes = [
+            ("compute", str(action.op), str(action), self._at(start), self._at(end))
+            for action, start, end in self._computes
+        ]
+        return computes + super().spans()
+
+    def _at(self, event: torch.cuda.Event) -> float:
+        event.synchronize()
+        return float(self._origin + self._began.elapsed_time(event) / 1e3)
+
+
+def _timed() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def make_recorder(path: Path, device: Device) -> FlightRecorder:
+    """What keeps a rank's actions."""
+    return FlightRecorder(path) if device.device.type == "cpu" else GpuRecorder(path)
 
 
 def last_action(path: Path, rank: int) -> Action | None:

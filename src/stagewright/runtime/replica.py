@@ -14,6 +14,7 @@ from torch.nn import functional
 from stagewright.model.units import Piece
 from stagewright.plan.plan import Stage
 from stagewright.runtime.boundary import Arrival, Cut, Form, Links, Returned
+from stagewright.runtime.compute import Computing, make_compute
 from stagewright.runtime.device import Device, Reading
 from stagewright.runtime.optimize import Optimizer
 from stagewright.runtime.precision import Precision
@@ -28,7 +29,7 @@ class Flight:
 
     roots: list[Tensor]  # where backward begins
     leaves: list[Tensor]  # what the stage before wants gradients of
-    release: Callable[[], None]
+    releases: list[Callable[[], None]]
 
 
 def seed_of(seed: int, microbatch: int, stage: int) -> int:
@@ -45,6 +46,7 @@ class Rules:
     label_smoothing: float
     gradient_scale: float  # of this stage's gradient, which the last stage has divided by its own round
     form: Form
+    computing: Computing
 
 
 class Replica:
@@ -70,6 +72,7 @@ class Replica:
         self.rules = rules
         self.device = device
         self.statistics = Statistics(piece.training)
+        self.compute = make_compute(piece.training, rules.precision, device, rules.computing)
         self.before: Cut | None = None
         self.behind: Cut | None = None
         self.arrivals: dict[int, Arrival] = {}
@@ -127,8 +130,7 @@ class Replica:
         self.ring.use(version)
         arguments, leaves = self._arguments(arrival)
         self.device.seed(seed_of(self.rules.seed, microbatch, self.stage.index))
-        with self.rules.precision.forward_context():
-            made = self.piece.training(*arguments)
+        made, release = self.compute.forward(version % self.stage.versions, arguments)
         self.statistics.count += 1
         if self.stage.is_last:
             loss = self._loss(made, arrival.labels, microbatch)
@@ -138,7 +140,7 @@ class Replica:
             roots = [made[index] for index in self.behind.differentiable]
             tensors = [made[index].detach() for index in self.behind.travelling]
             self.outputs[microbatch] = Arrival(tensors, arrival.labels)
-        self.flights[microbatch] = Flight(roots, leaves, arrival.release)
+        self.flights[microbatch] = Flight(roots, leaves, [arrival.release, release])
 
     def backward(self, microbatch: int, version: int, overlap: bool, scale: float | None = None) -> None:
         """Add a microbatch's gradient to its update's; `overlap` lets the reduce begin before it is all there.
@@ -165,8 +167,11 @@ class Replica:
         returned.release()
         if not self.stage.is_first:
             gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in flight.leaves]
+            if self.compute.overwrites:
+                gradients = [gradient.clone() for gradient in gradients]
             self.gradients[microbatch] = Returned(gradients, self._scales.get(update))
-        flight.release()
+        for release in flight.releases:
+            release()
 
     def reduce(self, update: int) -> None:
         self._begin_gathering(update)  # a replica without a microbatch of this round joins with zeros

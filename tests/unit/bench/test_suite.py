@@ -30,7 +30,7 @@ def test_overhead_runs_both_sides_on_the_same_work(capfd: pytest.CaptureFixture[
 def test_a_rank_that_fails_is_one_line(tmp_path: Path) -> None:
     side = SUITES["overhead"].heats[0].sides[0]
     with ExitStack() as stack, pytest.raises(ValueError, match=r"^sync rank \d ended with code 1: FileNotFound.*$"):
-        open_ranks(stack, {side: tmp_path / "no.json"}, tmp_path)
+        open_ranks(stack, {side: tmp_path / "no.json"}, tmp_path, 2)
 
 
 @pytest.mark.parametrize("name", sorted(SUITES))

@@ -1,0 +1,100 @@
+"""Ranks with a GPU each: messages and sums by NCCL, device memory to device memory.
+
+NCCL has no tags, runs what it is given in order, and a receive occupies the GPU until its message comes. So there is a
+communicator for each channel: a message never waits behind one of the other direction, and both ends issue a channel's
+messages in the one order that the checker has proven. A channel has one receive posted at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import PrefixStore, Store
+
+from stagewright.config import Config
+from stagewright.runtime.device import Device, Gpu
+from stagewright.runtime.messages import DirectMessage, Layout, Message
+from stagewright.runtime.network import ChannelName, GlooNetwork, Network
+from stagewright.runtime.pending import Pending, Transport
+from stagewright.runtime.reduce import Alone, Collective
+
+
+def uses_nccl(config: Config) -> bool:
+    """Whether ranks talk by NCCL: where each has a GPU of its own."""
+    run = config.run
+    return run.device == "cuda" and not run.share_gpu and run.backend != "gloo"
+
+
+def open_network(config: Config, store: Store, rank: int, interface: str, device: Device) -> Network:
+    """What connects a rank to the others."""
+    if uses_nccl(config) and isinstance(device, Gpu):
+        return NcclNetwork(store, rank, interface, config.run.timeout, device)
+    return GlooNetwork(store, rank, interface, config.run.timeout, device)
+
+
+class NcclNetwork:
+    """A communicator a channel and a collective, made in one order by all; small things on the host go by gloo."""
+
+    posted_ahead = 1
+
+    def __init__(self, store: Store, rank: int, interface: str, timeout: float, gpu: Gpu) -> None:
+        self._store = PrefixStore("nccl", store)
+        self._rank = rank
+        self._gpu = gpu
+        self._timeout = timedelta(seconds=timeout)
+        self._host = GlooNetwork(store, rank, interface, timeout)
+        self.bulletin = self._host.bulletin
+
+    def message(self, layout: Layout) -> Message:
+        return DirectMessage(layout, self._gpu, own_streams=True)
+
+    def transport(self, name: ChannelName, window: int) -> Transport:
+        return NcclTransport(self.group(str(name), (name.source, name.target)))
+
+    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
+        if len(ranks) == 1:
+            return Alone()
+        return NcclCollective(self.group(name, ranks), self._host.collective(name, ranks))
+
+    def group(self, name: str, ranks: Sequence[int]) -> Any:
+        """A communicator, connected at once: every rank makes its own in the same order, so none waits for ever."""
+        from torch.distributed import ProcessGroupNCCL
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        store = PrefixStore(name, self._store)
+        group = ProcessGroupNCCL(store, ranks.index(self._rank), len(ranks), options)
+        group.eager_connect_single_device(self._gpu.device)
+        return group
+
+
+class NcclTransport:
+    """A group of two: the sender is its first member. Waiting orders streams; the host goes on."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def send(self, buffer: Tensor) -> Pending:
+        sending: Pending = self._group.send([buffer], 1, 0)
+        return sending
+
+    def receive(self, buffer: Tensor) -> Pending:
+        receiving: Pending = self._group.recv([buffer], 0, 0)
+        return receiving
+
+
+class NcclCollective:
+    """Sums on the GPU by NCCL, and what lies on the host by gloo."""
+
+    def __init__(self, group: Any, host: Collective) -> None:
+        self._group = group
+        self._host = host
+
+    def sum(self, tensor: Tensor) -> Pending:
+        if not tensor.is_cuda:
+            return self._host.sum(tensor)
+        summing: Pending = self._group.allreduce([tensor])
+        return summing
