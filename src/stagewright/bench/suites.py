@@ -161,7 +161,7 @@ def _small_vgg(microbatches: int) -> Heat:
 
 _DDP_8 = Side("torch DDP", Kind.DDP, "dp", microbatches=8, steps=8)
 _DP_8 = Side("dp", Kind.STAGEWRIGHT, "dp", microbatches=8, steps=8)
-_BOUND = Side("no messages", Kind.BOUND, "stale")
+_BOUND = Side("bound", Kind.BOUND, "stale")
 _STOCK = Side("torch", Kind.STOCK, "dp")
 _PHOTO = (3, 224, 224)
 

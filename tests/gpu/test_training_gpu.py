@@ -1,0 +1,183 @@
+"""Training on a GPU: the same numbers as on the CPU, as in one process, as with stock loss scaling, as without capture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from stagewright.data.order import Order
+from stagewright.data.sources import SyntheticSource
+from stagewright.experiment import Result, train
+from stagewright.model.load import build_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device; run on a machine with a GPU"),
+]
+
+_LAYOUTS = {
+    "2+1 stale": {"placement": "0:0-1.0:2", "mode": "stale"},
+    "2-1 sync": {"placement": "0:0-1.0:2", "mode": "sync"},
+    "3 dp": {"placement": "0:0-2", "mode": "dp"},
+}
+
+
+def run(folder: Path, model: str = "resnet8", **settings: Any) -> Result:
+    defaults: dict[str, Any] = {
+        "samples": 240,
+        "batch": 48,
+        "microbatches": 6,
+        "steps": 6,
+        "lr": 0.05,
+        "precision": "ieee",
+        "device": "cuda",
+        "share_gpu": True,
+        "cuda_graph": "off",
+        "runs": str(folder),
+        "export": str(folder / f"{len(list(folder.iterdir()))}.safetensors"),
+    }
+    if settings.get("device") == "cpu":
+        del defaults["share_gpu"], defaults["cuda_graph"]
+    return train(model, **{**defaults, **settings})
+
+
+def apart(some: Result, others: Result) -> float:
+    """The largest difference of any weight, relative to its tensor's size."""
+    left, right = some.weights(), others.weights()
+    return max(
+        float((left[name].double() - right[name].double()).norm() / (left[name].double().norm() + 1e-6))
+        for name in left
+        if left[name].is_floating_point()
+    )
+
+
+def is_same(some: Result, others: Result) -> bool:
+    left, right = some.weights(), others.weights()
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_a_gpu_trains_as_the_cpu_does(layout: str, tmp_path: Path) -> None:
+    options = {**_LAYOUTS[layout], "emulate": True, "steps": 3, "lr": 0.01}
+    on_cpu = run(tmp_path, device="cpu", **options)
+    assert apart(on_cpu, run(tmp_path, **options)) < 1e-3
+
+
+def test_ranks_that_share_a_gpu_train_as_one_process_does(tmp_path: Path) -> None:
+    options = {**_LAYOUTS["2+1 stale"], "deterministic": True}
+    emulated = run(tmp_path, "vgg-small", emulate=True, **options)
+    real = run(tmp_path, "vgg-small", **options)
+    assert apart(emulated, real) < 1e-5
+    assert is_same(real, run(tmp_path, "vgg-small", **options))
+    assert apart(real, run(tmp_path, "vgg-small", dynamic=True, **options)) < 1e-6
+
+
+def test_captured_stages_compute_the_same(tmp_path: Path) -> None:
+    options = {**_LAYOUTS["2+1 stale"], "emulate": True, "deterministic": True}
+    called = run(tmp_path, "vgg-small", **options)
+    assert apart(called, run(tmp_path, "vgg-small", cuda_graph="on", **options)) < 1e-6
+
+
+def test_compiled_stages_compute_the_same_and_compile_once(tmp_path: Path) -> None:
+    from torch._dynamo.utils import counters
+
+    options = {"placement": "0:0.0:1", "mode": "stale", "emulate": True}
+    called = run(tmp_path, **options)
+    counters.clear()
+    assert apart(called, run(tmp_path, compile=True, **options)) < 1e-3
+    assert counters["stats"]["unique_graphs"] == 2  # one a stage, whatever the versions
+
+
+def gradscaler(steps: int, scale: float, interval: int) -> tuple[dict[str, Tensor], list[float]]:
+    """A loop as in torch's documentation: gradient accumulation, GradScaler, SGD."""
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = True, False
+    model = build_model("resnet8", 0, 10).cuda().to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
+    scaler = torch.amp.GradScaler("cuda", init_scale=scale, growth_interval=interval)
+    source = SyntheticSource(240, 10, 32, 0)
+    order = Order(240, 48, 0, True)
+    scales = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        scales.append(float(scaler.get_scale()))
+        for microbatch in range(6):
+            inputs, labels = source.batch(order.microbatch(step * 6 + microbatch, 6))
+            with torch.autocast("cuda", torch.float16):
+                logits = model(inputs.cuda().contiguous(memory_format=torch.channels_last))
+            scaler.scale(cross_entropy(logits.float(), labels.cuda()) / 6).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return model.state_dict(), scales
+
+
+@pytest.mark.parametrize("placement", ["0:0", "0:0.0:1"])
+def test_fp16_is_a_gradscaler_run(placement: str, tmp_path: Path) -> None:
+    scale = 2.0**24  # overflows at first
+    options = {"placement": placement, "mode": "sync", "precision": "fp16", "deterministic": True, "steps": 12}
+    result = run(tmp_path, emulate=True, loss_scale=scale, growth_interval=3, **options)
+    weights, scales = gradscaler(12, scale, 3)
+    assert [step.loss_scale for step in result.steps] == scales
+    assert min(scales) < scale and len(set(scales)) > 3
+    skipped = sum(later < earlier for earlier, later in zip(scales, scales[1:], strict=False))
+    assert result.summary["skipped_updates"] == [skipped] * len(result.plan.stages)
+    ours = result.weights()
+    assert max(float((ours[name] - weights[name].cpu()).abs().max()) for name in ours) < 2e-3
+
+
+_TOLERANCE = {"ieee": 1e-4, "fp32": 2e-2, "tf32": 2e-2, "bf16": 0.15, "fp16": 0.05}
+
+
+@pytest.mark.parametrize("model", ["alexnet", "vgg16", "resnet50"])
+def test_every_precision_learns_and_begins_like_fp32(model: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"batch": 32, "microbatches": 2, "mode": "sync", "placement": "0:0.0:0", "classes": 10}
+    options |= {"emulate": True, "samples": 64, "image": 64 if model != "alexnet" else 96, "momentum": 0.9}
+    first = {}
+    for precision in _TOLERANCE:
+        once = run(tmp_path, model, precision=precision, **{**options, "steps": 1, "lr": 1.0, "momentum": 0.0})
+        initial = build_model(model, 0, 10).state_dict()
+        weights = once.weights()
+        moved = [(weights[name] - initial[name]).flatten() for name, p in build_model(model, 0, 10).named_parameters()]
+        first[precision] = torch.cat(moved)
+        rate = 0.05 if model == "resnet50" else 0.02
+        losses = [
+            step.loss
+            for step in run(
+                tmp_path, model, precision=precision, **{**options, "steps": 40, "lr": rate, "warmup": 10}
+            ).steps
+        ]
+        assert sum(losses[-4:]) < 0.7 * sum(losses[:4]), (precision, losses)
+    for precision, limit in _TOLERANCE.items():
+        gap = float((first[precision] - first["ieee"]).norm() / first["ieee"].norm())
+        print(f"{model} {precision}: first gradient {gap:.1e} from ieee")
+        assert gap <= limit, (precision, gap)
+
+
+def test_one_rank_by_nccl() -> None:
+    from torch.distributed import HashStore
+
+    from stagewright.runtime.device import Gpu
+    from stagewright.runtime.nccl import NcclCollective, NcclNetwork
+    from stagewright.runtime.reduce import Alone
+
+    network = NcclNetwork(HashStore(), 0, "lo", 60, Gpu(0))
+    collective = NcclCollective(network.group("all", (0,)), Alone())
+    values = torch.arange(8.0, device="cuda")
+    collective.sum(values).wait()
+    assert values.tolist() == list(range(8))
+
+
+def test_memory_that_is_not_there_is_one_message(tmp_path: Path) -> None:
+    from stagewright.runtime.job import RunFailed
+
+    free = torch.cuda.mem_get_info()[0]
+    held = torch.empty(max(0, free - 3 * 2**30), dtype=torch.uint8, device="cuda")
+    with pytest.raises(
+        RunFailed, match=r"stage 0 replica 0 \(rank 0.*out of GPU memory.*more needed.*free.*largest microbatch"
+    ):
+        run(tmp_path, "vgg16", batch=256, microbatches=1, placement="0:0", mode="dp", steps=1, image=224, samples=256)
+    del held
