@@ -9,10 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action of one rank, from when it began to when it ended; waiting is the gap between spans."""
+    """One action of one rank, from when it began to when it ended."""
 
     rank: int
-    lane: str  # compute or transfer
+    lane: str  # compute, transfer, or wait: for what an action needs
     kind: str  # F, B, U, ...
     name: str  # the action as text
     start: float

@@ -16,6 +16,7 @@ from stagewright.data.numbering import Pieces, Share, Training
 from stagewright.data.order import Order
 from stagewright.data.sources import ImageOptions, Source, open_source
 from stagewright.model.load import build_model
+from stagewright.model.repeat import make_repeatable
 from stagewright.model.units import Chain, Piece
 from stagewright.plan.plan import Plan, Stage
 from stagewright.runtime.boundary import Form, Links
@@ -67,6 +68,8 @@ def open_pieces(config: Config, cuts: tuple[str, ...], device: torch.device | No
     """The model's pieces with their initial weights, in the run's precision."""
     precision = make_precision(config.run.precision, config.run.device)
     model = build_model(config.model.name, config.run.seed, config.model.classes).to(precision.weights)
+    if config.run.deterministic:
+        model = make_repeatable(model)
     if device is not None:
         order = torch.channels_last if has_channels_last(config, model) else torch.preserve_format
         model = model.to(device=device, memory_format=order)  # type: ignore[call-overload]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -86,9 +87,11 @@ class GlooNetwork:
     def __init__(self, store: Store, rank: int, interface: str, timeout: float, device: Device | None = None) -> None:
         self._store = store
         self._rank = rank
-        self._device = ProcessGroupGloo.create_device(interface=interface)
         self._timeout = timedelta(seconds=timeout)
         self._gpu = device if isinstance(device, Gpu) else None
+        self._device = ProcessGroupGloo.create_device(interface=interface)
+        extra = 0 if self._gpu is None else int(os.environ.get("TRY_DEVICES", "2"))  # sums do not hold up messages
+        self._for_sums = [ProcessGroupGloo.create_device(interface=interface) for _ in range(extra)] or [self._device]
         self._courier = Courier() if self._gpu else None
         self.bulletin = StoreBulletin(PrefixStore("layout", store))
 
@@ -98,17 +101,17 @@ class GlooNetwork:
         return StagedMessage(layout, self._gpu, self._courier)
 
     def transport(self, name: ChannelName, window: int) -> Transport:
-        gloo = _GlooTransport(self._group(str(name), (name.source, name.target)))
+        gloo = _GlooTransport(self._group(str(name), (name.source, name.target), [self._device]))
         store = PrefixStore(f"stream/{name}", self._store)
         return StreamTransport(connect(store, self._rank == name.source, self._timeout), gloo, window)
 
     def collective(self, name: str, ranks: Sequence[int]) -> Collective:
-        return _GlooCollective(self._group(name, ranks)) if len(ranks) > 1 else Alone()
+        return _GlooCollective(self._group(name, ranks, self._for_sums)) if len(ranks) > 1 else Alone()
 
-    def _group(self, name: str, ranks: Sequence[int]) -> Any:
+    def _group(self, name: str, ranks: Sequence[int], devices: Sequence[Any]) -> Any:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [self._device]
-        options._threads = 1 if self._gpu is None else 2  # one stages a bucket while the other sums the one before
+        options._devices = list(devices)
+        options._threads = 1 if self._gpu is None else int(os.environ.get("TRY_THREADS", "2"))
         options._timeout = self._timeout
         store = PrefixStore(name, self._store)
         return ProcessGroupGloo(store, ranks.index(self._rank), len(ranks), options)

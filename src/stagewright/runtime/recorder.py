@@ -17,6 +17,7 @@ from stagewright.schedule.action import Action, Op
 _OPS = tuple(Op)
 _RECORD = struct.Struct("<6q")
 _ABSENT = -1
+_SHORTEST_WAIT = 5e-5  # seconds; shorter ones would only fill the trace
 _COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.UPDATE)
 _LANES = {Op.SEND_ACT: "transfer", Op.SEND_GRAD: "transfer", Op.REDUCE: "transfer"}
 
@@ -32,7 +33,8 @@ class FlightRecorder(Recorder):
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _RECORD.size)
         self._spans: deque[tuple[Action, float, float]] = deque(maxlen=spans)
-        self._ready = 0.0
+        self._waits: deque[tuple[Action, float, float]] = deque(maxlen=spans)
+        self._begun = self._ready = 0.0
 
     def begin(self, action: Action) -> None:
         op, _, stage, microbatch, version, peer = action
@@ -46,20 +48,25 @@ class FlightRecorder(Recorder):
             _ABSENT if peer is None else peer,
             0,
         )
+        self._begun = time.monotonic()
 
     def ready(self, action: Action) -> None:
         self._ready = time.monotonic()
+        if self._ready - self._begun > _SHORTEST_WAIT:
+            self._waits.append((action, self._begun, self._ready))
 
     def end(self, action: Action) -> None:
         self._spans.append((action, self._ready, time.monotonic()))
 
     def spans(self) -> list[tuple[str, str, str, float, float]]:
-        """Lane, kind, name, start and end of the last actions; waiting is the gap between them."""
-        return [
+        """Lane, kind, name, start and end of the last actions, and of the times that the host waited before one."""
+        done = [
             (_LANES.get(action.op, "compute"), str(action.op), str(action), start, end)
             for action, start, end in self._spans
             if action.op not in (Op.RECV_ACT, Op.RECV_GRAD)
         ]
+        waits = [("wait", str(action.op), str(action), start, end) for action, start, end in self._waits]
+        return done + waits
 
 
 class GpuRecorder(FlightRecorder):

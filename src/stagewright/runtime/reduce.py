@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -78,7 +79,7 @@ class Reducer:
         self, collective: Collective, parameters: Sequence[Parameter], itemsize: int, bucket_bytes: int
     ) -> None:
         self._collective = collective
-        self._most = max(1, bucket_bytes // itemsize)
+        self._most = max(1, int(float(os.environ.get("TRY_CHUNK", 25)) * 2**20) // itemsize)
         self._is_split = bucket_bytes > 0
         self._buckets = make_buckets(parameters, itemsize, bucket_bytes)
         self._ranges = [
