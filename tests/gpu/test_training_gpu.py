@@ -1,7 +1,9 @@
-"""Training on a GPU: the same numbers as on the CPU, as in one process, as with stock loss scaling, as without capture."""
+"""Training on a GPU: the numbers of the CPU, of one process, of stock loss scaling, of stages that are not captured."""
 
 from __future__ import annotations
 
+import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +51,8 @@ def run(folder: Path, model: str = "resnet8", **settings: Any) -> Result:
 def apart(some: Result, others: Result) -> float:
     """How far two runs' weights are apart, relative to how far the first run moved them."""
     left, right = some.weights(), others.weights()
-    initial = build_model(json.loads((some.folder / "job.json").read_text())["config"]["model"]["name"], 0, 10).state_dict()
-        some.folder.name.split("-stale")[0].split("-sync")[0].split("-dp")[0].split("-", 2)[2], 0, 10
-    ).state_dict()
+    config = tomllib.loads((some.folder / "config.toml").read_text())
+    initial = build_model(config["model"]["name"], 0, 10).state_dict()
     names = [name for name in left if left[name].is_floating_point()]
     difference = sum(float((left[name].double() - right[name].double()).square().sum()) for name in names)
     moved = sum(float((left[name].double() - initial[name].double()).square().sum()) for name in names)
@@ -125,7 +126,7 @@ def test_fp16_is_a_gradscaler_run(placement: str, tmp_path: Path) -> None:
     weights, scales = gradscaler(12, scale, 3)
     assert [step.loss_scale for step in result.steps] == scales
     assert min(scales) < scale and len(set(scales)) > 3
-    skipped = sum(later < earlier for earlier, later in zip(scales, scales[1:], strict=False))
+    skipped = sum(later < earlier for earlier, later in pairwise(scales))
     assert result.summary["skipped_updates"] == [skipped] * len(result.plan.stages)
     ours = result.weights()
     assert max(float((ours[name] - weights[name].cpu()).abs().max()) for name in ours) < 2e-3
@@ -146,12 +147,8 @@ def test_every_precision_learns_and_begins_like_fp32(model: str, tmp_path: Path)
         moved = [(weights[name] - initial[name]).flatten() for name, p in build_model(model, 0, 10).named_parameters()]
         first[precision] = torch.cat(moved)
         rate = 0.05 if model == "resnet50" else 0.02
-        losses = [
-            step.loss
-            for step in run(
-                tmp_path, model, precision=precision, **{**options, "steps": 40, "lr": rate, "warmup": 10}
-            ).steps
-        ]
+        longer = {**options, "steps": 40, "lr": rate, "warmup": 10}
+        losses = [step.loss for step in run(tmp_path, model, precision=precision, **longer).steps]
         assert sum(losses[-4:]) < 0.7 * sum(losses[:4]), (precision, losses)
     for precision, limit in _TOLERANCE.items():
         gap = float((first[precision] - first["ieee"]).norm() / first["ieee"].norm())
@@ -178,8 +175,7 @@ def test_memory_that_is_not_there_is_one_message(tmp_path: Path) -> None:
 
     free = torch.cuda.mem_get_info()[0]
     held = torch.empty(max(0, free - 3 * 2**30), dtype=torch.uint8, device="cuda")
-    with pytest.raises(
-        RunFailed, match=r"stage 0 replica 0 \(rank 0.*out of GPU memory.*more needed.*free.*largest microbatch"
-    ):
+    story = r"stage 0 replica 0 \(rank 0.*out of GPU memory.*more needed.*free.*largest microbatch"
+    with pytest.raises(RunFailed, match=story):
         run(tmp_path, "vgg16", batch=256, microbatches=1, placement="0:0", mode="dp", steps=1, image=224, samples=256)
     del held

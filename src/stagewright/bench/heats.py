@@ -54,14 +54,12 @@ def _save_jobs(heat: Heat, folder: Path) -> dict[Side, Path]:
     if heat.work.setting.device == "cpu":
         data = f"tensors:{folder / 'data.safetensors'}"
         _save_data(heat.work, folder / "data.safetensors")
-    files: dict[tuple[str, int | None], Path] = {}
-    for side in heat.sides:
-        key = (side.mode, side.microbatches)
-        if key not in files:
-            job, _ = prepare(_config(heat.work, side, data, folder))
-            files[key] = folder / f"{side.mode}-{side.microbatches}.json"
-            job.save(files[key])
-    return {side: files[side.mode, side.microbatches] for side in heat.sides}
+    files: dict[Side, Path] = {}
+    for number, side in enumerate(heat.sides):
+        job, _ = prepare(_config(heat.work, side, data, folder))
+        files[side] = folder / f"{number}.json"
+        job.save(files[side])
+    return files
 
 
 def _save_data(work: Work, path: Path) -> None:
@@ -84,6 +82,7 @@ def _config(work: Work, side: Side, data: str, folder: Path) -> Config:
             "optimizer": {"name": "sgd", "lr": _RATE, "momentum": 0.9},
             "run": {
                 "threads": 1,
+                "dynamic": side.is_dynamic,
                 "runs": str(folder / "runs"),
                 "device": setting.device,
                 "precision": setting.precision,

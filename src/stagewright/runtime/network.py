@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
@@ -16,10 +16,12 @@ from stagewright.plan.plan import Plan
 from stagewright.runtime.channels import Bulletin, MemoryTransport
 from stagewright.runtime.device import Device, Gpu
 from stagewright.runtime.messages import Courier, DirectMessage, HostMessage, Layout, Message, StagedMessage
-from stagewright.runtime.pending import Pending, Transport
+from stagewright.runtime.pending import AllOf, Pending, Transport
 from stagewright.runtime.reduce import Alone, Collective, MemoryCollective
 from stagewright.runtime.stream import StreamTransport, connect
 
+_GPU_THREADS = 4  # that stage and sum pieces of a gradient, and as many that move them
+_PIECE_BYTES = 8 * 2**20
 _POSTED_AHEAD = 2  # one more than is needed to never be late
 
 
@@ -90,8 +92,9 @@ class GlooNetwork:
         self._timeout = timedelta(seconds=timeout)
         self._gpu = device if isinstance(device, Gpu) else None
         self._device = ProcessGroupGloo.create_device(interface=interface)
-        extra = 0 if self._gpu is None else int(os.environ.get("TRY_DEVICES", "2"))  # sums do not hold up messages
-        self._for_sums = [ProcessGroupGloo.create_device(interface=interface) for _ in range(extra)] or [self._device]
+        self._for_sums = [self._device]
+        if self._gpu is not None:  # cores are free, and large sums must not hold up messages
+            self._for_sums = [ProcessGroupGloo.create_device(interface=interface) for _ in range(_GPU_THREADS)]
         self._courier = Courier() if self._gpu else None
         self.bulletin = StoreBulletin(PrefixStore("layout", store))
 
@@ -111,7 +114,7 @@ class GlooNetwork:
     def _group(self, name: str, ranks: Sequence[int], devices: Sequence[Any]) -> Any:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = list(devices)
-        options._threads = 1 if self._gpu is None else int(os.environ.get("TRY_THREADS", "2"))
+        options._threads = 1 if self._gpu is None else _GPU_THREADS
         options._timeout = self._timeout
         store = PrefixStore(name, self._store)
         return ProcessGroupGloo(store, ranks.index(self._rank), len(ranks), options)
@@ -152,10 +155,15 @@ class _GlooTransport:
 
 
 class _GlooCollective:
+    """Sums by gloo; what lies on a GPU in pieces, so that one is summed while others are copied to and fro."""
+
     def __init__(self, group: Any) -> None:
         self._group = group
 
     def sum(self, tensor: Tensor) -> Pending:
+        if tensor.is_cuda and tensor.nbytes > _PIECE_BYTES:
+            pieces = torch.split(tensor, _PIECE_BYTES // tensor.itemsize)
+            return AllOf([self._group.allreduce([piece]) for piece in pieces])
         summing: Pending = self._group.allreduce([tensor])
         return summing
 

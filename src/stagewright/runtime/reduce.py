@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -79,8 +78,6 @@ class Reducer:
         self, collective: Collective, parameters: Sequence[Parameter], itemsize: int, bucket_bytes: int
     ) -> None:
         self._collective = collective
-        self._most = max(1, int(float(os.environ.get("TRY_CHUNK", 25)) * 2**20) // itemsize)
-        self._is_split = bucket_bytes > 0
         self._buckets = make_buckets(parameters, itemsize, bucket_bytes)
         self._ranges = [
             (min(parameters[i].offset for i in bucket), max(parameters[i].end for i in bucket))
@@ -121,6 +118,4 @@ class Reducer:
     def _issue(self, update: int, gradient: Tensor) -> None:
         under_way = self._under_way[update]
         first, last = self._ranges[len(under_way)]
-        step = self._most if self._is_split else last - first  # a huge parameter is summed piece by piece
-        pieces = [gradient[start : min(last, start + step)] for start in range(first, last, step)]
-        under_way.append(AllOf([self._collective.sum(piece) for piece in pieces]))
+        under_way.append(self._collective.sum(gradient[first:last]))
