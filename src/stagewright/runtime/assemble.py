@@ -166,6 +166,6 @@ def _replica(job: Job, stage: Stage, piece: Piece, links: Links, collective: Col
     reducer = Reducer(collective, ring.parameters, ring.master.itemsize, config.run.bucket * 2**20)
     form = Form(job.channels_last, precision.is_scaled)
     share = job.plan.stages[-1].round / stage.round
-    computing = Computing(config.run.compile, config.run.cuda_graph)
+    computing = Computing(config.run.compile, config.run.cuda_graph, stage.replicas > 1)
     rules = Rules(config.run.seed, precision, config.optimizer.label_smoothing, share, form, computing)
     return Replica(stage, piece, ring, reducer, Optimizer(config.optimizer, ring.master), links, rules, device)

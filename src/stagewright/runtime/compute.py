@@ -27,6 +27,7 @@ class Computing:
 
     is_compiled: bool = False
     graph: str = "off"  # auto, on or off
+    overlaps: bool = False  # sums begin during backward; a replayed backward has all its gradients at its end
 
 
 class Compute(Protocol):
@@ -155,11 +156,13 @@ class _Bound(nn.Module):
         self._call = eager.bare
         self._arguments = [None if isinstance(argument, Tensor) else argument for argument in arguments]
         self._is_tensor = [isinstance(argument, Tensor) for argument in arguments]
+        self._is_changed = [_is_changed(tensor) for tensor in _tensors(arguments)]
 
     def forward(self, *tensors: Tensor) -> Any:
-        rest = iter(tensors)
-        pairs = zip(self._arguments, self._is_tensor, strict=True)
-        return self._call(*[next(rest) if is_tensor else argument for argument, is_tensor in pairs])
+        pairs = zip(tensors, self._is_changed, strict=True)
+        rest = iter([tensor.clone() if is_changed else tensor for tensor, is_changed in pairs])
+        bound = zip(self._arguments, self._is_tensor, strict=True)
+        return self._call(*[next(rest) if is_tensor else argument for argument, is_tensor in bound])
 
 
 class _Trial:
@@ -168,13 +171,15 @@ class _Trial:
     def __init__(self, module: nn.Module, device: Device, arguments: Sequence[object]) -> None:
         self._device = device
         self._arguments = [_sample(a) if isinstance(a, Tensor) else a for a in arguments]
+        self._is_changed = [isinstance(a, Tensor) and _is_changed(a) for a in arguments]
         inputs = [a for a in self._arguments if isinstance(a, Tensor) and a.requires_grad]
         self._wanted = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
 
     def result(self, call: Callable[[Sequence[object]], Any]) -> list[Tensor]:
         """Outputs and gradients, copied."""
         self._device.seed(0)
-        made = call(self._arguments)
+        pairs = zip(self._arguments, self._is_changed, strict=True)
+        made = call([a.clone() if is_changed and isinstance(a, Tensor) else a for a, is_changed in pairs])
         outputs = [made] if isinstance(made, Tensor) else [tensor for tensor in made if isinstance(tensor, Tensor)]
         roots = [tensor for tensor in outputs if tensor.requires_grad]
         seeds = [torch.ones_like(root) for root in roots]
@@ -206,7 +211,13 @@ def _tensors(arguments: Sequence[object]) -> list[Tensor]:
     return [argument for argument in arguments if isinstance(argument, Tensor)]
 
 
+def _is_changed(tensor: Tensor) -> bool:
+    """Whether the stage changes an argument in place, and is given a copy for that."""
+    return tensor.requires_grad and not tensor.is_leaf
+
+
 def _sample(tensor: Tensor) -> Tensor:
+    """A leaf of its own like it."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
@@ -227,6 +238,7 @@ def _apart(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
 def make_compute(module: nn.Module, precision: Precision, device: Device, computing: Computing) -> Compute:
     """What runs a stage of a run."""
     eager = Calls(module, precision, is_compiled=computing.is_compiled)
-    if device.device.type != "cuda" or computing.graph == "off":
+    is_forced = computing.graph == "on"
+    if device.device.type != "cuda" or computing.graph == "off" or (computing.overlaps and not is_forced):
         return eager
-    return Replays(eager, precision, device, is_forced=computing.graph == "on")
+    return Replays(eager, precision, device, is_forced=is_forced)
