@@ -36,6 +36,11 @@ class Job:
     evaluation: Evaluation | None
     folder: str
 
+    @property
+    def patience(self) -> float:
+        """Seconds that a rank waits for another: longer than the watchdog, which knows whom to blame."""
+        return 2 * max(self.config.run.timeout, self.config.run.start_timeout)
+
     def save(self, path: Path) -> None:
         from pydantic import TypeAdapter
 

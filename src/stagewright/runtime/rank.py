@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from stagewright.runtime.recorder import FlightRecorder, last_action
 from stagewright.runtime.worker import Worker
 
 EVENTS = "events"
+KEYS = "STAGEWRIGHT_KEYS"  # the environment variable that holds the prefix of a start's store keys
 _LOOK_SECONDS = 0.5
 
 
@@ -32,11 +34,13 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _die_with(os.getppid())
     job = Job.load(Path(sys.argv[1]))
-    rank, token = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RUN_ID"]
+    rank, keys = int(os.environ["RANK"]), os.environ[KEYS]
     torch.set_num_threads(job.config.run.threads)
     address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    store = PrefixStore(token, TCPStore(*address, is_master=False))
-    events = PrefixStore(token, TCPStore(*address, is_master=False))
+    store, events = (
+        PrefixStore(keys, TCPStore(*address, is_master=False, timeout=timedelta(seconds=job.patience)))
+        for _ in range(2)
+    )
 
     def emit(event: dict[str, Any]) -> None:
         events.queue_push(EVENTS, json.dumps(event))
@@ -55,9 +59,10 @@ def run_rank(job: Job, rank: int, store: Store, emit: Any) -> None:
     """Build a rank's worker, run its job, leave its weights and its trace."""
     folder = Path(job.folder)
     recorder = FlightRecorder(position_file(folder, rank))
-    worker = assemble(job, rank, GlooNetwork(store, rank, "lo", job.config.run.timeout), emit, recorder)
+    worker = assemble(job, rank, GlooNetwork(store, rank, "lo", job.patience), emit, recorder)
     emit({"kind": "ready", "rank": rank})
     drive(worker)
+    recorder.save()
     if job.config.run.export:
         _save_states(worker, folder)
     emit({"kind": "done", "rank": rank, "spans": recorder.spans()})

@@ -106,7 +106,7 @@ class Worker:
         """Train a span of microbatches, from empty pipeline to empty pipeline."""
         self._open(self.job.training, span)
         if self.job.config.run.dynamic:
-            chooser = Chooser(self.plan, self.rank, span, self.awaits, self.job.config.run.timeout)
+            chooser = Chooser(self.plan, self.rank, span, self.awaits, self.job.patience)
             while not chooser.is_finished:
                 yield chooser
                 for action in chooser.take():
@@ -254,6 +254,7 @@ class Worker:
             if action.op is not Op.FORWARD:
                 yield from self._run_action(action)
                 continue
+            self.recorder.begin(action)
             replica, microbatch = self.replicas[action.stage], action.microbatch
             assert microbatch is not None
             if replica.stage.is_first:
