@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from stagewright.metrics import Evaluated, Step
     from stagewright.plan.plan import Plan
     from stagewright.runtime.job import Job
+    from stagewright.runtime.nodes import Site
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,19 @@ def run(config: Config, console: Console | None = None) -> Result:
 
     from stagewright.report.console import RunConsole
     from stagewright.runtime.collect import Collector, Record
+    from stagewright.runtime.nodes import find_site
 
     console = console or Console(quiet=True)
+    site = find_site(config.nodes)
+    if site is not None and config.run.emulate:
+        raise ValueError(f"--emulate runs every rank in one process but --nodes names {len(site.nodes)}; leave one out")
     job, per_epoch = prepare(config, lambda warning: console.print(f"warning: {warning}", markup=False, soft_wrap=True))
     folder = Path(job.folder)
     began = time.time()
     write_start(job)
     console.print(headline(job), markup=False, highlight=False, soft_wrap=True)
+    if site is not None and not site.is_host:
+        return _take_part(job, site, console)
     predicted = predict_job(job.config, job.plan)
     if predicted is not None:
         console.print(f"predicted: {predicted.images_per_second:.0f} images/s", markup=False, highlight=False)
@@ -89,7 +96,7 @@ def run(config: Config, console: Console | None = None) -> Result:
             progress.show(record)
 
         collector = Collector(job, per_epoch, tell)
-        exported = _execute(job, collector.hear)
+        exported = _execute(job, collector.hear, site, progress.say)
     (folder / "trace.json").write_text(json.dumps(collector.timeline.chrome_trace()))
     summary = {
         "folder": str(folder),
@@ -101,14 +108,29 @@ def run(config: Config, console: Console | None = None) -> Result:
         "bad_records": len(collector.replaced),
         "evaluations": [asdict(evaluated) for evaluated in collector.evaluations],
         "seconds": time.time() - began,
+        "machine": 0,
         "exported": None if exported is None else str(exported),
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=1))
     return Result(folder, job.plan, tuple(collector.steps), tuple(collector.evaluations), summary, exported)
 
 
-def _execute(job: Job, hear: Callable[[dict[str, Any]], None]) -> Path | None:
-    """Run the job's ranks and gather the weights they were asked for."""
+def _take_part(job: Job, site: Site, console: Console) -> Result:
+    """Run this machine's ranks; the first machine hears of them."""
+    from stagewright.runtime.launch import launch
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    launch(job, lambda event: None, site=site, say=say)
+    summary = {"folder": job.folder, "plan": job.plan.describe(), "machine": site.index}
+    return Result(Path(job.folder), job.plan, (), (), summary, None)
+
+
+def _execute(
+    job: Job, hear: Callable[[dict[str, Any]], None], site: Site | None, say: Callable[[str], None]
+) -> Path | None:
+    """Run the job's ranks of this machine, and gather the weights that all were asked for."""
     if job.config.run.emulate:
         import torch
 
@@ -123,7 +145,7 @@ def _execute(job: Job, hear: Callable[[dict[str, Any]], None]) -> Path | None:
     from stagewright.runtime.launch import launch
     from stagewright.runtime.rank import state_file
 
-    launch(job, hear)
+    launch(job, hear, site=site, say=say)
     if not job.config.run.export:
         return None
     files = [state_file(Path(job.folder), stage.index) for stage in job.plan.stages]

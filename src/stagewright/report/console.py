@@ -40,6 +40,10 @@ class RunConsole:
     ) -> None:
         self._progress.stop()
 
+    def say(self, line: str) -> None:
+        """A line that is no record."""
+        self._print(line)
+
     def show(self, record: Step | Evaluated | Replaced) -> None:
         if isinstance(record, Replaced):
             self._print(f"warning: bad record replaced by the next: {record.reason}")

@@ -35,6 +35,7 @@ class Job:
     training: Probe
     evaluation: Evaluation | None
     folder: str
+    fingerprint: str = ""  # of the training data
 
     @property
     def patience(self) -> float:
