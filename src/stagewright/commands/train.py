@@ -22,7 +22,7 @@ def add(commands: Commands) -> None:
 
 def run(parsed: argparse.Namespace) -> None:
     os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
+        "TORCH_CPP_LOG_LEVEL", "FATAL"
     )  # before torch comes: its remarks on sockets are not for users
     from rich.console import Console
 

@@ -31,6 +31,7 @@ Say = Callable[[str], None]
 _POLL_SECONDS = 0.1
 _FIRST_WORD_SECONDS, _NEXT_WORD_SECONDS = 2.0, 30.0
 _FAREWELL_SECONDS = 5.0
+_SHORT_SECONDS = 2.0
 _CONNECT = timedelta(seconds=10)
 
 
@@ -148,19 +149,19 @@ class Crew:
 
     def leave(self, ended: str | None = None) -> None:
         """Go, after the others know why."""
-        if self.machines == 1:
+        if self.machines == 1 or not self.start:
             return
         if ended is not None:
             self._tell("end", f"{ended} on {self.name(self.machine)}")
         self._hang_up()
         try:
-            store = self.open_store()
+            store = self._near_store()
             left, limit = store.add("left", 1), time.monotonic() + _FAREWELL_SECONDS
             while self.machine == 0 and left < self.machines and time.monotonic() < limit:
                 time.sleep(_POLL_SECONDS)
                 left = store.add("left", 0)
-        except RuntimeError:
-            pass
+        except (RuntimeError, OSError):
+            pass  # they have to find out by themselves
 
     def _hang_up(self) -> None:
         if self._line is not None:
@@ -168,8 +169,16 @@ class Crew:
             self._line = None
 
     def _tell(self, key: str, text: str) -> None:
-        with contextlib.suppress(RuntimeError):
-            self.open_store().set(key, text)
+        with contextlib.suppress(RuntimeError, OSError):
+            store = self._near_store()
+            store.set(key, text)
+            store.check([key])  # setting alone does not wait until it is there
+
+    def _near_store(self) -> Store:
+        """The store, or an error at once where it is out of reach."""
+        if self.machine:
+            self._knock(_SHORT_SECONDS)
+        return self.open_store()
 
     def _host(self, report: Report, decide: Decide) -> Verdict:
         self.start += 1
@@ -220,12 +229,12 @@ class Crew:
             return None
         return session, start
 
-    def _knock(self) -> None:
+    def _knock(self, seconds: float | None = None) -> None:
         site = self.terms.site
         assert site is not None
         host = site.nodes[0]
         try:
-            knock((host.host, host.port), site.address, site.token)
+            knock((host.host, host.port), site.address, site.token, seconds or _CONNECT.total_seconds())
         except NoEntry:
             raise RunFailed(
                 f"{host} at port {host.port} does not know this machine's token; use the same token on each machine"

@@ -62,7 +62,9 @@ class Loop:
         self._server = asyncio.run_coroutine_threadsafe(start(), self._loop).result()
 
     def close(self) -> None:
-        """Close every connection and end the thread."""
+        """Close every connection and end the thread; a second time does nothing."""
+        if not self._thread.is_alive():
+            return
 
         async def stop() -> None:
             self._server.close()
@@ -139,11 +141,11 @@ class Tunnel:
         await _join(reader, writer, *far)
 
 
-def knock(address: tuple[str, int], source: str, token: str) -> None:
+def knock(address: tuple[str, int], source: str, token: str, seconds: float = _HANDSHAKE_SECONDS) -> None:
     """Pass through a door once: OSError where there is none yet, NoEntry where the token is not the same."""
 
     async def visit() -> None:
-        _, writer = await asyncio.wait_for(_enter(address, source, token), _HANDSHAKE_SECONDS)
+        _, writer = await asyncio.wait_for(_enter(address, source, token), seconds)
         writer.close()
 
     try:

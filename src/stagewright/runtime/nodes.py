@@ -69,8 +69,7 @@ def read_nodes(text: str, environment: Mapping[str, str] = os.environ) -> tuple[
         listed = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
         if not listed:
             raise ValueError("--nodes slurm was given but SLURM_JOB_NODELIST is not set; start it with srun")
-        hosts = list(expand_hosts(listed))
-        nodes = tuple(Node(index, host) for index, host in enumerate(hosts))
+        nodes = tuple(_read_node(index, host, listed) for index, host in enumerate(expand_hosts(listed)))
     else:
         nodes = tuple(_read_node(index, piece.strip(), text) for index, piece in enumerate(text.split(",")))
     places = [(node.host, node.port) for node in nodes]
@@ -100,6 +99,10 @@ def _read_node(index: int, piece: str, text: str) -> Node:
 def expand_hosts(text: str) -> Iterator[str]:
     """The hosts of SLURM's short form: `a[1-3,07],b` is a1, a2, a3, a07, b."""
     count = 0
+    if re.search(r"[][]", re.sub(r"\[[^][]*\]", "", text)):
+        raise ValueError(
+            f"SLURM's node list {_short(text)} can't be read: its brackets do not match; use --nodes A,B,..."
+        )
     for piece in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         for host in _expand_piece(piece.strip(), text):
             count += 1
@@ -113,10 +116,10 @@ def _expand_piece(piece: str, text: str) -> Iterator[str]:
     if not bracket:
         yield piece
         return
-    inside, closed, behind = rest.partition("]")
+    inside, _, behind = rest.partition("]")
     for part in inside.split(","):
         match = _RANGE.fullmatch(part)
-        if match is None or not closed:
+        if match is None:
             raise ValueError(f"SLURM's node list {_short(text)} can't be read at {_short(piece)}; use --nodes A,B,...")
         first, last = match[1], match[2] or match[1]
         for number in range(int(first), int(last) + 1):
