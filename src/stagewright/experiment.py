@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stagewright.config import Config, as_toml, make_config, options
+from stagewright.config import Config, as_toml, options
 from stagewright.foresee import predict_job
+from stagewright.resume import resumed_config
 from stagewright.settle import prepare
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from stagewright.metrics import Evaluated, Step
     from stagewright.plan.plan import Plan
+    from stagewright.runtime.hearing import Hearing
     from stagewright.runtime.job import Job
 
 
@@ -58,45 +60,48 @@ def train(model: str | Callable[..., object] | None = None, **settings: Any) -> 
             raise ValueError(f"unknown option '{keyword}'; known: {', '.join(by_keyword)}")
         section, _, name = by_keyword[keyword].partition(".")
         tables.setdefault(section, {})[name] = value
-    return run(make_config(tables))
+    return run(resumed_config(tables))
 
 
 def run(config: Config, console: Console | None = None) -> Result:
     """Plan, check and run a configuration; leave a run folder behind."""
     from rich.console import Console
 
-    from stagewright.report.console import RunConsole
-    from stagewright.runtime.collect import Collector, Record
+    from stagewright.runtime.possession import possess
 
     console = console or Console(quiet=True)
     job, per_epoch = prepare(config, lambda warning: console.print(f"warning: {warning}", markup=False, soft_wrap=True))
-    folder = Path(job.folder)
-    began = time.time()
-    write_start(job)
-    console.print(headline(job), markup=False, highlight=False, soft_wrap=True)
-    predicted = predict_job(job.config, job.plan)
-    if predicted is not None:
-        console.print(f"predicted: {predicted.images_per_second:.0f} images/s", markup=False, highlight=False)
+    with possess(Path(job.folder)):
+        write_start(job)
+        console.print(headline(job), markup=False, highlight=False, soft_wrap=True)
+        predicted = predict_job(job.config, job.plan)
+        if predicted is not None:
+            console.print(f"predicted: {predicted.images_per_second:.0f} images/s", markup=False, highlight=False)
+        return _run(job, per_epoch, console, None if predicted is None else predicted.images_per_second)
+
+
+def _run(job: Job, per_epoch: int, console: Console, predicted: float | None) -> Result:
+    """Run a job's ranks, and leave what they tell in its folder."""
+    from stagewright.report.console import RunConsole
+    from stagewright.runtime.hearing import Hearing
+    from stagewright.runtime.job import Interrupted
+
+    folder, began = Path(job.folder), time.time()
     with (
-        (folder / "metrics.jsonl").open("w") as metrics,
-        RunConsole(console, job.batches, job.plan.batch, config.run.log_every) as progress,
+        RunConsole(console, job.batches, job.plan.batch, job.config.run.log_every) as progress,
+        Hearing(job, per_epoch, progress.show) as hearing,
     ):
-
-        def tell(record: Record) -> None:
-            kind = type(record).__name__.lower()
-            metrics.write(json.dumps({"kind": kind, **asdict(record)}) + "\n")
-            metrics.flush()
-            progress.show(record)
-
-        collector = Collector(job, per_epoch, tell)
-        exported = _execute(job, collector.hear)
+        exported = _execute(job, hearing)
+    collector = hearing.collector
+    if collector.stopped_at is not None:
+        raise Interrupted(f"after step {collector.stopped_at}; go on with stagewright train --resume {folder}")
     (folder / "trace.json").write_text(json.dumps(collector.timeline.chrome_trace()))
     summary = {
         "folder": str(folder),
         "plan": job.plan.describe(),
         "batches": len(collector.steps),
         "images_per_second": collector.images_per_second(),
-        "predicted_images_per_second": None if predicted is None else predicted.images_per_second,
+        "predicted_images_per_second": predicted,
         "loss": collector.steps[-1].loss if collector.steps else None,
         "bad_records": len(collector.replaced),
         "evaluations": [asdict(evaluated) for evaluated in collector.evaluations],
@@ -107,24 +112,27 @@ def run(config: Config, console: Console | None = None) -> Result:
     return Result(folder, job.plan, tuple(collector.steps), tuple(collector.evaluations), summary, exported)
 
 
-def _execute(job: Job, hear: Callable[[dict[str, Any]], None]) -> Path | None:
+def _execute(job: Job, hearing: Hearing) -> Path | None:
     """Run the job's ranks and gather the weights they were asked for."""
     if job.config.run.emulate:
         import torch
 
         from stagewright.runtime.emulate import Emulation
+        from stagewright.runtime.signals import on_signal
 
         torch.set_num_threads(job.config.run.threads)
-        emulation = Emulation(job, hear)
-        emulation.run()
-        return _export(job, [emulation.weights()]) if job.config.run.export else None
+        emulation = Emulation(job, hearing.hear)
+        with on_signal(emulation.pauses.stop):
+            emulation.run()
+        is_whole = hearing.collector.stopped_at is None
+        return _export(job, [emulation.weights()]) if job.config.run.export and is_whole else None
     from safetensors.torch import load_file
 
     from stagewright.runtime.launch import launch
     from stagewright.runtime.rank import state_file
 
-    launch(job, hear)
-    if not job.config.run.export:
+    launch(job, hearing.hear)
+    if not job.config.run.export or hearing.collector.stopped_at is not None:
         return None
     files = [state_file(Path(job.folder), stage.index) for stage in job.plan.stages]
     exported = _export(job, [load_file(file) for file in files])

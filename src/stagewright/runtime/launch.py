@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from stagewright.runtime.job import Job, RunFailed
+from stagewright.runtime.job import Interrupted, Job, RunFailed
 from stagewright.runtime.rank import EVENTS, position_file
 from stagewright.runtime.recorder import last_action
 
@@ -28,10 +28,6 @@ Listen = Callable[[dict[str, Any]], None]
 LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.02
 _PATIENCE_SECONDS = 2
-
-
-class Interrupted(KeyboardInterrupt):
-    """The user stopped the run."""
 
 
 def launch(job: Job, listen: Listen) -> None:
@@ -61,7 +57,7 @@ def launch(job: Job, listen: Listen) -> None:
             try:
                 result = agent.run()
             except SignalException as error:
-                raise Interrupted(signal.Signals(error.sigval).name) from error
+                raise Interrupted(f"by {signal.Signals(error.sigval).name}") from error
             finally:
                 hearing.close()
     if result is None or result.is_failed():
