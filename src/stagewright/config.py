@@ -124,7 +124,11 @@ class RunConfig(Section):
     resume: str | None = option(None, "--resume", "go on from a run folder's newest checkpoint, or from a checkpoint")
     runs: str = option("runs", "--runs", "folder that holds run folders")
     bucket: int = option(25, "--bucket", "MiB of gradient summed at a time")
-    timeout: float = option(600.0, "--timeout", "seconds a rank waits for another before it gives up")
+    timeout: float = option(600.0, "--timeout", "seconds at one action after which a rank counts as hung")
+    start_timeout: float = option(3600.0, "--start-timeout", "the same until the first update, and while saving")
+    max_restarts: int | None = option(
+        None, "--max-restarts", "starts after a fault (default: 3 where the run keeps checkpoints, 0 otherwise)"
+    )
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from stagewright.metrics import Evaluated, Step
     from stagewright.plan.plan import Plan
-    from stagewright.runtime.hearing import Hearing
     from stagewright.runtime.job import Job
+    from stagewright.runtime.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -83,16 +83,16 @@ def run(config: Config, console: Console | None = None) -> Result:
 def _run(job: Job, per_epoch: int, console: Console, predicted: float | None) -> Result:
     """Run a job's ranks, and leave what they tell in its folder."""
     from stagewright.report.console import RunConsole
-    from stagewright.runtime.hearing import Hearing
     from stagewright.runtime.job import Interrupted
+    from stagewright.runtime.ledger import Ledger
 
     folder, began = Path(job.folder), time.time()
     with (
         RunConsole(console, job.batches, job.plan.batch, job.config.run.log_every) as progress,
-        Hearing(job, per_epoch, progress.show) as hearing,
+        Ledger(job, per_epoch, progress.show) as ledger,
     ):
-        exported = _execute(job, hearing)
-    collector = hearing.collector
+        exported = _execute(job, ledger)
+    collector = ledger.collector
     if collector.stopped_at is not None:
         raise Interrupted(f"after step {collector.stopped_at}; go on with stagewright train --resume {folder}")
     (folder / "trace.json").write_text(json.dumps(collector.timeline.chrome_trace()))
@@ -112,7 +112,7 @@ def _run(job: Job, per_epoch: int, console: Console, predicted: float | None) ->
     return Result(folder, job.plan, tuple(collector.steps), tuple(collector.evaluations), summary, exported)
 
 
-def _execute(job: Job, hearing: Hearing) -> Path | None:
+def _execute(job: Job, ledger: Ledger) -> Path | None:
     """Run the job's ranks and gather the weights they were asked for."""
     if job.config.run.emulate:
         import torch
@@ -121,18 +121,18 @@ def _execute(job: Job, hearing: Hearing) -> Path | None:
         from stagewright.runtime.signals import on_signal
 
         torch.set_num_threads(job.config.run.threads)
-        emulation = Emulation(job, hearing.hear)
+        emulation = Emulation(job, ledger.hear)
         with on_signal(emulation.pauses.stop):
             emulation.run()
-        is_whole = hearing.collector.stopped_at is None
+        is_whole = ledger.collector.stopped_at is None
         return _export(job, [emulation.weights()]) if job.config.run.export and is_whole else None
     from safetensors.torch import load_file
 
     from stagewright.runtime.launch import launch
     from stagewright.runtime.rank import state_file
 
-    launch(job, hearing.hear)
-    if not job.config.run.export or hearing.collector.stopped_at is not None:
+    launch(job, ledger.hear)
+    if not job.config.run.export or ledger.collector.stopped_at is not None:
         return None
     files = [state_file(Path(job.folder), stage.index) for stage in job.plan.stages]
     exported = _export(job, [load_file(file) for file in files])

@@ -1,56 +1,45 @@
-"""Everything that ranks tell goes through here: to the journal, the screen and the checkpoints, one at a time."""
+"""Hears what ranks tell through the store."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from stagewright.runtime.checkpoint import clear
-from stagewright.runtime.collect import Collector
-from stagewright.runtime.job import Job
-from stagewright.runtime.journal import Journal, Record
-from stagewright.runtime.keeper import Keeper, leave_out
+from torch.distributed import Store
+
+from stagewright.runtime.rank import EVENTS
+
+Listen = Callable[[dict[str, Any]], None]
+_POLL_SECONDS = 0.02
 
 
 class Hearing:
-    """Hears the events of a run, whichever thread they come from; what a run left before is there already."""
+    """A thread that takes one generation's events off the store, keeps the failures and passes on the rest."""
 
-    def __init__(self, job: Job, batches_per_epoch: int, show: Callable[[Record], None]) -> None:
-        folder = Path(job.folder)
-        clear(folder)
-        leave_out(folder, job.start)
-        self._lock = threading.Lock()
-        self._show = show
-        self._journal = Journal(folder / "metrics.jsonl", job.start)
-        self._keeper = Keeper(job, self._tell)
-        self.collector = Collector(job, batches_per_epoch, self._tell, self._journal.records)
+    def __init__(self, store: Store, listen: Listen) -> None:
+        self.failures: list[dict[str, Any]] = []
+        self._store = store
+        self._listen = listen
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
-    def __enter__(self) -> Hearing:
-        return self
+    def close(self) -> None:
+        """Hear what is there already, then stop."""
+        self._closing.set()
+        self._thread.join()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._journal.close()
+    def _run(self) -> None:
+        while not self._closing.wait(_POLL_SECONDS):
+            self._drain()
+        self._drain()
 
-    def hear(self, event: dict[str, Any]) -> None:
-        """Take one event of one rank."""
-        with self._lock:
-            if event["kind"] == "saved":
-                self._keeper.hear(event)
+    def _drain(self) -> None:
+        while self._store.queue_len(EVENTS):
+            event = json.loads(self._store.queue_pop(EVENTS, block=False))
+            if event["kind"] == "failure":
+                self.failures.append(event)
             else:
-                self.collector.hear(event)
-
-    def rewind(self, batch: int) -> None:
-        """The ranks have ended, and begin again after `batch` batches."""
-        with self._lock:
-            self._keeper.forget()
-            self._journal.rewind(batch)
-            self.collector.rewind(batch)
-
-    def _tell(self, record: Record) -> None:
-        self._journal.write(record)
-        self._show(record)
+                self._listen(event)

@@ -65,6 +65,11 @@ class Job:
         due = -(-(done // every + 1) * every // step) * step
         return self.batches if done < self.batches < due and self.batches % step == 0 else due
 
+    @property
+    def patience(self) -> float:
+        """Seconds that a rank waits for another: longer than the watchdog, which knows whom to blame."""
+        return 2 * max(self.config.run.timeout, self.config.run.start_timeout)
+
     def save(self, path: Path) -> None:
         from pydantic import TypeAdapter
 

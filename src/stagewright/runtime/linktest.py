@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from stagewright.runtime.launch import LOOPBACK, bound_socket
+from stagewright.runtime.launch import bound_socket
 from stagewright.runtime.network import ChannelName, GlooNetwork
+from stagewright.runtime.rendezvous import LOOPBACK
 
 _SMALL, _LARGE = 4 << 10, 16 << 20
 _REPEATS = 7

@@ -30,9 +30,9 @@ def pause_batch(plan: Plan, reached: Iterable[int]) -> int:
 class Pauses:
     """A rank's thread that waits for requests and agrees with the other ranks on a batch."""
 
-    def __init__(self, store: Store, attempt: int, rank: int, plan: Plan, gate: Gate, minutes: float) -> None:
+    def __init__(self, store: Store, rank: int, plan: Plan, gate: Gate, minutes: float) -> None:
         self._control = store
-        self._store = PrefixStore(f"pause/{attempt}", store)
+        self._store = PrefixStore("pause", store)
         self._rank = rank
         self._plan = plan
         self._gate = gate

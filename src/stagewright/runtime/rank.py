@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from stagewright.runtime.saver import DiskSaver
 from stagewright.runtime.worker import Worker
 
 EVENTS = "events"
+KEYS = "STAGEWRIGHT_KEYS"  # the environment variable that holds the prefix of a start's store keys
 _LOOK_SECONDS = 0.5
 
 
@@ -36,11 +38,13 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells every process; the supervisor tells the ranks
     _die_with(os.getppid())
     job = Job.load(Path(sys.argv[1]))
-    rank, token = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RUN_ID"]
+    rank, keys = int(os.environ["RANK"]), os.environ[KEYS]
     torch.set_num_threads(job.config.run.threads)
     address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    store = PrefixStore(token, TCPStore(*address, is_master=False))
-    events = PrefixStore(token, TCPStore(*address, is_master=False))
+    store, events = (
+        PrefixStore(keys, TCPStore(*address, is_master=False, timeout=timedelta(seconds=job.patience)))
+        for _ in range(2)
+    )
 
     def emit(event: dict[str, Any]) -> None:
         events.queue_push(EVENTS, json.dumps(event))
@@ -59,15 +63,16 @@ def run_rank(job: Job, rank: int, store: Store, emit: Any, control: Store | None
     """Build a rank's worker, run its job, leave its weights and its trace; `control` is where pauses are asked for."""
     folder = Path(job.folder)
     recorder = FlightRecorder(position_file(folder, rank))
-    worker = assemble(job, rank, GlooNetwork(store, rank, "lo", job.config.run.timeout), emit, recorder)
+    worker = assemble(job, rank, GlooNetwork(store, rank, "lo", job.patience), emit, recorder)
     worker.saver = DiskSaver(job, rank, worker.replicas, emit)
     if job.resume is not None:
         restore(worker, open_checkpoint(Path(job.resume)))
     emit({"kind": "ready", "rank": rank})
-    pauses = Pauses(control, 0, rank, job.plan, worker.gate, job.config.checkpoint.minutes) if control else None
+    pauses = Pauses(control, rank, job.plan, worker.gate, job.config.checkpoint.minutes) if control else None
     drive(worker)
     if pauses is not None:
         pauses.close()
+    recorder.save()
     if worker.is_stopped:
         emit({"kind": "stopped", "rank": rank, "batch": worker.done})
     elif job.config.run.export:

@@ -50,6 +50,9 @@ class Recorder:
     def end(self, action: Action) -> None:
         """The action is done."""
 
+    def save(self) -> None:
+        """What the worker does next is to keep its state."""
+
 
 class Saver:
     """Told to keep the replicas' state as it is now; the default keeps nothing."""
@@ -109,6 +112,7 @@ class Worker:
         try:
             while self.done < self.job.batches and not self.is_stopped:
                 self.done = yield from self._advance(self.done)
+            self.recorder.save()
             self.saver.close()
         finally:
             for loader in filter(None, (self.loader, self.evaluation_loader)):
@@ -126,6 +130,7 @@ class Worker:
         if self.job.evaluation and pause in self.job.pauses and pause > done:
             yield from self.evaluate(pause)
         if pause > self.start and (is_asked_for or pause == self.job.next_save(done)):
+            self.recorder.save()
             self.saver.save(pause)
         if is_asked_for:
             self.is_stopped = self.gate.is_last_pause
@@ -136,7 +141,7 @@ class Worker:
         """Train a span of microbatches, from empty pipeline to empty pipeline; the gate may cut it short."""
         self._open(self.job.training, span)
         if self.job.config.run.dynamic:
-            chooser = Chooser(self.plan, self.rank, span, self.awaits, self.job.config.run.timeout, self.gate)
+            chooser = Chooser(self.plan, self.rank, span, self.awaits, self.job.patience, self.gate)
             while not chooser.is_finished:
                 yield chooser
                 for action in chooser.take():
@@ -288,6 +293,7 @@ class Worker:
             if action.op is not Op.FORWARD:
                 yield from self._run_action(action)
                 continue
+            self.recorder.begin(action)
             replica, microbatch = self.replicas[action.stage], action.microbatch
             assert microbatch is not None
             if replica.stage.is_first:
