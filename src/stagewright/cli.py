@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         _fail(str(error))
     except KeyboardInterrupt as error:
-        _fail(f"interrupted{f' {error}' if str(error) else ''}; nothing is left running")
+        _fail(f"interrupted{f' {error}' if str(error) else '; nothing is left running'}")
     except RuntimeError as error:
         from stagewright.runtime.job import RunFailed
 

@@ -83,7 +83,7 @@ def run(config: Config, console: Console | None = None) -> Result:
 def _run(job: Job, per_epoch: int, console: Console, predicted: float | None) -> Result:
     """Run a job's ranks, and leave what they tell in its folder."""
     from stagewright.report.console import RunConsole
-    from stagewright.runtime.job import Interrupted
+    from stagewright.runtime.job import Interrupted, RunFailed
     from stagewright.runtime.ledger import Ledger
 
     folder, began = Path(job.folder), time.time()
@@ -91,10 +91,13 @@ def _run(job: Job, per_epoch: int, console: Console, predicted: float | None) ->
         RunConsole(console, job.batches, job.plan.batch, job.config.run.log_every) as progress,
         Ledger(job, per_epoch, progress.show) as ledger,
     ):
-        exported = _execute(job, ledger)
+        try:
+            exported = _execute(job, ledger)
+        except RunFailed as error:
+            raise RunFailed("; ".join(filter(None, (str(error), _how_to_go_on(folder))))) from error
     collector = ledger.collector
     if collector.stopped_at is not None:
-        raise Interrupted(f"after step {collector.stopped_at}; go on with stagewright train --resume {folder}")
+        raise Interrupted(f"after step {collector.stopped_at}", _how_to_go_on(folder))
     (folder / "trace.json").write_text(json.dumps(collector.timeline.chrome_trace()))
     summary = {
         "folder": str(folder),
@@ -110,6 +113,13 @@ def _run(job: Job, per_epoch: int, console: Console, predicted: float | None) ->
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=1))
     return Result(folder, job.plan, tuple(collector.steps), tuple(collector.evaluations), summary, exported)
+
+
+def _how_to_go_on(folder: Path) -> str:
+    """The next step of a run that did not end, where it has something to go on from."""
+    from stagewright.runtime.checkpoint import list_folders
+
+    return f"go on with stagewright train --resume {folder}" if list_folders(folder) else ""
 
 
 def _execute(job: Job, ledger: Ledger) -> Path | None:
@@ -130,8 +140,9 @@ def _execute(job: Job, ledger: Ledger) -> Path | None:
 
     from stagewright.runtime.launch import launch
     from stagewright.runtime.rank import state_file
+    from stagewright.runtime.restart import FromCheckpoint
 
-    launch(job, ledger.hear)
+    launch(job, ledger.hear, FromCheckpoint(job))
     if not job.config.run.export or ledger.collector.stopped_at is not None:
         return None
     files = [state_file(Path(job.folder), stage.index) for stage in job.plan.stages]

@@ -105,6 +105,14 @@ class Unsaved:
 
 
 @dataclass(frozen=True, slots=True)
+class Restarted:
+    """The ranks had to begin again, after `batch` batches."""
+
+    batch: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class Score:
     """Sums over evaluated samples; they add up over replicas."""
 

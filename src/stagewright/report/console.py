@@ -8,7 +8,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stagewright.metrics import Evaluated, Replaced, Saved, Step, Unsaved
+from stagewright.metrics import Evaluated, Replaced, Restarted, Saved, Step, Unsaved
 
 
 class RunConsole:
@@ -40,7 +40,11 @@ class RunConsole:
     ) -> None:
         self._progress.stop()
 
-    def show(self, record: Step | Evaluated | Replaced | Saved | Unsaved) -> None:
+    def show(self, record: Step | Evaluated | Replaced | Saved | Unsaved | Restarted) -> None:
+        if isinstance(record, Restarted):
+            self._print(f"warning: {record.cause}; going on after step {record.batch}")
+            self._shown = None
+            return
         if isinstance(record, Unsaved):
             self._print(f"warning: no checkpoint after step {record.batch}: {record.reason}; training goes on")
             return

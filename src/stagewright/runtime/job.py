@@ -12,6 +12,8 @@ from stagewright.model.probe import Probe
 from stagewright.plan.plan import Plan
 from stagewright.runtime.gate import NEVER
 
+_FEW_RESTARTS = 3
+
 
 class RunFailed(RuntimeError):
     """A rank failed; the message names it and what it was doing."""
@@ -19,6 +21,9 @@ class RunFailed(RuntimeError):
 
 class Interrupted(KeyboardInterrupt):
     """The user stopped the run."""
+
+    def __init__(self, when: str, next_step: str = "") -> None:
+        super().__init__(f"{when}; nothing is left running{next_step and f'; {next_step}'}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,14 @@ class Job:
     def patience(self) -> float:
         """Seconds that a rank waits for another: longer than the watchdog, which knows whom to blame."""
         return 2 * max(self.config.run.timeout, self.config.run.start_timeout)
+
+    @property
+    def max_restarts(self) -> int:
+        """Starts after a fault; by default a few, where there is something to begin with."""
+        run, checkpoint = self.config.run, self.config.checkpoint
+        if run.max_restarts is not None:
+            return run.max_restarts
+        return _FEW_RESTARTS if checkpoint.every or checkpoint.minutes or self.resume else 0
 
     def save(self, path: Path) -> None:
         from pydantic import TypeAdapter

@@ -9,10 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stagewright.metrics import Evaluated, Replaced, Saved, Step, Unsaved
+from stagewright.metrics import Evaluated, Replaced, Restarted, Saved, Step, Unsaved
 
-Record = Step | Evaluated | Replaced | Saved | Unsaved
-_KINDS: dict[str, type[Record]] = {kind.__name__.lower(): kind for kind in (Step, Evaluated, Replaced, Saved, Unsaved)}
+Record = Step | Evaluated | Replaced | Saved | Unsaved | Restarted
+_KINDS: dict[str, type[Record]] = {
+    kind.__name__.lower(): kind for kind in (Step, Evaluated, Replaced, Saved, Unsaved, Restarted)
+}
 
 
 class Journal:

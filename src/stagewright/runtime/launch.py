@@ -18,6 +18,7 @@ from stagewright.runtime.hearing import Listen
 from stagewright.runtime.job import Interrupted, Job
 from stagewright.runtime.rendezvous import LOOPBACK
 from stagewright.runtime.restart import Restart
+from stagewright.runtime.signals import on_signal
 from stagewright.runtime.supervise import Supervisor
 
 
@@ -31,7 +32,8 @@ def launch(job: Job, listen: Listen, restart: Restart | None = None) -> None:
         with _agent_log(folder), _own_signals():
             supervisor = Supervisor(job, listen, restart or Restart(), keys, port)
             try:
-                supervisor.run()
+                with on_signal(supervisor.stop):
+                    supervisor.run()
             except SignalException as error:
                 raise Interrupted(f"by {signal.Signals(error.sigval).name}") from error
             finally:

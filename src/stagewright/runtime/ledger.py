@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from stagewright.metrics import Restarted
 from stagewright.runtime.checkpoint import clear
 from stagewright.runtime.collect import Collector
 from stagewright.runtime.job import Job
@@ -19,7 +20,7 @@ class Ledger:
     """Hears the events of a run, whichever thread they come from; what a run left before is there already."""
 
     def __init__(self, job: Job, batches_per_epoch: int, show: Callable[[Record], None]) -> None:
-        folder = Path(job.folder)
+        self._folder = folder = Path(job.folder)
         clear(folder)
         leave_out(folder, job.start)
         self._lock = threading.Lock()
@@ -39,17 +40,22 @@ class Ledger:
     def hear(self, event: dict[str, Any]) -> None:
         """Take one event of one rank."""
         with self._lock:
-            if event["kind"] == "saved":
-                self._keeper.hear(event)
-            else:
-                self.collector.hear(event)
+            match event["kind"]:
+                case "saved":
+                    self._keeper.hear(event)
+                case "restarted":
+                    self._rewind(Restarted(event["batch"], event["cause"]))
+                case _:
+                    self.collector.hear(event)
 
-    def rewind(self, batch: int) -> None:
-        """The ranks have ended, and begin again after `batch` batches."""
-        with self._lock:
-            self._keeper.forget()
-            self._journal.rewind(batch)
-            self.collector.rewind(batch)
+    def _rewind(self, restarted: Restarted) -> None:
+        """The ranks have ended, and begin again."""
+        self._keeper.forget()
+        clear(self._folder)
+        leave_out(self._folder, restarted.batch)
+        self._journal.rewind(restarted.batch)
+        self.collector.rewind(restarted.batch)
+        self._tell(restarted)
 
     def _tell(self, record: Record) -> None:
         self._journal.write(record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,13 +17,21 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 @contextmanager
 def on_signal(stop: Callable[[], None]) -> Iterator[None]:
     """Have the first signal call `stop` and the second raise, while the context is open."""
+    with kept_signals():
+        if threading.current_thread() is threading.main_thread():
+            handler = _polite_handler(stop)
+            for number in SIGNALS:
+                signal.signal(number, handler)
+        yield
+
+
+@contextmanager
+def kept_signals() -> Iterator[None]:
+    """Put the handlers back that others install while the context is open."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     kept = {number: signal.getsignal(number) for number in SIGNALS}
-    handler = polite_handler(stop)
-    for number in SIGNALS:
-        signal.signal(number, handler)
     try:
         yield
     finally:
@@ -30,7 +39,7 @@ def on_signal(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, before)
 
 
-def polite_handler(stop: Callable[[], None]) -> Callable[[int, FrameType | None], None]:
+def _polite_handler(stop: Callable[[], None]) -> Callable[[int, FrameType | None], None]:
     """A signal handler that asks before it insists."""
     heard: list[int] = []
 
@@ -38,6 +47,8 @@ def polite_handler(stop: Callable[[], None]) -> Callable[[int, FrameType | None]
         heard.append(number)
         if len(heard) > 1:
             raise Interrupted(f"by {signal.Signals(number).name}")
+        if sys.stderr.isatty():
+            sys.stderr.write("stopping after the batches that have begun; once more stops at once\n")
         stop()
 
     return handle

@@ -12,6 +12,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from stagewright.runtime.agent import Agent
 from stagewright.runtime.hearing import Hearing, Listen
 from stagewright.runtime.job import Job, RunFailed
+from stagewright.runtime.pauses import STOP
 from stagewright.runtime.rank import KEYS, position_file
 from stagewright.runtime.rendezvous import LOOPBACK, Rendezvous
 from stagewright.runtime.restart import Restart
@@ -33,6 +34,7 @@ class Supervisor:
         self._keys = keys
         self._port = port
         self._starts = 0
+        self._is_stopping = False
         self._last: Fault | None = None
         self._hearing: Hearing | None = None
         self._folder = Path(job.folder)
@@ -74,9 +76,15 @@ class Supervisor:
             lambda: {KEYS: self._prefix},
         )
 
+    def stop(self) -> None:
+        """Have the ranks keep a checkpoint as soon as they can, and end."""
+        self._is_stopping = True
+        if self._starts:
+            self._store().set(STOP, STOP)
+
     @property
     def _most_restarts(self) -> int:
-        return self._job.config.run.max_restarts or 0
+        return self._job.max_restarts
 
     @property
     def _prefix(self) -> str:
@@ -84,9 +92,9 @@ class Supervisor:
 
     def _begin(self) -> Store:
         """Before every start: account for the one before, choose where to begin, and listen."""
+        fault = self._account() if self._starts else None  # first: its last events may complete a checkpoint
         batch = max(self._restart.batches())
-        if self._starts:
-            fault = self._account()
+        if fault is not None:
             told: dict[str, Any] = {"kind": "restarted", "batch": batch, "restart": self._starts, "cause": fault.text}
             self._listen(told)
         self._starts += 1
@@ -108,7 +116,7 @@ class Supervisor:
         log_fault(self._folder, fault, failures)
         is_same = self._last is not None and fault.text == self._last.text
         self._last = fault
-        if fault.is_final or is_same or self._starts > self._most_restarts:
+        if fault.is_final or is_same or self._is_stopping or self._starts > self._most_restarts:
             again = f", again after {self._starts - 1} restarts" if self._starts > 1 else ""
             raise RunFailed(f"{fault.text}{again}; more in {self._folder / 'log.txt'}")
         return fault
