@@ -13,7 +13,7 @@ from stagewright.plan.plan import Plan
 from stagewright.runtime.channels import Pending
 from stagewright.runtime.gate import Gate
 from stagewright.schedule.action import Action, Op
-from stagewright.schedule.lower import Task, end_of, streams
+from stagewright.schedule.lower import Task, last_of, streams
 from stagewright.schedule.requires import requires
 
 _POLL_SECONDS = 2e-5
@@ -51,7 +51,7 @@ class Chooser:
 
     @property
     def is_finished(self) -> bool:
-        return not any(task and end_of(self._plan, task) <= self._gate.limit for task in self._heads)
+        return not any(task and self._last_of(task) < self._gate.limit for task in self._heads)
 
     def is_completed(self) -> bool:
         """Whether a task can run now, or none is left."""
@@ -91,11 +91,14 @@ class Chooser:
         main = _main(task)
         if main.op is Op.FORWARD and self._held[main.stage] >= self._plan.stages[main.stage].depth:
             return False
-        if end_of(self._plan, task) > self._gate.limit:
+        if self._last_of(task) >= self._gate.limit:
             return False
         if not all(self._is_possible(action, task) for action in task.actions):
             return False
-        return main.op is not Op.FORWARD or self._gate.enter(main.microbatch or 0)  # last: from here on it has begun
+        return self._gate.enter(self._last_of(task))  # last: from here on it has begun
+
+    def _last_of(self, task: Task) -> int:
+        return last_of(self._plan, task.actions[0])
 
     def _is_possible(self, action: Action, task: Task) -> bool:
         for needed in requires(self._plan, action, self._start):

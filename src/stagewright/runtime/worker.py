@@ -29,7 +29,7 @@ from stagewright.runtime.optimize import clip_factor, learning_rate
 from stagewright.runtime.reduce import AllOf, Collective
 from stagewright.runtime.replica import Arrival, Cut, Replica, Returned, widened
 from stagewright.schedule.action import Action, Op
-from stagewright.schedule.lower import evaluation_program, program
+from stagewright.schedule.lower import evaluation_program, last_of, program
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -148,10 +148,10 @@ class Worker:
                     yield from self._run_action(action)
         else:
             for action in program(self.plan, self.rank, span, lambda: self.gate.limit):
-                microbatch = -1 if action.microbatch is None else action.microbatch
-                while not self.gate.enter(microbatch) and microbatch < self.gate.limit:
+                last = last_of(self.plan, action)
+                while not self.gate.enter(last) and last < self.gate.limit:
                     yield self.gate
-                if microbatch < self.gate.limit:
+                if last < self.gate.limit:
                     yield from self._run_action(action)
         self._flush()
 

@@ -29,17 +29,16 @@ def program(plan: Plan, rank: int, span: range, limit: Limit | None = None) -> I
     way: at any time it tells such a multiple, from which on microbatches are left out if none of them has begun.
     """
     for task in heapq.merge(*streams(plan, rank, span, limit), key=itemgetter(0)):
-        if limit is None or end_of(plan, task) <= limit():
+        if limit is None or last_of(plan, task.actions[0]) < limit():
             yield from task.actions
 
 
-def end_of(plan: Plan, task: Task) -> int:
-    """The microbatch number up to which a span must reach for a task to be part of it."""
-    action = task.actions[0]
+def last_of(plan: Plan, action: Action) -> int:
+    """The last microbatch that an action is for: its own, or the last one of its update."""
     if action.microbatch is not None:
-        return action.microbatch + 1
+        return action.microbatch
     assert action.version is not None
-    return (action.version + 1) * plan.stages[action.stage].round
+    return (action.version + 1) * plan.stages[action.stage].round - 1
 
 
 def streams(plan: Plan, rank: int, span: range, limit: Limit | None = None) -> list[Iterator[Task]]:
@@ -63,7 +62,7 @@ def streams(plan: Plan, rank: int, span: range, limit: Limit | None = None) -> l
 def _until(plan: Plan, stream: Iterator[Task], limit: Limit) -> Iterator[Task]:
     """A stream's tasks before the limit; a stream never goes back, so the first one beyond ends it."""
     for task in stream:
-        if end_of(plan, task) > limit():
+        if last_of(plan, task.actions[0]) >= limit():
             return
         yield task
 
