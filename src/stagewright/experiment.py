@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagewright.config import Config, as_toml, options
+from stagewright.export import export_states
 from stagewright.foresee import predict_job
 from stagewright.resume import resumed_config
 from stagewright.settle import prepare
@@ -135,7 +136,7 @@ def _execute(job: Job, ledger: Ledger) -> Path | None:
         with on_signal(emulation.pauses.stop):
             emulation.run()
         is_whole = ledger.collector.stopped_at is None
-        return _export(job, [emulation.weights()]) if job.config.run.export and is_whole else None
+        return _export(job, [emulation.weights()]) if is_whole else None
     from safetensors.torch import load_file
 
     from stagewright.runtime.launch import launch
@@ -152,20 +153,9 @@ def _execute(job: Job, ledger: Ledger) -> Path | None:
     return exported
 
 
-def _export(job: Job, states: Sequence[dict[str, Tensor]]) -> Path:
-    """Write one file of the whole model: what no stage holds keeps its initial value."""
-    from safetensors.torch import save_file
-
-    from stagewright.runtime.assemble import open_pieces
-
-    (whole,) = open_pieces(job.config, ())
-    weights = {name: tensor.clone() for name, tensor in whole.training.state_dict().items()}
-    for state in states:
-        weights |= state
-    path = Path(str(job.config.run.export))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
-    return path
+def _export(job: Job, states: Sequence[dict[str, Tensor]]) -> Path | None:
+    path = job.config.run.export
+    return export_states(job.config, states, Path(path)) if path else None
 
 
 def write_start(job: Job) -> None:

@@ -43,11 +43,11 @@ def find_checkpoint(text: str) -> Resume:
         run = folder.parent.parent
         return Resume(checkpoint, run, folder in list_folders(run)[-1:])
     if not folder.is_dir():
-        raise ValueError(f"--resume {text}: no such folder; name a run folder or one of its checkpoints")
+        raise ValueError(f"{text}: no such folder; name a run folder, or one of its checkpoints")
     newest, reasons = newest_whole(folder)
     if newest is None:
         why = f" ({reasons[0]})" if reasons else ""
-        raise ValueError(f"--resume {text}: the run has no whole checkpoint to go on from{why}; train it anew")
+        raise ValueError(f"{text}: the run has no whole checkpoint{why}; train it anew")
     return Resume(newest, folder, True, tuple(f"{reason}; not used" for reason in reasons))
 
 
