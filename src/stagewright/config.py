@@ -132,6 +132,17 @@ class RunConfig(Section):
 
 
 @dataclass(frozen=True)
+class NodesConfig(Section):
+    """Which machines take part, and how they meet."""
+
+    list: str | None = option(None, "--nodes", "machines, the first hosts: 10.0.0.1,10.0.0.2[:PORT], names, or slurm")
+    index: int | None = option(None, "--node-index", "which of them this is (default: the one with its address)")
+    token: str | None = option(None, "--token", "file with the secret they share (default: $STAGEWRIGHT_TOKEN)")
+    join_timeout: float = option(600.0, "--join-timeout", "seconds to wait for all of them")
+    lost_timeout: float = option(60.0, "--lost-timeout", "seconds of silence after which one counts as lost")
+
+
+@dataclass(frozen=True)
 class Config(Section):
     """A whole run."""
 
@@ -142,6 +153,7 @@ class Config(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
+    nodes: NodesConfig = NodesConfig()
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from stagewright.plan.plan import Plan
     from stagewright.runtime.job import Job
     from stagewright.runtime.ledger import Ledger
+    from stagewright.runtime.nodes import Site
 
 
 @dataclass(frozen=True)
@@ -68,20 +69,26 @@ def run(config: Config, console: Console | None = None) -> Result:
     """Plan, check and run a configuration; leave a run folder behind."""
     from rich.console import Console
 
+    from stagewright.runtime.nodes import find_site
     from stagewright.runtime.possession import possess
 
     console = console or Console(quiet=True)
+    site = find_site(config.nodes)
+    if site is not None and config.run.emulate:
+        raise ValueError(f"--emulate runs every rank in one process but --nodes names {len(site.nodes)}; leave one out")
     job, per_epoch = prepare(config, lambda warning: console.print(f"warning: {warning}", markup=False, soft_wrap=True))
     with possess(Path(job.folder)):
         write_start(job)
         console.print(headline(job), markup=False, highlight=False, soft_wrap=True)
+        if site is not None and not site.is_host:
+            return _take_part(job, site, console)
         predicted = predict_job(job.config, job.plan)
         if predicted is not None:
             console.print(f"predicted: {predicted.images_per_second:.0f} images/s", markup=False, highlight=False)
-        return _run(job, per_epoch, console, None if predicted is None else predicted.images_per_second)
+        return _run(job, per_epoch, console, site, None if predicted is None else predicted.images_per_second)
 
 
-def _run(job: Job, per_epoch: int, console: Console, predicted: float | None) -> Result:
+def _run(job: Job, per_epoch: int, console: Console, site: Site | None, predicted: float | None) -> Result:
     """Run a job's ranks, and leave what they tell in its folder."""
     from stagewright.report.console import RunConsole
     from stagewright.runtime.job import Interrupted, RunFailed
@@ -93,7 +100,7 @@ def _run(job: Job, per_epoch: int, console: Console, predicted: float | None) ->
         Ledger(job, per_epoch, progress.show) as ledger,
     ):
         try:
-            exported = _execute(job, ledger)
+            exported = _execute(job, ledger, site, progress.say)
         except RunFailed as error:
             raise RunFailed("; ".join(filter(None, (str(error), _how_to_go_on(folder))))) from error
     collector = ledger.collector
@@ -110,6 +117,7 @@ def _run(job: Job, per_epoch: int, console: Console, predicted: float | None) ->
         "bad_records": len(collector.replaced),
         "evaluations": [asdict(evaluated) for evaluated in collector.evaluations],
         "seconds": time.time() - began,
+        "machine": 0,
         "exported": None if exported is None else str(exported),
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=1))
@@ -123,8 +131,22 @@ def _how_to_go_on(folder: Path) -> str:
     return f"go on with stagewright train --resume {folder}" if list_folders(folder) else ""
 
 
-def _execute(job: Job, ledger: Ledger) -> Path | None:
-    """Run the job's ranks and gather the weights they were asked for."""
+def _take_part(job: Job, site: Site, console: Console) -> Result:
+    """Run this machine's ranks; the first machine hears of them."""
+    from stagewright.runtime.job import Interrupted
+    from stagewright.runtime.launch import launch
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    if launch(job, lambda event: None, site=site, say=say):
+        raise Interrupted("with the other machines")
+    summary = {"folder": job.folder, "plan": job.plan.describe(), "machine": site.index}
+    return Result(Path(job.folder), job.plan, (), (), summary, None)
+
+
+def _execute(job: Job, ledger: Ledger, site: Site | None, say: Callable[[str], None]) -> Path | None:
+    """Run the job's ranks of this machine, and gather the weights that all were asked for."""
     if job.config.run.emulate:
         import torch
 
@@ -143,7 +165,7 @@ def _execute(job: Job, ledger: Ledger) -> Path | None:
     from stagewright.runtime.rank import state_file
     from stagewright.runtime.restart import FromCheckpoint
 
-    launch(job, ledger.hear, FromCheckpoint(job))
+    launch(job, ledger.hear, FromCheckpoint(job), site, say)
     if not job.config.run.export or ledger.collector.stopped_at is not None:
         return None
     files = [state_file(Path(job.folder), stage.index) for stage in job.plan.stages]

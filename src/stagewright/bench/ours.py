@@ -10,6 +10,7 @@ from stagewright.bench.peers import open_store
 from stagewright.runtime.assemble import assemble
 from stagewright.runtime.job import Job
 from stagewright.runtime.network import GlooNetwork
+from stagewright.runtime.place import Place
 from stagewright.runtime.rank import position_file
 from stagewright.runtime.recorder import FlightRecorder
 from stagewright.runtime.worker import Emit
@@ -24,7 +25,7 @@ class Stagewright:
         self._plan = job.plan
         position = position_file(meeting, rank)
         position.parent.mkdir(exist_ok=True)
-        network = GlooNetwork(open_store(meeting, job.plan.world), rank, "lo", job.config.run.timeout)
+        network = GlooNetwork(open_store(meeting, job.plan.world), rank, Place(), job.config.run.timeout)
         self._worker = assemble(job, rank, network, self._hear, FlightRecorder(position))
 
     def train(self, first: int, steps: int) -> None:

@@ -40,10 +40,13 @@ class RunConsole:
     ) -> None:
         self._progress.stop()
 
+    def say(self, line: str) -> None:
+        """A line that is no record."""
+        self._print(line)
+
     def show(self, record: Step | Evaluated | Replaced | Saved | Unsaved | Restarted) -> None:
         if isinstance(record, Restarted):
-            self._print(f"warning: {record.cause}; going on after step {record.batch}")
-            self._shown = None
+            self._shown = None  # what it was about has been said
             return
         if isinstance(record, Unsaved):
             self._print(f"warning: no checkpoint after step {record.batch}: {record.reason}; training goes on")

@@ -13,6 +13,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
+from stagewright.runtime.crew import Crew
 from stagewright.runtime.signals import kept_signals
 from stagewright.runtime.story import Death
 from stagewright.runtime.watchdog import Hung, Watchdog
@@ -23,7 +24,7 @@ _PATIENCE_SECONDS = 2
 class Agent(LocalElasticAgent):
     """Starts the ranks of one machine, and ends them all as soon as one is dead or hangs.
 
-    What it saw stays in `deaths` and `hung` until the next start; the rendezvous decides whether there is one.
+    What it saw stays in `deaths`, `hung` and `lost` until the next start; the rendezvous decides whether there is one.
     """
 
     def __init__(
@@ -34,16 +35,19 @@ class Agent(LocalElasticAgent):
         world: int,
         make_watchdog: Callable[[], Watchdog],
         environment: Callable[[], Mapping[str, str]],
+        crew: Crew,
     ) -> None:
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL))
         self.deaths: list[Death] = []
         self.hung: list[Hung] = []
+        self.lost: list[int] = []
         self._folder = folder
         self._ranks = ranks
         self._world = world
         self._make_watchdog = make_watchdog
         self._watchdog = make_watchdog()
         self._environment = environment
+        self._crew = crew
 
     def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
@@ -56,7 +60,7 @@ class Agent(LocalElasticAgent):
         worker_env.update(self._environment())
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self.deaths, self.hung = [], []
+        self.deaths, self.hung, self.lost = [], [], []
         self._watchdog = self._make_watchdog()
         with kept_signals():  # torch would end the ranks at the first one
             started: dict[int, Any] = super()._start_workers(worker_group)
@@ -67,6 +71,9 @@ class Agent(LocalElasticAgent):
         if any(codes.values()):
             self.deaths = [Death.of(self._folder, rank, code) for rank, code in codes.items() if code]
             return self._stop()
+        if (other := self._crew.trouble()) is not None:
+            self.lost = [other] if other >= 0 else []
+            return self._stop()
         running = {rank: process.pid for rank, process in self._processes().items() if codes[rank] is None}
         hung = self._watchdog.look(running) if running else None
         if hung is not None:
@@ -74,13 +81,19 @@ class Agent(LocalElasticAgent):
             os.kill(running[hung.rank], signal.SIGKILL)  # it would not hear anything else
             return self._stop()
         result: RunResult = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.SUCCEEDED and not self._crew.is_over():
+            return RunResult(WorkerState.HEALTHY)
         return result
+
+    def _exit_barrier(self) -> None:
+        """All machines are done already: the last look said so."""
 
     def _processes(self) -> dict[int, Any]:
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         return {rank: handlers[index].proc for index, rank in enumerate(self._ranks) if index in handlers}
 
     def _stop(self) -> RunResult:
+        self._crew.alarm()
         self._shutdown()
         return RunResult(WorkerState.FAILED)
 

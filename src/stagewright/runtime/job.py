@@ -23,6 +23,7 @@ class Interrupted(KeyboardInterrupt):
     """The user stopped the run."""
 
     def __init__(self, when: str, next_step: str = "") -> None:
+        self.when = when
         super().__init__(f"{when}; nothing is left running{next_step and f'; {next_step}'}")
 
 

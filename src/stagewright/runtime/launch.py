@@ -8,37 +8,88 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from stagewright.runtime.crew import Crew, Say, Terms
+from stagewright.runtime.door import Door, Tunnel, store_prefix
 from stagewright.runtime.hearing import Listen
 from stagewright.runtime.job import Interrupted, Job
-from stagewright.runtime.rendezvous import LOOPBACK
+from stagewright.runtime.nodes import Site, bound_to
+from stagewright.runtime.place import LOOPBACK
 from stagewright.runtime.restart import Restart
 from stagewright.runtime.signals import on_signal
 from stagewright.runtime.supervise import Supervisor
 
 
-def launch(job: Job, listen: Listen, restart: Restart | None = None) -> None:
-    """Run a job on this machine, one process a rank; `listen` hears every event, one at a time."""
+def launch(
+    job: Job, listen: Listen, restart: Restart | None = None, site: Site | None = None, say: Say = lambda line: None
+) -> bool:
+    """Run a job's ranks of this machine, one process each; on machine 0 `listen` hears every event, one at a time.
+
+    Whether it was asked to stop.
+    """
     folder = Path(job.folder)
     (folder / "ranks").mkdir(exist_ok=True)
-    keys = secrets.token_hex(16)
-    with bound_socket() as (listener, port):
+    with _agent_log(folder), _own_signals(), _meeting_place(job, site, folder) as terms:
+        crew = Crew(terms, say)
+        supervisor = Supervisor(job, listen, restart or Restart(), crew)
+        ended: str | None = None
+        try:
+            with on_signal(supervisor.stop):
+                supervisor.run()
+        except SignalException as error:
+            ended = f"interrupted by {signal.Signals(error.sigval).name}"
+            raise Interrupted(f"by {signal.Signals(error.sigval).name}") from error
+        except Interrupted as error:
+            ended = f"interrupted {error.when}"
+            raise
+        finally:
+            crew.leave(ended)
+    return supervisor.is_stopping
+
+
+@contextmanager
+def _meeting_place(job: Job, site: Site | None, folder: Path) -> Iterator[Terms]:
+    """A store on this machine's loopback, behind a door if there are others; or the way to machine 0's."""
+    nodes = job.config.nodes
+    keys = store_prefix(site.token) if site else secrets.token_hex(16)
+    terms = Terms(0, keys, nodes.join_timeout, nodes.lost_timeout, site)
+    if site is not None and not site.is_host:
+        host = site.nodes[0]
+        tunnel = Tunnel((host.host, host.port), site.address, site.token, nodes.lost_timeout)
+        try:
+            yield replace(terms, port=tunnel.port)
+        finally:
+            tunnel.close()
+        return
+    with ExitStack() as stack:
+        listener, port = stack.enter_context(bound_socket())
         store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-        with _agent_log(folder), _own_signals():
-            supervisor = Supervisor(job, listen, restart or Restart(), keys, port)
-            try:
-                with on_signal(supervisor.stop):
-                    supervisor.run()
-            except SignalException as error:
-                raise Interrupted(f"by {signal.Signals(error.sigval).name}") from error
-            finally:
-                supervisor.close()
+        if site is not None:
+            stack.callback(_open_door(site, port, nodes.lost_timeout, folder / "log.txt").close)
+        yield replace(terms, port=port)
         del store
+
+
+def _open_door(site: Site, port: int, lost: float, log: Path) -> Door:
+    def refused(peer: str) -> None:
+        with log.open("a") as file:
+            file.write(f"refused {peer}: it did not prove that it knows the token\n")
+
+    node = site.nodes[0]
+    try:
+        listener = bound_to(site.address, node.port)
+    except OSError as error:
+        raise ValueError(
+            f"can't listen on {site.address} port {node.port}: {error.strerror}; "
+            f"give another port on each machine: --nodes {node.host}:{node.port + 1},..."
+        ) from error
+    return Door(listener, port, site.token, lost, refused)
 
 
 @contextmanager

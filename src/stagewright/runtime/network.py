@@ -13,6 +13,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from stagewright.plan.plan import Plan
 from stagewright.runtime.channels import Bulletin, MemoryTransport, Pending, Transport
+from stagewright.runtime.place import Place
 from stagewright.runtime.reduce import Alone, Collective, MemoryCollective
 from stagewright.runtime.stream import StreamTransport, connect
 
@@ -63,15 +64,18 @@ class Network(Protocol):
 class GlooNetwork:
     """Process groups over TCP: one a channel, one a collective, all on one interface and one thread."""
 
-    def __init__(self, store: Store, rank: int, interface: str, timeout: float) -> None:
+    def __init__(self, store: Store, rank: int, place: Place, timeout: float) -> None:
         self._store = store
         self._rank = rank
-        self._device = ProcessGroupGloo.create_device(interface=interface)
+        self._place = place
+        self._device = ProcessGroupGloo.create_device(hostname=place.address)
         self._timeout = timedelta(seconds=timeout)
         self.bulletin = StoreBulletin(PrefixStore("layout", store))
 
     def transport(self, name: ChannelName, window: int) -> Transport:
         gloo = _GlooTransport(self._group(str(name), (name.source, name.target)))
+        if not all(map(self._place.is_beside, (name.source, name.target))):
+            return gloo
         store = PrefixStore(f"stream/{name}", self._store)
         return StreamTransport(connect(store, self._rank == name.source, self._timeout), gloo, window)
 

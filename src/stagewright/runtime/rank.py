@@ -18,11 +18,13 @@ from safetensors.torch import save_file
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from stagewright.runtime.assemble import assemble
+from stagewright.runtime.bequest import is_far, receive_state, send_state
 from stagewright.runtime.channels import LayoutError, LostPeer, Pending, first_line
 from stagewright.runtime.checkpoint import open_checkpoint
 from stagewright.runtime.job import Job
 from stagewright.runtime.network import GlooNetwork
 from stagewright.runtime.pauses import Pauses
+from stagewright.runtime.place import Place
 from stagewright.runtime.recorder import FlightRecorder, last_action
 from stagewright.runtime.restore import restore
 from stagewright.runtime.saver import DiskSaver
@@ -63,7 +65,8 @@ def run_rank(job: Job, rank: int, store: Store, emit: Any, control: Store | None
     """Build a rank's worker, run its job, leave its weights and its trace; `control` is where pauses are asked for."""
     folder = Path(job.folder)
     recorder = FlightRecorder(position_file(folder, rank))
-    worker = assemble(job, rank, GlooNetwork(store, rank, "lo", job.patience), emit, recorder)
+    network = GlooNetwork(store, rank, Place.of(job.plan, rank), job.patience)
+    worker = assemble(job, rank, network, emit, recorder)
     worker.saver = DiskSaver(job, rank, worker.replicas, emit)
     if job.resume is not None:
         restore(worker, open_checkpoint(Path(job.resume)))
@@ -76,7 +79,7 @@ def run_rank(job: Job, rank: int, store: Store, emit: Any, control: Store | None
     if worker.is_stopped:
         emit({"kind": "stopped", "rank": rank, "batch": worker.done})
     elif job.config.run.export:
-        _save_states(worker, folder)
+        _save_states(worker, folder, network)
     emit({"kind": "done", "rank": rank, "spans": recorder.spans()})
 
 
@@ -103,15 +106,20 @@ def _wait(pending: Pending) -> None:
         raise LostPeer(first_line(error)) from error
 
 
-def _save_states(worker: Worker, folder: Path) -> None:
+def _save_states(worker: Worker, folder: Path, network: GlooNetwork) -> None:
+    """Leave every stage's weights on the first machine: by the stage's first replica, or sent by it to rank 0."""
     for item in worker.states():
-        if isinstance(item, tuple):
-            stage, state = item
-            save_file(
-                {name: tensor.contiguous().clone() for name, tensor in state.items()}, state_file(folder, stage.index)
-            )
-        else:
+        if not isinstance(item, tuple):
             _wait(item)
+            continue
+        stage, state = item
+        tensors = {name: tensor.contiguous().clone() for name, tensor in state.items()}
+        if is_far(worker.plan, stage):
+            send_state(network, stage, tensors)
+        else:
+            save_file(tensors, state_file(folder, stage.index))
+    for stage in filter(lambda stage: worker.rank == 0 and is_far(worker.plan, stage), worker.plan.stages):
+        save_file(receive_state(network, stage), state_file(folder, stage.index))
 
 
 def _failure(job: Job, rank: int, error: BaseException) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-LOOPBACK = "127.0.0.1"
+from stagewright.runtime.place import LOOPBACK
 
 
 class Rendezvous(RendezvousHandler):

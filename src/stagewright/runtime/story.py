@@ -38,7 +38,11 @@ class Fault:
 
 
 def tell(
-    plan: Plan, failures: Sequence[Mapping[str, Any]], deaths: Sequence[Death], hung: Sequence[Hung] = ()
+    plan: Plan,
+    failures: Sequence[Mapping[str, Any]],
+    deaths: Sequence[Death],
+    hung: Sequence[Hung] = (),
+    lost: Sequence[str] = (),
 ) -> Fault:
     """Who failed first, where, at what, and why."""
     primary = [failure for failure in failures if not failure["is_secondary"]]
@@ -50,9 +54,10 @@ def tell(
         name = _signal_name(-death.code)
         return Fault(f"{plan.name_replica(death.rank, death.stage)} was killed by {name} at {_at(death.action)}", False)
     if hung:
-        rank, action = hung[0].rank, hung[0].action
-        name = plan.name_replica(rank, None if action is None else action.stage)
-        return Fault(f"{name} hangs at {_at(action)}: {hung[0].cause}", False)
+        name = plan.name_replica(hung[0].rank, hung[0].stage)
+        return Fault(f"{name} hangs at {_at(hung[0].action)}: {hung[0].cause}", False)
+    if lost:
+        return Fault(lost[0], False)
     if failures:
         failure = failures[0]
         return Fault(f"{plan.name_replica(failure['rank'])} failed: {failure['cause']}", False)
@@ -70,8 +75,8 @@ def _raised(plan: Plan, failure: Mapping[str, Any]) -> Fault:
     return Fault(f"{plan.name_replica(failure['rank'], stage)} failed at {_at(action)}: {failure['cause']}", is_users)
 
 
-def _at(action: object | None) -> str:
-    return "start" if action is None else str(action)
+def _at(action: str | None) -> str:
+    return "start" if action is None else action
 
 
 def _signal_name(number: int) -> str:

@@ -29,8 +29,13 @@ class Hung:
     """A rank that made no progress in time, and what it was at."""
 
     rank: int
-    action: Action | None
+    action: str | None
+    stage: int | None
     cause: str
+
+    @staticmethod
+    def at(rank: int, action: Action | None, cause: str) -> Hung:
+        return Hung(rank, None if action is None else str(action), None if action is None else action.stage, cause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,7 @@ class Watchdog:
         still = self._now - self._running[rank]
         if still < limit:
             return None
-        return Hung(rank, sights[rank].action, f"its process has been stopped for {still:.0f} s")
+        return Hung.at(rank, sights[rank].action, f"its process has been stopped for {still:.0f} s")
 
     def _stuck(self, sights: Mapping[int, Sight]) -> Hung | None:
         is_started = all(sight.is_settled for sight in sights.values())
@@ -102,7 +107,7 @@ class Watchdog:
         waits, since, rank = min(late)
         doing = "waited" if waits and is_started else "made no progress"
         option = "--timeout" if is_started and sights[rank].state is not State.SAVING else "--start-timeout"
-        return Hung(rank, sights[rank].action, f"it has {doing} for {self._now - since:.0f} s (see {option})")
+        return Hung.at(rank, sights[rank].action, f"it has {doing} for {self._now - since:.0f} s (see {option})")
 
 
 def _is_stopped(process: int) -> bool:

@@ -39,7 +39,7 @@ def test_a_killed_rank_is_told_before_what_the_others_lost() -> None:
 
 
 def test_a_rank_that_hangs_is_told_with_its_action() -> None:
-    hung = Hung(2, Action(Op.FORWARD, 2, 1, 3, 0, None), "its process has been stopped for 10 s")
+    hung = Hung.at(2, Action(Op.FORWARD, 2, 1, 3, 0, None), "its process has been stopped for 10 s")
     fault = tell(PLAN, [], [], [hung])
     assert fault.text == ("stage 1 replica 0 (rank 2, machine 1) hangs at 1F3@0: its process has been stopped for 10 s")
 

@@ -60,7 +60,7 @@ def test_a_stopped_process_is_named_with_its_action(scene: Scene) -> None:
     assert scene.pass_time(5) is None
     scene.stopped = {1001}
     hung = scene.pass_time(15)
-    assert hung is not None and hung.rank == 1 and str(hung.action) == "0F7@0"
+    assert hung is not None and hung.rank == 1 and hung.action == "0F7@0" and hung.stage == 0
     assert "stopped for 10 s" in hung.cause
 
 

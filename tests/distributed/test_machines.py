@@ -1,0 +1,114 @@
+"""The same command on two machines that are network namespaces: they train as one, and stop as one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from stagewright.config import as_toml
+from tests.distributed.namespaces import TOKEN, Machines, machines
+from tests.distributed.test_command import ranks_of, wait_until
+from tests.parity import TOLERANCE, Case, assert_near, make_job, refer
+
+STAGES = Case("normed", "0:0-1.1:0", "third", mode="stale", staleness=1, steps=12)
+DATA_PARALLEL = Case("dropping", "0:0,1:0", mode="dp", steps=12)
+soak = pytest.mark.skipif("STAGEWRIGHT_SOAK" not in os.environ, reason="takes minutes: make soak")
+
+
+@pytest.fixture
+def pair() -> Iterator[Machines]:
+    with machines(3) as found:
+        yield replace(found, count=2)  # the third is for strangers
+
+
+class Runs:
+    """One run of two machines: its folders and its processes."""
+
+    def __init__(self, pair: Machines, folder: Path, case: Case, *arguments: str, **tables: object) -> None:
+        one_machine = replace(case, placement=case.placement.replace("1:", "0:9"))
+        config = make_job(one_machine, folder, export=str(folder / "trained.safetensors")).config
+        config = replace(config, plan=replace(config.plan, placement=case.placement))
+        (folder / "config.toml").write_text(as_toml(config))
+        self.pair, self.folder, self.case = pair, folder, case
+        self.arguments = ("--config", str(folder / "config.toml"), "--nodes", pair.nodes, *arguments)
+
+    def start(self, machine: int, *more: str, token: str | None = TOKEN) -> subprocess.Popen[str]:
+        runs = ("--runs", str(self.folder / f"machine-{machine}"))
+        return self.pair.start(machine, "train", *self.arguments, *runs, *more, token=token)
+
+    def is_training(self) -> bool:
+        return any(path.stat().st_size for path in self.folder.glob("machine-0/*/metrics.jsonl"))
+
+    def assert_result(self) -> None:
+        """The weights are those of one process."""
+        trained = load_file(self.folder / "trained.safetensors")
+        expected = refer(self.case)
+        assert_near(trained, {**expected.weights, **expected.buffers}, TOLERANCE[self.case.precision])
+
+
+def end(process: subprocess.Popen[str], seconds: float = 60) -> tuple[int, str, str]:
+    out, error = process.communicate(timeout=seconds)
+    return process.returncode, out, error
+
+
+def listening(pair: Machines, machine: int) -> set[str]:
+    """Addresses that somebody on a machine listens at, TCP of both families."""
+    done = subprocess.run(pair.inside(machine, "ss", "-Htln"), capture_output=True, text=True, check=True)
+    return {line.split()[3].rpartition(":")[0] for line in done.stdout.splitlines()}
+
+
+JOIN = """
+import sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+try:
+    store = TCPStore(sys.argv[1], 29600, is_master=False, timeout=timedelta(seconds=2))
+    print("joined", store.list_keys())
+except Exception as error:
+    print("refused", type(error).__name__)
+"""
+
+
+def test_stages_on_two_machines_train_as_one_process_and_strangers_stay_outside(pair: Machines, tmp_path: Path) -> None:
+    runs = Runs(pair, tmp_path, replace(STAGES, steps=200))
+    first = runs.start(0)
+    second = runs.start(1)
+    stranger = pair.run(2, [sys.executable, "-c", JOIN, pair.address(0)])
+    thief = runs.start(1, token="some other token, as long as it")
+    wait_until(runs.is_training, 60)
+    addresses = [listening(pair, machine) for machine in range(2)]
+    assert addresses[0] <= {"127.0.0.1", pair.address(0)} and pair.address(0) in addresses[0]
+    assert addresses[1] <= {"127.0.0.1", pair.address(1)}
+    code, out, error = end(first)
+    assert code == 0 and "done: 200 steps" in out, error
+    code, out, error = end(second)
+    assert code == 0 and "metrics and weights are on machine 0" in out and error == ""
+    runs.assert_result()
+    code, out, error = end(stranger)
+    assert "refused" in out and "joined" not in out
+    code, out, error = end(thief)
+    assert code == 2 and error.count("\n") == 1 and "use the same token on each machine" in error
+    (log,) = tmp_path.glob("machine-0/*/log.txt")
+    assert f"refused {pair.address(2)}" in log.read_text()
+    assert [path.name for path in tmp_path.glob("machine-*/*/summary.json")] == ["summary.json"]
+    assert ranks_of(tmp_path) == [] and not any(TOKEN.encode() in path.read_bytes() for path in files(tmp_path))
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_options_that_differ_are_named_on_both_machines(pair: Machines, tmp_path: Path) -> None:
+    runs = Runs(pair, tmp_path, DATA_PARALLEL)
+    both = [runs.start(0), runs.start(1, "--lr", "0.25")]
+    for process in both:
+        code, _, error = end(process)
+        assert code == 2 and error.count("\n") == 1
+        assert "machine 1 (10.77.0.2) has optimizer.lr = 0.25 but machine 0 has 0.05" in error
