@@ -98,6 +98,15 @@ class ScheduleConfig(Section):
 
 
 @dataclass(frozen=True)
+class CheckpointConfig(Section):
+    """What is kept to go on from."""
+
+    every: int = option(0, "--checkpoint-every", "batches between checkpoints (0: none but those asked for)")
+    minutes: float = option(0.0, "--checkpoint-minutes", "minutes between checkpoints (0: none)")
+    keep: int = option(2, "--keep", "newest checkpoints to keep (0: all)")
+
+
+@dataclass(frozen=True)
 class RunConfig(Section):
     """How long, where, and what is left behind."""
 
@@ -112,6 +121,7 @@ class RunConfig(Section):
     eval_every: int | None = option(None, "--eval-every", "batches between evaluations (0: only at the end)")
     log_every: int = option(10, "--log-every", "batches between log lines")
     export: str | None = option(None, "--export", "write the trained weights to FILE.safetensors")
+    resume: str | None = option(None, "--resume", "go on from a run folder's newest checkpoint, or from a checkpoint")
     runs: str = option("runs", "--runs", "folder that holds run folders")
     bucket: int = option(25, "--bucket", "MiB of gradient summed at a time")
     timeout: float = option(600.0, "--timeout", "seconds at one action after which a rank counts as hung")
@@ -141,6 +151,7 @@ class Config(Section):
     plan: PlanConfig = PlanConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
     nodes: NodesConfig = NodesConfig()
 

@@ -10,6 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from stagewright.config import Config
 from stagewright.foresee import machines_of, planned_cuts, predict_job, with_plan_file
+from stagewright.resume import (
+    Resume,
+    find_checkpoint,
+    keeps_plan,
+    remarks,
+    require_start,
+    resumed_plan,
+    start_batch,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,9 +53,19 @@ def prepare(config: Config, warn: Warn = lambda warning: None) -> tuple[Job, int
     source = open_data(config, config.data.source)
     order = Order(len(source), config.plan.batch, config.run.seed, config.data.shuffle)
     chain = Chain(_build(config).to(precision.weights))
-    plan = make_plan_for(config, chain, warn)
-    check(plan)
+    resume = find_checkpoint(config.run.resume) if config.run.resume else None
+    config = replace(config, run=replace(config.run, resume=None))
+    plan = _plan_for(config, chain, resume, warn)
+    check(plan.starting_at(0))
     batches = _num_batches(config, order)
+    _require_checkpoints(config)
+    start = 0 if resume is None else start_batch(resume, order, source.fingerprint)
+    if resume is not None:
+        require_start(plan, start, batches)
+        if not plan.computes_as(resume.checkpoint.manifest.plan):
+            plan = plan.starting_at(start)
+        for remark in remarks(config, resume, plan):
+            warn(remark)
     inputs, labels = source.batch(order.microbatch(0, plan.microbatches))
     example = inputs.to(precision.weights) if inputs.is_floating_point() else inputs
     pieces = chain.cut(plan.cuts)
@@ -56,7 +75,7 @@ def prepare(config: Config, warn: Warn = lambda warning: None) -> tuple[Job, int
     pauses = _pauses(config, batches, order.batches)
     evaluation = _evaluation(plan, pieces, example, val, precision.forward_context) if pauses else None
     predict_job(config, plan)  # what is wrong with a profile is said before a folder is made
-    folder = str(_new_folder(config, plan))
+    folder = str(_folder(config, plan, resume))
     job = Job(
         config,
         plan,
@@ -66,9 +85,36 @@ def prepare(config: Config, warn: Warn = lambda warning: None) -> tuple[Job, int
         training,
         evaluation,
         folder,
+        samples=len(source),
         fingerprint=source.fingerprint,
+        start=start,
+        resume=None if resume is None else str(resume.checkpoint.folder),
     )
     return job, order.batches
+
+
+def _plan_for(config: Config, chain: Chain, resume: Resume | None, warn: Warn) -> Plan:
+    """The plan that the options describe, or the one that a run to resume has settled on."""
+    if resume is not None and keeps_plan(config, resume):
+        return resume.checkpoint.manifest.plan
+    plan = make_plan_for(config, chain, warn)
+    return plan if resume is None else resumed_plan(plan, resume)
+
+
+def _require_checkpoints(config: Config) -> None:
+    options = config.checkpoint
+    for flag, value in (("every", options.every), ("minutes", options.minutes)):
+        if value < 0:
+            raise ValueError(f"--checkpoint-{flag} is {value:g}; give how far checkpoints are apart, or 0 for none")
+    if options.keep < 0:
+        raise ValueError(f"--keep is {options.keep}; give how many checkpoints to keep, or 0 for all")
+
+
+def _folder(config: Config, plan: Plan, resume: Resume | None) -> Path:
+    """A folder of its own, or that of the run whose newest checkpoint it goes on from, in batches of the same size."""
+    if resume is None or not resume.is_newest or resume.checkpoint.manifest.plan.batch != plan.batch:
+        return _new_folder(config, plan)
+    return resume.run
 
 
 def _build(config: Config) -> Any:

@@ -14,6 +14,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from stagewright.runtime.crew import Crew
+from stagewright.runtime.signals import kept_signals
 from stagewright.runtime.story import Death
 from stagewright.runtime.watchdog import Hung, Watchdog
 
@@ -61,7 +62,8 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.deaths, self.hung, self.lost = [], [], []
         self._watchdog = self._make_watchdog()
-        started: dict[int, Any] = super()._start_workers(worker_group)
+        with kept_signals():  # torch would end the ranks at the first one
+            started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

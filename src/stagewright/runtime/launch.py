@@ -18,21 +18,21 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from stagewright.runtime.crew import Crew, Say, Terms
 from stagewright.runtime.door import Door, Tunnel, store_prefix
 from stagewright.runtime.hearing import Listen
-from stagewright.runtime.job import Job
+from stagewright.runtime.job import Interrupted, Job
 from stagewright.runtime.nodes import Site, bound_to
 from stagewright.runtime.place import LOOPBACK
 from stagewright.runtime.restart import Restart
+from stagewright.runtime.signals import on_signal
 from stagewright.runtime.supervise import Supervisor
-
-
-class Interrupted(KeyboardInterrupt):
-    """The user stopped the run."""
 
 
 def launch(
     job: Job, listen: Listen, restart: Restart | None = None, site: Site | None = None, say: Say = lambda line: None
-) -> None:
-    """Run a job's ranks of this machine, one process each; on machine 0 `listen` hears every event, one at a time."""
+) -> bool:
+    """Run a job's ranks of this machine, one process each; on machine 0 `listen` hears every event, one at a time.
+
+    Whether it was asked to stop.
+    """
     folder = Path(job.folder)
     (folder / "ranks").mkdir(exist_ok=True)
     with _agent_log(folder), _own_signals(), _meeting_place(job, site, folder) as terms:
@@ -40,12 +40,17 @@ def launch(
         supervisor = Supervisor(job, listen, restart or Restart(), crew)
         ended: str | None = None
         try:
-            supervisor.run()
+            with on_signal(supervisor.stop):
+                supervisor.run()
         except SignalException as error:
             ended = f"interrupted by {signal.Signals(error.sigval).name}"
-            raise Interrupted(signal.Signals(error.sigval).name) from error
+            raise Interrupted(f"by {signal.Signals(error.sigval).name}") from error
+        except Interrupted as error:
+            ended = f"interrupted {error.when}"
+            raise
         finally:
             crew.leave(ended)
+    return supervisor.is_stopping
 
 
 @contextmanager

@@ -20,10 +20,14 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from stagewright.runtime.assemble import assemble
 from stagewright.runtime.bequest import is_far, receive_state, send_state
 from stagewright.runtime.channels import LayoutError, LostPeer, Pending, first_line
+from stagewright.runtime.checkpoint import open_checkpoint
 from stagewright.runtime.job import Job
 from stagewright.runtime.network import GlooNetwork
+from stagewright.runtime.pauses import Pauses
 from stagewright.runtime.place import Place
 from stagewright.runtime.recorder import FlightRecorder, last_action
+from stagewright.runtime.restore import restore
+from stagewright.runtime.saver import DiskSaver
 from stagewright.runtime.worker import Worker
 
 EVENTS = "events"
@@ -33,7 +37,7 @@ _LOOK_SECONDS = 0.5
 
 def main() -> None:
     """Run one rank of a job to its end."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells every process; the supervisor tells the ranks
     _die_with(os.getppid())
     job = Job.load(Path(sys.argv[1]))
     rank, keys = int(os.environ["RANK"]), os.environ[KEYS]
@@ -48,7 +52,7 @@ def main() -> None:
         events.queue_push(EVENTS, json.dumps(event))
 
     try:
-        run_rank(job, rank, store, emit)
+        run_rank(job, rank, store, emit, events)
     except BaseException as error:
         emit(_failure(job, rank, error))
         if isinstance(error, LostPeer):
@@ -57,16 +61,24 @@ def main() -> None:
         sys.exit(1)
 
 
-def run_rank(job: Job, rank: int, store: Store, emit: Any) -> None:
-    """Build a rank's worker, run its job, leave its weights and its trace."""
+def run_rank(job: Job, rank: int, store: Store, emit: Any, control: Store | None = None) -> None:
+    """Build a rank's worker, run its job, leave its weights and its trace; `control` is where pauses are asked for."""
     folder = Path(job.folder)
     recorder = FlightRecorder(position_file(folder, rank))
     network = GlooNetwork(store, rank, Place.of(job.plan, rank), job.patience)
     worker = assemble(job, rank, network, emit, recorder)
+    worker.saver = DiskSaver(job, rank, worker.replicas, emit)
+    if job.resume is not None:
+        restore(worker, open_checkpoint(Path(job.resume)))
     emit({"kind": "ready", "rank": rank})
+    pauses = Pauses(control, rank, job.plan, worker.gate, job.config.checkpoint.minutes) if control else None
     drive(worker)
+    if pauses is not None:
+        pauses.close()
     recorder.save()
-    if job.config.run.export:
+    if worker.is_stopped:
+        emit({"kind": "stopped", "rank": rank, "batch": worker.done})
+    elif job.config.run.export:
         _save_states(worker, folder, network)
     emit({"kind": "done", "rank": rank, "spans": recorder.spans()})
 

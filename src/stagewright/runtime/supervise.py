@@ -15,6 +15,7 @@ from stagewright.runtime.crew import Crew, Report, Verdict
 from stagewright.runtime.facts import difference, facts_of
 from stagewright.runtime.hearing import Hearing, Listen
 from stagewright.runtime.job import Job, RunFailed
+from stagewright.runtime.pauses import STOP
 from stagewright.runtime.place import ADDRESS, LOOPBACK
 from stagewright.runtime.rank import KEYS, position_file
 from stagewright.runtime.rendezvous import Rendezvous
@@ -39,6 +40,7 @@ class Supervisor:
         self._restart = restart
         self._crew = crew
         self._restarts = 0
+        self.is_stopping = False
         self._fault: Fault | None = None  # of the start before, once it is told
         self._last: Fault | None = None
         self._hearing: Hearing | None = None
@@ -127,9 +129,15 @@ class Supervisor:
         self._crew.say(f"{verdict.cause}; restart {verdict.restart} from batch {verdict.batch}")
         self._listen(told)
 
+    def stop(self) -> None:
+        """Have all ranks, of every machine, keep a checkpoint as soon as they can, and end."""
+        self.is_stopping = True
+        if self._crew.start:
+            PrefixStore(str(self._crew.start), self._crew.open_store()).set(STOP, STOP)
+
     @property
     def _most_restarts(self) -> int:
-        return self._job.config.run.max_restarts or 0
+        return self._job.max_restarts
 
     def _decide(self, reports: Mapping[int, Report], waited: float) -> Verdict | None:
         """Machine 0's verdict on what the machines report; None to wait for more of them."""
@@ -180,7 +188,7 @@ class Supervisor:
     def _final(self, fault: Fault) -> str | None:
         """The last word on a fault that is not to be tried again."""
         is_same = self._last is not None and fault.text == self._last.text
-        if not (fault.is_final or is_same or self._restarts >= self._most_restarts):
+        if not (fault.is_final or is_same or self.is_stopping or self._restarts >= self._most_restarts):
             return None
         return f"{fault.text}, again after {self._restarts} restarts" if is_same else fault.text
 
