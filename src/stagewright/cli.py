@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         _fail(str(error))
     except KeyboardInterrupt as error:
-        _fail(f"interrupted{f' by {error}' if str(error) else ''}; nothing is left running")
+        _fail(f"interrupted{f' {error}' if str(error) else '; nothing is left running'}")
     except RuntimeError as error:
         from stagewright.runtime.job import RunFailed
 
@@ -43,6 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(str(error))
     except BrokenPipeError:
         sys.exit(_ERROR)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _fail(f"{error.filename or 'a file'} could not be written: {error.strerror}; make room on the disk")
 
 
 def _fail(message: str) -> NoReturn:

@@ -98,6 +98,15 @@ class ScheduleConfig(Section):
 
 
 @dataclass(frozen=True)
+class CheckpointConfig(Section):
+    """What is kept to go on from."""
+
+    every: int = option(0, "--checkpoint-every", "batches between checkpoints (0: none but those asked for)")
+    minutes: float = option(0.0, "--checkpoint-minutes", "minutes between checkpoints (0: none)")
+    keep: int = option(2, "--keep", "newest checkpoints to keep (0: all)")
+
+
+@dataclass(frozen=True)
 class RunConfig(Section):
     """How long, where, and what is left behind."""
 
@@ -124,9 +133,25 @@ class RunConfig(Section):
     eval_every: int | None = option(None, "--eval-every", "batches between evaluations (0: only at the end)")
     log_every: int = option(10, "--log-every", "batches between log lines")
     export: str | None = option(None, "--export", "write the trained weights to FILE.safetensors")
+    resume: str | None = option(None, "--resume", "go on from a run folder's newest checkpoint, or from a checkpoint")
     runs: str = option("runs", "--runs", "folder that holds run folders")
     bucket: int = option(25, "--bucket", "MiB of gradient summed at a time")
-    timeout: float = option(600.0, "--timeout", "seconds a rank waits for another before it gives up")
+    timeout: float = option(600.0, "--timeout", "seconds at one action after which a rank counts as hung")
+    start_timeout: float = option(3600.0, "--start-timeout", "the same until the first update, and while saving")
+    max_restarts: int | None = option(
+        None, "--max-restarts", "starts after a fault (default: 3 where the run keeps checkpoints, 0 otherwise)"
+    )
+
+
+@dataclass(frozen=True)
+class NodesConfig(Section):
+    """Which machines take part, and how they meet."""
+
+    list: str | None = option(None, "--nodes", "machines, the first hosts: 10.0.0.1,10.0.0.2[:PORT], names, or slurm")
+    index: int | None = option(None, "--node-index", "which of them this is (default: the one with its address)")
+    token: str | None = option(None, "--token", "file with the secret they share (default: $STAGEWRIGHT_TOKEN)")
+    join_timeout: float = option(600.0, "--join-timeout", "seconds to wait for all of them")
+    lost_timeout: float = option(60.0, "--lost-timeout", "seconds of silence after which one counts as lost")
 
 
 @dataclass(frozen=True)
@@ -138,7 +163,9 @@ class Config(Section):
     plan: PlanConfig = PlanConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
+    nodes: NodesConfig = NodesConfig()
 
 
 @dataclass(frozen=True, slots=True)

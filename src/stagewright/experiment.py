@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stagewright.config import Config, as_toml, make_config, options
+from stagewright.config import Config, as_toml, options
+from stagewright.export import export_states
 from stagewright.foresee import predict_job
+from stagewright.resume import resumed_config
 from stagewright.settle import prepare
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from stagewright.metrics import Evaluated, Step
     from stagewright.plan.plan import Plan
     from stagewright.runtime.job import Job
+    from stagewright.runtime.ledger import Ledger
+    from stagewright.runtime.nodes import Site
 
 
 @dataclass(frozen=True)
@@ -58,76 +62,118 @@ def train(model: str | Callable[..., object] | None = None, **settings: Any) -> 
             raise ValueError(f"unknown option '{keyword}'; known: {', '.join(by_keyword)}")
         section, _, name = by_keyword[keyword].partition(".")
         tables.setdefault(section, {})[name] = value
-    return run(make_config(tables))
+    return run(resumed_config(tables))
 
 
 def run(config: Config, console: Console | None = None) -> Result:
     """Plan, check and run a configuration; leave a run folder behind."""
     from rich.console import Console
 
-    from stagewright.report.console import RunConsole
-    from stagewright.runtime.collect import Collector, Record
+    from stagewright.runtime.nodes import find_site
+    from stagewright.runtime.possession import possess
 
     console = console or Console(quiet=True)
-    job, per_epoch = prepare(config, lambda warning: console.print(f"warning: {warning}", markup=False, soft_wrap=True))
-    folder = Path(job.folder)
-    began = time.time()
-    write_start(job)
-    console.print(headline(job), markup=False, highlight=False, soft_wrap=True)
-    predicted = predict_job(job.config, job.plan)
-    if predicted is not None:
-        console.print(f"predicted: {predicted.images_per_second:.0f} images/s", markup=False, highlight=False)
+    site = find_site(config.nodes)
+    if site is not None and config.run.emulate:
+        raise ValueError(f"--emulate runs every rank in one process but --nodes names {len(site.nodes)}; leave one out")
+
+    def warn(warning: str) -> None:
+        console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+
+    job, per_epoch = prepare(config, warn, is_host=site is None or site.is_host)
+    with possess(Path(job.folder)):
+        write_start(job)
+        console.print(headline(job), markup=False, highlight=False, soft_wrap=True)
+        if site is not None and not site.is_host:
+            return _take_part(job, site, console)
+        predicted = predict_job(job.config, job.plan)
+        if predicted is not None:
+            console.print(f"predicted: {predicted.images_per_second:.0f} images/s", markup=False, highlight=False)
+        return _run(job, per_epoch, console, site, None if predicted is None else predicted.images_per_second)
+
+
+def _run(job: Job, per_epoch: int, console: Console, site: Site | None, predicted: float | None) -> Result:
+    """Run a job's ranks, and leave what they tell in its folder."""
+    from stagewright.report.console import RunConsole
+    from stagewright.runtime.job import Interrupted, RunFailed
+    from stagewright.runtime.ledger import Ledger
+
+    folder, began = Path(job.folder), time.time()
     with (
-        (folder / "metrics.jsonl").open("w") as metrics,
-        RunConsole(console, job.batches, job.plan.batch, config.run.log_every) as progress,
+        RunConsole(console, job.batches, job.plan.batch, job.config.run.log_every) as progress,
+        Ledger(job, per_epoch, progress.show) as ledger,
     ):
-
-        def tell(record: Record) -> None:
-            kind = type(record).__name__.lower()
-            known = {name: value for name, value in asdict(record).items() if value is not None}
-            metrics.write(json.dumps({"kind": kind, **known}) + "\n")
-            metrics.flush()
-            progress.show(record)
-
-        collector = Collector(job, per_epoch, tell)
-        exported = _execute(job, collector.hear)
+        try:
+            exported = _execute(job, ledger, site, progress.say)
+        except RunFailed as error:
+            raise RunFailed("; ".join(filter(None, (str(error), _how_to_go_on(folder))))) from error
+    collector = ledger.collector
+    if collector.stopped_at is not None:
+        raise Interrupted(f"after step {collector.stopped_at}", _how_to_go_on(folder))
     (folder / "trace.json").write_text(json.dumps(collector.timeline.chrome_trace()))
     summary = {
         "folder": str(folder),
         "plan": job.plan.describe(),
         "batches": len(collector.steps),
         "images_per_second": collector.images_per_second(),
-        "predicted_images_per_second": None if predicted is None else predicted.images_per_second,
+        "predicted_images_per_second": predicted,
         "loss": collector.steps[-1].loss if collector.steps else None,
         "loss_scale": collector.steps[-1].loss_scale if collector.steps else None,
         "skipped_updates": collector.skipped,  # by stage
         "bad_records": len(collector.replaced),
         "evaluations": [asdict(evaluated) for evaluated in collector.evaluations],
         "seconds": time.time() - began,
+        "machine": 0,
         "exported": None if exported is None else str(exported),
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=1))
     return Result(folder, job.plan, tuple(collector.steps), tuple(collector.evaluations), summary, exported)
 
 
-def _execute(job: Job, hear: Callable[[dict[str, Any]], None]) -> Path | None:
-    """Run the job's ranks and gather the weights they were asked for."""
+def _how_to_go_on(folder: Path) -> str:
+    """The next step of a run that did not end, where it has something to go on from."""
+    from stagewright.runtime.checkpoint import list_folders
+
+    return f"go on with stagewright train --resume {folder}" if list_folders(folder) else ""
+
+
+def _take_part(job: Job, site: Site, console: Console) -> Result:
+    """Run this machine's ranks; the first machine hears of them."""
+    from stagewright.runtime.job import Interrupted
+    from stagewright.runtime.launch import launch
+    from stagewright.runtime.restart import FromCheckpoint
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    if launch(job, lambda event: None, FromCheckpoint(job), site, say):
+        raise Interrupted("with the other machines")
+    summary = {"folder": job.folder, "plan": job.plan.describe(), "machine": site.index}
+    return Result(Path(job.folder), job.plan, (), (), summary, None)
+
+
+def _execute(job: Job, ledger: Ledger, site: Site | None, say: Callable[[str], None]) -> Path | None:
+    """Run the job's ranks of this machine, and gather the weights that all were asked for."""
     if job.config.run.emulate:
         import torch
 
         from stagewright.runtime.emulate import Emulation
+        from stagewright.runtime.signals import on_signal
 
         torch.set_num_threads(job.config.run.threads)
-        emulation = Emulation(job, hear)
-        emulation.run()
-        return _export(job, [emulation.weights()]) if job.config.run.export else None
+        emulation = Emulation(job, ledger.hear)
+        with on_signal(emulation.pauses.stop):
+            emulation.run()
+        is_whole = ledger.collector.stopped_at is None
+        return _export(job, [emulation.weights()]) if is_whole else None
     from safetensors.torch import load_file
 
     from stagewright.runtime.launch import launch
     from stagewright.runtime.rank import state_file
+    from stagewright.runtime.restart import FromCheckpoint
 
-    launch(job, hear)
-    if not job.config.run.export:
+    launch(job, ledger.hear, FromCheckpoint(job), site, say)
+    if not job.config.run.export or ledger.collector.stopped_at is not None:
         return None
     files = [state_file(Path(job.folder), stage.index) for stage in job.plan.stages]
     exported = _export(job, [load_file(file) for file in files])
@@ -136,20 +182,9 @@ def _execute(job: Job, hear: Callable[[dict[str, Any]], None]) -> Path | None:
     return exported
 
 
-def _export(job: Job, states: Sequence[dict[str, Tensor]]) -> Path:
-    """Write one file of the whole model: what no stage holds keeps its initial value."""
-    from safetensors.torch import save_file
-
-    from stagewright.runtime.assemble import open_pieces
-
-    (whole,) = open_pieces(job.config, ())
-    weights = {name: tensor.clone() for name, tensor in whole.training.state_dict().items()}
-    for state in states:
-        weights |= state
-    path = Path(str(job.config.run.export))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
-    return path
+def _export(job: Job, states: Sequence[dict[str, Tensor]]) -> Path | None:
+    path = job.config.run.export
+    return export_states(job.config, states, Path(path)) if path else None
 
 
 def write_start(job: Job) -> None:

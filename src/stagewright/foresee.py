@@ -32,7 +32,7 @@ def with_plan_file(config: Config) -> Config:
             f"--plan {options.file} was given with plan.{names[0]}; the file decides that, so give one of them"
         )
     try:
-        plan = read_plan(Path(options.file).read_text(), options.file)
+        plan = read_plan(Path(options.file).read_text(), options.file, machines_of(config))
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"plan {options.file}: {getattr(error, 'strerror', None) or error}") from error
     settled = replace(
@@ -116,11 +116,24 @@ def _planning_setting(config: Config, chain: Chain, placement: Placement) -> Set
     return analytic_setting(shipped(), cluster, shapes, software, config.run.precision, optimizer=config.optimizer.name)
 
 
+def machines_of(config: Config) -> Cluster:
+    """The machines that a placement may name: this one, or those of --nodes."""
+    from stagewright.cluster import Cluster, Machine
+    from stagewright.runtime.nodes import read_nodes
+
+    if config.nodes.list is None:
+        return Cluster()
+    nodes = read_nodes(config.nodes.list)
+    return Cluster(tuple(Machine() for _ in nodes), "the machines of --nodes")
+
+
 def _local_cluster(placement: Placement) -> Cluster:
-    """Processes of one CPU machine, as many as the placement's highest index."""
+    """Processes of CPU machines, as many as the placement's highest index, on an ordinary network."""
     from stagewright.catalog import shipped
     from stagewright.cluster import Cluster, Level, Machine
 
-    count = 1 + max(device.index for devices in placement for device in devices)
+    devices = [device for stage in placement for device in stage]
+    count = 1 + max(device.index for device in devices)
     level = Level(shipped().links["memory"], (tuple(range(count)),))
-    return Cluster((Machine(count, "cpu", (level,)),), "this machine")
+    machines = (Machine(count, "cpu", (level,)),) * (1 + max(device.machine for device in devices))
+    return Cluster(machines, "these machines", shipped().links["net-10g"] if len(machines) > 1 else None)

@@ -89,6 +89,31 @@ class Replaced:
 
 
 @dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that is on the disk, after `batch` batches."""
+
+    batch: int
+    bytes: int
+    seconds: float  # that training stood still for the copy
+
+
+@dataclass(frozen=True, slots=True)
+class Unsaved:
+    """A checkpoint that could not be written."""
+
+    batch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """The ranks had to begin again, after `batch` batches."""
+
+    batch: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class Score:
     """Sums over evaluated samples; they add up over replicas."""
 

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from stagewright.config import Config
 from stagewright.equip import require_devices, require_kind
-from stagewright.foresee import planned_cuts, predict_job, with_plan_file
+from stagewright.foresee import machines_of, planned_cuts, predict_job, with_plan_file
+from stagewright.resume import (
+    Resume,
+    find_checkpoint,
+    keeps_plan,
+    remarks,
+    require_start,
+    resumed_plan,
+    start_batch,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +38,7 @@ _BUBBLE_GOAL = 0.05
 _MOST_TRIALS = 8
 
 
-def prepare(config: Config, warn: Warn = lambda warning: None) -> tuple[Job, int]:
+def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool = True) -> tuple[Job, int]:
     """Settle every default, plan, prove the schedule, probe the cuts, make a folder; also the batches of an epoch."""
     from stagewright.data.order import Order
     from stagewright.model.units import Chain
@@ -44,10 +53,20 @@ def prepare(config: Config, warn: Warn = lambda warning: None) -> tuple[Job, int
     source = open_data(config, config.data.source)
     order = Order(len(source), config.plan.batch, config.run.seed, config.data.shuffle)
     chain = Chain(_build(config).to(precision.weights))
-    plan = make_plan_for(config, chain, warn)
+    resume = find_checkpoint(config.run.resume) if config.run.resume else None
+    config = replace(config, run=replace(config.run, resume=None))
+    plan = _plan_for(config, chain, resume, warn)
     require_devices(config, plan, warn)
-    check(plan)
+    check(plan.starting_at(0))
     batches = _num_batches(config, order)
+    _require_checkpoints(config)
+    start = 0 if resume is None else start_batch(resume, order, source.fingerprint)
+    if resume is not None:
+        require_start(plan, start, batches)
+        if not plan.computes_as(resume.checkpoint.manifest.plan):
+            plan = plan.starting_at(start)
+        for remark in remarks(config, resume, plan):
+            warn(remark)
     inputs, labels = source.batch(order.microbatch(0, plan.microbatches))
     example = inputs.to(precision.weights) if inputs.is_floating_point() else inputs
     pieces = chain.cut(plan.cuts)
@@ -58,10 +77,47 @@ def prepare(config: Config, warn: Warn = lambda warning: None) -> tuple[Job, int
     pauses = _pauses(config, batches, order.batches)
     evaluation = _evaluation(plan, study, example, val) if pauses else None
     predict_job(config, plan)  # what is wrong with a profile is said before a folder is made
-    folder = str(_new_folder(config, plan))
-    in_order = has_channels_last(config, chain.model)
-    job = Job(config, plan, batches, pauses, tuple(labels.shape[1:]), training, evaluation, folder, in_order)
+    folder = str(_folder(config, plan, resume if is_host else None))
+    job = Job(
+        config,
+        plan,
+        batches,
+        pauses,
+        tuple(labels.shape[1:]),
+        training,
+        evaluation,
+        folder,
+        channels_last=has_channels_last(config, chain.model),
+        samples=len(source),
+        fingerprint=source.fingerprint,
+        start=start,
+        resume=None if resume is None else str(resume.checkpoint.folder),
+    )
     return job, order.batches
+
+
+def _plan_for(config: Config, chain: Chain, resume: Resume | None, warn: Warn) -> Plan:
+    """The plan that the options describe, or the one that a run to resume has settled on."""
+    if resume is not None and keeps_plan(config, resume):
+        return _with_agreement(config, resume.checkpoint.manifest.plan)
+    plan = make_plan_for(config, chain, warn)
+    return plan if resume is None else resumed_plan(plan, resume)
+
+
+def _require_checkpoints(config: Config) -> None:
+    options = config.checkpoint
+    for flag, value in (("every", options.every), ("minutes", options.minutes)):
+        if value < 0:
+            raise ValueError(f"--checkpoint-{flag} is {value:g}; give how far checkpoints are apart, or 0 for none")
+    if options.keep < 0:
+        raise ValueError(f"--keep is {options.keep}; give how many checkpoints to keep, or 0 for all")
+
+
+def _folder(config: Config, plan: Plan, resume: Resume | None) -> Path:
+    """A folder of its own, or that of the run whose newest checkpoint it goes on from, in batches of the same size."""
+    if resume is None or not resume.is_newest or resume.checkpoint.manifest.plan.batch != plan.batch:
+        return _new_folder(config, plan)
+    return resume.run
 
 
 def _build(config: Config) -> Any:
@@ -87,7 +143,8 @@ def make_plan_for(config: Config, chain: Chain | None, warn: Warn = lambda warni
 
     options = config.plan
     mode = Mode(options.mode)
-    placement = parse_placement(options.placement)
+    placement = parse_placement(options.placement, machines_of(config))
+    _require_all_machines(config, placement)
     cuts = () if chain is None or mode is Mode.DP else _cuts(config, chain, placement)
     clip = config.optimizer.clip is not None
     plan = make_plan(
@@ -129,6 +186,17 @@ def _with_agreement(config: Config, plan: Plan) -> Plan:
         return plan
     clip = config.optimizer.clip is not None
     return replace(plan, agree=(clip or scaled) and plan.is_synchronous, flags=scaled and not plan.is_synchronous)
+
+
+def _require_all_machines(config: Config, placement: Placement) -> None:
+    """A machine without a stage would have nothing to do but to fail."""
+    used = {device.machine for devices in placement for device in devices}
+    idle = [machine for machine in range(len(machines_of(config).machines)) if machine not in used]
+    if idle:
+        raise ValueError(
+            f"--nodes names machine {idle[0]} but placement {config.plan.placement} has no device of it; "
+            f"place a stage on {idle[0]}:0, or leave the machine out"
+        )
 
 
 def _with_gpipe_depths(plan: Plan) -> Plan:

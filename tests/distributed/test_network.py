@@ -13,6 +13,7 @@ from stagewright.runtime.channels import Inbox, Outbox
 from stagewright.runtime.messages import Field, Layout
 from stagewright.runtime.network import ChannelName, GlooNetwork
 from stagewright.runtime.pending import Transport
+from stagewright.runtime.place import Place
 from stagewright.runtime.stream import StreamTransport
 
 NAME = ChannelName("act", 0, 0, 1)
@@ -23,7 +24,7 @@ SMALL, LARGE = 1_000, 100_000  # bytes on either side of what a socket takes
 def connect() -> tuple[GlooNetwork, Transport, GlooNetwork, Transport]:
     """Both ends of one channel, as two ranks would make them."""
     store = HashStore()
-    networks = [GlooNetwork(store, rank, "lo", 20.0) for rank in range(2)]
+    networks = [GlooNetwork(store, rank, Place(), 20.0) for rank in range(2)]
     ends: dict[int, Transport] = {}
     run_both(*(lambda rank=rank: ends.update({rank: networks[rank].transport(NAME, WINDOW)}) for rank in range(2)))
     return networks[0], ends[0], networks[1], ends[1]

@@ -161,9 +161,10 @@ def test_one_rank_by_nccl() -> None:
 
     from stagewright.runtime.device import Gpu
     from stagewright.runtime.nccl import NcclCollective, NcclNetwork
+    from stagewright.runtime.place import Place
     from stagewright.runtime.reduce import Alone
 
-    network = NcclNetwork(HashStore(), 0, "lo", 60, Gpu(0))
+    network = NcclNetwork(HashStore(), 0, Place(), 60, Gpu(0))
     collective = NcclCollective(network.group("all", (0,)), Alone())
     values = torch.arange(8.0, device="cuda")
     collective.sum(values).wait()

@@ -20,6 +20,7 @@ from stagewright.runtime.messages import Layout, Message
 from stagewright.runtime.nccl import open_network
 from stagewright.runtime.network import ChannelName, DictBulletin, Network
 from stagewright.runtime.pending import Done, Pending, Transport
+from stagewright.runtime.place import Place
 from stagewright.runtime.rank import position_file
 from stagewright.runtime.recorder import make_recorder
 from stagewright.runtime.reduce import Alone, Collective
@@ -60,7 +61,9 @@ class Stagewright:
         return inside / (high - low)
 
     def _network(self, job: Job, rank: int, meeting: Path, device: Device) -> Network:
-        return open_network(job.config, open_store(meeting, job.plan.world), rank, "lo", device)
+        return open_network(
+            job.config, open_store(meeting, job.plan.world), rank, Place(), job.config.run.timeout, device
+        )
 
     def _hear(self, event: dict[str, Any]) -> None:
         if event["kind"] == "losses":
@@ -104,6 +107,10 @@ class _Nobody:
 
     bulletin = DictBulletin({})
     posted_ahead = 1
+
+    @property
+    def host(self) -> Network:
+        return self
 
     def transport(self, name: ChannelName, window: int) -> Transport:
         return MemoryTransport()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from stagewright.config import Config, make_config, options, parse_assignment, read_toml
+from stagewright.config import Config, options, parse_assignment, read_toml
+from stagewright.resume import resumed_config
 
 Commands = Any  # what argparse.add_subparsers returns; its type has no public name
 
@@ -42,11 +43,11 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def read_config(parsed: argparse.Namespace) -> Config:
-    """The file, then --set, then the flags: later ones win."""
+    """The run to resume, if any, then the file, then --set, then the flags: later ones win."""
     layers = [read_toml(parsed.config)] if parsed.config else []
     layers += [parse_assignment(text) for text in parsed.set]
     for key, value in vars(parsed).items():
         section, dot, name = key.partition(".")
         if dot:
             layers.append({section: {name: value}})
-    return make_config(*layers)
+    return resumed_config(*layers)

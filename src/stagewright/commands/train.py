@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 
 from stagewright.commands.options import Commands, add_options, read_config
 
@@ -20,6 +21,9 @@ def add(commands: Commands) -> None:
 
 
 def run(parsed: argparse.Namespace) -> None:
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "FATAL"
+    )  # before torch comes: its remarks on sockets are not for users
     from rich.console import Console
 
     from stagewright import experiment
@@ -28,6 +32,9 @@ def run(parsed: argparse.Namespace) -> None:
     result = experiment.run(read_config(parsed), console)
     if parsed.json:
         print(json.dumps(result.summary))
+        return
+    if result.summary["machine"]:
+        console.print(f"done; metrics and weights are on machine 0, this machine's files in {result.folder}")
         return
     speed = result.summary["images_per_second"]
     lines = [f"done: {result.summary['batches']} steps" + (f", {speed:.0f} images/s" if speed else "")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stagewright.data.order import Order
 
@@ -25,6 +25,16 @@ class Position:
         """The position before batch `batch` of the whole run."""
         epoch, within = divmod(batch, order.batches)
         return Position(order.seed, epoch, within, fingerprint)
+
+    def counted_by(self, batch: int, order: Order) -> Position:
+        """The same place in batches of another size; `batch` is the size it is counted in so far."""
+        samples = self.batch * batch
+        if samples % order.batch:
+            raise DataChanged(
+                f"the checkpoint is {samples} samples into its epoch, which --batch {order.batch} does not divide; "
+                f"use --batch {batch}"
+            )
+        return replace(self, batch=samples // order.batch)
 
     def resume(self, order: Order, fingerprint: str) -> int:
         """The batch of the whole run to go on with; an error if the samples would be others."""

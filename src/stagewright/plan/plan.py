@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -108,9 +108,25 @@ class Plan:
         """Microbatches after which every stage has finished a round: a run pauses only at its multiples."""
         return math.lcm(*(stage.round for stage in self.stages))
 
+    @property
+    def pause_step(self) -> int:
+        """Batches after which a batch ends together with every stage's round: checkpoints are at its multiples."""
+        return math.lcm(self.alignment, self.microbatches) // self.microbatches
+
     def boundary(self, batch: int) -> int:
         """The microbatch number at which the pipeline can drain once `batch` batches are done."""
         return -(-batch * self.microbatches // self.alignment) * self.alignment
+
+    def starting_at(self, batch: int) -> Plan:
+        """The plan as it begins after so many batches, which other plans have trained."""
+        begun = self.boundary(batch)
+        return replace(self, stages=tuple(replace(stage, origin=begun // stage.round) for stage in self.stages))
+
+    def computes_as(self, other: Plan) -> bool:
+        """Whether the same versions live in the same slots of the same ranks; depth and order may differ."""
+        return (self.batch, self.microbatches, self.cuts) == (other.batch, other.microbatches, other.cuts) and [
+            (stage.ranks, stage.round, stage.versions, stage.origin) for stage in self.stages
+        ] == [(stage.ranks, stage.round, stage.versions, stage.origin) for stage in other.stages]
 
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
         return tuple(stage for stage in self.stages if rank in stage.ranks)

@@ -8,7 +8,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stagewright.metrics import Evaluated, Replaced, Step
+from stagewright.metrics import Evaluated, Replaced, Restarted, Saved, Step, Unsaved
 
 
 class RunConsole:
@@ -40,7 +40,23 @@ class RunConsole:
     ) -> None:
         self._progress.stop()
 
-    def show(self, record: Step | Evaluated | Replaced) -> None:
+    def say(self, line: str) -> None:
+        """A line that is no record."""
+        self._print(line)
+
+    def show(self, record: Step | Evaluated | Replaced | Saved | Unsaved | Restarted) -> None:
+        if isinstance(record, Restarted):
+            self._shown = None  # what it was about has been said
+            return
+        if isinstance(record, Unsaved):
+            self._print(f"warning: no checkpoint after step {record.batch}: {record.reason}; training goes on")
+            return
+        if isinstance(record, Saved):
+            self._print(
+                f"checkpoint after step {record.batch}: {record.bytes / 2**20:.1f} MiB, "
+                f"training stood still for {record.seconds * 1e3:.0f} ms"
+            )
+            return
         if isinstance(record, Replaced):
             self._print(f"warning: bad record replaced by the next: {record.reason}")
             return

@@ -121,11 +121,15 @@ class Inbox(_End):
         return self._unverified
 
     def expect(self, numbers: Iterator[int]) -> None:
-        """Announce the microbatches that will come, and post the first receives."""
-        assert not self._posted, f"channel {self.name} still waits for messages"
+        """Announce the microbatches that will come, and post the first receives.
+
+        Receives that were posted for a span that was cut short are the first of the next one.
+        """
+        for posted in self._posted:
+            assert posted.number == next(numbers, None), f"channel {self.name} still waits for {posted.number}"
         self._coming = numbers
-        for _ in range(self._ahead):
-            self._post()
+        while len(self._posted) < self._ahead and self._post():
+            pass
 
     @property
     def next(self) -> Pending:
@@ -171,11 +175,12 @@ class Inbox(_End):
             if theirs != str(self.layout):
                 raise LayoutError(f"channel {self.name}: the receiver expects {self.layout} but {theirs} is sent")
 
-    def _post(self) -> None:
+    def _post(self) -> bool:
         number = next(self._coming, None)
         if number is not None:
             message = self._take()
             self._posted.append(_Posted(message, number, message.post(self._transport), self.verify))
+        return number is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,33 +3,48 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from stagewright.metrics import Evaluated, Replaced, Score, Span, Step, Timeline
 from stagewright.runtime.job import Job
+from stagewright.runtime.journal import Record
 from stagewright.runtime.optimize import learning_rate
-
-Record = Step | Evaluated | Replaced
 
 
 class Collector:
     """Hears the ranks' events in any order; tells of steps and evaluations in theirs."""
 
-    def __init__(self, job: Job, batches_per_epoch: int, tell: Callable[[Record], None]) -> None:
+    def __init__(
+        self, job: Job, batches_per_epoch: int, tell: Callable[[Record], None], before: Iterable[Record] = ()
+    ) -> None:
+        before = tuple(before)
         self._job = job
         self._per_epoch = batches_per_epoch
         self._tell = tell
         self._losses: dict[int, dict[int, float]] = {}
         self._scores: dict[int, dict[int, Score]] = {}
         self._ready: set[int] = set()
-        self._began = self._last = time.monotonic()
         self._spans: list[Span] = []
-        self.steps: list[Step] = []
-        self.evaluations: list[Evaluated] = []
-        self.replaced: set[Replaced] = set()
+        self._next = job.start  # the batch to tell of next
+        self.steps = [record for record in before if isinstance(record, Step)]
+        self.evaluations = [record for record in before if isinstance(record, Evaluated)]
+        self.replaced = {record for record in before if isinstance(record, Replaced)}
         self.skipped = [0] * len(job.plan.stages)  # updates that overflowed, by stage
         self._scales: dict[int, float] = {}
+        self.stopped_at: int | None = None
+        self._start_clock()
+
+    def rewind(self, batch: int) -> None:
+        """The ranks begin again after `batch` batches."""
+        self._next = batch
+        self._losses.clear()
+        self._scores.clear()
+        self._scales.clear()
+        self._ready.clear()
+        self._spans.clear()
+        self.steps = [step for step in self.steps if step.batch < batch]
+        self.evaluations = [evaluated for evaluated in self.evaluations if evaluated.batch <= batch]
 
     def hear(self, event: dict[str, Any]) -> None:
         """Take one event of one rank."""
@@ -37,7 +52,7 @@ class Collector:
             case "ready":
                 self._ready.add(event["rank"])
                 if len(self._ready) == self._job.plan.world:
-                    self._began = self._last = time.monotonic()
+                    self._start_clock()
             case "losses":
                 self._hear_losses(event["losses"], event.get("time", time.monotonic()), event.get("scale"))
             case "score":
@@ -46,6 +61,8 @@ class Collector:
                 self.skipped[event["stage"]] += 1
             case "bad":
                 self._hear_bad(Replaced(event["index"], event["reason"]))
+            case "stopped":
+                self.stopped_at = event["batch"]
             case "done":
                 self._spans += [Span(event["rank"], *span) for span in event.get("spans", ())]
 
@@ -68,6 +85,11 @@ class Collector:
         seconds = sum(self._job.plan.batch / step.images_per_second for step in steady)
         return len(steady) * self._job.plan.batch / seconds if seconds else None
 
+    def _start_clock(self) -> None:
+        """Training begins now, or goes on."""
+        self._last = time.monotonic()
+        self._began = self._last - (self.steps[-1].seconds if self.steps else 0.0)
+
     def _hear_bad(self, replaced: Replaced) -> None:
         """Tell of a bad record once, however many ranks or epochs met it."""
         if replaced not in self.replaced:
@@ -80,9 +102,10 @@ class Collector:
             self._losses.setdefault(number // microbatches, {})[number] = loss
             if scale is not None:
                 self._scales[number // microbatches] = scale
-        while len(self._losses.get(batch := len(self.steps), {})) == microbatches and batch < self._job.batches:
-            ordered = [loss for _, loss in sorted(self._losses.pop(batch).items())]
-            self._step(batch, sum(ordered) / microbatches, at)
+        while len(self._losses.get(self._next, {})) == microbatches and self._next < self._job.batches:
+            ordered = [loss for _, loss in sorted(self._losses.pop(self._next).items())]
+            self._step(self._next, sum(ordered) / microbatches, at)
+            self._next += 1
 
     def _step(self, batch: int, loss: float, at: float) -> None:
         config = self._job.config

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable
 
 from stagewright.plan.plan import Plan
+from stagewright.runtime.gate import Gate
 from stagewright.runtime.pending import Pending
 from stagewright.schedule.action import Action, Op
-from stagewright.schedule.lower import Task, streams
+from stagewright.schedule.lower import Task, last_of, streams
 from stagewright.schedule.requires import requires
 
 _POLL_SECONDS = 2e-5
@@ -29,38 +30,46 @@ class Chooser:
     """The tasks of a rank in a span, in an order chosen as they become possible; waiting for it waits for one."""
 
     def __init__(
-        self, plan: Plan, rank: int, span: range, awaits: Callable[[Action], Pending | None], timeout: float
+        self,
+        plan: Plan,
+        rank: int,
+        span: range,
+        awaits: Callable[[Action], Pending | None],
+        timeout: float,
+        gate: Gate | None = None,
     ) -> None:
+        self._gate = gate or Gate(plan.microbatches)
         self._plan = plan
         self._rank = rank
         self._start = span.start
         self._awaits = awaits
         self._timeout = timeout
-        self._streams = streams(plan, rank, span)
+        self._streams = streams(plan, rank, span, lambda: self._gate.limit)
         self._heads = [next(stream, None) for stream in self._streams]
         self._progress: dict[tuple[Op, int], int] = {}
         self._held = dict.fromkeys(range(len(plan.stages)), 0)
 
     @property
     def is_finished(self) -> bool:
-        return not any(self._heads)
+        return not any(task and self._last_of(task) < self._gate.limit for task in self._heads)
 
     def is_completed(self) -> bool:
-        """Whether a task can run now."""
-        return self._choice() is not None
+        """Whether a task can run now, or none is left."""
+        return self._choice() is not None or self.is_finished
 
     def wait(self) -> None:
         """Wait until a task can run."""
         limit = time.monotonic() + self._timeout
-        while self._choice() is None:
+        while not self.is_completed():
             if time.monotonic() > limit:
                 raise RuntimeError(f"nothing could run for {self._timeout:g} s")
             time.sleep(_POLL_SECONDS)
 
     def take(self) -> tuple[Action, ...]:
-        """The task to run now; it counts as done from here on."""
+        """The task to run now, if there is one left; it counts as done from here on."""
         index = self._choice()
-        assert index is not None
+        if index is None:
+            return ()
         task = self._heads[index]
         assert task is not None
         main = _main(task)
@@ -82,7 +91,14 @@ class Chooser:
         main = _main(task)
         if main.op is Op.FORWARD and self._held[main.stage] >= self._plan.stages[main.stage].depth:
             return False
-        return all(self._is_possible(action, task) for action in task.actions)
+        if self._last_of(task) >= self._gate.limit:
+            return False
+        if not all(self._is_possible(action, task) for action in task.actions):
+            return False
+        return self._gate.enter(self._last_of(task))  # last: from here on it has begun
+
+    def _last_of(self, task: Task) -> int:
+        return last_of(self._plan, task.actions[0])
 
     def _is_possible(self, action: Action, task: Task) -> bool:
         for needed in requires(self._plan, action, self._start):

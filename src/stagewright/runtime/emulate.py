@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from torch import Tensor
 
 from stagewright.runtime.assemble import assemble, set_up
+from stagewright.runtime.checkpoint import open_checkpoint
 from stagewright.runtime.device import open_device
 from stagewright.runtime.job import Job, RunFailed
 from stagewright.runtime.network import Memory, MemoryNetwork
+from stagewright.runtime.pauses import EmulatedPauses
 from stagewright.runtime.pending import Pending, first_line
+from stagewright.runtime.restore import restore
+from stagewright.runtime.saver import DiskSaver
 from stagewright.runtime.worker import Emit, Recorder, Worker
 from stagewright.schedule.action import Action
 
@@ -26,10 +31,19 @@ class Emulation:
             assemble(job, rank, MemoryNetwork(memory, rank, device), emit, _Place(), device)
             for rank in range(job.plan.world)
         ]
+        self.pauses = EmulatedPauses(job.plan, job.config.checkpoint.minutes)
+        for worker in self.workers:
+            worker.gate = self.pauses.gate()
+            worker.saver = DiskSaver(job, worker, emit)
+            if job.resume is not None:
+                restore(worker, open_checkpoint(Path(job.resume)))
+        self._emit = emit
 
     def run(self) -> None:
-        """Run the whole job."""
+        """Run the whole job, or until it is asked to stop."""
         take_turns([_named_failures(worker) for worker in self.workers])
+        if self.workers[0].is_stopped:
+            self._emit({"kind": "stopped", "rank": 0, "batch": self.workers[0].done})
 
     def weights(self) -> dict[str, Tensor]:
         """Every stage's newest weights and mean statistics, by the names of the whole model."""

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 
 from stagewright.config import Config
+from stagewright.data.order import Order
 from stagewright.model.probe import Probe
 from stagewright.plan.plan import Plan
+from stagewright.runtime.gate import NEVER
+
+_FEW_RESTARTS = 3
 
 
 class RunFailed(RuntimeError):
     """A rank failed; the message names it and what it was doing."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user stopped the run."""
+
+    def __init__(self, when: str, next_step: str = "") -> None:
+        self.when = when
+        super().__init__(f"{when}; nothing is left running{next_step and f'; {next_step}'}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +49,45 @@ class Job:
     evaluation: Evaluation | None
     folder: str
     channels_last: bool = False  # how images lie in memory
+    samples: int = 0  # of the training data
+    fingerprint: str = ""  # of the training data
+    start: int = 0  # batches trained before this job
+    resume: str | None = None  # the checkpoint that holds what they made
+
+    @property
+    def order(self) -> Order:
+        return Order(self.samples, self.plan.batch, self.config.run.seed, self.config.data.shuffle)
+
+    def next_pause(self, done: int) -> int:
+        """The first batch number after `done` at which the pipeline drains as planned."""
+        after = bisect_right(self.pauses, done)
+        evaluation = self.pauses[after] if after < len(self.pauses) else self.batches
+        return min(evaluation, self.next_save(done), self.batches)
+
+    def next_save(self, done: int) -> int:
+        """The first batch number after `done` with a planned checkpoint: every so many batches, and at the end."""
+        every, step = self.config.checkpoint.every, self.plan.pause_step
+        if not every:
+            return NEVER
+        due = -(-(done // every + 1) * every // step) * step
+        return self.batches if done < self.batches < due and self.batches % step == 0 else due
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a rank waits for another: longer than the watchdog, which knows whom to blame."""
+        return 2 * max(self.config.run.timeout, self.config.run.start_timeout)
+
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether checkpoints are made without being asked for."""
+        return bool(self.config.checkpoint.every or self.config.checkpoint.minutes)
+
+    @property
+    def max_restarts(self) -> int:
+        """Starts after a fault; by default a few, where there is something to begin with."""
+        if self.config.run.max_restarts is not None:
+            return self.config.run.max_restarts
+        return _FEW_RESTARTS if self.keeps_checkpoints or self.resume else 0
 
     def save(self, path: Path) -> None:
         from pydantic import TypeAdapter

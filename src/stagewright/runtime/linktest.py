@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from stagewright.runtime.launch import LOOPBACK, bound_socket
+from stagewright.runtime.launch import bound_socket
 from stagewright.runtime.network import ChannelName, GlooNetwork
+from stagewright.runtime.place import LOOPBACK, Place
 
 _SMALL, _LARGE = 4 << 10, 16 << 20
 _REPEATS = 7
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> None:
     rank, world, port, token = int(arguments[0]), int(arguments[1]), int(arguments[2]), arguments[3]
     torch.set_num_threads(1)
     store = PrefixStore(token, TCPStore(LOOPBACK, port, is_master=False))
-    network = GlooNetwork(store, rank, "lo", _TIMEOUT)
+    network = GlooNetwork(store, rank, Place(), _TIMEOUT)
     transfers = []
     for source, target in itertools.combinations(range(world), 2):
         everyone = network.collective(f"pair/{source}-{target}", range(world))

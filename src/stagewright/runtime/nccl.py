@@ -7,6 +7,7 @@ messages in the one order that the checker has proven. A channel has one receive
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from stagewright.runtime.device import Device, Gpu
 from stagewright.runtime.messages import DirectMessage, Layout, Message
 from stagewright.runtime.network import ChannelName, GlooNetwork, Network
 from stagewright.runtime.pending import Pending, Transport
+from stagewright.runtime.place import LOOPBACK, Place
 from stagewright.runtime.reduce import Alone, Collective
 
 
@@ -28,11 +30,11 @@ def uses_nccl(config: Config) -> bool:
     return run.device == "cuda" and not run.share_gpu and run.backend != "gloo"
 
 
-def open_network(config: Config, store: Store, rank: int, interface: str, device: Device) -> Network:
+def open_network(config: Config, store: Store, rank: int, place: Place, timeout: float, device: Device) -> Network:
     """What connects a rank to the others."""
     if uses_nccl(config) and isinstance(device, Gpu):
-        return NcclNetwork(store, rank, interface, config.run.timeout, device)
-    return GlooNetwork(store, rank, interface, config.run.timeout, device)
+        return NcclNetwork(store, rank, place, timeout, device)
+    return GlooNetwork(store, rank, place, timeout, device)
 
 
 class NcclNetwork:
@@ -40,13 +42,15 @@ class NcclNetwork:
 
     posted_ahead = 1
 
-    def __init__(self, store: Store, rank: int, interface: str, timeout: float, gpu: Gpu) -> None:
+    def __init__(self, store: Store, rank: int, place: Place, timeout: float, gpu: Gpu) -> None:
         self._store = PrefixStore("nccl", store)
         self._rank = rank
         self._gpu = gpu
         self._timeout = timedelta(seconds=timeout)
-        self._host = GlooNetwork(store, rank, interface, timeout)
-        self.bulletin = self._host.bulletin
+        self.host = GlooNetwork(store, rank, place, timeout)
+        self.bulletin = self.host.bulletin
+        if place.address == LOOPBACK:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # else it listens on the first interface it finds
 
     def message(self, layout: Layout) -> Message:
         return DirectMessage(layout, self._gpu, own_streams=True)
@@ -57,7 +61,7 @@ class NcclNetwork:
     def collective(self, name: str, ranks: Sequence[int]) -> Collective:
         if len(ranks) == 1:
             return Alone()
-        return NcclCollective(self.group(name, ranks), self._host.collective(name, ranks))
+        return NcclCollective(self.group(name, ranks), self.host.collective(name, ranks))
 
     def group(self, name: str, ranks: Sequence[int]) -> Any:
         """A communicator, connected at once: every rank makes its own in the same order, so none waits for ever."""

@@ -17,6 +17,7 @@ from stagewright.runtime.channels import Bulletin, MemoryTransport
 from stagewright.runtime.device import Device, Gpu
 from stagewright.runtime.messages import Courier, DirectMessage, HostMessage, Layout, Message, StagedMessage
 from stagewright.runtime.pending import AllOf, Pending, Transport
+from stagewright.runtime.place import Place
 from stagewright.runtime.reduce import Alone, Collective, MemoryCollective
 from stagewright.runtime.stream import StreamTransport, connect
 
@@ -76,6 +77,11 @@ class Network(Protocol):
         """Memory that the transports can move."""
         ...
 
+    @property
+    def host(self) -> Network:
+        """What moves memory of the host."""
+        ...
+
 
 class GlooNetwork:
     """Process groups over TCP: one a channel, one a collective, all on one interface.
@@ -86,17 +92,22 @@ class GlooNetwork:
 
     posted_ahead = _POSTED_AHEAD
 
-    def __init__(self, store: Store, rank: int, interface: str, timeout: float, device: Device | None = None) -> None:
+    def __init__(self, store: Store, rank: int, place: Place, timeout: float, device: Device | None = None) -> None:
         self._store = store
         self._rank = rank
+        self._place = place
         self._timeout = timedelta(seconds=timeout)
         self._gpu = device if isinstance(device, Gpu) else None
-        self._device = ProcessGroupGloo.create_device(interface=interface)
+        self._device = ProcessGroupGloo.create_device(hostname=place.address)
         self._for_sums = [self._device]
         if self._gpu is not None:  # cores are free, and large sums must not hold up messages
-            self._for_sums = [ProcessGroupGloo.create_device(interface=interface) for _ in range(_GPU_THREADS)]
+            self._for_sums = [ProcessGroupGloo.create_device(hostname=place.address) for _ in range(_GPU_THREADS)]
         self._courier = Courier() if self._gpu else None
         self.bulletin = StoreBulletin(PrefixStore("layout", store))
+
+    @property
+    def host(self) -> Network:
+        return self
 
     def message(self, layout: Layout) -> Message:
         if self._gpu is None or self._courier is None:
@@ -105,6 +116,8 @@ class GlooNetwork:
 
     def transport(self, name: ChannelName, window: int) -> Transport:
         gloo = _GlooTransport(self._group(str(name), (name.source, name.target), [self._device]))
+        if not all(map(self._place.is_beside, (name.source, name.target))):
+            return gloo
         store = PrefixStore(f"stream/{name}", self._store)
         return StreamTransport(connect(store, self._rank == name.source, self._timeout), gloo, window)
 
@@ -187,6 +200,10 @@ class MemoryNetwork:
         self._rank = rank
         self._gpu = device if isinstance(device, Gpu) else None
         self.bulletin = DictBulletin(memory.texts)
+
+    @property
+    def host(self) -> Network:
+        return self
 
     def message(self, layout: Layout) -> Message:
         return HostMessage(layout) if self._gpu is None else DirectMessage(layout, self._gpu, own_streams=False)

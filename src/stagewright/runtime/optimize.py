@@ -45,6 +45,13 @@ class Optimizer:
             self._torch = torch.optim.AdamW(
                 [master], config.lr, (config.beta1, config.beta2), config.eps, config.weight_decay, fused=True
             )
+            moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+            self._torch.state[master].update(moments, step=torch.zeros((), device=master.device))
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """What it remembers, to be saved and to be written to: flat tensors beside the master, and single numbers."""
+        return dict(self._torch.state[self._master])
 
     def step(self, gradient: Tensor, rate: float, found_inf: Tensor | None = None) -> None:
         """Move the master, unless `found_inf` says 1: then all stays, the count of steps as well."""

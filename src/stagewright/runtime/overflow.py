@@ -49,20 +49,21 @@ class Overflow:
     def settle(self, stop: int) -> None:
         """The pipeline is empty: take in every verdict on batches below `stop`."""
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> dict[str, Any]:
         """What decides the scales to come."""
-        return None
+        return {}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from such a state."""
+    def go_on(self, state: Mapping[str, Any], batch: int, *, is_same: bool) -> None:
+        """Go on after `batch` batches from such a state, which may be another plan's or of a run without scales."""
 
 
 class _Scaled(Overflow):
-    """Keeps the scale; subclasses know how verdicts come."""
+    """Keeps the scale, on ranks of the last stage; subclasses know how verdicts come."""
 
-    def __init__(self, scaling: Scaling, skipped: Skipped) -> None:
+    def __init__(self, scaling: Scaling, skipped: Skipped, *, is_last: bool = True) -> None:
         self._scale = LossScale(scaling)
         self._skipped = skipped
+        self._is_last = is_last
 
     def scale_of(self, batch: int) -> float | None:
         for earlier in self._scale.due(batch):
@@ -70,14 +71,17 @@ class _Scaled(Overflow):
         return self._scale.of(batch)
 
     def settle(self, stop: int) -> None:
-        for batch in self._scale.missing(stop):
+        for batch in self._scale.missing(stop) if self._is_last else ():
             self._scale.tell(batch, self._verdict(batch))
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> dict[str, Any]:
         return self._scale.state()
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        self._scale.load(state)
+    def go_on(self, state: Mapping[str, Any], batch: int, *, is_same: bool) -> None:
+        if state:
+            self._scale.load(state)
+        if not (state and is_same):
+            self._scale.begin_at(batch)
 
     def _verdict(self, batch: int) -> bool:
         raise NotImplementedError
@@ -110,8 +114,8 @@ class OneStage(_Scaled):
 class Synchronous(_Scaled):
     """The squared norms that ranks exchange tell: one that is no number is an overflow."""
 
-    def __init__(self, scaling: Scaling, skipped: Skipped) -> None:
-        super().__init__(scaling, skipped)
+    def __init__(self, scaling: Scaling, skipped: Skipped, *, is_last: bool) -> None:
+        super().__init__(scaling, skipped, is_last=is_last)
         self._overflowed: dict[int, bool] = {}
 
     def unscale(self, replica: Replica, update: int) -> None:
@@ -120,7 +124,8 @@ class Synchronous(_Scaled):
     def outcome(self, replica: Replica, update: int, norms: Tensor | None) -> Tensor | bool:
         assert norms is not None
         overflowed = not bool(norms.isfinite().all())
-        self._overflowed[update] = overflowed
+        if self._is_last:
+            self._overflowed[update] = overflowed
         if overflowed:
             self._skipped(replica.stage.index, update)
         return overflowed
@@ -132,8 +137,8 @@ class Synchronous(_Scaled):
 class Lagging(_Scaled):
     """Flags travel from stage to stage through the bulletin."""
 
-    def __init__(self, scaling: Scaling, skipped: Skipped, rank: int, bulletin: Bulletin) -> None:
-        super().__init__(scaling, skipped)
+    def __init__(self, scaling: Scaling, skipped: Skipped, rank: int, bulletin: Bulletin, *, is_last: bool) -> None:
+        super().__init__(scaling, skipped, is_last=is_last)
         self._rank = rank
         self._bulletin = bulletin
         self._flags: dict[tuple[int, int], bool] = {}
@@ -174,7 +179,10 @@ def make_overflow(plan: Plan, rank: int, bulletin: Bulletin, scaling: Scaling | 
         return Overflow()
     if len(plan.stages) == 1:
         return OneStage(scaling, skipped)
-    return Synchronous(scaling, skipped) if plan.agree else Lagging(scaling, skipped, rank, bulletin)
+    is_last = rank in plan.stages[-1].ranks
+    if plan.agree:
+        return Synchronous(scaling, skipped, is_last=is_last)
+    return Lagging(scaling, skipped, rank, bulletin, is_last=is_last)
 
 
 def _key(stage: int, update: int) -> str:

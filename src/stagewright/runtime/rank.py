@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +18,44 @@ from safetensors.torch import save_file
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from stagewright.runtime.assemble import assemble, set_up
+from stagewright.runtime.bequest import is_far, receive_state, send_state
+from stagewright.runtime.checkpoint import open_checkpoint
 from stagewright.runtime.device import open_device
 from stagewright.runtime.job import Job
 from stagewright.runtime.messages import LayoutError
 from stagewright.runtime.nccl import open_network
+from stagewright.runtime.network import Network
+from stagewright.runtime.pauses import Pauses
 from stagewright.runtime.pending import LostPeer, Pending, first_line
+from stagewright.runtime.place import Place
 from stagewright.runtime.recorder import last_action, make_recorder
+from stagewright.runtime.restore import restore
+from stagewright.runtime.saver import DiskSaver
 from stagewright.runtime.worker import Worker
 
 EVENTS = "events"
+KEYS = "STAGEWRIGHT_KEYS"  # the environment variable that holds the prefix of a start's store keys
 _LOOK_SECONDS = 0.5
 
 
 def main() -> None:
     """Run one rank of a job to its end."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells every process; the supervisor tells the ranks
     _die_with(os.getppid())
     job = Job.load(Path(sys.argv[1]))
-    rank, token = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RUN_ID"]
+    rank, keys = int(os.environ["RANK"]), os.environ[KEYS]
     torch.set_num_threads(job.config.run.threads)
     address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    store = PrefixStore(token, TCPStore(*address, is_master=False))
-    events = PrefixStore(token, TCPStore(*address, is_master=False))
+    store, events = (
+        PrefixStore(keys, TCPStore(*address, is_master=False, timeout=timedelta(seconds=job.patience)))
+        for _ in range(2)
+    )
 
     def emit(event: dict[str, Any]) -> None:
         events.queue_push(EVENTS, json.dumps(event))
 
     try:
-        run_rank(job, rank, store, emit)
+        run_rank(job, rank, store, emit, events)
     except BaseException as error:
         emit(_failure(job, rank, error))
         if isinstance(error, LostPeer):
@@ -53,18 +64,27 @@ def main() -> None:
         sys.exit(1)
 
 
-def run_rank(job: Job, rank: int, store: Store, emit: Any) -> None:
-    """Build a rank's worker, run its job, leave its weights and its trace."""
+def run_rank(job: Job, rank: int, store: Store, emit: Any, control: Store | None = None) -> None:
+    """Build a rank's worker, run its job, leave its weights and its trace; `control` is where pauses are asked for."""
     folder = Path(job.folder)
     set_up(job.config)
     device = open_device(job.config.run.device, job.plan.devices[rank].index, share=job.config.run.share_gpu)
-    network = open_network(job.config, store, rank, "lo", device)
+    network = open_network(job.config, store, rank, Place.of(job.plan, rank), job.patience, device)
     recorder = make_recorder(position_file(folder, rank), device)
     worker = assemble(job, rank, network, emit, recorder, device)
+    worker.saver = DiskSaver(job, worker, emit)
+    if job.resume is not None:
+        restore(worker, open_checkpoint(Path(job.resume)))
     emit({"kind": "ready", "rank": rank})
+    pauses = Pauses(control, rank, job.plan, worker.gate, job.config.checkpoint.minutes) if control else None
     drive(worker)
-    if job.config.run.export:
-        _save_states(worker, folder)
+    if pauses is not None:
+        pauses.close()
+    recorder.save()
+    if worker.is_stopped:
+        emit({"kind": "stopped", "rank": rank, "batch": worker.done})
+    elif job.config.run.export:
+        _save_states(worker, folder, network.host)
     emit({"kind": "done", "rank": rank, "spans": recorder.spans()})
 
 
@@ -91,14 +111,20 @@ def _wait(pending: Pending) -> None:
         raise LostPeer(first_line(error)) from error
 
 
-def _save_states(worker: Worker, folder: Path) -> None:
+def _save_states(worker: Worker, folder: Path, network: Network) -> None:
+    """Leave every stage's weights on the first machine: by the stage's first replica, or sent by it to rank 0."""
     for item in worker.states():
-        if isinstance(item, tuple):
-            stage, state = item
-            weights = {name: tensor.contiguous().clone().cpu() for name, tensor in state.items()}
-            save_file(weights, state_file(folder, stage.index))
-        else:
+        if not isinstance(item, tuple):
             _wait(item)
+            continue
+        stage, state = item
+        tensors = {name: tensor.contiguous().clone().cpu() for name, tensor in state.items()}
+        if is_far(worker.plan, stage):
+            send_state(network, stage, tensors)
+        else:
+            save_file(tensors, state_file(folder, stage.index))
+    for stage in filter(lambda stage: worker.rank == 0 and is_far(worker.plan, stage), worker.plan.stages):
+        save_file(receive_state(network, stage), state_file(folder, stage.index))
 
 
 def _failure(job: Job, rank: int, error: BaseException) -> dict[str, Any]:

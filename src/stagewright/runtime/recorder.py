@@ -6,6 +6,8 @@ import mmap
 import struct
 import time
 from collections import deque
+from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 
 import torch
@@ -15,17 +17,29 @@ from stagewright.runtime.worker import Recorder
 from stagewright.schedule.action import Action, Op
 
 _OPS = tuple(Op)
-_RECORD = struct.Struct("<6q")
+_RECORD = struct.Struct("<6q2B")
+_STATE_AT, _SETTLED_AT = _RECORD.size - 2, _RECORD.size - 1
 _ABSENT = -1
 _SHORTEST_WAIT = 5e-5  # seconds; shorter ones would only fill the trace
 _COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.UPDATE)
 _LANES = {Op.SEND_ACT: "transfer", Op.SEND_GRAD: "transfer", Op.REDUCE: "transfer"}
 
 
+class State(IntEnum):
+    """What a rank is busy with."""
+
+    STARTING = 0
+    WAITING = 1  # for what its action needs
+    WORKING = 2
+    BETWEEN = 3  # two actions: choosing the next one, where it may choose
+    SAVING = 4
+
+
 class FlightRecorder(Recorder):
     """Keeps the current action in a small file mapped into memory, and the last spans.
 
-    The file outlives the process, so the supervisor can name the action at which a rank was killed.
+    The file outlives the process, so the supervisor can name the action at which a rank was killed; it counts actions,
+    so the supervisor can see one that hangs.
     """
 
     def __init__(self, path: Path, spans: int = 4096) -> None:
@@ -35,9 +49,11 @@ class FlightRecorder(Recorder):
         self._spans: deque[tuple[Action, float, float]] = deque(maxlen=spans)
         self._waits: deque[tuple[Action, float, float]] = deque(maxlen=spans)
         self._begun = self._ready = 0.0
+        self._count = 0
 
     def begin(self, action: Action) -> None:
         op, _, stage, microbatch, version, peer = action
+        self._count += 1
         _RECORD.pack_into(
             self._map,
             0,
@@ -46,17 +62,27 @@ class FlightRecorder(Recorder):
             _ABSENT if microbatch is None else microbatch,
             _ABSENT if version is None else version,
             _ABSENT if peer is None else peer,
-            0,
+            self._count,
+            State.WAITING,
+            self._map[_SETTLED_AT],
         )
         self._begun = time.monotonic()
 
     def ready(self, action: Action) -> None:
+        self._map[_STATE_AT] = State.WORKING
         self._ready = time.monotonic()
         if self._ready - self._begun > _SHORTEST_WAIT:
             self._waits.append((action, self._begun, self._ready))
 
     def end(self, action: Action) -> None:
         self._spans.append((action, self._ready, time.monotonic()))
+        self._map[_STATE_AT] = State.BETWEEN
+        if action.op is Op.UPDATE:
+            self._map[_SETTLED_AT] = 1
+
+    def save(self) -> None:
+        """The rank writes what it leaves behind: that takes as long as it takes."""
+        self._map[_STATE_AT] = State.SAVING
 
     def spans(self) -> list[tuple[str, str, str, float, float]]:
         """Lane, kind, name, start and end of the last actions, and of the times that the host waited before one."""
@@ -114,13 +140,29 @@ def make_recorder(path: Path, device: Device) -> FlightRecorder:
     return FlightRecorder(path) if device.device.type == "cpu" else GpuRecorder(path)
 
 
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a rank's file shows from outside."""
+
+    action: Action | None = None
+    count: int = 0  # of the actions begun
+    state: State = State.STARTING
+    is_settled: bool = False  # it has made its first update
+
+
+def look(path: Path, rank: int) -> Sight:
+    """Where a rank was when it last wrote to its file."""
+    try:
+        op, stage, *numbers, count, state, settled = _RECORD.unpack(path.read_bytes())
+        state = State(state)
+    except (OSError, struct.error, ValueError):
+        return Sight()
+    if not 0 < op <= len(_OPS):
+        return Sight(None, count, state, bool(settled))
+    microbatch, version, peer = (None if number == _ABSENT else number for number in numbers)
+    return Sight(Action(_OPS[op - 1], rank, stage, microbatch, version, peer), count, state, bool(settled))
+
+
 def last_action(path: Path, rank: int) -> Action | None:
     """The action that a rank was at when it last wrote to its file."""
-    try:
-        op, stage, *numbers, _ = _RECORD.unpack(path.read_bytes())
-    except (OSError, struct.error):
-        return None
-    if not op:
-        return None
-    microbatch, version, peer = (None if number == _ABSENT else number for number in numbers)
-    return Action(_OPS[op - 1], rank, stage, microbatch, version, peer)
+    return look(path, rank).action

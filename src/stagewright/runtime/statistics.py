@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from stagewright.runtime.pending import Pending
 from stagewright.runtime.reduce import Collective
 
-_AVERAGED = ("running_mean", "running_var")
-_SUMMED = ("num_batches_tracked",)
+AVERAGED = ("running_mean", "running_var")
+SUMMED = ("num_batches_tracked",)
 
 
 class Statistics:
@@ -20,9 +20,9 @@ class Statistics:
 
     def __init__(self, module: nn.Module) -> None:
         named = [(name.rpartition(".")[2], buffer) for name, buffer in module.named_buffers()]
-        self.buffers = [buffer for leaf, buffer in named if leaf in _AVERAGED + _SUMMED]
+        self.buffers = [buffer for leaf, buffer in named if leaf in AVERAGED + SUMMED]
         self._is_summed = torch.tensor(
-            [leaf in _SUMMED for leaf, buffer in named if leaf in _AVERAGED + _SUMMED for _ in range(buffer.numel())],
+            [leaf in SUMMED for leaf, buffer in named if leaf in AVERAGED + SUMMED for _ in range(buffer.numel())],
             dtype=torch.bool,
         )
         self.count = 0

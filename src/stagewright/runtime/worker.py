@@ -7,7 +7,7 @@ others go on meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,6 +22,7 @@ from stagewright.plan.plan import Plan, Stage
 from stagewright.runtime.boundary import Arrival, Cut
 from stagewright.runtime.channels import Inbox
 from stagewright.runtime.dynamic import Chooser
+from stagewright.runtime.gate import Gate
 from stagewright.runtime.job import Job
 from stagewright.runtime.losses import Losses
 from stagewright.runtime.optimize import clip_factor, learning_rate
@@ -30,7 +31,7 @@ from stagewright.runtime.pending import AllOf, Pending
 from stagewright.runtime.reduce import Collective
 from stagewright.runtime.replica import Replica, widened
 from stagewright.schedule.action import Action, Op
-from stagewright.schedule.lower import evaluation_program, program
+from stagewright.schedule.lower import evaluation_program, last_of, program
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -46,6 +47,19 @@ class Recorder:
 
     def end(self, action: Action) -> None:
         """The action is done."""
+
+    def save(self) -> None:
+        """What the worker does next is to keep its state."""
+
+
+class Saver:
+    """Told to keep the replicas' state as it is now; the default keeps nothing."""
+
+    def save(self, batch: int) -> None:
+        """Have a copy of what `batch` batches have made; writing it goes on meanwhile."""
+
+    def close(self) -> None:
+        """Everything is written."""
 
 
 class Worker:
@@ -75,6 +89,10 @@ class Worker:
         self.overflow = overflow
         self.loader: Loader | None = None  # ranks of the first stage have one
         self.evaluation_loader: Loader | None = None
+        self.start = self.done = job.start  # batches that were trained before, and so far
+        self.is_stopped = False  # before the end
+        self.gate = Gate(self.plan.microbatches)
+        self.saver = Saver()
         self._score = Score()
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.FORWARD: self._forward,
@@ -89,34 +107,55 @@ class Worker:
         }
 
     def run(self) -> Iterator[Pending]:
-        """Train and evaluate as the job says, from its first batch to its last."""
-        start = 0
+        """Train, evaluate and save as the job says, from its first batch to its last or until a pause is the last."""
+        self.done = self.start
+        self.gate.start_at(self.done)
         try:
-            for pause in sorted({*self.job.pauses, self.job.batches}):
-                stop = self.plan.boundary(pause)
-                if stop > start:
-                    yield from self.train(range(start, stop))
-                    start = stop
-                if self.job.evaluation and pause in self.job.pauses:
-                    yield from self.evaluate(pause)
+            while self.done < self.job.batches and not self.is_stopped:
+                self.done = yield from self._advance(self.done)
+            self.recorder.save()
+            self.saver.close()
         finally:
             for loader in filter(None, (self.loader, self.evaluation_loader)):
                 loader.close()
 
+    def _advance(self, done: int) -> Generator[Pending, None, int]:
+        """Train to the next pause, planned or asked for, and do what it is for; the batches that are done then."""
+        pause = min(self.job.next_pause(done), self.gate.batch)
+        span = range(self.plan.boundary(done), self.plan.boundary(pause))
+        if span:
+            yield from self.train(span)
+        if self.plan.boundary(self.gate.batch) < span.stop:
+            pause = self.gate.batch  # asked for on the way
+        is_asked_for = pause == self.gate.batch
+        if self.job.evaluation and pause in self.job.pauses and pause > done:
+            yield from self.evaluate(pause)
+        if pause > self.start and (is_asked_for or pause == self.job.next_save(done)):
+            self.recorder.save()
+            self.saver.save(pause)
+        if is_asked_for:
+            self.is_stopped = self.gate.is_last_pause
+            self.gate.reopen()
+        return pause
+
     def train(self, span: range) -> Iterator[Pending]:
-        """Train a span of microbatches, from empty pipeline to empty pipeline."""
+        """Train a span of microbatches, from empty pipeline to empty pipeline; the gate may cut it short."""
         self._open(self.job.training, span)
         if self.job.config.run.dynamic:
-            chooser = Chooser(self.plan, self.rank, span, self.awaits, self.job.config.run.timeout)
+            chooser = Chooser(self.plan, self.rank, span, self.awaits, self.job.patience, self.gate)
             while not chooser.is_finished:
                 yield chooser
                 for action in chooser.take():
                     yield from self._run_action(action)
         else:
-            for action in program(self.plan, self.rank, span):
-                yield from self._run_action(action)
+            for action in program(self.plan, self.rank, span, lambda: self.gate.limit):
+                last = last_of(self.plan, action)
+                while not self.gate.enter(last) and last < self.gate.limit:
+                    yield self.gate
+                if last < self.gate.limit:
+                    yield from self._run_action(action)
         self._flush()
-        self.overflow.settle(span.stop // self.plan.microbatches)
+        self.overflow.settle(min(span.stop, self.gate.limit) // self.plan.microbatches)
 
     def evaluate(self, pause: int) -> Iterator[Pending]:
         """Score every evaluation sample once, on the newest weights and the mean statistics."""
@@ -273,6 +312,7 @@ class Worker:
             if action.op is not Op.FORWARD:
                 yield from self._run_action(action)
                 continue
+            self.recorder.begin(action)
             replica, microbatch = self.replicas[action.stage], action.microbatch
             assert microbatch is not None
             if replica.stage.is_first:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -19,20 +19,35 @@ class Task(NamedTuple):
     actions: tuple[Action, ...]
 
 
-def program(plan: Plan, rank: int, span: range) -> Iterator[Action]:
+Limit = Callable[[], int]
+
+
+def program(plan: Plan, rank: int, span: range, limit: Limit | None = None) -> Iterator[Action]:
     """One rank's actions to train a span of microbatches, generated as they are needed.
 
-    A span begins and ends with an empty pipeline, at multiples of `plan.alignment`.
+    A span begins and ends with an empty pipeline, at multiples of `plan.alignment`. `limit` may cut it short on the
+    way: at any time it tells such a multiple, from which on microbatches are left out if none of them has begun.
     """
-    for task in heapq.merge(*streams(plan, rank, span), key=itemgetter(0)):
-        yield from task.actions
+    for task in heapq.merge(*streams(plan, rank, span, limit), key=itemgetter(0)):
+        if limit is None or last_of(plan, task.actions[0]) < limit():
+            yield from task.actions
 
 
-def streams(plan: Plan, rank: int, span: range) -> list[Iterator[Task]]:
+def last_of(plan: Plan, action: Action) -> int:
+    """The last microbatch that an action is for: its own, or the last one of its update."""
+    if action.microbatch is not None:
+        return action.microbatch
+    assert action.version is not None
+    return (action.version + 1) * plan.stages[action.stage].round - 1
+
+
+def streams(plan: Plan, rank: int, span: range, limit: Limit | None = None) -> list[Iterator[Task]]:
     """The tasks of a rank as ordered streams, whose merge by key is the static program.
 
     Dynamic scheduling takes the head of any stream that can run instead.
     """
+    if limit is not None:
+        return [_until(plan, stream, limit) for stream in streams(plan, rank, span)]
     stages = plan.stages_of(rank)
     reduces = [_reduces(plan, stage, rank, span) for stage in stages if stage.replicas > 1]
     return [
@@ -43,6 +58,14 @@ def streams(plan: Plan, rank: int, span: range) -> list[Iterator[Task]]:
         *([_agreements(plan, rank, span)] if plan.agree else []),
         *((_flags(plan, stage, rank, span) for stage in stages) if plan.flags else []),
     ]
+
+
+def _until(plan: Plan, stream: Iterator[Task], limit: Limit) -> Iterator[Task]:
+    """A stream's tasks before the limit; a stream never goes back, so the first one beyond ends it."""
+    for task in stream:
+        if last_of(plan, task.actions[0]) >= limit():
+            return
+        yield task
 
 
 def evaluation_program(plan: Plan, rank: int, pieces: range) -> Iterator[Action]:

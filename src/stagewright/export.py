@@ -1,0 +1,46 @@
+"""Trained weights as one plain safetensors file, which the model loads without Stagewright."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stagewright.config import Config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stagewright.runtime.checkpoint import Checkpoint
+
+
+def export_states(config: Config, states: Sequence[dict[str, Tensor]], path: Path) -> Path:
+    """Write one file of the whole model: what no state holds keeps its initial value."""
+    from safetensors.torch import save_file
+
+    from stagewright.runtime.assemble import open_pieces
+
+    (whole,) = open_pieces(config, ())
+    passing = {name for name, _ in whole.training.named_buffers()}  # some of them a file does not hold
+    initial = whole.training.state_dict(keep_vars=True)
+    weights = {name: tensor.detach().clone() for name, tensor in initial.items()}
+    for state in states:
+        for name, tensor in state.items():
+            if name in passing - initial.keys():
+                continue
+            if name not in initial:
+                raise ValueError(f"'{name}' is no parameter of model {config.model.name}; export with the code it had")
+            ties = [other for other, held in initial.items() if held is initial[name]]
+            weights |= {tied: tensor.clone() for tied in ties}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
+    return path
+
+
+def export_checkpoint(checkpoint: Checkpoint, path: Path) -> Path:
+    """Write a checkpoint's newest weights and its mean statistics."""
+    from stagewright.config import make_config
+    from stagewright.runtime.manifest import MASTER
+
+    config = make_config(checkpoint.manifest.config)
+    return export_states(config, [checkpoint.read(MASTER), checkpoint.mean_buffers()], path)

@@ -1,0 +1,101 @@
+"""torch's elastic agent, with our ranks, our watchdog and less patience."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import Store
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+
+from stagewright.runtime.crew import Crew
+from stagewright.runtime.signals import kept_signals
+from stagewright.runtime.story import Death
+from stagewright.runtime.watchdog import Hung, Watchdog
+
+_PATIENCE_SECONDS = 2
+
+
+class Agent(LocalElasticAgent):
+    """Starts the ranks of one machine, and ends them all as soon as one is dead or hangs.
+
+    What it saw stays in `deaths`, `hung` and `lost` until the next start; the rendezvous decides whether there is one.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        folder: Path,
+        ranks: Sequence[int],
+        world: int,
+        make_watchdog: Callable[[], Watchdog],
+        environment: Callable[[], Mapping[str, str]],
+        crew: Crew,
+    ) -> None:
+        super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL))
+        self.deaths: list[Death] = []
+        self.hung: list[Hung] = []
+        self.lost: list[int] = []
+        self._folder = folder
+        self._ranks = ranks
+        self._world = world
+        self._make_watchdog = make_watchdog
+        self._watchdog = make_watchdog()
+        self._environment = environment
+        self._crew = crew
+
+    def _assign_worker_ranks(
+        self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """The plan says which rank a device is, whoever comes first."""
+        return [Worker(index, rank, rank, self._world, self._world) for index, rank in enumerate(self._ranks)]
+
+    def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
+        super()._set_local_rank_env(worker_env, local_rank, spec)
+        worker_env.update(self._environment())
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.deaths, self.hung, self.lost = [], [], []
+        self._watchdog = self._make_watchdog()
+        with kept_signals():  # torch would end the ranks at the first one
+            started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        codes = {rank: process.poll() for rank, process in self._processes().items()}
+        if any(codes.values()):
+            self.deaths = [Death.of(self._folder, rank, code) for rank, code in codes.items() if code]
+            return self._stop()
+        if (other := self._crew.trouble()) is not None:
+            self.lost = [other] if other >= 0 else []
+            return self._stop()
+        running = {rank: process.pid for rank, process in self._processes().items() if codes[rank] is None}
+        hung = self._watchdog.look(running) if running else None
+        if hung is not None:
+            self.hung = [hung]
+            os.kill(running[hung.rank], signal.SIGKILL)  # it would not hear anything else
+            return self._stop()
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.SUCCEEDED and not self._crew.is_over():
+            return RunResult(WorkerState.HEALTHY)
+        return result
+
+    def _exit_barrier(self) -> None:
+        """All machines are done already: the last look said so."""
+
+    def _processes(self) -> dict[int, Any]:
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        return {rank: handlers[index].proc for index, rank in enumerate(self._ranks) if index in handlers}
+
+    def _stop(self) -> RunResult:
+        self._crew.alarm()
+        self._shutdown()
+        return RunResult(WorkerState.FAILED)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _PATIENCE_SECONDS) -> None:
+        super()._shutdown(death_sig, min(timeout, _PATIENCE_SECONDS))

@@ -1,0 +1,207 @@
+"""The supervisor of one machine's ranks: decides before every start whether there is one, and where it begins."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import PrefixStore, Store
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+from stagewright.runtime.agent import Agent
+from stagewright.runtime.crew import Crew, Report, Verdict
+from stagewright.runtime.facts import difference, facts_of
+from stagewright.runtime.hearing import Hearing, Listen
+from stagewright.runtime.job import Job, RunFailed
+from stagewright.runtime.pauses import STOP
+from stagewright.runtime.place import ADDRESS, LOOPBACK
+from stagewright.runtime.rank import KEYS, position_file
+from stagewright.runtime.rendezvous import Rendezvous
+from stagewright.runtime.restart import Restart
+from stagewright.runtime.story import Fault, log_fault, tell
+from stagewright.runtime.watchdog import Limits, Watchdog
+
+_REPORT_SECONDS = 8.0  # that machines get to say what happened to them
+_MANY = 1 << 30
+
+
+class Supervisor:
+    """Runs a job's ranks, start after start; every start has store keys of its own.
+
+    start 1 ── fault ──► ranks stop ── story ──► final, or too many: RunFailed
+                                            └──► start 2, from the last batch that every machine knows of
+    """
+
+    def __init__(self, job: Job, listen: Listen, restart: Restart, crew: Crew) -> None:
+        self._job = job
+        self._listen = listen
+        self._restart = restart
+        self._crew = crew
+        self._restarts = 0
+        self.is_stopping = False
+        self._fault: Fault | None = None  # of the start before, once it is told
+        self._last: Fault | None = None
+        self._hearing: Hearing | None = None
+        self._folder = Path(job.folder)
+        self._agent = self._make_agent()
+
+    def run(self) -> None:
+        """Run to the end; a fault that is not to be tried again is a RunFailed."""
+        try:
+            self._agent.run()
+            self.is_stopping = self.is_stopping or self._was_stopped()
+        except RunFailed as error:
+            if self._fault is None:  # otherwise it is there already
+                log_fault(self._folder, Fault(str(error), is_final=True), ())
+            raise RunFailed(f"{error}; more in {self._folder / 'log.txt'}") from None
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Hear the last events."""
+        if self._hearing is not None:
+            self._hearing.close()
+
+    def _make_agent(self) -> Agent:
+        plan, run = self._job.plan, self._job.config.run
+        limits = Limits(run.timeout, run.start_timeout)
+        ranks = [rank for rank, device in enumerate(plan.devices) if device.machine == self._crew.machine]
+        port = self._crew.terms.port
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=len(ranks),
+            entrypoint=sys.executable,
+            args=("-m", "stagewright.runtime.rank", str(self._folder / "job.json")),
+            rdzv_handler=Rendezvous(self._begin, self._crew.machine, self._crew.machines, port),
+            max_restarts=_MANY,  # the meeting of machines counts them
+            monitor_interval=0.1,
+            master_addr=LOOPBACK,
+            master_port=port,
+        )
+        return Agent(
+            spec,
+            self._folder,
+            ranks,
+            plan.world,
+            lambda: Watchdog(self._folder, limits),
+            self._environment,
+            self._crew,
+        )
+
+    def _environment(self) -> Mapping[str, str]:
+        site = self._crew.terms.site
+        keys = f"{self._crew.terms.keys}/{self._crew.start}"
+        return {KEYS: keys, ADDRESS: site.address if site else LOOPBACK}
+
+    def _begin(self) -> Store:
+        """Before every start: account for the one before, agree where to begin, and listen."""
+        self.close()
+        agent = self._agent
+        report = Report(
+            facts_of(self._job),
+            tuple(self._restart.batches()),
+            deaths=tuple(agent.deaths),
+            hung=tuple(agent.hung),
+            lost=tuple(agent.lost),
+        )
+        if self._crew.machine and self._crew.start and agent.lost and self._restarts >= self._most_restarts:
+            raise RunFailed(self._lost_text(agent.lost[0]))  # nobody is there to decide it
+        self._fault = None
+        verdict = self._crew.meet(report, self._decide)
+        if verdict.cause is not None:
+            self._restarts = verdict.restart
+            self._note(verdict)
+        for rank in range(self._job.plan.world):
+            position_file(self._folder, rank).unlink(missing_ok=True)  # where the last start was is no news of this one
+        self._restart.job(self._job, verdict.batch).save(self._folder / "job.json")
+        if self._crew.machine == 0:
+            self._hearing = Hearing(PrefixStore(str(self._crew.start), self._crew.open_store()), self._listen)
+        return PrefixStore(f"{self._crew.start}/agent", self._crew.open_store())
+
+    def _note(self, verdict: Verdict) -> None:
+        told: dict[str, Any] = {
+            "kind": "restarted",
+            "batch": verdict.batch,
+            "restart": verdict.restart,
+            "cause": verdict.cause,
+        }
+        self._crew.say(f"{verdict.cause}; restart {verdict.restart} from batch {verdict.batch}")
+        self._listen(told)
+
+    def stop(self) -> None:
+        """Have all ranks, of every machine, keep a checkpoint as soon as they can, and end."""
+        self.is_stopping = True
+        if self._crew.start:
+            PrefixStore(str(self._crew.start), self._crew.open_store()).set(STOP, STOP)
+
+    def _was_stopped(self) -> bool:
+        """Whether another machine asked all to stop."""
+        start = PrefixStore(str(self._crew.start), self._crew.open_store())
+        return self._crew.machine > 0 and bool(start.check([STOP]))
+
+    @property
+    def _most_restarts(self) -> int:
+        return self._job.max_restarts
+
+    def _decide(self, reports: Mapping[int, Report], waited: float) -> Verdict | None:
+        """Machine 0's verdict on what the machines report; None to wait for more of them."""
+        for machine, report in reports.items():
+            if differs := difference(reports[0].facts, report.facts):
+                name, here, there = differs
+                return Verdict(
+                    failed=f"{self._crew.name(machine)} has {name} = {there} but machine 0 has {here}; "
+                    "run the same command, with the same code and data, on each machine"
+                )
+        lost = {number for report in reports.values() for number in report.lost}
+        is_complete = len(reports) == self._crew.machines
+        if self._crew.start > 1 and self._fault is None:
+            if (
+                not is_complete
+                and len(reports) + len(lost - set(reports)) < self._crew.machines
+                and waited < _REPORT_SECONDS
+            ):
+                return None
+            self._fault = self._account(reports)
+        if self._fault is not None and (final := self._final(self._fault)):
+            return Verdict(failed=final)
+        if not is_complete:
+            return None
+        blind = [machine for machine, report in reports.items() if not report.sees]
+        if blind and self._job.keeps_checkpoints:
+            return Verdict(
+                failed=f"{self._crew.name(blind[0])} does not see {self._folder}, where machine 0 keeps checkpoints; "
+                "choose --runs on a file system that they share, or leave out --checkpoint-every"
+            )
+        batches = reports[0].batches
+        batch = min(batches) if blind else max(batches)
+        if self._fault is None:
+            return Verdict(batch)
+        self._last = self._fault
+        return Verdict(batch, self._restarts + 1, self._fault.text)
+
+    def _account(self, reports: Mapping[int, Report]) -> Fault:
+        """What went wrong, from all that is known; every account goes into the log."""
+        failures = self._hearing.failures if self._hearing else []
+        silent = [machine for machine in range(self._crew.machines) if machine not in reports]
+        fault = tell(
+            self._job.plan,
+            failures,
+            [death for report in reports.values() for death in report.deaths],
+            [hung for report in reports.values() for hung in report.hung],
+            [self._lost_text(machine) for report in reports.values() for machine in report.lost]
+            + [f"lost {self._crew.name(machine)}: it does not say what happened" for machine in silent],
+        )
+        log_fault(self._folder, fault, failures)
+        return fault
+
+    def _final(self, fault: Fault) -> str | None:
+        """The last word on a fault that is not to be tried again."""
+        is_same = self._last is not None and fault.text == self._last.text
+        if not (fault.is_final or is_same or self.is_stopping or self._restarts >= self._most_restarts):
+            return None
+        return f"{fault.text}, again after {self._restarts} restarts" if is_same else fault.text
+
+    def _lost_text(self, machine: int) -> str:
+        return f"lost {self._crew.name(machine)}: no sign of it for {self._crew.terms.lost:g} s (see --lost-timeout)"

@@ -1,0 +1,70 @@
+"""Faults under a supervisor that may start ranks again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from stagewright.runtime.job import Job
+from stagewright.runtime.launch import launch
+from stagewright.runtime.rank import state_file
+from tests.distributed.test_command import ranks_of
+from tests.parity import Case, assert_same_bits, emulate, make_job
+from tests.parity import Run as Trained
+
+CASE = Case("dropping", "0:0-1.0:2", "third", mode="stale", staleness=1, steps=40)
+
+
+class Saboteur:
+    """Listens, and does something to a rank as soon as a start trains."""
+
+    def __init__(self, folder: Path, *deeds: tuple[int, signal.Signals]) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._folder = folder
+        self._deeds = list(deeds)
+        self._is_done = False
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
+        if event["kind"] == "restarted":
+            self._is_done = False
+        if event["kind"] == "losses" and self._deeds and not self._is_done:
+            self._is_done = True
+            rank, number = self._deeds.pop(0)
+            os.kill(ranks_of(self._folder)[rank], number)
+
+    @property
+    def restarts(self) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["kind"] == "restarted"]
+
+    def trained(self, job: Job) -> Trained:
+        """What the last start left."""
+        first = self.events.index(self.restarts[-1]) + 1 if self.restarts else 0
+        weights: dict[str, Any] = {}
+        for stage in job.plan.stages:
+            weights |= load_file(state_file(Path(job.folder), stage.index))
+        return Trained(job, self.events[first:], weights)
+
+
+def job_with(folder: Path, **run: Any) -> Job:
+    job = make_job(CASE, folder, export="here.safetensors")
+    return replace(job, config=replace(job.config, run=replace(job.config.run, **run)))
+
+
+def test_killed_and_stopped_ranks_are_named_and_the_run_still_ends_with_the_same_bits(tmp_path: Path) -> None:
+    job = job_with(tmp_path, max_restarts=2, timeout=3.0)
+    saboteur = Saboteur(tmp_path, (1, signal.SIGKILL), (2, signal.SIGSTOP))
+    launch(job, saboteur)
+    killed, stopped = saboteur.restarts
+    assert killed["restart"] == 1 and killed["batch"] == 0
+    assert "stage 0 replica 1 (rank 1, machine 0) was killed by SIGKILL at 0" in killed["cause"]
+    assert "stage 1 replica 0 (rank 2, machine 0) hangs at 1" in stopped["cause"] and "stopped" in stopped["cause"]
+    log = (Path(job.folder) / "log.txt").read_text()
+    assert killed["cause"] in log and stopped["cause"] in log
+    assert ranks_of(tmp_path) == []
+    assert_same_bits(emulate(CASE, tmp_path), saboteur.trained(job))

@@ -1,0 +1,202 @@
+"""Checkpoints on the disk: whole or never chosen; a full disk; what is kept and what is deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stagewright.metrics import Saved, Step, Unsaved
+from stagewright.runtime import saver
+from stagewright.runtime.checkpoint import (
+    CheckpointError,
+    checkpoints_folder,
+    list_folders,
+    newest_whole,
+    open_checkpoint,
+)
+from stagewright.runtime.job import Job
+from stagewright.runtime.journal import Journal, Record
+from stagewright.runtime.shards import hash_file, write_shard
+from tests.keeping import emulate_job, emulate_keeping, keeping, same_bits, saved_at
+from tests.parity import Case, EmulatedRun, emulate, make_job
+
+CASE = Case("normed", "0:0-1.0:2", "third", mode="stale", staleness=1, microbatches=3, steps=6)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> EmulatedRun:
+    return emulate_keeping(CASE, tmp_path_factory.mktemp("kept"), every=2, keep=0)
+
+
+@pytest.fixture
+def run(kept: EmulatedRun, tmp_path: Path) -> Path:
+    """A run folder with checkpoints at 2, 4 and 6 to be damaged."""
+    return Path(shutil.copytree(kept.job.folder, tmp_path / "run"))
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_shard_reads_back_and_hashes_as_it_was_written(tmp_path: Path) -> None:
+    tensors = {
+        "weight": torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last),
+        "half": torch.randn(5).bfloat16(),
+        "count": torch.tensor(7),
+        "nothing": torch.zeros(0, 3),
+        "flags": torch.tensor([True, False]),
+        "double": torch.randn(3, dtype=torch.float64).as_strided((2, 2), (1, 1)),
+    }
+    size, digest = write_shard(tmp_path / "a.safetensors", tensors)
+    assert (tmp_path / "a.safetensors").stat().st_size == size and hash_file(tmp_path / "a.safetensors") == digest
+    assert same_bits(load_file(tmp_path / "a.safetensors"), {name: t.contiguous() for name, t in tensors.items()})
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+def _rename_file_in_manifest(path: Path) -> None:
+    path.write_text(path.read_text().replace("stage-0.master", "../4/stage-0.master"))
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "a bit": ("stage-0.slot-1.safetensors", _flip, "does not match its hash"),
+    "an end": ("stage-1.master.safetensors", _cut, "bytes instead of"),
+    "a file": ("stage-0.buffers-1.safetensors", Path.unlink, "is missing"),
+    "the manifest": ("manifest.json", Path.unlink, "No such file"),
+    "half the manifest": ("manifest.json", _cut, "manifest.json is damaged"),
+    "an empty manifest": ("manifest.json", lambda path: path.write_text("{}"), "is damaged"),
+    "another format": ("manifest.json", lambda path: path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"format": 9})), "format 9, this version reads 1"),
+    "a path outside": ("manifest.json", _rename_file_in_manifest, "no file of its folder"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=str)
+def test_a_damaged_checkpoint_is_named_and_never_chosen(damage: str, run: Path) -> None:
+    name, deed, words = DAMAGES[damage]
+    deed(checkpoints_folder(run) / "6" / name)
+    newest, (reason,) = newest_whole(run)
+    assert newest is not None and newest.batch == 4
+    assert words in reason and "\n" not in reason and str(checkpoints_folder(run) / "6") in reason
+    with pytest.raises(CheckpointError):
+        open_checkpoint(checkpoints_folder(run) / "6").verify()
+
+
+def test_what_an_interrupted_write_left_is_not_seen_and_is_cleared_away(run: Path) -> None:
+    root = checkpoints_folder(run)
+    (root / "6").rename(root / "6.partial")  # everything is there but the name, which comes last
+    newest, reasons = newest_whole(run)
+    assert newest is not None and newest.batch == 4 and reasons == []
+    (root / "8.partial").mkdir()
+    from stagewright.runtime.checkpoint import clear
+
+    clear(run)
+    assert sorted(path.name for path in root.iterdir()) == ["2", "4"]
+
+
+def test_a_run_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
+    assert newest_whole(tmp_path) == (None, [])
+
+
+# --- Keeping ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [6]), (2, [4, 6]), (0, [2, 4, 6])])
+def test_the_newest_are_kept(keep: int, left: list[int], tmp_path: Path) -> None:
+    job = emulate_keeping(CASE, tmp_path, every=2, keep=keep).job
+    assert [int(folder.name) for folder in list_folders(Path(job.folder))] == left
+    assert [path.name for path in checkpoints_folder(Path(job.folder)).glob("*.partial")] == []
+
+
+def test_an_old_checkpoint_goes_only_after_the_new_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = saver._write_file
+
+    def fail_late(folder: Path, stage: int, kind: str, tensors: dict[str, torch.Tensor]) -> object:
+        if folder.name == "6.partial" and (stage, kind) == (1, "optimizer/momentum_buffer"):
+            raise OSError(28, "No space left on device")
+        return written(folder, stage, kind, tensors)
+
+    monkeypatch.setattr(saver, "_write_file", fail_late)
+    records: list[Record] = []
+    job = keeping(make_job(CASE, tmp_path), every=2, keep=1)
+    emulate_job(job, records)
+    assert [int(folder.name) for folder in list_folders(Path(job.folder))] == [4]
+    assert [record for record in records if isinstance(record, Unsaved)] == [Unsaved(6, "No space left on device")]
+    saved_at(job, 4).verify()
+
+
+# --- A full disk ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Callable[[Job], None]]:
+    """Leaves less room than one checkpoint needs: a small file system where that can be had, otherwise small files."""
+    mounted: list[Path] = []
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(job: Job) -> None:
+        target = checkpoints_folder(Path(job.folder))
+        target.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(target)], capture_output=True, check=False
+        )
+        if done.returncode == 0:
+            mounted.append(target)
+        else:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+
+    yield fill
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    for target in mounted:
+        subprocess.run(["umount", str(target)], check=True)
+
+
+def test_on_a_full_disk_the_run_goes_on_says_so_and_leaves_nothing_behind(
+    tmp_path: Path, full_disk: Callable[[Job], None]
+) -> None:
+    whole = emulate(CASE, tmp_path)
+    job = keeping(make_job(CASE, tmp_path), every=2)
+    full_disk(job)
+    records: list[Record] = []
+    run = emulate_job(job, records)
+    unsaved = [record for record in records if isinstance(record, Unsaved)]
+    assert [record.batch for record in unsaved] == [2, 4, 6]
+    assert all(record.reason in ("No space left on device", "File too large") for record in unsaved)
+    assert not any(isinstance(record, Saved) for record in records)
+    assert list(checkpoints_folder(Path(job.folder)).iterdir()) == []
+    assert [record.batch for record in records if isinstance(record, Step)] == list(range(6))
+    assert same_bits(run.weights, whole.weights)
+
+
+def test_records_that_find_no_room_wait_for_it(tmp_path: Path) -> None:
+    """A full disk may take the metrics too: they are written when there is room again, whole lines only."""
+    path = tmp_path / "metrics.jsonl"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    journal = Journal(path, 0)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (250, limits[1]))
+        for batch in range(6):
+            journal.write(Unsaved(batch, "a reason of some length"))
+        assert path.read_text().endswith("}\n") and 0 < path.read_text().count("\n") < 6
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    journal.close()
+    assert [json.loads(line)["batch"] for line in path.read_text().splitlines()] == list(range(6))

@@ -1,0 +1,138 @@
+"""A run that stops and goes on is the run that never stopped, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from stagewright.runtime.checkpoint import Checkpoint, list_folders
+from stagewright.runtime.emulate import Emulation, take_turns
+from stagewright.runtime.saver import flats_of
+from tests.keeping import emulate_job, emulate_keeping, going_on, keeping, losses_from, same_bits, saved_at
+from tests.parity import Case, EmulatedRun, emulate, make_job
+
+ADAMW = {"name": "adamw", "lr": 0.01}
+CASES = [
+    Case("normed", "0:0-1.0:2", "third", mode="stale", staleness=1, microbatches=3),
+    Case("normed", "0:0-2.0:3-4.0:5-6.0:7", "second,third,head", mode="stale", staleness=3, optimizer=ADAMW),
+    Case("dropping", "0:0-6.0:7", "third", mode="stale", versions=(3, 1), microbatches=12),
+    Case("normed", "0:0-1.0:2", "third", optimizer={"clip": 0.3}),
+    Case("normed", "0:0-1.0:2-4", "third", mode="pipedream", optimizer=ADAMW, steps=9),
+    Case("residual", "0:0.0:0-1.0:1", "second,third", mode="pipedream"),
+    Case("cumulative", "0:0-3", mode="dp", microbatches=3, optimizer={"momentum": 0.0}),
+    Case("normed", "0:0-3", mode="dp", optimizer={"nesterov": True}, precision="fp32"),
+    Case("normed", "0:0-1.0:0-1", "third", mode="stale", staleness=1, microbatches=3, eval_every=4, optimizer=ADAMW),
+]
+
+
+def slots_of(run: EmulatedRun) -> dict[tuple[int, int, str], torch.Tensor]:
+    """Every flat tensor of every replica."""
+    return {
+        (worker.rank, stage, kind): flat
+        for worker in run.emulation.workers
+        for stage, replica in worker.replicas.items()
+        for kind, flat in flats_of(replica)
+    }
+
+
+def buffers_of(run: EmulatedRun) -> list[torch.Tensor]:
+    return [buffer for buffers in run.replica_statistics().values() for buffer in buffers.values()]
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_going_on_from_any_checkpoint_gives_the_same_bits(case: Case, dynamic: bool, tmp_path: Path) -> None:
+    case = replace(case, dynamic=dynamic)
+    whole = emulate(case, tmp_path)
+    kept = emulate_keeping(case, tmp_path, every=2, keep=0)
+    assert same_bits(kept.weights, whole.weights) and kept.microbatch_losses == whole.microbatch_losses
+    batches = [int(folder.name) for folder in list_folders(Path(kept.job.folder))]
+    step = kept.job.plan.pause_step
+    assert batches and all(batch % step == 0 for batch in batches)
+    for batch in [batch for batch in batches if batch < case.steps]:
+        resumed = emulate_job(going_on(make_job(case, tmp_path), saved_at(kept.job, batch)))
+        assert same_bits(resumed.weights, whole.weights)
+        assert losses_from(resumed, 0) == losses_from(whole, batch * case.microbatches)
+        assert all(map(torch.equal, slots_of(resumed).values(), slots_of(whole).values()))
+        assert all(map(torch.equal, buffers_of(resumed), buffers_of(whole)))
+        assert resumed.scores == {at: score for at, score in whole.scores.items() if at > batch}
+
+
+def read_all(checkpoint: Checkpoint) -> dict[str, bytes]:
+    return {file.name: (checkpoint.folder / file.name).read_bytes() for file in checkpoint.manifest.files}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pauses_nobody_planned_change_no_bit(case: Case, dynamic: bool, tmp_path: Path) -> None:
+    case = replace(case, dynamic=dynamic, steps=12)
+    whole = emulate(case, tmp_path)
+    kept = emulate_keeping(case, tmp_path, minutes=1e-9, keep=0)  # as often as it can
+    assert same_bits(kept.weights, whole.weights) and kept.microbatch_losses == whole.microbatch_losses
+    assert len(list_folders(Path(kept.job.folder))) >= 2
+    planned = emulate_keeping(case, tmp_path, every=kept.job.plan.pause_step, keep=0)
+    for folder in list_folders(Path(kept.job.folder)):
+        assert read_all(saved_at(kept.job, int(folder.name))) == read_all(saved_at(planned.job, int(folder.name)))
+
+
+def test_a_run_asked_to_stop_keeps_a_checkpoint_and_ends(tmp_path: Path) -> None:
+    case = replace(CASES[0], steps=20)
+    job = keeping(make_job(case, tmp_path))
+    stopping: list[Emulation] = []
+
+    def hear(event: dict[str, object]) -> None:
+        if event["kind"] == "losses" and len(stopping) == 1:
+            stopping[0].pauses.stop()
+
+    emulation = Emulation(job, hear)
+    stopping.append(emulation)
+    take_turns([worker.run() for worker in emulation.workers])
+    (done,) = {worker.done for worker in emulation.workers}
+    assert all(worker.is_stopped for worker in emulation.workers) and 0 < done < 6
+
+
+def test_a_checkpoint_holds_master_optimizer_and_versions_once_and_no_more(tmp_path: Path) -> None:
+    case = Case("normed", "0:0-2.0:3", "third", mode="stale", versions=(3, 1), optimizer=ADAMW, precision="fp32")
+    kept = emulate_keeping(case, tmp_path, every=8)
+    manifest = saved_at(kept.job, 8).manifest
+    sizes = [sum(p.end - p.offset for p in replica(kept, s).ring.parameters) for s in range(2)]
+    weights = 4 * (sizes[0] * (1 + 2 + 3) + sizes[1] * (1 + 2))
+    buffers = sum(tensor.nbytes for tensor in buffers_of(kept))
+    headers = manifest.bytes - weights - buffers
+    assert 0 < headers < 1024 * len(manifest.files)
+    writers = {file.kind: file for file in manifest.files if file.stage == 0}
+    assert set(writers) == {"master", "optimizer/exp_avg", "optimizer/exp_avg_sq", "slot/0", "slot/1", "slot/2"} | {
+        f"buffers/{index}" for index in range(3)
+    }
+
+
+def replica(run: EmulatedRun, stage: int):  # type: ignore[no-untyped-def]
+    return next(worker.replicas[stage] for worker in run.emulation.workers if stage in worker.replicas)
+
+
+def test_replicas_share_the_writing(tmp_path: Path) -> None:
+    case = Case("plain", "0:0-2", mode="stale", versions=(2,))
+    kept = emulate_keeping(case, tmp_path, every=8)
+    wrote = {event["rank"]: len(event["files"]) for event in kept.events if event["kind"] == "saved"}
+    assert wrote == {0: 2, 1: 1, 2: 1}  # master, momentum and two versions over three replicas
+
+
+def test_metrics_go_on_without_gap_or_double_count(tmp_path: Path) -> None:
+    from stagewright.metrics import Evaluated, Step
+    from stagewright.runtime.journal import Journal
+
+    case = Case("normed", "0:0-1.0:2", "third", mode="stale", staleness=1, microbatches=3, eval_every=3)
+    kept = emulate_keeping(case, tmp_path, every=4, keep=0)  # at 4 and 8; evaluations at 3, 6 and 8
+    metrics = Path(kept.job.folder) / "metrics.jsonl"
+    with metrics.open("a") as file:
+        file.write('{"kind": "step", "bat')  # as a killed supervisor may leave it
+    records = Journal(metrics, 4).records
+    assert [record.batch for record in records if isinstance(record, Step)] == [0, 1, 2, 3]
+    assert [record.batch for record in records if isinstance(record, Evaluated)] == [3]
+    emulate_job(going_on(kept.job, saved_at(kept.job, 4)))
+    records = Journal(metrics, 10**9).records
+    assert [record.batch for record in records if isinstance(record, Step)] == list(range(8))
+    assert [record.batch for record in records if isinstance(record, Evaluated)] == [3, 6, 8]

@@ -1,0 +1,133 @@
+"""When the watchdog bites, whom it names, and when it must not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stagewright.runtime.rank import position_file
+from stagewright.runtime.recorder import FlightRecorder, State, look
+from stagewright.runtime.watchdog import Hung, Limits, Watchdog
+from stagewright.schedule.action import Action, Op
+
+LIMITS = Limits(timeout=20.0, start=100.0)
+UPDATE = Action(Op.UPDATE, 0, 0, None, 0, None)
+
+
+class Scene:
+    """Two ranks with position files, a clock, and a kernel that says who is stopped."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "ranks").mkdir()
+        self.now = 0.0
+        self.stopped: set[int] = set()
+        self.recorders = [FlightRecorder(position_file(folder, rank)) for rank in range(2)]
+        self.watchdog = Watchdog(folder, LIMITS, lambda pid: pid in self.stopped, lambda: self.now)
+
+    def settle(self) -> None:
+        for recorder in self.recorders:
+            self.work(recorder, UPDATE)
+            recorder.end(UPDATE)
+
+    def work(self, recorder: FlightRecorder, action: Action) -> None:
+        recorder.begin(action)
+        recorder.ready(action)
+
+    def pass_time(self, seconds: float, tick: float = 0.5) -> Hung | None:
+        """What the watchdog says first, looking every so often."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += tick
+            hung = self.watchdog.look({0: 1000, 1: 1001})
+            if hung is not None:
+                return hung
+        return None
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path)
+
+
+def forward(rank: int, microbatch: int) -> Action:
+    return Action(Op.FORWARD, rank, 0, microbatch, 0, None)
+
+
+def test_a_stopped_process_is_named_with_its_action(scene: Scene) -> None:
+    scene.settle()
+    scene.work(scene.recorders[1], forward(1, 7))
+    assert scene.pass_time(5) is None
+    scene.stopped = {1001}
+    hung = scene.pass_time(15)
+    assert hung is not None and hung.rank == 1 and hung.action == "0F7@0" and hung.stage == 0
+    assert "stopped for 10 s" in hung.cause
+
+
+def test_a_short_stop_is_forgiven(scene: Scene) -> None:
+    for _ in range(5):
+        scene.stopped = {1000}
+        assert scene.pass_time(8) is None
+        scene.stopped = set()
+        assert scene.pass_time(1) is None
+
+
+def test_the_rank_that_works_is_named_before_the_one_that_waits_for_it(scene: Scene) -> None:
+    scene.settle()
+    scene.recorders[0].begin(Action(Op.RECV_GRAD, 0, 0, 3, None, 1))
+    scene.pass_time(4)
+    scene.work(scene.recorders[1], forward(1, 3))
+    hung = scene.pass_time(60)
+    assert hung is not None and hung.rank == 1 and "--timeout" in hung.cause
+
+
+def test_where_all_wait_the_one_that_waits_longest_is_named(scene: Scene) -> None:
+    scene.settle()
+    scene.recorders[1].begin(Action(Op.RECV_ACT, 1, 0, 3, None, 0))
+    scene.pass_time(2)
+    scene.recorders[0].begin(Action(Op.RECV_GRAD, 0, 0, 3, None, 1))
+    assert scene.pass_time(25) is None  # longer than --timeout: somebody else may be at work
+    hung = scene.pass_time(20)
+    assert hung is not None and hung.rank == 1 and "waited for 30 s" in hung.cause
+
+
+def test_a_long_start_has_its_own_limit(scene: Scene) -> None:
+    assert scene.pass_time(60) is None
+    scene.recorders[0].begin(Action(Op.RECV_ACT, 0, 0, 0, None, 1))
+    scene.work(scene.recorders[1], forward(1, 0))  # compiles
+    assert scene.pass_time(99) is None
+    hung = scene.pass_time(5)
+    assert hung is not None and hung.rank == 1 and "--start-timeout" in hung.cause
+
+
+def test_progress_of_any_kind_is_enough(scene: Scene) -> None:
+    scene.settle()
+    for microbatch in range(30):  # a long evaluation: forwards that begin and never report more
+        for rank, recorder in enumerate(scene.recorders):
+            recorder.begin(forward(rank, microbatch))
+        assert scene.pass_time(19) is None
+
+
+def test_saving_takes_as_long_as_a_start(scene: Scene) -> None:
+    scene.settle()
+    for recorder in scene.recorders:
+        recorder.save()
+    assert scene.pass_time(99) is None
+    assert scene.pass_time(5) is not None
+
+
+def test_time_in_which_the_watchdog_slept_itself_does_not_count(scene: Scene) -> None:
+    scene.settle()
+    assert scene.pass_time(5000, tick=1000) is None
+
+
+def test_a_position_file_that_makes_no_sense_names_no_action(tmp_path: Path) -> None:
+    path = tmp_path / "0.at"
+    for content in (b"", b"\xff" * 50, b"\x63" + bytes(49)):
+        path.write_bytes(content)
+        assert look(path, 0).action is None
+    recorder = FlightRecorder(path)
+    recorder.begin(UPDATE)
+    assert look(path, 0).action == UPDATE and look(path, 0).state is State.WAITING and not look(path, 0).is_settled
+    recorder.end(UPDATE)
+    assert look(path, 0).is_settled
