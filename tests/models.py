@@ -33,6 +33,17 @@ def plain() -> nn.Module:
     return _Plain()
 
 
+class _Steep(_Plain):
+    """Its gradients are much larger, and differ much from batch to batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 64.0
+
+
+def steep() -> nn.Module:
+    return _Steep()
+
+
 def frozen_middle() -> nn.Module:
     model = _Plain()
     model.second.requires_grad_(False)

@@ -30,8 +30,9 @@ from tests import models, reference
 torch.set_num_threads(1)
 
 Tensors = Mapping[str, Tensor]
-TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4}
-_DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4, "fp16": 1e-4}
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float32}
+_LOUD = 1000.0
 _VALIDATION_SAMPLES = 17  # a prime: the last piece is short for every size of microbatch but 1
 
 
@@ -57,6 +58,9 @@ class Case:
     eval_every: int | None = None
     bucket: int = 0  # MiB: every parameter is a bucket of its own
     seed: int = 5
+    loss_scale: float | None = None  # a precision that scales its loss, otherwise fp32
+    growth_interval: int = 2000
+    loud: int = 1  # every so many samples, one is much louder than the others
 
     def __str__(self) -> str:
         """What differs from the default, as the name of a test."""
@@ -164,10 +168,17 @@ class EmulatedRun(Run):
         }
 
 
-def write_tensors(folder: Path, model: str, samples: int, seed: int) -> str:
+def make_data(case: Case) -> tuple[Tensor, Tensor]:
+    """What a case trains on."""
+    images, labels = models.make_data(case.model, case.samples, seed=3)
+    if case.loud > 1:
+        images[:: case.loud] *= _LOUD
+    return images, labels
+
+
+def write_tensors(folder: Path, name: str, images: Tensor, labels: Tensor) -> str:
     """A data set in a file, as `--data` names it."""
-    path = folder / f"{model}-{samples}-{seed}.safetensors"
-    images, labels = models.make_data(model, samples, seed)
+    path = folder / f"{name}.safetensors"
     save_file({"images": images, "labels": labels}, path)
     return f"tensors:{path}"
 
@@ -177,7 +188,7 @@ def make_job(case: Case, folder: Path, **run: Any) -> Job:
     optimizer = {"lr": 0.05, **case.optimizer}
     tables: dict[str, dict[str, Any]] = {
         "model": {"name": f"tests.models:{case.model}"},
-        "data": {"source": write_tensors(folder, case.model, case.samples, seed=3), "shuffle": False},
+        "data": {"source": write_tensors(folder, "training", *make_data(case)), "shuffle": False},
         "plan": {
             "placement": case.placement,
             "cut": case.cut,
@@ -199,11 +210,14 @@ def make_job(case: Case, folder: Path, **run: Any) -> Job:
             "bucket": case.bucket,
             "runs": str(folder / "runs"),
             "timeout": 30.0,
+            **({} if case.loss_scale is None else {"loss_scale": case.loss_scale}),
+            "growth_interval": case.growth_interval,
             **run,
         },
     }
     if case.eval_every is not None:
-        tables["data"]["val"] = write_tensors(folder, case.model, _VALIDATION_SAMPLES, seed=4)
+        validation = models.make_data(case.model, _VALIDATION_SAMPLES, seed=4)
+        tables["data"]["val"] = write_tensors(folder, "validation", *validation)
     return prepare(make_config(tables))[0]
 
 
@@ -249,7 +263,7 @@ class _Lent:
 
 def refer(case: Case, steps: int | None = None) -> reference.Result:
     """The reference's result for a case, or for its first steps; in pipedream its losses are those of microbatches."""
-    images, labels = models.make_data(case.model, case.samples, seed=3)
+    images, labels = make_data(case)
     children = [name for name, _ in build(case.model).named_children()]
     owners = (case.owners or case.cut or "").split(",") if len(case.replicas) > 1 else []
     firsts = [children.index(name) for name in owners]
@@ -274,6 +288,8 @@ def _setup(case: Case, steps: int) -> reference.Setup:
         steps,
         case.seed,
         _DTYPES[case.precision],
+        scale=case.loss_scale,
+        growth_interval=case.growth_interval,
         lr=case.lr,
         **{renamed.get(name, name): value for name, value in case.optimizer.items() if name != "lr"},
     )

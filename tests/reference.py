@@ -41,6 +41,8 @@ class Setup:
     eps: float = 1e-8
     label_smoothing: float = 0.0
     clip: float | None = None
+    scale: float | None = None  # of the loss, at first
+    growth_interval: int = 2000
     lr: Callable[[int], float] = field(kw_only=True)
 
     def __post_init__(self) -> None:
@@ -63,6 +65,11 @@ class Setup:
     def clips_globally(self) -> bool:
         return set(self.versions) == {1} and not self.pipedream
 
+    @property
+    def verdict_delay(self) -> int:
+        """Batches until a verdict has an effect: L of section 6."""
+        return 1 if set(self.versions) == {1} else max(len(self.versions), self.versions[0])
+
 
 @dataclass
 class Result:
@@ -72,6 +79,8 @@ class Result:
     weights: Tensors
     buffers: Tensors
     replica_buffers: dict[tuple[int, int], Tensors]
+    scales: list[float]  # of every batch, where the loss is scaled
+    skipped: list[tuple[bool, ...]]  # of every batch, by stage
 
 
 @dataclass(frozen=True)
@@ -128,10 +137,11 @@ class Stage:
         assert version < len(self.history), f"microbatch {microbatch} needs version {version}, not made yet"
         return self.history[version]
 
-    def add(self, microbatch: int, gradients: Tensors) -> None:
-        """Adds the gradients of the mean loss of one microbatch to those of its replica."""
+    def add(self, microbatch: int, gradients: Tensors, *, is_shared: bool = False) -> None:
+        """Adds the gradients of one microbatch's mean loss, or of its share in the batch's, to those of its replica."""
         mine = self.gradients[self.replica_of(microbatch)]
-        accumulate(mine, {name: g / self.span for name, g in gradients.items() if name in self.history[0]})
+        count = 1 if is_shared else self.span
+        accumulate(mine, {name: g / count for name, g in gradients.items() if name in self.history[0]})
 
     def finishes_with(self, microbatch: int) -> bool:
         return (microbatch + 1) % self.span == 0
@@ -154,6 +164,10 @@ class Stage:
                 self.setup, lr, weights[name], g, self.moments[name]
             )
         self.history.append(weights)
+
+    def skip(self) -> None:
+        """Makes the next version the same as the newest."""
+        self.history.append(self.history[-1])
 
     def averaged_buffers(self) -> Tensors:
         """Statistics averaged over replicas weighted by their microbatches, counts summed, the rest replica 0's."""
@@ -236,8 +250,31 @@ def make_stages(model: nn.Module, stage_of: Callable[[str], int], setup: Setup) 
     return [Stage(s, setup, weights[s], buffers[s]) for s in range(len(setup.replicas))]
 
 
+def next_scale(setup: Setup, scales: Sequence[float], skipped: Sequence[tuple[bool, ...]]) -> float:
+    """The scale of the batch after these, from the verdicts it may know: those of stage 0, `verdict_delay` behind."""
+    assert setup.scale is not None
+    scale, clean = setup.scale, 0
+    for q in range(len(scales) - setup.verdict_delay + 1):
+        if scales[q] != scale:
+            continue
+        clean = 0 if skipped[q][0] else clean + 1
+        if skipped[q][0]:
+            scale /= 2
+        elif clean == setup.growth_interval:
+            scale, clean = min(scale * 2, 2.0**127), 0
+    return scale
+
+
+def unscaled(gradients: Sequence[Tensors], scale: float, setup: Setup) -> tuple[list[Tensors], tuple[bool, ...]]:
+    """The gradients of all stages divided by the scale, and which stages skip their update."""
+    divided = [{name: g / scale for name, g in stage.items()} for stage in gradients]
+    overflows = [not all(bool(g.isfinite().all()) for g in stage.values()) for stage in divided]
+    first = 0 if setup.clips_globally else None  # where nothing lags, any stage's overflow is everyone's
+    return divided, tuple(any(overflows[s if first is None else first :]) for s in range(len(divided)))
+
+
 def run_microbatch(
-    model: nn.Module, stages: Sequence[Stage], microbatch: int, inputs: Tensor, targets: Tensor
+    model: nn.Module, stages: Sequence[Stage], microbatch: int, inputs: Tensor, targets: Tensor, scale: float = 1.0
 ) -> tuple[float, Tensors]:
     """Forward and backward of the whole model: the mean loss and its gradients; moves the replicas' buffers."""
     trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -249,7 +286,7 @@ def run_microbatch(
 
     output = functional_call(model, state, (inputs,))
     loss = cross_entropy(output, targets, label_smoothing=stages[0].setup.label_smoothing)
-    gradients = torch.autograd.grad(loss, [leaves[name] for name in trainable], allow_unused=True)
+    gradients = torch.autograd.grad(loss * scale, [leaves[name] for name in trainable], allow_unused=True)
 
     # functional_call moves buffers in place, or, where the module assigned a new tensor, puts it into `state`.
     for buffers in own_buffers:
@@ -257,16 +294,25 @@ def run_microbatch(
     return loss.item(), {name: g for name, g in zip(trainable, gradients, strict=True) if g is not None}
 
 
-def update_finished(stages: Sequence[Stage], microbatch: int, setup: Setup) -> None:
-    """Updates the stages whose round ends with this microbatch."""
+def update_finished(
+    stages: Sequence[Stage], microbatch: int, setup: Setup, scale: float | None = None
+) -> tuple[bool, ...]:
+    """Updates the stages whose round ends with this microbatch; says which of them skip, where there is a scale."""
     finished = [stage for stage in stages if stage.finishes_with(microbatch)]
     gradients = [stage.take_gradient() for stage in finished]
+    skips = (False,) * len(finished)
+    if scale is not None and finished:
+        gradients, skips = unscaled(gradients, scale, setup)
     if setup.clip is not None and setup.clips_globally:
         gradients = clipped(gradients, setup.clip)
     elif setup.clip is not None:
         gradients = [clipped([gradient], setup.clip)[0] for gradient in gradients]
-    for stage, gradient in zip(finished, gradients, strict=True):
-        stage.update(gradient)
+    for stage, gradient, skip in zip(finished, gradients, skips, strict=True):
+        if skip:
+            stage.skip()
+        else:
+            stage.update(gradient)
+    return skips
 
 
 def epochs_in_identity_order(num_samples: int, batch: int) -> Callable[[int], Tensor]:
@@ -276,7 +322,13 @@ def epochs_in_identity_order(num_samples: int, batch: int) -> Callable[[int], Te
     return lambda p: torch.arange(batch) + p % (num_samples // batch) * batch
 
 
-def collect(model: nn.Module, stages: Sequence[Stage], losses: list[float]) -> Result:
+def collect(
+    model: nn.Module,
+    stages: Sequence[Stage],
+    losses: list[float],
+    scales: list[float],
+    skipped: list[tuple[bool, ...]],
+) -> Result:
     """The state after the last update under every name of the model's state_dict."""
     newest = {name: w for stage in stages for name, w in stage.history[-1].items()}
     averaged = {name: b for stage in stages for name, b in stage.averaged_buffers().items()}
@@ -286,6 +338,8 @@ def collect(model: nn.Module, stages: Sequence[Stage], losses: list[float]) -> R
         {name: newest[first] for name, first in first_names.items() if first in newest},
         {name: averaged[first] for name, first in first_names.items() if first in averaged},
         {(s, replica): own for s, stage in enumerate(stages) for replica, own in enumerate(stage.buffers)},
+        scales,
+        skipped,
     )
 
 
@@ -307,18 +361,26 @@ def train(
         model = model_factory().to(setup.dtype).train()
         stages = make_stages(model, stage_of, setup)
         seeds = StageSeeds(model, starts, setup.seed)
-        losses = []
+        losses: list[float] = []
+        scales: list[float] = []
+        skipped: list[tuple[bool, ...]] = []
         for p in range(setup.steps):
+            scale = None
+            if setup.scale is not None:
+                scale = next_scale(setup, scales, skipped)
+                scales.append(scale)
             indices = order(p)
             assert len(indices) == setup.batch, f"batch {p} has {len(indices)} of {setup.batch} samples"
             pieces = indices.chunk(setup.microbatches)
             batch_losses = []
             for i, samples in enumerate(pieces, start=p * setup.microbatches):
+                factor = 1.0 if scale is None else scale / setup.microbatches
                 with seeds.of(i):
-                    loss, gradients = run_microbatch(model, stages, i, inputs[samples], labels[samples])
+                    loss, gradients = run_microbatch(model, stages, i, inputs[samples], labels[samples], factor)
                 batch_losses.append(loss)
                 for stage in stages:
-                    stage.add(i, gradients)
-                update_finished(stages, i, setup)
+                    stage.add(i, gradients, is_shared=scale is not None)
+                skips = update_finished(stages, i, setup, scale)
+            skipped.append(skips)
             losses.append(sum(batch_losses) / setup.microbatches)
-    return collect(model, stages, losses)
+    return collect(model, stages, losses, scales, skipped)

@@ -46,6 +46,10 @@ class Overflow:
         """Whether to skip an update: known here, or by the device alone (1 to skip); `norms` are all stages'."""
         return False
 
+    def awaits_verdicts(self, stop: int) -> Pending | None:
+        """What must be over before every batch below `stop` has its verdict."""
+        return None
+
     def settle(self, stop: int) -> None:
         """The pipeline is empty: take in every verdict on batches below `stop`."""
 
@@ -145,6 +149,10 @@ class Lagging(_Scaled):
 
     def awaits_scale(self, batch: int) -> Pending | None:
         return AllOf([_Coming(self._bulletin, _key(0, earlier)) for earlier in self._scale.due(batch)])
+
+    def awaits_verdicts(self, stop: int) -> Pending | None:
+        batches = self._scale.missing(stop) if self._is_last else ()
+        return AllOf([_Coming(self._bulletin, _key(0, batch)) for batch in batches])
 
     def awaits_flag(self, stage: int, update: int) -> Pending | None:
         return _Coming(self._bulletin, _key(stage + 1, update))

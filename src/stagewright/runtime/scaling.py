@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+LARGEST = 2.0**127  # that fp32 holds
 _GROWTH, _BACKOFF = 2.0, 0.5
 SMALLEST = 2.0**-24  # below it a scale only helps gradients to vanish
 
@@ -66,7 +67,7 @@ class LossScale:
             return
         self._clean += 1
         if self._clean == self._scaling.interval:
-            self._current *= _GROWTH
+            self._current = min(LARGEST, self._current * _GROWTH)
             self._clean = 0
 
     def state(self) -> dict[str, Any]:

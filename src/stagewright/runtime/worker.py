@@ -155,7 +155,11 @@ class Worker:
                 if last < self.gate.limit:
                     yield from self._run_action(action)
         self._flush()
-        self.overflow.settle(min(span.stop, self.gate.limit) // self.plan.microbatches)
+        stop = min(span.stop, self.gate.limit) // self.plan.microbatches
+        verdicts = self.overflow.awaits_verdicts(stop)
+        if verdicts is not None:
+            yield verdicts
+        self.overflow.settle(stop)
 
     def evaluate(self, pause: int) -> Iterator[Pending]:
         """Score every evaluation sample once, on the newest weights and the mean statistics."""

@@ -1,0 +1,165 @@
+"""Loss scaling: as torch's GradScaler where nothing lags, by batch numbers where stages do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagewright.cluster import parse_placement
+from stagewright.plan.plan import Mode, make_plan
+from stagewright.runtime import assemble, precision
+from stagewright.runtime.scaling import LossScale, Scaling
+from stagewright.schedule.check import check
+from tests.parity import Case, assert_near, emulate, refer
+
+_SCALED = precision.Precision("fp16", "cpu", is_scaled=True)  # scaled as fp16 is, but computed in fp32: to be compared
+
+
+@pytest.fixture
+def scaled() -> Iterator[None]:
+    with (
+        mock.patch.object(assemble, "make_precision", lambda name, device: _SCALED),
+        mock.patch.object(precision, "make_precision", lambda name, device: _SCALED),
+    ):
+        yield
+
+
+@settings(deadline=None)
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 5))
+def test_without_lag_the_scale_is_a_gradscalers(overflows: list[bool], interval: int) -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=interval)
+    ours = LossScale(Scaling(2.0**40, interval, 1))
+    for batch, overflowed in enumerate(overflows):
+        if batch:
+            ours.tell(batch - 1, overflows[batch - 1])
+        scaler.scale(weight.sum())
+        assert ours.of(batch) == scaler.get_scale()
+        weight.grad = torch.full((1,), torch.inf if overflowed else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@settings(deadline=None)
+@given(st.lists(st.booleans(), min_size=12, max_size=30), st.integers(1, 4), st.integers(1, 4), st.data())
+def test_a_scale_knows_no_later_verdict(overflows: list[bool], delay: int, interval: int, data: st.DataObject) -> None:
+    """The scale of batch p follows from the verdicts up to p - delay; turning a later one changes nothing."""
+
+    def scales(verdicts: list[bool]) -> list[float]:
+        scale = LossScale(Scaling(2.0**30, interval, delay))
+        found = []
+        for batch in range(len(verdicts)):
+            for earlier in scale.due(batch):
+                scale.tell(earlier, verdicts[earlier])
+            found.append(scale.of(batch))
+        return found
+
+    turned = data.draw(st.integers(0, len(overflows) - 1))
+    other = [told != (batch == turned) for batch, told in enumerate(overflows)]
+    assert scales(overflows)[: turned + delay] == scales(other)[: turned + delay]
+
+
+@settings(deadline=None)
+@given(st.lists(st.booleans(), min_size=6, max_size=30), st.integers(1, 3), st.integers(1, 5))
+def test_a_state_goes_on_as_if_nothing_had_happened(overflows: list[bool], delay: int, stop: int) -> None:
+    def go(scale: LossScale, batches: range) -> list[float]:
+        found = []
+        for batch in batches:
+            for earlier in scale.due(batch):
+                scale.tell(earlier, overflows[earlier])
+            found.append(scale.of(batch))
+        return found
+
+    whole = LossScale(Scaling(2.0**20, 2, delay))
+    first, second = (LossScale(Scaling(2.0**20, 2, delay)) for _ in range(2))
+    before = go(first, range(stop))
+    for batch in first.missing(stop):
+        first.tell(batch, overflows[batch])  # the pipeline is empty at a pause, so every verdict is known
+    second.load(first.state())
+    assert before + go(second, range(stop, len(overflows))) == go(whole, range(len(overflows)))
+
+
+def test_gradients_that_never_fit_are_one_line() -> None:
+    scale = LossScale(Scaling(1.0, 2000, 1))
+    with pytest.raises(ValueError, match=r"overflow fp16 at any loss scale \(batch 24, .*\); try --precision bf16"):
+        for batch in range(40):
+            for earlier in scale.due(batch):
+                scale.tell(earlier, True)
+            scale.of(batch)
+
+
+LAYOUTS = {
+    "one process": Case("steep", "0:0"),
+    "dp": Case("steep", "0:0-2", mode="dp", microbatches=6),
+    "sync": Case("steep", "0:0-1.0:2", "third"),
+    "one rank, two stages": Case("steep", "0:0.0:0", "third"),
+    "stale": Case("steep", "0:0-1.0:2", "third", mode="stale", staleness=1),
+    "stale by 2": Case("steep", "0:0-2.0:3-4.0:5", "second,third", mode="stale", staleness=2, microbatches=6),
+    "four versions": Case("steep", "0:0-1.0:2", "third", mode="stale", versions=(4, 2)),
+    "dynamic": Case("steep", "0:0-1.0:2", "third", mode="stale", staleness=1, dynamic=True),
+}
+
+
+@pytest.mark.parametrize("options", [{"lr": 1e-5}, {"name": "adamw", "lr": 1e-3}, {"clip": 0.3, "lr": 1e-3}], ids=["sgd", "adamw", "clip"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.usefixtures("scaled")
+def test_scaled_runs_equal_the_reference(layout: str, options: dict[str, object], tmp_path: Path) -> None:
+    case = replace(LAYOUTS[layout], precision="fp16", loss_scale=2.0**124, growth_interval=2, loud=11, steps=14)
+    case = replace(case, optimizer=options)
+    expected = refer(case)
+    assert any(map(all, expected.skipped)) and not all(map(any, expected.skipped)), expected.skipped
+    run = emulate(case, tmp_path)
+    assert_near(run.weights, expected.weights | expected.buffers, 1e-4)
+    assert _scales(run.events, case.microbatches) == expected.scales
+    assert len(set(expected.scales)) > 2
+    for stage in range(len(case.replicas)):
+        told = {event["batch"] for event in run.events if event["kind"] == "skipped" and event["stage"] == stage}
+        assert told == {batch for batch, skips in enumerate(expected.skipped) if skips[stage]}
+
+
+@pytest.mark.usefixtures("scaled")
+def test_a_stage_may_skip_alone(tmp_path: Path) -> None:
+    """Gradients of the first stage are the larger ones here: it skips updates that the last stage makes."""
+    case = replace(LAYOUTS["stale"], precision="fp16", loss_scale=2.0**124, growth_interval=2, loud=11, steps=14)
+    case = replace(case, optimizer={"lr": 1e-5})
+    skipped = refer(case).skipped
+    assert (True, False) in skipped
+    assert (False, True) not in skipped  # what the last stage skips, all stages before it skip
+
+
+def _scales(events: Sequence[Mapping[str, Any]], microbatches: int) -> list[float]:
+    scales: dict[int, float] = {}
+    for event in events:
+        if event["kind"] == "losses":
+            scales |= {number // microbatches: event["scale"] for number, _ in event["losses"]}
+    return [scales[batch] for batch in sorted(scales)]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 4), min_size=2, max_size=4),
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.lists(st.integers(1, 4), min_size=4, max_size=4),
+)
+def test_flags_never_hang(replicas: list[int], times: int, staleness: int, versions: list[int]) -> None:
+    """The checker proves programs with flags, whatever the replicas, the lag and the versions."""
+    bounds = [sum(replicas[:index]) for index in range(len(replicas) + 1)]
+    text = ".".join(f"0:{first}-{last - 1}" for first, last in pairwise(bounds))
+    microbatches = times * max(replicas)
+    for choice in ({"staleness": staleness}, {"versions": versions[: len(replicas)]}):
+        plan = make_plan(
+            parse_placement(text), batch=microbatches, microbatches=microbatches, mode=Mode.STALE, flags=True, **choice
+        )
+        if not plan.is_synchronous:
+            check(plan)
