@@ -110,7 +110,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("options", [{"lr": 1e-5}, {"name": "adamw", "lr": 1e-3}, {"clip": 0.3, "lr": 1e-3}], ids=["sgd", "adamw", "clip"])
+@pytest.mark.parametrize(
+    "options", [{"lr": 1e-5}, {"name": "adamw", "lr": 1e-3}, {"clip": 0.3, "lr": 1e-3}], ids=["sgd", "adamw", "clip"]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.usefixtures("scaled")
 def test_scaled_runs_equal_the_reference(layout: str, options: dict[str, object], tmp_path: Path) -> None:

@@ -1,0 +1,211 @@
+"""A stand-in for NCCL: what ranks launch is recorded while they run in one process, then replayed by NCCL's rules.
+
+    host      launches in its program's order, and never waits for a message; it waits where its launch queue is full
+    stream    a channel or a group runs its operations in order; without tags, the n-th send meets the n-th receive
+    start     an operation starts once compute, up to where it was launched, is done
+    end       a send and its receive end together, and so do all members of a sum; until then each holds its place
+    compute   goes on where the operations that it waits for have ended
+
+Where the replay comes to a standstill, NCCL would hang.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from stagewright.runtime import emulate
+from stagewright.runtime.channels import MemoryTransport
+from stagewright.runtime.emulate import Emulation
+from stagewright.runtime.job import Job
+from stagewright.runtime.network import ChannelName, MemoryNetwork
+from stagewright.runtime.pending import Pending, Transport
+from stagewright.runtime.reduce import Collective
+
+
+@dataclass(frozen=True)
+class Launch:
+    """An operation given to the GPU: the n-th of its stream."""
+
+    stream: str
+    side: str  # send, receive or sum
+    number: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Compute waits here for an operation to end."""
+
+    launch: Launch
+
+
+Step = Launch | Wait
+
+
+class Hang(AssertionError):
+    """The ranks wait for each other."""
+
+
+@dataclass
+class Recording:
+    """Every rank's launches and waits, in the order of its program."""
+
+    steps: dict[int, list[Step]] = field(default_factory=lambda: defaultdict(list))
+    members: dict[str, int] = field(default_factory=dict)  # of a stream
+
+    def launch(self, rank: int, stream: str, side: str) -> Launch:
+        count = sum(
+            isinstance(step, Launch) and (step.stream, step.side) == (stream, side) for step in self.steps[rank]
+        )
+        launch = Launch(stream, side, count)
+        self.steps[rank].append(launch)
+        return launch
+
+
+def record(job: Job, posted_ahead: int = 1) -> Recording:
+    """Run a job with all ranks in this process, and note what each would give to NCCL."""
+    recording = Recording()
+
+    class Network(MemoryNetwork):
+        def __init__(self, memory: emulate.Memory, rank: int, device: object = None) -> None:
+            super().__init__(memory, rank)
+            self.posted_ahead = posted_ahead
+
+        def transport(self, name: ChannelName, window: int) -> Transport:
+            recording.members[str(name)] = 2
+            return _Transport(
+                recording, self._rank, str(name), self._memory.transports.setdefault(name, MemoryTransport())
+            )
+
+        def collective(self, name: str, ranks: Sequence[int]) -> Collective:
+            inner = super().collective(name, ranks)
+            if len(ranks) == 1:
+                return inner
+            recording.members[name] = len(ranks)
+            return _Collective(recording, self._rank, name, inner)
+
+    with mock.patch.object(emulate, "MemoryNetwork", Network):
+        Emulation(job, lambda event: None).run()
+    return recording
+
+
+@dataclass
+class _Transport:
+    recording: Recording
+    rank: int
+    name: str
+    inner: Transport
+
+    def send(self, buffer: Tensor) -> Pending:
+        launch = self.recording.launch(self.rank, self.name, "send")
+        return _Noted(self.recording, self.rank, launch, self.inner.send(buffer))
+
+    def receive(self, buffer: Tensor) -> Pending:
+        launch = self.recording.launch(self.rank, self.name, "receive")
+        return _Noted(self.recording, self.rank, launch, self.inner.receive(buffer))
+
+
+@dataclass
+class _Collective:
+    recording: Recording
+    rank: int
+    name: str
+    inner: Collective
+
+    def sum(self, tensor: Tensor) -> Pending:
+        if tensor.dtype == torch.float64 and tensor.dim() > 1:
+            return self.inner.sum(tensor)  # statistics are exchanged on the host
+        launch = self.recording.launch(self.rank, self.name, "sum")
+        return _Noted(self.recording, self.rank, launch, self.inner.sum(tensor))
+
+
+@dataclass
+class _Noted:
+    recording: Recording
+    rank: int
+    launch: Launch
+    inner: Pending
+    is_noted: bool = False
+
+    def is_completed(self) -> bool:
+        return self.inner.is_completed()
+
+    def wait(self) -> None:
+        if not self.is_noted:
+            self.recording.steps[self.rank].append(Wait(self.launch))
+            self.is_noted = True
+        self.inner.wait()
+
+
+class _Gpu:
+    """One rank: how far its host, its compute and its streams are."""
+
+    def __init__(self, steps: Sequence[Step], queue: int) -> None:
+        self.steps = steps
+        self.queue = queue
+        self.issued = 0  # steps that the host is done with
+        self.computed = 0  # steps that compute is done with
+        self.ended: set[Launch] = set()
+        self.under_way: list[tuple[Launch, int]] = []  # with the step at which it was launched
+
+    def advance(self) -> bool:
+        """Let the host and compute go on as far as they can; whether they did."""
+        before = (self.issued, self.computed)
+        while self.issued < len(self.steps):
+            step = self.steps[self.issued]
+            if isinstance(step, Launch):
+                if len(self.under_way) >= self.queue:
+                    break
+                self.under_way.append((step, self.issued))
+            self.issued += 1
+        while self.computed < self.issued:
+            step = self.steps[self.computed]
+            if isinstance(step, Wait) and step.launch not in self.ended:
+                break
+            self.computed += 1
+        return (self.issued, self.computed) != before
+
+    def started(self, stream_of: Callable[[Launch], str]) -> dict[str, Launch]:
+        """The operation that each stream is at, if compute has come to where it was launched."""
+        heads: dict[str, tuple[Launch, int]] = {}
+        for launch, step in self.under_way:
+            heads.setdefault(stream_of(launch), (launch, step))
+        return {stream: launch for stream, (launch, step) in heads.items() if self.computed >= step}
+
+    def end(self, launch: Launch) -> None:
+        self.ended.add(launch)
+        self.under_way = [(other, step) for other, step in self.under_way if other != launch]
+
+
+def replay(
+    steps: Mapping[int, Sequence[Step]],
+    members: Mapping[str, int],
+    queue: int,
+    stream_of: Callable[[Launch], str] = lambda launch: f"{launch.stream}/{launch.side}",
+) -> int:
+    """Run what was recorded by NCCL's rules; the most operations that a GPU ever held. Raises Hang."""
+    gpus = {rank: _Gpu(own, queue) for rank, own in steps.items()}
+    most = 0
+    moved = True
+    while moved:
+        moved = sum(gpu.advance() for gpu in gpus.values()) > 0
+        most = max(most, *(len(gpu.under_way) for gpu in gpus.values()))
+        present: Counter[tuple[str, int]] = Counter()
+        for gpu in gpus.values():
+            present.update((launch.stream, launch.number) for launch in gpu.started(stream_of).values())
+        whole = {met for met, count in present.items() if count == members[met[0]]}
+        for gpu in gpus.values():
+            for launch in gpu.started(stream_of).values():
+                if (launch.stream, launch.number) in whole:
+                    gpu.end(launch)
+                    moved = True
+    stuck = {rank: gpu.steps[gpu.computed] for rank, gpu in gpus.items() if gpu.computed < len(gpu.steps)}
+    left = [launch for gpu in gpus.values() for launch, _ in gpu.under_way]
+    if stuck or left:
+        raise Hang(f"{len(stuck)} of {len(gpus)} ranks hang: {stuck}; under way: {left[:4]}")
+    return most
