@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagewright.config import Config, as_toml, options
 from stagewright.export import export_states
-from stagewright.foresee import predict_job
+from stagewright.foresee import predict_job, what_fits
 from stagewright.resume import resumed_config
 from stagewright.settle import prepare
 
@@ -106,7 +106,8 @@ def _run(job: Job, per_epoch: int, console: Console, site: Site | None, predicte
         try:
             exported = _execute(job, ledger, site, progress.say)
         except RunFailed as error:
-            raise RunFailed("; ".join(filter(None, (str(error), _how_to_go_on(folder))))) from error
+            advice = what_fits(job.config, job.plan, *short) if (short := ledger.collector.shortage) else None
+            raise RunFailed("; ".join(filter(None, (str(error), advice, _how_to_go_on(folder))))) from error
     collector = ledger.collector
     if collector.stopped_at is not None:
         raise Interrupted(f"after step {collector.stopped_at}", _how_to_go_on(folder))

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from stagewright.config import Config
 
+_ANY_GPU = "h200"  # whose memory does not matter here, and which has every precision
+
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster, Placement
     from stagewright.model.units import Chain
@@ -91,6 +93,45 @@ def planned_cuts(config: Config, chain: Chain, placement: Placement) -> tuple[st
     except _Untraceable:
         return chain.by_weights(replicas)
     return cuts if set(cuts) <= set(chain.units) else chain.by_weights(replicas)
+
+
+def what_fits(config: Config, plan: Plan, rank: int, room: int) -> str:
+    """Advice for a rank that ran out of memory: the largest microbatch that the memory model lets into `room` bytes."""
+    from stagewright.catalog import shipped
+    from stagewright.cluster import Cluster, Machine
+    from stagewright.plan.estimate import Estimate
+    from stagewright.plan.plan import make_plan
+    from stagewright.predict import analytic_setting, study
+
+    count = 1 + max(device.index for device in plan.devices)
+    machines = 1 + max(device.machine for device in plan.devices)
+    try:
+        shapes = study(config.model.name, config.model.classes, config.data.image).shapes
+    except ValueError:
+        return "use more --microbatches, or a smaller --batch"
+    cluster = Cluster((Machine(count, _ANY_GPU),) * machines, "this machine")
+    setting = analytic_setting(
+        shipped(),
+        cluster,
+        shapes,
+        shipped().system("stagewright"),
+        config.run.precision,
+        optimizer=config.optimizer.name,
+    )
+    for microbatches in range(plan.microbatches + 1, plan.batch + 1):
+        if plan.batch % microbatches == 0:
+            smaller = make_plan(
+                plan.placement,
+                batch=plan.batch,
+                microbatches=microbatches,
+                mode=plan.mode,
+                versions=[stage.versions for stage in plan.stages] if plan.mode == "stale" else None,
+                depths=[stage.depth for stage in plan.stages],
+                cuts=plan.cuts,
+            )
+            if Estimate(smaller, setting).memory(rank).total <= room:
+                return f"the largest microbatch that should fit is {smaller.samples}: use --microbatches {microbatches}"
+    return "no microbatch should fit: give the stage fewer units, or use a device with more memory"
 
 
 class _Untraceable(Exception):

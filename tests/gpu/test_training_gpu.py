@@ -132,14 +132,14 @@ def test_fp16_is_a_gradscaler_run(placement: str, tmp_path: Path) -> None:
     assert max(float((ours[name] - weights[name].cpu()).abs().max()) for name in ours) < 2e-3
 
 
-_RATE = {"alexnet": 3e-4, "vgg16": 2e-4, "resnet50": 1e-3}
+_RATE = {"alexnet": 2e-4, "vgg16": 1e-4, "resnet50": 1e-3}
 _TOLERANCE = {"ieee": 1e-4, "fp32": 2e-2, "tf32": 2e-2, "bf16": 0.15, "fp16": 0.05}
 
 
 @pytest.mark.parametrize("model", ["alexnet", "vgg16", "resnet50"])
 def test_every_precision_learns_and_begins_like_fp32(model: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"batch": 32, "microbatches": 2, "mode": "sync", "placement": "0:0.0:0", "classes": 10}
-    options |= {"emulate": True, "samples": 64, "image": 64 if model != "alexnet" else 96, "loss_scale": 1024.0}
+    options |= {"emulate": True, "samples": 64, "image": 64 if model != "alexnet" else 128, "loss_scale": 1024.0}
     first = {}
     for precision in _TOLERANCE:
         once = run(tmp_path, model, precision=precision, **{**options, "steps": 1, "lr": 1.0, "momentum": 0.0})
@@ -147,9 +147,9 @@ def test_every_precision_learns_and_begins_like_fp32(model: str, tmp_path: Path)
         weights = once.weights()
         moved = [(weights[name] - initial[name]).flatten() for name, p in build_model(model, 0, 10).named_parameters()]
         first[precision] = torch.cat(moved)
-        longer = {**options, "steps": 30, "optimizer": "adamw", "lr": _RATE[model], "warmup": 5}
+        longer = {**options, "steps": 70, "optimizer": "adamw", "lr": _RATE[model], "warmup": 5}
         losses = [step.loss for step in run(tmp_path, model, precision=precision, **longer).steps]
-        assert sum(losses[-4:]) < 0.7 * sum(losses[:4]), (precision, losses)
+        assert sum(losses[-8:]) < 0.7 * sum(losses[:8]), (precision, losses)
     for precision, limit in _TOLERANCE.items():
         gap = float((first[precision] - first["ieee"]).norm() / first["ieee"].norm())
         print(f"{model} {precision}: first gradient {gap:.1e} from ieee")

@@ -33,6 +33,7 @@ class Collector:
         self.skipped = [0] * len(job.plan.stages)  # updates that overflowed, by stage
         self._scales: dict[int, float] = {}
         self.stopped_at: int | None = None
+        self.shortage: tuple[int, int] | None = None  # the rank that ran out of memory, and what it could have had
         self._start_clock()
 
     def rewind(self, batch: int) -> None:
@@ -61,6 +62,8 @@ class Collector:
                 self.skipped[event["stage"]] += 1
             case "bad":
                 self._hear_bad(Replaced(event["index"], event["reason"]))
+            case "shortage":
+                self.shortage = (event["rank"], event["room"])
             case "stopped":
                 self.stopped_at = event["batch"]
             case "done":

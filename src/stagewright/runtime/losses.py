@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from stagewright.plan.plan import Plan
 from stagewright.runtime.device import Reading
 
 
@@ -18,8 +19,8 @@ class NonFiniteLoss(ValueError):
 class Losses:
     """Keeps a batch's losses until all are there; tells of batches in order, and never waits before `flush`."""
 
-    def __init__(self, microbatches: int, rank: int, emit: Callable[[dict[str, Any]], None]) -> None:
-        self._microbatches = microbatches
+    def __init__(self, plan: Plan, rank: int, emit: Callable[[dict[str, Any]], None]) -> None:
+        self._plan = plan
         self._rank = rank
         self._emit = emit
         self._batches: deque[tuple[list[tuple[int, Reading]], float | None]] = deque()
@@ -44,6 +45,7 @@ class Losses:
     def _require_finite(self, microbatch: int, loss: float) -> None:
         if not math.isfinite(loss):
             raise NonFiniteLoss(
-                f"the loss of batch {microbatch // self._microbatches} is {loss} (microbatch {microbatch}); "
+                f"the loss of batch {microbatch // self._plan.microbatches} is {loss} "
+                f"(stage {len(self._plan.stages) - 1}, microbatch {microbatch}); "
                 "try a lower --lr, a --warmup or --clip 1"
             )

@@ -31,6 +31,7 @@ from stagewright.runtime.place import Place
 from stagewright.runtime.recorder import last_action, make_recorder
 from stagewright.runtime.restore import restore
 from stagewright.runtime.saver import DiskSaver
+from stagewright.runtime.shortage import describe_shortage, shortage_event
 from stagewright.runtime.worker import Worker
 
 EVENTS = "events"
@@ -57,6 +58,8 @@ def main() -> None:
     try:
         run_rank(job, rank, store, emit, events)
     except BaseException as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            emit(shortage_event(rank))
         emit(_failure(job, rank, error))
         if isinstance(error, LostPeer):
             time.sleep(4 * _LOOK_SECONDS)  # let the supervisor see the rank that caused it first
@@ -129,13 +132,14 @@ def _save_states(worker: Worker, folder: Path, network: Network) -> None:
 
 def _failure(job: Job, rank: int, error: BaseException) -> dict[str, Any]:
     action = last_action(position_file(Path(job.folder), rank), rank)
+    cause = f"{type(error).__name__}: {first_line(error)}"
     return {
         "kind": "failure",
         "rank": rank,
         "action": None if action is None else [str(action), action.stage],
-        "cause": f"{type(error).__name__}: {first_line(error)}",
+        "cause": describe_shortage(error, job.plan.samples) if isinstance(error, torch.OutOfMemoryError) else cause,
         "is_secondary": isinstance(error, LostPeer),
-        "is_users": isinstance(error, ValueError) and not isinstance(error, LayoutError),
+        "is_users": isinstance(error, ValueError | torch.OutOfMemoryError),
         "traceback": traceback.format_exc(),
     }
 

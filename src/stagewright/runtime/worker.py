@@ -85,7 +85,7 @@ class Worker:
         self._world = world
         self._emit = emit
         self._norms: dict[int, tuple[Tensor, Pending]] = {}
-        self._losses = Losses(job.plan.microbatches, rank, emit)
+        self._losses = Losses(job.plan, rank, emit)
         self.overflow = overflow
         self.loader: Loader | None = None  # ranks of the first stage have one
         self.evaluation_loader: Loader | None = None
