@@ -15,6 +15,7 @@ from stagewright.resume import (
     find_checkpoint,
     keeps_plan,
     remarks,
+    require_model,
     require_start,
     resumed_plan,
     start_batch,
@@ -70,6 +71,8 @@ def prepare(config: Config, warn: Warn = lambda warning: None) -> tuple[Job, int
     example = inputs.to(precision.weights) if inputs.is_floating_point() else inputs
     pieces = chain.cut(plan.cuts)
     training = _probe(pieces, example, precision.forward_context, training=True)
+    if resume is not None:
+        require_model(resume, chain.model, training.reached)
     val = open_data(config, config.data.val) if config.data.val else source
     _require_classes(training.output, (config.data.source, source), (config.data.val or "", val))
     pauses = _pauses(config, batches, order.batches)
