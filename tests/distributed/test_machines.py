@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -66,6 +68,7 @@ def listening(pair: Machines, machine: int) -> set[str]:
 
 JOIN = """
 import sys
+import time
 from datetime import timedelta
 from torch.distributed import TCPStore
 try:
@@ -112,3 +115,108 @@ def test_options_that_differ_are_named_on_both_machines(pair: Machines, tmp_path
         code, _, error = end(process)
         assert code == 2 and error.count("\n") == 1
         assert "machine 1 (10.77.0.2) has optimizer.lr = 0.25 but machine 0 has 0.05" in error
+
+
+LIMITS = ("--lost-timeout", "4", "--join-timeout", "20")
+
+
+@soak
+def test_data_parallel_over_two_machines_trains_as_one_process(pair: Machines, tmp_path: Path) -> None:
+    runs = Runs(pair, tmp_path, DATA_PARALLEL)
+    both = [runs.start(0), runs.start(1)]
+    for process in both:
+        code, _, error = end(process)
+        assert code == 0, error
+    runs.assert_result()
+
+
+@soak
+def test_the_first_machine_waits_for_one_that_never_comes(pair: Machines, tmp_path: Path) -> None:
+    for machine, other in ((0, "machine 1 (10.77.0.2)"), (1, "machine 0 (10.77.0.1)")):
+        code, out, error = end(Runs(pair, tmp_path, DATA_PARALLEL, "--join-timeout", "4").start(machine))
+        assert code == 2 and error.count("\n") == 1 and f"{other} did not come within 4 s" in error
+        assert f"waiting for {other}" in out
+
+
+@soak
+def test_a_rank_killed_over_there_is_named_here_and_both_stop(pair: Machines, tmp_path: Path) -> None:
+    runs = Runs(pair, tmp_path, replace(STAGES, steps=1_000_000), *LIMITS)
+    both = [runs.start(0), runs.start(1)]
+    wait_until(runs.is_training, 60)
+    os.kill(ranks_of(tmp_path)[2], signal.SIGKILL)
+    began = time.monotonic()
+    for process in both:
+        code, _, error = end(process)
+        assert code == 2 and error.count("\n") == 1
+        assert "stage 1 replica 0 (rank 2, machine 1) was killed by SIGKILL at 1" in error
+    print(f"told on both machines after {time.monotonic() - began:.1f} s")
+    assert time.monotonic() - began < 5 and ranks_of(tmp_path) == []
+
+
+@soak
+def test_a_rank_killed_over_there_starts_all_again(pair: Machines, tmp_path: Path) -> None:
+    runs = Runs(pair, tmp_path, replace(STAGES, steps=200), *LIMITS, "--max-restarts", "1")
+    both = [runs.start(0), runs.start(1)]
+    wait_until(runs.is_training, 60)
+    os.kill(ranks_of(tmp_path)[2], signal.SIGKILL)
+    for process in both:
+        code, out, error = end(process)
+        assert code == 0, error
+        assert "(rank 2, machine 1) was killed by SIGKILL" in out and "restart 1 from batch" in out
+    runs.assert_result()
+
+
+@soak
+@pytest.mark.parametrize("seconds", [2, 9])
+def test_a_cut_that_heals_changes_nothing(pair: Machines, tmp_path: Path, seconds: int) -> None:
+    """Two seconds are bridged by TCP; nine are more than --lost-timeout, so both machines start again."""
+    runs = Runs(pair, tmp_path, replace(STAGES, steps=1500), *LIMITS, "--max-restarts", "2")
+    both = [runs.start(0), runs.start(1)]
+    wait_until(runs.is_training, 60)
+    pair.cut(1)
+    time.sleep(seconds)
+    pair.heal(1)
+    for process in both:
+        code, out, error = end(process, 120)
+        assert code == 0, error
+        assert ("restart 1 from batch" in out) == (seconds > 4)
+    runs.assert_result()
+    assert ranks_of(tmp_path) == []
+
+
+@soak
+@pytest.mark.parametrize("restarts", ["0", "1"])
+def test_a_cut_that_does_not_heal_ends_both_in_one_line(pair: Machines, tmp_path: Path, restarts: str) -> None:
+    runs = Runs(pair, tmp_path, replace(STAGES, steps=1_000_000), *LIMITS, "--max-restarts", restarts)
+    both = [runs.start(0), runs.start(1)]
+    wait_until(runs.is_training, 60)
+    pair.cut(1)
+    for process, other in zip(both, ("machine 1 (10.77.0.2)", "machine 0 (10.77.0.1)"), strict=True):
+        code, _, error = end(process, 60)
+        assert code == 2 and error.count("\n") == 1
+        assert f"lost {other}: no sign of it for 4 s" in error or f"{other} did not come within 20 s" in error
+    assert ranks_of(tmp_path) == []
+
+
+@soak
+def test_a_supervisor_killed_over_there_leaves_nothing_behind(pair: Machines, tmp_path: Path) -> None:
+    runs = Runs(pair, tmp_path, replace(STAGES, steps=1_000_000), *LIMITS)
+    both = [runs.start(0), runs.start(1)]
+    wait_until(runs.is_training, 60)
+    both[1].kill()
+    code, _, error = end(both[0])
+    assert code == 2 and error.count("\n") == 1 and "machine 1" in error
+    wait_until(lambda: ranks_of(tmp_path) == [], 5)
+
+
+@soak
+def test_ctrl_c_on_one_machine_stops_both(pair: Machines, tmp_path: Path) -> None:
+    runs = Runs(pair, tmp_path, replace(STAGES, steps=1_000_000), *LIMITS)
+    both = [runs.start(0), runs.start(1)]
+    wait_until(runs.is_training, 60)
+    both[1].send_signal(signal.SIGINT)
+    code, _, error = end(both[1])
+    assert code == 2 and "interrupted by SIGINT" in error
+    code, _, error = end(both[0])
+    assert code == 2 and error.count("\n") == 1 and "interrupted by SIGINT on machine 1 (10.77.0.2)" in error
+    assert ranks_of(tmp_path) == []

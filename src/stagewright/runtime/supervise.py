@@ -173,12 +173,14 @@ class Supervisor:
     def _account(self, reports: Mapping[int, Report]) -> Fault:
         """What went wrong, from all that is known; every account goes into the log."""
         failures = self._hearing.failures if self._hearing else []
+        silent = [machine for machine in range(self._crew.machines) if machine not in reports]
         fault = tell(
             self._job.plan,
             failures,
             [death for report in reports.values() for death in report.deaths],
             [hung for report in reports.values() for hung in report.hung],
-            [self._lost_text(machine) for report in reports.values() for machine in report.lost],
+            [self._lost_text(machine) for report in reports.values() for machine in report.lost]
+            + [f"lost {self._crew.name(machine)}: it does not say what happened" for machine in silent],
         )
         log_fault(self._folder, fault, failures)
         return fault
