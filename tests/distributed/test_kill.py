@@ -22,10 +22,9 @@ from stagewright.config import Config, make_config
 from stagewright.experiment import Result, run
 from stagewright.runtime.ledger import Ledger
 from tests.distributed.test_command import ranks_of
-from tests.keeping import same_bits
+from tests.keeping import KILLS, same_bits
 from tests.shared import shared_file
 
-KILLS = int(os.environ.get("STAGEWRIGHT_KILLS", "0"))
 STEPS = 300 if KILLS else 40
 LONGEST = 1.0  # seconds of training before a kill
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,16 +22,9 @@ from stagewright.runtime.job import Job
 from stagewright.runtime.manifest import MASTER, File
 from stagewright.runtime.replica import Replica
 from stagewright.runtime.shards import sync_folder, write_shard
-from stagewright.runtime.worker import Emit, Saver
+from stagewright.runtime.worker import Emit, Saver, Worker
 
 Shard = tuple[int, str, Mapping[str, Tensor]]  # stage, kind, tensors by name
-
-
-class Extra(Protocol):
-    """State of a stage besides its tensors: what `state` gives as JSON goes back in by `load`."""
-
-    def state(self) -> dict[str, Any]: ...
-    def load(self, state: Mapping[str, Any]) -> None: ...
 
 
 def flats_of(replica: Replica) -> Iterator[tuple[str, Tensor]]:
@@ -54,15 +47,15 @@ def own_flats(replica: Replica, rank: int) -> list[tuple[str, Tensor]]:
 class DiskSaver(Saver):
     """Copies the state of a rank's replicas and has a thread write it; tells when it is on the disk, or why not."""
 
-    def __init__(self, job: Job, rank: int, replicas: Mapping[int, Replica], emit: Emit) -> None:
+    def __init__(self, job: Job, worker: Worker, emit: Emit) -> None:
         self._folder = Path(job.folder)
-        self._rank = rank
-        self._replicas = replicas
+        self._rank = worker.rank
+        self._replicas = worker.replicas
+        self._extras = worker.extras
         self._emit = emit
         self._copies: dict[tuple[int, str], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._last: int | None = None
-        self.extras: dict[int, Extra] = {}
         if job.config.checkpoint.every or job.config.checkpoint.minutes:
             self._make_room()
 
@@ -109,7 +102,7 @@ class DiskSaver(Saver):
             torch.cuda.synchronize()
 
     def _about(self, replica: Replica) -> dict[str, Any]:
-        extra = self.extras.get(replica.stage.index)
+        extra = self._extras.get(replica.stage.index)
         numbers = {name: float(value) for name, value in replica.optimizer.state.items() if not value.dim()}
         return {
             "stage": replica.stage.index,

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +54,13 @@ class Recorder:
         """What the worker does next is to keep its state."""
 
 
+class Extra(Protocol):
+    """State of a stage besides its tensors: what `state` gives as JSON goes back in by `load`."""
+
+    def state(self) -> dict[str, Any]: ...
+    def load(self, state: Mapping[str, Any]) -> None: ...
+
+
 class Saver:
     """Told to keep the replicas' state as it is now; the default keeps nothing."""
 
@@ -92,6 +99,7 @@ class Worker:
         self.is_stopped = False  # before the end
         self.gate = Gate(self.plan.microbatches)
         self.saver = Saver()
+        self.extras: dict[int, Extra] = {}  # by stage
         self._score = Score()
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.FORWARD: self._forward,
