@@ -76,7 +76,11 @@ def run(config: Config, console: Console | None = None) -> Result:
     site = find_site(config.nodes)
     if site is not None and config.run.emulate:
         raise ValueError(f"--emulate runs every rank in one process but --nodes names {len(site.nodes)}; leave one out")
-    job, per_epoch = prepare(config, lambda warning: console.print(f"warning: {warning}", markup=False, soft_wrap=True))
+
+    def warn(warning: str) -> None:
+        console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+
+    job, per_epoch = prepare(config, warn, is_host=site is None or site.is_host)
     with possess(Path(job.folder)):
         write_start(job)
         console.print(headline(job), markup=False, highlight=False, soft_wrap=True)
@@ -135,11 +139,12 @@ def _take_part(job: Job, site: Site, console: Console) -> Result:
     """Run this machine's ranks; the first machine hears of them."""
     from stagewright.runtime.job import Interrupted
     from stagewright.runtime.launch import launch
+    from stagewright.runtime.restart import FromCheckpoint
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    if launch(job, lambda event: None, site=site, say=say):
+    if launch(job, lambda event: None, FromCheckpoint(job), site, say):
         raise Interrupted("with the other machines")
     summary = {"folder": job.folder, "plan": job.plan.describe(), "machine": site.index}
     return Result(Path(job.folder), job.plan, (), (), summary, None)

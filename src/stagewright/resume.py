@@ -63,8 +63,8 @@ def resumed_config(*layers: Tables) -> Config:
 
 
 def _without_conflicts(before: Tables, layers: tuple[Tables, ...]) -> dict[str, dict[str, Any]]:
-    """The old options that still mean something beside the new ones."""
-    tables = {section: dict(values) for section, values in before.items()}
+    """The old options that still mean something beside the new ones; which machines take part is said anew."""
+    tables = {section: dict(values) for section, values in before.items() if section != "nodes"}
     given = {(section, name) for layer in layers for section, values in layer.items() for name in values}
     if any(("plan", name) in given for name in _LAYOUT):
         for name in _OF_LAYOUT:

@@ -36,7 +36,7 @@ _BUBBLE_GOAL = 0.05
 _MOST_TRIALS = 8
 
 
-def prepare(config: Config, warn: Warn = lambda warning: None) -> tuple[Job, int]:
+def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool = True) -> tuple[Job, int]:
     """Settle every default, plan, prove the schedule, probe the cuts, make a folder; also the batches of an epoch."""
     from stagewright.data.order import Order
     from stagewright.model.units import Chain
@@ -78,7 +78,7 @@ def prepare(config: Config, warn: Warn = lambda warning: None) -> tuple[Job, int
     pauses = _pauses(config, batches, order.batches)
     evaluation = _evaluation(plan, pieces, example, val, precision.forward_context) if pauses else None
     predict_job(config, plan)  # what is wrong with a profile is said before a folder is made
-    folder = str(_folder(config, plan, resume))
+    folder = str(_folder(config, plan, resume if is_host else None))
     job = Job(
         config,
         plan,

@@ -92,6 +92,7 @@ def machines(count: int = 2, rate: str = "1gbit", prefix: str | None = None) -> 
     hub = f"{found.prefix}-hub"
     if not (shutil.which("ip") and shutil.which("tc")) or os.geteuid() != 0:
         pytest.skip("network namespaces need root, ip and tc: several machines are not tested here")
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that an ended test run cleans up as well
     try:
         try:
             ip("netns", "add", hub)
@@ -108,6 +109,7 @@ def machines(count: int = 2, rate: str = "1gbit", prefix: str | None = None) -> 
         found.close()
         for name in [*map(found.name, range(count)), hub]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _plug_in(found: Machines, hub: str, machine: int, rate: str) -> None:

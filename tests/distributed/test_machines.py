@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,12 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from stagewright.config import as_toml
 from tests.distributed.namespaces import TOKEN, Machines, machines
 from tests.distributed.test_command import ranks_of, wait_until
-from tests.parity import TOLERANCE, Case, assert_near, make_job, refer
+from tests.parity import TOLERANCE, Case, assert_near, emulate, make_job, refer
 
 STAGES = Case("normed", "0:0-1.1:0", "third", mode="stale", staleness=1, steps=12)
 DATA_PARALLEL = Case("dropping", "0:0,1:0", mode="dp", steps=12)
@@ -30,12 +34,15 @@ def pair() -> Iterator[Machines]:
         yield replace(found, count=2)  # the third is for strangers
 
 
+def _on_one_machine(case: Case) -> Case:
+    return replace(case, placement=case.placement.replace("1:", "0:9"))
+
+
 class Runs:
     """One run of two machines: its folders and its processes."""
 
     def __init__(self, pair: Machines, folder: Path, case: Case, *arguments: str, **tables: object) -> None:
-        one_machine = replace(case, placement=case.placement.replace("1:", "0:9"))
-        config = make_job(one_machine, folder, export=str(folder / "trained.safetensors")).config
+        config = make_job(_on_one_machine(case), folder, export=str(folder / "trained.safetensors")).config
         config = replace(config, plan=replace(config.plan, placement=case.placement))
         (folder / "config.toml").write_text(as_toml(config))
         self.pair, self.folder, self.case = pair, folder, case
@@ -48,9 +55,14 @@ class Runs:
     def is_training(self) -> bool:
         return any(path.stat().st_size for path in self.folder.glob("machine-0/*/metrics.jsonl"))
 
-    def assert_result(self) -> None:
-        """The weights are those of one process."""
+    def assert_result(self, *, is_exact: bool = False) -> None:
+        """The weights are those of one process; bit for bit if it is ours that emulates the run."""
         trained = load_file(self.folder / "trained.safetensors")
+        if is_exact:
+            undisturbed = emulate(_on_one_machine(self.case), self.folder).weights
+            assert trained.keys() == undisturbed.keys()
+            assert all(torch.equal(trained[name], undisturbed[name]) for name in trained)
+            return
         expected = refer(self.case)
         assert_near(trained, {**expected.weights, **expected.buffers}, TOLERANCE[self.case.precision])
 
@@ -64,6 +76,13 @@ def listening(pair: Machines, machine: int) -> set[str]:
     """Addresses that somebody on a machine listens at, TCP of both families."""
     done = subprocess.run(pair.inside(machine, "ss", "-Htln"), capture_output=True, text=True, check=True)
     return {line.split()[3].rpartition(":")[0] for line in done.stdout.splitlines()}
+
+
+def steps_of(folder: Path) -> list[int]:
+    """The batches that a run's metrics tell of, in their order."""
+    (metrics,) = folder.glob("machine-0/*/metrics.jsonl")
+    records = map(json.loads, metrics.read_text().splitlines())
+    return [record["batch"] for record in records if record["kind"] == "step"]
 
 
 JOIN = """
@@ -155,22 +174,23 @@ def test_a_rank_killed_over_there_is_named_here_and_both_stop(pair: Machines, tm
 
 @soak
 def test_a_rank_killed_over_there_starts_all_again(pair: Machines, tmp_path: Path) -> None:
-    runs = Runs(pair, tmp_path, replace(STAGES, steps=200), *LIMITS, "--max-restarts", "1")
+    runs = Runs(pair, tmp_path, replace(STAGES, steps=300), *LIMITS, "--checkpoint-every", "20")
     both = [runs.start(0), runs.start(1)]
-    wait_until(runs.is_training, 60)
+    wait_until(lambda: list(tmp_path.glob("machine-0/*/checkpoints/20/manifest.json")), 60)
     os.kill(ranks_of(tmp_path)[2], signal.SIGKILL)
     for process in both:
         code, out, error = end(process)
         assert code == 0, error
-        assert "(rank 2, machine 1) was killed by SIGKILL" in out and "restart 1 from batch" in out
-    runs.assert_result()
+        assert "(rank 2, machine 1) was killed by SIGKILL" in out
+        assert re.search(r"restart 1 from batch [1-9]", out), out
+    runs.assert_result(is_exact=True)
 
 
 @soak
 @pytest.mark.parametrize("seconds", [2, 9])
 def test_a_cut_that_heals_changes_nothing(pair: Machines, tmp_path: Path, seconds: int) -> None:
     """Two seconds are bridged by TCP; nine are more than --lost-timeout, so both machines start again."""
-    runs = Runs(pair, tmp_path, replace(STAGES, steps=1500), *LIMITS, "--max-restarts", "2")
+    runs = Runs(pair, tmp_path, replace(STAGES, steps=1200), *LIMITS, "--checkpoint-every", "50")
     both = [runs.start(0), runs.start(1)]
     wait_until(runs.is_training, 60)
     pair.cut(1)
@@ -180,7 +200,8 @@ def test_a_cut_that_heals_changes_nothing(pair: Machines, tmp_path: Path, second
         code, out, error = end(process, 120)
         assert code == 0, error
         assert ("restart 1 from batch" in out) == (seconds > 4)
-    runs.assert_result()
+    runs.assert_result(is_exact=True)
+    assert steps_of(tmp_path) == list(range(1200))
     assert ranks_of(tmp_path) == []
 
 
@@ -210,13 +231,28 @@ def test_a_supervisor_killed_over_there_leaves_nothing_behind(pair: Machines, tm
 
 
 @soak
-def test_ctrl_c_on_one_machine_stops_both(pair: Machines, tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", [0, 1])
+def test_ctrl_c_on_either_machine_stops_both_and_keeps_a_checkpoint(pair: Machines, tmp_path: Path, asked: int) -> None:
     runs = Runs(pair, tmp_path, replace(STAGES, steps=1_000_000), *LIMITS)
     both = [runs.start(0), runs.start(1)]
     wait_until(runs.is_training, 60)
-    both[1].send_signal(signal.SIGINT)
-    code, _, error = end(both[1])
-    assert code == 2 and "interrupted by SIGINT" in error
-    code, _, error = end(both[0])
-    assert code == 2 and error.count("\n") == 1 and "interrupted by SIGINT on machine 1 (10.77.0.2)" in error
-    assert ranks_of(tmp_path) == []
+    both[asked].send_signal(signal.SIGINT)
+    for process in both:
+        code, _, error = end(process)
+        assert code == 2 and error.count("\n") == 1 and "interrupted" in error
+    assert ranks_of(tmp_path) == [] and list(tmp_path.glob("machine-0/*/checkpoints/*/manifest.json"))
+
+
+@soak
+def test_checkpoints_need_a_folder_that_all_see(pair: Machines, tmp_path: Path) -> None:
+    runs = Runs(pair, tmp_path, DATA_PARALLEL, *LIMITS, "--checkpoint-every", "4")
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    first = pair.start(0, "train", *runs.arguments, "--runs", str(hidden))
+    command = [sys.executable, "-m", "stagewright.cli", "train", *runs.arguments, "--runs", str(tmp_path / "seen")]
+    script = f"mount -t tmpfs none {hidden} && exec {shlex.join(command)}"
+    second = pair.run(1, ["unshare", "-m", "sh", "-c", script], os.environ | {"STAGEWRIGHT_TOKEN": TOKEN})
+    for process in (first, second):
+        code, _, error = end(process)
+        assert code == 2 and error.count("\n") == 1
+        assert "machine 1 (10.77.0.2) does not see" in error and "a file system that they share" in error

@@ -13,8 +13,9 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -24,6 +25,7 @@ from stagewright.runtime.job import RunFailed
 from stagewright.runtime.line import Line, Watch
 from stagewright.runtime.nodes import Site
 from stagewright.runtime.place import LOOPBACK
+from stagewright.runtime.sharing import link_checkpoints, post_folder
 from stagewright.runtime.story import Death
 from stagewright.runtime.watchdog import Hung
 
@@ -41,6 +43,7 @@ class Report:
 
     facts: Mapping[str, Any]
     batches: tuple[int, ...]
+    sees: bool = True  # the run folder of machine 0
     deaths: tuple[Death, ...] = ()
     hung: tuple[Hung, ...] = ()
     lost: tuple[int, ...] = ()
@@ -54,6 +57,7 @@ class Report:
         return Report(
             found["facts"],
             tuple(found["batches"]),
+            found["sees"],
             tuple(Death(**death) for death in found["deaths"]),
             tuple(Hung(**hung) for hung in found["hung"]),
             tuple(found["lost"]),
@@ -76,6 +80,7 @@ class Terms:
 
     port: int
     keys: str
+    folder: Path  # of the run, on this machine
     join: float = 600.0
     lost: float = 60.0
     site: Site | None = None
@@ -183,6 +188,8 @@ class Crew:
     def _host(self, report: Report, decide: Decide) -> Verdict:
         self.start += 1
         store, here = self.open_store(), {0: report}
+        if self.machines > 1:
+            post_folder(store, self.terms.folder, self._session)
         store.set("round", json.dumps([self._session, self.start]))
         waiting = _Waiting(self.say, self.terms.join)
         while (verdict := decide(here, waiting.seconds)) is None:
@@ -208,7 +215,8 @@ class Crew:
                     if late := waiting.for_whom(host):
                         return Verdict(failed=late)
                 self._seen, self.start = found, found[1]
-                store.set(f"here/{self.start}/{self.machine}", report.as_json())
+                seen = replace(report, sees=link_checkpoints(store, self.terms.folder, found[0]))
+                store.set(f"here/{self.start}/{self.machine}", seen.as_json())
                 while not store.check([f"go/{self.start}"]):
                     if late := waiting.for_whom(["the other machines"]):
                         return Verdict(failed=late)

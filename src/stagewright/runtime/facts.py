@@ -58,7 +58,7 @@ def _digest(job: Job) -> str:
     """Everything else that ranks are told: what crosses each cut, and when they pause."""
     from pydantic import TypeAdapter
 
-    same = TypeAdapter(Job).dump_python(replace(job, folder="", config=type(job.config)()))
+    same = TypeAdapter(Job).dump_python(replace(job, folder="", resume=None, config=type(job.config)()))
     text = json.dumps(
         same, sort_keys=True, default=lambda value: sorted(value) if isinstance(value, Set) else str(value)
     )

@@ -77,12 +77,16 @@ class Job:
         return 2 * max(self.config.run.timeout, self.config.run.start_timeout)
 
     @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether checkpoints are made without being asked for."""
+        return bool(self.config.checkpoint.every or self.config.checkpoint.minutes)
+
+    @property
     def max_restarts(self) -> int:
         """Starts after a fault; by default a few, where there is something to begin with."""
-        run, checkpoint = self.config.run, self.config.checkpoint
-        if run.max_restarts is not None:
-            return run.max_restarts
-        return _FEW_RESTARTS if checkpoint.every or checkpoint.minutes or self.resume else 0
+        if self.config.run.max_restarts is not None:
+            return self.config.run.max_restarts
+        return _FEW_RESTARTS if self.keeps_checkpoints or self.resume else 0
 
     def save(self, path: Path) -> None:
         from pydantic import TypeAdapter

@@ -58,7 +58,7 @@ def _meeting_place(job: Job, site: Site | None, folder: Path) -> Iterator[Terms]
     """A store on this machine's loopback, behind a door if there are others; or the way to machine 0's."""
     nodes = job.config.nodes
     keys = store_prefix(site.token) if site else secrets.token_hex(16)
-    terms = Terms(0, keys, nodes.join_timeout, nodes.lost_timeout, site)
+    terms = Terms(0, keys, folder, nodes.join_timeout, nodes.lost_timeout, site)
     if site is not None and not site.is_host:
         host = site.nodes[0]
         tunnel = Tunnel((host.host, host.port), site.address, site.token, nodes.lost_timeout)

@@ -14,7 +14,7 @@ class Restart:
     """Decides before every start where ranks begin; this one knows no other place than the beginning."""
 
     def batches(self) -> Sequence[int]:
-        """The batch numbers that this machine could begin with; all machines begin with the largest they share."""
+        """The batch numbers to begin with: the run's own first, and better ones; machine 0's count."""
         return (0,)
 
     def job(self, job: Job, batch: int) -> Job:

@@ -51,6 +51,7 @@ class Supervisor:
         """Run to the end; a fault that is not to be tried again is a RunFailed."""
         try:
             self._agent.run()
+            self.is_stopping = self.is_stopping or self._was_stopped()
         except RunFailed as error:
             if self._fault is None:  # otherwise it is there already
                 log_fault(self._folder, Fault(str(error), is_final=True), ())
@@ -101,9 +102,9 @@ class Supervisor:
         report = Report(
             facts_of(self._job),
             tuple(self._restart.batches()),
-            tuple(agent.deaths),
-            tuple(agent.hung),
-            tuple(agent.lost),
+            deaths=tuple(agent.deaths),
+            hung=tuple(agent.hung),
+            lost=tuple(agent.lost),
         )
         if self._crew.machine and self._crew.start and agent.lost and self._restarts >= self._most_restarts:
             raise RunFailed(self._lost_text(agent.lost[0]))  # nobody is there to decide it
@@ -135,6 +136,11 @@ class Supervisor:
         if self._crew.start:
             PrefixStore(str(self._crew.start), self._crew.open_store()).set(STOP, STOP)
 
+    def _was_stopped(self) -> bool:
+        """Whether another machine asked all to stop."""
+        start = PrefixStore(str(self._crew.start), self._crew.open_store())
+        return self._crew.machine > 0 and bool(start.check([STOP]))
+
     @property
     def _most_restarts(self) -> int:
         return self._job.max_restarts
@@ -162,13 +168,18 @@ class Supervisor:
             return Verdict(failed=final)
         if not is_complete:
             return None
-        shared = set.intersection(*(set(report.batches) for report in reports.values()))
-        if not shared:
-            return Verdict(failed="the machines have no checkpoint in common; start anew without --resume")
+        blind = [machine for machine, report in reports.items() if not report.sees]
+        if blind and self._job.keeps_checkpoints:
+            return Verdict(
+                failed=f"{self._crew.name(blind[0])} does not see {self._folder}, where machine 0 keeps checkpoints; "
+                "choose --runs on a file system that they share, or leave out --checkpoint-every"
+            )
+        batches = reports[0].batches
+        batch = min(batches) if blind else max(batches)
         if self._fault is None:
-            return Verdict(batch=max(shared))
+            return Verdict(batch)
         self._last = self._fault
-        return Verdict(max(shared), self._restarts + 1, self._fault.text)
+        return Verdict(batch, self._restarts + 1, self._fault.text)
 
     def _account(self, reports: Mapping[int, Report]) -> Fault:
         """What went wrong, from all that is known; every account goes into the log."""

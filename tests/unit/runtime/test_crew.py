@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
@@ -15,6 +15,7 @@ from stagewright.runtime.door import Door, store_prefix
 from stagewright.runtime.facts import difference
 from stagewright.runtime.job import RunFailed
 from stagewright.runtime.nodes import Node, Site, bound_to
+from stagewright.runtime.sharing import link_checkpoints
 from stagewright.runtime.story import Death
 from stagewright.runtime.watchdog import Hung
 
@@ -24,7 +25,10 @@ TOKEN, HOST = "a token of tests, long enough", "127.0.0.1"
 class Office:
     """A store behind a door, and crews of two machines that meet there."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folders = [folder / "0", folder / "1"]
+        for own in self.folders:
+            own.mkdir()
         self.said: list[list[str]] = [[], []]
         self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         listener = bound_to(HOST, 0)
@@ -34,12 +38,15 @@ class Office:
 
     def crew(self, machine: int, token: str = TOKEN, lost: float = 5.0, join: float = 5.0) -> Crew:
         site = Site(self.nodes, machine, (HOST, "127.0.0.2")[machine], token)
-        return Crew(Terms(self._store.port, store_prefix(TOKEN), join, lost, site), self.said[machine].append)
+        return Crew(
+            Terms(self._store.port, store_prefix(TOKEN), self.folders[machine], join, lost, site),
+            self.said[machine].append,
+        )
 
 
 @pytest.fixture
-def office() -> Iterator[Office]:
-    found = Office()
+def office(tmp_path: Path) -> Iterator[Office]:
+    found = Office(tmp_path)
     yield found
     found.door.close()
 
@@ -75,7 +82,7 @@ def until(condition: Callable[[], object], seconds: float = 5.0) -> object:
     return found
 
 
-REPORT = Report({"lr": 1}, (0, 3), (Death(1, -9, "0F3@2", 0),), (Hung(0, None, None, "it sleeps"),), (1,))
+REPORT = Report({"lr": 1}, (0, 3), True, (Death(1, -9, "0F3@2", 0),), (Hung(0, None, None, "it sleeps"),), (1,))
 
 
 def test_reports_travel_whole() -> None:
@@ -102,6 +109,23 @@ def test_machines_meet_whoever_comes_first_and_end_together(office: Office) -> N
     assert not guest.is_over()
     until(host.is_over)
     until(guest.is_over)
+    together(host.leave, guest.leave)
+
+
+def test_checkpoints_lie_in_the_folder_of_the_first_machine_where_the_other_sees_it(office: Office) -> None:
+    host, guest = office.crew(0), office.crew(1)
+    seen: list[bool] = []
+
+    def decide(here: Mapping[int, Report], waited: float) -> Verdict | None:
+        seen.extend(here[1].sees for _ in here if 1 in here)
+        return when_all()(here, waited)
+
+    for _ in range(2):
+        together(lambda: host.meet(REPORT, decide), lambda: guest.meet(REPORT, decide))
+    (office.folders[0] / "checkpoints" / "8").mkdir()
+    assert all(seen) and [path.name for path in (office.folders[1] / "checkpoints").glob("[0-9]*")] == ["8"]
+    (office.folders[0] / "checkpoints" / ".session").unlink()
+    assert not link_checkpoints(host.open_store(), office.folders[1], host._session)
     together(host.leave, guest.leave)
 
 
@@ -187,7 +211,7 @@ def replace_fact(facts: Mapping[str, object], name: str, value: object) -> dict[
 
 def test_one_machine_is_a_crew_of_its_own() -> None:
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    crew = Crew(replace(Terms(store.port, "keys"), join=1.0))
+    crew = Crew(Terms(store.port, "keys", Path()))
     assert crew.meet(REPORT, lambda here, waited: Verdict(7)) == Verdict(7)
     crew.alarm()
     assert crew.trouble() is None and crew.is_over()
