@@ -173,14 +173,14 @@ def test_metrics_go_on_without_gap_or_double_count(tmp_path: Path) -> None:
     from stagewright.runtime.journal import Journal
 
     case = Case("normed", "0:0-1.0:2", "third", mode="stale", staleness=1, microbatches=3, eval_every=3)
-    kept = emulate_keeping(case, tmp_path, every=4, keep=0)  # at 4 and 8; evaluations at 3, 6 and 8
+    kept = emulate_keeping(case, tmp_path, every=3, keep=0)  # at 3, 6 and 8, and so are evaluations
     metrics = Path(kept.job.folder) / "metrics.jsonl"
     with metrics.open("a") as file:
         file.write('{"kind": "step", "bat')  # as a killed supervisor may leave it
-    records = Journal(metrics, 4).records
-    assert [record.batch for record in records if isinstance(record, Step)] == [0, 1, 2, 3]
-    assert [record.batch for record in records if isinstance(record, Evaluated)] == [3]
-    emulate_job(going_on(kept.job, saved_at(kept.job, 4)))
+    records = Journal(metrics, 6).records
+    assert [record.batch for record in records if isinstance(record, Step)] == list(range(6))
+    assert [record.batch for record in records if isinstance(record, Evaluated)] == [3, 6]
+    emulate_job(going_on(kept.job, saved_at(kept.job, 3)))
     records = Journal(metrics, 10**9).records
     assert [record.batch for record in records if isinstance(record, Step)] == list(range(8))
     assert [record.batch for record in records if isinstance(record, Evaluated)] == [3, 6, 8]
