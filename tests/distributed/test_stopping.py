@@ -72,6 +72,17 @@ def test_an_interrupted_run_goes_on(number: signal.Signals, tmp_path: Path) -> N
 
 
 @soak
+def test_an_interrupt_before_the_first_batch_ends_the_run(tmp_path: Path) -> None:
+    process = start(tmp_path, *ENDLESS)
+    wait_until(lambda: ranks_of(tmp_path), 60)
+    process.send_signal(signal.SIGINT)
+    wait_until(lambda: process.poll() is not None, 60)
+    _, error = process.communicate()
+    assert process.returncode == 2 and error == "stagewright: interrupted after step 0; nothing is left running\n"
+    assert ranks_of(tmp_path) == [] and not list(tmp_path.glob("*/checkpoints/*"))
+
+
+@soak
 def test_a_second_interrupt_does_not_wait_for_ranks_that_can_not_stop(tmp_path: Path) -> None:
     process = start(tmp_path, *ENDLESS)
     wait_until(lambda: is_training(tmp_path), 60)
