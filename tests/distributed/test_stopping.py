@@ -74,7 +74,8 @@ def test_an_interrupted_run_goes_on(number: signal.Signals, tmp_path: Path) -> N
 @soak
 def test_an_interrupt_before_the_first_batch_ends_the_run(tmp_path: Path) -> None:
     process = start(tmp_path, *ENDLESS)
-    wait_until(lambda: ranks_of(tmp_path), 60)
+    wait_until(lambda: len(ranks_of(tmp_path)) == 3, 60)
+    time.sleep(0.5)  # the processes are there, but still import
     process.send_signal(signal.SIGINT)
     wait_until(lambda: process.poll() is not None, 60)
     _, error = process.communicate()
