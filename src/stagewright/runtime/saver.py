@@ -21,8 +21,9 @@ from stagewright.runtime.checkpoint import partial_folder
 from stagewright.runtime.job import Job
 from stagewright.runtime.manifest import MASTER, File
 from stagewright.runtime.replica import Replica
+from stagewright.runtime.saving import Saver
 from stagewright.runtime.shards import sync_folder, write_shard
-from stagewright.runtime.worker import Emit, Saver, Worker
+from stagewright.runtime.worker import Emit, Worker
 
 Shard = tuple[int, str, Mapping[str, Tensor]]  # stage, kind, tensors by name
 
@@ -62,9 +63,9 @@ class DiskSaver(Saver):
     def save(self, batch: int) -> None:
         if batch == self._last:
             return
+        began = time.monotonic()
         self.close()
         self._last = batch
-        began = time.monotonic()
         shards = list(self._copied())
         about = [self._about(replica) for replica in self._replicas.values()]
         seconds = time.monotonic() - began

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from stagewright.runtime.job import Job
 from stagewright.runtime.optimize import clip_factor, learning_rate
 from stagewright.runtime.reduce import AllOf, Collective
 from stagewright.runtime.replica import Arrival, Cut, Replica, Returned, widened
+from stagewright.runtime.saving import Extra, Saver
 from stagewright.schedule.action import Action, Op
 from stagewright.schedule.lower import evaluation_program, last_of, program
 
@@ -52,23 +53,6 @@ class Recorder:
 
     def save(self) -> None:
         """What the worker does next is to keep its state."""
-
-
-class Extra(Protocol):
-    """State of a stage besides its tensors: what `state` gives as JSON goes back in by `load`."""
-
-    def state(self) -> dict[str, Any]: ...
-    def load(self, state: Mapping[str, Any]) -> None: ...
-
-
-class Saver:
-    """Told to keep the replicas' state as it is now; the default keeps nothing."""
-
-    def save(self, batch: int) -> None:
-        """Have a copy of what `batch` batches have made; writing it goes on meanwhile."""
-
-    def close(self) -> None:
-        """Everything is written."""
 
 
 class Worker:
