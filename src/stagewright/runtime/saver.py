@@ -57,8 +57,8 @@ class DiskSaver(Saver):
         self._copies: dict[tuple[int, str], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._last: int | None = None
-        if job.config.checkpoint.every or job.config.checkpoint.minutes:
-            self._make_room()
+        if job.keeps_checkpoints:
+            self._make_room(is_early=True)
 
     def save(self, batch: int) -> None:
         if batch == self._last:
@@ -77,11 +77,11 @@ class DiskSaver(Saver):
             self._thread.join()
             self._thread = None
 
-    def _make_room(self) -> None:
-        """Have memory for the copies, touched: the first checkpoint is then as quick as the others."""
+    def _make_room(self, *, is_early: bool = False) -> None:
+        """Have memory for the copies, touched: early on, so that the first checkpoint is as quick as the others."""
         for stage, replica in self._replicas.items():
             for kind, flat in own_flats(replica, self._rank):
-                is_pinned = flat.device.type == "cuda"
+                is_pinned = is_early and flat.is_cuda  # later a receive may occupy the GPU, and pinning wait for it
                 room = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=is_pinned)
                 self._copies[stage, kind] = room.fill_(0)
 
@@ -100,7 +100,7 @@ class DiskSaver(Saver):
                 copies = {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}
                 yield stage, f"buffers/{index}", copies
         if any(replica.ring.master.is_cuda for replica in self._replicas.values()):
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()  # not the device: a posted receive ends only after the pause
 
     def _about(self, replica: Replica) -> dict[str, Any]:
         extra = self._extras.get(replica.stage.index)
