@@ -18,8 +18,10 @@ import stagewright
 from stagewright.cli import main
 from stagewright.experiment import Result
 from stagewright.resume import find_checkpoint, resumed_config
+from stagewright.runtime import saver
 from stagewright.runtime.checkpoint import checkpoints_folder, list_folders
 from stagewright.runtime.job import Interrupted
+from stagewright.runtime.keeper import Keeper
 from stagewright.runtime.possession import possess
 from stagewright.runtime.signals import on_signal
 from tests.keeping import same_bits
@@ -186,6 +188,25 @@ def test_an_interrupt_keeps_a_checkpoint_and_says_how_to_go_on(whole: Result, tm
     resumed = stagewright.train(resume=str(run), steps=goal, export=str(tmp_path / "a.safetensors"))
     straight = train(tmp_path, steps=goal, checkpoint_every=0, export=str(tmp_path / "b.safetensors"))
     assert same_bits(resumed.weights(), straight.weights())
+
+
+def test_an_interrupt_on_a_full_disk_says_what_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = saver._write_file
+
+    def fail(folder: Path, *shard: Any) -> object:
+        if folder.name != "3.partial":
+            raise OSError(28, "No space left on device")
+        return written(folder, *shard)
+
+    def stop_at(self: Keeper, event: Any) -> None:
+        heard(self, event)
+        os.kill(os.getpid(), signal.SIGTERM) if event["batch"] == 6 and event["rank"] == 0 else None
+
+    heard = Keeper.hear
+    monkeypatch.setattr(saver, "_write_file", fail)
+    monkeypatch.setattr(Keeper, "hear", stop_at)
+    with pytest.raises(Interrupted, match="what came after step 3 could not be kept; go on with"):
+        train(tmp_path, steps=1_000_000)
 
 
 def test_the_second_signal_does_not_wait() -> None:
