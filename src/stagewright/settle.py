@@ -145,8 +145,8 @@ def make_plan_for(config: Config, chain: Chain | None, warn: Warn = lambda warni
         microbatches=options.microbatches,
         mode=mode,
         staleness=options.staleness,
-        versions=_numbers(options.versions, "versions", ","),
-        depths=_numbers(options.depths, "depths", ","),
+        versions=stage_numbers(options.versions, "versions", ","),
+        depths=stage_numbers(options.depths, "depths", ","),
         cuts=cuts,
     )
     if options.policy == "gpipe":
@@ -201,10 +201,10 @@ def _least_stale(plan: Plan, warn: Warn) -> Plan:
 
 def _filling_microbatches(plan: Plan) -> int | None:
     """The fewest microbatches with which the fullest lag idles less than the goal."""
-    from stagewright.plan.plan import make_plan
+    from stagewright.plan.plan import divisors, make_plan
     from stagewright.simulate import balanced_costs, steady_bubble
 
-    more = [number for number in range(plan.microbatches + 1, plan.batch + 1) if plan.batch % number == 0]
+    more = [number for number in divisors(plan.batch) if number > plan.microbatches]
     for microbatches in more[:_MOST_TRIALS]:
         candidate = make_plan(plan.placement, batch=plan.batch, microbatches=microbatches, mode=plan.mode)
         if steady_bubble(candidate, balanced_costs(candidate)) <= _BUBBLE_GOAL:
@@ -227,7 +227,7 @@ def _cuts(config: Config, chain: Chain, placement: Placement) -> tuple[str, ...]
         return chain.by_names(names)
     if len(replicas) == 1:
         return ()
-    weights = _numbers(config.plan.weights, "weights", ":")
+    weights = stage_numbers(config.plan.weights, "weights", ":")
     if weights is None:
         return planned_cuts(config, chain, placement)
     if len(weights) != len(replicas):
@@ -238,7 +238,8 @@ def _cuts(config: Config, chain: Chain, placement: Placement) -> tuple[str, ...]
     return chain.by_weights(weights)
 
 
-def _numbers(text: str | None, name: str, separator: str) -> list[int] | None:
+def stage_numbers(text: str | None, name: str, separator: str) -> list[int] | None:
+    """One whole number a stage."""
     if text is None:
         return None
     try:
