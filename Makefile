@@ -23,10 +23,13 @@ types: $(READY)
 tests: $(READY)
 	$(BIN)/python -m pytest
 
-# What takes too long for every day: a million mutated inputs a reader, three epochs of a million samples.
+# What takes too long for every day: a million mutated inputs a reader, three epochs of a million samples, and twenty
+# kills of random ranks under two plans.
 soak: $(READY)
 	STAGEWRIGHT_FUZZ=1000000 STAGEWRIGHT_EPOCH_SAMPLES=1000000 \
 		$(BIN)/python -m pytest -s tests/unit/data/test_fuzz.py tests/unit/data/test_loader_memory.py
+	STAGEWRIGHT_KILLS=20 $(BIN)/python -m pytest -s tests/distributed/test_kill.py tests/distributed/test_stopping.py \
+		tests/distributed/test_pauses_gloo.py tests/unit/runtime/test_resume.py
 
 bench: $(READY)
 	$(BIN)/stagewright bench overhead

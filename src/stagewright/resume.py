@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from stagewright.config import Config, make_config
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from stagewright.data.order import Order
     from stagewright.plan.plan import Plan
     from stagewright.runtime.checkpoint import Checkpoint
@@ -109,6 +111,25 @@ def require_start(plan: Plan, start: int, batches: int) -> None:
             f"the checkpoint is at batch {start}, but with mode {plan.mode} on this placement rounds end together only "
             f"every {plan.pause_step} batches; use another placement, or a checkpoint at such a batch"
         )
+
+
+def require_model(resume: Resume, model: nn.Module, reached: Collection[str]) -> None:
+    """Whether the checkpoint holds every parameter that is trained, in its shape."""
+    checkpoint, shapes = resume.checkpoint, resume.checkpoint.shapes()
+    made_with = f"it was made with model {checkpoint.manifest.config['model']['name']}"
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in reached:
+            names.setdefault(id(parameter), []).append(name)
+    for tied in names.values():
+        held = next((name for name in tied if name in shapes), None)
+        if held is None:
+            raise ValueError(f"checkpoint {checkpoint.folder} has no parameter '{tied[0]}'; {made_with}")
+        if shapes[held] != (wanted := list(model.get_parameter(held).shape)):
+            raise ValueError(
+                f"checkpoint {checkpoint.folder} has parameter '{held}' of shape {shapes[held]}, the model {wanted}; "
+                f"{made_with}"
+            )
 
 
 def remarks(config: Config, resume: Resume, plan: Plan) -> list[str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagewright.config import Config
@@ -15,10 +13,12 @@ from stagewright.resume import (
     find_checkpoint,
     keeps_plan,
     remarks,
+    require_model,
     require_start,
     resumed_plan,
     start_batch,
 )
+from stagewright.runfolder import run_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,12 +70,14 @@ def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool 
     example = inputs.to(precision.weights) if inputs.is_floating_point() else inputs
     pieces = chain.cut(plan.cuts)
     training = _probe(pieces, example, precision.forward_context, training=True)
+    if resume is not None:
+        require_model(resume, chain.model, training.reached)
     val = open_data(config, config.data.val) if config.data.val else source
     _require_classes(training.output, (config.data.source, source), (config.data.val or "", val))
     pauses = _pauses(config, batches, order.batches)
     evaluation = _evaluation(plan, pieces, example, val, precision.forward_context) if pauses else None
     predict_job(config, plan)  # what is wrong with a profile is said before a folder is made
-    folder = str(_folder(config, plan, resume if is_host else None))
+    folder = str(run_folder(config, plan, resume if is_host else None))
     job = Job(
         config,
         plan,
@@ -108,13 +110,6 @@ def _require_checkpoints(config: Config) -> None:
             raise ValueError(f"--checkpoint-{flag} is {value:g}; give how far checkpoints are apart, or 0 for none")
     if options.keep < 0:
         raise ValueError(f"--keep is {options.keep}; give how many checkpoints to keep, or 0 for all")
-
-
-def _folder(config: Config, plan: Plan, resume: Resume | None) -> Path:
-    """A folder of its own, or that of the run whose newest checkpoint it goes on from, in batches of the same size."""
-    if resume is None or not resume.is_newest or resume.checkpoint.manifest.plan.batch != plan.batch:
-        return _new_folder(config, plan)
-    return resume.run
 
 
 def _build(config: Config) -> Any:
@@ -307,22 +302,3 @@ def _evaluation(plan: Plan, pieces: Sequence[Piece], example: Tensor, val: Sourc
     whole = _probe(pieces, example, context, training=False)
     short = _probe(pieces, example[:rest], context, training=False) if rest else None
     return Evaluation(len(val), whole, short)
-
-
-def _new_folder(config: Config, plan: Plan) -> Path:
-    """A folder of its own for this run."""
-    shape = "-".join(str(stage.replicas) for stage in plan.stages)
-    model = config.model.name.rpartition(":")[2]
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{plan.mode}-{shape}"
-    for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
-        folder = Path(config.run.runs).absolute() / f"{name}{suffix}"
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ValueError(
-                f"can't make the run folder {folder}: {error.strerror}; choose another with --runs"
-            ) from error
-    raise ValueError(f"{config.run.runs} holds a thousand runs of this second; choose another with --runs")

@@ -130,8 +130,10 @@ def test_ctrl_c_ends_everything_in_one_line(endless: subprocess.Popen[str], tmp_
         os.kill(pid, signal.SIGINT)
     wait_until(lambda: endless.poll() is not None, 30)
     _, error = endless.communicate()
-    assert endless.returncode == 2 and error.count("\n") == 1 and "interrupted" in error
-    assert ranks_of(tmp_path) == []
+    (run,) = tmp_path.iterdir()
+    assert endless.returncode == 2 and error.count("\n") == 1 and "interrupted after step" in error
+    assert error.endswith(f"go on with stagewright train --resume {run}\n")
+    assert len(list((run / "checkpoints").iterdir())) == 1 and ranks_of(tmp_path) == []
 
 
 def test_ranks_do_not_outlive_their_supervisor(endless: subprocess.Popen[str], tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ class Emulation:
         self.pauses = EmulatedPauses(job.plan, job.config.checkpoint.minutes)
         for worker in self.workers:
             worker.gate = self.pauses.gate()
-            worker.saver = DiskSaver(job, worker.rank, worker.replicas, emit)
+            worker.saver = DiskSaver(job, worker, emit)
             if job.resume is not None:
                 restore(worker, open_checkpoint(Path(job.resume)))
         self._emit = emit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,7 @@ from stagewright.plan.plan import Plan
 MANIFEST = "manifest.json"
 FORMAT = 1
 MASTER = "master"
+_HASH = "blake2b"
 
 
 class CheckpointError(ValueError):
@@ -57,27 +60,38 @@ class Manifest:
         return sum(file.bytes for file in self.files)
 
     def as_json(self) -> str:
+        """The text of the file, which ends with a hash of the rest."""
         from pydantic import TypeAdapter
 
-        return TypeAdapter(Manifest).dump_json(self, indent=1).decode()
+        fields = TypeAdapter(Manifest).dump_python(self, mode="json")
+        return json.dumps(fields | {_HASH: _hash(fields)}, indent=1)
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint's folder, or an error that says what is wrong with it."""
     from pydantic import TypeAdapter, ValidationError
 
-    path = folder / MANIFEST
+    damaged = f"checkpoint {folder} is damaged: {MANIFEST}"
     try:
-        manifest = TypeAdapter(Manifest).validate_json(path.read_bytes())
+        fields = json.loads((folder / MANIFEST).read_bytes())
     except OSError as error:
-        raise CheckpointError(f"checkpoint {folder}: {MANIFEST}: {error.strerror}") from error
+        raise CheckpointError(f"{damaged}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{damaged} is not JSON") from error
+    if not isinstance(fields, dict) or fields.pop(_HASH, None) != _hash(fields):
+        raise CheckpointError(f"{damaged} does not match its hash")
+    if fields.get("format") != FORMAT:
+        raise CheckpointError(f"checkpoint {folder} has format {fields.get('format')}, this version reads {FORMAT}")
+    try:
+        manifest = TypeAdapter(Manifest).validate_python(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise CheckpointError(f"checkpoint {folder}: {MANIFEST} is damaged: {where}: {first['msg'].lower()}") from error
-    if manifest.format != FORMAT:
-        raise CheckpointError(f"checkpoint {folder} has format {manifest.format}, this version reads {FORMAT}")
+        raise CheckpointError(f"{damaged}: {'.'.join(map(str, first['loc']))}: {first['msg'].lower()}") from error
     for file in manifest.files:
         if Path(file.name).name != file.name:
-            raise CheckpointError(f"checkpoint {folder}: {MANIFEST} names '{file.name}', no file of its folder")
+            raise CheckpointError(f"{damaged} names '{file.name}', no file of its folder")
     return manifest
+
+
+def _hash(fields: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=32).hexdigest()

@@ -67,7 +67,7 @@ def run_rank(job: Job, rank: int, store: Store, emit: Any, control: Store | None
     recorder = FlightRecorder(position_file(folder, rank))
     network = GlooNetwork(store, rank, Place.of(job.plan, rank), job.patience)
     worker = assemble(job, rank, network, emit, recorder)
-    worker.saver = DiskSaver(job, rank, worker.replicas, emit)
+    worker.saver = DiskSaver(job, worker, emit)
     if job.resume is not None:
         restore(worker, open_checkpoint(Path(job.resume)))
     emit({"kind": "ready", "rank": rank})

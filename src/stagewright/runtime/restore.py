@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from stagewright.plan.plan import Stage
 from stagewright.runtime.checkpoint import Checkpoint
 from stagewright.runtime.manifest import MASTER, CheckpointError
 from stagewright.runtime.replica import Replica
 from stagewright.runtime.statistics import SUMMED
 from stagewright.runtime.worker import Worker
 
-if TYPE_CHECKING:
-    from stagewright.runtime.saver import Extra
 
-
-def restore(worker: Worker, checkpoint: Checkpoint, extras: Mapping[int, Extra] | None = None) -> None:
+def restore(worker: Worker, checkpoint: Checkpoint) -> None:
     """Have a worker's replicas go on where the checkpoint's did."""
     is_same = checkpoint.manifest.plan.computes_as(worker.plan)
     for replica in worker.replicas.values():
@@ -27,10 +25,17 @@ def restore(worker: Worker, checkpoint: Checkpoint, extras: Mapping[int, Extra] 
             _restore_exactly(replica, checkpoint, replica.stage.ranks.index(worker.rank))
         else:
             _restore_fairly(replica, checkpoint, replica.stage.ranks.index(worker.rank))
-    for stage, extra in (extras or {}).items():
-        if is_same and checkpoint.manifest.stages[stage].extra:
-            extra.load(checkpoint.manifest.stages[stage].extra)
-    worker.start = checkpoint.batch
+    for stage, extra in worker.extras.items():
+        if state := _extra_of(checkpoint, worker.plan.stages[stage], is_same):
+            extra.load(state)
+
+
+def _extra_of(checkpoint: Checkpoint, stage: Stage, is_same: bool) -> Mapping[str, Any]:
+    """A stage's own, or under another plan that of the stage with its part: the first or the last."""
+    stages = checkpoint.manifest.stages
+    if is_same:
+        return stages[stage.index].extra
+    return stages[-1].extra if stage.is_last else stages[0].extra if stage.is_first else {}
 
 
 def _restore_flats(replica: Replica, checkpoint: Checkpoint) -> None:
@@ -76,9 +81,9 @@ def _write_flat(replica: Replica, flat: Tensor, kind: str, checkpoint: Checkpoin
     found = checkpoint.read(kind, parameters, stage)
     with torch.no_grad():
         for name, parameter in parameters.items():
-            place = parameter.view(flat)
-            _require(checkpoint, kind, name, found, place)
-            place.copy_(found[name])
+            if name not in found:
+                raise CheckpointError(f"checkpoint {checkpoint.folder} has no {kind} of parameter '{name}'")
+            parameter.view(flat).copy_(found[name])
 
 
 def _write_buffers(replica: Replica, found: Mapping[str, Tensor]) -> None:
@@ -91,17 +96,3 @@ def _write_numbers(replica: Replica, numbers: Mapping[str, float]) -> None:
     for name, value in replica.optimizer.state.items():
         if not value.dim() and name in numbers:
             value.fill_(numbers[name])
-
-
-def _require(checkpoint: Checkpoint, kind: str, name: str, found: Collection[str], place: Tensor) -> None:
-    if name not in found:
-        raise CheckpointError(
-            f"checkpoint {checkpoint.folder} has no {kind} of parameter '{name}'; it was made with model "
-            f"{checkpoint.manifest.config['model']['name']}"
-        )
-    assert isinstance(found, Mapping)
-    if found[name].shape != place.shape:
-        raise CheckpointError(
-            f"checkpoint {checkpoint.folder}: parameter '{name}' is {list(found[name].shape)} but the model's is "
-            f"{list(place.shape)}; use the model and --classes of the checkpoint"
-        )

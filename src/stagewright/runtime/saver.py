@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,17 +21,11 @@ from stagewright.runtime.checkpoint import partial_folder
 from stagewright.runtime.job import Job
 from stagewright.runtime.manifest import MASTER, File
 from stagewright.runtime.replica import Replica
+from stagewright.runtime.saving import Saver
 from stagewright.runtime.shards import sync_folder, write_shard
-from stagewright.runtime.worker import Emit, Saver
+from stagewright.runtime.worker import Emit, Worker
 
 Shard = tuple[int, str, Mapping[str, Tensor]]  # stage, kind, tensors by name
-
-
-class Extra(Protocol):
-    """State of a stage besides its tensors: what `state` gives as JSON goes back in by `load`."""
-
-    def state(self) -> dict[str, Any]: ...
-    def load(self, state: Mapping[str, Any]) -> None: ...
 
 
 def flats_of(replica: Replica) -> Iterator[tuple[str, Tensor]]:
@@ -54,24 +48,24 @@ def own_flats(replica: Replica, rank: int) -> list[tuple[str, Tensor]]:
 class DiskSaver(Saver):
     """Copies the state of a rank's replicas and has a thread write it; tells when it is on the disk, or why not."""
 
-    def __init__(self, job: Job, rank: int, replicas: Mapping[int, Replica], emit: Emit) -> None:
+    def __init__(self, job: Job, worker: Worker, emit: Emit) -> None:
         self._folder = Path(job.folder)
-        self._rank = rank
-        self._replicas = replicas
+        self._rank = worker.rank
+        self._replicas = worker.replicas
+        self._extras = worker.extras
         self._emit = emit
         self._copies: dict[tuple[int, str], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._last: int | None = None
-        self.extras: dict[int, Extra] = {}
-        if job.config.checkpoint.every or job.config.checkpoint.minutes:
-            self._make_room()
+        if job.keeps_checkpoints:
+            self._make_room(is_early=True)
 
     def save(self, batch: int) -> None:
         if batch == self._last:
             return
+        began = time.monotonic()
         self.close()
         self._last = batch
-        began = time.monotonic()
         shards = list(self._copied())
         about = [self._about(replica) for replica in self._replicas.values()]
         seconds = time.monotonic() - began
@@ -83,11 +77,11 @@ class DiskSaver(Saver):
             self._thread.join()
             self._thread = None
 
-    def _make_room(self) -> None:
-        """Have memory for the copies, touched: the first checkpoint is then as quick as the others."""
+    def _make_room(self, *, is_early: bool = False) -> None:
+        """Have memory for the copies, touched: early on, so that the first checkpoint is as quick as the others."""
         for stage, replica in self._replicas.items():
             for kind, flat in own_flats(replica, self._rank):
-                is_pinned = flat.device.type == "cuda"
+                is_pinned = is_early and flat.is_cuda  # later a receive may occupy the GPU, and pinning wait for it
                 room = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=is_pinned)
                 self._copies[stage, kind] = room.fill_(0)
 
@@ -106,10 +100,10 @@ class DiskSaver(Saver):
                 copies = {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}
                 yield stage, f"buffers/{index}", copies
         if any(replica.ring.master.is_cuda for replica in self._replicas.values()):
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()  # not the device: a posted receive ends only after the pause
 
     def _about(self, replica: Replica) -> dict[str, Any]:
-        extra = self.extras.get(replica.stage.index)
+        extra = self._extras.get(replica.stage.index)
         numbers = {name: float(value) for name, value in replica.optimizer.state.items() if not value.dim()}
         return {
             "stage": replica.stage.index,

@@ -118,6 +118,8 @@ class Supervisor:
         self._restart.job(self._job, verdict.batch).save(self._folder / "job.json")
         if self._crew.machine == 0:
             self._hearing = Hearing(PrefixStore(str(self._crew.start), self._crew.open_store()), self._listen)
+        if self.is_stopping:
+            self.stop()  # it was asked for before there was anybody to ask
         return PrefixStore(f"{self._crew.start}/agent", self._crew.open_store())
 
     def _note(self, verdict: Verdict) -> None:

@@ -28,6 +28,7 @@ from stagewright.runtime.job import Job
 from stagewright.runtime.optimize import clip_factor, learning_rate
 from stagewright.runtime.reduce import AllOf, Collective
 from stagewright.runtime.replica import Arrival, Cut, Replica, Returned, widened
+from stagewright.runtime.saving import Extra, Saver
 from stagewright.schedule.action import Action, Op
 from stagewright.schedule.lower import evaluation_program, last_of, program
 
@@ -52,16 +53,6 @@ class Recorder:
 
     def save(self) -> None:
         """What the worker does next is to keep its state."""
-
-
-class Saver:
-    """Told to keep the replicas' state as it is now; the default keeps nothing."""
-
-    def save(self, batch: int) -> None:
-        """Have a copy of what `batch` batches have made; writing it goes on meanwhile."""
-
-    def close(self) -> None:
-        """Everything is written."""
 
 
 class Worker:
@@ -92,6 +83,7 @@ class Worker:
         self.is_stopped = False  # before the end
         self.gate = Gate(self.plan.microbatches)
         self.saver = Saver()
+        self.extras: dict[int, Extra] = {}  # by stage
         self._score = Score()
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.FORWARD: self._forward,

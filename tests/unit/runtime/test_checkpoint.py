@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +73,16 @@ def _flip(path: Path) -> None:
 
 
 def _rename_file_in_manifest(path: Path) -> None:
-    path.write_text(path.read_text().replace("stage-0.master", "../4/stage-0.master"))
+    _rewrite(path, lambda fields: fields["files"][0].update(name="../4/stage-0.master.safetensors"))
+
+
+def _rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Another content with the hash that goes with it."""
+    fields = json.loads(path.read_text())
+    del fields["blake2b"]
+    change(fields)
+    digest = hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=32).hexdigest()
+    path.write_text(json.dumps(fields | {"blake2b": digest}))
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
@@ -79,10 +90,16 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "an end": ("stage-1.master.safetensors", _cut, "bytes instead of"),
     "a file": ("stage-0.buffers-1.safetensors", Path.unlink, "is missing"),
     "the manifest": ("manifest.json", Path.unlink, "No such file"),
-    "half the manifest": ("manifest.json", _cut, "manifest.json is damaged"),
-    "an empty manifest": ("manifest.json", lambda path: path.write_text("{}"), "is damaged"),
-    "another format": ("manifest.json", lambda path: path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"format": 9})), "format 9, this version reads 1"),
+    "half the manifest": ("manifest.json", _cut, "manifest.json is not JSON"),
+    "an empty manifest": ("manifest.json", lambda path: path.write_text("{}"), "does not match its hash"),
+    "a list for a manifest": ("manifest.json", lambda path: path.write_text("[1]"), "does not match its hash"),
+    "a deep manifest": ("manifest.json", lambda path: path.write_text("[" * 10**5), "is not JSON"),
+    "a number of the manifest": ("manifest.json", lambda path: path.write_text(
+        path.read_text().replace('"batch": 6', '"batch": 8', 1)), "does not match its hash"),
+    "another format": ("manifest.json", lambda path: _rewrite(
+        path, lambda fields: fields.update(format=9)), "format 9, this version reads 1"),
+    "a manifest without a plan": ("manifest.json", lambda path: _rewrite(
+        path, lambda fields: fields.pop("plan")), "plan: field required"),
     "a path outside": ("manifest.json", _rename_file_in_manifest, "no file of its folder"),
 }  # fmt: skip
 
