@@ -16,8 +16,8 @@ from stagewright.runtime.crew import Crew, Report, Verdict
 from stagewright.runtime.facts import difference, facts_of
 from stagewright.runtime.hearing import Hearing, Listen
 from stagewright.runtime.job import Job, RunFailed
-from stagewright.runtime.pauses import STOP
 from stagewright.runtime.nodes import interface_of
+from stagewright.runtime.pauses import STOP
 from stagewright.runtime.place import ADDRESS, LOOPBACK
 from stagewright.runtime.rank import KEYS, position_file
 from stagewright.runtime.rendezvous import Rendezvous
