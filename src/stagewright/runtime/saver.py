@@ -6,9 +6,11 @@ do not share, their buffers, each writes itself.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,6 +29,7 @@ from stagewright.runtime.shards import sync_folder, write_shard
 from stagewright.runtime.versions import Parameter
 from stagewright.runtime.worker import Emit, Worker
 
+_NICENESS = 10
 Shard = tuple[int, str, Callable[[], Mapping[str, Tensor]]]  # stage, kind, what gives the tensors by name
 
 
@@ -118,6 +121,8 @@ class DiskSaver(Saver):
     def _write(self, batch: int, shards: list[Shard], about: list[dict[str, Any]], seconds: float) -> None:
         event = {"kind": "saved", "rank": self._rank, "batch": batch, "stages": about, "seconds": seconds}
         folder = partial_folder(self._folder, batch)
+        with suppress(OSError, AttributeError):  # training goes first where there are too few cores for both
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             files = [_write_file(folder, stage, kind, tensors()) for stage, kind, tensors in shards]
