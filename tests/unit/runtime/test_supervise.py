@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from stagewright.runtime.crew import Crew, Report, Terms, Verdict
 from stagewright.runtime.job import Job
 from stagewright.runtime.nodes import Node, Site
+from stagewright.runtime.rank import KEYS, position_file
 from stagewright.runtime.restart import Restart
 from stagewright.runtime.story import Death
 from stagewright.runtime.supervise import Supervisor
@@ -92,3 +94,18 @@ def test_a_machine_that_does_not_see_the_checkpoints_begins_where_the_run_began(
     keeping = replace(job, config=replace(job.config, checkpoint=replace(job.config.checkpoint, every=4)))
     verdict = supervisor(keeping, 1)._decide({0: WELL, 1: blind}, 0.0)
     assert verdict is not None and verdict.failed is not None and "machine 1 (10.0.0.2) does not see" in verdict.failed
+
+
+def test_a_start_forgets_where_the_ranks_of_the_last_one_were(job: Job) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    crew = Crew(Terms(store.port, "keys", Path(job.folder)))
+    alone = Supervisor(job, lambda event: None, Restart(), crew)
+    (Path(job.folder) / "ranks").mkdir()
+    position_file(Path(job.folder), 2).write_bytes(b"where it was")
+    alone._begin()
+    alone.close()
+    assert not position_file(Path(job.folder), 2).exists() and (Path(job.folder) / "job.json").exists()
+    assert alone._environment()[KEYS] == "keys/1"
+    alone._begin()
+    alone.close()
+    assert alone._environment()[KEYS] == "keys/2"
