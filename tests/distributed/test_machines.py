@@ -86,9 +86,16 @@ def steps_of(folder: Path) -> list[int]:
 
 
 JOIN = """
+import socket
 import sys
 import time
 from datetime import timedelta
+for _ in range(600):
+    try:
+        socket.create_connection((sys.argv[1], 29600), 1).close()
+        break
+    except OSError:
+        time.sleep(0.1)  # nobody listens yet
 from torch.distributed import TCPStore
 try:
     store = TCPStore(sys.argv[1], 29600, is_master=False, timeout=timedelta(seconds=2))

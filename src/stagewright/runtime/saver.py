@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from stagewright.runtime.manifest import MASTER, File
 from stagewright.runtime.replica import Replica
 from stagewright.runtime.saving import Saver
 from stagewright.runtime.shards import sync_folder, write_shard
+from stagewright.runtime.versions import Parameter
 from stagewright.runtime.worker import Emit, Worker
 
-Shard = tuple[int, str, Mapping[str, Tensor]]  # stage, kind, tensors by name
+Shard = tuple[int, str, Callable[[], Mapping[str, Tensor]]]  # stage, kind, what gives the tensors by name
 
 
 def flats_of(replica: Replica) -> Iterator[tuple[str, Tensor]]:
@@ -93,12 +95,12 @@ class DiskSaver(Saver):
             for kind, flat in own_flats(replica, self._rank):
                 copy = self._copies[stage, kind]
                 copy.copy_(flat.detach(), non_blocking=True)
-                yield stage, kind, {p.names[0]: p.view(copy) for p in replica.ring.parameters}
+                yield stage, kind, partial(_by_name, replica.ring.parameters, copy)
             buffers = dict(replica.piece.training.named_buffers())
             if buffers:
                 index = replica.stage.ranks.index(self._rank)
                 copies = {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}
-                yield stage, f"buffers/{index}", copies
+                yield stage, f"buffers/{index}", copies.copy
         if any(replica.ring.master.is_cuda for replica in self._replicas.values()):
             torch.cuda.current_stream().synchronize()  # not the device: a posted receive ends only after the pause
 
@@ -118,13 +120,17 @@ class DiskSaver(Saver):
         folder = partial_folder(self._folder, batch)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            files = [_write_file(folder, *shard) for shard in shards]
+            files = [_write_file(folder, stage, kind, tensors()) for stage, kind, tensors in shards]
             sync_folder(folder)
         except Exception as error:  # whatever it is: the run goes on, and the user hears of it
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {first_line(error)}"
             self._emit(event | {"files": [], "error": reason})
         else:
             self._emit(event | {"files": [asdict(file) for file in files]})
+
+
+def _by_name(parameters: Sequence[Parameter], flat: Tensor) -> Mapping[str, Tensor]:
+    return {parameter.names[0]: parameter.view(flat) for parameter in parameters}
 
 
 def _write_file(folder: Path, stage: int, kind: str, tensors: Mapping[str, Tensor]) -> File:
