@@ -55,11 +55,12 @@ def find_checkpoint(text: str) -> Resume:
 
 def resumed_config(*layers: Tables) -> Config:
     """The configuration of the layers; where they name a run to resume, over that run's own."""
-    text = next((layer["run"]["resume"] for layer in reversed(layers) if layer.get("run", {}).get("resume")), None)
-    if text is None:
-        return make_config(*layers)
-    make_config(*layers)  # what is wrong with the options is said before anything is looked for
-    return make_config(_without_conflicts(find_checkpoint(str(text)).checkpoint.manifest.config, layers), *layers)
+    config = make_config(*layers)  # what is wrong with the options is said before anything is looked for
+    if not config.run.resume:
+        return config
+    return make_config(
+        _without_conflicts(find_checkpoint(config.run.resume).checkpoint.manifest.config, layers), *layers
+    )
 
 
 def _without_conflicts(before: Tables, layers: tuple[Tables, ...]) -> dict[str, dict[str, Any]]:
