@@ -107,7 +107,7 @@ class Supervisor:
         self.close()
         agent = self._agent
         report = Report(
-            facts_of(self._job),
+            facts_of(self._job) if self._crew.machines > 1 else {},
             tuple(self._restart.batches()),
             deaths=tuple(agent.deaths),
             hung=tuple(agent.hung),
