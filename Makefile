@@ -23,10 +23,15 @@ types: $(READY)
 tests: $(READY)
 	$(BIN)/python -m pytest
 
-# What takes too long for every day: a million mutated inputs a reader, three epochs of a million samples.
+# What takes too long for every day: a million mutated inputs a reader, three epochs of a million samples, twenty
+# kills of random ranks under two plans, and two machines in network namespaces with everything that can happen to them.
 soak: $(READY)
 	STAGEWRIGHT_FUZZ=1000000 STAGEWRIGHT_EPOCH_SAMPLES=1000000 \
 		$(BIN)/python -m pytest -s tests/unit/data/test_fuzz.py tests/unit/data/test_loader_memory.py
+	STAGEWRIGHT_KILLS=20 $(BIN)/python -m pytest -s tests/distributed/test_kill.py tests/distributed/test_stopping.py \
+		tests/distributed/test_pauses_gloo.py tests/unit/runtime/test_resume.py tests/unit/runtime/test_checkpoint.py
+	STAGEWRIGHT_READER_FUZZ=8000 $(BIN)/python -m pytest -s tests/unit/test_fuzz_readers.py
+	STAGEWRIGHT_SOAK=1 $(BIN)/python -m pytest -s tests/distributed/test_machines.py tests/distributed/test_slow_link.py
 
 bench: $(READY)
 	$(BIN)/stagewright bench overhead

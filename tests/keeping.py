@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from stagewright.runtime.job import Job
 from stagewright.runtime.journal import Record
 from stagewright.runtime.ledger import Ledger
 from tests.parity import Case, EmulatedRun, make_job
+
+KILLS = int(os.environ.get("STAGEWRIGHT_KILLS", "0"))  # of each plan in the long tests; 0: the short ones
 
 
 def keeping(job: Job, **options: Any) -> Job:

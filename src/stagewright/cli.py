@@ -14,6 +14,7 @@ from stagewright.commands import COMMANDS
 from stagewright.config import options
 
 _ERROR = 2
+_MOST_SHOWN = 800  # characters of an error
 
 
 class _Parser(argparse.ArgumentParser):
@@ -51,7 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fail(message: str) -> NoReturn:
-    sys.stderr.write(f"stagewright: {' '.join(message.split())}\n")
+    """One line, of a length to read, with nothing in it that a terminal would obey."""
+    line = " ".join(message.split())
+    if len(line) > _MOST_SHOWN:
+        line = f"{line[: _MOST_SHOWN // 2]} ... {line[-_MOST_SHOWN // 2 :]}"
+    sys.stderr.write(f"stagewright: {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in line)}\n")
     sys.exit(_ERROR)
 
 

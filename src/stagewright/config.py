@@ -219,7 +219,7 @@ def read_toml(path: str) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"configuration {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"configuration {path}: not TOML: {error}") from error
 
 
@@ -231,7 +231,7 @@ def parse_assignment(text: str) -> dict[str, dict[str, Any]]:
         raise ValueError(f"--set '{text}' is not section.key=value (for example run.seed=3)")
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         parsed = value.strip()
     return {section: {name: parsed}}
 

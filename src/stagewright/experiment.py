@@ -110,7 +110,7 @@ def _run(job: Job, per_epoch: int, console: Console, site: Site | None, predicte
             raise RunFailed("; ".join(filter(None, (str(error), advice, _how_to_go_on(folder))))) from error
     collector = ledger.collector
     if collector.stopped_at is not None:
-        raise Interrupted(f"after step {collector.stopped_at}", _how_to_go_on(folder))
+        raise Interrupted(f"after step {collector.stopped_at}", _how_to_go_on(folder, collector.stopped_at))
     (folder / "trace.json").write_text(json.dumps(collector.timeline.chrome_trace()))
     summary = {
         "folder": str(folder),
@@ -131,11 +131,13 @@ def _run(job: Job, per_epoch: int, console: Console, site: Site | None, predicte
     return Result(folder, job.plan, tuple(collector.steps), tuple(collector.evaluations), summary, exported)
 
 
-def _how_to_go_on(folder: Path) -> str:
+def _how_to_go_on(folder: Path, done: int = 0) -> str:
     """The next step of a run that did not end, where it has something to go on from."""
     from stagewright.runtime.checkpoint import list_folders
 
-    return f"go on with stagewright train --resume {folder}" if list_folders(folder) else ""
+    kept = max((int(path.name) for path in list_folders(folder)), default=0)
+    lost = f"what came after step {kept} could not be kept; " if kept < done else ""
+    return lost.rstrip("; ") if not kept else f"{lost}go on with stagewright train --resume {folder}"
 
 
 def _take_part(job: Job, site: Site, console: Console) -> Result:

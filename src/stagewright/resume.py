@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from stagewright.config import Config, make_config
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from stagewright.data.order import Order
     from stagewright.plan.plan import Plan
     from stagewright.runtime.checkpoint import Checkpoint
@@ -53,11 +55,12 @@ def find_checkpoint(text: str) -> Resume:
 
 def resumed_config(*layers: Tables) -> Config:
     """The configuration of the layers; where they name a run to resume, over that run's own."""
-    text = next((layer["run"]["resume"] for layer in reversed(layers) if layer.get("run", {}).get("resume")), None)
-    if text is None:
-        return make_config(*layers)
-    make_config(*layers)  # what is wrong with the options is said before anything is looked for
-    return make_config(_without_conflicts(find_checkpoint(str(text)).checkpoint.manifest.config, layers), *layers)
+    config = make_config(*layers)  # what is wrong with the options is said before anything is looked for
+    if not config.run.resume:
+        return config
+    return make_config(
+        _without_conflicts(find_checkpoint(config.run.resume).checkpoint.manifest.config, layers), *layers
+    )
 
 
 def _without_conflicts(before: Tables, layers: tuple[Tables, ...]) -> dict[str, dict[str, Any]]:
@@ -109,6 +112,25 @@ def require_start(plan: Plan, start: int, batches: int) -> None:
             f"the checkpoint is at batch {start}, but with mode {plan.mode} on this placement rounds end together only "
             f"every {plan.pause_step} batches; use another placement, or a checkpoint at such a batch"
         )
+
+
+def require_model(resume: Resume, model: nn.Module, reached: Collection[str]) -> None:
+    """Whether the checkpoint holds every parameter that is trained, in its shape."""
+    checkpoint, shapes = resume.checkpoint, resume.checkpoint.shapes()
+    made_with = f"it was made with model {checkpoint.manifest.config['model']['name']}"
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in reached:
+            names.setdefault(id(parameter), []).append(name)
+    for tied in names.values():
+        held = next((name for name in tied if name in shapes), None)
+        if held is None:
+            raise ValueError(f"checkpoint {checkpoint.folder} has no parameter '{tied[0]}'; {made_with}")
+        if shapes[held] != (wanted := list(model.get_parameter(held).shape)):
+            raise ValueError(
+                f"checkpoint {checkpoint.folder} has parameter '{held}' of shape {shapes[held]}, the model {wanted}; "
+                f"{made_with}"
+            )
 
 
 def remarks(config: Config, resume: Resume, plan: Plan) -> list[str]:

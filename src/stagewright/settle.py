@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagewright.config import Config
@@ -17,10 +15,12 @@ from stagewright.resume import (
     find_checkpoint,
     keeps_plan,
     remarks,
+    require_model,
     require_start,
     resumed_plan,
     start_batch,
 )
+from stagewright.runfolder import run_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,12 +72,14 @@ def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool 
     pieces = chain.cut(plan.cuts)
     study = partial(_probe, pieces, context=precision.forward_context, device=config.run.device)
     training = study(example, training=True)
+    if resume is not None:
+        require_model(resume, chain.model, training.reached)
     val = open_data(config, config.data.val) if config.data.val else source
     _require_classes(training.output, (config.data.source, source), (config.data.val or "", val))
     pauses = _pauses(config, batches, order.batches)
     evaluation = _evaluation(plan, study, example, val) if pauses else None
     predict_job(config, plan)  # what is wrong with a profile is said before a folder is made
-    folder = str(_folder(config, plan, resume if is_host else None))
+    folder = str(run_folder(config, plan, resume if is_host else None))
     job = Job(
         config,
         plan,
@@ -113,13 +115,6 @@ def _require_checkpoints(config: Config) -> None:
         raise ValueError(f"--keep is {options.keep}; give how many checkpoints to keep, or 0 for all")
 
 
-def _folder(config: Config, plan: Plan, resume: Resume | None) -> Path:
-    """A folder of its own, or that of the run whose newest checkpoint it goes on from, in batches of the same size."""
-    if resume is None or not resume.is_newest or resume.checkpoint.manifest.plan.batch != plan.batch:
-        return _new_folder(config, plan)
-    return resume.run
-
-
 def _build(config: Config) -> Any:
     from stagewright.model.load import build_model
 
@@ -153,8 +148,8 @@ def make_plan_for(config: Config, chain: Chain | None, warn: Warn = lambda warni
         microbatches=options.microbatches,
         mode=mode,
         staleness=options.staleness,
-        versions=_numbers(options.versions, "versions", ","),
-        depths=_numbers(options.depths, "depths", ","),
+        versions=stage_numbers(options.versions, "versions", ","),
+        depths=stage_numbers(options.depths, "depths", ","),
         cuts=cuts,
     )
     if options.policy == "gpipe":
@@ -226,10 +221,10 @@ def _least_stale(plan: Plan, warn: Warn) -> Plan:
 
 def _filling_microbatches(plan: Plan) -> int | None:
     """The fewest microbatches with which the fullest lag idles less than the goal."""
-    from stagewright.plan.plan import make_plan
+    from stagewright.plan.plan import divisors, make_plan
     from stagewright.simulate import balanced_costs, steady_bubble
 
-    more = [number for number in range(plan.microbatches + 1, plan.batch + 1) if plan.batch % number == 0]
+    more = [number for number in divisors(plan.batch) if number > plan.microbatches]
     for microbatches in more[:_MOST_TRIALS]:
         candidate = make_plan(plan.placement, batch=plan.batch, microbatches=microbatches, mode=plan.mode)
         if steady_bubble(candidate, balanced_costs(candidate)) <= _BUBBLE_GOAL:
@@ -252,7 +247,7 @@ def _cuts(config: Config, chain: Chain, placement: Placement) -> tuple[str, ...]
         return chain.by_names(names)
     if len(replicas) == 1:
         return ()
-    weights = _numbers(config.plan.weights, "weights", ":")
+    weights = stage_numbers(config.plan.weights, "weights", ":")
     if weights is None:
         return planned_cuts(config, chain, placement)
     if len(weights) != len(replicas):
@@ -263,7 +258,8 @@ def _cuts(config: Config, chain: Chain, placement: Placement) -> tuple[str, ...]
     return chain.by_weights(weights)
 
 
-def _numbers(text: str | None, name: str, separator: str) -> list[int] | None:
+def stage_numbers(text: str | None, name: str, separator: str) -> list[int] | None:
+    """One whole number a stage."""
     if text is None:
         return None
     try:
@@ -326,22 +322,3 @@ def _evaluation(plan: Plan, study: Callable[..., Probe], example: Tensor, val: S
     whole = study(example, training=False)
     short = study(example[:rest], training=False) if rest else None
     return Evaluation(len(val), whole, short)
-
-
-def _new_folder(config: Config, plan: Plan) -> Path:
-    """A folder of its own for this run."""
-    shape = "-".join(str(stage.replicas) for stage in plan.stages)
-    model = config.model.name.rpartition(":")[2]
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{plan.mode}-{shape}"
-    for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
-        folder = Path(config.run.runs).absolute() / f"{name}{suffix}"
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ValueError(
-                f"can't make the run folder {folder}: {error.strerror}; choose another with --runs"
-            ) from error
-    raise ValueError(f"{config.run.runs} holds a thousand runs of this second; choose another with --runs")

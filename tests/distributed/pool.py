@@ -116,7 +116,7 @@ def _serve(rank: int, port: int, folder: str) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a failure is told through the store; torch cries when that is gone
     os.chdir(folder)
     torch.set_num_threads(1)
-    store = dist.TCPStore(_LOOPBACK, port, is_master=False, timeout=_FOREVER)
+    store, control = (dist.TCPStore(_LOOPBACK, port, is_master=False, timeout=_FOREVER) for _ in range(2))
     while True:
         token, path = json.loads(store.queue_pop(f"jobs/{rank}"))
 
@@ -124,7 +124,8 @@ def _serve(rank: int, port: int, folder: str) -> None:
             store.queue_push(token, json.dumps(event))
 
         try:
-            run_rank(Job.load(Path(path)), rank, dist.PrefixStore(f"{token}/run", store), tell)
+            own = dist.PrefixStore(f"{token}/run", store)
+            run_rank(Job.load(Path(path)), rank, own, tell, dist.PrefixStore(f"{token}/control", control))
         except BaseException:
             tell({"kind": "failed", "rank": rank, "text": traceback.format_exc()})
         else:

@@ -34,7 +34,7 @@ class Raising(torch.nn.Module):
         if x.isfinite().all() and x.abs().sum() > 0 and "RANK" in os.environ:
             Raising.calls += 1
             if Raising.calls == 5:
-                raise RuntimeError("the layer gave up")
+                raise RuntimeError(f"the layer gave up at {time.time()}")
         return x
 
 
@@ -109,8 +109,12 @@ def test_a_run_trains_evaluates_and_exports(tmp_path: Path) -> None:
 def test_a_rank_that_raises_is_named(tmp_path: Path) -> None:
     process = start(tmp_path, "--model", "tests.distributed.test_command:raising", "--steps", "100")
     _, error = process.communicate(timeout=120)
+    ended = time.time()
     assert process.returncode == 2 and error.count("\n") == 1 and "Traceback" not in error
     assert "stage 1 replica 0 (rank 2, machine 0) failed at 1F4@" in error and "the layer gave up" in error
+    seconds = ended - float(error.partition("gave up at ")[2].partition(";")[0])
+    print(f"told {seconds:.1f} s after it was raised")
+    assert 0 < seconds < 5
     (log,) = tmp_path.glob("*/log.txt")
     assert "Traceback" in log.read_text()
     assert ranks_of(tmp_path) == []
@@ -122,6 +126,7 @@ def test_a_killed_rank_is_named_and_all_stop(endless: subprocess.Popen[str], tmp
     _, error = endless.communicate()
     assert endless.returncode == 2 and error.count("\n") == 1
     assert "stage 0 replica 1 (rank 1, machine 0) was killed by SIGKILL at 0" in error
+    print(f"told {seconds:.1f} s after it was killed")
     assert seconds < 5 and ranks_of(tmp_path) == []
 
 
@@ -130,8 +135,10 @@ def test_ctrl_c_ends_everything_in_one_line(endless: subprocess.Popen[str], tmp_
         os.kill(pid, signal.SIGINT)
     wait_until(lambda: endless.poll() is not None, 30)
     _, error = endless.communicate()
-    assert endless.returncode == 2 and error.count("\n") == 1 and "interrupted" in error
-    assert ranks_of(tmp_path) == []
+    (run,) = tmp_path.iterdir()
+    assert endless.returncode == 2 and error.count("\n") == 1 and "interrupted after step" in error
+    assert error.endswith(f"go on with stagewright train --resume {run}\n")
+    assert len(list((run / "checkpoints").iterdir())) == 1 and ranks_of(tmp_path) == []
 
 
 def test_ranks_do_not_outlive_their_supervisor(endless: subprocess.Popen[str], tmp_path: Path) -> None:

@@ -86,9 +86,16 @@ def steps_of(folder: Path) -> list[int]:
 
 
 JOIN = """
+import socket
 import sys
 import time
 from datetime import timedelta
+for _ in range(600):
+    try:
+        socket.create_connection((sys.argv[1], 29600), 1).close()
+        break
+    except OSError:
+        time.sleep(0.1)  # nobody listens yet
 from torch.distributed import TCPStore
 try:
     store = TCPStore(sys.argv[1], 29600, is_master=False, timeout=timedelta(seconds=2))
@@ -107,7 +114,7 @@ def test_stages_on_two_machines_train_as_one_process_and_strangers_stay_outside(
     wait_until(runs.is_training, 60)
     addresses = [listening(pair, machine) for machine in range(2)]
     assert addresses[0] <= {"127.0.0.1", pair.address(0)} and pair.address(0) in addresses[0]
-    assert addresses[1] <= {"127.0.0.1", pair.address(1)}
+    assert addresses[1] <= {"127.0.0.1", pair.address(1)} and pair.address(1) in addresses[1]
     code, out, error = end(first)
     assert code == 0 and "done: 200 steps" in out, error
     code, out, error = end(second)
@@ -141,8 +148,14 @@ LIMITS = ("--lost-timeout", "4", "--join-timeout", "20")
 
 @soak
 def test_data_parallel_over_two_machines_trains_as_one_process(pair: Machines, tmp_path: Path) -> None:
+    """As SLURM would start it."""
     runs = Runs(pair, tmp_path, DATA_PARALLEL)
-    both = [runs.start(0), runs.start(1)]
+    environment = {**os.environ, "STAGEWRIGHT_TOKEN": TOKEN, "SLURM_JOB_NODELIST": "10.77.0.[1-2]"}
+    both = []
+    for machine in range(2):
+        command = [sys.executable, "-m", "stagewright.cli", "train", *runs.arguments, "--nodes", "slurm"]
+        own = ["--runs", str(tmp_path / f"machine-{machine}")]
+        both.append(pair.run(machine, [*command, *own], environment | {"SLURM_NODEID": str(machine)}))
     for process in both:
         code, _, error = end(process)
         assert code == 0, error

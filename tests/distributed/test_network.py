@@ -88,6 +88,17 @@ def test_a_full_window_of_the_largest_small_messages_fits() -> None:
         assert torch.equal(buffer, largest)
 
 
+def test_ranks_of_different_machines_have_no_socket_between_them() -> None:
+    store = HashStore()
+    networks = [GlooNetwork(store, rank, Place(beside=frozenset({rank})), 20.0) for rank in range(2)]
+    ends: dict[int, Transport] = {}
+    run_both(*(lambda rank=rank: ends.update({rank: networks[rank].transport(NAME, WINDOW)}) for rank in range(2)))
+    assert not any(isinstance(end, StreamTransport) for end in ends.values())
+    sent, received = torch.arange(SMALL, dtype=torch.float32), torch.zeros(SMALL)
+    run_both(lambda: ends[0].send(sent).wait(), lambda: ends[1].receive(received).wait())
+    assert torch.equal(sent, received)
+
+
 def test_the_end_of_the_other_rank_is_an_error() -> None:
     _, sending, _, receiving = connect()
     assert isinstance(sending, StreamTransport)

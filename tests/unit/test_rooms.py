@@ -99,7 +99,9 @@ def test_there_is_no_utils() -> None:
     assert not list(SOURCE.rglob("util*.py"))
 
 
-@pytest.mark.parametrize("command", [["train"], ["data", "inspect"], ["data", "bench"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [["train"], ["data", "inspect"], ["data", "bench"], ["checkpoint", "list"]], ids=" ".join
+)
 def test_help_imports_neither_torch_nor_numpy_nor_pydantic(command: list[str]) -> None:
     code = (
         "import sys, stagewright.cli\n"

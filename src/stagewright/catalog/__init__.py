@@ -247,8 +247,9 @@ def _cluster(name: str, entry: Any, links: Mapping[str, Link], devices: Mapping[
         raise ValueError(f"catalogue: {where}.machines is empty; describe one as [[{where}.machines]]")
     machines: list[Machine] = []
     for machine in described:
+        _required(machine, "device", f"{where}.machines")
         count = int(_positive(machine.get("count", 1), f"{where}.machines.count"))
-        machines += [_machine(machine, f"{where}.machines", links, devices)] * count
+        machines += [_machine(machine, f"{where}.machines", links, devices)] * min(count, _MOST_DEVICES + 1)
         if sum(machine.devices or 0 for machine in machines) > _MOST_DEVICES:
             raise ValueError(f"catalogue: {where} has more than {_MOST_DEVICES} devices")
     network = _find(links, str(entry["network"]), "link") if "network" in entry else None
@@ -264,11 +265,16 @@ def _machine(entry: Any, where: str, links: Mapping[str, Link], devices: Mapping
     if count > _MOST_DEVICES:
         raise ValueError(f"catalogue: {where}.devices is {count}; the most is {_MOST_DEVICES}")
     levels: list[Level] = []
-    for level in entry.get("levels", ()):
+    described = entry.get("levels", [])
+    if not isinstance(described, list):
+        raise ValueError(f"catalogue: {where}.levels is no list; describe one as [[{where}.levels]]")
+    for level in described:
         link = _find(links, str(_required(level, "link", f"{where}.levels")), "link")
         lanes = _positive(level.get("lanes", 1), f"{where}.levels.lanes")
         groups = level.get("groups") or [list(range(count))]
-        if not all(isinstance(group, list) and all(isinstance(index, int) for index in group) for group in groups):
+        if not isinstance(groups, list) or not all(
+            isinstance(group, list) and all(isinstance(index, int) for index in group) for group in groups
+        ):
             raise ValueError(
                 f"catalogue: {where}.levels.groups are not lists of devices (for example [[0, 1], [2, 3]])"
             )

@@ -10,6 +10,8 @@ from typing import Any
 
 from stagewright.cluster import Cluster, Device, Placement, format_placement, parse_placement
 
+_MOST_SAMPLES = 2**31 - 1
+
 
 class Mode(StrEnum):
     """Presets of versions: how far a stage's weights may lag."""
@@ -229,18 +231,28 @@ def make_plan(
 def default_microbatches(batch: int, replicas: Sequence[int]) -> int:
     """The smallest divisor of the batch that keeps every replica busy: 2*max(r), or r for one stage."""
     wanted = replicas[0] if len(replicas) == 1 else 2 * max(replicas)
-    return next((m for m in range(wanted, batch + 1) if batch % m == 0), batch)
+    return next((divisor for divisor in divisors(batch) if divisor >= wanted), batch)
+
+
+def divisors(batch: int) -> list[int]:
+    """Every number that divides a batch, the smallest first."""
+    if not 1 <= batch <= _MOST_SAMPLES:
+        raise ValueError(f"batch is {_short(batch)} samples; it must be 1 to {_MOST_SAMPLES}")
+    small = [divisor for divisor in range(1, math.isqrt(batch) + 1) if batch % divisor == 0]
+    return sorted({*small, *(batch // divisor for divisor in small)})
+
+
+def _short(number: int) -> str:
+    """A number as text; Python writes none with thousands of digits."""
+    return str(number) if abs(number) < 10**20 else f"{'-' if number < 0 else ''}more than 10^20"
 
 
 def _require_divisible(batch: int, microbatches: int) -> None:
-    if batch < 1:
-        raise ValueError(f"batch is {batch} samples; it must be at least 1")
-    if not 1 <= microbatches <= batch or batch % microbatches:
-        small = [divisor for divisor in range(1, math.isqrt(batch) + 1) if batch % divisor == 0]
-        divisors = sorted({*small, *(batch // divisor for divisor in small)})
-        near = sorted(sorted(divisors, key=lambda divisor: abs(divisor - microbatches))[:3])
+    possible = divisors(batch)
+    if microbatches not in possible:
+        near = sorted(sorted(possible, key=lambda divisor: abs(divisor - microbatches))[:3])
         raise ValueError(
-            f"batch {batch} is not divisible by {microbatches} microbatches; "
+            f"batch {batch} is not divisible by {_short(microbatches)} microbatches; "
             f"{'nearest that divide it: ' if len(near) > 1 else 'try '}{', '.join(map(str, near))}"
         )
 

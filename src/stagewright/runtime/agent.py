@@ -98,4 +98,6 @@ class Agent(LocalElasticAgent):
         return RunResult(WorkerState.FAILED)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _PATIENCE_SECONDS) -> None:
-        super()._shutdown(death_sig, min(timeout, _PATIENCE_SECONDS))
+        if self._pcontext is not None:  # here, since not every torch takes a timeout
+            self._pcontext.close(death_sig, min(timeout, _PATIENCE_SECONDS))
+        super()._shutdown(death_sig)

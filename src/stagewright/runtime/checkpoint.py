@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stagewright.runtime.manifest import CheckpointError, Manifest, read_manifest
+from stagewright.runtime.manifest import MASTER, CheckpointError, Manifest, read_manifest
 from stagewright.runtime.shards import hash_file
 from stagewright.runtime.statistics import AVERAGED, SUMMED
 
@@ -69,6 +69,15 @@ class Checkpoint:
                     found |= {name: tensors.get_tensor(name) for name in wanted}
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"checkpoint {self.folder} is damaged: {file.name}: {error}") from error
+        return found
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Of every parameter that it holds."""
+        found: dict[str, list[int]] = {}
+        for file in self.manifest.files:
+            if file.kind == MASTER:
+                with safe_open(self.folder / file.name, "pt") as tensors:
+                    found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
         return found
 
     def mean_buffers(self) -> dict[str, Tensor]:

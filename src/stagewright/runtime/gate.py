@@ -20,13 +20,8 @@ class Gate:
         self._changed = threading.Condition()
         self._entered = 0  # microbatches: of every batch that this rank has begun
         self._held = NEVER  # the first microbatch that waits for an answer
-        self.batch = NEVER  # at which to pause
+        self.batch = self.limit = NEVER  # at which to pause, and its first microbatch
         self.is_last_pause = False
-
-    @property
-    def limit(self) -> int:
-        """The microbatch from which on nothing is done before the pause."""
-        return self.batch * self._microbatches
 
     def enter(self, microbatch: int) -> bool:
         """Begin a microbatch's batch, if that may be; one that has begun may always go on."""
@@ -47,7 +42,7 @@ class Gate:
     def settle(self, batch: int, *, is_last: bool = False) -> None:
         """Go on up to a batch that no rank has begun, and pause there."""
         with self._changed:
-            self.batch, self.is_last_pause = batch, is_last
+            self.batch, self.limit, self.is_last_pause = batch, batch * self._microbatches, is_last
             self._held = NEVER
             self._changed.notify_all()
 
@@ -58,7 +53,7 @@ class Gate:
     def reopen(self) -> None:
         """The pause is over."""
         with self._changed:
-            self.batch = NEVER
+            self.batch = self.limit = NEVER
 
     def is_completed(self) -> bool:
         return self._held == NEVER

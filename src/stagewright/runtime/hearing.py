@@ -23,18 +23,24 @@ class Hearing:
         self._store = store
         self._listen = listen
         self._closing = threading.Event()
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Hear what is there already, then stop."""
+        """Hear what is there already, then stop; what went wrong while hearing goes wrong here."""
         self._closing.set()
         self._thread.join()
+        if self._error is not None:
+            raise self._error
 
     def _run(self) -> None:
-        while not self._closing.wait(_POLL_SECONDS):
+        try:
+            while not self._closing.wait(_POLL_SECONDS):
+                self._drain()
             self._drain()
-        self._drain()
+        except Exception as error:
+            self._error = error
 
     def _drain(self) -> None:
         while self._store.queue_len(EVENTS):

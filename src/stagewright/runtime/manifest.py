@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from stagewright.data.position import Position
-from stagewright.plan.plan import Plan
+from stagewright.plan.plan import Plan, Stage
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 MASTER = "master"
+_HASH = "blake2b"
 
 
 class CheckpointError(ValueError):
@@ -57,27 +61,69 @@ class Manifest:
         return sum(file.bytes for file in self.files)
 
     def as_json(self) -> str:
-        from pydantic import TypeAdapter
+        """The text of the file, which ends with a hash of the rest."""
+        fields = _adapter().dump_python(self, mode="json")
+        return json.dumps(fields | {_HASH: _hash(fields)}, indent=1)
 
-        return TypeAdapter(Manifest).dump_json(self, indent=1).decode()
+
+@cache
+def _adapter() -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Manifest)
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint's folder, or an error that says what is wrong with it."""
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
-    path = folder / MANIFEST
+    damaged = f"checkpoint {folder} is damaged: {MANIFEST}"
     try:
-        manifest = TypeAdapter(Manifest).validate_json(path.read_bytes())
+        fields = json.loads((folder / MANIFEST).read_bytes())
     except OSError as error:
-        raise CheckpointError(f"checkpoint {folder}: {MANIFEST}: {error.strerror}") from error
+        raise CheckpointError(f"{damaged}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{damaged} is not JSON") from error
+    if not isinstance(fields, dict) or fields.pop(_HASH, None) != _hash(fields):
+        raise CheckpointError(f"{damaged} does not match its hash")
+    if fields.get("format") != FORMAT:
+        raise CheckpointError(f"checkpoint {folder} has format {fields.get('format')}, this version reads {FORMAT}")
+    try:
+        manifest: Manifest = _adapter().validate_python(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise CheckpointError(f"checkpoint {folder}: {MANIFEST} is damaged: {where}: {first['msg'].lower()}") from error
-    if manifest.format != FORMAT:
-        raise CheckpointError(f"checkpoint {folder} has format {manifest.format}, this version reads {FORMAT}")
+        raise CheckpointError(f"{damaged}: {'.'.join(map(str, first['loc']))}: {first['msg'].lower()}") from error
     for file in manifest.files:
         if Path(file.name).name != file.name:
-            raise CheckpointError(f"checkpoint {folder}: {MANIFEST} names '{file.name}', no file of its folder")
+            raise CheckpointError(f"{damaged} names '{file.name}', no file of its folder")
+    if not _is_consistent(manifest):
+        raise CheckpointError(f"{damaged} describes a plan that can't be")
     return manifest
+
+
+def _is_consistent(manifest: Manifest) -> bool:
+    """Whether its numbers go together, so that nobody who reads it has to ask again."""
+    plan, world = manifest.plan, len(manifest.plan.devices)
+    return (
+        min(plan.batch, plan.microbatches, len(plan.stages), world) >= 1
+        and plan.batch % plan.microbatches == 0
+        and min(manifest.batch, manifest.position.epoch, manifest.position.batch) >= 0
+        and len(plan.cuts) == len(plan.stages) - 1
+        and [len(state.counts) for state in manifest.stages] == [len(stage.ranks) for stage in plan.stages]
+        and all(_is_possible(stage, index, plan) for index, stage in enumerate(plan.stages))
+        and {"name"} <= manifest.config.get("model", {}).keys() & manifest.config.get("optimizer", {}).keys()
+    )
+
+
+def _is_possible(stage: Stage, index: int, plan: Plan) -> bool:
+    return (
+        (stage.index, stage.count) == (index, len(plan.stages))
+        and set(stage.ranks) <= set(range(len(plan.devices)))
+        and len(set(stage.ranks)) == len(stage.ranks) >= 1
+        and min(stage.round, stage.versions, stage.depth) >= 1
+        and stage.origin >= 0
+    )
+
+
+def _hash(fields: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=32).hexdigest()

@@ -48,13 +48,14 @@ class Pauses:
 
     def _run(self) -> None:
         number = 0
-        while not self._closing.wait(_LOOK_SECONDS):
+        while not self._closing.is_set():
             asked = f"{number}/asked"
             if self._rank == 0 and (why := self._reason()):
                 self._store.set(asked, why)
             if self._store.check([asked]):
                 self._agree(number, is_last=self._store.get(asked).decode() == STOP)
                 number += 1
+            self._closing.wait(_LOOK_SECONDS)
 
     def _reason(self) -> str | None:
         """Why rank 0 asks for a pause now."""

@@ -64,7 +64,8 @@ def main() -> None:
         if isinstance(error, LostPeer):
             time.sleep(4 * _LOOK_SECONDS)  # let the supervisor see the rank that caused it first
         traceback.print_exc()
-        sys.exit(1)
+        sys.stderr.flush()
+        os._exit(1)  # without tidying up: that takes seconds on a busy machine, and the others wait
 
 
 def run_rank(job: Job, rank: int, store: Store, emit: Any, control: Store | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ def restore(worker: Worker, checkpoint: Checkpoint) -> None:
         else:
             _restore_fairly(replica, checkpoint, replica.stage.ranks.index(worker.rank))
     worker.overflow.go_on(checkpoint.manifest.stages[-1].extra, checkpoint.batch, is_same=is_same)
-    worker.start = checkpoint.batch
 
 
 def _restore_flats(replica: Replica, checkpoint: Checkpoint) -> None:
@@ -70,9 +69,9 @@ def _write_flat(replica: Replica, flat: Tensor, kind: str, checkpoint: Checkpoin
     found = checkpoint.read(kind, parameters, stage)
     with torch.no_grad():
         for name, parameter in parameters.items():
-            place = parameter.view(flat)
-            _require(checkpoint, kind, name, found, place)
-            place.copy_(found[name])
+            if name not in found:
+                raise CheckpointError(f"checkpoint {checkpoint.folder} has no {kind} of parameter '{name}'")
+            parameter.view(flat).copy_(found[name])
 
 
 def _write_buffers(replica: Replica, found: Mapping[str, Tensor]) -> None:
@@ -85,17 +84,3 @@ def _write_numbers(replica: Replica, numbers: Mapping[str, float]) -> None:
     for name, value in replica.optimizer.state.items():
         if not value.dim() and name in numbers:
             value.fill_(numbers[name])
-
-
-def _require(checkpoint: Checkpoint, kind: str, name: str, found: Collection[str], place: Tensor) -> None:
-    if name not in found:
-        raise CheckpointError(
-            f"checkpoint {checkpoint.folder} has no {kind} of parameter '{name}'; it was made with model "
-            f"{checkpoint.manifest.config['model']['name']}"
-        )
-    assert isinstance(found, Mapping)
-    if found[name].shape != place.shape:
-        raise CheckpointError(
-            f"checkpoint {checkpoint.folder}: parameter '{name}' is {list(found[name].shape)} but the model's is "
-            f"{list(place.shape)}; use the model and --classes of the checkpoint"
-        )

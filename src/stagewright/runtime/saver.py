@@ -6,10 +6,13 @@ do not share, their buffers, each writes itself.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,13 @@ from stagewright.runtime.job import Job
 from stagewright.runtime.manifest import MASTER, File
 from stagewright.runtime.pending import first_line
 from stagewright.runtime.replica import Replica
+from stagewright.runtime.saving import Saver
 from stagewright.runtime.shards import sync_folder, write_shard
-from stagewright.runtime.worker import Emit, Saver, Worker
+from stagewright.runtime.versions import Parameter
+from stagewright.runtime.worker import Emit, Worker
 
-Shard = tuple[int, str, Mapping[str, Tensor]]  # stage, kind, tensors by name
+_NICENESS = 10
+Shard = tuple[int, str, Callable[[], Mapping[str, Tensor]]]  # stage, kind, what gives the tensors by name
 
 
 def flats_of(replica: Replica) -> Iterator[tuple[str, Tensor]]:
@@ -56,15 +62,15 @@ class DiskSaver(Saver):
         self._copies: dict[tuple[int, str], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._last: int | None = None
-        if job.config.checkpoint.every or job.config.checkpoint.minutes:
-            self._make_room()
+        if job.keeps_checkpoints:
+            self._make_room(is_early=True)
 
     def save(self, batch: int) -> None:
         if batch == self._last:
             return
+        began = time.monotonic()
         self.close()
         self._last = batch
-        began = time.monotonic()
         shards = list(self._copied())
         about = [self._about(replica) for replica in self._replicas.values()]
         seconds = time.monotonic() - began
@@ -76,11 +82,11 @@ class DiskSaver(Saver):
             self._thread.join()
             self._thread = None
 
-    def _make_room(self) -> None:
-        """Have memory for the copies, touched: the first checkpoint is then as quick as the others."""
+    def _make_room(self, *, is_early: bool = False) -> None:
+        """Have memory for the copies, touched: early on, so that the first checkpoint is as quick as the others."""
         for stage, replica in self._replicas.items():
             for kind, flat in own_flats(replica, self._rank):
-                is_pinned = flat.device.type == "cuda"
+                is_pinned = is_early and flat.is_cuda  # later a receive may occupy the GPU, and pinning wait for it
                 room = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=is_pinned)
                 self._copies[stage, kind] = room.fill_(0)
 
@@ -92,14 +98,14 @@ class DiskSaver(Saver):
             for kind, flat in own_flats(replica, self._rank):
                 copy = self._copies[stage, kind]
                 copy.copy_(flat.detach(), non_blocking=True)
-                yield stage, kind, {p.names[0]: p.view(copy) for p in replica.ring.parameters}
+                yield stage, kind, partial(_by_name, replica.ring.parameters, copy)
             buffers = dict(replica.piece.training.named_buffers())
             if buffers:
                 index = replica.stage.ranks.index(self._rank)
                 copies = {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}
-                yield stage, f"buffers/{index}", copies
+                yield stage, f"buffers/{index}", copies.copy
         if any(replica.ring.master.is_cuda for replica in self._replicas.values()):
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()  # not the device: a posted receive ends only after the pause
 
     def _about(self, replica: Replica) -> dict[str, Any]:
         numbers = {name: float(value) for name, value in replica.optimizer.state.items() if not value.dim()}
@@ -114,15 +120,21 @@ class DiskSaver(Saver):
     def _write(self, batch: int, shards: list[Shard], about: list[dict[str, Any]], seconds: float) -> None:
         event = {"kind": "saved", "rank": self._rank, "batch": batch, "stages": about, "seconds": seconds}
         folder = partial_folder(self._folder, batch)
+        with suppress(OSError, AttributeError):  # training goes first where there are too few cores for both
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            files = [_write_file(folder, *shard) for shard in shards]
+            files = [_write_file(folder, stage, kind, tensors()) for stage, kind, tensors in shards]
             sync_folder(folder)
         except Exception as error:  # whatever it is: the run goes on, and the user hears of it
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {first_line(error)}"
             self._emit(event | {"files": [], "error": reason})
         else:
             self._emit(event | {"files": [asdict(file) for file in files]})
+
+
+def _by_name(parameters: Sequence[Parameter], flat: Tensor) -> Mapping[str, Tensor]:
+    return {parameter.names[0]: parameter.view(flat) for parameter in parameters}
 
 
 def _write_file(folder: Path, stage: int, kind: str, tensors: Mapping[str, Tensor]) -> File:

@@ -46,9 +46,10 @@ def tell(
 ) -> Fault:
     """Who failed first, where, at what, and why."""
     primary = [failure for failure in failures if not failure["is_secondary"]]
-    if primary:
-        return _raised(plan, primary[0])
     killed = sorted((death for death in deaths if death.code < 0), key=lambda death: death.rank)
+    users = [failure for failure in primary if failure["is_users"]]
+    if users or (primary and not killed):  # losing a rank that was killed may also look like an error of one's own
+        return _raised(plan, (users or primary)[0])
     if killed:
         death = killed[0]
         name = _signal_name(-death.code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from stagewright.runtime.crew import Crew, Report, Verdict
 from stagewright.runtime.facts import difference, facts_of
 from stagewright.runtime.hearing import Hearing, Listen
 from stagewright.runtime.job import Job, RunFailed
+from stagewright.runtime.nodes import interface_of
 from stagewright.runtime.pauses import STOP
 from stagewright.runtime.place import ADDRESS, LOOPBACK
 from stagewright.runtime.rank import KEYS, position_file
@@ -25,6 +27,7 @@ from stagewright.runtime.watchdog import Limits, Watchdog
 
 _REPORT_SECONDS = 8.0  # that machines get to say what happened to them
 _MANY = 1 << 30
+_NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
 
 class Supervisor:
@@ -91,16 +94,20 @@ class Supervisor:
         )
 
     def _environment(self) -> Mapping[str, str]:
+        """What ranks are told beside their job: the keys of this start, and the interface to use."""
         site = self._crew.terms.site
-        keys = f"{self._crew.terms.keys}/{self._crew.start}"
-        return {KEYS: keys, ADDRESS: site.address if site else LOOPBACK}
+        told = {KEYS: f"{self._crew.terms.keys}/{self._crew.start}", ADDRESS: site.address if site else LOOPBACK}
+        interface = interface_of(site.address) if site else None
+        if interface is not None and _NCCL_INTERFACE not in os.environ:
+            told[_NCCL_INTERFACE] = f"={interface}"  # this one, not all whose names begin like it
+        return told
 
     def _begin(self) -> Store:
         """Before every start: account for the one before, agree where to begin, and listen."""
         self.close()
         agent = self._agent
         report = Report(
-            facts_of(self._job),
+            facts_of(self._job) if self._crew.machines > 1 else {},
             tuple(self._restart.batches()),
             deaths=tuple(agent.deaths),
             hung=tuple(agent.hung),
@@ -118,6 +125,8 @@ class Supervisor:
         self._restart.job(self._job, verdict.batch).save(self._folder / "job.json")
         if self._crew.machine == 0:
             self._hearing = Hearing(PrefixStore(str(self._crew.start), self._crew.open_store()), self._listen)
+        if self.is_stopping:
+            self.stop()  # it was asked for before there was anybody to ask
         return PrefixStore(f"{self._crew.start}/agent", self._crew.open_store())
 
     def _note(self, verdict: Verdict) -> None:

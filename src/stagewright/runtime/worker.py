@@ -30,6 +30,7 @@ from stagewright.runtime.overflow import Overflow
 from stagewright.runtime.pending import AllOf, Pending
 from stagewright.runtime.reduce import Collective
 from stagewright.runtime.replica import Replica, widened
+from stagewright.runtime.saving import Saver
 from stagewright.schedule.action import Action, Op
 from stagewright.schedule.lower import evaluation_program, last_of, program
 
@@ -50,16 +51,6 @@ class Recorder:
 
     def save(self) -> None:
         """What the worker does next is to keep its state."""
-
-
-class Saver:
-    """Told to keep the replicas' state as it is now; the default keeps nothing."""
-
-    def save(self, batch: int) -> None:
-        """Have a copy of what `batch` batches have made; writing it goes on meanwhile."""
-
-    def close(self) -> None:
-        """Everything is written."""
 
 
 class Worker:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import os
+import random
 import resource
 import shutil
 import subprocess
+from argparse import Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +32,7 @@ from stagewright.runtime.checkpoint import (
 from stagewright.runtime.job import Job
 from stagewright.runtime.journal import Journal, Record
 from stagewright.runtime.shards import hash_file, write_shard
-from tests.keeping import emulate_job, emulate_keeping, keeping, same_bits, saved_at
+from tests.keeping import KILLS, emulate_job, emulate_keeping, keeping, same_bits, saved_at
 from tests.parity import Case, EmulatedRun, emulate, make_job
 
 CASE = Case("normed", "0:0-1.0:2", "third", mode="stale", staleness=1, microbatches=3, steps=6)
@@ -71,7 +77,16 @@ def _flip(path: Path) -> None:
 
 
 def _rename_file_in_manifest(path: Path) -> None:
-    path.write_text(path.read_text().replace("stage-0.master", "../4/stage-0.master"))
+    _rewrite(path, lambda fields: fields["files"][0].update(name="../4/stage-0.master.safetensors"))
+
+
+def _rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Another content with the hash that goes with it."""
+    fields = json.loads(path.read_text())
+    del fields["blake2b"]
+    change(fields)
+    digest = hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=32).hexdigest()
+    path.write_text(json.dumps(fields | {"blake2b": digest}))
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
@@ -79,10 +94,24 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "an end": ("stage-1.master.safetensors", _cut, "bytes instead of"),
     "a file": ("stage-0.buffers-1.safetensors", Path.unlink, "is missing"),
     "the manifest": ("manifest.json", Path.unlink, "No such file"),
-    "half the manifest": ("manifest.json", _cut, "manifest.json is damaged"),
-    "an empty manifest": ("manifest.json", lambda path: path.write_text("{}"), "is damaged"),
-    "another format": ("manifest.json", lambda path: path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"format": 9})), "format 9, this version reads 1"),
+    "half the manifest": ("manifest.json", _cut, "manifest.json is not JSON"),
+    "an empty manifest": ("manifest.json", lambda path: path.write_text("{}"), "does not match its hash"),
+    "a list for a manifest": ("manifest.json", lambda path: path.write_text("[1]"), "does not match its hash"),
+    "a deep manifest": ("manifest.json", lambda path: path.write_text("[" * 10**5), "is not JSON"),
+    "a number of the manifest": ("manifest.json", lambda path: path.write_text(
+        path.read_text().replace('"batch": 6', '"batch": 8', 1)), "does not match its hash"),
+    "another format": ("manifest.json", lambda path: _rewrite(
+        path, lambda fields: fields.update(format=9)), "format 9, this version reads 1"),
+    "a manifest without a plan": ("manifest.json", lambda path: _rewrite(
+        path, lambda fields: fields.pop("plan")), "plan: field required"),
+    "a plan without stages": ("manifest.json", lambda path: _rewrite(
+        path, lambda fields: fields["plan"].update(stages=[], cuts=[])), "can't be"),
+    "a stage without ranks": ("manifest.json", lambda path: _rewrite(
+        path, lambda fields: fields["plan"]["stages"][0].update(ranks=[])), "can't be"),
+    "a rank that is not there": ("manifest.json", lambda path: _rewrite(
+        path, lambda fields: fields["plan"]["stages"][0].update(ranks=[0, 9])), "can't be"),
+    "a round of nothing": ("manifest.json", lambda path: _rewrite(
+        path, lambda fields: fields["plan"]["stages"][1].update(round=0)), "can't be"),
     "a path outside": ("manifest.json", _rename_file_in_manifest, "no file of its folder"),
 }  # fmt: skip
 
@@ -200,3 +229,45 @@ def test_records_that_find_no_room_wait_for_it(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     journal.close()
     assert [json.loads(line)["batch"] for line in path.read_text().splitlines()] == list(range(6))
+
+
+# --- Anything for a manifest ------------------------------------------------------------------------------------------
+
+JUNK: list[Any] = [None, -1, 0, 2**70, 1.5, "", "x", [], {}, [[]], {"x": 1}, True]
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something stands in nested tables and lists."""
+    if path:
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from _places(item, (*path, key))
+
+
+def _put(fields: Any, path: tuple[Any, ...], junk: Any) -> None:
+    *parents, last = path
+    for key in parents:
+        fields = fields[key]
+    fields[last] = junk
+
+
+def test_junk_in_a_manifest_is_one_line_or_harmless(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from stagewright.commands.checkpoint import run_list
+
+    path = checkpoints_folder(run) / "6" / "manifest.json"
+    good = path.read_text()
+    outcomes = {"read": 0, "refused": 0}
+    everything = list(itertools.product(_places(json.loads(good)), JUNK))
+    for place, junk in everything if KILLS else random.Random(0).sample(everything, 400):
+        path.write_text(good)
+        _rewrite(path, partial(_put, path=place, junk=junk))
+        try:
+            open_checkpoint(path.parent)
+            outcomes["read"] += 1
+            run_list(Namespace(path=str(path.parent), json=True))
+        except CheckpointError as error:
+            outcomes["refused"] += 1
+            assert "\n" not in str(error)
+    assert min(outcomes.values()) > 50, outcomes
+    capsys.readouterr()

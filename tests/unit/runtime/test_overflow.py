@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,21 +15,9 @@ from hypothesis import strategies as st
 
 from stagewright.cluster import parse_placement
 from stagewright.plan.plan import Mode, make_plan
-from stagewright.runtime import assemble, precision
 from stagewright.runtime.scaling import LossScale, Scaling
 from stagewright.schedule.check import check
 from tests.parity import Case, assert_near, emulate, refer
-
-_SCALED = precision.Precision("fp16", "cpu", is_scaled=True)  # scaled as fp16 is, but computed in fp32: to be compared
-
-
-@pytest.fixture
-def scaled() -> Iterator[None]:
-    with (
-        mock.patch.object(assemble, "make_precision", lambda name, device: _SCALED),
-        mock.patch.object(precision, "make_precision", lambda name, device: _SCALED),
-    ):
-        yield
 
 
 @settings(deadline=None)

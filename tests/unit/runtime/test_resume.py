@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from stagewright.runtime.checkpoint import Checkpoint, list_folders
 from stagewright.runtime.emulate import Emulation, take_turns
+from stagewright.runtime.job import Job
+from stagewright.runtime.ledger import Ledger
 from stagewright.runtime.saver import flats_of
-from tests.keeping import emulate_job, emulate_keeping, going_on, keeping, losses_from, same_bits, saved_at
+from tests.keeping import KILLS, emulate_job, emulate_keeping, going_on, keeping, losses_from, same_bits, saved_at
 from tests.parity import Case, EmulatedRun, emulate, make_job
 
 ADAMW = {"name": "adamw", "lr": 0.01}
@@ -25,6 +29,13 @@ CASES = [
     Case("cumulative", "0:0-3", mode="dp", microbatches=3, optimizer={"momentum": 0.0}),
     Case("normed", "0:0-3", mode="dp", optimizer={"nesterov": True}, precision="fp32"),
     Case("normed", "0:0-1.0:0-1", "third", mode="stale", staleness=1, microbatches=3, eval_every=4, optimizer=ADAMW),
+]
+
+# Every case static and dynamic in the long tests, otherwise in turns.
+BOTH_WAYS = [
+    replace(case, dynamic=dynamic)
+    for index, case in enumerate(CASES)
+    for dynamic in ((False, True) if KILLS else (index % 2 == 1,))
 ]
 
 
@@ -42,10 +53,8 @@ def buffers_of(run: EmulatedRun) -> list[torch.Tensor]:
     return [buffer for buffers in run.replica_statistics().values() for buffer in buffers.values()]
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_going_on_from_any_checkpoint_gives_the_same_bits(case: Case, dynamic: bool, tmp_path: Path) -> None:
-    case = replace(case, dynamic=dynamic)
+@pytest.mark.parametrize("case", BOTH_WAYS, ids=str)
+def test_going_on_from_any_checkpoint_gives_the_same_bits(case: Case, tmp_path: Path) -> None:
     whole = emulate(case, tmp_path)
     kept = emulate_keeping(case, tmp_path, every=2, keep=0)
     assert same_bits(kept.weights, whole.weights) and kept.microbatch_losses == whole.microbatch_losses
@@ -65,10 +74,9 @@ def read_all(checkpoint: Checkpoint) -> dict[str, bytes]:
     return {file.name: (checkpoint.folder / file.name).read_bytes() for file in checkpoint.manifest.files}
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_pauses_nobody_planned_change_no_bit(case: Case, dynamic: bool, tmp_path: Path) -> None:
-    case = replace(case, dynamic=dynamic, steps=12)
+@pytest.mark.parametrize("case", BOTH_WAYS[::-1] if KILLS else BOTH_WAYS[::2], ids=str)
+def test_pauses_nobody_planned_change_no_bit(case: Case, tmp_path: Path) -> None:
+    case = replace(case, steps=12)
     whole = emulate(case, tmp_path)
     kept = emulate_keeping(case, tmp_path, minutes=1e-9, keep=0)  # as often as it can
     assert same_bits(kept.weights, whole.weights) and kept.microbatch_losses == whole.microbatch_losses
@@ -109,6 +117,46 @@ def test_a_checkpoint_holds_master_optimizer_and_versions_once_and_no_more(tmp_p
     }
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("steep", "0:0-1.0:2", "third", mode="stale", staleness=1),
+        Case("steep", "0:0-1.0:2", "third"),
+        Case("steep", "0:0-1", microbatches=6),
+    ],
+    ids=str,
+)
+def test_the_loss_scale_goes_on(case: Case, tmp_path: Path, scaled: None) -> None:
+    """The scale of a batch after the pause depends on verdicts from before it."""
+    case = replace(case, precision="fp16", loss_scale=2.0**124, growth_interval=2, loud=11, steps=14)
+    case = replace(case, optimizer={"lr": 1e-5})
+    job = keeping(make_job(case, tmp_path), every=7)
+    whole = run_all(job)
+    again = run_all(replace(job, start=7, resume=str(saved_at(job, 7).folder)))
+    expected = scales_of(whole, case)[7:]
+    assert scales_of(again, case) == expected and len(set(expected)) > 1
+
+
+def run_all(job: Job) -> list[dict[str, Any]]:
+    """A job's events, with its checkpoints kept."""
+    events: list[dict[str, Any]] = []
+    with Ledger(job, job.order.batches, lambda record: None) as ledger:
+
+        def hear(event: dict[str, Any]) -> None:
+            events.append(event)
+            ledger.hear(event)
+
+        Emulation(job, hear).run()
+    return events
+
+
+def scales_of(events: Sequence[Mapping[str, Any]], case: Case) -> list[float]:
+    """The scale of each batch, in order."""
+    told = [event for event in events if event["kind"] == "losses"]
+    scales = {number // case.microbatches: event["scale"] for event in told for number, _ in event["losses"]}
+    return [scales[batch] for batch in sorted(scales)]
+
+
 def replica(run: EmulatedRun, stage: int):  # type: ignore[no-untyped-def]
     return next(worker.replicas[stage] for worker in run.emulation.workers if stage in worker.replicas)
 
@@ -125,14 +173,14 @@ def test_metrics_go_on_without_gap_or_double_count(tmp_path: Path) -> None:
     from stagewright.runtime.journal import Journal
 
     case = Case("normed", "0:0-1.0:2", "third", mode="stale", staleness=1, microbatches=3, eval_every=3)
-    kept = emulate_keeping(case, tmp_path, every=4, keep=0)  # at 4 and 8; evaluations at 3, 6 and 8
+    kept = emulate_keeping(case, tmp_path, every=3, keep=0)  # at 3, 6 and 8, and so are evaluations
     metrics = Path(kept.job.folder) / "metrics.jsonl"
     with metrics.open("a") as file:
         file.write('{"kind": "step", "bat')  # as a killed supervisor may leave it
-    records = Journal(metrics, 4).records
-    assert [record.batch for record in records if isinstance(record, Step)] == [0, 1, 2, 3]
-    assert [record.batch for record in records if isinstance(record, Evaluated)] == [3]
-    emulate_job(going_on(kept.job, saved_at(kept.job, 4)))
+    records = Journal(metrics, 6).records
+    assert [record.batch for record in records if isinstance(record, Step)] == list(range(6))
+    assert [record.batch for record in records if isinstance(record, Evaluated)] == [3, 6]
+    emulate_job(going_on(kept.job, saved_at(kept.job, 3)))
     records = Journal(metrics, 10**9).records
     assert [record.batch for record in records if isinstance(record, Step)] == list(range(8))
     assert [record.batch for record in records if isinstance(record, Evaluated)] == [3, 6, 8]

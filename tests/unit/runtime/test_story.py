@@ -35,6 +35,9 @@ def test_a_killed_rank_is_told_before_what_the_others_lost() -> None:
     lost = failure(0, "LostPeer: gone", is_secondary=True)
     fault = tell(PLAN, [lost], [Death(1, -9, "0B2@1", 0), Death(0, 1, None, None)])
     assert fault.text == "stage 0 replica 1 (rank 1, machine 0) was killed by SIGKILL at 0B2@1"
+    noticed = failure(0, "RuntimeError: Connection closed by peer")
+    assert tell(PLAN, [noticed], [Death(1, -9, "0B2@1", 0), Death(0, 1, None, None)]) == fault
+    assert tell(PLAN, [failure(0, "NonFiniteLoss: nan", is_users=True)], [Death(1, -9, None, None)]).is_final
     assert tell(PLAN, [], [Death(1, -77, None, None)]).text.endswith("was killed by signal 77 at start")
 
 

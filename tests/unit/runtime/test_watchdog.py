@@ -108,6 +108,14 @@ def test_progress_of_any_kind_is_enough(scene: Scene) -> None:
         assert scene.pass_time(19) is None
 
 
+def test_the_same_action_once_more_is_progress_too(scene: Scene) -> None:
+    scene.settle()
+    for _ in range(5):  # evaluations count from 0 each time
+        for rank, recorder in enumerate(scene.recorders):
+            recorder.begin(forward(rank, 0))
+        assert scene.pass_time(19) is None
+
+
 def test_saving_takes_as_long_as_a_start(scene: Scene) -> None:
     scene.settle()
     for recorder in scene.recorders:

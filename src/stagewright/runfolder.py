@@ -1,0 +1,39 @@
+"""Where a run leaves its files."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stagewright.config import Config
+
+if TYPE_CHECKING:
+    from stagewright.plan.plan import Plan
+    from stagewright.resume import Resume
+
+
+def run_folder(config: Config, plan: Plan, resume: Resume | None) -> Path:
+    """A folder of its own, or that of the run whose newest checkpoint it goes on from, in batches of the same size."""
+    if resume is None or not resume.is_newest or resume.checkpoint.manifest.plan.batch != plan.batch:
+        return _new_folder(config, plan)
+    return resume.run
+
+
+def _new_folder(config: Config, plan: Plan) -> Path:
+    """A folder of its own for this run."""
+    shape = "-".join(str(stage.replicas) for stage in plan.stages)
+    model = config.model.name.rpartition(":")[2]
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{plan.mode}-{shape}"
+    for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
+        folder = Path(config.run.runs).absolute() / f"{name}{suffix}"
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ValueError(
+                f"can't make the run folder {folder}: {error.strerror}; choose another with --runs"
+            ) from error
+    raise ValueError(f"{config.run.runs} holds a thousand runs of this second; choose another with --runs")

@@ -1,0 +1,49 @@
+"""Real ranks pause where nobody planned it, save, and go on: the same bits, on every rank the same batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stagewright.runtime.checkpoint import list_folders
+from stagewright.runtime.job import Job
+from stagewright.runtime.ledger import Ledger
+from tests.distributed.pool import Pool
+from tests.keeping import KILLS, going_on, keeping, same_bits, saved_at
+from tests.parity import Case, Run, make_job
+
+CASES = [
+    Case("normed", "0:0-2.0:3", "third", mode="stale", staleness=1, microbatches=4, batch=96, samples=200),  # by gloo
+    Case("dropping", "0:0-1.0:2-4", "third", mode="pipedream", microbatches=4, optimizer={"name": "adamw", "lr": 0.01}),
+    Case("normed", "0:0-1.0:1,0", "third", microbatches=3, optimizer={"clip": 0.3}),
+    Case("plain", "0:0-7", mode="dp", microbatches=3),  # most ranks have nothing to do in a batch but to join its sum
+]
+
+
+def run(pool: Pool, job: Job) -> Run:
+    with Ledger(job, job.order.batches, lambda record: None) as ledger:
+        done = pool.run(job)
+        for event in done.events:
+            if event["kind"] == "saved":
+                ledger.hear(dict(event))
+    return done
+
+
+ALL = [replace(case, dynamic=dynamic, steps=120) for case in CASES for dynamic in (False, True)]
+FEW = [replace(CASES[0], steps=40), replace(CASES[3], steps=24)]
+
+
+@pytest.mark.parametrize("case", ALL if KILLS else FEW, ids=str)
+def test_pauses_by_the_clock_change_no_bit(case: Case, pool: Pool, tmp_path: Path) -> None:
+    whole = run(pool, make_job(case, tmp_path, export="for the pool"))
+    kept = run(pool, keeping(make_job(case, tmp_path, export="for the pool"), minutes=0.05 / 60, keep=0))
+    folders = list_folders(Path(kept.job.folder))
+    assert folders, "the run ended before its first pause"
+    assert same_bits(kept.weights, whole.weights) and kept.microbatch_losses == whole.microbatch_losses
+    checkpoint = saved_at(kept.job, int(folders[0].name))
+    checkpoint.verify()
+    if checkpoint.batch < case.steps:
+        resumed = run(pool, going_on(make_job(case, tmp_path, export="for the pool"), checkpoint))
+        assert same_bits(resumed.weights, whole.weights)

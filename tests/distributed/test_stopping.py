@@ -1,0 +1,124 @@
+"""Supervisors that are interrupted, killed, or run out of disk: nothing is left running, and `--resume` goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import stagewright
+from stagewright.runtime.checkpoint import list_folders, newest_whole
+from tests.distributed.test_command import is_training, ranks_of, start, wait_until
+from tests.keeping import KILLS, same_bits
+
+soak = pytest.mark.skipif(not KILLS, reason="make soak runs it")
+ENDLESS = ("--steps", "1000000", "--samples", "64")
+
+
+def steps_of(run: Path) -> list[int]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [record["batch"] for record in records if record["kind"] == "step"]
+
+
+def assert_goes_on(run: Path, tmp_path: Path) -> None:
+    """The run ends with the bits of one that was never stopped, and with every step once."""
+    newest, _ = newest_whole(run)
+    assert newest is not None
+    goal = newest.batch + 3
+    options = {"steps": goal, "checkpoint_every": 0}
+    resumed = stagewright.train(resume=str(run), export=str(tmp_path / "resumed.safetensors"), **options)
+    assert resumed.folder == run and steps_of(run) == list(range(goal))
+    straight = stagewright.train(
+        "tests.distributed.test_command:tiny", placement="0:0-1.0:2", cut="3", batch=8, samples=64, emulate=True,
+        runs=str(tmp_path / "straight"), export=str(tmp_path / "straight.safetensors"), **options,
+    )  # fmt: skip
+    assert same_bits(resumed.weights(), straight.weights())
+    assert [step.loss for step in resumed.steps] == [step.loss for step in straight.steps]
+
+
+def test_a_killed_supervisor_leaves_no_ranks_and_the_run_goes_on(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    process = start(runs, *ENDLESS, "--checkpoint-every", "3")
+    wait_until(lambda: [run for run in runs.glob("*") if list_folders(run)], 60)
+    time.sleep(0.3)
+    process.kill()
+    process.communicate()
+    wait_until(lambda: ranks_of(runs) == [], 5)
+    (run,) = runs.iterdir()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "batch": 99')
+    assert_goes_on(run, tmp_path)
+
+
+@soak
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupted_run_goes_on(number: signal.Signals, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    process = start(runs, *ENDLESS)
+    wait_until(lambda: is_training(runs), 60)
+    process.send_signal(number)
+    wait_until(lambda: process.poll() is not None, 30)
+    _, error = process.communicate()
+    (run,) = runs.iterdir()
+    assert process.returncode == 2 and error.count("\n") == 1 and f"--resume {run}" in error
+    assert len(list_folders(run)) == 1 and ranks_of(runs) == []
+    assert_goes_on(run, tmp_path)
+
+
+@soak
+def test_an_interrupt_while_ranks_start_ends_the_run(tmp_path: Path) -> None:
+    process = start(tmp_path, *ENDLESS)
+    wait_until(lambda: len(ranks_of(tmp_path)) == 3, 60)
+    time.sleep(0.5)  # the processes are there, but still import
+    process.send_signal(signal.SIGINT)
+    wait_until(lambda: process.poll() is not None, 60)
+    _, error = process.communicate()
+    assert process.returncode == 2 and error.count("\n") == 1
+    assert re.match(r"stagewright: interrupted after step \d+; nothing is left running", error)
+    assert ranks_of(tmp_path) == []
+
+
+@soak
+def test_a_second_interrupt_does_not_wait_for_ranks_that_can_not_stop(tmp_path: Path) -> None:
+    process = start(tmp_path, *ENDLESS)
+    wait_until(lambda: is_training(tmp_path), 60)
+    os.kill(ranks_of(tmp_path)[1], signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    time.sleep(2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert wait_until(lambda: process.poll() is not None, 30) < 8
+    _, error = process.communicate()
+    assert process.returncode == 2 and error.count("\n") == 1 and "interrupted by SIGINT" in error
+    wait_until(lambda: ranks_of(tmp_path) == [], 5)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for a run's own files and one checkpoint, not for two."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"a small file system can't be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@soak
+def test_a_disk_that_fills_up_does_not_end_the_run(small_disk: Path) -> None:
+    process = start(small_disk, "--steps", "40", "--samples", "64", "--checkpoint-every", "10", "--keep", "1")
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+    assert "checkpoint after step 10" in out and "no checkpoint after step 20: No space left on device" in out
+    (run,) = small_disk.iterdir()
+    assert [int(folder.name) for folder in list_folders(run)] == [10] and steps_of(run) == list(range(40))
+    assert not list(run.glob("checkpoints/*.partial"))

@@ -1,0 +1,21 @@
+"""What tests of the runtime may ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+from stagewright.runtime import assemble, precision
+
+_SCALED = precision.Precision("fp16", "cpu", is_scaled=True)  # scaled as fp16 is, but computed in fp32: to be compared
+
+
+@pytest.fixture
+def scaled() -> Iterator[None]:
+    with (
+        mock.patch.object(assemble, "make_precision", lambda name, device: _SCALED),
+        mock.patch.object(precision, "make_precision", lambda name, device: _SCALED),
+    ):
+        yield

@@ -1,0 +1,273 @@
+"""`--resume`: which options hold, which folder it goes on in, what it refuses, and `stagewright checkpoint`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import stagewright
+from stagewright.cli import main
+from stagewright.experiment import Result
+from stagewright.resume import find_checkpoint, resumed_config
+from stagewright.runtime import saver
+from stagewright.runtime.checkpoint import checkpoints_folder, list_folders
+from stagewright.runtime.job import Interrupted
+from stagewright.runtime.keeper import Keeper
+from stagewright.runtime.possession import possess
+from stagewright.runtime.signals import on_signal
+from tests.keeping import same_bits
+
+OPTIONS: dict[str, Any] = {
+    "image": 8, "samples": 70, "batch": 16, "placement": "0:0-1.0:2", "cut": "3", "mode": "stale", "emulate": True,
+    "lr": 0.05, "lr_schedule": "step", "lr_steps": "5", "checkpoint_every": 3, "keep": 0,
+}  # fmt: skip
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = (torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(144, 10))
+    return torch.nn.Sequential(*layers)
+
+
+def other() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 10))
+
+
+def wider() -> torch.nn.Module:
+    layers = (torch.nn.Conv2d(3, 5, 3), torch.nn.BatchNorm2d(5), torch.nn.Flatten(), torch.nn.Linear(180, 10))
+    return torch.nn.Sequential(*layers)
+
+
+def train(folder: Path, **settings: Any) -> Result:
+    return stagewright.train(net, runs=str(folder), **(OPTIONS | settings))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """Eight steps in one go."""
+    folder = tmp_path_factory.mktemp("whole")
+    return train(folder, steps=8, export=str(folder / "whole.safetensors"))
+
+
+@pytest.fixture
+def half(whole: Result, tmp_path: Path) -> Path:
+    """The same run, as it stood after its checkpoint at 6 of 8 steps."""
+    run = Path(shutil.copytree(whole.folder, tmp_path / "half"))
+    shutil.rmtree(checkpoints_folder(run) / "8")
+    return run
+
+
+def steps_of(run: Path) -> list[int]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [record["batch"] for record in records if record["kind"] == "step"]
+
+
+# --- Going on ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_in_its_folder_with_its_own_options(whole: Result, half: Path) -> None:
+    result = stagewright.train(resume=str(half), export=str(half / "weights.safetensors"))
+    assert result.folder == half and result.plan == whole.plan
+    assert [step.batch for step in result.steps] == steps_of(half) == list(range(8))
+    assert [step.loss for step in result.steps] == [step.loss for step in whole.steps]
+    assert same_bits(result.weights(), whole.weights())
+
+
+def test_more_steps_go_on_from_the_end(whole: Result, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(whole.folder, tmp_path / "whole"))
+    result = stagewright.train(resume=str(run), steps=11, export=str(tmp_path / "weights.safetensors"))
+    longer = train(tmp_path, steps=11, export=str(tmp_path / "longer.safetensors"))
+    assert same_bits(result.weights(), longer.weights()) and steps_of(run) == list(range(11))
+
+
+def test_an_older_checkpoint_begins_a_folder_of_its_own(whole: Result, tmp_path: Path) -> None:
+    old = checkpoints_folder(whole.folder) / "3"
+    result = stagewright.train(resume=str(old), runs=str(tmp_path), export=str(tmp_path / "weights.safetensors"))
+    assert result.folder.parent == tmp_path and steps_of(result.folder) == list(range(3, 8))
+    assert same_bits(result.weights(), whole.weights())
+    assert steps_of(whole.folder) == list(range(8)) and len(list_folders(whole.folder)) == 3
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_put_aside(half: Path) -> None:
+    (checkpoints_folder(half) / "6" / "stage-0.master.safetensors").write_bytes(b"no")
+    result = stagewright.train(resume=str(half))
+    assert [step.batch for step in result.steps] == steps_of(half) == list(range(8))
+    names = {path.name for path in checkpoints_folder(half).iterdir()}
+    assert names == {"3", "6", "8", "damaged-6"}
+
+
+def test_smaller_batches_take_up_where_the_larger_ones_were(half: Path, tmp_path: Path) -> None:
+    other = {"runs": str(tmp_path / "other"), "export": str(tmp_path / "other.safetensors")}
+    result = stagewright.train(resume=str(half), batch=8, microbatches=4, steps=14, **other)
+    # Six batches of 16: an epoch of four, then 32 samples; with batches of 8 an epoch has eight, so that is batch 12.
+    assert steps_of(result.folder) == [12, 13] and result.folder != half and steps_of(half) == list(range(8))
+
+
+def test_another_layout_drops_what_described_the_old_one(half: Path) -> None:
+    config = resumed_config({"run": {"resume": str(half)}, "plan": {"placement": "0:0", "mode": "dp"}})
+    assert config.plan.cut is None and config.plan.batch == 16 and config.optimizer.lr == 0.05
+    config = resumed_config({"run": {"resume": str(half), "epochs": 3}})
+    assert config.run.steps is None and config.plan.cut == "3"
+    config = resumed_config({"run": {"resume": str(half)}, "plan": {"weights": "1:1"}})
+    assert config.plan.cut is None and config.plan.placement == "0:0-1.0:2"
+
+
+# --- Refused ----------------------------------------------------------------------------------------------------------
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.count("\n") == 1 and "Traceback" not in error
+    return error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--samples", "71"], ["the data set changed", "synthetic/71", "synthetic/70"]),
+        (["--batch", "24", "--microbatches", "4"], ["32 samples into its epoch", "--batch 24", "use --batch 16"]),
+        (["--steps", "6"], ["at batch 6", "ends at 6", "--steps"]),
+        (["--mode", "pipedream", "--placement", "0:0-3.0:4", "--cut", "3", "--microbatches", "1"],
+         ["at batch 6", "every 4 batches"]),
+        (["--model", "tests.unit.test_go_on:other", "--placement", "0:0", "--mode", "dp"],
+         ["no parameter '2.weight'", "made with model", "net"]),
+        (["--model", "tests.unit.test_go_on:wider"], ["'0.weight' of shape [4, 3, 3, 3]", "[5, 3, 3, 3]"]),
+        (["--keep", "-1"], ["--keep is -1"]),
+        (["--checkpoint-every", "-1"], ["--checkpoint-every is -1"]),
+    ],
+)  # fmt: skip
+def test_what_resume_refuses(
+    capsys: pytest.CaptureFixture[str], half: Path, arguments: list[str], words: list[str]
+) -> None:
+    before = sorted(path.name for path in half.iterdir())
+    line = fails(capsys, "train", "--resume", str(half), *arguments)
+    assert all(word in line for word in words), line
+    assert sorted(path.name for path in half.iterdir()) == before  # nothing was touched
+
+
+def test_resume_needs_a_run_with_a_whole_checkpoint(capsys: pytest.CaptureFixture[str], half: Path) -> None:
+    assert "no such folder" in fails(capsys, "train", "--resume", str(half / "nowhere"))
+    for folder in list_folders(half):
+        (folder / "manifest.json").write_text("{}")
+    line = fails(capsys, "train", "--resume", str(half))
+    assert "no whole checkpoint" in line and "damaged" in line
+
+
+def test_a_run_that_is_being_trained_is_not_resumed(capsys: pytest.CaptureFixture[str], half: Path) -> None:
+    with possess(half):
+        assert "another process" in fails(capsys, "train", "--resume", str(half))
+
+
+# --- Stopping ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_keeps_a_checkpoint_and_says_how_to_go_on(whole: Result, tmp_path: Path) -> None:
+    def interrupt() -> None:
+        while not any(path.stat().st_size for path in tmp_path.glob("*/metrics.jsonl")):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(Interrupted, match=r"after step \d+; nothing is left running; go on with .*--resume (.*)"):
+        train(tmp_path, steps=1_000_000, checkpoint_every=0)
+    (run,) = tmp_path.iterdir()
+    (folder,) = list_folders(run)
+    assert steps_of(run) == list(range(int(folder.name)))
+    goal = int(folder.name) + 2
+    resumed = stagewright.train(resume=str(run), steps=goal, export=str(tmp_path / "a.safetensors"))
+    straight = train(tmp_path, steps=goal, checkpoint_every=0, export=str(tmp_path / "b.safetensors"))
+    assert same_bits(resumed.weights(), straight.weights())
+
+
+def test_an_interrupt_on_a_full_disk_says_what_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = saver._write_file
+
+    def fail(folder: Path, *shard: Any) -> object:
+        if folder.name != "3.partial":
+            raise OSError(28, "No space left on device")
+        return written(folder, *shard)
+
+    def stop_at(self: Keeper, event: Any) -> None:
+        heard(self, event)
+        os.kill(os.getpid(), signal.SIGTERM) if event["batch"] == 6 and event["rank"] == 0 else None
+
+    heard = Keeper.hear
+    monkeypatch.setattr(saver, "_write_file", fail)
+    monkeypatch.setattr(Keeper, "hear", stop_at)
+    with pytest.raises(Interrupted, match="what came after step 3 could not be kept; go on with"):
+        train(tmp_path, steps=1_000_000)
+
+
+def test_the_second_signal_does_not_wait() -> None:
+    asked: list[str] = []
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(Interrupted, match="by SIGINT"), on_signal(lambda: asked.append("stop")):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked == ["stop"]
+        os.kill(os.getpid(), signal.SIGINT)
+    assert asked == ["stop"] and signal.getsignal(signal.SIGINT) is before
+
+
+# --- stagewright checkpoint -------------------------------------------------------------------------------------------
+
+
+def prints(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    main(arguments)
+    return capsys.readouterr().out
+
+
+def test_list_and_show_tell_what_is_there(capsys: pytest.CaptureFixture[str], whole: Result, half: Path) -> None:
+    rows = json.loads(prints(capsys, "checkpoint", "list", str(whole.folder), "--json"))["checkpoints"]
+    assert [(row["batch"], row["plan"], row["epoch"]) for row in rows] == [
+        (3, "stale 2-1", 0), (6, "stale 2-1", 1), (8, "stale 2-1", 2)
+    ]  # fmt: skip
+    text = prints(capsys, "checkpoint", "list", str(whole.folder))
+    assert "step        3  epoch 1" in text
+    shown = json.loads(prints(capsys, "checkpoint", "show", str(half), "--json"))
+    assert shown["batch"] == 6 and shown["position"]["batch"] == 2 and shown["layout"]["versions"] == [2, 1]
+    assert "after step 6: batch 2 of epoch 2" in prints(capsys, "checkpoint", "show", str(half))
+    assert "no checkpoints" in prints(capsys, "checkpoint", "list", str(half / "checkpoints"))
+
+
+def test_verify_reads_everything(capsys: pytest.CaptureFixture[str], half: Path) -> None:
+    assert prints(capsys, "checkpoint", "verify", str(half)) == "2 whole: 3, 6\n"
+    target = checkpoints_folder(half) / "3" / "stage-1.master.safetensors"
+    content = bytearray(target.read_bytes())
+    content[-1] ^= 4
+    target.write_bytes(content)
+    line = fails(capsys, "checkpoint", "verify", str(half))
+    assert "1 of 2" in line and "stage-1.master.safetensors does not match its hash" in line
+    assert "no such folder" in fails(capsys, "checkpoint", "verify", str(half / "nowhere"))
+
+
+def test_export_writes_what_the_plain_model_loads(
+    capsys: pytest.CaptureFixture[str], whole: Result, tmp_path: Path
+) -> None:
+    target = tmp_path / "new" / "weights.safetensors"
+    told = json.loads(prints(capsys, "checkpoint", "export", str(whole.folder), str(target), "--json"))
+    assert told["batch"] == 8 and told["file"] == str(target)
+    net().load_state_dict(load_file(target))
+    assert same_bits(load_file(target), whole.weights())
+    assert "can't write" in fails(capsys, "checkpoint", "export", str(whole.folder), "/proc/no/such.safetensors")
+
+
+def test_tied_weights_are_saved_once_and_exported_under_every_name(tmp_path: Path) -> None:
+    result = stagewright.train(
+        "tests.models:tied", image=8, classes=7, samples=48, batch=12, steps=2, placement="0:0-1", mode="dp",
+        emulate=True, checkpoint_every=2, runs=str(tmp_path), export=str(tmp_path / "run.safetensors"),
+    )  # fmt: skip
+    checkpoint = find_checkpoint(str(result.folder)).checkpoint
+    assert "third.weight" not in checkpoint.read("master") and "second.weight" in checkpoint.read("master")
+    main(["checkpoint", "export", str(result.folder), str(tmp_path / "out.safetensors")])
+    assert same_bits(load_file(tmp_path / "out.safetensors"), result.weights())
