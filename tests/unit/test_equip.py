@@ -27,6 +27,7 @@ _CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU
         pytest.param({"device": "cuda"}, r"--device cuda .* but torch .* sees no GPU; use", marks=_CPU_ONLY),
         ({"share_gpu": True}, "--share-gpu needs --device cuda, but the device is cpu"),
         ({"cuda_graph": "on"}, "--cuda-graph on needs --device cuda"),
+        ({"compile": True, "cuda_graph": "on"}, "both --compile and --cuda-graph on were given"),
         ({"backend": "nccl"}, "--backend nccl needs --device cuda, but the device is cpu; use gloo"),
         ({"loss_scale": 0.5}, "--loss-scale is 0.5; give at least 1"),
         ({"growth_interval": 0}, "--growth-interval is 0; give at least 1"),

@@ -12,7 +12,7 @@ def run_suite(name: str, *, repeats: int = 7, steps: int = 0, as_json: bool = Fa
     from rich.console import Console
 
     from stagewright.bench.heats import run_heats
-    from stagewright.bench.report import describe, show
+    from stagewright.bench.report import Outcome, describe, show_machine, show_work
     from stagewright.bench.suites import SUITES
 
     if name in _MODULES:
@@ -33,12 +33,16 @@ def run_suite(name: str, *, repeats: int = 7, steps: int = 0, as_json: bool = Fa
             else:
                 errors.print(text, markup=False, highlight=False, soft_wrap=True)
 
-        outcomes = run_heats(suite, repeats, steps, tell)
+        outcomes: list[Outcome] = []
+        for found in run_heats(suite, repeats, steps, tell):
+            outcomes += found
+            if not as_json:
+                show_work(Console(), suite, found)
     command = f"stagewright bench {name} --repeats {repeats}" + (f" --steps {steps}" if steps else "")
     if as_json:
         print(json.dumps(describe(suite, outcomes, command)))
     else:
-        show(Console(), suite, outcomes, command)
+        show_machine(Console(), outcomes, command)
 
 
 def _run_module(name: str, as_json: bool) -> None:

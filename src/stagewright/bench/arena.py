@@ -25,7 +25,7 @@ _START_SECONDS = 300.0
 _SEGMENT_SECONDS = 600.0
 _LEAD_SECONDS = 0.05  # from the command to the common start
 _PATIENCE_SECONDS = 2.0
-_WARM_STEPS = 4
+_WARM_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)

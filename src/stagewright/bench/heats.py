@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,13 +22,11 @@ _BATCHES_IN_MEMORY = 8
 _RATE = 0.001  # small enough for any number of steps
 
 
-def run_heats(suite: Suite, repeats: int, steps: int, tell: Tell) -> list[Outcome]:
-    """Every contest of a suite; `tell` hears what is going on."""
-    outcomes: list[Outcome] = []
+def run_heats(suite: Suite, repeats: int, steps: int, tell: Tell) -> Iterator[list[Outcome]]:
+    """The contests of a suite, a heat at a time; `tell` hears what is going on."""
     for heat in suite.heats:
         with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
-            outcomes += _run_heat(suite, heat, repeats, steps or heat.steps, Path(folder), tell)
-    return outcomes
+            yield _run_heat(suite, heat, repeats, steps or heat.steps, Path(folder), tell)
 
 
 def _run_heat(suite: Suite, heat: Heat, repeats: int, steps: int, folder: Path, tell: Tell) -> list[Outcome]:
@@ -85,7 +83,7 @@ def _config(work: Work, side: Side, data: str, folder: Path) -> Config:
                 "dynamic": side.is_dynamic,
                 "runs": str(folder / "runs"),
                 "device": setting.device,
-                "precision": setting.precision,
+                "precision": side.precision or setting.precision,
                 "share_gpu": setting.device == "cuda",
                 "compile": setting.is_compiled,
                 "cuda_graph": setting.graph,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -91,14 +90,16 @@ def describe(suite: Suite, outcomes: Sequence[Outcome], command: str) -> dict[st
     }
 
 
-def show(console: Console, suite: Suite, outcomes: Sequence[Outcome], command: str) -> None:
-    """The outcome as a table of 80 columns for each piece of work."""
-    for work, grouped in groupby(outcomes, key=lambda outcome: outcome.work):
-        console.print(str(work), highlight=False)
-        group = list(grouped)
-        console.print(_table(suite, group))
-        for series in {outcome.ours.side: outcome.ours for outcome in group if outcome.ours.busiest}.values():
-            console.print(f"{series.side}: the busiest rank computes {series.busiest:.0%} of the time", highlight=False)
+def show_work(console: Console, suite: Suite, outcomes: Sequence[Outcome]) -> None:
+    """The contests over one piece of work, as a table of 80 columns."""
+    console.print(str(outcomes[0].work), highlight=False)
+    console.print(_table(suite, outcomes))
+    for series in {outcome.ours.side: outcome.ours for outcome in outcomes if outcome.ours.busiest}.values():
+        console.print(f"{series.side}: the busiest rank computes {series.busiest:.0%} of the time", highlight=False)
+
+
+def show_machine(console: Console, outcomes: Sequence[Outcome], command: str) -> None:
+    """What it was measured on, and how to repeat it."""
     console.print(", ".join([*machine().values(), time.strftime("%Y-%m-%d")]), highlight=False)
     ranks = max(outcome.work.world for outcome in outcomes)
     if (others := _others(outcomes)) + ranks > num_cores() + _TOLERANCE:

@@ -10,11 +10,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from stagewright.runtime.device import Device, mark
 from stagewright.runtime.precision import Precision
 
 Release = Callable[[], None]
+_Call = Callable[[Sequence[object]], Any]
 _EAGER_FORWARDS = 3  # before anything is captured: kernels are chosen and compiled by then
 _TRIALS = 5
 _WORTHWHILE = 1.05  # how much faster replaying must be to be worth its memory
@@ -87,7 +89,7 @@ class Replays:
         self._forwards = 0
         self._is_on = True
         self._story: str | None = None
-        self._captured: dict[int, list[Callable[..., Any]]] = {}
+        self._captured: dict[int, list[_Call]] = {}
         self._free: dict[int, list[int]] = {}
 
     @property
@@ -109,7 +111,7 @@ class Replays:
             captured.append(self._capture(arguments))
             free.append(len(captured) - 1)
         lane = free.pop()
-        made = self._captured[slot][lane](*_tensors(arguments))
+        made = self._captured[slot][lane](arguments)
         return _copied(made), lambda: free.append(lane)
 
     def _try(self, arguments: Sequence[object]) -> bool:
@@ -119,9 +121,8 @@ class Replays:
                 replay = self._capture(arguments)
                 trial = _Trial(self._eager.module, self._device, arguments)
                 first, again = trial.result(self._eager), trial.result(self._eager)
-                replayed = trial.result(lambda args: replay(*_tensors(args)))
-                eager = trial.seconds(self._eager)
-                seconds = trial.seconds(lambda args: replay(*_tensors(args)))
+                replayed = trial.result(replay)
+                eager, seconds = trial.seconds(self._eager), trial.seconds(replay)
         except torch.OutOfMemoryError:
             if self._is_forced:
                 raise
@@ -134,35 +135,37 @@ class Replays:
         self._story = f"CUDA graphs are {'on' if is_on else 'off'}: {facts}"
         return is_on
 
-    def _capture(self, arguments: Sequence[object]) -> Callable[..., Any]:
-        with _kept_buffers(self._eager.module), self._uncached():
-            samples = tuple(_sample(tensor) for tensor in _tensors(arguments))
-            stage = _Bound(self._eager, arguments)
-            return torch.cuda.make_graphed_callables(stage, samples, allow_unused_input=True)
+    def _capture(self, arguments: Sequence[object]) -> _Call:
+        """A replay of forward, whose backward is a replay too; it takes the weights that are in the module now.
+
+        Weights are arguments of what is captured. Their own leaves would tie the capture to streams outside it.
+        """
+        module = self._eager.module
+        weights = {name: leaf for name, leaf in module.named_parameters() if leaf.requires_grad}
+        is_tensor = [isinstance(argument, Tensor) for argument in arguments]
+        is_changed = [_is_changed(tensor) for tensor in _tensors(arguments)]
+
+        def stage(*tensors: Tensor) -> Any:
+            given, own = tensors[: len(is_changed)], tensors[len(is_changed) :]
+            copies = iter([t.clone() if changed else t for t, changed in zip(given, is_changed, strict=True)])
+            pairs = zip(arguments, is_tensor, strict=True)
+            values = tuple(next(copies) if is_one else constant for constant, is_one in pairs)
+            return functional_call(module, dict(zip(weights, own, strict=True)), values)
+
+        samples = [_sample(tensor) for tensor in _tensors(arguments)]
+        aliases = [
+            leaf.detach().requires_grad_() for leaf in weights.values()
+        ]  # where the leaves are, so none is copied
+        with _kept_buffers(module), self._uncached():
+            replay = torch.cuda.make_graphed_callables(stage, (*samples, *aliases), allow_unused_input=True)
+        leaves = list(weights.values())
+        return lambda given: replay(*_tensors(given), *leaves)
 
     def _uncached(self) -> AbstractContextManager[Any]:
         """Autocast whose casts are part of the capture."""
         if self._precision.autocast is None:
             return nullcontext()
         return torch.autocast(self._precision.device, self._precision.autocast, cache_enabled=False)
-
-
-class _Bound(nn.Module):
-    """A stage as a function of tensors alone; what does not travel is bound."""
-
-    def __init__(self, eager: Calls, arguments: Sequence[object]) -> None:
-        super().__init__()
-        self.inner = eager.module
-        self._call = eager.bare
-        self._arguments = [None if isinstance(argument, Tensor) else argument for argument in arguments]
-        self._is_tensor = [isinstance(argument, Tensor) for argument in arguments]
-        self._is_changed = [_is_changed(tensor) for tensor in _tensors(arguments)]
-
-    def forward(self, *tensors: Tensor) -> Any:
-        pairs = zip(tensors, self._is_changed, strict=True)
-        rest = iter([tensor.clone() if is_changed else tensor for tensor, is_changed in pairs])
-        bound = zip(self._arguments, self._is_tensor, strict=True)
-        return self._call(*[next(rest) if is_tensor else argument for argument, is_tensor in bound])
 
 
 class _Trial:
@@ -175,7 +178,7 @@ class _Trial:
         inputs = [a for a in self._arguments if isinstance(a, Tensor) and a.requires_grad]
         self._wanted = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
 
-    def result(self, call: Callable[[Sequence[object]], Any]) -> list[Tensor]:
+    def result(self, call: _Call) -> list[Tensor]:
         """Outputs and gradients, copied."""
         self._device.seed(0)
         pairs = zip(self._arguments, self._is_changed, strict=True)
@@ -186,7 +189,7 @@ class _Trial:
         gradients = torch.autograd.grad(roots, self._wanted, seeds, allow_unused=True)
         return [t.detach().clone() for t in (*outputs, *gradients) if t is not None]
 
-    def seconds(self, call: Callable[[Sequence[object]], Any]) -> float:
+    def seconds(self, call: _Call) -> float:
         self.result(call)
         mark().synchronize()
         begun = time.perf_counter()
@@ -239,6 +242,8 @@ def make_compute(module: nn.Module, precision: Precision, device: Device, comput
     """What runs a stage of a run."""
     eager = Calls(module, precision, is_compiled=computing.is_compiled)
     is_forced = computing.graph == "on"
-    if device.device.type != "cuda" or computing.graph == "off" or (computing.overlaps and not is_forced):
+    if device.device.type != "cuda" or computing.graph == "off" or computing.is_compiled:
+        return eager
+    if computing.overlaps and not is_forced:
         return eager
     return Replays(eager, precision, device, is_forced=is_forced)

@@ -10,7 +10,7 @@ import pytest
 
 from stagewright.bench import run_suite
 from stagewright.bench.arena import Segment, open_ranks
-from stagewright.bench.report import Outcome, make_series, show
+from stagewright.bench.report import Outcome, make_series, show_machine, show_work
 from stagewright.bench.suites import SUITES
 
 
@@ -52,7 +52,9 @@ def test_a_table_fits_80_columns(
         for heat in suite.heats
         for contest in heat.contests
     ]
-    show(Console(), suite, outcomes, f"stagewright bench {name}")
+    for heat in suite.heats:
+        show_work(Console(), suite, [outcome for outcome in outcomes if outcome.work == heat.work])
+    show_machine(Console(), outcomes, f"stagewright bench {name}")
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
     for outcome in outcomes:
