@@ -168,6 +168,17 @@ def machines_of(config: Config) -> Cluster:
     return Cluster(tuple(Machine() for _ in nodes), "the machines of --nodes")
 
 
+def require_all_machines(config: Config, placement: Placement) -> None:
+    """A machine without a stage would have nothing to do but to fail."""
+    used = {device.machine for devices in placement for device in devices}
+    idle = [machine for machine in range(len(machines_of(config).machines)) if machine not in used]
+    if idle:
+        raise ValueError(
+            f"--nodes names machine {idle[0]} but placement {config.plan.placement} has no device of it; "
+            f"place a stage on {idle[0]}:0, or leave the machine out"
+        )
+
+
 def _local_cluster(placement: Placement) -> Cluster:
     """Processes of CPU machines, as many as the placement's highest index, on an ordinary network."""
     from stagewright.catalog import shipped

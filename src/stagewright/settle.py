@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagewright.config import Config
 from stagewright.equip import require_devices, require_kind
-from stagewright.foresee import machines_of, planned_cuts, predict_job, with_plan_file
+from stagewright.foresee import machines_of, planned_cuts, predict_job, require_all_machines, with_plan_file
 from stagewright.resume import (
     Resume,
     find_checkpoint,
@@ -139,7 +139,7 @@ def make_plan_for(config: Config, chain: Chain | None, warn: Warn = lambda warni
     options = config.plan
     mode = Mode(options.mode)
     placement = parse_placement(options.placement, machines_of(config))
-    _require_all_machines(config, placement)
+    require_all_machines(config, placement)
     cuts = () if chain is None or mode is Mode.DP else _cuts(config, chain, placement)
     clip = config.optimizer.clip is not None
     plan = make_plan(
@@ -181,17 +181,6 @@ def _with_agreement(config: Config, plan: Plan) -> Plan:
         return plan
     clip = config.optimizer.clip is not None
     return replace(plan, agree=(clip or scaled) and plan.is_synchronous, flags=scaled and not plan.is_synchronous)
-
-
-def _require_all_machines(config: Config, placement: Placement) -> None:
-    """A machine without a stage would have nothing to do but to fail."""
-    used = {device.machine for devices in placement for device in devices}
-    idle = [machine for machine in range(len(machines_of(config).machines)) if machine not in used]
-    if idle:
-        raise ValueError(
-            f"--nodes names machine {idle[0]} but placement {config.plan.placement} has no device of it; "
-            f"place a stage on {idle[0]}:0, or leave the machine out"
-        )
 
 
 def _with_gpipe_depths(plan: Plan) -> Plan:

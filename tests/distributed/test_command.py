@@ -143,6 +143,7 @@ def test_ctrl_c_ends_everything_in_one_line(endless: subprocess.Popen[str], tmp_
 
 def test_ranks_do_not_outlive_their_supervisor(endless: subprocess.Popen[str], tmp_path: Path) -> None:
     assert len(ranks_of(tmp_path)) == 3
+    os.kill(ranks_of(tmp_path)[1], signal.SIGSTOP)  # it can't look after its parent itself
     endless.kill()
     wait_until(lambda: ranks_of(tmp_path) == [], 5)
 

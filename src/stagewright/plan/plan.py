@@ -237,14 +237,9 @@ def default_microbatches(batch: int, replicas: Sequence[int]) -> int:
 def divisors(batch: int) -> list[int]:
     """Every number that divides a batch, the smallest first."""
     if not 1 <= batch <= _MOST_SAMPLES:
-        raise ValueError(f"batch is {_short(batch)} samples; it must be 1 to {_MOST_SAMPLES}")
+        raise ValueError(f"batch is {batch} samples; it must be 1 to {_MOST_SAMPLES}")
     small = [divisor for divisor in range(1, math.isqrt(batch) + 1) if batch % divisor == 0]
     return sorted({*small, *(batch // divisor for divisor in small)})
-
-
-def _short(number: int) -> str:
-    """A number as text; Python writes none with thousands of digits."""
-    return str(number) if abs(number) < 10**20 else f"{'-' if number < 0 else ''}more than 10^20"
 
 
 def _require_divisible(batch: int, microbatches: int) -> None:
@@ -252,7 +247,7 @@ def _require_divisible(batch: int, microbatches: int) -> None:
     if microbatches not in possible:
         near = sorted(sorted(possible, key=lambda divisor: abs(divisor - microbatches))[:3])
         raise ValueError(
-            f"batch {batch} is not divisible by {_short(microbatches)} microbatches; "
+            f"batch {batch} is not divisible by {microbatches} microbatches; "
             f"{'nearest that divide it: ' if len(near) > 1 else 'try '}{', '.join(map(str, near))}"
         )
 

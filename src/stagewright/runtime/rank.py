@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -37,6 +39,7 @@ from stagewright.runtime.worker import Worker
 EVENTS = "events"
 KEYS = "STAGEWRIGHT_KEYS"  # the environment variable that holds the prefix of a start's store keys
 _LOOK_SECONDS = 0.5
+_PARENT_DEATH_SIGNAL = 1  # of prctl
 
 
 def main() -> None:
@@ -146,7 +149,9 @@ def _failure(job: Job, rank: int, error: BaseException) -> dict[str, Any]:
 
 
 def _die_with(parent: int) -> None:
-    """End this process soon after its supervisor, however that ended."""
+    """End this process soon after its supervisor, however that ended; Linux does it even for one that is stopped."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
 
     def watch() -> None:
         while os.getppid() == parent:
