@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,10 @@ class Agent(LocalElasticAgent):
         """The plan says which rank a device is, whoever comes first."""
         return [Worker(index, rank, rank, self._world, self._world) for index, rank in enumerate(self._ranks)]
 
-    def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
-        super()._set_local_rank_env(worker_env, local_rank, spec)
-        worker_env.update(self._environment())
-
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.deaths, self.hung, self.lost = [], [], []
         self._watchdog = self._make_watchdog()
-        with kept_signals():  # torch would end the ranks at the first one
+        with kept_signals(), _in_environment(self._environment()):  # torch would end the ranks at the first signal
             started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 
@@ -101,3 +98,18 @@ class Agent(LocalElasticAgent):
         if self._pcontext is not None:  # here, since not every torch takes a timeout
             self._pcontext.close(death_sig, min(timeout, _PATIENCE_SECONDS))
         super()._shutdown(death_sig)
+
+
+@contextmanager
+def _in_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Have variables in this process's environment, which ranks inherit."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
