@@ -72,11 +72,20 @@ def test_an_interrupted_run_goes_on(number: signal.Signals, tmp_path: Path) -> N
     assert_goes_on(run, tmp_path)
 
 
-@soak
-def test_an_interrupt_while_ranks_start_ends_the_run(tmp_path: Path) -> None:
+def test_a_supervisor_killed_while_ranks_import_leaves_none(tmp_path: Path) -> None:
     process = start(tmp_path, *ENDLESS)
-    wait_until(lambda: len(ranks_of(tmp_path)) == 3, 60)
-    time.sleep(0.5)  # the processes are there, but still import
+    wait_until(lambda: ranks_of(tmp_path), 60)
+    process.kill()
+    process.communicate()
+    wait_until(lambda: ranks_of(tmp_path) == [], 30)
+
+
+@soak
+@pytest.mark.parametrize("delay", [0.0, 0.5])
+def test_an_interrupt_while_ranks_start_ends_the_run(delay: float, tmp_path: Path) -> None:
+    process = start(tmp_path, *ENDLESS)
+    wait_until(lambda: ranks_of(tmp_path), 60)
+    time.sleep(delay)  # the processes are there, but still import
     process.send_signal(signal.SIGINT)
     wait_until(lambda: process.poll() is not None, 60)
     _, error = process.communicate()

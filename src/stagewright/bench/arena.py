@@ -62,14 +62,22 @@ class Ranks:
     def wait_ready(self) -> None:
         self._hear("ready", _START_SECONDS)
 
-    def train(self, steps: int) -> Segment:
-        """Train the next batches."""
+    def begin(self, steps: int) -> float:
+        """Have every rank train the next batches from a common start on, which is soon."""
         at = time.monotonic() + _LEAD_SECONDS
         for rank in self._ranks:
             rank.tell({"first": self._trained, "steps": steps, "at": at})
         self._trained += steps
+        return at
+
+    def wait_trained(self) -> list[Event]:
+        return self._hear("timed", _SEGMENT_SECONDS)
+
+    def train(self, steps: int) -> Segment:
+        """Train the next batches."""
+        at = self.begin(steps)
         busy = busy_seconds()
-        events = self._hear("timed", _SEGMENT_SECONDS)
+        events = self.wait_trained()
         seconds = max(event["end"] for event in events) - at
         losses = [event["loss"] for event in events if event["loss"] is not None]
         others = 0.0 if busy is None else (busy_seconds() or 0.0) - busy - sum(event["used"] for event in events)
@@ -163,6 +171,14 @@ def open_ranks(stack: ExitStack, jobs: Mapping[Side, Path], folder: Path, world:
     for ranks in started:
         ranks.wait_ready()
     return started
+
+
+def compile_together(sides: Sequence[Ranks]) -> None:
+    """One batch of every side at once: compilers need cores, and would otherwise take turns."""
+    for side in sides:
+        side.begin(1)
+    for side in sides:
+        side.wait_trained()
 
 
 @dataclass(frozen=True, slots=True)

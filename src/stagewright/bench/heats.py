@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from stagewright.bench.arena import Turn, open_ranks, take_turns
+from stagewright.bench.arena import Turn, compile_together, open_ranks, take_turns
 from stagewright.bench.mps import shared_gpu
 from stagewright.bench.report import Outcome, make_series
 from stagewright.bench.suites import Heat, Side, Suite, Work
@@ -37,6 +37,9 @@ def _run_heat(suite: Suite, heat: Heat, repeats: int, steps: int, folder: Path, 
         if heat.work.setting.device == "cuda":
             stack.enter_context(shared_gpu(tell))
         ranks = open_ranks(stack, jobs, folder, heat.work.world)
+        if heat.work.setting.is_compiled:
+            tell(f"{heat.work}: compiling")
+            compile_together(ranks)
         turns = [Turn(side, lengths[side.side], heat.work.setting.device == "cuda") for side in ranks]
         segments = take_turns(turns, repeats, lambda text: tell(f"{heat.work}: {text}"))
     series = {

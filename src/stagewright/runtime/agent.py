@@ -20,6 +20,7 @@ from stagewright.runtime.story import Death
 from stagewright.runtime.watchdog import Hung, Watchdog
 
 _PATIENCE_SECONDS = 2
+_TORCH_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 class Agent(LocalElasticAgent):
@@ -59,7 +60,8 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.deaths, self.hung, self.lost = [], [], []
         self._watchdog = self._make_watchdog()
-        with kept_signals(), _in_environment(self._environment()):  # torch would end the ranks at the first signal
+        os.environ[_TORCH_SIGNALS] = "SIGHUP,SIGQUIT"  # a handler of torch's would raise while processes are made
+        with kept_signals(), _in_environment(self._environment()):
             started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 

@@ -117,7 +117,7 @@ class Replays:
     def _try(self, arguments: Sequence[object]) -> bool:
         """Whether to replay from here on."""
         try:
-            with _kept_buffers(self._eager.module):
+            with _kept_state(self._eager.module):
                 replay = self._capture(arguments)
                 trial = _Trial(self._eager.module, self._device, arguments)
                 first, again = trial.result(self._eager), trial.result(self._eager)
@@ -156,7 +156,7 @@ class Replays:
         aliases = [
             leaf.detach().requires_grad_() for leaf in weights.values()
         ]  # where the leaves are, so none is copied
-        with _kept_buffers(module), self._uncached():
+        with _kept_state(module), self._uncached():
             replay = torch.cuda.make_graphed_callables(stage, (*samples, *aliases), allow_unused_input=True)
         leaves = list(weights.values())
         return lambda given: replay(*_tensors(given), *leaves)
@@ -200,14 +200,16 @@ class _Trial:
 
 
 @contextmanager
-def _kept_buffers(module: nn.Module) -> Iterator[None]:
-    """Running statistics as they were, whatever runs meanwhile."""
+def _kept_state(module: nn.Module) -> Iterator[None]:
+    """Running statistics and random state as they were, whatever runs meanwhile."""
     kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    random_state = torch.cuda.get_rng_state()
     try:
         yield
     finally:
         for buffer, before in kept:
             buffer.copy_(before)
+        torch.cuda.set_rng_state(random_state)
 
 
 def _tensors(arguments: Sequence[object]) -> list[Tensor]:

@@ -37,6 +37,7 @@ from stagewright.runtime.shortage import describe_shortage, shortage_event
 from stagewright.runtime.worker import Worker
 
 EVENTS = "events"
+SUPERVISOR = "STAGEWRIGHT_SUPERVISOR"  # the environment variable that holds its process id
 KEYS = "STAGEWRIGHT_KEYS"  # the environment variable that holds the prefix of a start's store keys
 _LOOK_SECONDS = 0.5
 _PARENT_DEATH_SIGNAL = 1  # of prctl
@@ -45,7 +46,7 @@ _PARENT_DEATH_SIGNAL = 1  # of prctl
 def main() -> None:
     """Run one rank of a job to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells every process; the supervisor tells the ranks
-    _die_with(os.getppid())
+    _die_with(int(os.environ[SUPERVISOR]))  # which may have ended while this process was still importing
     job = Job.load(Path(sys.argv[1]))
     rank, keys = int(os.environ["RANK"]), os.environ[KEYS]
     torch.set_num_threads(job.config.run.threads)

@@ -19,7 +19,7 @@ from stagewright.runtime.job import Job, RunFailed
 from stagewright.runtime.nodes import interface_of
 from stagewright.runtime.pauses import STOP
 from stagewright.runtime.place import ADDRESS, LOOPBACK
-from stagewright.runtime.rank import KEYS, position_file
+from stagewright.runtime.rank import KEYS, SUPERVISOR, position_file
 from stagewright.runtime.rendezvous import Rendezvous
 from stagewright.runtime.restart import Restart
 from stagewright.runtime.story import Fault, log_fault, tell
@@ -97,6 +97,7 @@ class Supervisor:
         """What ranks are told beside their job: the keys of this start, and the interface to use."""
         site = self._crew.terms.site
         told = {KEYS: f"{self._crew.terms.keys}/{self._crew.start}", ADDRESS: site.address if site else LOOPBACK}
+        told[SUPERVISOR] = str(os.getpid())
         interface = interface_of(site.address) if site else None
         if interface is not None and _NCCL_INTERFACE not in os.environ:
             told[_NCCL_INTERFACE] = f"={interface}"  # this one, not all whose names begin like it
