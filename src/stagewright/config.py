@@ -123,9 +123,7 @@ class RunConfig(Section):
     )
     channels_last: bool = option(True, "--channels-last", "on GPUs, convolutional models keep channels last")
     compile: bool = option(False, "--compile", "torch.compile each stage")
-    cuda_graph: Literal["auto", "on", "off"] = option(
-        "auto", "--cuda-graph", "replay stages; auto: if equal and faster"
-    )
+    cuda_graph: Literal["auto", "on", "off"] = option("off", "--cuda-graph", "replay stages (auto: where faster)")
     deterministic: bool = option(False, "--deterministic", "on GPUs, the same bits every time")
     threads: int = option(1, "--threads", "threads of a CPU rank")
     dynamic: bool = option(False, "--dynamic", "ranks choose at run time between forward and backward")
