@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, relu
 
+from stagewright.model import zoo
+
 CLASSES = 7
 SIDE = 8
 _FLAT = 4 * (SIDE // 2) ** 2
@@ -356,3 +358,24 @@ def make_data(model: str, samples: int, seed: int = 3) -> tuple[Tensor, Tensor]:
         return torch.randint(11, (samples, 5), generator=generator), labels
     shape = (5, 4) if model == "recurrent" else (3, SIDE, SIDE)
     return torch.randn(samples, *shape, generator=generator), labels
+
+
+def _still(name: str) -> nn.Module:
+    """A model of the zoo without dropout, whose masks depend on the type they are drawn for."""
+    model = zoo.build(name, 10)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def still_alexnet() -> nn.Module:
+    return _still("alexnet")
+
+
+def still_vgg16() -> nn.Module:
+    return _still("vgg16")
+
+
+def still_resnet50() -> nn.Module:
+    return _still("resnet50")

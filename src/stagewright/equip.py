@@ -45,8 +45,9 @@ def require_devices(config: Config, plan: Plan, warn: Callable[[str], None]) -> 
     run = config.run
     if run.device != "cuda" or run.emulate:
         return
-    gpus = torch.cuda.device_count()
-    here = [device for device in plan.devices if device.machine == plan.devices[0].machine]
+    if len({device.machine for device in plan.devices}) > 1:
+        return  # each machine has its own GPUs, and its ranks say what they miss
+    gpus, here = torch.cuda.device_count(), plan.devices
     beyond = [device for device in here if device.index >= gpus]
     if beyond and not run.share_gpu:
         raise ValueError(

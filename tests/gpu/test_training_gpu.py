@@ -139,12 +139,12 @@ _STEPS = {"alexnet": 80, "vgg16": 110, "resnet50": 30}
 _PRECISIONS = ("ieee", "fp32", "tf32", "bf16", "fp16")
 
 
-def first_gradient(model: str, name: str, image: int) -> Tensor:
+def first_gradient(model: str, name: str) -> Tensor:
     """The gradient of a first batch by a plain loop in one process, flat."""
     precision = make_precision(name, "cuda")
     precision.set_up()
-    module = build_model(model, 0, 10).cuda().to(memory_format=torch.channels_last).train()
-    inputs, labels = SyntheticSource(64, 10, image, 0).batch(Order(64, 32, 0, True).microbatch(0, 1))
+    module = build_model(model, 0, None).cuda().to(memory_format=torch.channels_last).train()
+    inputs, labels = SyntheticSource(64, 10, 224, 0).batch(Order(64, 32, 0, True).microbatch(0, 1))
     torch.cuda.manual_seed(seed_of(0, 0, 0))
     with precision.forward_context():
         logits = module(inputs.cuda().contiguous(memory_format=torch.channels_last))
@@ -153,24 +153,40 @@ def first_gradient(model: str, name: str, image: int) -> Tensor:
 
 
 @pytest.mark.parametrize("model", _RATE)
-def test_every_precision_learns_and_begins_like_fp32(model: str, tmp_path: Path) -> None:
+def test_every_precision_begins_like_fp32(model: str, tmp_path: Path) -> None:
     """How far a precision's first gradient is from fp32's depends on the model; a plain loop sets the tolerance."""
-    image = 128 if model == "alexnet" else 64
-    options: dict[str, Any] = {"batch": 32, "mode": "dp", "placement": "0:0", "microbatches": 1, "classes": 10}
-    options |= {"emulate": True, "samples": 64, "image": image, "loss_scale": 1024.0}
-    initial = build_model(model, 0, 10).state_dict()
-    names = [name for name, _ in build_model(model, 0, 10).named_parameters()]
-    exact = first_gradient(model, "ieee", image)
+    factory = f"tests.models:still_{model}"
+    options: dict[str, Any] = {"batch": 32, "mode": "dp", "placement": "0:0", "microbatches": 1}
+    options |= {
+        "emulate": True,
+        "samples": 64,
+        "image": 224,
+        "loss_scale": 1024.0,
+        "steps": 1,
+        "lr": 1.0,
+        "momentum": 0.0,
+    }
+    initial = build_model(factory, 0, None)
+    weights_before = initial.state_dict()
+    names = [name for name, _ in initial.named_parameters()]
+    exact = first_gradient(factory, "ieee")
     for precision in _PRECISIONS:
-        once = run(tmp_path, model, precision=precision, **{**options, "steps": 1, "lr": 1.0, "momentum": 0.0})
-        weights = once.weights()
-        ours = torch.cat([(initial[name] - weights[name]).flatten() for name in names])
-        stock = first_gradient(model, precision, image)
-        gap, usual = (float((g - exact).norm() / exact.norm()) for g in (ours, stock))
+        weights = run(tmp_path, factory, precision=precision, **options).weights()
+        ours = torch.cat([(weights_before[name] - weights[name]).flatten() for name in names])
+        gap, usual = (
+            float((gradient - exact).norm() / exact.norm()) for gradient in (ours, first_gradient(factory, precision))
+        )
         print(f"{model} {precision}: first gradient {gap:.1e} from ieee, in a plain loop {usual:.1e}")
-        assert gap <= 2 * usual + 1e-2, (precision, gap, usual)
-        longer = {**options, "steps": _STEPS[model], "optimizer": "adamw", "lr": _RATE[model], "warmup": 5}
-        losses = [step.loss for step in run(tmp_path, model, precision=precision, **longer).steps]
+        assert gap <= 1.5 * usual + 1e-3, (precision, gap, usual)
+
+
+@pytest.mark.parametrize("model", _RATE)
+def test_every_precision_learns(model: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"batch": 32, "mode": "sync", "placement": "0:0.0:0", "microbatches": 2, "classes": 10}
+    options |= {"emulate": True, "samples": 64, "image": 128 if model == "alexnet" else 64}
+    options |= {"steps": _STEPS[model], "optimizer": "adamw", "lr": _RATE[model], "warmup": 5}
+    for precision in _PRECISIONS:
+        losses = [step.loss for step in run(tmp_path, model, precision=precision, **options).steps]
         assert sum(losses[-8:]) < 0.7 * sum(losses[:8]), (precision, losses)
 
 
