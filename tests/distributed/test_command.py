@@ -15,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.soak import soak
+
 ROOT = Path(__file__).parents[2]
 COMMON = ("--model", "tests.distributed.test_command:tiny", "--placement", "0:0-1.0:2", "--cut", "3", "--batch", "8")
 
@@ -148,6 +150,7 @@ def test_ranks_do_not_outlive_their_supervisor(endless: subprocess.Popen[str], t
     wait_until(lambda: ranks_of(tmp_path) == [], 5)
 
 
+@soak
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     process = start(tmp_path, "--steps", "100", "--lr", "1e30")
     _, error = process.communicate(timeout=120)

@@ -12,6 +12,7 @@ from stagewright.config import make_config
 from stagewright.experiment import run
 from tests.distributed.test_command import ROOT
 from tests.pictures import jpeg, message, write_parts
+from tests.soak import soak
 
 
 def test_ranks_and_emulation_load_the_same_samples(tmp_path: Path) -> None:
@@ -32,6 +33,7 @@ def test_ranks_and_emulation_load_the_same_samples(tmp_path: Path) -> None:
         assert one["samples"] == other["samples"] == 40 and one["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
 
+@soak
 def test_too_many_bad_records_end_a_run_of_real_ranks_in_one_line(tmp_path: Path) -> None:
     messages = [message(jpeg(index, 32, 32) if index % 4 else b"none", index % 10) for index in range(40)]
     root = write_parts(tmp_path / "data", [messages])

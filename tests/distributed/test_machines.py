@@ -22,10 +22,10 @@ from stagewright.config import as_toml
 from tests.distributed.namespaces import TOKEN, Machines, machines
 from tests.distributed.test_command import ranks_of, wait_until
 from tests.parity import TOLERANCE, Case, assert_near, emulate, make_job, refer
+from tests.soak import soak
 
 STAGES = Case("normed", "0:0-1.1:0", "third", mode="stale", staleness=1, steps=12)
 DATA_PARALLEL = Case("dropping", "0:0,1:0", mode="dp", steps=12)
-soak = pytest.mark.skipif("STAGEWRIGHT_SOAK" not in os.environ, reason="takes minutes: make soak")
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from stagewright.runtime.linktest import measure_links
+from tests.soak import soak
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,6 +21,7 @@ def stagewright(*arguments: str) -> str:
     return done.stdout
 
 
+@soak
 def test_a_measured_model_is_planned_and_run_and_predicted(tmp_path: Path) -> None:
     profile, plan = str(tmp_path / "profile.json"), str(tmp_path / "plan.json")
     shown = stagewright("profile", "vgg-small", "--samples", "4,16", "--together", "2", "-o", profile)

@@ -6,7 +6,6 @@ The first plan sends activations over the link, the second gradients. Both are s
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.namespaces import ROOT, Machines, machines
+from tests.soak import soak
 
 RATES = {"100mbit": 100e6 / 8 * 0.94, "1gbit": 0.1175e9}  # bytes a second that TCP gets out of them
 PLANS = {"between stages": ("stale", "0:0.1:0"), "inside a stage": ("dp", "0:0,1:0")}
@@ -49,7 +49,7 @@ def measured(pair: Machines, folder: Path, mode: str, placement: str, cut: list[
     return float(json.loads(outputs[0][0])["images_per_second"])
 
 
-@pytest.mark.skipif("STAGEWRIGHT_SOAK" not in os.environ, reason="takes minutes: make soak")
+@soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rate", RATES)
 def test_a_slow_link_costs_what_the_simulator_says(rate: str, tmp_path: Path) -> None:

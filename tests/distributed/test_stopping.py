@@ -43,6 +43,7 @@ def assert_goes_on(run: Path, tmp_path: Path) -> None:
     assert [step.loss for step in resumed.steps] == [step.loss for step in straight.steps]
 
 
+@soak
 def test_a_killed_supervisor_leaves_no_ranks_and_the_run_goes_on(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     process = start(runs, *ENDLESS, "--checkpoint-every", "3")
@@ -72,6 +73,7 @@ def test_an_interrupted_run_goes_on(number: signal.Signals, tmp_path: Path) -> N
     assert_goes_on(run, tmp_path)
 
 
+@soak
 def test_a_supervisor_killed_while_ranks_import_leaves_none(tmp_path: Path) -> None:
     process = start(tmp_path, *ENDLESS)
     wait_until(lambda: ranks_of(tmp_path), 60)
