@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from stagewright.model.probe import Value
+from stagewright.plan.plan import Plan, Stage
 from stagewright.runtime.channels import Inbox, Outbox
 from stagewright.runtime.messages import Field, Layout
 
@@ -91,3 +92,13 @@ class Links:
             outbox.flush()
         for inbox in (*self.activations_from.values(), *self.gradients_from.values()):
             inbox.flush()
+
+
+def expect(inboxes: Mapping[int, Inbox], rank: int, stage: Stage, plan: Plan, neighbour: int, span: range) -> None:
+    """Announce to each inbox the microbatches that its sender and this rank both run."""
+    for peer, inbox in inboxes.items():
+        inbox.expect(_common(stage, rank, plan.stages[neighbour], peer, span))
+
+
+def _common(stage: Stage, rank: int, other: Stage, peer: int, span: range) -> Iterator[int]:
+    return (microbatch for microbatch in stage.own(rank, span) if other.rank_of(microbatch) == peer)

@@ -6,7 +6,6 @@ import logging
 import secrets
 import signal
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -22,7 +21,7 @@ from stagewright.runtime.job import Interrupted, Job
 from stagewright.runtime.nodes import Site, bound_to
 from stagewright.runtime.place import LOOPBACK
 from stagewright.runtime.restart import Restart
-from stagewright.runtime.signals import on_signal
+from stagewright.runtime.signals import kept_signals, on_signal
 from stagewright.runtime.supervise import Supervisor
 
 
@@ -35,7 +34,7 @@ def launch(
     """
     folder = Path(job.folder)
     (folder / "ranks").mkdir(exist_ok=True)
-    with _agent_log(folder), _own_signals(), _meeting_place(job, site, folder) as terms:
+    with _agent_log(folder), kept_signals(signal.SIGHUP, signal.SIGQUIT), _meeting_place(job, site, folder) as terms:
         crew = Crew(terms, say)
         supervisor = Supervisor(job, listen, restart or Restart(), crew)
         ended: str | None = None
@@ -122,18 +121,3 @@ def _agent_log(folder: Path) -> Iterator[None]:
         for child, (child_handlers, child_propagate) in kept.items():
             child.handlers[:], child.propagate = child_handlers, child_propagate
         handler.close()
-
-
-@contextmanager
-def _own_signals() -> Iterator[None]:
-    """Put the caller's signal handlers back after the agent has installed its own."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    kept = {number: signal.getsignal(number) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)

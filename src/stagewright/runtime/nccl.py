@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store
 from stagewright.config import Config
 from stagewright.runtime.device import Device, Gpu
 from stagewright.runtime.messages import DirectMessage, Layout, Message
-from stagewright.runtime.network import ChannelName, GlooNetwork, Network
+from stagewright.runtime.network import ChannelName, GlooNetwork, Network, PairTransport
 from stagewright.runtime.pending import Pending, Transport
 from stagewright.runtime.place import LOOPBACK, Place
 from stagewright.runtime.reduce import Alone, Collective
@@ -56,7 +56,7 @@ class NcclNetwork:
         return DirectMessage(layout, self._gpu, own_streams=True)
 
     def transport(self, name: ChannelName, window: int) -> Transport:
-        return NcclTransport(self.group(str(name), (name.source, name.target)))
+        return PairTransport(self.group(str(name), (name.source, name.target)))
 
     def collective(self, name: str, ranks: Sequence[int]) -> Collective:
         if len(ranks) == 1:
@@ -73,21 +73,6 @@ class NcclNetwork:
         group = ProcessGroupNCCL(store, ranks.index(self._rank), len(ranks), options)
         group.eager_connect_single_device(self._gpu.device)
         return group
-
-
-class NcclTransport:
-    """A group of two: the sender is its first member. Waiting orders streams; the host goes on."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def send(self, buffer: Tensor) -> Pending:
-        sending: Pending = self._group.send([buffer], 1, 0)
-        return sending
-
-    def receive(self, buffer: Tensor) -> Pending:
-        receiving: Pending = self._group.recv([buffer], 0, 0)
-        return receiving
 
 
 class NcclCollective:

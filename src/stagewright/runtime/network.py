@@ -115,7 +115,7 @@ class GlooNetwork:
         return StagedMessage(layout, self._gpu, self._courier)
 
     def transport(self, name: ChannelName, window: int) -> Transport:
-        gloo = _GlooTransport(self._group(str(name), (name.source, name.target), [self._device]))
+        gloo = PairTransport(self._group(str(name), (name.source, name.target), [self._device]))
         if not all(map(self._place.is_beside, (name.source, name.target))):
             return gloo
         store = PrefixStore(f"stream/{name}", self._store)
@@ -152,8 +152,8 @@ class StoreBulletin:
         self._store.delete_key(key)
 
 
-class _GlooTransport:
-    """A group of two: the sender is its first member."""
+class PairTransport:
+    """A group of two, of gloo or NCCL: the sender is its first member."""
 
     def __init__(self, group: Any) -> None:
         self._group = group

@@ -7,6 +7,7 @@ lagging      a stage hears from the stage behind it, and the last stage from the
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -61,7 +62,7 @@ class Overflow:
         """Go on after `batch` batches from such a state, which may be another plan's or of a run without scales."""
 
 
-class _Scaled(Overflow):
+class _Scaled(Overflow, ABC):
     """Keeps the scale, on ranks of the last stage; subclasses know how verdicts come."""
 
     def __init__(self, scaling: Scaling, skipped: Skipped, *, is_last: bool = True) -> None:
@@ -87,8 +88,9 @@ class _Scaled(Overflow):
         if not (state and is_same):
             self._scale.begin_at(batch)
 
+    @abstractmethod
     def _verdict(self, batch: int) -> bool:
-        raise NotImplementedError
+        """Whether the first stage skipped that batch; verdicts are asked for in order."""
 
 
 class OneStage(_Scaled):

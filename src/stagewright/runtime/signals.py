@@ -26,12 +26,12 @@ def on_signal(stop: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def kept_signals() -> Iterator[None]:
-    """Put the handlers back that others install while the context is open."""
+def kept_signals(*numbers: signal.Signals) -> Iterator[None]:
+    """Put handlers back that others replace while the context is open: of SIGINT and SIGTERM, and of these signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    kept = {number: signal.getsignal(number) for number in SIGNALS}
+    kept = {number: signal.getsignal(number) for number in (*SIGNALS, *numbers)}
     try:
         yield
     finally:

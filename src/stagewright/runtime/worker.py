@@ -11,26 +11,25 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
 from stagewright.data.loader import Loader
 from stagewright.metrics import Score
 from stagewright.model.probe import Probe
-from stagewright.plan.plan import Plan, Stage
-from stagewright.runtime.boundary import Arrival, Cut
-from stagewright.runtime.channels import Inbox
+from stagewright.plan.plan import Stage
+from stagewright.runtime.boundary import Arrival, Cut, expect
 from stagewright.runtime.dynamic import Chooser
 from stagewright.runtime.gate import Gate
 from stagewright.runtime.job import Job
 from stagewright.runtime.losses import Losses
+from stagewright.runtime.norms import Norms, norm_of
 from stagewright.runtime.optimize import clip_factor, learning_rate
 from stagewright.runtime.overflow import Overflow
 from stagewright.runtime.pending import AllOf, Pending
 from stagewright.runtime.reduce import Collective
-from stagewright.runtime.replica import Replica, widened
+from stagewright.runtime.replica import Replica
 from stagewright.runtime.saving import Saver
+from stagewright.runtime.scoring import score_of
 from stagewright.schedule.action import Action, Op
 from stagewright.schedule.lower import evaluation_program, last_of, program
 
@@ -73,9 +72,8 @@ class Worker:
         self.replicas = replicas
         self.recorder = recorder or Recorder()
         self._collectives = collectives
-        self._world = world
         self._emit = emit
-        self._norms: dict[int, tuple[Tensor, Pending]] = {}
+        self._norms = Norms(len(job.plan.stages), rank, world)
         self._losses = Losses(job.plan, rank, emit)
         self.overflow = overflow
         self.loader: Loader | None = None  # ranks of the first stage have one
@@ -198,7 +196,7 @@ class Worker:
         if action.op is Op.UPDATE:
             assert action.version is not None
             if self.plan.agree:
-                return self._norms[action.version][1]
+                return self._norms.pending(action.version)
             return None if self.plan.flags else replica.reducer.pending(action.version)
         if action.op is Op.AGREE:
             return AllOf(list(self._awaits_agreement(action)))
@@ -261,13 +259,9 @@ class Worker:
         if self.plan.flags:
             self.overflow.unscale(self.replicas[action.stage], action.version)
             return
-        norms = torch.zeros(len(self.plan.stages), dtype=torch.float64)
         for replica in self.replicas.values():
             self.overflow.unscale(replica, action.version)
-            if replica.stage.ranks[0] == self.rank:
-                gradient = replica.ring.gradient_of(action.version)
-                norms[replica.stage.index] = torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
-        self._norms = {action.version: (norms, self._world.sum(norms))}
+        self._norms.exchange(self.replicas.values(), action.version)
 
     def _update(self, action: Action) -> None:
         replica, update = self.replicas[action.stage], action.version
@@ -279,7 +273,7 @@ class Worker:
         clip = None if limit is None else lambda gradient: clip_factor(self._norm(gradient, update), limit)
         if not self.plan.agree and not self.plan.flags:
             self.overflow.unscale(replica, update)
-        skipping = self.overflow.outcome(replica, update, self._norms[update][0] if self.plan.agree else None)
+        skipping = self.overflow.outcome(replica, update, self._norms.squares(update) if self.plan.agree else None)
         if skipping is True:
             replica.skip(update)
         else:
@@ -287,11 +281,7 @@ class Worker:
 
     def _norm(self, gradient: Tensor, update: int) -> Tensor:
         """The norm that is clipped: of the whole model where ranks agree on it, otherwise of the stage."""
-        if not self.plan.agree:
-            norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-            return norm
-        norms, _ = self._norms[update]
-        return norms.sum().sqrt()
+        return self._norms.squares(update).sum().sqrt() if self.plan.agree else norm_of(gradient)
 
     def _report_losses(self, replica: Replica, microbatch: int, scale: float | None) -> None:
         """Pass on a batch's losses once this replica has its last one."""
@@ -320,11 +310,7 @@ class Worker:
         self._flush()
 
     def _add_score(self, logits: Tensor, labels: Tensor) -> None:
-        logits = widened(logits)
-        best = (logits.topk(min(5, logits.shape[1]), 1).indices == labels.unsqueeze(1)).double()
-        hits = best.flatten(2).mean(2) if best.dim() > 2 else best  # a sample of many labels counts as one
-        loss = float(functional.cross_entropy(logits, labels)) * len(labels)
-        self._score += Score(len(labels), loss, float(hits[:, 0].sum()), float(hits.sum()))
+        self._score += score_of(logits, labels)
 
     def _open(self, probe: Probe, span: range, *, forward_only: bool = False) -> None:
         """Tell the channels what messages hold and which will come in a span."""
@@ -333,24 +319,14 @@ class Worker:
         for stage, replica in self.replicas.items():
             replica.open(cuts[stage - 1] if stage > 0 else None, cuts[stage] if stage < len(cuts) else None)
         for stage, replica in self.replicas.items():
-            _expect(replica.links.activations_from, self.rank, replica.stage, self.plan, stage - 1, span)
+            expect(replica.links.activations_from, self.rank, replica.stage, self.plan, stage - 1, span)
             if not forward_only:
-                _expect(replica.links.gradients_from, self.rank, replica.stage, self.plan, stage + 1, span)
+                expect(replica.links.gradients_from, self.rank, replica.stage, self.plan, stage + 1, span)
 
     def _flush(self) -> None:
         for replica in self.replicas.values():
             replica.links.flush()
         self._losses.flush()
-
-
-def _expect(inboxes: Mapping[int, Inbox], rank: int, stage: Stage, plan: Plan, neighbour: int, span: range) -> None:
-    """Announce to each inbox the microbatches that its sender and this rank both run."""
-    for peer, inbox in inboxes.items():
-        inbox.expect(_common(stage, rank, plan.stages[neighbour], peer, span))
-
-
-def _common(stage: Stage, rank: int, other: Stage, peer: int, span: range) -> Iterator[int]:
-    return (microbatch for microbatch in stage.own(rank, span) if other.rank_of(microbatch) == peer)
 
 
 def _as_list(score: Score) -> Sequence[float]:
