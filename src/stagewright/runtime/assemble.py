@@ -28,11 +28,12 @@ from stagewright.runtime.network import Network, channels_of
 from stagewright.runtime.optimize import Optimizer
 from stagewright.runtime.overflow import make_overflow
 from stagewright.runtime.precision import make_precision
+from stagewright.runtime.recorder import Recorder
 from stagewright.runtime.reduce import Collective, Reducer
 from stagewright.runtime.replica import Replica, Rules
 from stagewright.runtime.scaling import Scaling
 from stagewright.runtime.versions import VersionRing
-from stagewright.runtime.worker import Emit, Recorder, Worker
+from stagewright.runtime.worker import Emit, Worker
 
 
 def open_data(config: Config, text: str) -> Source:

@@ -14,9 +14,10 @@ from stagewright.runtime.job import Job, RunFailed
 from stagewright.runtime.network import Memory, MemoryNetwork
 from stagewright.runtime.pauses import EmulatedPauses
 from stagewright.runtime.pending import Pending, first_line
+from stagewright.runtime.recorder import Recorder
 from stagewright.runtime.restore import restore
 from stagewright.runtime.saver import DiskSaver
-from stagewright.runtime.worker import Emit, Recorder, Worker
+from stagewright.runtime.worker import Emit, Worker
 from stagewright.schedule.action import Action
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from stagewright.runtime.device import Device
-from stagewright.runtime.worker import Recorder
 from stagewright.schedule.action import Action, Op
 
 _OPS = tuple(Op)
@@ -23,6 +22,22 @@ _ABSENT = -1
 _SHORTEST_WAIT = 5e-5  # seconds; shorter ones would only fill the trace
 _COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.UPDATE)
 _LANES = {Op.SEND_ACT: "transfer", Op.SEND_GRAD: "transfer", Op.REDUCE: "transfer"}
+
+
+class Recorder:
+    """Told of every action; the default forgets."""
+
+    def begin(self, action: Action) -> None:
+        """The worker is at this action, and may wait for others."""
+
+    def ready(self, action: Action) -> None:
+        """It waits no more."""
+
+    def end(self, action: Action) -> None:
+        """The action is done."""
+
+    def save(self) -> None:
+        """What the worker does next is to keep its state."""
 
 
 class State(IntEnum):

@@ -26,6 +26,7 @@ from stagewright.runtime.norms import Norms, norm_of
 from stagewright.runtime.optimize import clip_factor, learning_rate
 from stagewright.runtime.overflow import Overflow
 from stagewright.runtime.pending import AllOf, Pending
+from stagewright.runtime.recorder import Recorder
 from stagewright.runtime.reduce import Collective
 from stagewright.runtime.replica import Replica
 from stagewright.runtime.saving import Saver
@@ -34,22 +35,6 @@ from stagewright.schedule.action import Action, Op
 from stagewright.schedule.lower import evaluation_program, last_of, program
 
 Emit = Callable[[dict[str, Any]], None]
-
-
-class Recorder:
-    """Told of every action; the default forgets."""
-
-    def begin(self, action: Action) -> None:
-        """The worker is at this action, and may wait for others."""
-
-    def ready(self, action: Action) -> None:
-        """It waits no more."""
-
-    def end(self, action: Action) -> None:
-        """The action is done."""
-
-    def save(self) -> None:
-        """What the worker does next is to keep its state."""
 
 
 class Worker:
