@@ -114,6 +114,43 @@ class Restarted:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuUse:
+    """One GPU at one moment, as NVML counts it."""
+
+    uuid: str
+    index: int
+    memory: int  # bytes in use, by anyone
+    utilisation: float  # 0 to 1
+    power: float | None = None  # watts
+    energy: float | None = None  # joules since the driver was loaded
+    temperature: float | None = None  # degrees Celsius
+    clock: float | None = None  # of the multiprocessors, in Hz
+    throttled: tuple[str, ...] = ()  # why it is slower than it could be
+    foreign: int = 0  # processes on it that are not of this run
+
+
+@dataclass(frozen=True, slots=True)
+class RankUse:
+    """One rank's process at one moment."""
+
+    rank: int
+    memory: int  # resident bytes
+    cores: float  # that it kept busy since the moment before
+    torch_memory: int | None = None  # bytes that torch holds on its device
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a run uses of its machine at one moment: a line of monitor.jsonl."""
+
+    seconds: float  # since the run began
+    cores: float  # that everything on the machine kept busy
+    memory: int  # bytes that everything on the machine uses
+    gpus: tuple[GpuUse, ...]
+    ranks: tuple[RankUse, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Score:
     """Sums over evaluated samples; they add up over replicas."""
 

@@ -1,0 +1,118 @@
+"""What a report says, as blocks in reading order; `markdown` and `html` draw the same page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stagewright.metrics import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a reader should take away, a sentence a line."""
+
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text; numbers stand right."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One value with its 95 % interval, where it has one."""
+
+    label: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+    is_predicted: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """Values of one unit, one below the other."""
+
+    title: str
+    unit: str
+    bars: tuple[Bar, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One bar made of named parts."""
+
+    label: str
+    parts: tuple[tuple[str, float], ...]
+    limit: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """Bars made of the same parts: memory by part and rank."""
+
+    title: str
+    unit: str
+    stacks: tuple[Stack, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One point of a curve, with its interval, where it has one."""
+
+    x: float
+    y: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    label: str
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Curves over one axis: losses, accuracies, utilisation over time."""
+
+    title: str
+    x: str  # what the axes are, with units
+    y: str
+    curves: tuple[Curve, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A timeline, one row a rank."""
+
+    title: str
+    timeline: Timeline
+    ranks: tuple[str, ...]  # a label each
+    is_predicted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Text as it is: a command, a topology matrix."""
+
+    title: str
+    text: str
+
+
+Block = Verdict | Table | Bars | Stacks | Curves | Pipeline | Listing
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A whole report."""
+
+    title: str
+    blocks: tuple[Block, ...]
