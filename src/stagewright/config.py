@@ -81,6 +81,7 @@ class OptimizerConfig(Section):
     beta1: float = option(0.9, "--beta1", "AdamW: decay of the mean")
     beta2: float = option(0.999, "--beta2", "AdamW: decay of the square")
     eps: float = option(1e-8, "--eps", "AdamW: added to the root")
+    predict: bool = option(False, "--predict", "stages that lag use the weights that momentum will have brought")
     clip: float | None = option(None, "--clip", "largest norm of a gradient")
     label_smoothing: float = option(0.0, "--label-smoothing", "share of the target spread over all classes")
 

@@ -25,7 +25,7 @@ from stagewright.runtime.compute import Computing
 from stagewright.runtime.device import Cpu, Device
 from stagewright.runtime.job import Job
 from stagewright.runtime.network import Network, channels_of
-from stagewright.runtime.optimize import Optimizer
+from stagewright.runtime.optimize import Optimizer, Rates
 from stagewright.runtime.overflow import make_overflow
 from stagewright.runtime.precision import make_precision
 from stagewright.runtime.recorder import Recorder
@@ -169,4 +169,6 @@ def _replica(job: Job, stage: Stage, piece: Piece, links: Links, collective: Col
     share = job.plan.stages[-1].round / stage.round
     computing = Computing(config.run.compile, config.run.cuda_graph, stage.replicas > 1)
     rules = Rules(config.run.seed, precision, config.optimizer.label_smoothing, share, form, computing)
-    return Replica(stage, piece, ring, reducer, Optimizer(config.optimizer, ring.master), links, rules, device)
+    rates = Rates(config.optimizer.lr, config.schedule, job.batches, stage.round, job.plan.microbatches)
+    optimizer = Optimizer(config.optimizer, ring.master, rates)
+    return Replica(stage, piece, ring, reducer, optimizer, links, rules, device)
