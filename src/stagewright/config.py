@@ -45,7 +45,9 @@ class DataConfig(Section):
     crop: Literal["auto", "resized", "padded"] = option("auto", "--crop", "random crop (auto: padded up to 64 pixels)")
     jitter: float = option(0.0, "--jitter", "most that brightness, contrast and saturation change, as a share")
     normalize: str = option("imagenet", "--normalize", "imagenet, published, or MEAN,MEAN,MEAN/STD,STD,STD of 0-255")
-    decode: Literal["cpu", "gpu"] = option("cpu", "--decode", "where JPEGs are decoded; gpu needs torchcodec")
+    decode: Literal["cpu", "gpu", "once"] = option(
+        "cpu", "--decode", "where JPEGs are decoded; gpu needs torchcodec; once keeps small images on the device"
+    )
     loader_threads: int = option(2, "--loader-threads", "threads that decode, of each rank of the first stage")
     ahead: int = option(4, "--ahead", "microbatches decoded ahead")
     max_bad: int = option(100, "--max-bad", "bad records that a rank replaces before the run stops")

@@ -10,6 +10,8 @@ from torch import nn
 from stagewright.config import Config
 from stagewright.data.datasets import is_images
 from stagewright.data.device import require_decoder
+from stagewright.data.images import ImageSource
+from stagewright.data.kept import require_keepable
 from stagewright.data.loader import Loader, make_loaders
 from stagewright.data.loading import Decode, Loading
 from stagewright.data.numbering import Pieces, Share, Training
@@ -44,7 +46,7 @@ def open_data(config: Config, text: str) -> Source:
         require_decoder(data.decode, config.run.device)
     limit = data.limit if text == data.source else None
     options = ImageOptions(data.crop, data.normalize, data.jitter, data.class_names, limit, data.learnable)
-    return open_source(
+    source = open_source(
         text,
         samples=data.samples,
         classes=config.model.classes,
@@ -52,6 +54,9 @@ def open_data(config: Config, text: str) -> Source:
         seed=config.run.seed,
         options=options,
     )
+    if Decode(data.decode) is Decode.ONCE and isinstance(source, ImageSource):
+        require_keepable(source)
+    return source
 
 
 def set_up(config: Config) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 
 from stagewright.model.units import Piece
 from stagewright.plan.plan import Stage
@@ -157,7 +158,11 @@ class Replica:
         assert slot.version == version, f"microbatch {microbatch} is back after version {version} was lost"
         is_first = update not in self._begun
         self._begun.add(update)
-        hooks = self.ring.gather_first(slot, update) if is_first else self.ring.gather_into(slot, update)
+        hooks: list[RemovableHandle] = []
+        if is_first:
+            hooks = self.ring.gather_first(slot, update, at_once=overlap)
+        else:
+            self.ring.gather_into(slot, update)
         if overlap:
             hooks += self.reducer.watch(slot, update, self.ring.gradient_of(update))
         if flight.roots:
@@ -165,7 +170,7 @@ class Replica:
         for hook in hooks:
             hook.remove()
         if is_first:
-            self.ring.fill_missing(slot, update)
+            self.ring.gather_rest(slot, update)
         returned.release()
         if not self.stage.is_first:
             gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in flight.leaves]

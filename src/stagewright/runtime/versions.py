@@ -77,8 +77,11 @@ class VersionRing:
         """Put the newest weights into the modules, for evaluation and export."""
         return self._swap_in(self._master_slot)
 
-    def gather_first(self, slot: Slot, update: int) -> list[RemovableHandle]:
-        """Let backward through a slot's leaves fill the gradient buffer of an update: cheaper than zeros and a sum."""
+    def gather_first(self, slot: Slot, update: int, *, at_once: bool) -> list[RemovableHandle]:
+        """Have the next backward through a slot's leaves make gradients anew: cheaper than zeros and a sum.
+
+        They come into the buffer of an update one by one where something waits for them, otherwise by `gather_rest`.
+        """
         index = update % len(self.gradients)
         slot.gradient = self.gradients[index]
 
@@ -90,23 +93,31 @@ class VersionRing:
         hooks = []
         for leaf, view in zip(slot.leaves, self._gradient_views[index], strict=True):
             leaf.grad = None
-            hooks.append(leaf.register_post_accumulate_grad_hook(partial(fill, view=view)))  # type: ignore[no-untyped-call]
+            if at_once:
+                hooks.append(leaf.register_post_accumulate_grad_hook(partial(fill, view=view)))  # type: ignore[no-untyped-call]
         return hooks
 
-    def fill_missing(self, slot: Slot, update: int) -> None:
-        """Zeros for the leaves that the first backward did not reach."""
+    def gather_rest(self, slot: Slot, update: int) -> None:
+        """After the first backward, move what it made into the buffer, in few kernels; zeros where it made nothing."""
+        made: list[Tensor] = []
+        places: list[Tensor] = []
         for leaf, view in zip(slot.leaves, self._gradient_views[update % len(self.gradients)], strict=True):
             if leaf.grad is None:
-                leaf.grad = view.zero_()
+                view.zero_()
+            elif leaf.grad is not view:
+                made.append(leaf.grad)
+                places.append(view)
+            leaf.grad = view
+        if made:
+            torch._foreach_copy_(places, made)
 
-    def gather_into(self, slot: Slot, update: int) -> list[RemovableHandle]:
+    def gather_into(self, slot: Slot, update: int) -> None:
         """Let backward through a slot's leaves add to the gradient buffer of an update."""
         index = update % len(self.gradients)
         if slot.gradient is not self.gradients[index]:
             slot.gradient = self.gradients[index]
             for leaf, view in zip(slot.leaves, self._gradient_views[index], strict=True):
                 leaf.grad = view
-        return []
 
     def gradient_of(self, update: int) -> Tensor:
         return self.gradients[update % len(self.gradients)]
