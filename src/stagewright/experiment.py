@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -192,18 +191,13 @@ def _export(job: Job, states: Sequence[dict[str, Tensor]]) -> Path | None:
 
 def write_start(job: Job) -> None:
     """Leave what the run is about before it begins."""
-    import torch
+    from stagewright.machine.environment import environment
 
     folder = Path(job.folder)
     (folder / "config.toml").write_text(as_toml(job.config))
     (folder / "plan.json").write_text(json.dumps(job.plan.describe(), indent=1))
-    environment = {
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "platform": platform.platform(),
-        "command": sys.argv,
-    }
-    (folder / "env.json").write_text(json.dumps(environment, indent=1))
+    known = {"command": sys.argv} | environment().describe()
+    (folder / "env.json").write_text(json.dumps(known, indent=1))
     (folder / "log.txt").touch()
 
 

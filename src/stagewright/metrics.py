@@ -177,8 +177,8 @@ class GpuUse:
 
     uuid: str
     index: int
-    memory: int  # bytes in use, by anyone
-    utilisation: float  # 0 to 1
+    memory: int | None  # bytes in use, by anyone; None where the driver does not say
+    utilisation: float | None  # 0 to 1
     power: float | None = None  # watts
     energy: float | None = None  # joules since the driver was loaded
     temperature: float | None = None  # degrees Celsius
