@@ -9,11 +9,10 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from stagewright.report.figures import part_names, shown, thinned
+from stagewright.report.figures import part_names, shown
 from stagewright.report.page import Bar, Bars, Curve, Curves, Point, Stack, Stacks
 
 _COLOURS = 8
-_MOST_POINTS = 400  # of a curve: more than a screen tells apart
 _WIDE, _HIGH = 1000, 300  # of a plot, which is then stretched
 
 
@@ -80,7 +79,7 @@ def _stack(stack: Stack, names: Sequence[str], whole: float, unit: str) -> str:
 
 def draw_curves(curves: Curves) -> str:
     """Lines over one axis, with a band where points have intervals."""
-    drawn = [Curve(curve.label, thinned(_finite(curve.points), _MOST_POINTS)) for curve in curves.curves]
+    drawn = [Curve(curve.label, _finite(curve.points)) for curve in curves.curves]
     points = [point for curve in drawn for point in curve.points]
     if not points:
         return '<p class="note">There is nothing to draw.</p>'
@@ -134,8 +133,8 @@ def _path(frame: _Frame, points: Iterable[tuple[float, float | None]]) -> str:
     return " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points if y is not None)
 
 
-def _finite(points: Iterable[Point]) -> list[Point]:
-    return [point for point in points if math.isfinite(point.x) and math.isfinite(point.y)]
+def _finite(points: Iterable[Point]) -> tuple[Point, ...]:
+    return tuple(point for point in points if math.isfinite(point.x) and math.isfinite(point.y))
 
 
 def ticks(low: float, high: float) -> list[float]:

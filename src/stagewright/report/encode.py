@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import math
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from stagewright.metrics import Span, Timeline
@@ -21,26 +20,19 @@ _ACTION = re.compile(r"([0-9]{1,9})([A-Z]{1,2})([0-9]{1,15})?(?:@([0-9]{1,15}))?
 _ABSENT = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A timeline of a size that a page can hold, and what was left out."""
-
-    timeline: Timeline
-    bars: int  # of the whole
-
-
-def newest(timeline: Timeline, most: int = MOST_BARS) -> Cut:
+def newest(timeline: Timeline, most: int) -> Timeline:
     """The last bars of a timeline, all ranks from the same moment on, which becomes zero."""
     spans = timeline.spans
     if len(spans) <= most:
-        return Cut(timeline, len(spans))
+        return timeline
     since = sorted(span.start for span in spans)[len(spans) - most]
-    kept = tuple(
-        Span(span.rank, span.lane, span.kind, span.name, span.start - since, span.end - since)
-        for span in spans
-        if span.start >= since
+    return Timeline(
+        tuple(
+            Span(span.rank, span.lane, span.kind, span.name, span.start - since, span.end - since)
+            for span in spans
+            if span.start >= since
+        )
     )
-    return Cut(Timeline(kept), len(spans))
 
 
 def encode(timeline: Timeline) -> dict[str, Any]:

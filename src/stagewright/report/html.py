@@ -5,15 +5,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from html import escape
 from importlib.resources import files
 
 from stagewright.report.charts import draw_bars, draw_curves, draw_stacks
-from stagewright.report.encode import encode, newest
+from stagewright.report.encode import MOST_BARS, encode, newest
 from stagewright.report.figures import KINDS, is_numeric, seconds, table_of, thinned
 from stagewright.report.page import Bars, Block, Curve, Curves, Listing, Page, Pipeline, Stacks, Table, Verdict
 
-_MOST_ROWS = 400  # of a curve's numbers
+_MOST_POINTS = 400  # of a curve: more than a screen tells apart
+_ALL_POINTS = 6000  # of a page's curves: with the bars of its timelines they keep it below a megabyte
 _HINTS = (
     "Drag or use the arrow keys to move, the wheel or + and - to zoom, 0 for the whole. "
     "Full stop and comma step from bar to bar, up and down from rank to rank."
@@ -32,7 +35,7 @@ def as_html(page: Page, *, poll: float | None = None) -> str:
     scripts = [_asset("timeline.js"), _asset("page.js"), *([_asset("live.js")] if poll else [])]
     script = "\n".join(scripts)
     policy = content_policy(style, script, is_live=poll is not None)
-    sections = [_section(block, number) for number, block in enumerate(page.blocks)]
+    sections = [_section(block, number) for number, block in enumerate(_sized(page.blocks))]
     links = "".join(
         f'<a href="#part-{number}">{escape(block.title)}</a>'
         for number, block in enumerate(page.blocks)
@@ -51,6 +54,21 @@ def as_html(page: Page, *, poll: float | None = None) -> str:
         + "\n</main>\n<footer>Stagewright made this page. It is one file and loads nothing.</footer>\n"
         f"<script>{script}</script>\n</body>\n</html>\n"
     )
+
+
+def _sized(blocks: Sequence[Block]) -> Iterator[Block]:
+    """The blocks with as many points and bars as a page should hold: all of them, but of the largest pages."""
+    curves = sum(len(block.curves) for block in blocks if isinstance(block, Curves))
+    points = max(8, min(_MOST_POINTS, _ALL_POINTS // max(1, curves)))
+    bars = MOST_BARS // max(1, sum(isinstance(block, Pipeline) for block in blocks))
+    for block in blocks:
+        if isinstance(block, Curves):
+            few = tuple(Curve(curve.label, thinned(curve.points, points)) for curve in block.curves)
+            yield replace(block, curves=few)
+        elif isinstance(block, Pipeline):
+            yield replace(block, timeline=newest(block.timeline, bars), total=len(block.timeline.spans))
+        else:
+            yield block
 
 
 def content_policy(style: str, script: str, *, is_live: bool = False) -> str:
@@ -93,7 +111,7 @@ def _body(block: Table | Bars | Stacks | Curves | Pipeline | Listing, part: str)
         return _figure(draw_bars(block), block, part, _about_bars(block))
     if isinstance(block, Stacks):
         return _figure(draw_stacks(block), block, part, f"{len(block.stacks)} bars, {block.unit}, by part.")
-    return _figure(draw_curves(block), _with_fewer_points(block), part, _about_curves(block))
+    return _figure(draw_curves(block), block, part, _about_curves(block))
 
 
 def _figure(drawn: str, block: Bars | Stacks | Curves | Pipeline, part: str, about: str) -> str:
@@ -130,19 +148,18 @@ def _table(table: Table, name: str = "") -> str:
 
 
 def _pipeline(block: Pipeline, part: str) -> str:
-    cut = newest(block.timeline)
-    shown = Pipeline(block.title, cut.timeline, block.ranks, block.is_predicted)
-    data = json.dumps({**encode(cut.timeline), "ranks": block.ranks}, ensure_ascii=True).replace("<", "\\u003c")
+    timeline = block.timeline
+    data = json.dumps({**encode(timeline), "ranks": block.ranks}, ensure_ascii=True).replace("<", "\\u003c")
     keys = "".join(
         f'<li><svg width="14" height="14" aria-hidden="true"><rect class="k-{kind} key" width="14" height="14"/></svg>'
         f"{kind}</li>"
         for kind in KINDS
     )
     how = "Predicted" if block.is_predicted else "Measured"
-    bars = f"{len(cut.timeline.spans):,} bars"
-    if len(cut.timeline.spans) < cut.bars:
-        bars = f"the last {bars} of {cut.bars:,}; trace.json has all"
-    about = f"{how}: {len(block.ranks)} ranks over {seconds(cut.timeline.end)}, {bars}."
+    bars = f"{len(timeline.spans):,} bars"
+    if block.total > len(timeline.spans):
+        bars = f"the last {bars} of {block.total:,}; the trace has all"
+    about = f"{how}: {len(block.ranks)} ranks over {seconds(timeline.end)}, {bars}."
     buttons = "".join(
         f'<button type="button" data-does="{does}" aria-label="{label}">{sign}</button>'
         for does, label, sign in (
@@ -161,12 +178,7 @@ def _pipeline(block: Pipeline, part: str) -> str:
         f'<div class="tip" hidden></div></div><p class="live" role="status" aria-live="polite"></p>'
         f'<p class="note">{_HINTS}</p><script type="application/json">{data}</script></div>'
     )
-    return _figure(drawn, shown, part, about)
-
-
-def _with_fewer_points(curves: Curves) -> Curves:
-    few = tuple(Curve(curve.label, thinned(curve.points, _MOST_ROWS)) for curve in curves.curves)
-    return Curves(curves.title, curves.x, curves.y, few)
+    return _figure(drawn, block, part, about)
 
 
 def _about_bars(bars: Bars) -> str:
