@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from stagewright.report.page import Page
     from stagewright.report.record import Layout, Run
+    from stagewright.report.watch import Moment, Watch
     from stagewright.runtime.job import Job
 
 _MOST_STAGES_NAMED = 3
+_POLL = 2.0  # seconds
 
 
 def open_run(folder: Path) -> Run:
@@ -53,6 +55,45 @@ def page_of_runs(folders: Sequence[Path], names: Sequence[str] = ()) -> Page:
 
     runs = [open_run(folder) for folder in folders]
     return page_of(runs[0]) if len(runs) == 1 else page_of_several(runs, names)
+
+
+def look_at(watch: Watch, folder: Path) -> Moment:
+    """A watched run as it is now, with what each rank is at while it runs."""
+    from stagewright.runtime.possession import is_possessed
+
+    is_running = is_possessed(folder)
+    return watch.look(is_running, what_ranks_do(folder) if is_running else ())
+
+
+def what_ranks_do(folder: Path) -> tuple[str, ...]:
+    """The current action of each rank, by the small files that they keep."""
+    from stagewright.runtime.rank import position_file
+    from stagewright.runtime.recorder import State, look
+
+    doing = []
+    for rank in range(len(layout_of(folder).ranks)):
+        sight = look(position_file(folder, rank), rank)
+        waits = "waits for " if sight.state is State.WAITING else ""
+        doing.append(sight.state.name.lower() if sight.action is None else f"{waits}{sight.action}")
+    return tuple(doing)
+
+
+def live_page(folder: Path) -> str:
+    """The page of a run as it is now; while it runs, one that asks for news."""
+    from dataclasses import replace
+
+    from stagewright.report.html import as_html
+    from stagewright.report.page import Table
+    from stagewright.report.run import page_of
+    from stagewright.runtime.possession import is_possessed
+
+    run = open_run(folder)
+    page = page_of(run)
+    if not is_possessed(folder):
+        return as_html(page)
+    rows = tuple(zip(run.layout.ranks, what_ranks_do(folder), strict=True))
+    now = Table("Now", ("rank", "action"), rows, "The page asks for news every two seconds.")
+    return as_html(replace(page, blocks=(page.blocks[0], now, *page.blocks[1:])), poll=_POLL)
 
 
 def write_page(page: Page, target: Path) -> tuple[Path, Path]:

@@ -36,7 +36,7 @@ def is_training(span: Span) -> bool:
 
 
 def find_busy(run: Run) -> Busy | None:
-    """From when every rank had begun to train until the first had ended, without the pauses; None without a timeline."""
+    """From when every rank had begun to train until the first had ended, without pauses; None without a timeline."""
     ranks = len(run.layout.ranks)
     by_rank: list[list[Span]] = [[] for _ in range(ranks)]
     for span in run.timeline.spans if run.timeline else ():

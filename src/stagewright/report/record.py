@@ -117,29 +117,33 @@ def read_run(folder: Path, layout: Layout) -> Run:
 
 def read_records(path: Path) -> Iterator[Any]:
     """The records of a journal; a line that is torn or strange is left out."""
-    for fields in read_lines(path):
-        try:
-            record = _KINDS[fields.pop("kind")](**fields)
-        except _FAULTS:
-            continue
-        if not isinstance(record, _MEASURED) or all(isinstance(value, _NUMBERS) for value in astuple(record)):
-            yield record
+    return filter(None, map(as_record, read_lines(path)))
+
+
+def as_record(fields: dict[str, Any]) -> Any:
+    """A line of metrics.jsonl as a value; None where it is none."""
+    try:
+        kind = _KINDS[fields["kind"]]
+        record = kind(**{name: value for name, value in fields.items() if name != "kind"})
+    except _FAULTS:
+        return None
+    is_sound = not isinstance(record, _MEASURED) or all(isinstance(value, _NUMBERS) for value in astuple(record))
+    return record if is_sound else None
 
 
 def read_uses(path: Path) -> Iterator[Use]:
     """The moments of a monitor."""
-    for fields in read_lines(path):
-        try:
-            yield as_use(fields)
-        except _FAULTS:
-            continue
+    return filter(None, map(as_use, read_lines(path)))
 
 
-def as_use(fields: dict[str, Any]) -> Use:
-    """A line of monitor.jsonl as a value."""
-    gpus = tuple(GpuUse(**{**gpu, "throttled": tuple(gpu.get("throttled", ()))}) for gpu in fields["gpus"])
-    ranks = tuple(RankUse(**rank) for rank in fields["ranks"])
-    return Use(float(fields["seconds"]), float(fields["cores"]), int(fields["memory"]), gpus, ranks)
+def as_use(fields: dict[str, Any]) -> Use | None:
+    """A line of monitor.jsonl as a value; None where it is none."""
+    try:
+        gpus = tuple(GpuUse(**{**gpu, "throttled": tuple(gpu.get("throttled", ()))}) for gpu in fields["gpus"])
+        ranks = tuple(RankUse(**rank) for rank in fields["ranks"])
+        return Use(float(fields["seconds"]), float(fields["cores"]), int(fields["memory"]), gpus, ranks)
+    except _FAULTS:
+        return None
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
