@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from stagewright.config import Config, as_toml, options
 from stagewright.export import export_states
 from stagewright.foresee import predict_job, what_fits
+from stagewright.reporting import leave_report
 from stagewright.resume import resumed_config
 from stagewright.settle import prepare
 
@@ -89,7 +89,10 @@ def run(config: Config, console: Console | None = None) -> Result:
         predicted = predict_job(job.config, job.plan)
         if predicted is not None:
             console.print(f"predicted: {predicted.images_per_second:.0f} images/s", markup=False, highlight=False)
-        return _run(job, per_epoch, console, site, None if predicted is None else predicted.images_per_second)
+        try:
+            return _run(job, per_epoch, console, site, None if predicted is None else predicted.images_per_second)
+        finally:
+            leave_report(job, warn)
 
 
 def _run(job: Job, per_epoch: int, console: Console, site: Site | None, predicted: float | None) -> Result:
@@ -192,18 +195,13 @@ def _export(job: Job, states: Sequence[dict[str, Tensor]]) -> Path | None:
 
 def write_start(job: Job) -> None:
     """Leave what the run is about before it begins."""
-    import torch
+    from stagewright.machine.environment import environment
 
     folder = Path(job.folder)
     (folder / "config.toml").write_text(as_toml(job.config))
     (folder / "plan.json").write_text(json.dumps(job.plan.describe(), indent=1))
-    environment = {
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "platform": platform.platform(),
-        "command": sys.argv,
-    }
-    (folder / "env.json").write_text(json.dumps(environment, indent=1))
+    known = {"command": sys.argv} | environment().describe()
+    (folder / "env.json").write_text(json.dumps(known, indent=1))
     (folder / "log.txt").touch()
 
 

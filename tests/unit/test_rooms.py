@@ -29,6 +29,7 @@ ALLOWED = {
     "planner": {"predict", "simulate", "plan", "catalog", "cluster"},
     "runtime": {"config", "model", "schedule", "data", "plan", "cluster", "metrics"},
     "report": {"metrics"},
+    "machine": {"cluster", "catalog"},
 }
 WITH_TORCH = {"model", "data", "runtime", "bench"}
 PROFILE_WITH_TORCH = {"measure.py", "trace.py"}
