@@ -1,8 +1,8 @@
 """How sure a median is, and whether two series differ: smoothed bootstrap intervals of 95 %.
 
-A plain bootstrap of the median of 7 values can only give the second and the sixth of them, which hold the true median in
-87.5 % of all series. Here every drawn value is moved by a normal error of s/sqrt(n). Coverage of 1,000 series (normal,
-skewed, heavy-tailed, with disturbances): 83-88 % of 3 values, 92-95 % of 5, 94-97 % of 7, 95-98 % from 9 on.
+A plain bootstrap of the median of 7 values can only give the second and the sixth of them, which hold the true median
+in 87.5 % of all series. Here every drawn value is moved by a normal error of s/sqrt(n). Coverage of 1,000 series each
+(normal, skewed, heavy-tailed, disturbed): 83-88 % of 3 values, 92-95 % of 5, 94-97 % of 7, 95-98 % from 9 on.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 from stagewright.bench import run_suite
 from stagewright.bench.arena import Segment, open_ranks
 from stagewright.bench.report import Outcome, make_series, show_machine, show_work
-from stagewright.bench.suites import SUITES
+from stagewright.bench.contests import SUITES
 
 
 def test_overhead_runs_both_sides_on_the_same_work(capfd: pytest.CaptureFixture[str]) -> None:
