@@ -12,7 +12,7 @@ from stagewright.bench.outcome import Outcome, write_outcome
 from stagewright.bench.pages import outcome_page
 
 LOGS = "logs.zip"
-_LEFT_OUT = {"checkpoints", ".lock", "ranks"}
+_LEFT_OUT = {"checkpoints", ".lock", "ranks", "report.html"}  # no logs
 _NUMBERS = range(2, 1000)
 
 
@@ -33,13 +33,10 @@ def make_folder(runs: str, suite: str) -> Path:
 
 def write_reports(outcome: Outcome, folder: Path) -> None:
     """The outcome in full, and as a page in both forms."""
-    from stagewright.report.html import as_html
-    from stagewright.report.markdown import as_markdown
+    from stagewright.reporting import write_page
 
     write_outcome(outcome, folder)
-    page = outcome_page(outcome)
-    (folder / "report.md").write_text(as_markdown(page))
-    (folder / "report.html").write_text(as_html(page))
+    write_page(outcome_page(outcome), folder / "report.html")
 
 
 def zip_logs(runs: Path, folder: Path, clean: Callable[[str], str]) -> None:

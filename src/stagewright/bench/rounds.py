@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from stagewright.bench.outcome import Repeat
-from stagewright.bench.series import find_plateau, segments
+from stagewright.bench.speed import steady_speed
 from stagewright.bench.watch import watched
 from stagewright.config import Config
 from stagewright.experiment import Result, run
-from stagewright.metrics import Step
 from stagewright.plan.plan import Plan
 from stagewright.runtime.job import RunFailed
 
 Tell = Callable[[str], None]
-_MOST_SEGMENTS = 40
 _OUTPUT = "output.txt"
 
 
@@ -66,19 +64,13 @@ def _take(turn: Turns, number: int, folder: Path) -> None:
 
 
 def _repeat(result: Result) -> Repeat:
-    rate, warmup, is_steady, times = steady_rate(result.steps, result.plan.batch)
-    loss = result.steps[-1].loss if result.steps else None
-    seen = watched(result.folder, result.plan)
-    return replace(seen, rate=rate, warmup=warmup, is_steady=is_steady, times=times, loss=loss, run=result.folder.name)
-
-
-def steady_rate(steps: Sequence[Step], batch: int) -> tuple[float, int, bool, tuple[float, ...]]:
-    """Images a second behind the warm-up, the batches of the warm-up, whether it ended, and seconds a batch."""
-    found = segments([batch / step.images_per_second for step in steps], _MOST_SEGMENTS)
-    if not found:
-        raise ValueError("0 trained batches say nothing about speed; train at least 1")
-    plateau = find_plateau([seconds / count for count, seconds in found])
-    rest = found[plateau.start :]
-    rate = batch * sum(count for count, _ in rest) / sum(seconds for _, seconds in rest)
-    warmup = sum(count for count, _ in found[: plateau.start])
-    return rate, warmup, plateau.is_reached, tuple(seconds / count for count, seconds in found)
+    speed = steady_speed(result.steps, result.plan.batch)
+    return Repeat(
+        rate=speed.rate,
+        warmup=speed.warmup,
+        is_steady=speed.is_steady,
+        times=speed.times,
+        loss=result.steps[-1].loss,
+        run=result.folder.name,
+        **asdict(watched(result.folder, result.plan)),
+    )

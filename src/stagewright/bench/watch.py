@@ -2,64 +2,54 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from stagewright.bench.outcome import Repeat
+from stagewright.metrics import Use
 from stagewright.plan.plan import Plan
+from stagewright.report.record import read_uses
 
-_FILE = "monitor.jsonl"
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A run from outside; empty where nobody watched."""
+
+    memory: tuple[int, ...] = ()  # bytes of the fullest rank of each stage
+    gpu_memory: tuple[int, ...] = ()  # the same as the GPU's driver counts it
+    others: float | None = None  # cores that other processes kept busy
+    throttled: tuple[str, ...] = ()
+    foreign: int = 0  # most processes of others on the GPUs
 
 
-def watched(folder: Path, plan: Plan) -> Repeat:
-    """A repeat with nothing in it but what the run's monitor tells; where there was none, nothing at all."""
-    uses = list(_lines(folder / _FILE))
-    nothing = Repeat(0.0, 0, False, (), None, folder.name)
-    if not uses:
-        return nothing
-    memory: dict[int, int] = {}
+def watched(folder: Path, plan: Plan) -> Seen:
+    """What the monitor of a run on this machine has left."""
+    uses = [use for path in sorted(folder.glob("monitor*.jsonl")) for use in read_uses(path)]
+    return seen(uses, plan) if uses else Seen()
+
+
+def seen(uses: Sequence[Use], plan: Plan) -> Seen:
+    """The peaks of its moments, and what was out of the ordinary."""
+    ranks: dict[int, int] = {}
     gpus: dict[int, int] = {}
-    reasons: dict[str, None] = {}
-    foreign, others = 0, []
     for use in uses:
-        own = 0.0
-        for rank in use.get("ranks", ()):
-            held = rank.get("torch_memory") or rank["memory"]
-            memory[rank["rank"]] = max(memory.get(rank["rank"], 0), held)
-            own += rank["cores"]
-        others.append(max(0.0, use["cores"] - own))
-        for gpu in use.get("gpus", ()):
-            gpus[gpu["index"]] = max(gpus.get(gpu["index"], 0), gpu["memory"])
-            reasons.update(dict.fromkeys(gpu.get("throttled", ())))
-            foreign = max(foreign, gpu.get("foreign", 0))
-    return Repeat(
-        *(0.0, 0, False, (), None, folder.name),
-        memory=_by_stage(plan, memory),
-        gpu_memory=_by_stage(plan, {rank: gpus[rank % len(gpus)] for rank in range(plan.world)}) if gpus else (),
-        others=median(others),
-        throttled=tuple(reasons),
-        foreign=foreign,
+        for rank in use.ranks:
+            held = rank.memory if rank.torch_memory is None else rank.torch_memory
+            ranks[rank.rank] = max(ranks.get(rank.rank, 0), held)
+        for gpu in use.gpus:
+            if gpu.memory is not None:
+                gpus[gpu.index] = max(gpus.get(gpu.index, 0), gpu.memory)
+    placed = {rank: gpus[device.index % len(gpus)] for rank, device in enumerate(plan.devices)} if gpus else {}
+    return Seen(
+        memory=_by_stage(plan, ranks),
+        gpu_memory=_by_stage(plan, placed),
+        others=median(max(0.0, use.cores - sum(rank.cores for rank in use.ranks)) for use in uses),
+        throttled=tuple(dict.fromkeys(reason for use in uses for gpu in use.gpus for reason in gpu.throttled)),
+        foreign=max((gpu.foreign for use in uses for gpu in use.gpus), default=0),
     )
 
 
-def _by_stage(plan: Plan, held: dict[int, int]) -> tuple[int, ...]:
+def _by_stage(plan: Plan, held: Mapping[int, int]) -> tuple[int, ...]:
     """The fullest rank of each stage."""
-    if not held:
-        return ()
-    return tuple(max(held.get(rank, 0) for rank in stage.ranks) for stage in plan.stages)
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines; a run that was ended may leave a torn one."""
-    if not path.is_file():
-        return
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            use = json.loads(line)
-            use["cores"], use["ranks"]
-            yield use
-        except (ValueError, KeyError, TypeError):
-            continue
+    return tuple(max(held.get(rank, 0) for rank in stage.ranks) for stage in plan.stages) if held else ()

@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
-from stagewright.commands import bench, checkpoint, data, plan, profile, report, schedule, simulate, train, value, watch
+from stagewright.commands import (
+    bench,
+    checkpoint,
+    compare,
+    data,
+    plan,
+    profile,
+    report,
+    schedule,
+    simulate,
+    train,
+    value,
+    watch,
+)
 
-COMMANDS = (profile, plan, simulate, train, watch, report, checkpoint, schedule, data, bench, value)
+COMMANDS = (profile, plan, simulate, train, watch, report, checkpoint, schedule, data, bench, compare, value)
