@@ -81,6 +81,10 @@ def _check(request: Request) -> None:
         raise ValueError(f"--steps is {request.steps}; give the batches of one run, or 0 for the suite's own number")
     if request.cluster is not None and not request.simulate:
         raise ValueError(f"--cluster {request.cluster} is where to simulate; give --simulate as well")
+    if request.cluster is not None:
+        from stagewright.catalog import open_cluster
+
+        open_cluster(request.cluster)  # what is wrong with it is said first
 
 
 @contextmanager

@@ -76,7 +76,9 @@ def _checked(tables: Mapping[str, Any], name: str) -> SuiteFile:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"suite {name}: {key}: {first['msg'].lower()}{_given(first['input'])}") from error
+        unknown = first["type"] == "unexpected_keyword_argument"
+        wrong = "unknown key" if unknown else f"{first['msg'].lower()}{_given(first['input'])}"
+        raise ValueError(f"suite {name}: {key}: {wrong}") from error
     if not suite.group:
         raise ValueError(f"suite {name} has 0 groups; describe one as [[group]]")
     for number, least in (("repeats", suite.repeats), ("steps", suite.steps)):
