@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from stagewright.config import Config, as_toml, options
 from stagewright.export import export_states
 from stagewright.foresee import predict_job, what_fits
+from stagewright.observe import observed, require_rate, used
 from stagewright.reporting import leave_report
 from stagewright.resume import resumed_config
 from stagewright.settle import prepare
@@ -73,6 +74,7 @@ def run(config: Config, console: Console | None = None) -> Result:
     from stagewright.runtime.possession import possess
 
     console = console or Console(quiet=True)
+    require_rate(config)
     site = find_site(config.nodes)
     if site is not None and config.run.emulate:
         raise ValueError(f"--emulate runs every rank in one process but --nodes names {len(site.nodes)}; leave one out")
@@ -105,6 +107,7 @@ def _run(job: Job, per_epoch: int, console: Console, site: Site | None, predicte
     with (
         RunConsole(console, job.batches, job.plan.batch, job.config.run.log_every) as progress,
         Ledger(job, per_epoch, progress.show) as ledger,
+        observed(job, lambda use: None, lambda warning: progress.say(f"warning: {warning}")) as monitor,
     ):
         try:
             exported = _execute(job, ledger, site, progress.say)
@@ -127,6 +130,7 @@ def _run(job: Job, per_epoch: int, console: Console, site: Site | None, predicte
         "bad_records": len(collector.replaced),
         "evaluations": [asdict(evaluated) for evaluated in collector.evaluations],
         "seconds": time.time() - began,
+        "use": used(monitor),
         "machine": 0,
         "exported": None if exported is None else str(exported),
     }
@@ -152,9 +156,11 @@ def _take_part(job: Job, site: Site, console: Console) -> Result:
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    if launch(job, lambda event: None, FromCheckpoint(job), site, say):
+    with observed(job, lambda use: None, lambda warning: say(f"warning: {warning}"), site.index) as monitor:
+        is_stopping = launch(job, lambda event: None, FromCheckpoint(job), site, say)
+    if is_stopping:
         raise Interrupted("with the other machines")
-    summary = {"folder": job.folder, "plan": job.plan.describe(), "machine": site.index}
+    summary = {"folder": job.folder, "plan": job.plan.describe(), "machine": site.index, "use": used(monitor)}
     return Result(Path(job.folder), job.plan, (), (), summary, None)
 
 

@@ -146,14 +146,16 @@ def modelled_memory(config: Config, plan: Plan) -> tuple[Memory, ...]:
         return ()
     count = 1 + max(device.index for device in plan.devices)
     machines = 1 + max(device.machine for device in plan.devices)
-    kind = "cpu" if config.run.device == "cpu" else _ANY_GPU
+    kind, software = _ANY_GPU, shipped().system("stagewright")
+    if config.run.device == "cpu":  # has no context and no workspaces
+        kind, software = "cpu", replace(software, context=0, workspace=0)
     try:
         shapes = study(config.model.name, config.model.classes, config.data.image).shapes
         setting = analytic_setting(
             shipped(),
             Cluster((Machine(count, kind),) * machines, "this machine"),
             shapes,
-            shipped().system("stagewright"),
+            software,
             config.run.precision,
             optimizer=config.optimizer.name,
         )

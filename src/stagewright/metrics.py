@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -48,6 +48,16 @@ class Timeline:
             if span.lane == "compute":
                 busy[span.rank] += max(0.0, min(span.end, last) - max(span.start, first))
         return tuple(seconds / (last - first) for seconds in busy)
+
+    def since(self, moment: float) -> Timeline:
+        """What begins at a moment or later; the moment becomes zero."""
+        return Timeline(
+            tuple(
+                replace(span, start=span.start - moment, end=span.end - moment)
+                for span in self.spans
+                if span.start >= moment
+            )
+        )
 
     def chrome_trace(self) -> dict[str, Any]:
         """The trace that Perfetto and chrome://tracing open: a process a rank, a thread a lane, whole nanoseconds."""

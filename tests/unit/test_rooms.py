@@ -30,6 +30,7 @@ ALLOWED = {
     "runtime": {"config", "model", "schedule", "data", "plan", "cluster", "metrics"},
     "report": {"metrics"},
     "machine": {"cluster", "catalog"},
+    "monitor": {"machine", "metrics"},
 }
 WITH_TORCH = {"model", "data", "runtime", "bench"}
 PROFILE_WITH_TORCH = {"measure.py", "trace.py"}

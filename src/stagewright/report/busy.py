@@ -11,6 +11,7 @@ from stagewright.report.page import Curve, Curves, Point
 from stagewright.report.record import Run
 
 _WINDOWS = 60
+_LATE = 0.05  # of the whole: a rank that begins earlier has only waited for the pipeline to fill
 _NUMBERED = re.compile(r"[0-9]+[FB]([0-9]{1,15})@")
 _MOST_CURVES = 16
 
@@ -64,6 +65,15 @@ def _paused(run: Run, spans: list[Span], first: float, last: float) -> float:
         if before and after:
             total += max(0.0, min(min(after), last) - max(max(before), first))
     return total
+
+
+def common(timeline: Timeline) -> Timeline:
+    """From when all ranks are in it: each keeps its last actions, and busy ranks do not reach back as far as others."""
+    begun: dict[int, float] = {}
+    for span in timeline.spans:
+        begun[span.rank] = min(span.start, begun.get(span.rank, span.start))
+    since = max(begun.values(), default=0.0)
+    return timeline.since(since) if since > _LATE * timeline.end else timeline
 
 
 def over_time(timeline: Timeline, labels: tuple[str, ...]) -> Curves | None:

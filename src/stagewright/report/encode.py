@@ -25,14 +25,7 @@ def newest(timeline: Timeline, most: int) -> Timeline:
     spans = timeline.spans
     if len(spans) <= most:
         return timeline
-    since = sorted(span.start for span in spans)[len(spans) - most]
-    return Timeline(
-        tuple(
-            Span(span.rank, span.lane, span.kind, span.name, span.start - since, span.end - since)
-            for span in spans
-            if span.start >= since
-        )
-    )
+    return timeline.since(sorted(span.start for span in spans)[len(spans) - most])
 
 
 def encode(timeline: Timeline) -> dict[str, Any]:

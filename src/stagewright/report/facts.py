@@ -88,7 +88,11 @@ def memory(run: Run) -> Iterator[Block]:
         yield Stacks("Memory by part, by the planner's model", "MiB", stacks)
     if peaks:
         held = any(rank.torch_memory is not None for uses in run.uses for use in uses for rank in use.ranks)
-        title = "Memory, measured peak: what torch held" if held else "Memory, measured peak: resident"
+        title = (
+            "Memory, measured peak: what torch held"
+            if held
+            else "Memory, measured peak: resident, with Python and torch"
+        )
         labels = run.layout.ranks
         stacks = tuple(
             Stack(labels[rank] if rank < len(labels) else f"rank {rank}", (("peak", size / _MIB),))

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html import escape
 from importlib.resources import files
+from itertools import pairwise
 
 from stagewright.report.charts import draw_bars, draw_curves, draw_stacks
 from stagewright.report.encode import MOST_BARS, encode, newest
@@ -17,6 +18,7 @@ from stagewright.report.page import Bars, Block, Curve, Curves, Listing, Page, P
 
 _MOST_POINTS = 400  # of a curve: more than a screen tells apart
 _ALL_POINTS = 6000  # of a page's curves: with the bars of its timelines they keep it below a megabyte
+_NARROW = 5  # columns
 _HINTS = (
     "Drag or use the arrow keys to move, the wheel or + and - to zoom, 0 for the whole. "
     "Full stop and comma step from bar to bar, up and down from rank to rank."
@@ -35,13 +37,15 @@ def as_html(page: Page, *, poll: float | None = None) -> str:
     scripts = [_asset("timeline.js"), _asset("page.js"), *([_asset("live.js")] if poll else [])]
     script = "\n".join(scripts)
     policy = content_policy(style, script, is_live=poll is not None)
-    sections = [_section(block, number) for number, block in enumerate(_sized(page.blocks))]
+    halves = _halves(page.blocks)
+    sections = [_section(block, number, number in halves) for number, block in enumerate(_sized(page.blocks))]
     links = "".join(
         f'<a href="#part-{number}">{escape(block.title)}</a>'
         for number, block in enumerate(page.blocks)
         if not isinstance(block, Verdict)
     )
     wait = f' data-poll="{poll:g}"' if poll else ""
+    alone = "It asks this machine for news, and nobody else." if poll else "It is one file and loads nothing."
     return (
         f'<!doctype html>\n<html lang="en"{wait}>\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">\n'
@@ -51,7 +55,7 @@ def as_html(page: Page, *, poll: float | None = None) -> str:
         f'<body>\n{_HATCH}<a class="skip" href="#main">Skip to the report</a>\n<header><h1>{escape(page.title)}</h1>'
         f'<nav aria-label="Parts of this report">{links}</nav></header>\n<main id="main">\n'
         + "\n".join(sections)
-        + "\n</main>\n<footer>Stagewright made this page. It is one file and loads nothing.</footer>\n"
+        + f"\n</main>\n<footer>Stagewright made this page. {alone}</footer>\n"
         f"<script>{script}</script>\n</body>\n</html>\n"
     )
 
@@ -88,13 +92,25 @@ def _asset(name: str) -> str:
     return (files("stagewright.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-def _section(block: Block, number: int) -> str:
+def _halves(blocks: Sequence[Block]) -> set[int]:
+    """Narrow tables that follow each other, by two: a wide screen has room for both."""
+    halves: set[int] = set()
+    for number, (block, following) in enumerate(pairwise(blocks)):
+        if number not in halves and all(
+            isinstance(one, Table) and len(one.columns) <= _NARROW for one in (block, following)
+        ):
+            halves |= {number, number + 1}
+    return halves
+
+
+def _section(block: Block, number: int, is_half: bool) -> str:
     part = f"part-{number}"
     if isinstance(block, Verdict):
         lines = "".join(f"<p>{escape(line)}</p>" for line in block.lines)
         return f'<section id="{part}" class="verdict" aria-label="Verdict">{lines}</section>'
     title = f'<h2 id="{part}-title">{escape(block.title)}</h2>'
-    return f'<section id="{part}" aria-labelledby="{part}-title">{title}{_body(block, part)}</section>'
+    half = ' class="half"' if is_half else ""
+    return f'<section id="{part}"{half} aria-labelledby="{part}-title">{title}{_body(block, part)}</section>'
 
 
 def _body(block: Table | Bars | Stacks | Curves | Pipeline | Listing, part: str) -> str:

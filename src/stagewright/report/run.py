@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stagewright.report.busy import over_time
+from stagewright.report.busy import common, over_time
 from stagewright.report.facts import configuration, environment, epochs, memory, stages
 from stagewright.report.page import Bar, Bars, Block, Curve, Curves, Page, Pipeline, Point
 from stagewright.report.record import Run
@@ -24,17 +24,16 @@ def _blocks(run: Run) -> Iterator[Block]:
     yield from _speed(run)
     yield from losses({"": run})
     if run.timeline and run.timeline.spans:
-        yield Pipeline("What each rank did", run.timeline, run.layout.ranks)
-        computing = over_time(run.timeline, run.layout.ranks)
-        if computing:
+        timeline = common(run.timeline)
+        yield Pipeline("What each rank did", timeline, run.layout.ranks)
+        if computing := over_time(timeline, run.layout.ranks):
             yield computing
     yield from memory(run)
     yield from uses_of(run)
-    yield configuration(run)
     yield stages(run)
-    table = epochs(run)
-    if table:
+    if table := epochs(run):
         yield table
+    yield configuration(run)
     yield from environment(run)
 
 

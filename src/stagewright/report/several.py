@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from stagewright.report.busy import common
 from stagewright.report.facts import configuration
 from stagewright.report.figures import seconds, shown
 from stagewright.report.page import Bar, Bars, Block, Curve, Curves, Page, Pipeline, Table, Verdict
@@ -43,7 +44,7 @@ def _blocks(named: dict[str, Run]) -> Iterator[Block]:
         yield Curves("Throughput over time", "seconds of training", "images/s", curves)
     for name, run in named.items():
         if run.timeline and run.timeline.spans:
-            yield Pipeline(f"What each rank did: {name}", run.timeline, run.layout.ranks)
+            yield Pipeline(f"What each rank did: {name}", common(run.timeline), run.layout.ranks)
     peaks = {name: peak for name, run in named.items() if (peak := peak_memory(run))}
     if peaks:
         most = tuple(Bar(name, max(found.values()) / _MIB) for name, found in peaks.items())

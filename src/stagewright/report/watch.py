@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -138,7 +137,7 @@ def as_screen(moment: Moment, width: int) -> RenderableType:
         Text(f"{moment.name}: {moment.state}", style="bold", overflow="ellipsis", no_wrap=True)
     ]
     if moment.batches:
-        parts.append(ProgressBar(total=moment.batches, completed=moment.done, width=min(width, 80) - 1))
+        parts.append(_progress(moment.done / moment.batches, min(width, 80) - 1))
     parts.append(Text(_headline(moment)))
     rows = plot([step.loss for step in moment.steps], min(width, 100) - 1)
     if rows:
@@ -147,6 +146,11 @@ def as_screen(moment: Moment, width: int) -> RenderableType:
     if moment.use and moment.use.gpus:
         parts.append(_gpus(moment.use))
     return Group(*parts)
+
+
+def _progress(share: float, width: int) -> Text:
+    done = round(width * min(1.0, share))
+    return Text.assemble(("━" * done, "green"), ("─" * (width - done), "dim"))
 
 
 def _headline(moment: Moment) -> str:
