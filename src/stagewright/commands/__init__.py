@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
-from stagewright.commands import bench, checkpoint, cluster, data, plan, profile, schedule, simulate, train, value
+from stagewright.commands import (
+    bench,
+    checkpoint,
+    cluster,
+    data,
+    doctor,
+    plan,
+    profile,
+    schedule,
+    simulate,
+    train,
+    value,
+)
 
-COMMANDS = (profile, plan, simulate, train, checkpoint, schedule, data, bench, value, cluster)
+COMMANDS = (doctor, profile, plan, simulate, train, checkpoint, schedule, data, bench, value, cluster)

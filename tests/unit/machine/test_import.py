@@ -121,7 +121,7 @@ def test_some_gpus_several_machines_and_a_plan(tmp_path: Path, capsys: pytest.Ca
     assert (cluster.name, len(cluster.machines), cluster.machines[1].cores) == ("two", 2, 12)
     assert cluster.link(Device(0, 0), Device(1, 0)).name == "net-10g"
     assert [level.groups for level in cluster.machines[0].levels] == [((0, 1), (2, 3)), ((0, 1, 2, 3),)]
-    main(["plan", "vgg-small", "--cluster", str(path), "--batch", "64", "--json"])
+    main(["plan", "vgg-small", "--cluster", str(path), "--devices", "2", "--batch", "64", "--json"])
     assert json.loads(capsys.readouterr().out)
 
 
