@@ -5,8 +5,10 @@ from __future__ import annotations
 from stagewright.commands import (
     bench,
     checkpoint,
+    cluster,
     compare,
     data,
+    doctor,
     plan,
     profile,
     report,
@@ -17,4 +19,7 @@ from stagewright.commands import (
     watch,
 )
 
-COMMANDS = (profile, plan, simulate, train, watch, report, checkpoint, schedule, data, bench, compare, value)
+COMMANDS = (
+    *(doctor, profile, plan, simulate, train, watch, report, checkpoint, schedule, data, bench, compare, value),
+    cluster,
+)
