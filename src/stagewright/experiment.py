@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from stagewright.config import Config, as_toml, options
 from stagewright.export import export_states
 from stagewright.foresee import predict_job, what_fits
+from stagewright.observe import observed, require_rate, used
+from stagewright.reporting import leave_report
 from stagewright.resume import resumed_config
 from stagewright.settle import prepare
 
@@ -73,6 +74,7 @@ def run(config: Config, console: Console | None = None) -> Result:
     from stagewright.runtime.possession import possess
 
     console = console or Console(quiet=True)
+    require_rate(config)
     site = find_site(config.nodes)
     if site is not None and config.run.emulate:
         raise ValueError(f"--emulate runs every rank in one process but --nodes names {len(site.nodes)}; leave one out")
@@ -89,7 +91,10 @@ def run(config: Config, console: Console | None = None) -> Result:
         predicted = predict_job(job.config, job.plan)
         if predicted is not None:
             console.print(f"predicted: {predicted.images_per_second:.0f} images/s", markup=False, highlight=False)
-        return _run(job, per_epoch, console, site, None if predicted is None else predicted.images_per_second)
+        try:
+            return _run(job, per_epoch, console, site, None if predicted is None else predicted.images_per_second)
+        finally:
+            leave_report(job, warn)
 
 
 def _run(job: Job, per_epoch: int, console: Console, site: Site | None, predicted: float | None) -> Result:
@@ -102,6 +107,7 @@ def _run(job: Job, per_epoch: int, console: Console, site: Site | None, predicte
     with (
         RunConsole(console, job.batches, job.plan.batch, job.config.run.log_every) as progress,
         Ledger(job, per_epoch, progress.show) as ledger,
+        observed(job, lambda use: None, lambda warning: progress.say(f"warning: {warning}")) as monitor,
     ):
         try:
             exported = _execute(job, ledger, site, progress.say)
@@ -124,6 +130,7 @@ def _run(job: Job, per_epoch: int, console: Console, site: Site | None, predicte
         "bad_records": len(collector.replaced),
         "evaluations": [asdict(evaluated) for evaluated in collector.evaluations],
         "seconds": time.time() - began,
+        "use": used(monitor),
         "machine": 0,
         "exported": None if exported is None else str(exported),
     }
@@ -149,9 +156,11 @@ def _take_part(job: Job, site: Site, console: Console) -> Result:
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    if launch(job, lambda event: None, FromCheckpoint(job), site, say):
+    with observed(job, lambda use: None, lambda warning: say(f"warning: {warning}"), site.index) as monitor:
+        is_stopping = launch(job, lambda event: None, FromCheckpoint(job), site, say)
+    if is_stopping:
         raise Interrupted("with the other machines")
-    summary = {"folder": job.folder, "plan": job.plan.describe(), "machine": site.index}
+    summary = {"folder": job.folder, "plan": job.plan.describe(), "machine": site.index, "use": used(monitor)}
     return Result(Path(job.folder), job.plan, (), (), summary, None)
 
 
@@ -192,18 +201,13 @@ def _export(job: Job, states: Sequence[dict[str, Tensor]]) -> Path | None:
 
 def write_start(job: Job) -> None:
     """Leave what the run is about before it begins."""
-    import torch
+    from stagewright.machine.environment import environment
 
     folder = Path(job.folder)
     (folder / "config.toml").write_text(as_toml(job.config))
     (folder / "plan.json").write_text(json.dumps(job.plan.describe(), indent=1))
-    environment = {
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "platform": platform.platform(),
-        "command": sys.argv,
-    }
-    (folder / "env.json").write_text(json.dumps(environment, indent=1))
+    known = {"command": sys.argv} | environment().describe()
+    (folder / "env.json").write_text(json.dumps(known, indent=1))
     (folder / "log.txt").touch()
 
 

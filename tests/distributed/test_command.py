@@ -105,6 +105,8 @@ def test_a_run_trains_evaluates_and_exports(tmp_path: Path) -> None:
     tiny().load_state_dict(load_file(weights))
     trace = json.loads((Path(summary["folder"]) / "trace.json").read_text())
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1, 2}
+    assert {rank["rank"] for rank in summary["use"]["ranks"]} == {0, 1, 2}
+    assert all(rank["peak_memory"] > 50 << 20 and rank["mean_cores"] > 0 for rank in summary["use"]["ranks"])
     assert ranks_of(tmp_path) == []
 
 

@@ -181,6 +181,7 @@ def test_an_emulated_run_leaves_its_files(tmp_path: Path, capsys: pytest.Capture
     summary = json.loads(capsys.readouterr().out)
     folder = Path(summary["folder"])
     names = {"config.toml", "env.json", "plan.json", "metrics.jsonl", "summary.json", "trace.json", "log.txt"}
+    names.add("monitor.jsonl")
     assert names <= {path.name for path in folder.iterdir()}
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["kind"] for record in records] == ["step", "step", "evaluated", "step", "evaluated"]

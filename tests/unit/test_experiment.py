@@ -25,6 +25,8 @@ def test_train_takes_options_as_keywords_and_gives_back_what_the_files_say(tmp_p
     assert result.steps[-1].loss < result.steps[0].loss
     assert result.summary["plan"]["versions"] == [2, 1] and result.folder.parent == tmp_path
     make_net().load_state_dict(result.weights())
+    (process,) = result.summary["use"]["ranks"]  # an emulated run is one process
+    assert process["rank"] == 0 and process["peak_memory"] > 10 << 20 and result.summary["use"]["moments"] >= 2
 
 
 def test_an_unknown_keyword_is_named() -> None:

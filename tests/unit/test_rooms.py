@@ -29,8 +29,11 @@ ALLOWED = {
     "planner": {"predict", "simulate", "plan", "catalog", "cluster"},
     "runtime": {"config", "model", "schedule", "data", "plan", "cluster", "metrics"},
     "report": {"metrics"},
+    "machine": {"cluster", "catalog"},
+    "monitor": {"machine", "metrics"},
+    "doctor": {"machine", "monitor", "runtime"},
 }
-WITH_TORCH = {"model", "data", "runtime", "bench"}
+WITH_TORCH = {"model", "data", "runtime", "bench", "doctor"}
 PROFILE_WITH_TORCH = {"measure.py", "trace.py"}
 # Files that stand alone within a room that does not.
 ALONE = {

@@ -25,6 +25,7 @@ _OWN = {
     "plan.profile",
     "run.export",
     "run.log_every",
+    "run.monitor_every",
     "run.resume",
     "run.runs",
     "nodes.index",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import time
 from collections import deque
@@ -18,6 +19,10 @@ from stagewright.schedule.action import Action, Op
 _OPS = tuple(Op)
 _RECORD = struct.Struct("<6q2B")
 _STATE_AT, _SETTLED_AT = _RECORD.size - 2, _RECORD.size - 1
+_PROCESS = struct.Struct("<2q")  # its number, and the bytes that torch holds on its device, or -1
+_PROCESS_AT = 56
+_SIZE = _PROCESS_AT + _PROCESS.size
+_WEIGH_SECONDS = 0.5  # between two questions for torch's memory
 _ABSENT = -1
 _SHORTEST_WAIT = 5e-5  # seconds; shorter ones would only fill the trace
 _COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.UPDATE)
@@ -58,9 +63,9 @@ class FlightRecorder(Recorder):
     """
 
     def __init__(self, path: Path, spans: int = 4096) -> None:
-        path.write_bytes(bytes(_RECORD.size))
+        path.write_bytes(bytes(_PROCESS_AT) + _PROCESS.pack(os.getpid(), _ABSENT))
         with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _RECORD.size)
+            self._map = mmap.mmap(file.fileno(), _SIZE)
         self._spans: deque[tuple[Action, float, float]] = deque(maxlen=spans)
         self._waits: deque[tuple[Action, float, float]] = deque(maxlen=spans)
         self._begun = self._ready = 0.0
@@ -91,6 +96,9 @@ class FlightRecorder(Recorder):
 
     def end(self, action: Action) -> None:
         self._spans.append((action, self._ready, time.monotonic()))
+        self._pass(action)
+
+    def _pass(self, action: Action) -> None:
         self._map[_STATE_AT] = State.BETWEEN
         if action.op is Op.UPDATE:
             self._map[_SETTLED_AT] = 1
@@ -120,6 +128,7 @@ class GpuRecorder(FlightRecorder):
         self._began.synchronize()
         self._origin = time.monotonic()
         self._event = self._began
+        self._weighed = 0.0
 
     def ready(self, action: Action) -> None:
         super().ready(action)
@@ -129,8 +138,12 @@ class GpuRecorder(FlightRecorder):
     def end(self, action: Action) -> None:
         if action.op in _COMPUTES:
             self._computes.append((action, self._event, _timed()))
+            self._pass(action)
         else:
             super().end(action)
+        if action.op is Op.UPDATE and time.monotonic() - self._weighed > _WEIGH_SECONDS:
+            self._weighed = time.monotonic()
+            _PROCESS.pack_into(self._map, _PROCESS_AT, os.getpid(), torch.cuda.memory_reserved())
 
     def spans(self) -> list[tuple[str, str, str, float, float]]:
         computes = [
@@ -168,7 +181,7 @@ class Sight:
 def look(path: Path, rank: int) -> Sight:
     """Where a rank was when it last wrote to its file."""
     try:
-        op, stage, *numbers, count, state, settled = _RECORD.unpack(path.read_bytes())
+        op, stage, *numbers, count, state, settled = _RECORD.unpack_from(path.read_bytes())
         state = State(state)
     except (OSError, struct.error, ValueError):
         return Sight()
@@ -181,3 +194,12 @@ def look(path: Path, rank: int) -> Sight:
 def last_action(path: Path, rank: int) -> Action | None:
     """The action that a rank was at when it last wrote to its file."""
     return look(path, rank).action
+
+
+def look_at_process(path: Path) -> tuple[int, int | None]:
+    """The process of a rank and the bytes that torch holds on its device; 0 and None before it has begun."""
+    try:
+        process, held = _PROCESS.unpack_from(path.read_bytes(), _PROCESS_AT)
+    except (OSError, struct.error):
+        return 0, None
+    return process, None if held == _ABSENT else held

@@ -1,0 +1,1 @@
+"""What a machine is: its system, its GPUs and how they are connected, here or as text from elsewhere."""

@@ -1,0 +1,1 @@
+"""What a run uses of its machine while it lasts: memory, cores, GPUs, power."""

@@ -1,0 +1,104 @@
+"""GPUs at a moment: what the driver counts, and who else is on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from stagewright.machine.nvml import Nvml
+from stagewright.metrics import GpuUse
+
+# Reasons for a lower clock, by NVML's bits; an idle GPU (bit 0) lacks nothing.
+_REASONS = {
+    0x002: "application clocks",
+    0x004: "power cap",
+    0x008: "hardware slowdown",
+    0x010: "sync boost",
+    0x020: "software thermal",
+    0x040: "hardware thermal",
+    0x080: "power brake",
+    0x100: "display clocks",
+}
+MPS = "nvidia-cuda-mps"  # serves our own ranks
+_MEMORY_AS_SMI = "nvmlMemory_v2"  # without what the driver keeps for itself
+_HZ = 1e6  # of a MHz
+
+
+class GpuMeter:
+    """Some GPUs of this machine, looked at again and again."""
+
+    def __init__(self, nvml: Nvml, uuids: Collection[str], name_of: Callable[[int], str | None]) -> None:
+        self._nvml = nvml
+        self._name_of = name_of  # a process's name; None where there is none of that number
+        named = [(index, handle, nvml.ask("nvmlDeviceGetUUID", handle)) for index, handle in enumerate(nvml.handles())]
+        self._gpus = [(index, handle, uuid) for index, handle, uuid in named if uuid in uuids]
+        self._sm = nvml.constant("NVML_CLOCK_SM")
+        self._core = nvml.constant("NVML_TEMPERATURE_GPU")
+        self._version = nvml.constant(_MEMORY_AS_SMI)
+
+    def read(self, ours: Collection[int]) -> tuple[GpuUse, ...]:
+        """Every GPU now; `ours` are the processes of this run."""
+        listed = [self._processes(handle) for _, handle, _ in self._gpus]
+        seen = {process for processes in listed for process in processes}
+        strangers = _strangers(listed, ours, len(set(ours) - seen), self._name_of)
+        return tuple(
+            self._read(index, handle, uuid, foreign)
+            for (index, handle, uuid), foreign in zip(self._gpus, strangers, strict=True)
+        )
+
+    def _read(self, index: int, handle: Any, uuid: str, foreign: int) -> GpuUse:
+        ask = self._nvml.ask
+        rates = ask("nvmlDeviceGetUtilizationRates", handle)
+        return GpuUse(
+            uuid,
+            index,
+            self._memory(handle),
+            None if rates is None else rates.gpu / 100,
+            _scaled(ask("nvmlDeviceGetPowerUsage", handle), 1e-3),
+            _scaled(ask("nvmlDeviceGetTotalEnergyConsumption", handle), 1e-3),
+            _scaled(ask("nvmlDeviceGetTemperature", handle, self._core), 1),
+            _scaled(ask("nvmlDeviceGetClockInfo", handle, self._sm), _HZ),
+            reasons_of(self._reasons(handle)),
+            foreign,
+        )
+
+    def _memory(self, handle: Any) -> int | None:
+        info = None
+        if self._version is not None:
+            info = self._nvml.ask("nvmlDeviceGetMemoryInfo", handle, self._version)
+        info = info or self._nvml.ask("nvmlDeviceGetMemoryInfo", handle)
+        return None if info is None else int(info.used)
+
+    def _reasons(self, handle: Any) -> int:
+        names = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+        answers = (self._nvml.ask(name, handle) for name in names)
+        return next((int(answer) for answer in answers if answer is not None), 0)
+
+    def _processes(self, handle: Any) -> list[int]:
+        return [int(entry.pid) for entry in self._nvml.ask("nvmlDeviceGetComputeRunningProcesses", handle) or ()]
+
+
+def reasons_of(bits: int) -> tuple[str, ...]:
+    """Why a GPU is slower than it could be, in words."""
+    return tuple(reason for bit, reason in _REASONS.items() if bits & bit)
+
+
+def _strangers(
+    listed: list[list[int]], ours: Collection[int], unlisted: int, name_of: Callable[[int], str | None]
+) -> Iterator[int]:
+    """Processes of each GPU that are not of this run.
+
+    In a container the driver lists processes by the host's numbers. One that has no name here may be a rank of ours,
+    so as many of those as there are ranks that no GPU lists are not counted.
+    """
+    for processes in listed:
+        names = {process: name_of(process) for process in processes if process not in ours}
+        known = sum(name is not None and not name.startswith(MPS) for name in names.values())
+        nameless = sum(name is None for name in names.values())
+        excused = min(nameless, unlisted)
+        unlisted -= excused
+        yield known + nameless - excused
+
+
+def _scaled(value: Any, factor: float) -> float | None:
+    return None if value is None else float(value) * factor

@@ -1,0 +1,72 @@
+"""Which processes and GPUs are a run's own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stagewright.cluster import Cluster, Machine, parse_placement
+from stagewright.config import make_config
+from stagewright.machine.nvml import Nvml
+from stagewright.observe import _gpus_of, _processes, observed, require_rate
+from stagewright.runtime.rank import position_file
+from stagewright.runtime.recorder import FlightRecorder
+from tests.nvml_like import Card, Library, uuid
+
+
+def job(placement: str, folder: Path = Path(), **run: Any) -> Any:
+    devices = [device for stage in parse_placement(placement, Cluster((Machine(),) * 2)) for device in stage]
+    return SimpleNamespace(
+        folder=str(folder), config=make_config({"run": run}), plan=SimpleNamespace(devices=sorted(devices))
+    )
+
+
+@pytest.mark.parametrize(
+    ("placement", "run", "machine", "expected"),
+    [
+        ("0:0-1.0:3", {}, 0, {0, 1, 3}),
+        ("0:0-1.1:2", {}, 1, {2}),
+        ("0:0-6.0:7", {"share_gpu": True}, 0, {0, 1, 2, 3}),
+        ("0:0-6.0:7", {"emulate": True}, 0, {0}),
+        ("0:9", {}, 0, set()),  # the ranks themselves say that it is missing
+    ],
+)
+def test_the_gpus_of_a_run_are_those_its_ranks_are_on(
+    monkeypatch: pytest.MonkeyPatch, placement: str, run: dict[str, Any], machine: int, expected: set[int]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    library = Library([Card()] * 4)
+    library.nvmlInit()
+    found = _gpus_of(job(placement, device="cuda", **run), machine, Nvml(library))
+    assert found == {uuid(index) for index in expected}
+
+
+def test_cuda_may_show_them_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2")
+    library = Library([Card()] * 4)
+    library.nvmlInit()
+    assert _gpus_of(job("0:0", device="cuda"), 0, Nvml(library)) == {uuid(3)}
+
+
+def test_ranks_that_have_begun_are_found_by_their_files(tmp_path: Path) -> None:
+    (tmp_path / "ranks").mkdir()
+    FlightRecorder(position_file(tmp_path, 1))
+    FlightRecorder(position_file(tmp_path, 2))  # of another machine
+    found = _processes(job("0:0-1.1:0", tmp_path), 0)
+    assert [(rank.rank, rank.process) for rank in found] == [(1, os.getpid())]
+
+
+def test_a_rate_of_zero_is_no_monitor(tmp_path: Path) -> None:
+    with observed(job("0:0", tmp_path, monitor_every=0.0), print, print) as monitor:
+        assert monitor is None
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("rate", [-1.0, 0.001, float("nan"), float("inf")])
+def test_rates_that_can_not_be_are_one_line(rate: float) -> None:
+    with pytest.raises(ValueError, match=r"--monitor-every is .*; give at least 0.05 seconds, or 0"):
+        require_rate(make_config({"run": {"monitor_every": rate}}))
