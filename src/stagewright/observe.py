@@ -46,6 +46,16 @@ def observed(
         yield monitor
 
 
+def each_to(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:
+    """One listener that tells them all, in their order."""
+
+    def tell(record: Any) -> None:
+        for listen in listeners:
+            listen(record)
+
+    return tell
+
+
 def used(monitor: Monitor | None) -> dict[str, Any] | None:
     """What a run used, for its summary."""
     return None if monitor is None else monitor.totals.describe()
