@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-_MODULES = ("published", "planner", "own", "checkpoint")
+_MODULES = ("published", "planner", "own", "checkpoint", "monitor")
 
 
 def run_suite(name: str, *, repeats: int = 7, steps: int = 0, as_json: bool = False) -> None:

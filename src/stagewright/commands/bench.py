@@ -6,12 +6,13 @@ import argparse
 
 from stagewright.commands.options import Commands, add_json
 
-SUITES = ("overhead", "peers", "gpu", "published", "planner", "own", "checkpoint")
+SUITES = ("overhead", "peers", "gpu", "published", "planner", "own", "checkpoint", "monitor")
 
 
 def add(commands: Commands) -> None:
     parser = commands.add_parser(
-        "bench", help="measure: overhead and peers beside stock PyTorch, published runs, the planner, checkpoints"
+        "bench",
+        help="measure: overhead and peers beside stock PyTorch, published runs, the planner, checkpoints",
     )
     parser.add_argument("suite", choices=SUITES, help="what to measure")
     parser.add_argument("--repeats", type=int, default=7, help="interleaved repeats of both sides (default: 7)")
