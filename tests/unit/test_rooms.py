@@ -31,6 +31,7 @@ ALLOWED = {
     "report": {"metrics"},
     "machine": {"cluster", "catalog"},
     "monitor": {"machine", "metrics"},
+    "track": {"config", "metrics"},
     "doctor": {"machine", "monitor", "runtime"},
 }
 WITH_TORCH = {"model", "data", "runtime", "bench", "doctor"}

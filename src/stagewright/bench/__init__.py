@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-_MODULES = ("published", "planner", "own", "checkpoint")
+_MODULES = ("published", "planner", "own", "checkpoint", "monitor")
 _DATA_REPEATS, _IMAGES, _THREADS = 30, 64, 2  # of `bench data`
 Tell = Callable[[str], None]
 

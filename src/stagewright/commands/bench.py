@@ -13,7 +13,7 @@ _SUITES = """suites of configurations, trained in turns; a folder with reports i
   homelab     ResNet-50 on all GPUs of one box, fp16 and fp32
   FILE.toml   your own; the shipped ones are in stagewright/bench/suites
 contests with stock PyTorch: overhead, peers, gpu
-by themselves: published, planner, own, checkpoint, data"""
+by themselves: published, planner, own, checkpoint, monitor, data"""
 
 
 def add(commands: Commands) -> None:
