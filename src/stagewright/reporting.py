@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +30,7 @@ def open_run(folder: Path) -> Run:
 
 def layout_of(folder: Path) -> Layout:
     """Which ranks a run has, and which stages they carry."""
-    from stagewright.cluster import format_devices
+    from stagewright.cluster import Cluster, Machine, format_devices
     from stagewright.plan.plan import read_plan
     from stagewright.report.record import Layout
 
@@ -38,7 +40,7 @@ def layout_of(folder: Path) -> Layout:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{folder} is no run folder: plan.json: {reason}; give a folder that train made") from error
-    plan = read_plan(text, str(path))
+    plan = read_plan(text, str(path), Cluster((Machine(),) * (1 + _last_machine(text)), "the run's machines"))
     labels = []
     for rank in range(plan.world):
         carried = [str(stage.index) for stage in plan.stages_of(rank)]
@@ -46,6 +48,11 @@ def layout_of(folder: Path) -> Layout:
         labels.append(f"rank {rank} (stage{'s' if len(carried) > 1 else ''} {few})")
     devices = tuple(format_devices(placed) for placed in plan.placement)
     return Layout(tuple(labels), tuple(stage.ranks for stage in plan.stages), devices)
+
+
+def _last_machine(text: str) -> int:
+    """The highest machine that a placement in a text could name."""
+    return max((int(number) for number in re.findall(r"\b([0-9]{1,4}):[0-9]", text)), default=0)
 
 
 def page_of_runs(folders: Sequence[Path], names: Sequence[str] = ()) -> Page:
@@ -109,7 +116,8 @@ def write_page(page: Page, target: Path) -> tuple[Path, Path]:
             draft.write_text(text, encoding="utf-8")
             draft.replace(path)
         except OSError as error:
-            draft.unlink(missing_ok=True)
+            with suppress(OSError):
+                draft.unlink()
             raise ValueError(f"can't write {path}: {error.strerror}; choose another place with -o FILE") from error
     return written
 
