@@ -83,3 +83,14 @@ def test_a_run_that_fails_leaves_a_report_of_what_it_did(tmp_path: Path, capsys:
         main([*EMULATED, "--steps", "30", "--runs", str(tmp_path), "--lr", "1e12"])
     report = next(tmp_path.glob("*/report.md")).read_text()
     assert "not finished" in report
+
+
+def test_simulate_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["--mode", "stale", "--placement", "0:0-6.0:7", "--weights", "11:7", "--batch", "224", "--json"]
+    main(["simulate", "vgg16", "--cluster", "titan-v-8", *plan, "--report", str(tmp_path / "plan.html")])
+    found = json.loads(capsys.readouterr().out)
+    text = (tmp_path / "plan.md").read_text()
+    assert f"Predicted: {found['images_per_second']:,.0f} images/s" in text
+    row = next(line for line in text.splitlines() if line.startswith("| rank 7 (stage 1) |") and "12,066" in line)
+    assert f"| {found['memory_mib'][7]:,.0f} |" in row
+    assert "8 ranks over" in (tmp_path / "plan.html").read_text()
