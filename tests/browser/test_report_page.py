@@ -174,6 +174,14 @@ def test_the_keyboard_reaches_everything(report: Path, visit: Visit) -> None:
         keyboard.press(".")
         starts.append(status.inner_text())
     assert len(set(starts)) == 6, "each step is another bar"
+    for _ in range(200):
+        keyboard.press(",")
+    walked = [status.inner_text()]
+    for _ in range(200):
+        keyboard.press(".")
+        walked.append(status.inner_text())
+    own = [span for span in timeline(10).spans if span.rank == 1]
+    assert len(set(walked)) == len(own), "every bar of the rank can be reached"
     keyboard.press("-")
     keyboard.press("Tab")
     assert opened.page.evaluate("document.activeElement.tagName") != "CANVAS", "the timeline lets the keyboard go"
