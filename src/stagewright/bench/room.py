@@ -32,7 +32,7 @@ class Room:
 
     def lacks(self, config: Config) -> str | None:
         """What keeps a configuration from running here, in a few words."""
-        devices = devices_of(config)
+        devices = devices_of(config.plan.placement)
         machines = {device.machine for device in devices}
         if config.run.device == "cuda":
             if len(machines) > 1:

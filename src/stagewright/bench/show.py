@@ -16,14 +16,22 @@ from stagewright.bench.folder import make_folder, write_reports, zip_logs
 from stagewright.bench.outcome import Outcome, Row, as_json, from_json
 from stagewright.bench.pages import verdict
 from stagewright.bench.suitefile import read_suite
-from stagewright.bench.trials import Wish, run_trials
+from stagewright.bench.trials import run_trials
 
 
 def run_and_show(request: Request, tell: Tell) -> None:
     """Measure or predict, write the reports, then print what they say."""
     suite = read_suite(request.suite)
     terms = Terms(
-        request.repeats or suite.repeats, request.steps or suite.steps, request.data, request.only, request.overrides
+        repeats=request.repeats or suite.repeats,
+        steps=request.steps or suite.steps,
+        real=request.data,
+        only=request.only,
+        overrides=request.overrides,
+        simulate=request.simulate,
+        cluster=request.cluster,
+        command=request.command,
+        limit=None if request.repeats else suite.limit,
     )
     folder = make_folder(request.runs, Path(request.suite).stem)
     clean: Callable[[str], str] = make_cleaner() if request.anonymise else str
@@ -35,8 +43,7 @@ def run_and_show(request: Request, tell: Tell) -> None:
 
     runs = folder / "runs"
     try:
-        wish = Wish(request.simulate, request.cluster)
-        keep(run_trials(request.suite, terms, wish, runs, request.command, tell, keep))
+        keep(run_trials(request.suite, terms, runs, tell, keep))
     finally:
         zip_logs(runs, folder, clean)
         if not latest and not any(folder.iterdir()):

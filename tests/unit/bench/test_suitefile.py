@@ -48,7 +48,7 @@ def test_the_shipped_suites_are_there() -> None:
 def test_the_stages_are_the_published_ones() -> None:
     """Every published placement, weights and batch of one server or two is a configuration of the suite."""
     ours = set()
-    for case in cases_of(read_suite("stages"), Terms(1, 1), simulated=True):
+    for case in cases_of(read_suite("stages"), Terms(1, 1, simulate=True)):
         config = case.config(Cluster((Machine(8),) * 2, "two servers"))
         weights = config.plan.weights if config.plan.mode != "dp" else None
         ours.add((config.model.name, case.group.cluster, config.plan.mode, config.plan.batch, weights, case.data))
