@@ -14,6 +14,7 @@ from stagewright.config import Config, as_toml, options
 from stagewright.export import export_states
 from stagewright.foresee import predict_job, what_fits
 from stagewright.observe import each_to, observed, require_rate, used
+from stagewright.reporting import leave_report
 from stagewright.resume import resumed_config
 from stagewright.settle import prepare
 from stagewright.track import require_tracker, tracked
@@ -92,7 +93,10 @@ def run(config: Config, console: Console | None = None) -> Result:
         predicted = predict_job(job.config, job.plan)
         if predicted is not None:
             console.print(f"predicted: {predicted.images_per_second:.0f} images/s", markup=False, highlight=False)
-        return _run(job, per_epoch, console, site, None if predicted is None else predicted.images_per_second)
+        try:
+            return _run(job, per_epoch, console, site, None if predicted is None else predicted.images_per_second)
+        finally:
+            leave_report(job, warn)
 
 
 def _run(job: Job, per_epoch: int, console: Console, site: Site | None, predicted: float | None) -> Result:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from stagewright.cluster import Cluster, Placement
     from stagewright.model.units import Chain
     from stagewright.plan.estimate import Setting
+    from stagewright.plan.memory import Memory
     from stagewright.plan.plan import Plan
     from stagewright.predict import Prediction
 
@@ -132,6 +133,36 @@ def what_fits(config: Config, plan: Plan, rank: int, room: int) -> str:
             if Estimate(smaller, setting).memory(rank).total <= room:
                 return f"the largest microbatch that should fit is {smaller.samples}: use --microbatches {microbatches}"
     return "no microbatch should fit: give the stage fewer units, or use a device with more memory"
+
+
+def modelled_memory(config: Config, plan: Plan) -> tuple[Memory, ...]:
+    """What each rank should hold, by part; nothing for a model that is not of the zoo, and would have to be built."""
+    from stagewright.catalog import shipped
+    from stagewright.cluster import Cluster, Machine
+    from stagewright.plan.estimate import Estimate
+    from stagewright.predict import analytic_setting, study
+
+    if ":" in config.model.name:
+        return ()
+    count = 1 + max(device.index for device in plan.devices)
+    machines = 1 + max(device.machine for device in plan.devices)
+    kind, software = _ANY_GPU, shipped().system("stagewright")
+    if config.run.device == "cpu":  # has no context and no workspaces
+        kind, software = "cpu", replace(software, context=0, workspace=0)
+    try:
+        shapes = study(config.model.name, config.model.classes, config.data.image).shapes
+        setting = analytic_setting(
+            shipped(),
+            Cluster((Machine(count, kind),) * machines, "this machine"),
+            shapes,
+            software,
+            config.run.precision,
+            optimizer=config.optimizer.name,
+        )
+        estimate = Estimate(plan, setting)
+        return tuple(estimate.memory(rank) for rank in range(plan.world))
+    except ValueError:
+        return ()
 
 
 class _Untraceable(Exception):

@@ -6,14 +6,20 @@ from stagewright.commands import (
     bench,
     checkpoint,
     cluster,
+    compare,
     data,
     doctor,
     plan,
     profile,
+    report,
     schedule,
     simulate,
     train,
     value,
+    watch,
 )
 
-COMMANDS = (doctor, profile, plan, simulate, train, checkpoint, schedule, data, bench, value, cluster)
+COMMANDS = (
+    *(doctor, profile, plan, simulate, train, watch, report, checkpoint, schedule, data, bench, compare, value),
+    cluster,
+)

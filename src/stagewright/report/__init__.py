@@ -1,1 +1,1 @@
-"""What people see: progress on the console, timelines in the terminal."""
+"""What people see: pages, progress on the console, timelines in the terminal."""

@@ -97,6 +97,7 @@ class Pipeline:
     timeline: Timeline
     ranks: tuple[str, ...]  # a label each
     is_predicted: bool = False
+    total: int = 0  # bars of the whole, where these are only the last of them
 
 
 @dataclass(frozen=True, slots=True)

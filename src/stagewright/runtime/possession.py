@@ -17,3 +17,15 @@ def possess(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise ValueError(f"run {folder} is being trained by another process; wait for it, or stop it") from None
         yield
+
+
+def is_possessed(folder: Path) -> bool:
+    """Whether a supervisor has this run folder now."""
+    try:
+        with (folder / ".lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -1,0 +1,34 @@
+
+// Asks the page's own server for news and takes over the parts that changed; what the reader has open stays open.
+async function refresh() {
+  let text;
+  try {
+    const answer = await fetch(location.pathname, { cache: "no-store" });
+    if (!answer.ok) throw new Error(String(answer.status));
+    text = await answer.text();
+  } catch {
+    document.documentElement.dataset.lost = "yes";
+    return setTimeout(refresh, 5000);
+  }
+  delete document.documentElement.dataset.lost;
+  const news = new DOMParser().parseFromString(text, "text/html"), main = document.getElementById("main");
+  const parts = [...news.querySelectorAll("main > section")];
+  for (const part of parts) {
+    const old = document.getElementById(part.id);
+    const arriving = part.outerHTML;
+    if (old && (old.arrived ?? "") === arriving) continue;
+    const open = old ? [...old.querySelectorAll("details")].map((item) => item.open) : [];
+    const fresh = document.importNode(part, true);
+    [...fresh.querySelectorAll("details")].forEach((item, at) => { item.open = Boolean(open[at]); });
+    if (old && old.contains(document.activeElement)) continue;
+    if (old) old.replaceWith(fresh); else main.append(fresh);
+    fresh.arrived = arriving;
+    start(fresh);
+  }
+  for (const old of [...main.children]) if (!parts.some((part) => part.id === old.id)) old.remove();
+  document.querySelector("nav").replaceWith(document.importNode(news.querySelector("nav"), true));
+  document.documentElement.dataset.updates = Number(document.documentElement.dataset.updates || 0) + 1;
+  const poll = Number(news.documentElement.dataset.poll || 0);
+  if (poll) setTimeout(refresh, poll * 1000); // a run that has ended has no more news
+}
+setTimeout(refresh, Number(document.documentElement.dataset.poll) * 1000);

@@ -1,0 +1,161 @@
+"""Charts as HTML: bars, stacks and curves that need no script; sizes are shares, so that they fit any screen.
+
+The page forbids styles in its elements, so positions are attributes of SVG.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from stagewright.report.figures import part_names, shown
+from stagewright.report.page import Bar, Bars, Curve, Curves, Point, Stack, Stacks
+
+_COLOURS = 8
+_WIDE, _HIGH = 1000, 300  # of a plot, which is then stretched
+
+
+def draw_bars(bars: Bars) -> str:
+    """One below the other from zero, the interval as a line across the end; predicted ones are hatched."""
+    whole = max((max(bar.value, bar.high or 0.0) for bar in bars.bars if math.isfinite(bar.value)), default=0.0) or 1.0
+    return f'<div class="bars" role="list">{"".join(_bar(bar, whole, bars.unit) for bar in bars.bars)}</div>'
+
+
+def _bar(bar: Bar, whole: float, unit: str) -> str:
+    tag = '<span class="tag">predicted</span>' if bar.is_predicted else ""
+    note = f'<span class="note">{escape(bar.note)}</span>' if bar.note else ""
+    interval = ""
+    whisker = ""
+    if bar.low is not None and bar.high is not None:
+        interval = f'<span class="interval">{shown(bar.low)} to {shown(bar.high)}</span>'
+        low, high = _share(bar.low, whole), _share(bar.high, whole)
+        whisker = (
+            f'<line class="whisker" x1="{low}" x2="{high}" y1="10" y2="10"/>'
+            f'<line class="whisker" x1="{low}" x2="{low}" y1="5" y2="15"/>'
+            f'<line class="whisker" x1="{high}" x2="{high}" y1="5" y2="15"/>'
+        )
+    fill = "predicted" if bar.is_predicted else "measured"
+    return (
+        f'<div class="bar" role="listitem"><span class="label">{escape(bar.label)}{tag}</span>'
+        f'<svg width="100%" height="20" aria-hidden="true"><rect class="track" width="100%" height="20"/>'
+        f'<rect class="{fill}" width="{_share(bar.value, whole)}" height="20"/>{whisker}</svg>'
+        f'<span class="value"><b>{shown(bar.value)}</b> {escape(unit)} {interval}{note}</span></div>'
+    )
+
+
+def draw_stacks(stacks: Stacks) -> str:
+    """Bars of named parts; a line marks what there is room for."""
+    names = part_names(stacks)
+    most = max((sum(value for _, value in stack.parts) for stack in stacks.stacks), default=0.0)
+    limits = [stack.limit for stack in stacks.stacks if stack.limit is not None]
+    whole = max([most, *(limit for limit in limits if limit < 4 * most)]) or 1.0
+    rows = "".join(_stack(stack, names, whole, stacks.unit) for stack in stacks.stacks)
+    return f'{_legend(names, "p")}<div class="bars" role="list">{rows}</div>'
+
+
+def _stack(stack: Stack, names: Sequence[str], whole: float, unit: str) -> str:
+    rects, at = [], 0.0
+    for name, value in stack.parts:
+        rects.append(
+            f'<rect class="p{names.index(name) % _COLOURS}" x="{_share(at, whole)}" '
+            f'width="{_share(value, whole)}" height="20">'
+            f"<title>{escape(name)}: {shown(value)} {escape(unit)}</title></rect>"
+        )
+        at += value
+    limit = ""
+    if stack.limit is not None:
+        if stack.limit <= whole:
+            x = _share(stack.limit, whole)
+            rects.append(f'<line class="limit" x1="{x}" x2="{x}" y1="0" y2="20"/>')
+        limit = f'<span class="interval">of {shown(stack.limit)}</span>'
+    return (
+        f'<div class="bar" role="listitem"><span class="label">{escape(stack.label)}</span>'
+        f'<svg width="100%" height="20" aria-hidden="true"><rect class="track" width="100%" height="20"/>'
+        f"{''.join(rects)}</svg>"
+        f'<span class="value"><b>{shown(at)}</b> {escape(unit)} {limit}</span></div>'
+    )
+
+
+def draw_curves(curves: Curves) -> str:
+    """Lines over one axis, with a band where points have intervals."""
+    drawn = [Curve(curve.label, _finite(curve.points)) for curve in curves.curves]
+    points = [point for curve in drawn for point in curve.points]
+    if not points:
+        return '<p class="note">There is nothing to draw.</p>'
+    across = ticks(min(point.x for point in points), max(point.x for point in points))
+    values = [value for point in points for value in (point.y, point.low, point.high) if value is not None]
+    up = ticks(min(values), max(values))
+    frame = _Frame(across[0], across[-1], up[0], up[-1])
+    grid = "".join(f'<line class="grid" x1="0" x2="{_WIDE}" y1="{frame.y(y):.1f}" y2="{frame.y(y):.1f}"/>' for y in up)
+    shapes = "".join(_curve(curve, frame, number) for number, curve in enumerate(drawn))
+    legend = _legend([curve.label for curve in drawn], "c") if len(drawn) > 1 else ""
+    labels_up = "".join(f"<span>{shown(y)}</span>" for y in reversed(up))
+    labels_across = "".join(f"<span>{shown(x)}</span>" for x in across)
+    return (
+        f'{legend}<p class="axis">{escape(curves.y)}</p><div class="plot">'
+        f'<div class="up" aria-hidden="true">{labels_up}</div>'
+        f'<svg viewBox="0 0 {_WIDE} {_HIGH}" preserveAspectRatio="none" aria-hidden="true">{grid}{shapes}</svg>'
+        f'<div class="across" aria-hidden="true">{labels_across}</div></div>'
+        f'<p class="axis below">{escape(curves.x)}</p>'
+    )
+
+
+class _Frame:
+    """Where values lie in a plot."""
+
+    def __init__(self, left: float, right: float, bottom: float, top: float) -> None:
+        self._left, self._right, self._bottom, self._top = left, right, bottom, top
+
+    def x(self, value: float) -> float:
+        return _WIDE * (value - self._left) / (self._right - self._left)
+
+    def y(self, value: float) -> float:
+        return _HIGH * (1 - (value - self._bottom) / (self._top - self._bottom))
+
+
+def _curve(curve: Curve, frame: _Frame, number: int) -> str:
+    colour = f"c{number % _COLOURS}"
+    shapes = ""
+    banded = [point for point in curve.points if point.low is not None and point.high is not None]
+    if len(banded) > 1:
+        outline = [(point.x, point.high) for point in banded] + [(point.x, point.low) for point in reversed(banded)]
+        shapes += f'<polygon class="band {colour}" points="{_path(frame, outline)}"/>'
+    if len(curve.points) == 1:
+        x, y = frame.x(curve.points[0].x), frame.y(curve.points[0].y)
+        return f'{shapes}<line class="line dot {colour}" x1="{x:.1f}" x2="{x:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
+    dash = " dashed" if number >= _COLOURS else ""
+    path = _path(frame, [(point.x, point.y) for point in curve.points])
+    return f'{shapes}<polyline class="line {colour}{dash}" points="{path}"/>'
+
+
+def _path(frame: _Frame, points: Iterable[tuple[float, float | None]]) -> str:
+    return " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points if y is not None)
+
+
+def _finite(points: Iterable[Point]) -> tuple[Point, ...]:
+    return tuple(point for point in points if math.isfinite(point.x) and math.isfinite(point.y))
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """A few round numbers with even steps, from below the lowest value to above the highest."""
+    if high <= low:
+        low, high = (low - 1, high + 1) if low == 0 else (low - abs(low) / 2, high + abs(high) / 2)
+    rough = (high - low) / 5
+    size = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * size for factor in (1, 2, 2.5, 5, 10) if factor * size >= rough)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [number * step for number in range(first, last + 1)]
+
+
+def _legend(names: Iterable[str], prefix: str) -> str:
+    keys = "".join(
+        f'<li><svg width="14" height="14" aria-hidden="true"><rect class="{prefix}{number % _COLOURS} key" '
+        f'width="14" height="14"/></svg>{escape(name)}</li>'
+        for number, name in enumerate(names)
+    )
+    return f'<ul class="legend">{keys}</ul>'
+
+
+def _share(value: float, whole: float) -> str:
+    return f"{100 * min(1.0, max(0.0, value / whole)):.2f}%" if math.isfinite(value) else "0%"

@@ -1,0 +1,221 @@
+"""A report as one HTML file that works offline: styles and scripts inside, and nothing else may load."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from html import escape
+from importlib.resources import files
+from itertools import pairwise
+
+from stagewright.report.charts import draw_bars, draw_curves, draw_stacks
+from stagewright.report.encode import MOST_BARS, encode, newest
+from stagewright.report.figures import KINDS, is_numeric, seconds, table_of, thinned
+from stagewright.report.page import Bars, Block, Curve, Curves, Listing, Page, Pipeline, Stacks, Table, Verdict
+
+_MOST_POINTS = 400  # of a curve: more than a screen tells apart
+_ALL_POINTS = 6000  # of a page's curves: with the bars of its timelines they keep it below a megabyte
+_NARROW = 5  # columns
+_HINTS = (
+    "Drag or use the arrow keys to move, the wheel or + and - to zoom, 0 for the whole. "
+    "Full stop and comma step from bar to bar, up and down from rank to rank."
+)
+
+_HATCH = (  # what predicted bars are filled with
+    '<svg width="0" height="0" class="defined" aria-hidden="true"><pattern id="hatch" width="8" height="8" '
+    'patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect class="hatch-back" width="8" height="8"/>'
+    '<line class="hatch-line" x1="0" x2="0" y1="0" y2="8"/></pattern></svg>'
+)
+
+
+def as_html(page: Page, *, poll: float | None = None) -> str:
+    """The whole page; with `poll`, one that asks its own server for news every so many seconds."""
+    style = _asset("page.css")
+    scripts = [_asset("timeline.js"), _asset("page.js"), *([_asset("live.js")] if poll else [])]
+    script = "\n".join(scripts)
+    policy = content_policy(style, script, is_live=poll is not None)
+    halves = _halves(page.blocks)
+    sections = [_section(block, number, number in halves) for number, block in enumerate(_sized(page.blocks))]
+    links = "".join(
+        f'<a href="#part-{number}">{escape(block.title)}</a>'
+        for number, block in enumerate(page.blocks)
+        if not isinstance(block, Verdict)
+    )
+    wait = f' data-poll="{poll:g}"' if poll else ""
+    alone = "It asks this machine for news, and nobody else." if poll else "It is one file and loads nothing."
+    return (
+        f'<!doctype html>\n<html lang="en"{wait}>\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n<meta name="referrer" content="no-referrer">\n'
+        f'<link rel="icon" href="data:,">\n<title>{escape(page.title)}</title>\n<style>{style}</style>\n</head>\n'
+        f'<body>\n{_HATCH}<a class="skip" href="#main">Skip to the report</a>\n<header><h1>{escape(page.title)}</h1>'
+        f'<nav aria-label="Parts of this report">{links}</nav></header>\n<main id="main">\n'
+        + "\n".join(sections)
+        + f"\n</main>\n<footer>Stagewright made this page. {alone}</footer>\n"
+        f"<script>{script}</script>\n</body>\n</html>\n"
+    )
+
+
+def _sized(blocks: Sequence[Block]) -> Iterator[Block]:
+    """The blocks with as many points and bars as a page should hold: all of them, but of the largest pages."""
+    curves = sum(len(block.curves) for block in blocks if isinstance(block, Curves))
+    points = max(8, min(_MOST_POINTS, _ALL_POINTS // max(1, curves)))
+    bars = MOST_BARS // max(1, sum(isinstance(block, Pipeline) for block in blocks))
+    for block in blocks:
+        if isinstance(block, Curves):
+            few = tuple(Curve(curve.label, thinned(curve.points, points)) for curve in block.curves)
+            yield replace(block, curves=few)
+        elif isinstance(block, Pipeline):
+            yield replace(block, timeline=newest(block.timeline, bars), total=len(block.timeline.spans))
+        else:
+            yield block
+
+
+def content_policy(style: str, script: str, *, is_live: bool = False) -> str:
+    """Only this page's own style and script, by their hashes, and no request; a live page may ask its own origin."""
+    connect = "; connect-src 'self'" if is_live else ""
+    return (
+        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; "
+        f"base-uri 'none'; form-action 'none'{connect}"
+    )
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _asset(name: str) -> str:
+    return (files("stagewright.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _halves(blocks: Sequence[Block]) -> set[int]:
+    """Narrow tables that follow each other, by two: a wide screen has room for both."""
+    halves: set[int] = set()
+    for number, (block, following) in enumerate(pairwise(blocks)):
+        if number not in halves and all(
+            isinstance(one, Table) and len(one.columns) <= _NARROW for one in (block, following)
+        ):
+            halves |= {number, number + 1}
+    return halves
+
+
+def _section(block: Block, number: int, is_half: bool) -> str:
+    part = f"part-{number}"
+    if isinstance(block, Verdict):
+        lines = "".join(f"<p>{escape(line)}</p>" for line in block.lines)
+        return f'<section id="{part}" class="verdict" aria-label="Verdict">{lines}</section>'
+    title = f'<h2 id="{part}-title">{escape(block.title)}</h2>'
+    half = ' class="half"' if is_half else ""
+    return f'<section id="{part}"{half} aria-labelledby="{part}-title">{title}{_body(block, part)}</section>'
+
+
+def _body(block: Table | Bars | Stacks | Curves | Pipeline | Listing, part: str) -> str:
+    if isinstance(block, Table):
+        return _table(block)
+    if isinstance(block, Listing):
+        return (
+            f'<div class="listing"><button type="button" class="copy" data-copies="{part}-text">Copy</button>'
+            f'<pre id="{part}-text" tabindex="0">{escape(block.text.rstrip())}</pre></div>'
+        )
+    if isinstance(block, Pipeline):
+        return _pipeline(block, part)
+    if isinstance(block, Bars):
+        return _figure(draw_bars(block), block, part, _about_bars(block))
+    if isinstance(block, Stacks):
+        return _figure(draw_stacks(block), block, part, f"{len(block.stacks)} bars, {block.unit}, by part.")
+    return _figure(draw_curves(block), block, part, _about_curves(block))
+
+
+def _figure(drawn: str, block: Bars | Stacks | Curves | Pipeline, part: str, about: str) -> str:
+    """A picture, what it shows in words, and its numbers."""
+    return (
+        f'<figure role="group" aria-labelledby="{part}-title" aria-describedby="{part}-about">{drawn}'
+        f'<figcaption id="{part}-about">{escape(about)}</figcaption></figure>{_numbers(table_of(block), part)}'
+    )
+
+
+def _numbers(table: Table, part: str) -> str:
+    return (
+        f'<details><summary>Numbers</summary><button type="button" class="copy" data-copies="{part}-numbers">Copy'
+        f"</button>{_table(table, f'{part}-numbers')}</details>"
+    )
+
+
+def _table(table: Table, name: str = "") -> str:
+    numeric = [is_numeric([row[at] for row in table.rows]) for at in range(len(table.columns))]
+    kinds = [' class="number"' if right else "" for right in numeric]
+    head = "".join(
+        f'<th scope="col"{kind}>{escape(column)}</th>' for column, kind in zip(table.columns, kinds, strict=True)
+    )
+    rows = "".join(
+        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
+        for row in table.rows
+    )
+    note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
+    label = f' id="{name}"' if name else ""
+    return (
+        f'<div class="scroll" tabindex="0" role="group" aria-label="{escape(table.title)}, table">'
+        f"<table{label}><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{note}"
+    )
+
+
+def _pipeline(block: Pipeline, part: str) -> str:
+    timeline = block.timeline
+    data = json.dumps({**encode(timeline), "ranks": block.ranks}, ensure_ascii=True).replace("<", "\\u003c")
+    keys = "".join(
+        f'<li><svg width="14" height="14" aria-hidden="true"><rect class="k-{kind} key" width="14" height="14"/></svg>'
+        f"{kind}</li>"
+        for kind in KINDS
+    )
+    how = "Predicted" if block.is_predicted else "Measured"
+    bars = f"{len(timeline.spans):,} bars"
+    if block.total > len(timeline.spans):
+        bars = f"the last {bars} of {block.total:,}; the trace has all"
+    about = f"{how}: {len(block.ranks)} ranks over {seconds(timeline.end)}, {bars}."
+    buttons = "".join(
+        f'<button type="button" data-does="{does}" aria-label="{label}">{sign}</button>'
+        for does, label, sign in (
+            ("in", "Zoom in", "+"),
+            ("out", "Zoom out", "\N{MINUS SIGN}"),
+            ("left", "Earlier", "◀"),
+            ("right", "Later", "▶"),
+            ("whole", "Show the whole", "Whole"),
+        )
+    )
+    drawn = (
+        f'<div class="timeline" id="{part}-timeline"><ul class="legend">{keys}</ul><div class="buttons">{buttons}'
+        f'<span class="range" data-shows="range"></span></div><div class="canvas">'
+        f'<canvas tabindex="0" role="application" aria-roledescription="timeline" '
+        f'aria-label="{escape(block.title)}. {escape(about)} {_HINTS}"></canvas>'
+        f'<div class="tip" hidden></div></div><p class="live" role="status" aria-live="polite"></p>'
+        f'<p class="note">{_HINTS}</p><script type="application/json">{data}</script></div>'
+    )
+    return _figure(drawn, block, part, about)
+
+
+def _about_bars(bars: Bars) -> str:
+    known = [bar for bar in bars.bars if bar.value == bar.value]
+    if not known:
+        return "No bars."
+    best = max(known, key=lambda bar: bar.value)
+    parts = [f"{len(bars.bars)} bars, {bars.unit}; longest: {best.label}."]
+    if any(bar.low is not None for bar in bars.bars):
+        parts.append("Lines are 95 % intervals.")
+    if any(bar.is_predicted for bar in bars.bars):
+        parts.append("Hatched bars are predicted.")
+    return " ".join(parts)
+
+
+def _about_curves(curves: Curves) -> str:
+    parts = []
+    for curve in curves.curves[:8]:
+        if curve.points:
+            first, last = curve.points[0], curve.points[-1]
+            parts.append(f"{curve.label}: from {first.y:.4g} to {last.y:.4g}")
+    more = f"; and {len(curves.curves) - 8} more" if len(curves.curves) > 8 else ""
+    band = " Shaded: 95 % intervals." if any(p.low is not None for c in curves.curves for p in c.points) else ""
+    return f"{'; '.join(parts)}{more}.{band}" if parts else "No points."

@@ -1,0 +1,63 @@
+"""A report as Markdown, for a repository, a forum or a diff."""
+
+from __future__ import annotations
+
+import re
+
+from stagewright.report.figures import is_numeric, seconds, table_of, thinned
+from stagewright.report.page import Block, Curve, Curves, Listing, Page, Pipeline, Table, Verdict
+
+_MOST_POINTS = 12  # of a curve: the page with pictures has them all
+_SPECIAL = re.compile(r"[\\`*\[\]<>|&#~$]|(?<!\w)_|_(?!\w)")
+
+
+def as_markdown(page: Page) -> str:
+    """The whole page; every figure becomes the table behind it."""
+    return "\n\n".join([f"# {_plain(page.title)}", *(_block(block) for block in page.blocks)]) + "\n"
+
+
+def _block(block: Block) -> str:
+    if isinstance(block, Verdict):
+        return "\n".join(f"- {_plain(line)}" for line in block.lines)
+    if isinstance(block, Listing):
+        fence = "`" * max(3, 1 + max((len(ticks) for ticks in re.findall("`+", block.text)), default=0))
+        return f"## {_plain(block.title)}\n\n{fence}text\n{block.text.rstrip()}\n{fence}"
+    if isinstance(block, Table):
+        return _table(block)
+    if isinstance(block, Curves):
+        return _table(table_of(_shorter(block)))
+    note = _about(block) if isinstance(block, Pipeline) else ""
+    return _table(table_of(block)) + note
+
+
+def _shorter(curves: Curves) -> Curves:
+    few = tuple(Curve(curve.label, thinned(curve.points, _MOST_POINTS)) for curve in curves.curves)
+    return Curves(curves.title, curves.x, curves.y, few)
+
+
+def _about(pipeline: Pipeline) -> str:
+    how = "Predicted" if pipeline.is_predicted else "Measured"
+    return f"\n\n{how} over {seconds(pipeline.timeline.end)}; the page beside this file draws it."
+
+
+def _table(table: Table) -> str:
+    numeric = [is_numeric([row[at] for row in table.rows]) for at in range(len(table.columns))]
+    lines = [
+        f"## {_plain(table.title)}",
+        "",
+        _row(table.columns),
+        "|" + "|".join("--:" if right else "---" for right in numeric) + "|",
+        *(_row(row) for row in table.rows),
+    ]
+    if table.note:
+        lines += ["", _plain(table.note)]
+    return "\n".join(lines)
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return "| " + " | ".join(_plain(cell) for cell in cells) + " |"
+
+
+def _plain(text: str) -> str:
+    """Text that no reader of Markdown takes for anything else, on one line."""
+    return _SPECIAL.sub(lambda match: f"\\{match[0]}", " ".join(text.split()))

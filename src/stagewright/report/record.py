@@ -1,0 +1,198 @@
+"""A run as its folder tells it: plain JSON, lines that may be torn, files that may be missing."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from stagewright.metrics import Evaluated, GpuUse, RankUse, Replaced, Restarted, Saved, Step, Timeline, Unsaved, Use
+
+_KINDS = {kind.__name__.lower(): kind for kind in (Step, Evaluated, Replaced, Saved, Unsaved, Restarted)}
+_MEASURED = Step | Evaluated | Saved
+_NUMBERS = int | float | None
+_FAULTS = (ValueError, KeyError, TypeError, AttributeError)  # of content that is not what it should be
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which ranks carry which stage, and what a person calls them."""
+
+    ranks: tuple[str, ...]  # a label each
+    stages: tuple[tuple[int, ...], ...]
+    devices: tuple[str, ...]  # of each stage, as the placement writes them
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Everything that a report may say of a run; what its folder lacks is empty or None."""
+
+    folder: Path
+    layout: Layout
+    plan: dict[str, Any]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    summary: dict[str, Any] | None
+    batches: int | None  # that it was to train
+    steps: tuple[Step, ...]
+    evaluations: tuple[Evaluated, ...]
+    restarts: tuple[Restarted, ...]
+    replaced: int
+    saved: tuple[int, ...]  # batches after which there is a checkpoint
+    uses: tuple[tuple[Use, ...], ...]  # of each machine whose monitor is there
+    timeline: Timeline | None
+    memory: tuple[dict[str, float], ...] | None  # bytes by part and rank, by the planner's model
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def model(self) -> str:
+        return str(self.section("model").get("name", "a model"))
+
+    @property
+    def mode(self) -> str:
+        return str(self.plan.get("mode", "?"))
+
+    @property
+    def batch(self) -> int:
+        return int(self.plan.get("batch") or 0)
+
+    @property
+    def shape(self) -> str:
+        """Replicas of each stage: 7-1."""
+        return "-".join(str(len(ranks)) for ranks in self.layout.stages)
+
+    @property
+    def images_per_second(self) -> float | None:
+        """The summary's, or of a run without one that of its steps, but the first two."""
+        if self.summary is not None:
+            return _number(self.summary.get("images_per_second"))
+        steady = self.steps[2:]
+        spent = sum(self.batch / step.images_per_second for step in steady if step.images_per_second > 0)
+        return len(steady) * self.batch / spent if spent else None
+
+    @property
+    def predicted(self) -> float | None:
+        return _number((self.summary or {}).get("predicted_images_per_second"))
+
+    @property
+    def is_emulated(self) -> bool:
+        return self.section("run").get("emulate") is True
+
+    def section(self, name: str) -> dict[str, Any]:
+        """A table of its configuration."""
+        found = self.config.get(name)
+        return found if isinstance(found, dict) else {}
+
+
+def read_run(folder: Path, layout: Layout) -> Run:
+    """All that the files of a run folder say."""
+    records = list(read_records(folder / "metrics.jsonl"))
+    summary = read_object(folder / "summary.json")
+    planned = read_object(folder / "job.json") or {}
+    batches = planned.get("batches")
+    return Run(
+        folder=folder,
+        layout=layout,
+        plan=read_object(folder / "plan.json") or {},
+        config=_read_toml(folder / "config.toml"),
+        environment=read_object(folder / "env.json") or {},
+        summary=summary,
+        batches=batches if isinstance(batches, int) else None,
+        steps=tuple(record for record in records if isinstance(record, Step)),
+        evaluations=tuple(record for record in records if isinstance(record, Evaluated)),
+        restarts=tuple(record for record in records if isinstance(record, Restarted)),
+        replaced=sum(isinstance(record, Replaced) for record in records),
+        saved=tuple(record.batch for record in records if isinstance(record, Saved)),
+        uses=tuple(filter(None, (tuple(read_uses(path)) for path in sorted(folder.glob("monitor*.jsonl"))))),
+        timeline=_read_timeline(folder / "trace.json"),
+        memory=_read_memory(folder / "memory.json"),
+    )
+
+
+def read_records(path: Path) -> Iterator[Any]:
+    """The records of a journal; a line that is torn or strange is left out."""
+    return filter(None, map(as_record, read_lines(path)))
+
+
+def as_record(fields: dict[str, Any]) -> Any:
+    """A line of metrics.jsonl as a value; None where it is none."""
+    try:
+        kind = _KINDS[fields["kind"]]
+        record = kind(**{name: value for name, value in fields.items() if name != "kind"})
+    except _FAULTS:
+        return None
+    is_sound = not isinstance(record, _MEASURED) or all(isinstance(value, _NUMBERS) for value in astuple(record))
+    return record if is_sound else None
+
+
+def read_uses(path: Path) -> Iterator[Use]:
+    """The moments of a monitor."""
+    return filter(None, map(as_use, read_lines(path)))
+
+
+def as_use(fields: dict[str, Any]) -> Use | None:
+    """A line of monitor.jsonl as a value; None where it is none."""
+    try:
+        gpus = tuple(GpuUse(**{**gpu, "throttled": tuple(gpu.get("throttled", ()))}) for gpu in fields["gpus"])
+        ranks = tuple(RankUse(**rank) for rank in fields["ranks"])
+        return Use(float(fields["seconds"]), float(fields["cores"]), int(fields["memory"]), gpus, ranks)
+    except _FAULTS:
+        return None
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a file of JSON lines; none where there is no file."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(fields, dict):
+            yield fields
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """A JSON object; None where there is none, or none that is whole."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def _read_timeline(path: Path) -> Timeline | None:
+    trace = read_object(path)
+    try:
+        return None if trace is None else Timeline.of_trace(trace)
+    except _FAULTS:
+        return None
+
+
+def _read_memory(path: Path) -> tuple[dict[str, float], ...] | None:
+    found = read_object(path)
+    try:
+        parts = found["ranks"] if found else None
+        return None if not parts else tuple({str(name): float(size) for name, size in rank.items()} for rank in parts)
+    except _FAULTS:
+        return None
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,91 @@
+"""A page that a browser on this machine may ask for, and nobody else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+_LOOPBACK = "127.0.0.1"
+_NAMES = (_LOOPBACK, "localhost")
+_FRESH = 1.0  # seconds for which a page is not made again
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves one page on loopback; asks for it anew when it is asked, but not more often than that helps."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, port: int, make_page: Callable[[], str]) -> None:
+        self._make_page = make_page
+        self._lock = threading.Lock()
+        self._page, self._made = b"", -_FRESH
+        try:
+            super().__init__((_LOOPBACK, port), _Handler)
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"can't serve on port {port}: {reason}; give another, or --serve alone for any") from error
+        self.hosts = {f"{name}:{self.server_port}" for name in _NAMES}
+
+    @property
+    def url(self) -> str:
+        return f"http://{_LOOPBACK}:{self.server_port}/"
+
+    def page(self) -> bytes:
+        with self._lock:
+            if time.monotonic() - self._made > _FRESH:
+                self._page = self._make_page().encode()
+                self._made = time.monotonic()
+            return self._page
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away is no news."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET and HEAD of / to whoever names this machine: a name that only resolves to it is somebody else's."""
+
+    server: PageServer
+    protocol_version = "HTTP/1.1"
+    timeout = 30  # seconds that a connection may be silent
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        if self.headers.get("Host") not in self.server.hosts:
+            self._send(HTTPStatus.MISDIRECTED_REQUEST, b"this page is for this machine alone\n", "text/plain")
+        elif self.path != "/":
+            self._send(HTTPStatus.NOT_FOUND, b"there is only /\n", "text/plain")
+        else:
+            try:
+                page = self.server.page()
+            except ValueError as error:
+                self._send(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(), "text/plain")
+                return
+            self._send(HTTPStatus.OK, page, "text/html")
+
+    def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("X-Frame-Options", "DENY")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def version_string(self) -> str:
+        return "stagewright"
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """The terminal is for the user."""

@@ -1,0 +1,141 @@
+"""Reports of runs: reads their folders, asks the plan who is who, and writes pages."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stagewright.report.page import Page
+    from stagewright.report.record import Layout, Run
+    from stagewright.report.watch import Moment, Watch
+    from stagewright.runtime.job import Job
+
+_MOST_STAGES_NAMED = 3
+_POLL = 2.0  # seconds
+
+
+def open_run(folder: Path) -> Run:
+    """A run by its folder; an error in a line where it is none."""
+    from stagewright.report.record import read_run
+
+    return read_run(folder, layout_of(folder))
+
+
+def layout_of(folder: Path) -> Layout:
+    """Which ranks a run has, and which stages they carry."""
+    from stagewright.cluster import format_devices
+    from stagewright.plan.plan import read_plan
+    from stagewright.report.record import Layout
+
+    path = folder / "plan.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{folder} is no run folder: plan.json: {reason}; give a folder that train made") from error
+    plan = read_plan(text, str(path))
+    labels = []
+    for rank in range(plan.world):
+        carried = [str(stage.index) for stage in plan.stages_of(rank)]
+        few = ", ".join(carried[:_MOST_STAGES_NAMED]) + ("..." if len(carried) > _MOST_STAGES_NAMED else "")
+        labels.append(f"rank {rank} (stage{'s' if len(carried) > 1 else ''} {few})")
+    devices = tuple(format_devices(placed) for placed in plan.placement)
+    return Layout(tuple(labels), tuple(stage.ranks for stage in plan.stages), devices)
+
+
+def page_of_runs(folders: Sequence[Path], names: Sequence[str] = ()) -> Page:
+    """The page of a run, or one that compares several."""
+    from stagewright.report.run import page_of
+    from stagewright.report.several import page_of_several
+
+    runs = [open_run(folder) for folder in folders]
+    return page_of(runs[0]) if len(runs) == 1 else page_of_several(runs, names)
+
+
+def look_at(watch: Watch, folder: Path) -> Moment:
+    """A watched run as it is now, with what each rank is at while it runs."""
+    from stagewright.runtime.possession import is_possessed
+
+    is_running = is_possessed(folder)
+    return watch.look(is_running, what_ranks_do(folder) if is_running else ())
+
+
+def what_ranks_do(folder: Path) -> tuple[str, ...]:
+    """The current action of each rank, by the small files that they keep."""
+    from stagewright.runtime.rank import position_file
+    from stagewright.runtime.recorder import State, look
+
+    doing = []
+    for rank in range(len(layout_of(folder).ranks)):
+        sight = look(position_file(folder, rank), rank)
+        waits = "waits for " if sight.state is State.WAITING else ""
+        doing.append(sight.state.name.lower() if sight.action is None else f"{waits}{sight.action}")
+    return tuple(doing)
+
+
+def live_page(folder: Path) -> str:
+    """The page of a run as it is now; while it runs, one that asks for news."""
+    from dataclasses import replace
+
+    from stagewright.report.html import as_html
+    from stagewright.report.page import Table
+    from stagewright.report.run import page_of
+    from stagewright.runtime.possession import is_possessed
+
+    run = open_run(folder)
+    page = page_of(run)
+    if not is_possessed(folder):
+        return as_html(page)
+    rows = tuple(zip(run.layout.ranks, what_ranks_do(folder), strict=True))
+    now = Table("Now", ("rank", "action"), rows, "The page asks for news every two seconds.")
+    return as_html(replace(page, blocks=(page.blocks[0], now, *page.blocks[1:])), poll=_POLL)
+
+
+def write_page(page: Page, target: Path) -> tuple[Path, Path]:
+    """A page as HTML and beside it as Markdown; a reader never sees half a file."""
+    from stagewright.report.html import as_html
+    from stagewright.report.markdown import as_markdown
+
+    written = target.with_suffix(".html"), target.with_suffix(".md")
+    for path, text in zip(written, (as_html(page), as_markdown(page)), strict=True):
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(path)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise ValueError(f"can't write {path}: {error.strerror}; choose another place with -o FILE") from error
+    return written
+
+
+def leave_report(job: Job, warn: Callable[[str], None]) -> Path | None:
+    """The report of a run that has ended, however it did; what goes wrong here is no fault of the run."""
+    folder = Path(job.folder)
+    try:
+        _leave_memory(job)
+        run = open_run(folder)
+        if run.summary is None and not run.steps:
+            return None
+        from stagewright.report.run import page_of
+
+        return write_page(page_of(run), folder / "report.html")[0]
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        warn(f"no report: {first[:200]}; make it later with stagewright report {folder}")
+        return None
+
+
+def _leave_memory(job: Job) -> None:
+    """What the planner's model says of each rank's memory, for models whose shapes cost nothing to find."""
+    from stagewright.foresee import modelled_memory
+
+    memory = modelled_memory(job.config, job.plan)
+    if memory:
+        parts = {"ranks": [asdict(rank) for rank in memory]}
+        (Path(job.folder) / "memory.json").write_text(json.dumps(parts))
