@@ -104,7 +104,18 @@ def test_there_is_no_utils() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["train"], ["data", "inspect"], ["data", "bench"], ["checkpoint", "list"]], ids=" ".join
+    "command",
+    [
+        ["train"],
+        ["data", "inspect"],
+        ["data", "bench"],
+        ["checkpoint", "list"],
+        ["bench"],
+        ["compare"],
+        ["report"],
+        ["watch"],
+    ],
+    ids=" ".join,
 )
 def test_help_imports_neither_torch_nor_numpy_nor_pydantic(command: list[str]) -> None:
     code = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from stagewright.bench.case import Case, Terms, cases_of
 from stagewright.bench.forecast import forecast
 from stagewright.bench.interval import Interval, median_interval, paired_ratio
 from stagewright.bench.layout import devices_of
+from stagewright.bench.mps import shared_gpu
 from stagewright.bench.outcome import Outcome, PublishedRow, Row
 from stagewright.bench.room import Room, here
 from stagewright.bench.rounds import Turns, run_rounds
@@ -56,7 +58,9 @@ def run_trials(name: str, terms: Terms, wish: Wish, folder: Path, command: str, 
         rows = [settled.get(key) or _measured(case, turns[key]) for key, case in cases.items()]
         return replace(blank, rows=tuple(_with_speedups(rows)), is_whole=is_whole)
 
-    turns = run_rounds(configs, terms.repeats, folder, tell, lambda turns: keep(outcome(turns, False)))
+    is_shared = any(config.run.share_gpu for config in configs.values())
+    with shared_gpu(tell) if is_shared else nullcontext():
+        turns = run_rounds(configs, terms.repeats, folder, tell, lambda turns: keep(outcome(turns, False)))
     return outcome(turns, True)
 
 

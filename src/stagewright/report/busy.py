@@ -57,13 +57,15 @@ def find_busy(run: Run) -> Busy | None:
 def _paused(run: Run, spans: list[Span], first: float, last: float) -> float:
     """Seconds for which the pipeline stood drained, for an evaluation or a checkpoint."""
     microbatches = int(run.plan.get("microbatches") or 0)
-    numbered = [(int(match[1]), span) for span in spans if (match := _NUMBERED.match(span.name))]
+    numbered = [(int(match[1]), span.start, span.end) for span in spans if (match := _NUMBERED.match(span.name))]
     total = 0.0
+    known = range(min(numbered)[0] + 1, max(numbered)[0] + 1) if numbered else range(0)
     for batch in {evaluated.batch for evaluated in run.evaluations} | set(run.saved):
-        before = [span.end for number, span in numbered if number < batch * microbatches]
-        after = [span.start for number, span in numbered if number >= batch * microbatches]
-        if before and after:
-            total += max(0.0, min(min(after), last) - max(max(before), first))
+        if batch * microbatches not in known:
+            continue
+        before = [end for number, _, end in numbered if number < batch * microbatches]
+        after = [start for number, start, _ in numbered if number >= batch * microbatches]
+        total += max(0.0, min(min(after), last) - max(max(before), first))
     return total
 
 

@@ -18,7 +18,8 @@ _WIDE, _HIGH = 1000, 300  # of a plot, which is then stretched
 
 def draw_bars(bars: Bars) -> str:
     """One below the other from zero, the interval as a line across the end; predicted ones are hatched."""
-    whole = max((max(bar.value, bar.high or 0.0) for bar in bars.bars if math.isfinite(bar.value)), default=0.0) or 1.0
+    most = max((max(bar.value, bar.high or 0.0) for bar in bars.bars if math.isfinite(bar.value)), default=0.0)
+    whole = max(most, 100.0) if bars.unit.startswith("%") else most or 1.0
     return f'<div class="bars" role="list">{"".join(_bar(bar, whole, bars.unit) for bar in bars.bars)}</div>'
 
 

@@ -72,16 +72,6 @@ def test_every_repeat_of_every_configuration_is_there(outcome: Outcome) -> None:
     )
 
 
-def test_sides_take_turns(folder: Path) -> None:
-    """Folders are named by when they began: dp, stale, dp, stale, ..."""
-    with zipfile.ZipFile(folder / "logs.zip") as file:
-        configs = [name for name in file.namelist() if name.endswith("config.toml")]
-        began = sorted(configs, key=lambda name: file.getinfo(name.replace("config.toml", "summary.json")).filename)
-        assert sum("dp-2" in name for name in configs) == sum("stale-1-1" in name for name in configs) == 3
-    stamps = [name.partition("-vgg")[0] for name in began]
-    assert stamps == sorted(stamps)
-
-
 def test_the_logs_hold_what_each_run_left(folder: Path) -> None:
     with zipfile.ZipFile(folder / "logs.zip") as file:
         names = {name.partition("/")[2] for name in file.namelist()}

@@ -35,14 +35,16 @@ function readBars(data) {
   });
 }
 
-function firstAbove(sorted, value) {
+function first(sorted, holds) {
   let low = 0, high = sorted.length;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (sorted[middle] > value) high = middle; else low = middle + 1;
+    if (holds(sorted[middle])) high = middle; else low = middle + 1;
   }
   return low;
 }
+const firstAbove = (sorted, value) => first(sorted, (found) => found > value);
+const firstFrom = (sorted, value) => first(sorted, (found) => found >= value);
 
 function inUnits(seconds) {
   const size = Math.abs(seconds);
@@ -333,12 +335,9 @@ class Timeline {
     if (ranks && chosen) rank = Math.min(count - 1, Math.max(0, rank + ranks));
     let best = null, nearest = Infinity;
     for (const lane of this.lanes.filter((lane) => lane.rank === rank)) {
-      const same = chosen && chosen.lane === lane;
-      const at = bars && same ? chosen.bar + bars : bars > 0 ? firstAbove(lane.start, time) : firstAbove(lane.start, time) - 1;
-      for (const bar of [at, bars ? at : at + 1]) {
-        if (bar < 0 || bar >= lane.count || (bars < 0 && !same && lane.start[bar] >= time)) continue;
+      for (const bar of this.besides(lane, time, bars)) {
         const away = Math.abs(lane.start[bar] - time) + (bars ? 0 : lane.lane * this.end);
-        if (away < nearest) { best = { lane, bar }; nearest = away; }
+        if (away < nearest || (away === nearest && bars < 0)) { best = { lane, bar }; nearest = away; }
       }
     }
     if (!best) return;
@@ -346,6 +345,16 @@ class Timeline {
     if (start < this.from || end > this.to) this.show(start - length / 2, start + length / 2);
     this.choose(best, this.xOf(Math.max(start, this.from)));
     this.status.textContent = this.describe(best).replace("\n", " ");
+  }
+
+  // The bars of a lane that may come next; bars that begin together go by their lanes.
+  besides(lane, time, bars) {
+    const chosen = this.chosen, after = firstAbove(lane.start, time), from = firstFrom(lane.start, time);
+    let found = [after - 1, after];
+    if (bars && chosen && chosen.lane === lane) found = [chosen.bar + bars];
+    else if (bars > 0) found = [chosen && lane.lane > chosen.lane.lane ? from : after];
+    else if (bars < 0) found = [(chosen && lane.lane < chosen.lane.lane ? after : from) - 1];
+    return found.filter((bar) => bar >= 0 && bar < lane.count);
   }
 
   choose(found, x = 0) {
