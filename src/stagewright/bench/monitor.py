@@ -13,8 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
+from stagewright.bench.interval import Interval, paired_ratio
 from stagewright.bench.machine import machine
-from stagewright.bench.statistics import Ratio, median_ratio
 from stagewright.config import make_config
 from stagewright.metrics import Step
 from stagewright.monitor.monitor import Monitor
@@ -45,11 +45,13 @@ class Found:
     start_seconds: float  # processor time that a process of its own would take to start
 
     @property
-    def ratio(self) -> Ratio:
+    def ratio(self) -> Interval:
         """Over rounds, whose middle is the same on both sides: what else goes on changes from second to second."""
-        rounds = range(0, len(self.alone), 2)
-        ratios = [sum(self.watched[at : at + 2]) / sum(self.alone[at : at + 2]) for at in rounds]
-        return median_ratio(ratios, [1.0] * len(ratios))
+        watched, alone = (
+            [first + second for first, second in zip(speeds[::2], speeds[1::2], strict=True)]
+            for speeds in (self.watched, self.alone)
+        )
+        return paired_ratio(watched, alone)
 
     @property
     def share(self) -> float:
