@@ -22,7 +22,7 @@ from tests.unit.report.test_watch import append
 
 Visit = Callable[..., Opened]
 END = timeline(10).end
-LABELS, AXIS, ROW = 150, 22, 54  # of a wide timeline with few ranks, in pixels
+LABELS, AXIS, ROW = 150, 22, 60  # of a wide timeline with few ranks, in pixels
 COUNT = """(colour) => {
     const canvas = document.querySelector("canvas"), pen = canvas.getContext("2d");
     const wanted = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
