@@ -75,9 +75,14 @@ def test_what_fits_a_machine() -> None:
 
 
 def test_a_gpu_with_too_little_memory_is_told() -> None:
-    small = Room(gpus=8, gpu_memory=4 * GIB, memory=64 * GIB)
+    small = Room(gpus=8, gpu_memory=3 * GIB, memory=64 * GIB)
     lacks = configs("stages", small)["VGG-16, dp, synthetic"]
-    assert lacks is not None and re.fullmatch(r"needs about [\d,]+ MiB on a GPU, this machine has 4,096", lacks)
+    assert lacks is not None and re.fullmatch(r"needs about [\d,]+ MiB on a GPU, this machine has 3,072", lacks)
+
+
+def test_what_the_memory_model_is_not_sure_of_is_tried() -> None:
+    """The published home-lab box ran these batches on cards of 22 GiB; the model asks for 1.3 % more in fp32."""
+    assert set(configs("homelab", Room(gpus=4, gpu_memory=22 * GIB, memory=64 * GIB)).values()) == {None}
 
 
 def test_shared_gpus_hold_the_memory_of_all_their_ranks() -> None:
