@@ -29,7 +29,7 @@ options = { data = { samples = 64 }, plan = { batch = 16, microbatches = 2 }, ru
 name = "small VGG"
 trial = [
   { name = "dp", options = { plan = { mode = "dp", placement = "0:0-1" } } },
-  { name = "stale", options = { plan = { mode = "stale", placement = "0:0.0:1", cut = "avgpool" } } },
+  { name = "stale", options = { plan = { mode = "stale", staleness = 1, placement = "0:0.0:1", cut = "avgpool" } } },
 ]
 """
 
@@ -85,7 +85,7 @@ def test_the_report_has_what_the_published_ones_have(folder: Path, outcome: Outc
     for heading in ("## small VGG: configuration", "## Every repeat", "## Environment", "## Commands"):
         assert heading in text
     assert "memory by stage, MiB" in text and "ImageNet epoch, s" in text
-    assert "stagewright train --samples 64 --placement 0:0.0:1 --cut avgpool --mode stale --batch 16" in text
+    assert "stagewright train --samples 64 --placement 0:0.0:1 --cut avgpool --mode stale" in text
     for row in outcome.rows:
         assert all(f"{repeat.rate:,.1f}" in text for repeat in row.repeats)
     page = (folder / "report.html").read_text()
@@ -156,6 +156,8 @@ def test_an_interrupted_bench_keeps_what_it_has(
     with pytest.raises(SystemExit):
         main(["bench", str(suite), "--steps", "2", "--runs", str(tmp_path)])
     (folder,) = tmp_path.iterdir()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"stagewright: interrupted after 2 runs; nothing is left running; what there is is in {folder}"
     outcome = read_outcome(folder)
     assert not outcome.is_whole and [len(row.repeats) for row in outcome.rows] == [1, 1]
     assert "interrupted" in (folder / "report.md").read_text() and (folder / "logs.zip").is_file()
