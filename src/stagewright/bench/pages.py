@@ -86,7 +86,8 @@ def _judged(row: Row, base: Row) -> str:
         )
     if speedup.holds(1.0):
         return f"no significant difference between {row.name} and {base.name}: {_short(speedup)} x"
-    return f"{row.name} is {_short(speedup)} x {base.name}, {_short(rate)} images/s"
+    few = f", by {len(row.repeats)} repeats only" if len(row.repeats) < _FEW else ""
+    return f"{row.name} is {_short(speedup)} x {base.name}, {_short(rate)} images/s{few}"
 
 
 def _short(interval: Interval | None) -> str:
