@@ -30,7 +30,7 @@ def job(placement: str, folder: Path = Path(), **run: Any) -> Any:
     [
         ("0:0-1.0:3", {}, 0, {0, 1, 3}),
         ("0:0-1.1:2", {}, 1, {2}),
-        ("0:0-6.0:7", {"share_gpu": True}, 0, {0, 1, 2, 3}),
+        ("0:4.0:5", {"share_gpu": True}, 0, {0, 1}),
         ("0:0-6.0:7", {"emulate": True}, 0, {0}),
         ("0:9", {}, 0, set()),  # the ranks themselves say that it is missing
     ],
