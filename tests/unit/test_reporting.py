@@ -27,7 +27,7 @@ def test_report_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     folders = [str(make_run(tmp_path / name)) for name in "ab"]
     main(["report", *folders, folders[0], "-o", str(tmp_path / "new" / "both.html"), "--json"])
     answer = json.loads(capsys.readouterr().out)
-    assert answer["title"] == "2 runs: a, b" and answer["html"].endswith("new/both.html")
+    assert answer["title"] == "2 runs: a; b" and answer["html"].endswith("new/both.html")
     assert Path(answer["markdown"]).read_text().startswith("# 2 runs")
 
 

@@ -10,7 +10,7 @@ import pytest
 from stagewright.bench import rounds
 from stagewright.bench.case import Terms, cases_of
 from stagewright.bench.outcome import Repeat
-from stagewright.bench.rounds import Turns, run_rounds
+from stagewright.bench.rounds import Length, Turns, run_rounds
 from stagewright.bench.speed import steady_speed
 from stagewright.bench.suitefile import read_suite
 from stagewright.bench.trials import _measured, _with_speedups
@@ -35,7 +35,7 @@ def test_configurations_take_turns_and_each_turn_is_told(tmp_path: Path, monkeyp
         heard.append(sum(len(turn.repeats) for turn in turns.values()))
 
     monkeypatch.setattr(rounds, "_take", take)
-    found = run_rounds(CONFIGS, 2, tmp_path, order.append, after)
+    found = run_rounds(CONFIGS, Length(2), tmp_path, order.append, after)
     assert order == [f"round {number} of 2: {name}" for number in (1, 2) for name in "ABC"]
     assert heard == [1, 2, 3, 4, 5, 6] and [len(turn.repeats) for turn in found.values()] == [2, 2, 2]
 
@@ -49,8 +49,15 @@ def test_one_that_fails_is_left_out_of_later_rounds(tmp_path: Path, monkeypatch:
             turn.failure = "it broke"
 
     monkeypatch.setattr(rounds, "_take", take)
-    run_rounds(CONFIGS, 3, tmp_path, order.append, lambda turns: None)
+    run_rounds(CONFIGS, Length(3), tmp_path, order.append, lambda turns: None)
     assert [text[-1] for text in order] == ["A", "B", "C", "A", "C", "A", "C"]
+
+
+def test_rounds_end_with_the_time_there_is() -> None:
+    assert Length(3).allows(2, 1e9) and not Length(3).allows(3, 0.0)
+    hurried = Length(5, limit=90.0)
+    assert hurried.allows(0, 500.0), "one round there must be"
+    assert hurried.allows(2, 60.0) and not hurried.allows(2, 60.1), "the third would take it beyond"
 
 
 def step(number: int, rate: float) -> Step:

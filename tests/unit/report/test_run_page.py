@@ -210,6 +210,7 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
     assert (
         "The best top-1 at the end has stale 2-1: 75.0% (the others: dp 1 50.0%)." in told and "may be chance" in told
     )
+    assert "dp 1: the only rank computes 100% of the time." in told
     assert [bar.label for bar in block(made, "Throughput", Bars).bars] == ["stale 2-1", "dp 1"]
     assert len(block(made, "Loss", Curves).curves) == 4
     assert block(made, "Configurations", Table).rows[0] == ("mode", "stale", "dp")
@@ -218,7 +219,7 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
 
 def test_runs_of_one_shape_go_by_their_folders(tmp_path: Path) -> None:
     made = page_of_runs([make_run(tmp_path / "one"), make_run(tmp_path / "two")])
-    assert made.title == "2 runs: one, two"
+    assert made.title == "2 runs: one; two"
     made = page_of_runs([make_run(tmp_path / "x" / "one"), tmp_path / "one"])
     assert f"{tmp_path}/x/one" in made.title
 

@@ -128,9 +128,11 @@ def serving(make_page: object = lambda: "<p>page") -> Iterator[PageServer]:
     with PageServer(0, make_page) as server:  # type: ignore[arg-type]
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def ask(server: PageServer, host: str | None, path: str = "/", method: str = "GET") -> tuple[int, str]:

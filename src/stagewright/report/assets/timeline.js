@@ -65,7 +65,7 @@ class Timeline {
     this.from = 0;
     this.to = this.end;
     this.chosen = null;
-    this.row = Math.max(20, Math.min(54, 1500 / Math.max(1, data.ranks.length)));
+    this.row = Math.max(20, Math.min(60, 1600 / Math.max(1, data.ranks.length)));
     this.pointers = new Map();
     this.moved = false;
     this.listen();
@@ -180,7 +180,7 @@ class Timeline {
     this.data.ranks.forEach((_, rank) => {
       const [, share] = STRIPS[0];
       pen.fillStyle = this.paint.track;
-      pen.fillRect(this.left, AXIS + rank * this.row + 2, this.width - this.left, (this.row - 9) * share);
+      pen.fillRect(this.left, AXIS + rank * this.row + 2, this.width - this.left, (this.row * 0.77) * share);
     });
   }
 
@@ -195,7 +195,7 @@ class Timeline {
   }
 
   strip(lane) {
-    const [begin, share] = STRIPS[lane.lane], inner = this.row - 9;
+    const [begin, share] = STRIPS[lane.lane], inner = this.row * 0.77;
     return [AXIS + lane.rank * this.row + 2 + begin * inner, Math.max(2, share * inner)];
   }
 
