@@ -6,7 +6,7 @@ READY := .venv/.ready
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types tests soak bench clean
+.PHONY: demo test lint types tests soak nightly bench clean
 
 demo: $(READY)
 	$(BIN)/python -m stagewright.recipes.demo
@@ -34,6 +34,10 @@ soak: $(READY)
 	STAGEWRIGHT_SOAK=1 $(BIN)/python -m pytest -s tests/distributed/test_machines.py tests/distributed/test_slow_link.py \
 		tests/distributed/test_planning.py tests/distributed/test_command.py tests/distributed/test_data.py \
 		tests/browser/test_demo_page.py
+
+# Every command of README and docs that takes too long for every day.
+nightly: $(READY) demo
+	STAGEWRIGHT_NIGHTLY=1 $(BIN)/python -m pytest -s tests/unit/test_docs.py
 
 bench: $(READY)
 	$(BIN)/stagewright bench overhead

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from stagewright.bench.published import Calibration
     from tests.distributed.pool import Pool
 
 
@@ -19,3 +20,11 @@ def pool() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def calibration() -> Calibration:
+    """The catalogue fitted to the published runs; it takes a while."""
+    from stagewright.bench.published import measure
+
+    return measure()

@@ -7,15 +7,10 @@ from importlib import resources
 
 import pytest
 
-from stagewright.bench.published import PARAMETERS, Calibration, measure
+from stagewright.bench.published import PARAMETERS, Calibration
 from stagewright.catalog import shipped
 from stagewright.published import predict_run, published_runs
 from tests.shared import shared_file
-
-
-@pytest.fixture(scope="module")
-def calibration() -> Calibration:
-    return measure()
 
 
 def test_leave_one_out_errors_are_within_their_bounds(calibration: Calibration) -> None:

@@ -31,8 +31,10 @@ ALLOWED = {
     "report": {"metrics"},
     "machine": {"cluster", "catalog"},
     "monitor": {"machine", "metrics"},
+    "track": {"config", "metrics"},
+    "doctor": {"machine", "monitor", "runtime"},
 }
-WITH_TORCH = {"model", "data", "runtime", "bench"}
+WITH_TORCH = {"model", "data", "runtime", "bench", "doctor"}
 PROFILE_WITH_TORCH = {"measure.py", "trace.py"}
 # Files that stand alone within a room that does not.
 ALONE = {
@@ -103,7 +105,16 @@ def test_there_is_no_utils() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["train"], ["data", "inspect"], ["data", "bench"], ["checkpoint", "list"], ["report"], ["watch"]],
+    [
+        ["train"],
+        ["data", "inspect"],
+        ["data", "bench"],
+        ["checkpoint", "list"],
+        ["bench"],
+        ["compare"],
+        ["report"],
+        ["watch"],
+    ],
     ids=" ".join,
 )
 def test_help_imports_neither_torch_nor_numpy_nor_pydantic(command: list[str]) -> None:

@@ -17,8 +17,8 @@ from statistics import fmean
 from types import TracebackType
 from typing import IO, Any
 
+from stagewright.bench.contests import Side
 from stagewright.bench.machine import busy_seconds
-from stagewright.bench.suites import Side
 
 Event = dict[str, Any]
 _START_SECONDS = 300.0

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from stagewright.bench.arena import Turn, compile_together, open_ranks, take_turns
+from stagewright.bench.contests import Heat, Side, Suite, Work
 from stagewright.bench.mps import shared_gpu
 from stagewright.bench.report import Outcome, make_series
-from stagewright.bench.suites import Heat, Side, Suite, Work
 from stagewright.config import Config, make_config
 from stagewright.settle import prepare
 

@@ -157,7 +157,7 @@ def measure(tell: Callable[[str], None] = lambda text: None) -> Calibration:
     for run in published_runs():
         tell(f"predicting {run}")
         prediction = predict_run(run, catalogue)
-        memory = (prediction.memory[0].total / MIB, prediction.memory[-1].total / MIB)[: max(1, len(run.memory_mib))]
+        memory = (prediction.memory[0].total / MIB, prediction.memory[-1].total / MIB)[: len(prediction.plan.stages)]
         left_out = None
         if run.rate is not None:
             left_out = run.rate * math.exp(float(_errors([run], whole.without(runs.index(run)))[0]))

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 import torch
 
+from stagewright.bench.contests import Kind
 from stagewright.bench.ours import Stagewright, Unconnected
 from stagewright.bench.peers import Ddp, OneFOneB, Plain
-from stagewright.bench.suites import Kind
 from stagewright.runtime.job import Job
 from stagewright.runtime.worker import Emit
 

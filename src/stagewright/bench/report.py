@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from stagewright.bench.arena import Segment
+from stagewright.bench.contests import Contest, Measure, Side, Suite, Work
 from stagewright.bench.machine import machine, num_cores
 from stagewright.bench.statistics import Ratio, median, median_ratio
-from stagewright.bench.suites import Contest, Measure, Side, Suite, Work
 
 _TOLERANCE = 0.2  # cores
 

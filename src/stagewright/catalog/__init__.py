@@ -33,6 +33,8 @@ class DeviceSpec:
     efficiency: Mapping[str, float]  # share of the peak that large matrix products reach, by precision
     watts: float | None = None
     usd: float | None = None
+    pcie: int = 0  # generation
+    nvlink: str | None = None  # its kind of NVLink, a name of links.toml
 
     def units(self, precision: str, *, convolution: bool) -> str:
         """The units that compute in a precision; what a device has none for runs on its fp32 ones.
@@ -214,6 +216,8 @@ def _device(name: str, entry: Mapping[str, Any]) -> DeviceSpec:
         {key: _positive(value, f"{where}.efficiency.{key}") for key, value in efficiency.items()},
         _optional(entry, "watts", where),
         _optional(entry, "usd", where),
+        int(_figure(entry.get("pcie", 0), f"{where}.pcie")),
+        str(entry["nvlink_kind"]) if "nvlink_kind" in entry else None,
     )
 
 

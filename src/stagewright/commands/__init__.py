@@ -2,6 +2,24 @@
 
 from __future__ import annotations
 
-from stagewright.commands import bench, checkpoint, data, plan, profile, report, schedule, simulate, train, value, watch
+from stagewright.commands import (
+    bench,
+    checkpoint,
+    cluster,
+    compare,
+    data,
+    doctor,
+    plan,
+    profile,
+    report,
+    schedule,
+    simulate,
+    train,
+    value,
+    watch,
+)
 
-COMMANDS = (profile, plan, simulate, train, watch, report, checkpoint, schedule, data, bench, value)
+COMMANDS = (
+    *(doctor, profile, plan, simulate, train, watch, report, checkpoint, schedule, data, bench, compare, value),
+    cluster,
+)

@@ -1,4 +1,4 @@
-"""`stagewright bench`: measure, side by side with stock PyTorch."""
+"""`stagewright bench`: measure configurations in turns, beside stock PyTorch, or parts by themselves."""
 
 from __future__ import annotations
 
@@ -6,21 +6,56 @@ import argparse
 
 from stagewright.commands.options import Commands, add_json
 
-SUITES = ("overhead", "peers", "gpu", "published", "planner", "own", "checkpoint")
+_SUITES = """suites of configurations, trained in turns; a folder with reports is left:
+  quick       small VGG on CPU, two ranks, under two minutes
+  stages      dp, sync, stale and pipedream: VGG-16, AlexNet, ResNet-50 as published
+  scaling     ResNet-50 on 1, 2, 4, ... ranks
+  homelab     ResNet-50 on all GPUs of one box, fp16 and fp32
+  FILE.toml   your own; the shipped ones are in stagewright/bench/suites
+contests with stock PyTorch: overhead, peers, gpu
+by themselves: published, planner, own, checkpoint, monitor, data"""
 
 
 def add(commands: Commands) -> None:
     parser = commands.add_parser(
-        "bench", help="measure: overhead and peers beside stock PyTorch, published runs, the planner, checkpoints"
+        "bench",
+        help="measure: suites of configurations, contests with stock PyTorch, the planner, checkpoints, data",
+        usage="stagewright bench SUITE|FILE.toml [options]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_SUITES,
     )
-    parser.add_argument("suite", choices=SUITES, help="what to measure")
-    parser.add_argument("--repeats", type=int, default=7, help="interleaved repeats of both sides (default: 7)")
+    parser.add_argument("suite", metavar="SUITE", help="what to measure, see below")
+    parser.add_argument(
+        "--repeats", type=int, help="interleaved repeats of every side (default: the suite's, mostly 7)"
+    )
     parser.add_argument("--steps", type=int, default=0, help="batches of one repeat (default: by the suite)")
+    parser.add_argument("--only", metavar="TEXT", help="only configurations or heats whose name has this in it")
+    parser.add_argument("--data", metavar="SOURCE", help="real data for suites that have it: folder:DIR, tar:GLOB, ...")
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="for every configuration")
+    parser.add_argument("--simulate", action="store_true", help="predict what does not fit this machine")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="predict everything for this cluster")
+    parser.add_argument("--anonymise", action="store_true", help="leave out names of hosts and users, paths, addresses")
+    parser.add_argument("--runs", metavar="DIR", default="runs", help="folder that holds run folders (default: runs)")
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> None:
     from stagewright import bench
+    from stagewright.config import parse_assignment
 
-    bench.run_suite(parsed.suite, repeats=parsed.repeats, steps=parsed.steps, as_json=parsed.json)
+    bench.run_suite(
+        bench.Request(
+            parsed.suite,
+            repeats=parsed.repeats,
+            steps=parsed.steps,
+            only=parsed.only,
+            data=parsed.data,
+            overrides=[parse_assignment(text) for text in parsed.set],
+            simulate=parsed.simulate,
+            cluster=parsed.cluster,
+            anonymise=parsed.anonymise,
+            runs=parsed.runs,
+            as_json=parsed.json,
+        )
+    )

@@ -19,7 +19,7 @@ _REASONS = {
     0x080: "power brake",
     0x100: "display clocks",
 }
-_MPS = "nvidia-cuda-mps"  # serves our own ranks
+MPS = "nvidia-cuda-mps"  # serves our own ranks
 _MEMORY_AS_SMI = "nvmlMemory_v2"  # without what the driver keeps for itself
 _HZ = 1e6  # of a MHz
 
@@ -93,7 +93,7 @@ def _strangers(
     """
     for processes in listed:
         names = {process: name_of(process) for process in processes if process not in ours}
-        known = sum(name is not None and not name.startswith(_MPS) for name in names.values())
+        known = sum(name is not None and not name.startswith(MPS) for name in names.values())
         nameless = sum(name is None for name in names.values())
         excused = min(nameless, unlisted)
         unlisted -= excused

@@ -7,7 +7,7 @@ import json
 import pytest
 from rich.console import Console
 
-from stagewright.bench import checkpoint, run_suite
+from stagewright.bench import Request, checkpoint, run_suite
 
 
 def test_both_sides_are_timed_and_the_size_is_told(
@@ -15,7 +15,7 @@ def test_both_sides_are_timed_and_the_size_is_told(
 ) -> None:
     monkeypatch.setattr(checkpoint, "_REPEATS", 2)
     monkeypatch.setattr(checkpoint, "_MODEL", "resnet8")
-    run_suite("checkpoint", as_json=True)
+    run_suite(Request("checkpoint", as_json=True))
     found = json.loads(capsys.readouterr().out)
     assert all(len(found[side]) == 2 and min(found[side]) > 0 for side in ("stops", "copies", "quiet", "writing"))
     assert found["ratio"]["low"] <= found["ratio"]["value"] <= found["ratio"]["high"]

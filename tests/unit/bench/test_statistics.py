@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from stagewright.bench.contests import at_least, at_most, not_slower
 from stagewright.bench.statistics import Ratio, median, median_ratio
-from stagewright.bench.suites import at_least, at_most, not_slower
 
 
 def test_median_of_odd_and_even_series() -> None:

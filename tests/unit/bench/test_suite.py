@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.bench import run_suite
+from stagewright.bench import Request, run_suite
 from stagewright.bench.arena import Segment, open_ranks
+from stagewright.bench.contests import SUITES
 from stagewright.bench.report import Outcome, make_series, show_machine, show_work
-from stagewright.bench.suites import SUITES
 
 
 def test_overhead_runs_both_sides_on_the_same_work(capfd: pytest.CaptureFixture[str]) -> None:
-    run_suite("overhead", repeats=2, steps=1, as_json=True)
+    run_suite(Request("overhead", repeats=2, steps=1, as_json=True))
     result = json.loads(capfd.readouterr().out)
     assert result.keys() == {"suite", "measure", "contests", "machine", "others", "date", "command"}
     assert result["command"] == "stagewright bench overhead --repeats 2 --steps 1"
@@ -65,12 +65,12 @@ def test_a_table_fits_80_columns(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "speed"}, "unknown suite 'speed'; the suites are overhead, peers"),
-        ({"name": "peers", "repeats": 0}, "--repeats is 0"),
-        ({"name": "peers", "steps": -1}, "--steps is -1"),
+        ({"suite": "zzz"}, "unknown suite 'zzz'; the suites are homelab, quick"),
+        ({"suite": "peers", "repeats": 0}, "--repeats is 0"),
+        ({"suite": "peers", "steps": -1}, "--steps is -1"),
     ],
 )
 def test_bad_options_are_one_line(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        run_suite(**options)  # type: ignore[arg-type]
+        run_suite(Request(**options))  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)

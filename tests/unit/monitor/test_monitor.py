@@ -118,7 +118,7 @@ def test_a_hanging_driver_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: 
         freed.wait(30)
         return []
 
-    monitor = Monitor(tmp_path / "m.jsonl", EVERY, hanging, None, print, print)
+    monitor = Monitor(tmp_path / "m.jsonl", EVERY, hanging, None, lambda use: None, lambda warning: None)
     began = time.monotonic()
     with monitor:
         pass

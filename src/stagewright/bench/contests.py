@@ -213,3 +213,14 @@ SUITES = {
         _GPU,
     )
 }
+
+
+def only_heats(suite: Suite, text: str | None) -> Suite:
+    """The suite with only the heats whose description has a text in it."""
+    if text is None:
+        return suite
+    heats = tuple(heat for heat in suite.heats if text.lower() in str(heat.work).lower())
+    if not heats:
+        known = "; ".join(str(heat.work) for heat in suite.heats)
+        raise ValueError(f"--only '{text}' leaves none of {len(suite.heats)} heats: {known}")
+    return replace(suite, heats=heats)

@@ -1,0 +1,194 @@
+"""Two runs or two benches side by side: which is faster, whether that can be told, and whether it may be asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from stagewright.bench.interval import Interval, median_interval, ratio
+from stagewright.bench.outcome import FILE, Outcome, Row, read_outcome
+from stagewright.bench.series import segments
+from stagewright.bench.speed import steady_speed
+from stagewright.report.record import Run
+
+_SEGMENTS = 10  # of a run: long ones, as neighbouring batches are alike
+_LAST = 10  # batches over which losses are averaged
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One figure of both sides, in images a second."""
+
+    what: str
+    first: Interval
+    second: Interval
+    ratio: Interval  # the second over the first
+    is_predicted: bool = False
+
+    @property
+    def is_significant(self) -> bool:
+        return not self.is_predicted and not self.ratio.holds(1.0)
+
+    @property
+    def verdict(self) -> str:
+        if self.is_predicted:
+            return f"predicted: B is {self.ratio.value:.2f} x A"
+        spread = f"{self.ratio.value:.2f} x ({self.ratio.low:.2f} - {self.ratio.high:.2f})"
+        if not self.is_significant:
+            return f"no significant difference: B is {spread} A"
+        return f"B is {'faster' if self.ratio.value > 1 else 'slower'}: {spread} A"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two sides: their figures, why they may not be compared, and what to know."""
+
+    first: str
+    second: str
+    pairs: tuple[Pair, ...]
+    reasons: tuple[str, ...]  # why a difference would say nothing
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_comparable(self) -> bool:
+        return not self.reasons
+
+
+def compare(first: Path, second: Path) -> Comparison:
+    """Two run folders, or two bench folders."""
+    are_benches = [(folder / FILE).is_file() for folder in (first, second)]
+    if all(are_benches):
+        return compare_benches(first.name, second.name, read_outcome(first), read_outcome(second))
+    if any(are_benches):
+        bench, run = (first, second) if are_benches[0] else (second, first)
+        raise ValueError(f"{bench} is a bench and {run} is not; compare two runs or two benches")
+    from stagewright.reporting import open_run
+
+    return compare_runs(open_run(first), open_run(second))
+
+
+def compare_runs(first: Run, second: Run) -> Comparison:
+    """By the batches behind each run's warm-up, its neighbours taken together."""
+    rates = [_segment_rates(run) for run in (first, second)]
+    pair = Pair("throughput", median_interval(rates[0]), median_interval(rates[1]), ratio(rates[1], rates[0]))
+    notes = [*_learning(first, second), *_differences(_circumstances(first), _circumstances(second))]
+    if first.is_emulated or second.is_emulated:
+        notes.append("an emulated run is one process: its speed says nothing of real devices")
+    notes.append("one run each: the intervals know nothing of how runs differ; stagewright bench repeats them")
+    reasons = tuple(_differences(_work(first), _work(second)))
+    return Comparison(first.name, second.name, (pair,), reasons, tuple(notes))
+
+
+def _segment_rates(run: Run) -> list[float]:
+    try:
+        speed = steady_speed(run.steps, run.batch)
+    except ValueError as error:
+        raise ValueError(f"{run.folder}: {error}") from error
+    return [run.batch * count / seconds for count, seconds in segments(speed.steady, _SEGMENTS)]
+
+
+def _work(run: Run) -> dict[str, str]:
+    """What must be the same for speeds to be comparable."""
+    host = run.environment.get("host")
+    host = host if isinstance(host, dict) else {}
+    gpus = run.environment.get("gpus")
+    names = [str(gpu.get("name")) for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
+    return {
+        "model": run.model,
+        "classes": str(run.section("model").get("classes")),
+        "image": str(run.section("data").get("image")),
+        "batch": str(run.batch),
+        "precision": str(run.section("run").get("precision")),
+        "device": str(run.section("run").get("device")),
+        "machine": f"{host.get('cpu')}, {host.get('cores')} cores{', ' if names else ''}{', '.join(names)}",
+    }
+
+
+def _circumstances(run: Run) -> dict[str, str]:
+    """What may differ, and is worth knowing."""
+    libraries = run.environment.get("libraries")
+    libraries = libraries if isinstance(libraries, dict) else {}
+    return {
+        "plan": f"{run.mode} {run.plan.get('placement')}, {run.plan.get('microbatches')} microbatches",
+        "data": str(run.section("data").get("source")),
+        "optimizer": str(run.section("optimizer").get("name")),
+        "lr": str(run.section("optimizer").get("lr")),
+        "seed": str(run.section("run").get("seed")),
+        "torch": str(libraries.get("torch")),
+        "compiled": str(run.section("run").get("compile")),
+    }
+
+
+def _differences(first: dict[str, str], second: dict[str, str]) -> Iterator[str]:
+    for name, value in first.items():
+        if value != second[name]:
+            yield f"other {name}: {value} and {second[name]}"
+
+
+def _learning(first: Run, second: Run) -> Iterator[str]:
+    """Losses of the batches that both have trained, and the last evaluation at the same batch."""
+    losses = [{step.batch: step.loss for step in run.steps} for run in (first, second)]
+    common = sorted(losses[0].keys() & losses[1].keys())
+    if common and all(losses[0][batch] == losses[1][batch] for batch in common):
+        yield f"losses of all {len(common)} common batches are the same to the last bit"
+    elif common:
+        last = common[-_LAST:]
+        means = [fmean(side[batch] for batch in last) for side in losses]
+        yield f"loss over batches {last[0] + 1} to {last[-1] + 1}: A {means[0]:.4f}, B {means[1]:.4f}"
+    scores = [{evaluated.batch: evaluated for evaluated in run.evaluations} for run in (first, second)]
+    if shared := sorted(scores[0].keys() & scores[1].keys()):
+        one, other = (side[shared[-1]] for side in scores)
+        yield f"top-1 after batch {shared[-1]}: A {one.top1:.2%}, B {other.top1:.2%}"
+
+
+def compare_benches(first: str, second: str, one: Outcome, other: Outcome) -> Comparison:
+    """Configuration by configuration, those that both have."""
+    theirs = {row.key: row for row in other.rows if row.rate is not None}
+    ours = {row.key: row for row in one.rows if row.rate is not None}
+    pairs = []
+    reasons = [] if one.suite == other.suite else [f"other suite: {one.suite} and {other.suite}"]
+    for key, row in ours.items():
+        if key in theirs:
+            pairs.append(_row_pair(row, theirs[key]))
+            reasons += [f"{row.group}, {row.label}: {text}" for text in _row_differences(row, theirs[key])]
+    if not pairs:
+        raise ValueError(f"{first} and {second} have no configuration in common; compare benches of one suite")
+    if any(not pair.is_predicted for pair in pairs):
+        reasons += _machines(one, other)
+    missing = [row.label for key, row in (ours | theirs).items() if key not in ours or key not in theirs]
+    notes = [f"only in one of them: {label}" for label in missing]
+    return Comparison(first, second, tuple(pairs), tuple(reasons), tuple(notes))
+
+
+def _machines(one: Outcome, other: Outcome) -> list[str]:
+    names = [name for name in one.machine if name == "processor" or name.startswith("GPU")]
+    first, second = ({name: side.machine.get(name, "none") for name in names} for side in (one, other))
+    return list(_differences(first, second))
+
+
+def _row_pair(row: Row, other: Row) -> Pair:
+    assert row.rate is not None and other.rate is not None
+    what = f"{row.group}, {row.label}"
+    if not (row.repeats and other.repeats):
+        value = other.rate.value / row.rate.value
+        return Pair(what, row.rate, other.rate, Interval(value, value, value), is_predicted=True)
+    rates = [[repeat.rate for repeat in side.repeats] for side in (other, row)]
+    return Pair(what, row.rate, other.rate, ratio(rates[0], rates[1]))
+
+
+def _row_differences(row: Row, other: Row) -> Sequence[str]:
+    names = ("model", "batch", "precision", "device", "placement", "cluster", "kind")
+    return list(_differences(*({name: str(getattr(side, name)) for name in names} for side in (row, other))))
+
+
+def describe(comparison: Comparison) -> dict[str, Any]:
+    """The comparison as one JSON object."""
+    from dataclasses import asdict
+
+    pairs = [
+        {**asdict(pair), "is_significant": pair.is_significant, "verdict": pair.verdict} for pair in comparison.pairs
+    ]
+    return asdict(comparison) | {"pairs": pairs, "is_comparable": comparison.is_comparable}

@@ -1,0 +1,49 @@
+"""The plan that a configuration describes, without building its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from stagewright.cluster import Cluster, Device, Machine, Placement, parse_placement
+from stagewright.config import Config
+from stagewright.plan.plan import Mode, Plan, make_plan
+from stagewright.settle import stage_numbers
+
+if TYPE_CHECKING:
+    from stagewright.model.units import Chain
+
+_MOST_MACHINES = 1024
+
+ANYWHERE = Cluster((Machine(),) * _MOST_MACHINES, "anywhere")  # for placements whose machines are not looked at
+
+
+def devices_of(config: Config) -> tuple[Device, ...]:
+    """Every device that a configuration names, once."""
+    placement = parse_placement(config.plan.placement, ANYWHERE)
+    return tuple(dict.fromkeys(device for stage in placement for device in stage))
+
+
+def layout(config: Config, chain: Chain, placement: Placement, otherwise: Callable[[], tuple[str, ...]]) -> Plan:
+    """The plan on a placement; `otherwise` says where to cut if the configuration does not."""
+    options = config.plan
+    mode = Mode(options.mode)
+    cuts: tuple[str, ...] = ()
+    if mode is Mode.DP:
+        placement = (tuple(dict.fromkeys(device for stage in placement for device in stage)),)
+    elif len(placement) > 1:
+        weights = stage_numbers(options.weights, "weights", ":")
+        if options.cut is not None:
+            cuts = chain.by_names([name.strip() for name in options.cut.split(",")])
+        else:
+            cuts = otherwise() if weights is None else chain.by_weights(weights)
+    return make_plan(
+        placement,
+        batch=options.batch,
+        microbatches=options.microbatches,
+        mode=mode,
+        staleness=options.staleness,
+        versions=stage_numbers(options.versions, "versions", ","),
+        depths=stage_numbers(options.depths, "depths", ","),
+        cuts=cuts,
+    )

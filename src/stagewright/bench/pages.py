@@ -1,0 +1,256 @@
+"""A bench's outcome as a page: what to take away, the figures, beside the published ones, and how to repeat it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from stagewright.bench.interval import Interval
+from stagewright.bench.outcome import Outcome, PublishedRow, Row
+from stagewright.catalog import MIB
+from stagewright.predict import IMAGENET
+from stagewright.report.page import Bar, Bars, Block, Listing, Page, Table, Verdict
+
+_CLOSE = 0.03  # what predictions are good for
+_FEW = 5  # repeats below which the interval is known to be too narrow
+
+
+def outcome_page(outcome: Outcome) -> Page:
+    return Page(f"{outcome.title} ({outcome.suite}, {outcome.date})", tuple(_blocks(outcome)))
+
+
+def _blocks(outcome: Outcome) -> Iterator[Block]:
+    yield Verdict(tuple(verdict(outcome)))
+    for name, rows in outcome.groups().items():
+        if any(row.rate for row in rows):
+            yield _bars(name, rows)
+        yield _figures(name, rows)
+        yield _layouts(name, rows)
+    for model, published in groupby(outcome.published, key=lambda row: row.model):
+        yield _beside(model, list(published))
+    yield from _repeats(outcome)
+    if remarks := _remarks(outcome):
+        yield Table("Remarks", ("configuration", "remark"), remarks)
+    for row in outcome.rows:
+        if row.step_lines:
+            yield Listing(f"Step lines: {row.group}, {row.label}", "\n".join(row.step_lines))
+    yield Table("Environment", ("what", "value"), tuple(outcome.machine.items()))
+    if outcome.topology:
+        yield Listing("Topology", outcome.topology)
+    yield Listing("Commands", "\n".join([outcome.command, *dict.fromkeys(map(train_command, outcome.rows))]))
+
+
+def verdict(outcome: Outcome) -> Iterator[str]:
+    """A sentence for every group and kind of data: what is fastest, and whether that can be told."""
+    for name, rows in outcome.groups().items():
+        for data in dict.fromkeys(row.data for row in rows):
+            told = [row for row in rows if row.data == data and row.speedup and not row.is_baseline]
+            base = next((row for row in rows if row.data == data and row.is_baseline), None)
+            if base is not None and base.rate is not None and told:
+                most = max(row.speedup.value for row in told if row.speedup)
+                best = next(row for row in told if row.speedup and row.speedup.value >= most * (1 - _CLOSE))
+                yield f"{name}, {data}: {_judged(best, base)}"
+    missing = [row for row in outcome.rows if row.kind in ("left out", "failed")]
+    for row in missing:
+        yield f"{row.group}, {row.label}: {row.kind}: {row.reason}"
+    if not outcome.is_whole:
+        yield f"The bench was interrupted; {sum(len(row.repeats) for row in outcome.rows)} runs are in it."
+
+
+def _judged(row: Row, base: Row) -> str:
+    speedup, rate = row.speedup, row.rate
+    assert speedup is not None and rate is not None
+    if row.kind == "predicted" and abs(speedup.value - 1) < _CLOSE:
+        return f"no difference is predicted between {row.name} and {base.name}: {speedup.value:.2f} x"
+    if row.kind == "predicted":
+        return (
+            f"{row.name} is predicted at {speedup.value:.2f} x {base.name}, {rate.value:,.0f} images/s on {row.cluster}"
+        )
+    if speedup.holds(1.0):
+        return f"no significant difference between {row.name} and {base.name}: {_short(speedup)} x"
+    return f"{row.name} is {_short(speedup)} x {base.name}, {_short(rate)} images/s"
+
+
+def _short(interval: Interval | None) -> str:
+    """A figure with its interval, unless that is a point."""
+    if interval is None:
+        return ""
+    if interval.low == interval.high:
+        return f"{interval.value:,.{0 if interval.value >= 100 else 2}f}"
+    return str(interval)
+
+
+def _bars(name: str, rows: Sequence[Row]) -> Bars:
+    bars = tuple(
+        Bar(
+            row.label,
+            row.rate.value,
+            None if row.kind == "predicted" else row.rate.low,
+            None if row.kind == "predicted" else row.rate.high,
+            row.kind == "predicted",
+            f"predicted on {row.cluster}" if row.kind == "predicted" else "",
+        )
+        for row in rows
+        if row.rate is not None
+    )
+    return Bars(f"{name}: throughput", "images/s", bars)
+
+
+def _figures(name: str, rows: Sequence[Row]) -> Table:
+    base = next((row.name for row in rows if row.is_baseline), "the first")
+    lines = tuple(
+        (
+            row.label,
+            row.kind + (f" on {row.cluster}" if row.cluster else ""),
+            _short(row.rate),
+            _short(row.speedup),
+            "" if row.epoch_seconds is None else f"{row.epoch_seconds:,.1f}",
+            ", ".join(f"{size / MIB:,.0f}" for size in row.memory),
+        )
+        for row in rows
+    )
+    columns = ("configuration", "how", "images/s", f"x {base}", "ImageNet epoch, s", "memory by stage, MiB")
+    note = "Median and 95 % interval of the repeats; memory of the fullest rank of each stage."
+    if any(len(row.repeats) < _FEW for row in rows if row.repeats):
+        note += f" Fewer than {_FEW} repeats: the intervals hold the true median less often than in 95 % of cases."
+    return Table(name, columns, lines, note)
+
+
+def _layouts(name: str, rows: Sequence[Row]) -> Table:
+    lines = tuple(
+        (
+            row.label,
+            row.mode,
+            row.placement,
+            ", ".join(row.cuts),
+            f"{row.batch:,}",
+            str(row.microbatches or ""),
+            ", ".join(str(versions - 1) for versions in row.versions),
+            row.precision,
+        )
+        for row in rows
+    )
+    columns = (
+        "configuration",
+        "mode",
+        "devices of each stage",
+        "cut before",
+        "batch",
+        "microbatches",
+        "lag",
+        "precision",
+    )
+    return Table(f"{name}: configuration", columns, lines)
+
+
+def _beside(model: str, rows: Sequence[PublishedRow]) -> Table:
+    lines = tuple(
+        (
+            row.system,
+            f"{row.mode} {row.batch}, {row.data}, {row.precision}",
+            row.cluster,
+            f"{IMAGENET / row.predicted:,.1f}",
+            ", ".join(f"{seconds:,.1f}" for seconds in row.epochs) or _epoch(row.published),
+            "" if row.published is None else f"{row.predicted / row.published - 1:+.1%}",
+            "" if row.told is None else f"{row.told:+.1%}{' (alone)' if row.is_alone else ''}",
+            f"{row.predicted:,.0f}",
+            "" if row.published is None else f"{row.published:,.0f}",
+            *_times_dp(row, rows),
+            ", ".join(f"{size:,.0f}" for size in row.memory),
+            ", ".join(f"{size:,.0f}" for size in row.published_memory),
+        )
+        for row in rows
+    )
+    columns = (
+        "system",
+        "run",
+        "cluster",
+        "epoch s, predicted",
+        "epoch s, published",
+        "off by",
+        "told by the others",
+        "images/s, predicted",
+        "published",
+        "x dp, predicted",
+        "x dp, published",
+        "MiB by stage, predicted",
+        "MiB, published",
+    )
+    note = (
+        "Predicted by the published software's own efficiency, fitted to all published runs; told by the others: "
+        "fitted without the run itself. A run without a published figure carried none."
+    )
+    return Table(f"{model}: predicted beside published", columns, lines, note)
+
+
+def _epoch(rate: float | None) -> str:
+    return "" if rate is None else f"{IMAGENET / rate:,.1f}"
+
+
+def _times_dp(row: PublishedRow, rows: Sequence[PublishedRow]) -> tuple[str, str]:
+    """Over the same system's data parallel run with the same data, predicted and published."""
+    base = next(
+        (b for b in rows if (b.system, b.cluster, b.data, b.mode) == (row.system, row.cluster, row.data, "dp")), None
+    )
+    if base is None or row.mode == "dp":
+        return ("", "")
+    published = f"{row.published / base.published:.2f}" if row.published and base.published else ""
+    return (f"{row.predicted / base.predicted:.2f}", published)
+
+
+def _repeats(outcome: Outcome) -> Iterator[Block]:
+    measured = [row for row in outcome.rows if row.repeats]
+    if not measured:
+        return
+    lines = tuple(
+        (
+            f"{row.group}, {row.label}",
+            str(number),
+            f"{repeat.rate:,.1f}" + (" *" if number - 1 in row.outliers else ""),
+            f"{repeat.warmup}" if repeat.is_steady else f"{repeat.warmup} (no plateau)",
+            "" if repeat.loss is None else f"{repeat.loss:.4f}",
+            "" if repeat.others is None else f"{repeat.others:.1f}",
+        )
+        for row in measured
+        for number, repeat in enumerate(row.repeats, 1)
+    )
+    columns = ("configuration", "repeat", "images/s", "warm-up, batches", "last loss", "cores of others")
+    yield Table("Every repeat", columns, lines, "* stands out from the other repeats; it counts all the same.")
+
+
+def _remarks(outcome: Outcome) -> tuple[tuple[str, str], ...]:
+    """What may have disturbed a figure."""
+    found: list[tuple[str, str]] = []
+    for row in outcome.rows:
+        where = f"{row.group}, {row.label}"
+        for number in row.outliers:
+            found.append((where, f"repeat {number + 1} stands out: {row.repeats[number].rate:,.1f} images/s"))
+        for number, repeat in enumerate(row.repeats, 1):
+            if not repeat.is_steady:
+                found.append((where, f"repeat {number} found no plateau; its later half counts; give more --steps"))
+            if repeat.throttled:
+                found.append((where, f"repeat {number}: GPUs were slowed down: {', '.join(repeat.throttled)}"))
+            if repeat.foreign:
+                found.append((where, f"repeat {number}: {repeat.foreign} processes of others on the GPUs"))
+        if row.kind == "predicted":
+            dynamic = "the simulator runs the static order" if row.options.get("run", {}).get("dynamic") else ""
+            reasons = [reason for reason in (row.reason, dynamic) if reason]
+            found += [(where, f"predicted: {'; '.join(reasons)}")] if reasons else []
+    return tuple(found)
+
+
+def train_command(row: Row) -> str:
+    """The command that trains a row's configuration once."""
+    from stagewright.config import options
+
+    words = ["stagewright train"]
+    for option in options():
+        section, _, name = option.key.partition(".")
+        value = row.options.get(section, {}).get(name)
+        if value is None or (value == option.default and option.key != "plan.mode") or option.key == "run.runs":
+            continue
+        if isinstance(value, bool):
+            words.append(option.flag if value else option.flag.replace("--", "--no-", 1))
+        else:
+            words.append(f"{option.flag} {value}")
+    return " ".join(words)

@@ -1,0 +1,95 @@
+"""Runs a suite of configurations, leaves its folder, and shows the outcome in a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from stagewright.bench import Request, Tell
+from stagewright.bench.anonymise import cleaned, make_cleaner
+from stagewright.bench.case import Terms
+from stagewright.bench.folder import make_folder, write_reports, zip_logs
+from stagewright.bench.outcome import Outcome, Row, as_json, from_json
+from stagewright.bench.pages import verdict
+from stagewright.bench.suitefile import read_suite
+from stagewright.bench.trials import Wish, run_trials
+
+
+def run_and_show(request: Request, tell: Tell) -> None:
+    """Measure or predict, write the reports, then print what they say."""
+    suite = read_suite(request.suite)
+    terms = Terms(
+        request.repeats or suite.repeats, request.steps or suite.steps, request.data, request.only, request.overrides
+    )
+    folder = make_folder(request.runs, Path(request.suite).stem)
+    clean: Callable[[str], str] = make_cleaner() if request.anonymise else str
+    latest: list[Outcome] = []
+
+    def keep(outcome: Outcome) -> None:
+        latest[:] = [anonymous(outcome, clean) if request.anonymise else outcome]
+        write_reports(latest[0], folder)
+
+    runs = folder / "runs"
+    try:
+        wish = Wish(request.simulate, request.cluster)
+        keep(run_trials(request.suite, terms, wish, runs, request.command, tell, keep))
+    finally:
+        zip_logs(runs, folder, clean)
+        if not latest and not any(folder.iterdir()):
+            folder.rmdir()
+    if request.as_json:
+        print(json.dumps(as_json(latest[0]) | {"folder": str(folder)}))
+    else:
+        show(Console(), latest[0], folder)
+    if failed := [row for row in latest[0].rows if row.kind == "failed"]:
+        first, count = failed[0], f"{len(failed)} of {len(latest[0].rows)} configurations"
+        raise ValueError(f"{count} failed, first {first.group}, {first.label}: {first.reason}; the rest is in {folder}")
+
+
+def anonymous(outcome: Outcome, clean: Callable[[str], str]) -> Outcome:
+    return from_json(cleaned(as_json(outcome), clean) | {"is_anonymised": True}, "the outcome")
+
+
+def show(console: Console, outcome: Outcome, folder: Path) -> None:
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    for name, rows in outcome.groups().items():
+        say(name)
+        console.print(_table(rows))
+    for line in verdict(outcome):
+        console.print(line, highlight=False, markup=False)
+    if any(row.kind == "predicted" for row in outcome.rows):
+        say("p: predicted by the simulator, not measured")
+    if any(row.outliers for row in outcome.rows):
+        say("*: a repeat stands out; it counts all the same")
+    say(f"report: {folder / 'report.md'}")
+    say(f"        {folder / 'report.html'}")
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    base = next((row.name for row in rows if row.is_baseline), "first")
+    for name in ("configuration", "data", "images/s", "95 % interval", f"x {base}", "95 % interval"):
+        left = name in ("configuration", "data")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name != "configuration")
+    for row in rows:
+        marks = ("p" if row.kind == "predicted" else "") + ("*" if row.outliers else "")
+        if row.rate is None:
+            table.add_row(row.name, row.data, row.kind)
+            continue
+        is_point = row.kind == "predicted"
+        speedup = row.speedup
+        table.add_row(
+            row.name,
+            row.data,
+            f"{row.rate.value:,.0f}{marks}",
+            "" if is_point else f"{row.rate.low:,.0f} - {row.rate.high:,.0f}",
+            "" if speedup is None else f"{speedup.value:.2f}",
+            "" if is_point or speedup is None or row.is_baseline else f"{speedup.low:.2f} - {speedup.high:.2f}",
+        )
+    return table

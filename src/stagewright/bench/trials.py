@@ -1,0 +1,227 @@
+"""A suite of configurations from its file to an outcome: measured here in turns, or predicted where it does not fit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from stagewright.bench.beside import published_rows
+from stagewright.bench.case import Case, Terms, cases_of
+from stagewright.bench.forecast import forecast
+from stagewright.bench.interval import Interval, median_interval, paired_ratio
+from stagewright.bench.layout import devices_of
+from stagewright.bench.mps import shared_gpu
+from stagewright.bench.outcome import Outcome, PublishedRow, Row
+from stagewright.bench.room import Room, here
+from stagewright.bench.rounds import Turns, run_rounds
+from stagewright.bench.series import outliers
+from stagewright.bench.suitefile import SuiteFile, read_suite, shipped_names
+from stagewright.catalog import MIB, Catalogue, open_cluster
+from stagewright.cluster import Cluster, parse_placement
+from stagewright.config import Config, as_tables
+from stagewright.machine.environment import environment
+from stagewright.plan.plan import Plan
+from stagewright.predict import IMAGENET
+
+Tell = Callable[[str], None]
+Keep = Callable[[Outcome], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What to do with configurations that do not fit this machine."""
+
+    simulate: bool = False
+    cluster: str | None = None  # where everything is predicted, instead of measuring anything here
+
+
+def run_trials(name: str, terms: Terms, wish: Wish, folder: Path, command: str, tell: Tell, keep: Keep) -> Outcome:
+    """Measure what fits, predict the rest where asked to; `keep` hears of every outcome on the way."""
+    suite, room = read_suite(name), here()
+    cases = {str(case): case for case in cases_of(suite, terms, simulated=wish.simulate)}
+    planned = {key: _planned(case, room, terms, wish) for key, case in cases.items()}
+    configs = {key: config for key, config in planned.items() if isinstance(config, Config)}
+    settled = {}
+    for key, reason in planned.items():
+        if isinstance(reason, str):
+            if wish.simulate:
+                tell(f"predicting {key}")
+            settled[key] = (_predicted if wish.simulate else _left_out)(cases[key], room, reason, wish)
+    if not configs and not wish.simulate:
+        raise ValueError(_does_not_fit(name, list(settled.values()), room))
+    blank = _blank(name, suite, terms, command, published_rows(settled.values(), tell))
+
+    def outcome(turns: Mapping[str, Turns], is_whole: bool) -> Outcome:
+        rows = [settled.get(key) or _measured(case, turns[key]) for key, case in cases.items()]
+        return replace(blank, rows=tuple(_with_speedups(rows)), is_whole=is_whole)
+
+    is_shared = any(config.run.share_gpu for config in configs.values())
+    with shared_gpu(tell) if is_shared else nullcontext():
+        turns = run_rounds(configs, terms.repeats, folder, tell, lambda turns: keep(outcome(turns, False)))
+    return outcome(turns, True)
+
+
+def _blank(name: str, suite: SuiteFile, terms: Terms, command: str, published: tuple[PublishedRow, ...]) -> Outcome:
+    """An outcome without rows: what is known before anything ran."""
+    there = environment()
+    return Outcome(
+        suite=Path(name).stem,
+        title=suite.title,
+        command=command,
+        date=time.strftime("%Y-%m-%d %H:%M"),
+        repeats=terms.repeats,
+        steps=terms.steps,
+        machine=dict(there.rows()),
+        rows=(),
+        published=published,
+        topology="\n".join(there.topology.table()) if there.topology else "",
+    )
+
+
+def _planned(case: Case, room: Room, terms: Terms, wish: Wish) -> Config | str:
+    """The configuration to run here, or why it can't."""
+    if wish.cluster is not None:
+        return ""
+    if case.is_real and terms.real is None:
+        return "needs --data"
+    config = case.config(room.cluster)
+    return room.lacks(config) or config
+
+
+def _does_not_fit(name: str, rows: Sequence[Row], room: Room) -> str:
+    """What is missing, and the nearest suite that runs here."""
+    nearest = nearest_suite(room)
+    there = f"; stagewright bench {nearest} runs here" if nearest and nearest != name else ""
+    return f"suite {name} does not fit: {rows[0].label} {rows[0].reason}{there}; --simulate predicts it"
+
+
+def nearest_suite(room: Room) -> str | None:
+    """The shipped suite of which most configurations fit whole; the one with the most ranks of several."""
+    found: list[tuple[int, str]] = []
+    for name in shipped_names():
+        suite = read_suite(name)
+        cases = cases_of(suite, Terms(suite.repeats, suite.steps))
+        configs = [case.config(room.cluster) for case in cases]
+        if all(room.lacks(config) is None for config in configs):
+            found.append((max(len(devices_of(config)) for config in configs), name))
+    return max(found)[1] if found else None
+
+
+def _row(case: Case, config: Config, **found: object) -> Row:
+    return Row(
+        group=case.group.name,
+        name=case.trial.name,
+        data=case.data,
+        is_baseline=case.is_baseline,
+        model=config.model.name,
+        mode=config.plan.mode,
+        precision=config.run.precision,
+        batch=config.plan.batch,
+        placement=config.plan.placement,
+        device=config.run.device,
+        options=as_tables(config),
+        **found,  # type: ignore[arg-type]
+    )
+
+
+def _of_plan(plan: Plan) -> dict[str, object]:
+    return {
+        "cuts": plan.cuts,
+        "microbatches": plan.microbatches,
+        "versions": tuple(stage.versions for stage in plan.stages),
+    }
+
+
+def _left_out(case: Case, room: Room, reason: str, wish: Wish) -> Row:
+    return _row(case, case.config(room.cluster), kind="left out", reason=reason)
+
+
+def _predicted(case: Case, room: Room, reason: str, wish: Wish) -> Row:
+    """On the cluster asked for, or on the suite's own where that has too few devices or none was asked for."""
+    catalogue, cluster = _where(case, wish)
+    config = case.config(cluster)
+    prediction = forecast(config, catalogue, cluster, loads=case.is_real)
+    plan = prediction.plan
+    memory = tuple(max(prediction.memory[rank].total for rank in stage.ranks) for stage in plan.stages)
+    reasons = [reason] if reason else []
+    if wish.cluster is not None and cluster.name != open_cluster(wish.cluster)[1].name:
+        reasons.append(f"has more devices than {wish.cluster}")
+    if not prediction.fits:
+        reasons.append(f"needs {max(memory) / MIB:,.0f} MiB, a device has {min(prediction.limits) / MIB:,.0f}")
+    rate = prediction.images_per_second
+    return _row(
+        case,
+        config,
+        kind="predicted",
+        reason="; ".join(reasons),
+        cluster=cluster.name,
+        rate=Interval(rate, rate, rate),
+        memory=memory,
+        epoch_seconds=IMAGENET / rate,
+        **_of_plan(plan),
+    )
+
+
+def _where(case: Case, wish: Wish) -> tuple[Catalogue, Cluster]:
+    own = case.group.cluster
+    if wish.cluster is None and own is None:
+        raise ValueError(f"group '{case.group.name}' names no cluster to simulate it on; give --cluster NAME")
+    catalogue, cluster = open_cluster(wish.cluster or str(own))
+    devices = case.trial.devices
+    if own is None or own == wish.cluster:
+        return catalogue, cluster
+    try:
+        if isinstance(devices, int):
+            cluster.first(devices)
+        else:
+            parse_placement(case.config(cluster).plan.placement, cluster)
+    except ValueError:
+        return open_cluster(own)
+    return catalogue, cluster
+
+
+def _measured(case: Case, turns: Turns) -> Row:
+    config = turns.config
+    plan = _of_plan(turns.plan) if turns.plan is not None else {}
+    if turns.failure and not turns.repeats:
+        return _row(case, config, kind="failed", reason=turns.failure)
+    if not turns.repeats:
+        return _row(case, config, kind="left out", reason="its turn did not come")
+    rates = [repeat.rate for repeat in turns.repeats]
+    interval = median_interval(rates)
+    held = [repeat.gpu_memory or repeat.memory for repeat in turns.repeats]
+    memory = tuple(max(stage) for stage in zip(*held, strict=True)) if all(held) else ()
+    return _row(
+        case,
+        config,
+        kind="failed" if turns.failure else "measured",
+        reason=turns.failure,
+        repeats=tuple(turns.repeats),
+        rate=interval,
+        outliers=outliers(rates),
+        memory=memory,
+        step_lines=turns.step_lines,
+        epoch_seconds=IMAGENET / interval.value,
+        **plan,
+    )
+
+
+def _with_speedups(rows: Sequence[Row]) -> list[Row]:
+    """Every row beside its group's baseline with the same data, as far as both are measured, or both predicted."""
+    baselines = {(row.group, row.data): row for row in rows if row.is_baseline}
+    return [replace(row, speedup=_speedup(row, baselines.get((row.group, row.data)))) for row in rows]
+
+
+def _speedup(row: Row, baseline: Row | None) -> Interval | None:
+    if baseline is None or row.rate is None or baseline.rate is None or row.kind != baseline.kind:
+        return None
+    if row.kind == "predicted":
+        ratio = row.rate.value / baseline.rate.value
+        return Interval(ratio, ratio, ratio)
+    count = min(len(row.repeats), len(baseline.repeats))
+    return paired_ratio(
+        [repeat.rate for repeat in row.repeats[:count]], [repeat.rate for repeat in baseline.repeats[:count]]
+    )

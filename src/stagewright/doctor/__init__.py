@@ -1,0 +1,1 @@
+"""What this machine is, what will hurt, and what to do about it."""

@@ -1,0 +1,52 @@
+"""An examination as text: one area after the other, advice below what it is about."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+
+from rich.console import Console
+from rich.text import Text
+
+from stagewright.doctor.examine import Examination
+from stagewright.doctor.finding import Finding, Grade
+
+_STYLES = {Grade.FINE: "green", Grade.NOTE: "yellow", Grade.HURTS: "bold red"}
+_GRADE_WIDTH = len(Grade.HURTS) + 2
+_NAME_WIDTH = 23
+_WIDEST = 100
+_NARROWEST = 40
+
+
+def show(console: Console, examination: Examination) -> None:
+    width = max(min(console.width, _WIDEST), _NARROWEST)
+    for area, found in itertools.groupby(examination.findings, lambda finding: finding.area):
+        _print(console, Text(area, style="bold"))
+        for finding in found:
+            for line in _lines(finding, width):
+                _print(console, line)
+    topology = examination.environment.topology
+    if topology is not None and len(topology) > 1:
+        _print(console, Text("connections", style="bold"))
+        for row in topology.table():
+            _print(console, Text(f"  {row}"))
+    _print(console, Text(""))
+    _print(console, Text(textwrap.fill(examination.verdict, width)))
+
+
+def _lines(finding: Finding, width: int) -> list[Text]:
+    indent = 2 + _GRADE_WIDTH + _NAME_WIDTH
+    values = textwrap.wrap(finding.value, max(width - indent, 20)) or [""]
+    first = Text("  ")
+    first.append(f"{finding.grade:<{_GRADE_WIDTH}}", style=_STYLES[finding.grade])
+    first.append(f"{finding.name:<{_NAME_WIDTH - 1}} {values[0]}")
+    lines = [first, *(Text(" " * indent + value) for value in values[1:])]
+    margin = " " * (2 + _GRADE_WIDTH)
+    advice = textwrap.wrap(finding.advice, width - len(margin) - 3)
+    for number, line in enumerate(advice):
+        lines.append(Text(f"{margin}{'-> ' if number == 0 else '   '}{line}", style="italic"))
+    return lines
+
+
+def _print(console: Console, line: Text) -> None:
+    console.print(line, soft_wrap=True, highlight=False)

@@ -1,0 +1,139 @@
+"""Command blocks of the documentation, and how a test runs them.
+
+A fence says after its language what becomes of it:
+
+    ```sh run                   every line is run by `make test`
+    ```sh nightly               by `make nightly`, in a shell
+    ```sh gpu                   by `make nightly`, where there is a GPU
+    ```sh not run: REASON       by nobody, and why
+    ```console run              lines behind `$` are run, the others are what they print; `...` stands for any lines
+    ```python run | nightly     run as a program
+    <!-- not run: REASON -->    the same for an indented block behind it
+    ```toml file: NAME          written to a file for the blocks behind it; other languages as well
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = ("sh", "bash", "console", "python")
+_FENCE = re.compile(r"^(?P<ticks>`{3,})(?P<language>[\w-]*)[ \t]*(?P<mark>.*)$")
+_COMMENT = re.compile(r"^<!-- (.+) -->$")
+_COMMAND = re.compile(r"^\s*(\$ |stagewright [a-z]|make [a-z]|pip install|python -m |srun |export )")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One fenced or indented block."""
+
+    file: Path
+    line: int
+    language: str  # empty where nothing says
+    mark: str
+    text: str
+
+    @property
+    def kind(self) -> str:
+        """run, nightly, gpu, not run, file, or nothing."""
+        return next((kind for kind in ("run", "nightly", "gpu", "not run", "file") if self.is_marked(kind)), "")
+
+    def is_marked(self, kind: str) -> bool:
+        return re.match(rf"{kind}\b", self.mark) is not None
+
+    @property
+    def reason(self) -> str:
+        return self.mark.partition(":")[2].strip()
+
+    @property
+    def columns(self) -> str:
+        found = re.search(r"columns=(\d+)", self.mark)
+        return found[1] if found else "80"
+
+    @property
+    def looks_like_commands(self) -> bool:
+        return self.language in COMMANDS or any(_COMMAND.match(line) for line in self.text.splitlines())
+
+    def __str__(self) -> str:
+        return f"{self.file.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(file: Path) -> list[Block]:
+    """Every block of a file, fenced or indented."""
+    return list(_fenced(file)) + list(_indented(file))
+
+
+def _fenced(file: Path) -> Iterator[Block]:
+    lines = file.read_text().splitlines()
+    opening: tuple[int, re.Match[str]] | None = None
+    for number, line in enumerate(lines, 1):
+        found = _FENCE.match(line)
+        if opening is None and found:
+            opening = (number, found)
+        elif opening is not None and line.strip() == opening[1]["ticks"]:
+            text = "\n".join(lines[opening[0] : number - 1])
+            yield Block(file, opening[0], opening[1]["language"], opening[1]["mark"], text)
+            opening = None
+
+
+def _indented(file: Path) -> Iterator[Block]:
+    """Runs of lines indented by four behind an empty line, outside fences and lists."""
+    is_fenced, in_list, before, kept, began, mark = False, False, "", [], 0, ""
+    for number, line in enumerate([*file.read_text().splitlines(), ""], 1):
+        if _FENCE.match(line):
+            is_fenced = not is_fenced
+        in_list = bool(re.match(r"\s*([-*]|\d+\.) ", line)) or (in_list and (not line.strip() or line.startswith(" ")))
+        is_code = line.startswith("    ") and not is_fenced and not in_list and (kept or not before.strip())
+        if is_code:
+            began = began or number
+            kept.append(line[4:])
+        elif kept and line.strip():
+            yield Block(file, began, "sh" if mark else "", mark, "\n".join(kept))
+            kept, began = [], 0
+        if line.strip() and not is_code:
+            mark = found[1] if (found := _COMMENT.match(line)) else ""
+        before = line
+    if kept:
+        yield Block(file, began, "sh" if mark else "", mark, "\n".join(kept))
+
+
+def commands(block: Block) -> list[tuple[list[str], list[str]]]:
+    """Every command of a block as words, with the lines it is said to print."""
+    found: list[tuple[str, list[str]]] = []
+    is_console = block.language == "console"
+    for line in block.text.splitlines():
+        if found and found[-1][0].endswith("\\"):
+            found[-1] = (found[-1][0][:-1] + line.strip(), [])
+        elif is_console and not line.startswith("$ "):
+            found[-1][1].append(line.rstrip())
+        elif line.strip() and not line.startswith("#"):
+            found.append((line.removeprefix("$ "), []))
+    return [(shlex.split(line, comments=True), printed) for line, printed in found]
+
+
+def filled(words: list[str]) -> list[str]:
+    """Words with their patterns filled in, as a shell would in the current folder."""
+    found: list[str] = []
+    for word in words:
+        found += (sorted(map(str, Path().glob(word))) or [word]) if "*" in word else [word]
+    return found
+
+
+def differs(expected: list[str], printed: str) -> str | None:
+    """The first expected line that is not where it should be; `...` lets any lines pass."""
+    lines, position, may_skip = [line.rstrip() for line in printed.splitlines()], 0, False
+    for line in expected:
+        if line.strip() == "...":
+            may_skip = True
+            continue
+        if may_skip:
+            position = next((n for n in range(position, len(lines)) if lines[n] == line), len(lines))
+        if position >= len(lines) or lines[position] != line:
+            return line
+        position, may_skip = position + 1, False
+    return None

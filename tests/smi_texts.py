@@ -1,0 +1,124 @@
+"""Texts as nvidia-smi prints them: boxes with and without NVLink, drivers old and new."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+LEGEND = """
+Legend:
+
+  X    = Self
+  SYS  = Between sockets
+  NV#  = A bonded set of # NVLinks
+
+NIC Legend:
+
+  NIC0: mlx5_0
+"""
+
+
+def topo(cells: Sequence[str], *, nics: int = 0, affinity: str = "0-23,48-71", tabs: bool = True) -> str:
+    """The matrix of rows such as `X NV4 SYS`, with network cards behind the GPUs and terminal codes in the header."""
+    gap = "\t" if tabs else "    "
+    names = [f"GPU{index}" for index in range(len(cells))] + [f"NIC{index}" for index in range(nics)]
+    header = gap + gap.join([*names, "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"])
+    lines = [f"\x1b[4m{header}\x1b[0m" if tabs else header]
+    for index, row in enumerate(cells):
+        lines.append(gap.join([f"GPU{index}", *row.split(), *["NODE"] * nics, affinity, "0", "N/A"]))
+    for index in range(nics):
+        lines.append(gap.join([f"NIC{index}", *["NODE"] * len(cells), *["X"] * nics]))
+    return "\n".join(lines) + "\n" + LEGEND
+
+
+# Eight cards behind four switches on two sockets, as in the published servers.
+TITAN_8 = topo(
+    [
+        "X PIX PHB PHB SYS SYS SYS SYS",
+        "PIX X PHB PHB SYS SYS SYS SYS",
+        "PHB PHB X PIX SYS SYS SYS SYS",
+        "PHB PHB PIX X SYS SYS SYS SYS",
+        "SYS SYS SYS SYS X PIX PHB PHB",
+        "SYS SYS SYS SYS PIX X PHB PHB",
+        "SYS SYS SYS SYS PHB PHB X PIX",
+        "SYS SYS SYS SYS PHB PHB PIX X",
+    ]
+)
+# A hybrid cube mesh: every card has six links, to four of the other seven.
+MESH_8 = topo(
+    [
+        "X NV1 NV2 NV1 SYS SYS SYS NV2",
+        "NV1 X NV1 NV2 SYS SYS NV2 SYS",
+        "NV2 NV1 X NV2 SYS NV1 SYS SYS",
+        "NV1 NV2 NV2 X NV1 SYS SYS SYS",
+        "SYS SYS SYS NV1 X NV2 NV2 NV1",
+        "SYS SYS NV1 SYS NV2 X NV1 NV2",
+        "SYS NV2 SYS SYS NV2 NV1 X NV1",
+        "NV2 SYS SYS SYS NV1 NV2 NV1 X",
+    ],
+    nics=2,
+)
+SWITCHED_4 = topo(["X NV12 NV12 NV12", "NV12 X NV12 NV12", "NV12 NV12 X NV12", "NV12 NV12 NV12 X"], nics=1)
+BRIDGED_4 = topo(["X NV4 PHB PHB", "NV4 X PHB PHB", "PHB PHB X NV4", "PHB PHB NV4 X"], tabs=False)
+
+_NEW = {"versions": "| NVIDIA-SMI {0}              Driver Version: {0}      CUDA Version: {1}     |"}
+_NEWEST = {"versions": "| NVIDIA-SMI {0}              KMD Version: {0}     CUDA UMD Version: {1}     |"}
+FORMS = {"new": _NEW, "newest": _NEWEST}
+
+
+def smi(
+    name: str,
+    mib: int,
+    count: int,
+    *,
+    form: str = "new",
+    mig: str = "N/A",
+    power: str = "25W / 350W",
+    processes: Sequence[str] = (),
+    names: Mapping[int, str] | None = None,
+) -> str:
+    """The table of a box of equal cards, or of cards with other `names`."""
+    line = "+-----------------------------------------+------------------------+----------------------+"
+    lines = ["Sun Nov 15 12:00:00 2026", line, FORMS[form]["versions"].format("550.54.15", "12.4"), line]
+    lines += [
+        "| GPU  Name                 Persistence-M | Bus-Id          Disp.A | Volatile Uncorr. ECC |",
+        "| Fan  Temp   Perf          Pwr:Usage/Cap |           Memory-Usage | GPU-Util  Compute M. |",
+        "|                                         |                        |               MIG M. |",
+        "|=========================================+========================+======================|",
+    ]
+    for index in range(count):
+        shown = (names or {}).get(index, name)
+        lines += [
+            f"|   {index}  {shown:<32}Off |   00000000:{index + 1:02X}:00.0 Off |                  N/A |",
+            f"| 30%   45C    P8              {power} |      10MiB /  {mib}MiB |      0%      Default |",
+            f"|                                         |                        |             {mig:>8} |",
+            line,
+        ]
+    lines += [
+        "",
+        "+----+",
+        "| Processes:          |",
+        "|  GPU   GI   CI    PID   Type   Process name   GPU Memory |",
+        "|===|",
+    ]
+    return "\n".join([*lines, *(processes or ["|  No running processes found      |"]), "+----+", ""])
+
+
+OLD_SMI = """\
++-----------------------------------------------------------------------------+
+| NVIDIA-SMI 396.24                 Driver Version: 396.24                    |
+|-------------------------------+----------------------+----------------------+
+| GPU  Name        Persistence-M| Bus-Id        Disp.A | Volatile Uncorr. ECC |
+| Fan  Temp  Perf  Pwr:Usage/Cap|         Memory-Usage | GPU-Util  Compute M. |
+|===============================+======================+======================|
+|   0  GeForce RTX 208...  Off  | 00000000:24:00.0  On |                  N/A |
+|  0%   43C    P0    N/A / N/A  |   1917MiB / 11019MiB |      0%      Default |
++-------------------------------+----------------------+----------------------+
+
++-----------------------------------------------------------------------------+
+| Processes:                                                       GPU Memory |
+|  GPU       PID   Type   Process name                             Usage      |
+|=============================================================================|
+|    0       489      G   /usr/bin/X                                  1025MiB |
+|    0      2211    C+G   /opt/a long name/of a job                    313MiB |
++-----------------------------------------------------------------------------+
+"""

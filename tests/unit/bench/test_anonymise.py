@@ -1,0 +1,63 @@
+"""What tells of a machine, its user or its network goes; figures, versions and placements stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stagewright.bench import anonymise
+from stagewright.bench.anonymise import cleaned, make_cleaner
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    monkeypatch.setattr(anonymise.socket, "gethostname", lambda: "atlas.lab.example")
+    monkeypatch.setattr(anonymise.socket, "getfqdn", lambda: "atlas.lab.example")
+    monkeypatch.setattr(anonymise.getpass, "getuser", lambda: "alice")
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/alice"))
+    return make_cleaner()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("on atlas.lab.example", "on <name>"),
+        ("ATLAS has 8 GPUs", "<name> has 8 GPUs"),
+        ("user=alice", "user=<name>"),
+        ("/home/alice", "<path>"),
+        ('"folder": "/home/bob/runs/20261115"', '"folder": "<path>"'),
+        ("see /home/bob/secret/log.txt;", "see <path>/log.txt;"),
+        ("folder:~/data/train", "folder:<path>"),
+        ("tar:/data/x/*.tar", "tar:<path>/*.tar"),
+        ("--nodes 10.0.0.1,10.0.0.2:7000", "--nodes <address>,<address>:7000"),
+        ("[fd00::1]:7000", "[<address>]:7000"),
+        ("fe80::1ff:fe23:4567:890a%eth0 up", "<address> up"),
+        ("mac 00:1a:2b:3c:4d:5e", "mac <address>"),
+        ("GPU-8f0d3b1e-1234-abcd-9876-0123456789ab", "<uuid>"),
+    ],
+)
+def test_names_paths_and_addresses_go(text: str, expected: str, clean: Callable[[str], str]) -> None:
+    assert clean(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--placement 0:0-6.0:7 --weights 11:7",
+        "0:0-7,1:0-7.0:0-7,1:0-7",
+        "463 images/s at 19:58:56",
+        "torch 2.13.0+cpu, driver 580.159.04",
+        "1.22 (0.82 - 1.42) x",
+        "malice and atlases",
+        "listening on 127.0.0.1",
+        "epoch 1  step 10/16  loss 2.3111",
+    ],
+)
+def test_everything_else_stays(text: str, clean: Callable[[str], str]) -> None:
+    assert clean(text) == text
+
+
+def test_nested_values_are_cleaned_with_their_keys(clean: Callable[[str], str]) -> None:
+    assert cleaned({"atlas": ["alice", 3, None, ("/a/b",)]}, clean) == {"<name>": ["<name>", 3, None, ["<path>"]]}

@@ -1,0 +1,156 @@
+"""Comparisons of made runs and benches whose answers are known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stagewright.bench.compare import compare_benches
+from stagewright.bench.interval import median_interval
+from stagewright.bench.outcome import Outcome, Repeat, Row, write_outcome
+from stagewright.cli import main
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Make:
+    """Writes a run folder with made times: a slow first batch, then a level with a little noise."""
+
+    def make(name: str, rate: float, *, seed: int = 0, steps: int = 60, noise: float = 0.02, **changes: Any) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        batch, mode = changes.get("batch", 64), changes.get("mode", "dp")
+        plan = {"mode": mode, "placement": "0:0-1", "cuts": [], "batch": batch, "microbatches": 2}
+        (folder / "plan.json").write_text(json.dumps(plan | {"versions": [1], "depths": [1]}))
+        precision, model = changes.get("precision", "fp32"), changes.get("model", "vgg-small")
+        (folder / "config.toml").write_text(f'[model]\nname = "{model}"\n[run]\nprecision = "{precision}"\n')
+        (folder / "env.json").write_text(json.dumps({"host": {"cpu": changes.get("cpu", "EPYC"), "cores": 2}}))
+        generator = np.random.default_rng(seed)
+        lines = []
+        for number in range(steps):
+            speed = rate / 3 if number == 0 else rate * (1 + noise * generator.standard_normal())
+            step = {"kind": "step", "batch": number, "epoch": 0, "loss": 2.0 - number / 100 + changes.get("loss", 0.0)}
+            lines.append(step | {"lr": 0.1, "seconds": float(number), "images_per_second": float(speed)})
+        lines.append({"kind": "evaluated", "batch": steps, "samples": 10, "loss": 1.0, "top1": 0.5, "top5": 0.9})
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return folder
+
+    return make
+
+
+def compared(capsys: pytest.CaptureFixture[str], first: Path, second: Path) -> Any:
+    main(["compare", str(first), str(second), "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_runs_of_the_same_speed_do_not_differ(make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    found = compared(capsys, make_run("a", 500.0, seed=1), make_run("b", 500.0, seed=2))
+    (pair,) = found["pairs"]
+    assert found["is_comparable"] and not pair["is_significant"]
+    assert pair["verdict"].startswith("no significant difference")
+    assert pair["first"]["value"] == pytest.approx(500, rel=0.02), "the slow first batch is no part of it"
+    assert "losses of all 60 common batches are the same to the last bit" in found["notes"]
+    assert "top-1 after batch 60: A 50.00%, B 50.00%" in found["notes"]
+
+
+def test_a_run_that_is_faster_is_told_by_how_much(make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    found = compared(capsys, make_run("a", 500.0, seed=1), make_run("b", 600.0, seed=2, mode="stale", loss=0.1))
+    (pair,) = found["pairs"]
+    assert pair["is_significant"] and pair["verdict"].startswith("B is faster: 1.2")
+    assert pair["ratio"]["low"] < 1.2 < pair["ratio"]["high"] < 1.25
+    assert "loss over batches 51 to 60: A 1.4550, B 1.5550" in found["notes"]
+    assert any(note.startswith("other plan: dp 0:0-1") for note in found["notes"])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model": "resnet8"}, "other model: vgg-small and resnet8"),
+        ({"batch": 32}, "other batch: 64 and 32"),
+        ({"precision": "bf16"}, "other precision: fp32 and bf16"),
+        ({"cpu": "Xeon"}, "other machine: EPYC, 2 cores and Xeon, 2 cores"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_runs_of_other_work_are_not_comparable(
+    change: dict[str, Any], reason: str, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = make_run("a", 500.0), make_run("b", 900.0, **change)
+    assert reason in compared(capsys, first, second)["reasons"]
+    main(["compare", str(first), str(second)])
+    printed = capsys.readouterr().out
+    assert f"not comparable: {reason}" in printed and "faster" not in printed
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def row(name: str, rates: list[float], **changes: Any) -> Row:
+    repeats = tuple(Repeat(rate, 1, True, (1.0,), 2.0, "run") for rate in rates)
+    common = {"group": "VGG", "data": "synthetic", "kind": "measured", "is_baseline": name == "dp", "mode": "dp"}
+    common |= {"model": "vgg16", "precision": "fp32", "batch": 64, "placement": "0:0-1", "device": "cpu"}
+    found = Row(name=name, options={}, repeats=repeats, rate=median_interval(rates), **common)  # type: ignore[arg-type]
+    return replace(found, **changes)
+
+
+def outcome(*rows: Row, cpu: str = "EPYC", suite: str = "quick") -> Outcome:
+    machine = {"processor": cpu, "torch": "2.13"}
+    return Outcome(suite, "Quick", "stagewright bench quick", "2026-11-15", 7, 10, machine, rows)
+
+
+QUIET = [100.0, 101.0, 99.0, 100.5, 99.5, 100.2, 99.8]
+
+
+def test_benches_are_compared_configuration_by_configuration() -> None:
+    faster = [rate * 1.3 for rate in QUIET]
+    first = outcome(row("dp", QUIET), row("stale", QUIET), row("gone", QUIET))
+    second = outcome(row("dp", QUIET[::-1]), row("stale", faster))
+    found = compare_benches("a", "b", first, second)
+    assert [pair.is_significant for pair in found.pairs] == [False, True] and found.is_comparable
+    assert found.pairs[1].ratio.value == pytest.approx(1.3) and "B is faster: 1.30 x" in found.pairs[1].verdict
+    assert found.notes == ("only in one of them: gone, synthetic",)
+
+
+def test_benches_of_other_machines_or_work_say_so() -> None:
+    first, second = outcome(row("dp", QUIET)), outcome(row("dp", QUIET, batch=32), cpu="Xeon")
+    reasons = compare_benches("a", "b", first, second).reasons
+    assert reasons == ("VGG, dp, synthetic: other batch: 64 and 32", "other processor: EPYC and Xeon")
+
+
+def test_a_prediction_is_never_significant() -> None:
+    predicted = row("dp", [200.0], kind="predicted", repeats=())
+    found = compare_benches("a", "b", outcome(predicted), outcome(replace(predicted, rate=median_interval([100.0]))))
+    assert found.pairs[0].verdict == "predicted: B is 0.50 x A" and not found.pairs[0].is_significant
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(["compare", *arguments])
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and error.count("\n") == 1 and "Traceback" not in error
+    return error
+
+
+def test_what_can_not_be_read_is_one_line(make_run: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run("a", 500.0)
+    assert "no run folder" in fails(capsys, str(run), str(tmp_path / "nowhere"))
+    empty = make_run("empty", 500.0, steps=0)
+    assert "0 timed batches" in fails(capsys, str(run), str(empty))
+    bench = tmp_path / "bench"
+    bench.mkdir()
+    write_outcome(outcome(row("dp", QUIET)), bench)
+    assert "compare two runs or two benches" in fails(capsys, str(run), str(bench))
+    (bench / "bench.json").write_text('{"suite": 3}')
+    assert "is no file of a bench" in fails(capsys, str(bench), str(bench))
+    (bench / "bench.json").write_text("{")
+    assert "is not JSON" in fails(capsys, str(bench), str(bench))
+    other = tmp_path / "other"
+    other.mkdir()
+    write_outcome(outcome(row("dp", QUIET)), bench)
+    write_outcome(outcome(row("sync", QUIET)), other)
+    assert "no configuration in common" in fails(capsys, str(bench), str(other))

@@ -1,0 +1,70 @@
+"""`stagewright doctor` as people run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from stagewright.cli import main
+from stagewright.doctor import examine as module
+from stagewright.doctor.examine import examine
+from stagewright.doctor.measure import Measured
+from stagewright.doctor.show import show
+from tests.nvml_like import Card, Library
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_without_a_gpu_in_a_pipe_it_measures_what_there_is(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    done = subprocess.run(
+        [sys.executable, "-m", "stagewright.cli", "doctor", "--data", str(tmp_path)],
+        cwd=ROOT, env=os.environ | {"COLUMNS": "80"}, capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80 and "\x1b" not in done.stdout and done.stderr == ""
+    assert any("between two ranks" in line and "GB/s" in line for line in lines), done.stdout
+    assert any("memory copy, one core" in line for line in lines)
+    assert any("  data  " in line and "MB/s" in line for line in lines)
+
+
+def test_json_of_a_box_with_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Library([Card(limit=200_000), Card(width=4)], {(0, 1): 50}))
+    main(["doctor", "--fast", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    hurting = {(item["area"], item["name"]) for item in found["findings"] if item["grade"] == "will hurt"}
+    assert {("GPU 0", "power cap"), ("GPU 1", "PCIe")} <= hurting
+    assert found["environment"]["topology"] == [["X", "SYS"], ["SYS", "X"]] and found["measured"] == []
+    assert found["verdict"].startswith("2 GPUs; ")
+    assert all(item["advice"] for item in found["findings"] if item["grade"] != "fine")
+
+
+def test_eight_gpus_fit_into_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = {(one, other): 30 for one in range(8) for other in range(one, 8)}
+    monkeypatch.setitem(sys.modules, "pynvml", Library([Card()] * 8, pairs))
+    text = StringIO()
+    show(Console(file=text, width=80), examine(None, measures=False, tell=lambda step: None))
+    assert max(len(line) for line in text.getvalue().splitlines()) <= 80
+    assert "GPU7   PHB" in text.getvalue()
+
+
+def test_a_measurement_that_fails_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Measured:
+        raise RuntimeError("CUDA error:\nout of luck")
+
+    found = module._attempt("between two ranks", broken, Measured)
+    assert found.bandwidth is None and found.trouble == "CUDA error: out of luck"
+
+
+def test_data_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--fast", "--data", "/nowhere"])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.count("\n") == 1 and "--data /nowhere: no such file or folder" in error

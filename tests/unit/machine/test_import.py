@@ -1,0 +1,205 @@
+"""Another machine's texts become a cluster file that the planner takes."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagewright.catalog import open_cluster, shipped
+from stagewright.cli import main
+from stagewright.cluster import Device
+from stagewright.machine.box import find_device
+from stagewright.machine.pasted import Pasted
+from stagewright.machine.smitext import Occupant, parse_smi
+from tests.nvml_like import Card, Library
+from tests.smi_texts import BRIDGED_4, MESH_8, OLD_SMI, SWITCHED_4, TITAN_8, smi
+
+GIB = 1 << 30
+
+
+def imported(tmp_path: Path, topo: str | None, table: str | None, *arguments: str) -> Path:
+    given_texts = []
+    for flag, text in (("topo", topo), ("smi", table)):
+        if text is not None:
+            (tmp_path / flag).write_text(text)
+            given_texts += [f"--{flag}", str(tmp_path / flag)]
+    main(["cluster", "import", *given_texts, "-o", str(tmp_path / "box.toml"), *arguments])
+    return tmp_path / "box.toml"
+
+
+def levels(path: Path) -> list[tuple[str, float, tuple[tuple[int, ...], ...]]]:
+    _, cluster = open_cluster(str(path))
+    return [(level.link.name, level.link.bandwidth, level.groups) for level in cluster.machines[0].levels]
+
+
+@pytest.mark.parametrize("form", ["new", "newest"])
+def test_tables_of_new_drivers(form: str) -> None:
+    processes = ["|    1   N/A  N/A      1234      C   python                         1000MiB |"]
+    found = parse_smi(Pasted("smi", smi("NVIDIA GeForce RTX 3090", 24576, 2, form=form, processes=processes)))
+    assert (found.driver, found.cuda, len(found.cards)) == ("550.54.15", "12.4", 2)
+    card = found.cards[1]
+    assert (card.index, card.name, card.memory) == (1, "NVIDIA GeForce RTX 3090", 24 * GIB)
+    assert (card.power_limit, card.used, card.is_mig, card.bus) == (350.0, 10 << 20, False, "00000000:02:00.0")
+    assert found.occupants == (Occupant(1, 1234, "C", "python", 1000 << 20),)
+
+
+def test_tables_of_old_drivers() -> None:
+    found = parse_smi(Pasted("smi", OLD_SMI))
+    assert (found.driver, found.cuda, found.cards[0].power_limit) == ("396.24", None, None)
+    assert found.cards[0].is_cut_short
+    assert [(item.process, item.kind, item.name) for item in found.occupants] == [
+        (489, "G", "/usr/bin/X"),
+        (2211, "C+G", "/opt/a long name/of a job"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "mib", "known"),
+    [
+        ("NVIDIA TITAN V", 12066, "titan-v"),
+        ("GeForce RTX 208...", 11019, "rtx-2080ti"),
+        ("NVIDIA GeForce RTX 2080 Ti", 22528, "rtx-2080ti-22"),
+        ("Tesla V100-SXM2-16GB", 16160, "v100-sxm2-16"),
+        ("NVIDIA A100-SXM4-80GB", 81251, "a100-sxm4-80"),  # an older driver's count
+        ("NVIDIA A100-SXM...", 40536, "a100-sxm4-40"),
+        ("NVIDIA H100 80GB HBM3", 81559, "h100-sxm5"),
+        ("NVIDIA A10", 23028, "a10"),
+        ("NVIDIA H200", 143771, "h200"),
+    ],
+)
+def test_cards_are_found_by_name_and_memory(name: str, mib: int, known: str) -> None:
+    assert find_device(shipped(), name, mib << 20) == known
+
+
+def test_an_unknown_card_says_what_to_choose() -> None:
+    with pytest.raises(ValueError, match=r"no 'NVIDIA GeForce RTX 3080 Ti' of 12288 MiB; known: .*rtx-3090.*--device"):
+        find_device(shipped(), "NVIDIA GeForce RTX 3080 Ti", 12288 << 20)
+    with pytest.raises(ValueError, match=r"of 44000 MiB; it knows rtx-2080ti \(11019 MiB\).*--device NAME"):
+        find_device(shipped(), "GeForce RTX 2080 Ti", 44000 << 20)
+
+
+def test_the_published_box_comes_out_as_the_catalogue_has_it(tmp_path: Path) -> None:
+    path = imported(tmp_path, TITAN_8, smi("NVIDIA TITAN V", 12066, 8))
+    _, found = open_cluster(str(path))
+    known = shipped().cluster("titan-v-8")
+    assert found.machines[0].levels == known.machines[0].levels
+    assert (found.machines[0].kind, found.machines[0].cores) == ("titan-v", 48)
+
+
+def test_a_mesh_has_the_links_of_each_card_and_a_switch_those_to_it(tmp_path: Path) -> None:
+    mesh = levels(imported(tmp_path, MESH_8, smi("Tesla V100-SXM2-16GB", 16160, 8)))
+    assert mesh == [("nvlink2", 6 * 20e9, (tuple(range(8)),))]
+    switched = levels(imported(tmp_path, SWITCHED_4, smi("NVIDIA A100-SXM4-80GB", 81920, 4)))
+    assert switched == [("nvlink3", 12 * 20e9, ((0, 1, 2, 3),))]
+
+
+def test_bridged_pairs_lie_inside_the_host_and_geforce_copies_through_it(tmp_path: Path) -> None:
+    pairs = levels(imported(tmp_path, BRIDGED_4, smi("NVIDIA GeForce RTX 3090", 24576, 4)))
+    assert pairs == [("nvlink3-ga102", 4 * 12e9, ((0, 1), (2, 3))), ("pcie4-phb", 2 * 22.2e9, ((0, 1, 2, 3),))]
+    (_, outer) = levels(imported(tmp_path, BRIDGED_4.replace("PHB", "SYS"), smi("NVIDIA GeForce RTX 3090", 24576, 4)))
+    assert outer[:2] == ("pcie4-sys", 16e9), "the link between sockets is one, whoever shares it"
+    beside = TITAN_8.replace("SYS", "PHB")
+    (first, second) = levels(imported(tmp_path, beside, smi("NVIDIA GeForce RTX 3090", 24576, 8), "--pcie", "3"))
+    assert (first[0], second[0]) == ("pcie3-phb", "pcie3-phb") and first[2][0] == (0, 1)
+
+
+def test_some_gpus_several_machines_and_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = TITAN_8 + smi("NVIDIA TITAN V", 12066, 8)
+    options = ("--gpus", "4-7", "--count", "2", "--network", "net-10g", "--cores", "12", "--name", "two")
+    (tmp_path / "both.txt").write_text(both)
+    path = tmp_path / "box.toml"
+    text = str(tmp_path / "both.txt")
+    main(["cluster", "import", "--topo", text, "--smi", text, "-o", str(path), *options, "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert said["device"] == "titan-v" and said["toml"] == path.read_text() and said["devices"] == 4
+    _, cluster = open_cluster(str(path))
+    assert (cluster.name, len(cluster.machines), cluster.machines[1].cores) == ("two", 2, 12)
+    assert cluster.link(Device(0, 0), Device(1, 0)).name == "net-10g"
+    assert [level.groups for level in cluster.machines[0].levels] == [((0, 1), (2, 3)), ((0, 1, 2, 3),)]
+    main(["plan", "vgg-small", "--cluster", str(path), "--devices", "2", "--batch", "64", "--json"])
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_text_on_standard_input_and_the_file_on_standard_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", StringIO(SWITCHED_4 + smi("NVIDIA H200", 143771, 4)))
+    main(["cluster", "import", "--topo", "-", "--smi", "-"])
+    assert 'device = "h200"' in capsys.readouterr().out
+
+
+def test_this_machine_by_its_driver(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    cards = [Card(width=8, generation=3), Card(generation=3)]
+    monkeypatch.setitem(sys.modules, "pynvml", Library(cards, {(0, 1): 30}))
+    main(["cluster", "import", "--here"])
+    out = capsys.readouterr().out
+    assert '{ link = "pcie3-phb", lanes = 0.5 }' in out and 'device = "rtx-3090"' in out
+
+
+H200 = smi("NVIDIA H200", 143771, 4)
+
+
+@pytest.mark.parametrize(
+    ("topo", "table", "arguments", "message"),
+    [
+        (SWITCHED_4, None, (), "nothing says which GPUs there are: give --smi FILE"),
+        (None, H200, (), "4 GPUs and nothing says how they are connected; give --topo FILE as well"),
+        (TITAN_8, H200, (), "the topology has 8 GPUs but the table 4; save both on the same machine"),
+        (SWITCHED_4, H200, ("--gpus", "2-9"), "--gpus names 4 but there are 4 (0-3)"),
+        (SWITCHED_4, H200, ("--gpus", "2-x"), "--gpus '2-x' is not a list of GPUs (for example 0-3,6)"),
+        (SWITCHED_4, H200, ("--name", "a b"), "cluster name 'a b' has other characters"),
+        (SWITCHED_4, H200, ("--cores", "0"), "--cores is 0; give at least 1"),
+        (SWITCHED_4, H200, ("--count", "2"), "has no network between machines 0 and 1"),
+        (SWITCHED_4, H200, ("--device", "h300"), "unknown device 'h300'; near names:"),
+        (SWITCHED_4, H200, ("--device", "rtx-4090"), "the catalogue gives rtx-4090 none; choose another --device"),
+        (SWITCHED_4, H200, ("--here",), "both --here and a text were given"),
+        (SWITCHED_4, "no table", (), "has no line with a driver version in 1 lines"),
+        (SWITCHED_4, "Driver Version: 5.1", (), "names driver 5.1 but no GPU"),
+        (SWITCHED_4, H200.replace("143771MiB", ""), (), "line 10, column 1: GPU 0 should have its memory here"),
+        (SWITCHED_4, H200 + H200, (), "shows GPU 0 2 times; save one table"),
+        (SWITCHED_4, smi("NVIDIA H200", 143771, 4, mig="Enabled"), (), "GPU 0 is cut into MIG instances;"),
+        (SWITCHED_4, smi("NVIDIA H200", 143771, 4, names={2: "NVIDIA L4"}), (), "no 'NVIDIA L4' of 143771 MiB"),
+        (None, None, (), "nothing to import: give --topo FILE and --smi FILE, or --here for this machine"),
+        (None, None, ("--here",), "this machine's GPUs can't be read ("),
+        (None, None, ("--smi", "/nowhere/smi"), "/nowhere/smi: No such file or directory; give the file"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    topo: str | None,
+    table: str | None,
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(SystemExit) as ended:
+        imported(tmp_path, topo, table, *arguments)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.count("\n") == 1 and message in error, error
+    assert not (tmp_path / "box.toml").exists()
+
+
+def test_two_kinds_of_cards_are_imported_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = smi("NVIDIA A100-SXM4-40GB", 40960, 4)
+    table = table.replace("NVIDIA A100-SXM4-40GB", "NVIDIA V100-SXM2-32GB", 1).replace("40960", "32510", 1)
+    with pytest.raises(SystemExit):
+        imported(tmp_path, SWITCHED_4, table)
+    assert re.search(r"GPU 0 is a v100-sxm2-32 and GPU 1 a a100-sxm4-40; .* --gpus", capsys.readouterr().err)
+    assert len(levels(imported(tmp_path, SWITCHED_4, table, "--gpus", "1-3"))) == 1
+
+
+@given(st.text(alphabet="|0123456789MiB/ NVOf:.\nDriver Version", max_size=300))
+def test_no_table_is_more_than_an_error(text: str) -> None:
+    try:
+        parse_smi(Pasted("smi", text))
+    except ValueError as error:
+        assert "\n" not in str(error)

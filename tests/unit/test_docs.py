@@ -1,0 +1,146 @@
+"""Every command block of README and docs is run, here or every night, or says why not."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from stagewright.cli import main
+from tests.docs import COMMANDS, FILES, ROOT, Block, blocks, commands, differs, filled
+
+nightly = pytest.mark.skipif("STAGEWRIGHT_NIGHTLY" not in os.environ, reason="takes long: make nightly")
+HERE = [file for file in FILES if any(block.kind == "run" for block in blocks(file))]
+AT_NIGHT = [file for file in FILES if any(block.kind in ("nightly", "gpu") for block in blocks(file))]
+
+
+def name(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("file", FILES, ids=name)
+def test_every_command_block_is_run_or_says_why_not(file: Path) -> None:
+    for block in blocks(file):
+        if block.looks_like_commands:
+            assert block.language, f"{block}: commands without a fence; begin with ```sh run, nightly or not run: WHY"
+            assert block.kind, f"{block}: say run, nightly, gpu or not run: WHY behind ```{block.language}"
+            assert block.kind != "not run" or block.reason, f"{block}: not run, and no reason given"
+
+
+@pytest.mark.parametrize("file", HERE, ids=name)
+def test_commands_that_are_run_here_work(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))  # a model of the reader's own is in the current folder
+    for block in blocks(file):
+        if block.kind == "file":
+            Path(block.reason).write_text(block.text + "\n")
+        elif block.kind == "run" and block.language == "python":
+            exec(compile(block.text, str(block), "exec"), {"__name__": "__main__"})
+        elif block.kind == "run":
+            monkeypatch.setenv("COLUMNS", block.columns)
+            run_here(block, capsys)
+
+
+def run_here(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, expected in commands(block):
+        assert words[0] == "stagewright", f"{block}: {words[0]} is run by a shell; mark the block nightly"
+        capsys.readouterr()
+        try:
+            main(filled(words[1:]))
+        except SystemExit as error:
+            assert not error.code, f"{block}: {' '.join(words)}: {capsys.readouterr().err}"
+        printed = capsys.readouterr().out
+        missing = differs(expected, printed)
+        assert missing is None, f"{block}: {' '.join(words)} does not print {missing!r} there, but:\n{printed}"
+
+
+@nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("file", AT_NIGHT, ids=name)
+def test_commands_of_the_night_work(file: Path, tmp_path: Path) -> None:
+    """Blocks run in their order in one folder, those of the day as well, with `stagewright` on the path."""
+    shim = tmp_path / "bin" / "stagewright"
+    shim.parent.mkdir()
+    shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m stagewright.cli "$@"\n')
+    shim.chmod(0o755)
+    work = tmp_path / "work"
+    work.mkdir()
+    path = f"{shim.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}:."}
+    for block in blocks(file):
+        if block.kind == "file":
+            (work / block.reason).write_text(block.text + "\n")
+        elif block.kind in ("run", "nightly") or (block.kind == "gpu" and torch.cuda.is_available()):
+            for text, expected in programs(block):
+                program = [sys.executable, "-c"] if block.language == "python" else ["bash", "-euc"]
+                columns = {"COLUMNS": block.columns}
+                done = subprocess.run(
+                    [*program, text], cwd=work, env=environment | columns, capture_output=True, text=True, timeout=1800
+                )
+                assert done.returncode == 0, f"{block}:\n{text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+                missing = differs(expected, done.stdout)
+                assert missing is None, f"{block}: {text} does not print {missing!r} there, but:\n{done.stdout}"
+
+
+def programs(block: Block) -> list[tuple[str, list[str]]]:
+    """What a shell or Python is to run, and the lines it should print."""
+    if block.language != "console":
+        return [(block.text, [])]
+    return [(shlex.join(words), expected) for words, expected in commands(block)]
+
+
+def fence(language: str, mark: str, text: str) -> str:
+    return f"```{language} {mark}\n{text}\n```\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Train:\n\n    stagewright train --steps 3\n",
+        "Train:\n\n    $ stagewright train\n    step 1\n",
+        fence("", "", "stagewright plan vgg16"),
+        fence("text", "", "make demo"),
+        fence("sh", "", "ls"),
+        fence("sh", "not run:", "ls"),
+        fence("python", "", "import stagewright"),
+    ],
+)
+def test_a_block_that_nobody_runs_is_found(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "x.md"
+    file.write_text(text)
+    monkeypatch.setattr("tests.docs.ROOT", tmp_path)
+    with pytest.raises(AssertionError, match=r"x\.md:"):
+        test_every_command_block_is_run_or_says_why_not(file)
+
+
+def test_pictures_lists_and_marked_blocks_are_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "x.md"
+    marked = fence("sh", "not run: needs two machines", "stagewright train --nodes a,b")
+    file.write_text(f"Picture:\n\n    a ──► b\n\n- item\n\n    stagewright is a word here\n\n{marked}")
+    test_every_command_block_is_run_or_says_why_not(file)
+    assert [block.kind for block in blocks(file) if block.language in COMMANDS] == ["not run"]
+
+
+def test_what_a_command_prints_is_compared_line_by_line() -> None:
+    printed = "a 1\nb 2\nc 3\nd 4\n"
+    assert differs(["a 1", "b 2"], printed) is None and differs(["a 1", "...", "d 4"], printed) is None
+    assert differs(["a 1", "c 3"], printed) == "c 3" and differs(["...", "e"], printed) == "e"
+    assert differs(["b 2"], printed) == "b 2" and differs([*printed.splitlines(), "e"], printed) == "e"
+
+
+def test_commands_go_on_behind_a_backslash_and_patterns_are_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run-1").mkdir()
+    text = "# first\nstagewright report run-* \\\n    --json  # the page\n\nstagewright --version"
+    first, second = commands(Block(tmp_path, 1, "sh", "run", text))
+    assert filled(first[0]) == ["stagewright", "report", "run-1", "--json"] and filled(["no-*"]) == ["no-*"]
+    assert second == (["stagewright", "--version"], [])
