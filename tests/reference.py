@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -40,6 +40,7 @@ class Setup:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     label_smoothing: float = 0.0
+    predict: bool = False
     clip: float | None = None
     scale: float | None = None  # of the loss, at first
     growth_interval: int = 2000
@@ -115,6 +116,20 @@ def adamw(setup: Setup, lr: float, weight: Tensor, gradient: Tensor, moments: Mo
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
 
 
+def carried_on(setup: Setup, lr: float, weight: Tensor, moments: Moments, updates: int) -> Tensor:
+    """The weight after so many updates in which momentum alone moves it, one after another."""
+    if setup.optimizer == "adamw":
+        if moments.count == 0:
+            return weight
+        first_hat = moments.first / (1 - setup.betas[0] ** moments.count)
+        second_hat = moments.second / (1 - setup.betas[1] ** moments.count)
+        return weight - updates * lr * first_hat / (second_hat.sqrt() + setup.eps)
+    still = replace(setup, weight_decay=0.0)
+    for _ in range(updates):
+        weight, moments = sgd(still, lr, weight, torch.zeros_like(weight), moments)
+    return weight
+
+
 class Stage:
     """One stage's whole history of parameters, its replicas' buffers and the gradient of its unfinished round."""
 
@@ -124,6 +139,7 @@ class Stage:
         self.num_versions = setup.versions[stage]
         self.span = self.num_replicas if setup.pipedream else setup.microbatches
         self.history = [weights]
+        self.foreseen: list[Tensors] = [weights]  # of every version: what it will have become when it is used
         self.moments = {name: Moments(0, torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}
         self.buffers = [{name: b.clone() for name, b in buffers.items()} for _ in range(self.num_replicas)]
         self.gradients: list[Tensors] = [{} for _ in range(self.num_replicas)]
@@ -135,7 +151,7 @@ class Stage:
         """The parameters of the version with which this microbatch runs forward and backward."""
         version = max(0, microbatch // self.span + 1 - self.num_versions)
         assert version < len(self.history), f"microbatch {microbatch} needs version {version}, not made yet"
-        return self.history[version]
+        return self.foreseen[version] if self.setup.predict else self.history[version]
 
     def add(self, microbatch: int, gradients: Tensors, *, is_shared: bool = False) -> None:
         """Adds the gradients of one microbatch's mean loss, or of its share in the batch's, to those of its replica."""
@@ -164,10 +180,24 @@ class Stage:
                 self.setup, lr, weights[name], g, self.moments[name]
             )
         self.history.append(weights)
+        self.foresee()
+
+    def foresee(self) -> None:
+        """What the newest version will have become when it is used, K-1 updates later."""
+        version = len(self.history) - 1
+        lr = self.setup.lr(version * self.span // self.setup.microbatches)
+        ahead = self.num_versions - 1
+        self.foreseen.append(
+            {
+                name: carried_on(self.setup, lr, weight, self.moments[name], ahead)
+                for name, weight in self.history[-1].items()
+            }
+        )
 
     def skip(self) -> None:
         """Makes the next version the same as the newest."""
         self.history.append(self.history[-1])
+        self.foresee()
 
     def averaged_buffers(self) -> Tensors:
         """Statistics averaged over replicas weighted by their microbatches, counts summed, the rest replica 0's."""

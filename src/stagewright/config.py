@@ -45,7 +45,9 @@ class DataConfig(Section):
     crop: Literal["auto", "resized", "padded"] = option("auto", "--crop", "random crop (auto: padded up to 64 pixels)")
     jitter: float = option(0.0, "--jitter", "most that brightness, contrast and saturation change, as a share")
     normalize: str = option("imagenet", "--normalize", "imagenet, published, or MEAN,MEAN,MEAN/STD,STD,STD of 0-255")
-    decode: Literal["cpu", "gpu"] = option("cpu", "--decode", "where JPEGs are decoded; gpu needs torchcodec")
+    decode: Literal["cpu", "gpu", "once"] = option(
+        "cpu", "--decode", "where JPEGs are decoded; gpu needs torchcodec; once keeps small images on the device"
+    )
     loader_threads: int = option(2, "--loader-threads", "threads that decode, of each rank of the first stage")
     ahead: int = option(4, "--ahead", "microbatches decoded ahead")
     max_bad: int = option(100, "--max-bad", "bad records that a rank replaces before the run stops")
@@ -81,6 +83,7 @@ class OptimizerConfig(Section):
     beta1: float = option(0.9, "--beta1", "AdamW: decay of the mean")
     beta2: float = option(0.999, "--beta2", "AdamW: decay of the square")
     eps: float = option(1e-8, "--eps", "AdamW: added to the root")
+    predict: bool = option(False, "--predict", "stages that lag use the weights that momentum will have brought")
     clip: float | None = option(None, "--clip", "largest norm of a gradient")
     label_smoothing: float = option(0.0, "--label-smoothing", "share of the target spread over all classes")
 

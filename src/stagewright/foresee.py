@@ -89,9 +89,9 @@ def planned_cuts(config: Config, chain: Chain, placement: Placement) -> tuple[st
     if config.plan.batch % count:
         return chain.by_weights(replicas)  # the plan itself will say what is wrong
     try:
-        setting = _planning_setting(config, chain, placement)
+        setting = planning_setting(config, chain, placement)
         cuts = best_cuts(setting, placement, Mode(config.plan.mode), config.plan.batch, count)
-    except _Untraceable:
+    except Untraceable:
         return chain.by_weights(replicas)
     return cuts if set(cuts) <= set(chain.units) else chain.by_weights(replicas)
 
@@ -165,11 +165,11 @@ def modelled_memory(config: Config, plan: Plan) -> tuple[Memory, ...]:
         return ()
 
 
-class _Untraceable(Exception):
+class Untraceable(Exception):
     """The model's units have no shapes that arithmetic can follow."""
 
 
-def _planning_setting(config: Config, chain: Chain, placement: Placement) -> Setting:
+def planning_setting(config: Config, chain: Chain, placement: Placement) -> Setting:
     """Where the run will be, as the planner sees it."""
     from stagewright.catalog import shipped
     from stagewright.predict import analytic_setting, profile_setting, study
@@ -183,7 +183,7 @@ def _planning_setting(config: Config, chain: Chain, placement: Placement) -> Set
     try:
         shapes = study(config.model.name, config.model.classes, config.data.image).shapes
     except ValueError as error:
-        raise _Untraceable from error
+        raise Untraceable from error
     software = shipped().system("stagewright")
     return analytic_setting(shipped(), cluster, shapes, software, config.run.precision, optimizer=config.optimizer.name)
 

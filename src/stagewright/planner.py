@@ -47,6 +47,7 @@ class Choice:
 
     candidates: tuple[Candidate, ...]
     refused: tuple[str, ...]
+    lags: tuple[Prediction, ...] = ()  # the best layout with no lag, with one update, and so on
 
     @property
     def fastest(self) -> Candidate:
@@ -105,7 +106,15 @@ def choose(
         )
         for prediction in fitting
     )
-    return Choice(candidates, tuple(dict.fromkeys(refused)))
+    choice = Choice(candidates, tuple(dict.fromkeys(refused)))
+    return replace(choice, lags=_lags(choice.best.plan, setting))
+
+
+def _lags(plan: Plan, setting: Setting) -> tuple[Prediction, ...]:
+    """What each lag would give a layout of several stages."""
+    if len(plan.stages) == 1 or plan.mode is Mode.PIPEDREAM:
+        return ()
+    return tuple(predict(candidate, setting) for candidate in at_every_lag(replace(plan, mode=Mode.STALE)))
 
 
 def _refusal(plan: Plan, setting: Setting) -> str:
@@ -169,23 +178,27 @@ def _distinct(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def settle_lag(plan: Plan, setting: Setting, staleness: int | None = None) -> Plan:
-    """The smallest lag whose simulated bubble is within two points of the fullest lag's."""
+    """The plan at its least lag, unless a lag is asked for."""
     if plan.mode is not Mode.STALE or staleness is not None or len(plan.stages) == 1:
         return plan
+    return least_lag(plan, lambda candidate: steady(candidate, ClusterCosts(Estimate(candidate, setting))).bubble)
 
-    def with_lag(lag: int) -> Plan:
-        versions = stale_versions(len(plan.stages), lag)
-        return replace(plan, stages=tuple(replace(stage, versions=versions[stage.index]) for stage in plan.stages))
 
-    def bubble(candidate: Plan) -> float:
-        return steady(candidate, ClusterCosts(Estimate(candidate, setting))).bubble
+def least_lag(plan: Plan, bubble: Callable[[Plan], float]) -> Plan:
+    """The smallest lag whose bubble is within two points of the fullest lag's."""
+    *lesser, fullest = at_every_lag(plan)
+    most = bubble(fullest) + BUBBLE_MARGIN
+    return next((candidate for candidate in lesser if bubble(candidate) <= most), fullest)
 
-    fullest = bubble(with_lag(len(plan.stages) - 1))
-    for lag in range(1, len(plan.stages) - 1):
-        candidate = with_lag(lag)
-        if bubble(candidate) <= fullest + BUBBLE_MARGIN:
-            return candidate
-    return with_lag(len(plan.stages) - 1)
+
+def at_every_lag(plan: Plan) -> list[Plan]:
+    """The same layout with no lag, with one update, and so on."""
+    count = len(plan.stages)
+    versions = [stale_versions(count, lag) for lag in range(count)]
+    return [
+        replace(plan, stages=tuple(replace(stage, versions=numbers[stage.index]) for stage in plan.stages))
+        for numbers in versions
+    ]
 
 
 def settle_depth(plan: Plan, setting: Setting) -> Prediction:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from stagewright.runtime.job import Evaluation, Job
 
 Warn = Callable[[str], None]
-_BUBBLE_MARGIN = 0.02
 _BUBBLE_GOAL = 0.05
 _MOST_TRIALS = 8
 
@@ -155,7 +154,7 @@ def make_plan_for(config: Config, chain: Chain | None, warn: Warn = lambda warni
     if options.policy == "gpipe":
         plan = _with_gpipe_depths(plan)
     if mode is Mode.STALE and options.staleness is None and options.versions is None and len(plan.stages) > 1:
-        plan = _least_stale(plan, warn)
+        plan = _least_stale(config, chain, plan, warn)
     if plan.microbatches < max(stage.replicas for stage in plan.stages):
         warn(
             f"{plan.microbatches} microbatches for {max(stage.replicas for stage in plan.stages)} replicas: some have "
@@ -163,7 +162,22 @@ def make_plan_for(config: Config, chain: Chain | None, warn: Warn = lambda warni
         )
     if clip and not plan.is_synchronous:
         warn("stages lag, so each clips its own gradient norm, not the whole model's")
+    _warn_of_lag(config, plan, warn)
     return _with_agreement(config, plan)
+
+
+def _warn_of_lag(config: Config, plan: Plan, warn: Warn) -> None:
+    """Say where the learning rate is more than the lag bears, and where there is nothing to predict."""
+    from stagewright.plan.stability import Motion, stability_remark
+
+    options = config.optimizer
+    lag = max(stage.versions for stage in plan.stages) - 1
+    if options.predict and lag == 0:
+        warn("--predict changes nothing: no stage lags")
+    if options.name == "sgd" and (
+        remark := stability_remark(Motion(options.momentum, lag, options.predict, options.nesterov), options.lr)
+    ):
+        warn(remark)
 
 
 def _with_agreement(config: Config, plan: Plan) -> Plan:
@@ -189,34 +203,59 @@ def _with_gpipe_depths(plan: Plan) -> Plan:
     return replace(plan, stages=stages)
 
 
-def _least_stale(plan: Plan, warn: Warn) -> Plan:
-    """The smallest lag whose simulated bubble is within two points of the fullest lag's."""
-    from stagewright.plan.plan import stale_versions
-    from stagewright.simulate import balanced_costs, steady_bubble
+def _least_stale(config: Config, chain: Chain | None, plan: Plan, warn: Warn) -> Plan:
+    """The least lag that fills the pipeline, by what its stages cost; a remark where no lag does."""
+    from stagewright.planner import at_every_lag, least_lag
 
-    def with_staleness(staleness: int) -> Plan:
-        versions = stale_versions(len(plan.stages), staleness)
-        return replace(plan, stages=tuple(replace(stage, versions=versions[stage.index]) for stage in plan.stages))
-
-    candidates = [with_staleness(staleness) for staleness in range(len(plan.stages))]
-    bubbles = [steady_bubble(candidate, balanced_costs(candidate)) for candidate in candidates]
-    chosen = next(n for n, bubble in enumerate(bubbles) if bubble <= bubbles[-1] + _BUBBLE_MARGIN)
-    if min(bubbles) > _BUBBLE_GOAL:
-        filling = _filling_microbatches(plan)
-        remedy = f"--microbatches {filling} would fill it" if filling else "a larger --batch with more --microbatches"
-        warn(f"with balanced stages the pipeline idles {bubbles[chosen]:.0%} of the time; {remedy}")
-    return candidates[chosen]
+    bubble_of = _bubble(config, chain, plan)
+    chosen = least_lag(plan, bubble_of)
+    if min(bubble_of(candidate) for candidate in at_every_lag(plan)) > _BUBBLE_GOAL:
+        filling = _filling_microbatches(plan, bubble_of)
+        remedy = (
+            f"--microbatches {filling} would fill it"
+            if filling
+            else "stages take unequally long: stagewright plan finds a better layout"
+        )
+        warn(f"ranks would wait {bubble_of(chosen):.0%} of the time; {remedy}")
+    return chosen
 
 
-def _filling_microbatches(plan: Plan) -> int | None:
+def _bubble(config: Config, chain: Chain | None, plan: Plan) -> Callable[[Plan], float]:
+    """The share of time that ranks wait, by the profile or the catalogue, or as if stages took equally long."""
+    from functools import cache
+
+    from stagewright.foresee import Untraceable, planning_setting
+    from stagewright.plan.estimate import Estimate
+    from stagewright.simulate import ClusterCosts, balanced_costs, steady
+
+    try:
+        setting = None if chain is None else planning_setting(config, chain, plan.placement)
+    except Untraceable:
+        setting = None
+
+    if setting is not None:
+        kind = setting.cluster.kind_of(plan.devices[0])
+        if not set(plan.cuts) <= {unit.name for unit in setting.tables(kind, plan.samples).units}:
+            setting = None  # the user's own list of units
+
+    @cache
+    def bubble(candidate: Plan) -> float:
+        costs = balanced_costs(candidate) if setting is None else ClusterCosts(Estimate(candidate, setting))
+        return steady(candidate, costs).bubble
+
+    return bubble
+
+
+def _filling_microbatches(plan: Plan, bubble_of: Callable[[Plan], float]) -> int | None:
     """The fewest microbatches with which the fullest lag idles less than the goal."""
     from stagewright.plan.plan import divisors, make_plan
-    from stagewright.simulate import balanced_costs, steady_bubble
 
     more = [number for number in divisors(plan.batch) if number > plan.microbatches]
     for microbatches in more[:_MOST_TRIALS]:
-        candidate = make_plan(plan.placement, batch=plan.batch, microbatches=microbatches, mode=plan.mode)
-        if steady_bubble(candidate, balanced_costs(candidate)) <= _BUBBLE_GOAL:
+        candidate = make_plan(
+            plan.placement, batch=plan.batch, microbatches=microbatches, mode=plan.mode, cuts=plan.cuts
+        )
+        if bubble_of(candidate) <= _BUBBLE_GOAL:
             return microbatches
     return None
 

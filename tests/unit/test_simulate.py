@@ -69,7 +69,7 @@ def test_a_pipeline_that_can_not_be_filled_warns() -> None:
     warnings: list[str] = []
     tables = {"plan": {"placement": "0:0-2.0:3", "batch": 24, "microbatches": 1}}
     make_plan_for(make_config(tables), None, warnings.append)
-    (idle,) = (warning for warning in warnings if "idles" in warning)
+    (idle,) = (warning for warning in warnings if "would wait" in warning)
     filling = int(idle.partition("--microbatches ")[2].split()[0])
     plan = plan_of("0:0-2.0:3", Mode.STALE, filling)
     assert steady_bubble(plan, balanced_costs(plan)) < 0.05

@@ -31,6 +31,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("--mode", action="append", choices=("sync", "stale", "pipedream"), help="only these modes")
     parser.add_argument("--microbatches", type=int, metavar="N", help="pieces of a batch (default: several are tried)")
     parser.add_argument("--staleness", type=int, metavar="N", help="most updates a stage lags")
+    parser.add_argument("--lr", type=float, metavar="RATE", help="largest learning rate: is it too much for the lag?")
+    parser.add_argument("--momentum", type=float, default=0.9, help="SGD momentum, with --lr (default: 0.9)")
+    parser.add_argument("--predict", action="store_true", help="as train --predict, with --lr")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan for train --plan")
     parser.add_argument("--explain", metavar="UNIT", help="what one unit costs and where the plan puts it")
     parser.set_defaults(run=run)
@@ -44,6 +47,8 @@ def run(parsed: argparse.Namespace) -> None:
 
     if parsed.batch < 1:
         raise ValueError(f"--batch is {parsed.batch}; give at least 1 sample")
+    if not 0 <= parsed.momentum < 1:
+        raise ValueError(f"--momentum is {parsed.momentum:g}; give a share from 0 to below 1")
     _, setting = read_setting(parsed, parsed.cluster)
     modes = tuple(Mode(mode) for mode in parsed.mode or ("stale", "sync"))
     errors = Console(stderr=True)
@@ -56,7 +61,7 @@ def run(parsed: argparse.Namespace) -> None:
     if parsed.output:
         Path(parsed.output).write_text(json.dumps(choice.best.plan.describe(), indent=1))
     if parsed.json:
-        print(json.dumps(_as_json(parsed.model, setting, choice, explained)))
+        print(json.dumps(_as_json(parsed.model, setting, choice, explained) | _stability(parsed, choice)))
         return
     show(Console(), parsed, setting, choice, explained)
 
@@ -72,6 +77,10 @@ def _as_json(model: str, setting: Setting, choice: Choice, explained: dict[str, 
             for candidate in choice.candidates
         ],
         "refused": list(choice.refused),
+        "lags": [
+            {"lag": lag, "images_per_second": found.images_per_second, "bubble": found.steady.bubble}
+            for lag, found in enumerate(choice.lags)
+        ],
         **({"unit": explained} if explained else {}),
     }
 
@@ -116,10 +125,36 @@ def show(
     cuts = f", cut before {', '.join(best.plan.cuts)}" if best.plan.cuts else ""
     gain = f"{best.speedup:.2f} x plain data parallel" if best.plan.mode != "dp" else "plain data parallel"
     say(f"run {best.plan.mode} {format_placement(best.plan.placement)}{cuts}: {gain}{close}")
+    if choice.lags:
+        say(_lag_line(choice))
+    if warning := _stability(parsed, choice).get("warning"):
+        say(f"warning: {warning}")
     if explained:
         _show_unit(say, explained)
     if parsed.output:
         say(f"plan written; run it with: stagewright train --model {parsed.model} --plan {parsed.output}")
+
+
+def _lag_line(choice: Choice) -> str:
+    """What less lag costs, and more gains, in the layout to run."""
+    own = max(stage.versions for stage in choice.best.plan.stages) - 1
+    parts = [
+        f"{lag}{' (this plan)' if lag == own else ''}: {found.images_per_second:,.0f} images/s, "
+        f"waits {found.steady.bubble:.0%}"
+        for lag, found in enumerate(choice.lags)
+    ]
+    return f"by --staleness: {'; '.join(parts)}"
+
+
+def _stability(parsed: argparse.Namespace, choice: Choice) -> dict[str, Any]:
+    """What the best plan's lag leaves of the learning rate, where one is given and SGD moves the weights."""
+    from stagewright.plan.stability import Motion, stability_remark, stable_limit
+
+    if parsed.lr is None or parsed.optimizer != "sgd":
+        return {}
+    lag = max(stage.versions for stage in choice.best.plan.stages) - 1
+    motion = Motion(parsed.momentum, lag, parsed.predict)
+    return {"stable_limit": stable_limit(motion), "warning": stability_remark(motion, parsed.lr)}
 
 
 def _show_unit(say: Any, unit: dict[str, Any]) -> None:

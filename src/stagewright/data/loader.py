@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stagewright.data.device import DeviceLoader, torchcodec_decoder
 from stagewright.data.images import ImageSource
+from stagewright.data.kept import KeptLoader
 from stagewright.data.loading import BadRecords, Decode, Loading
 from stagewright.data.numbering import Numbering, Share
 from stagewright.data.order import Indices
@@ -43,6 +44,8 @@ def _make_loader(source: Source, share: Share, loading: Loading, pool: Pool) -> 
         return DirectLoader(source, share.numbering, loading)
     if loading.decode is Decode.CPU:
         return ImageLoader(source, share, loading, pool)
+    if loading.decode is Decode.ONCE:
+        return KeptLoader(source, share, loading, pool)
     return DeviceLoader(source, share, loading, torchcodec_decoder(loading.device))
 
 

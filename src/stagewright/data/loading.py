@@ -13,10 +13,11 @@ from stagewright.data.records import DataError
 
 
 class Decode(StrEnum):
-    """Where JPEGs are decoded."""
+    """Where images are decoded."""
 
     CPU = "cpu"
     GPU = "gpu"
+    ONCE = "once"  # on the CPU, and kept on the device
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,14 +136,19 @@ Residual = type[BasicBlock | Bottleneck]
 
 
 class ResNet(nn.Module):
-    """A stem, four layers of residual blocks at half the resolution each, and one fully connected layer."""
+    """A stem, four layers of residual blocks at half the resolution each, and one fully connected layer.
 
-    def __init__(self, block: Residual, depths: tuple[int, int, int, int], classes: int) -> None:
+    The stem quarters the resolution, unless images are small.
+    """
+
+    def __init__(
+        self, block: Residual, depths: tuple[int, int, int, int], classes: int, *, is_small: bool = False
+    ) -> None:
         super().__init__()
-        self.conv1 = _convolution(RGB, 64, 7, stride=2)
+        self.conv1 = _convolution(RGB, 64, 3) if is_small else _convolution(RGB, 64, 7, stride=2)
         self.bn1 = nn.BatchNorm2d(64)
         self.relu = nn.ReLU(inplace=True)
-        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        self.maxpool = nn.Identity() if is_small else nn.MaxPool2d(3, stride=2, padding=1)
         self.layer1 = nn.Sequential(*_residual_blocks(block, depths[0], 64, 64, stride=1))
         self.layer2 = nn.Sequential(*_residual_blocks(block, depths[1], 64 * block.expansion, 128, stride=2))
         self.layer3 = nn.Sequential(*_residual_blocks(block, depths[2], 128 * block.expansion, 256, stride=2))
@@ -234,6 +239,8 @@ ZOO: Mapping[str, Entry] = {
     "resnet152": Entry(partial(ResNet, Bottleneck, (3, 8, 36, 3))),
     "resnet8": Entry(partial(SmallResNet, 1), image=32, classes=10),
     "resnet20": Entry(partial(SmallResNet, 3), image=32, classes=10),
+    "resnet18-small": Entry(partial(ResNet, BasicBlock, (2, 2, 2, 2), is_small=True), image=32, classes=10),
+    "vgg16-small": Entry(partial(VGG, VGG_BLOCKS["vgg16"], norm=True, grid=1, hidden=512), image=32, classes=10),
     "vgg-small": Entry(partial(VGG, ((32,), (64,), (128,)), grid=4, hidden=2048), image=32, classes=10),
 }
 

@@ -61,7 +61,11 @@ class Stage:
 
     def version_of(self, microbatch: int) -> int:
         """The version of the weights that forward and backward of a microbatch use."""
-        return max(self.origin, microbatch // self.round + 1 - self.versions)
+        return self.version_for(microbatch // self.round)
+
+    def version_for(self, update: int) -> int:
+        """The version of the weights that the microbatches of an update use."""
+        return max(self.origin, update + 1 - self.versions)
 
     def own(self, rank: int, span: range) -> range:
         """The microbatches of a span that one rank's replica runs."""

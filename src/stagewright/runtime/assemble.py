@@ -10,6 +10,8 @@ from torch import nn
 from stagewright.config import Config
 from stagewright.data.datasets import is_images
 from stagewright.data.device import require_decoder
+from stagewright.data.images import ImageSource
+from stagewright.data.kept import require_keepable
 from stagewright.data.loader import Loader, make_loaders
 from stagewright.data.loading import Decode, Loading
 from stagewright.data.numbering import Pieces, Share, Training
@@ -25,7 +27,7 @@ from stagewright.runtime.compute import Computing
 from stagewright.runtime.device import Cpu, Device
 from stagewright.runtime.job import Job
 from stagewright.runtime.network import Network, channels_of
-from stagewright.runtime.optimize import Optimizer
+from stagewright.runtime.optimize import Optimizer, Rates
 from stagewright.runtime.overflow import make_overflow
 from stagewright.runtime.precision import make_precision
 from stagewright.runtime.recorder import Recorder
@@ -44,7 +46,7 @@ def open_data(config: Config, text: str) -> Source:
         require_decoder(data.decode, config.run.device)
     limit = data.limit if text == data.source else None
     options = ImageOptions(data.crop, data.normalize, data.jitter, data.class_names, limit, data.learnable)
-    return open_source(
+    source = open_source(
         text,
         samples=data.samples,
         classes=config.model.classes,
@@ -52,6 +54,9 @@ def open_data(config: Config, text: str) -> Source:
         seed=config.run.seed,
         options=options,
     )
+    if Decode(data.decode) is Decode.ONCE and isinstance(source, ImageSource):
+        require_keepable(source)
+    return source
 
 
 def set_up(config: Config) -> None:
@@ -169,4 +174,6 @@ def _replica(job: Job, stage: Stage, piece: Piece, links: Links, collective: Col
     share = job.plan.stages[-1].round / stage.round
     computing = Computing(config.run.compile, config.run.cuda_graph, stage.replicas > 1)
     rules = Rules(config.run.seed, precision, config.optimizer.label_smoothing, share, form, computing)
-    return Replica(stage, piece, ring, reducer, Optimizer(config.optimizer, ring.master), links, rules, device)
+    rates = Rates(config.optimizer.lr, config.schedule, job.batches, stage.round, job.plan.microbatches)
+    optimizer = Optimizer(config.optimizer, ring.master, rates)
+    return Replica(stage, piece, ring, reducer, optimizer, links, rules, device)

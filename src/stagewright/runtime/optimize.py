@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,11 +31,27 @@ def clip_factor(norm: Tensor, limit: float) -> Tensor:
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The learning rate of each update of a stage."""
+
+    base: float
+    schedule: ScheduleConfig
+    batches: int
+    round: int = 1  # microbatches of an update
+    microbatches: int = 1  # of a batch
+
+    def of(self, update: int) -> float:
+        return learning_rate(self.base, self.schedule, update * self.round // self.microbatches, self.batches)
+
+
 class Optimizer:
     """Moves a flat master by a flat gradient."""
 
-    def __init__(self, config: OptimizerConfig, master: Tensor) -> None:
+    def __init__(self, config: OptimizerConfig, master: Tensor, rates: Rates) -> None:
         self._master = master
+        self._config = config
+        self._rates = rates
         if config.name == "sgd":
             self._torch: torch.optim.Optimizer = torch.optim.SGD(
                 [master], config.lr, config.momentum, 0.0, config.weight_decay, config.nesterov, fused=True
@@ -53,10 +70,36 @@ class Optimizer:
         """What it remembers, to be saved and to be written to: flat tensors beside the master, and single numbers."""
         return dict(self._torch.state[self._master])
 
-    def step(self, gradient: Tensor, rate: float, found_inf: Tensor | None = None) -> None:
+    def step(self, update: int, gradient: Tensor, found_inf: Tensor | None = None) -> None:
         """Move the master, unless `found_inf` says 1: then all stays, the count of steps as well."""
         self._master.grad = gradient
         self._torch.found_inf = found_inf  # type: ignore[attr-defined]
-        self._torch.param_groups[0]["lr"] = rate
+        self._torch.param_groups[0]["lr"] = self._rates.of(update)
         self._torch.step()
         self._master.grad = None
+
+    def foresee(self, weights: Tensor, version: int, updates: int) -> None:
+        """Write what the master, which is this version, will be `updates` later if all goes on as it does.
+
+        Momentum goes on at the rate of the next update; gradients and decay to come are not known. Without --predict
+        it is the master as it is.
+        """
+        config, state = self._config, self.state
+        if not (config.predict and updates):
+            weights.copy_(self._master)
+        elif config.name == "adamw":
+            steps = state["step"].double().clamp_(min=1)
+            mean = state["exp_avg"] / (1 - config.beta1**steps)
+            root = (state["exp_avg_sq"] / (1 - config.beta2**steps)).sqrt_().add_(config.eps)
+            torch.addcdiv(self._master, mean, root, value=-self._rates.of(version) * updates, out=weights)
+        elif not config.momentum:
+            weights.copy_(self._master)
+        else:
+            way = _momentum_to_come(config, updates) * self._rates.of(version)
+            torch.add(self._master, state["momentum_buffer"], alpha=-way, out=weights)
+
+
+def _momentum_to_come(config: OptimizerConfig, updates: int) -> float:
+    """What so many updates without a gradient move the weights by, in rates times the momentum of now."""
+    first = config.momentum**2 if config.nesterov else config.momentum
+    return float(sum(first * config.momentum**number for number in range(updates)))

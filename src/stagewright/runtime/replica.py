@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 
 from stagewright.model.units import Piece
 from stagewright.plan.plan import Stage
@@ -127,10 +128,11 @@ class Replica:
     def forward(self, microbatch: int, version: int) -> None:
         """Run forward with one version of the weights; keep what backward needs."""
         arrival = self.arrivals.pop(microbatch)
-        self.ring.use(version)
+        update = self.stage.update_of(microbatch)
+        assert self.ring.use(update).version == version, f"microbatch {microbatch} came without version {version}"
         arguments, leaves = self._arguments(arrival)
         self.device.seed(seed_of(self.rules.seed, microbatch, self.stage.index))
-        made, release = self.compute.forward(version % self.stage.versions, arguments)
+        made, release = self.compute.forward(self.ring.slot_of(update), arguments)
         self.statistics.count += 1
         if self.stage.is_last:
             loss = self._loss(made, arrival.labels, microbatch)
@@ -152,10 +154,15 @@ class Replica:
         update = self.stage.update_of(microbatch)
         if returned.scale is not None and update not in self._scales:
             self._scales[update] = returned.scale.clone()
-        slot = self.ring.use(version)
+        slot = self.ring.use(update)
+        assert slot.version == version, f"microbatch {microbatch} is back after version {version} was lost"
         is_first = update not in self._begun
         self._begun.add(update)
-        hooks = self.ring.gather_first(slot, update) if is_first else self.ring.gather_into(slot, update)
+        hooks: list[RemovableHandle] = []
+        if is_first:
+            hooks = self.ring.gather_first(slot, update, at_once=overlap)
+        else:
+            self.ring.gather_into(slot, update)
         if overlap:
             hooks += self.reducer.watch(slot, update, self.ring.gradient_of(update))
         if flight.roots:
@@ -163,7 +170,7 @@ class Replica:
         for hook in hooks:
             hook.remove()
         if is_first:
-            self.ring.fill_missing(slot, update)
+            self.ring.gather_rest(slot, update)
         returned.release()
         if not self.stage.is_first:
             gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in flight.leaves]
@@ -184,16 +191,14 @@ class Replica:
         largest: Tensor = torch.linalg.vector_norm(gradient, torch.inf)
         return largest.isfinite().logical_not().float()
 
-    def update(
-        self, update: int, rate: float, clip: Callable[[Tensor], Tensor] | None, found_inf: Tensor | None = None
-    ) -> None:
+    def update(self, update: int, clip: Callable[[Tensor], Tensor] | None, found_inf: Tensor | None = None) -> None:
         """Make version update+1 from the whole gradient, times what `clip` makes of it; not if `found_inf` is 1."""
         gradient = self.ring.gradient_of(update)
         if self.rules.gradient_scale != 1.0:
             gradient.mul_(self.rules.gradient_scale)
         if clip is not None:
             gradient.mul_(clip(gradient))
-        self.optimizer.step(gradient, rate, found_inf)
+        self.optimizer.step(update, gradient, found_inf)
         self._advance(update)
 
     def skip(self, update: int) -> None:
@@ -203,7 +208,22 @@ class Replica:
     def _advance(self, update: int) -> None:
         self.reducer.forget(update)
         self._begun.discard(update)
-        self.ring.publish(update + 1)
+        self._refill(update + 1, update + self.stage.versions)
+
+    def start_over(self) -> None:
+        """Have every slot follow from the weights and momentum of now, where the plan began with them."""
+        origin = self.stage.origin
+        for update in range(origin, origin + self.stage.versions):
+            self._refill(origin, update)
+
+    def go_on(self, update: int) -> None:
+        """Have the slots hold what they hold when an update begins; their weights are there."""
+        for number in range(update, update + self.stage.versions):
+            self.ring.refill(number, self.stage.version_for(number), lambda weights: None)
+
+    def _refill(self, version: int, update: int) -> None:
+        """Have the slot of an update to come follow from the weights of now, which are that version."""
+        self.ring.refill(update, version, lambda weights: self.optimizer.foresee(weights, version, update - version))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -21,19 +21,15 @@ def restore(worker: Worker, checkpoint: Checkpoint) -> None:
         _restore_flats(replica, checkpoint)
         if is_same:
             _restore_exactly(replica, checkpoint, replica.stage.ranks.index(worker.rank))
+            replica.go_on(worker.plan.boundary(checkpoint.batch) // replica.stage.round)
         else:
             _restore_fairly(replica, checkpoint, replica.stage.ranks.index(worker.rank))
     worker.overflow.go_on(checkpoint.manifest.stages[-1].extra, checkpoint.batch, is_same=is_same)
 
 
 def _restore_flats(replica: Replica, checkpoint: Checkpoint) -> None:
-    """The newest weights, in every slot, and the optimizer's tensors."""
-    ring = replica.ring
-    _write_flat(replica, ring.master, MASTER, checkpoint)
-    with torch.no_grad():
-        for slot in ring.slots:
-            if slot.flat is not ring.master:
-                slot.flat.copy_(ring.master)
+    """The newest weights, and the optimizer's tensors."""
+    _write_flat(replica, replica.ring.master, MASTER, checkpoint)
     for name, flat in replica.optimizer.state.items():
         if flat.dim() and checkpoint.has(f"optimizer/{name}"):
             _write_flat(replica, flat, f"optimizer/{name}", checkpoint)
@@ -52,10 +48,11 @@ def _restore_exactly(replica: Replica, checkpoint: Checkpoint, index: int) -> No
 
 
 def _restore_fairly(replica: Replica, checkpoint: Checkpoint, index: int) -> None:
-    """The mean statistics, with an equal share of what they are worth."""
+    """Every slot from the newest weights; the mean statistics, with an equal share of what they are worth."""
     states, replicas = checkpoint.manifest.stages, replica.stage.replicas
     names = {name for state in states for name in state.optimizer}
     _write_numbers(replica, {name: max(state.optimizer.get(name, 0.0) for state in states) for name in names})
+    replica.start_over()
     buffers = checkpoint.mean_buffers()
     for name, buffer in buffers.items():
         if name.rpartition(".")[2] in SUMMED:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,6 +37,7 @@ class Slot:
 
     def __init__(self, flat: Tensor, parameters: Sequence[Parameter]) -> None:
         self.flat = flat
+        self.version = 0
         self.leaves = [parameter.view(flat).requires_grad_() for parameter in parameters]
         self.gradient: Tensor | None = None
 
@@ -44,8 +45,8 @@ class Slot:
 class VersionRing:
     """Keeps the K versions of one stage's weights and swaps them into its modules.
 
-    Version v lives in slot v mod K until version v+K takes its place, after the last backward that uses it. With
-    K = 1 the one slot is the master itself, trained in place.
+    Update p uses slot (p+1) mod K, which holds version p+1-K: what it was filled with when update p-K was done. Before
+    that all slots hold the weights of the start. With K = 1 the one slot is the master itself, trained in place.
     """
 
     def __init__(self, roots: Sequence[nn.Module], trainable: Collection[str], versions: int, buffers: int) -> None:
@@ -64,16 +65,23 @@ class VersionRing:
         self._current: Slot | None = None
         self.use_master()
 
-    def use(self, version: int) -> Slot:
-        """Put a version's weights into the modules."""
-        return self._swap_in(self.slots[version % len(self.slots)])
+    def slot_of(self, update: int) -> int:
+        """The slot whose weights an update's microbatches use."""
+        return (update + 1) % len(self.slots)
+
+    def use(self, update: int) -> Slot:
+        """Put the weights of an update's microbatches into the modules."""
+        return self._swap_in(self.slots[self.slot_of(update)])
 
     def use_master(self) -> Slot:
         """Put the newest weights into the modules, for evaluation and export."""
         return self._swap_in(self._master_slot)
 
-    def gather_first(self, slot: Slot, update: int) -> list[RemovableHandle]:
-        """Let backward through a slot's leaves fill the gradient buffer of an update: cheaper than zeros and a sum."""
+    def gather_first(self, slot: Slot, update: int, *, at_once: bool) -> list[RemovableHandle]:
+        """Have the next backward through a slot's leaves make gradients anew: cheaper than zeros and a sum.
+
+        They come into the buffer of an update one by one where something waits for them, otherwise by `gather_rest`.
+        """
         index = update % len(self.gradients)
         slot.gradient = self.gradients[index]
 
@@ -85,32 +93,42 @@ class VersionRing:
         hooks = []
         for leaf, view in zip(slot.leaves, self._gradient_views[index], strict=True):
             leaf.grad = None
-            hooks.append(leaf.register_post_accumulate_grad_hook(partial(fill, view=view)))  # type: ignore[no-untyped-call]
+            if at_once:
+                hooks.append(leaf.register_post_accumulate_grad_hook(partial(fill, view=view)))  # type: ignore[no-untyped-call]
         return hooks
 
-    def fill_missing(self, slot: Slot, update: int) -> None:
-        """Zeros for the leaves that the first backward did not reach."""
+    def gather_rest(self, slot: Slot, update: int) -> None:
+        """After the first backward, move what it made into the buffer, in few kernels; zeros where it made nothing."""
+        made: list[Tensor] = []
+        places: list[Tensor] = []
         for leaf, view in zip(slot.leaves, self._gradient_views[update % len(self.gradients)], strict=True):
             if leaf.grad is None:
-                leaf.grad = view.zero_()
+                view.zero_()
+            elif leaf.grad is not view:
+                made.append(leaf.grad)
+                places.append(view)
+            leaf.grad = view
+        if made:
+            torch._foreach_copy_(places, made)
 
-    def gather_into(self, slot: Slot, update: int) -> list[RemovableHandle]:
+    def gather_into(self, slot: Slot, update: int) -> None:
         """Let backward through a slot's leaves add to the gradient buffer of an update."""
         index = update % len(self.gradients)
         if slot.gradient is not self.gradients[index]:
             slot.gradient = self.gradients[index]
             for leaf, view in zip(slot.leaves, self._gradient_views[index], strict=True):
                 leaf.grad = view
-        return []
 
     def gradient_of(self, update: int) -> Tensor:
         return self.gradients[update % len(self.gradients)]
 
-    def publish(self, version: int) -> None:
-        """Copy the master, which has just become this version, into the slot whose last backward is over."""
+    def refill(self, update: int, version: int, fill: Callable[[Tensor], None]) -> None:
+        """Fill the slot of an update with a version; its last backward is over."""
+        slot = self.slots[self.slot_of(update)]
+        slot.version = version
         if len(self.slots) > 1:
             with torch.no_grad():
-                self.slots[version % len(self.slots)].flat.copy_(self.master)
+                fill(slot.flat)
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
         """A flat buffer by the parameter names of the whole model."""

@@ -23,7 +23,7 @@ from stagewright.runtime.gate import Gate
 from stagewright.runtime.job import Job
 from stagewright.runtime.losses import Losses
 from stagewright.runtime.norms import Norms, norm_of
-from stagewright.runtime.optimize import clip_factor, learning_rate
+from stagewright.runtime.optimize import clip_factor
 from stagewright.runtime.overflow import Overflow
 from stagewright.runtime.pending import AllOf, Pending
 from stagewright.runtime.recorder import Recorder
@@ -251,10 +251,7 @@ class Worker:
     def _update(self, action: Action) -> None:
         replica, update = self.replicas[action.stage], action.version
         assert update is not None
-        config = self.job.config
-        batch = update * replica.stage.round // self.plan.microbatches
-        rate = learning_rate(config.optimizer.lr, config.schedule, batch, self.job.batches)
-        limit = config.optimizer.clip
+        limit = self.job.config.optimizer.clip
         clip = None if limit is None else lambda gradient: clip_factor(self._norm(gradient, update), limit)
         if not self.plan.agree and not self.plan.flags:
             self.overflow.unscale(replica, update)
@@ -262,7 +259,7 @@ class Worker:
         if skipping is True:
             replica.skip(update)
         else:
-            replica.update(update, rate, clip, skipping if isinstance(skipping, Tensor) else None)
+            replica.update(update, clip, skipping if isinstance(skipping, Tensor) else None)
 
     def _norm(self, gradient: Tensor, update: int) -> Tensor:
         """The norm that is clipped: of the whole model where ranks agree on it, otherwise of the stage."""

@@ -26,6 +26,8 @@ PARAMETERS = {
     "resnet152": 60_192_808,
     "resnet8": 78_042,
     "resnet20": 272_474,
+    "resnet18-small": 11_173_962,
+    "vgg16-small": 15_253_578,
     "vgg-small": 8_506_442,
 }
 
@@ -193,7 +195,7 @@ def test_every_relu_works_in_place(name: str) -> None:
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_default_image_and_classes(name: str) -> None:
-    side, classes = (32, 10) if name in ("vgg-small", "resnet8", "resnet20") else (224, 1000)
+    side, classes = (32, 10) if "small" in name or name in ("resnet8", "resnet20") else (224, 1000)
     assert (zoo.ZOO[name].image, zoo.ZOO[name].classes) == (side, classes)
     assert on_meta(name)(torch.empty(2, 3, side, side, device="meta")).shape == (2, classes)
 
@@ -327,7 +329,8 @@ def test_vgg_small_pool_is_the_identity_at_its_own_size() -> None:
         "vgg61": "did you mean vgg19, vgg16, vgg13?",
         "ResNet-50": "did you mean resnet50, resnet20, resnet152?",
         "bert": "the zoo has alexnet, vgg11, vgg13, vgg16, vgg19, vgg11_bn, vgg13_bn, vgg16_bn, vgg19_bn, "
-        "resnet18, resnet34, resnet50, resnet101, resnet152, resnet8, resnet20, vgg-small.",
+        "resnet18, resnet34, resnet50, resnet101, resnet152, resnet8, resnet20, resnet18-small, vgg16-small, "
+        "vgg-small.",
     }.items(),
 )
 def test_an_unknown_name_is_told_its_neighbours_and_the_way_out(name: str, hint: str) -> None:

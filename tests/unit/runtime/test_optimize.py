@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stagewright.config import OptimizerConfig, ScheduleConfig
-from stagewright.runtime.optimize import Optimizer, learning_rate
+from stagewright.runtime.optimize import Optimizer, Rates, learning_rate
 
 
 def rates(schedule: ScheduleConfig, batches: int = 10) -> list[float]:
@@ -56,10 +56,11 @@ def test_an_optimizer_moves_as_stock_torch_does(config: OptimizerConfig) -> None
         stock = torch.optim.SGD(
             [plain], momentum=config.momentum, nesterov=config.nesterov, weight_decay=config.weight_decay
         )
-    optimizer = Optimizer(config, master)
+    rates = Rates(0.5, ScheduleConfig(warmup=5), 5)
+    optimizer = Optimizer(config, master, rates)
     for step in range(5):
         gradient = torch.randn(50, dtype=torch.float64)
-        optimizer.step(gradient.clone(), 0.1 * (step + 1))
+        optimizer.step(step, gradient.clone())
         plain.grad = gradient.clone()
         stock.param_groups[0]["lr"] = 0.1 * (step + 1)
         stock.step()

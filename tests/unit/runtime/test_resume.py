@@ -23,6 +23,7 @@ CASES = [
     Case("normed", "0:0-1.0:2", "third", mode="stale", staleness=1, microbatches=3),
     Case("normed", "0:0-2.0:3-4.0:5-6.0:7", "second,third,head", mode="stale", staleness=3, optimizer=ADAMW),
     Case("dropping", "0:0-6.0:7", "third", mode="stale", versions=(3, 1), microbatches=12),
+    Case("normed", "0:0.0:1.0:2", "second,third", mode="stale", staleness=2, optimizer={"predict": True}),
     Case("normed", "0:0-1.0:2", "third", optimizer={"clip": 0.3}),
     Case("normed", "0:0-1.0:2-4", "third", mode="pipedream", optimizer=ADAMW, steps=9),
     Case("residual", "0:0.0:0-1.0:1", "second,third", mode="pipedream"),

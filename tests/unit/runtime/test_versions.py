@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stagewright.runtime.versions import VersionRing
 
@@ -13,6 +15,10 @@ def make(versions: int, model: nn.Module | None = None) -> tuple[nn.Module, Vers
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     return model, VersionRing([model], {name for name, _ in model.named_parameters()}, versions, 1)
+
+
+def publish(ring: VersionRing, version: int, update: int) -> None:
+    ring.refill(update, version, lambda flat: flat.copy_(ring.master))
 
 
 def test_one_version_trains_the_master_in_place() -> None:
@@ -30,21 +36,24 @@ def test_a_version_keeps_its_weights_until_its_slot_is_needed() -> None:
     first = model(x).detach()
     with torch.no_grad():
         ring.master.mul_(2.0)
-    ring.publish(1)
+    publish(ring, 1, update=2)  # takes the slot of update 0
     ring.use(1)
-    assert not torch.equal(model(x), first)
-    ring.use(0)
     assert torch.equal(model(x), first)
-    ring.publish(2)  # takes the slot of version 0
-    ring.use(2)
+    assert ring.use(2).version == 1
+    assert not torch.equal(model(x), first)
+    publish(ring, 2, update=3)
+    assert ring.use(3).version == 2
     assert not torch.equal(model(x), first)
 
 
-def test_overwriting_a_version_in_use_raises() -> None:
+@pytest.mark.parametrize(
+    "fill", [lambda flat: flat.copy_(torch.ones_like(flat)), lambda flat: torch.add(flat, 1.0, out=flat)]
+)
+def test_overwriting_a_version_in_use_raises(fill: Callable[[Tensor], None]) -> None:
     model, ring = make(2)
     ring.gather_into(ring.use(0), 0)
     loss = model(torch.randn(5, 4)).sum()
-    ring.publish(2)
+    ring.refill(2, 1, fill)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -86,6 +95,6 @@ def test_recurrent_layers_see_the_version_too() -> None:
     first = model(x)[0]
     with torch.no_grad():
         ring.master.mul_(3.0)
-    ring.publish(1)
-    ring.use(1)
+    publish(ring, 1, update=2)
+    ring.use(2)
     assert not torch.equal(model(x)[0], first)

@@ -1,0 +1,90 @@
+"""How far lag narrows the learning rates that momentum can bear: linear analysis of one direction of the loss.
+
+Along a direction of curvature c the gradient at x is c*x, so SGD at rate lr moves x by a linear rule whose only unknown
+is a = lr*c. With lag d the gradient is that of d updates ago:
+
+    x[t+1] = (1+mu) x[t] - mu x[t-1] - a x[t-d]
+
+It shrinks while all roots of the rule's polynomial lie within the unit circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+_MOST = 4.0  # lr times curvature that SGD bears without lag and with the most momentum
+_GRID = 400
+_HALVINGS = 40
+_CLOSE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Motion:
+    """What moves weights, and how late its gradients are."""
+
+    momentum: float
+    lag: int = 0
+    is_predicted: bool = False
+    is_nesterov: bool = False
+
+    def polynomial(self, product: float) -> list[float]:
+        """The rule's polynomial at a learning rate times curvature, highest power first."""
+        mu, lag = self.momentum, self.lag
+        ahead = sum(mu**number for number in range(1, lag + 1)) if self.is_predicted else 0.0
+        free = np.polymul([1.0, -(1 + mu), mu], [1.0] + [0.0] * lag)  # powers lag+2 to 0
+        gradient = np.polymul([1 + mu, -mu] if self.is_nesterov else [1.0, 0.0], [1 + ahead, -ahead])
+        return [float(factor) for factor in np.polyadd(np.polymul(free, [1.0, 0.0]), product * gradient)]
+
+    def is_stable(self, product: float) -> bool:
+        return bool(np.abs(np.roots(self.polynomial(product))).max() <= 1 + _CLOSE)
+
+
+@cache
+def stable_limit(motion: Motion) -> float:
+    """The learning rate times curvature up to which such weights settle."""
+    grid = np.geomspace(1e-4, _MOST * 1.05, _GRID)
+    low = 0.0
+    for product in grid:
+        if not motion.is_stable(float(product)):
+            return _border(motion.is_stable, low, float(product))
+        low = float(product)
+    return low
+
+
+def _border(is_stable: Callable[[float], bool], low: float, high: float) -> float:
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_stable(middle) else (low, middle)
+    return low
+
+
+def stability_remark(motion: Motion, rate: float) -> str | None:
+    """A warning with the remedy, where a rate is beyond what the lag bears along a direction of curvature 1."""
+    limit = stable_limit(motion)
+    if motion.lag == 0 or rate <= limit:
+        return None
+    without = stable_limit(replace(motion, lag=0))
+    remedies = []
+    if not motion.is_predicted and (foreseen := stable_limit(replace(motion, is_predicted=True))) > limit:
+        remedies.append(f"--predict (up to {foreseen:.2g})")
+    if motion.lag > 1:
+        less = stable_limit(replace(motion, lag=1))
+        remedies.append(f"--staleness 1 with more --microbatches (up to {less:.2g})")
+    remedies.append(_gentler(motion, rate) or f"--lr {limit:.2g}")
+    return (
+        f"at momentum {motion.momentum:g} and lag {motion.lag} learning rate x curvature is stable up to {limit:.2g} "
+        f"(without lag {without:.2g}); --lr {rate:g} passes that where the loss curves by more than "
+        f"{limit / rate:.2g}; try {', or '.join(remedies)}"
+    )
+
+
+def _gentler(motion: Motion, rate: float) -> str | None:
+    """Half the momentum at the same lr/(1-momentum), where that bears more curvature."""
+    momentum = motion.momentum / 2
+    scaled = rate * (1 - momentum) / (1 - motion.momentum)
+    gain = stable_limit(replace(motion, momentum=momentum)) / scaled / (stable_limit(motion) / rate)
+    return f"--momentum {momentum:g} --lr {scaled:.2g} ({gain:.1f} x the curvature)" if gain > 1.1 else None
