@@ -13,8 +13,8 @@ from stagewright.cluster import Cluster, Machine, parse_placement
 from stagewright.config import make_config
 from stagewright.machine.nvml import Nvml
 from stagewright.observe import _gpus_of, _processes, observed, require_rate
-from stagewright.runtime.rank import position_file
 from stagewright.runtime.recorder import FlightRecorder
+from stagewright.runtime.sight import position_file
 from tests.nvml_like import Card, Library, uuid
 
 
