@@ -71,8 +71,7 @@ def _processes(job: Job, machine: int) -> Sequence[RankProcess]:
 
     if job.config.run.emulate:
         return [RankProcess(0, os.getpid(), _own_torch_memory(job.config))]
-    from stagewright.runtime.rank import position_file
-    from stagewright.runtime.recorder import look_at_process
+    from stagewright.runtime.sight import look_at_process, position_file
 
     found = []
     for rank, device in enumerate(job.plan.devices):

@@ -101,8 +101,7 @@ def look_at(watch: Watch, folder: Path) -> Moment:
 
 def what_ranks_do(folder: Path) -> tuple[str, ...]:
     """The current action of each rank, by the small files that they keep."""
-    from stagewright.runtime.rank import position_file
-    from stagewright.runtime.recorder import State, look
+    from stagewright.runtime.sight import State, look, position_file
 
     doing = []
     for rank in range(len(layout_of(folder).ranks)):

@@ -32,7 +32,7 @@ ALLOWED = {
     "machine": {"cluster", "catalog"},
     "monitor": {"machine", "metrics"},
     "track": {"config", "metrics"},
-    "doctor": {"machine", "monitor", "runtime"},
+    "doctor": {"cluster", "machine", "monitor", "runtime"},
 }
 WITH_TORCH = {"model", "data", "runtime", "bench", "doctor"}
 PROFILE_WITH_TORCH = {"measure.py", "trace.py"}

@@ -74,6 +74,14 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert {round(point.y) for point in shares[2].points[:50]} == {100}
 
 
+def test_a_long_run_stays_small(tmp_path: Path) -> None:
+    records = [*steps(8_000), *(Evaluated(batch, 8, 1.0, 0.5, 0.5) for batch in range(0, 8_000, 10))]
+    made = page(make_run(tmp_path / "run", records, trace=timeline(2_000), monitor=uses(3_000, gpus=4)))
+    assert len(as_html(made).encode()) < 1_000_000 and len(as_markdown(made)) < 50_000
+    table = block(made, "Epochs", Table)
+    assert len(table.rows) == 100 and table.rows[-1][0] == "1000" and table.note.startswith("900 epochs")
+
+
 def test_an_interrupted_run(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps(7), is_finished=False)
     with (folder / "metrics.jsonl").open("a") as file:

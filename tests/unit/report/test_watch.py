@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -198,3 +200,17 @@ def test_a_port_in_use_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         main(["watch", str(folder), "--serve", "99999"])
     assert "99999" in capsys.readouterr().err
+
+
+def test_watching_needs_no_torch(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps(3), is_finished=False)
+    code = (
+        "import sys\n"
+        "from stagewright.runtime.possession import possess\n"
+        "from stagewright.cli import main\nfrom pathlib import Path\n"
+        f"with possess(Path({str(folder)!r})): main(['watch', {str(folder)!r}, '--json'])\n"
+        "print([name for name in ('torch', 'numpy', 'pydantic') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    moment, heavy = done.stdout.splitlines()
+    assert json.loads(moment)["doing"] == ["starting"] * 3 and heavy == "[]"
