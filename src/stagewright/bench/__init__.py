@@ -170,7 +170,7 @@ def _run_study(request: Request) -> None:
         request.only,
         request.overrides,
     )
-    with progress(request.suite) as tell:
+    with Progress(request.suite) as tell:
         run_study(
             inquiry, request.runs, request.command, anonymise=request.anonymise, as_json=request.as_json, tell=tell
         )
