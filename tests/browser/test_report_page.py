@@ -18,7 +18,7 @@ from stagewright.runtime.possession import possess
 from tests.browser.conftest import Opened
 from tests.made_runs import make_run, steps, timeline, uses
 from tests.unit.report.test_html import EVIL, whole
-from tests.unit.report.test_watch import append
+from tests.unit.report.test_watching import append
 
 Visit = Callable[..., Opened]
 END = timeline(10).end
