@@ -20,7 +20,7 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-tests: $(READY)
+tests: $(READY) .venv/.browser
 	$(BIN)/python -m pytest
 
 # What takes too long for every day: a million mutated inputs a reader, three epochs of a million samples, twenty
@@ -32,7 +32,8 @@ soak: $(READY)
 		tests/distributed/test_pauses_gloo.py tests/unit/runtime/test_resume.py tests/unit/runtime/test_checkpoint.py
 	STAGEWRIGHT_READER_FUZZ=8000 $(BIN)/python -m pytest -s tests/unit/test_fuzz_readers.py
 	STAGEWRIGHT_SOAK=1 $(BIN)/python -m pytest -s tests/distributed/test_machines.py tests/distributed/test_slow_link.py \
-		tests/distributed/test_planning.py tests/distributed/test_command.py tests/distributed/test_data.py
+		tests/distributed/test_planning.py tests/distributed/test_command.py tests/distributed/test_data.py \
+		tests/browser/test_demo_page.py
 
 # Every command of README and docs that takes too long for every day.
 nightly: $(READY) demo
@@ -49,6 +50,14 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $(READY)
+
+# Reports are tested in the system's Chromium; where there is none and no way to install it, those tests say so.
+.venv/.browser: $(READY)
+	@[ -n "$$STAGEWRIGHT_CHROMIUM" ] || command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+		command -v google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get -qq update && \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium fonts-dejavu-core \
+		>/dev/null; } || echo "no Chromium, and no apt-get as root to install it: tests of pages are skipped"
+	@touch $@
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis

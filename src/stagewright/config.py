@@ -134,6 +134,7 @@ class RunConfig(Section):
     eval_every: int | None = option(None, "--eval-every", "batches between evaluations (0: only at the end)")
     log_every: int = option(10, "--log-every", "batches between log lines")
     monitor_every: float = option(1.0, "--monitor-every", "seconds between looks at memory, load and power (0: none)")
+    track: Literal["none", "tensorboard", "wandb", "mlflow"] = option("none", "--track", "also tell a tracker")
     export: str | None = option(None, "--export", "write the trained weights to FILE.safetensors")
     resume: str | None = option(None, "--resume", "go on from a run folder's newest checkpoint, or from a checkpoint")
     runs: str = option("runs", "--runs", "folder that holds run folders")

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from stagewright.config import Config, as_toml, options
 from stagewright.export import export_states
 from stagewright.foresee import predict_job, what_fits
-from stagewright.observe import observed, require_rate, used
+from stagewright.observe import each_to, observed, require_rate, used
 from stagewright.reporting import leave_report
 from stagewright.resume import resumed_config
 from stagewright.settle import prepare
+from stagewright.track import require_tracker, tracked
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,6 +76,7 @@ def run(config: Config, console: Console | None = None) -> Result:
 
     console = console or Console(quiet=True)
     require_rate(config)
+    require_tracker(config)
     site = find_site(config.nodes)
     if site is not None and config.run.emulate:
         raise ValueError(f"--emulate runs every rank in one process but --nodes names {len(site.nodes)}; leave one out")
@@ -106,8 +108,9 @@ def _run(job: Job, per_epoch: int, console: Console, site: Site | None, predicte
     folder, began = Path(job.folder), time.time()
     with (
         RunConsole(console, job.batches, job.plan.batch, job.config.run.log_every) as progress,
-        Ledger(job, per_epoch, progress.show) as ledger,
-        observed(job, lambda use: None, lambda warning: progress.say(f"warning: {warning}")) as monitor,
+        tracked(job.config, folder, progress.warn) as track,
+        Ledger(job, per_epoch, each_to(track, progress.show)) as ledger,
+        observed(job, track, progress.warn) as monitor,
     ):
         try:
             exported = _execute(job, ledger, site, progress.say)

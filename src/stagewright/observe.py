@@ -33,17 +33,31 @@ def observed(
     job: Job, listen: Callable[[Use], None], warn: Callable[[str], None], machine: int = 0
 ) -> Iterator[Monitor | None]:
     """Have this machine's ranks looked at, as often as the configuration says."""
-    from stagewright.monitor.monitor import Monitor
-
     if not job.config.run.monitor_every:
         yield None
         return
+    with make_monitor(job, listen, warn, machine) as monitor:
+        yield monitor
+
+
+def make_monitor(job: Job, listen: Callable[[Use], None], warn: Callable[[str], None], machine: int = 0) -> Monitor:
+    """A monitor of this machine's ranks that has not begun."""
+    from stagewright.monitor.monitor import Monitor
+
     name = "monitor.jsonl" if machine == 0 else f"monitor-{machine}.jsonl"
     find = (lambda nvml: _gpus_of(job, machine, nvml)) if job.config.run.device == "cuda" else None
-    with Monitor(
-        Path(job.folder) / name, job.config.run.monitor_every, lambda: _processes(job, machine), find, listen, warn
-    ) as monitor:
-        yield monitor
+    every = job.config.run.monitor_every
+    return Monitor(Path(job.folder) / name, every, lambda: _processes(job, machine), find, listen, warn)
+
+
+def each_to(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:
+    """One listener that tells them all, in their order."""
+
+    def tell(record: Any) -> None:
+        for listen in listeners:
+            listen(record)
+
+    return tell
 
 
 def used(monitor: Monitor | None) -> dict[str, Any] | None:
@@ -57,8 +71,7 @@ def _processes(job: Job, machine: int) -> Sequence[RankProcess]:
 
     if job.config.run.emulate:
         return [RankProcess(0, os.getpid(), _own_torch_memory(job.config))]
-    from stagewright.runtime.rank import position_file
-    from stagewright.runtime.recorder import look_at_process
+    from stagewright.runtime.sight import look_at_process, position_file
 
     found = []
     for rank, device in enumerate(job.plan.devices):

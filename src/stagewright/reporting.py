@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from stagewright.plan.plan import Plan
+    from stagewright.predict import Prediction
     from stagewright.report.page import Page
     from stagewright.report.record import Layout, Run
     from stagewright.report.watch import Moment, Watch
@@ -28,9 +32,8 @@ def open_run(folder: Path) -> Run:
 
 def layout_of(folder: Path) -> Layout:
     """Which ranks a run has, and which stages they carry."""
-    from stagewright.cluster import format_devices
+    from stagewright.cluster import Cluster, Machine
     from stagewright.plan.plan import read_plan
-    from stagewright.report.record import Layout
 
     path = folder / "plan.json"
     try:
@@ -38,7 +41,13 @@ def layout_of(folder: Path) -> Layout:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{folder} is no run folder: plan.json: {reason}; give a folder that train made") from error
-    plan = read_plan(text, str(path))
+    return _layout(read_plan(text, str(path), Cluster((Machine(),) * (1 + _last_machine(text)), "the run's machines")))
+
+
+def _layout(plan: Plan) -> Layout:
+    from stagewright.cluster import format_devices
+    from stagewright.report.record import Layout
+
     labels = []
     for rank in range(plan.world):
         carried = [str(stage.index) for stage in plan.stages_of(rank)]
@@ -48,6 +57,11 @@ def layout_of(folder: Path) -> Layout:
     return Layout(tuple(labels), tuple(stage.ranks for stage in plan.stages), devices)
 
 
+def _last_machine(text: str) -> int:
+    """The highest machine that a placement in a text could name."""
+    return max((int(number) for number in re.findall(r"\b([0-9]{1,4}):[0-9]", text)), default=0)
+
+
 def page_of_runs(folders: Sequence[Path], names: Sequence[str] = ()) -> Page:
     """The page of a run, or one that compares several."""
     from stagewright.report.run import page_of
@@ -55,6 +69,26 @@ def page_of_runs(folders: Sequence[Path], names: Sequence[str] = ()) -> Page:
 
     runs = [open_run(folder) for folder in folders]
     return page_of(runs[0]) if len(runs) == 1 else page_of_several(runs, names)
+
+
+def page_of_prediction(name: str, prediction: Prediction) -> Page:
+    """What a plan would do, before it runs."""
+    from stagewright.report.prediction import Outlook, page_of_outlook
+
+    plan = prediction.plan
+    outlook = Outlook(
+        name=name,
+        layout=_layout(plan),
+        plan=plan.describe(),
+        images_per_second=prediction.images_per_second,
+        bubble=prediction.steady.bubble,
+        bound=prediction.bound,
+        busy=prediction.steady.busy,
+        memory=tuple(asdict(rank) for rank in prediction.memory),
+        limits=prediction.limits,
+        timeline=prediction.steady.timeline,
+    )
+    return page_of_outlook(outlook)
 
 
 def look_at(watch: Watch, folder: Path) -> Moment:
@@ -67,8 +101,7 @@ def look_at(watch: Watch, folder: Path) -> Moment:
 
 def what_ranks_do(folder: Path) -> tuple[str, ...]:
     """The current action of each rank, by the small files that they keep."""
-    from stagewright.runtime.rank import position_file
-    from stagewright.runtime.recorder import State, look
+    from stagewright.runtime.sight import State, look, position_file
 
     doing = []
     for rank in range(len(layout_of(folder).ranks)):
@@ -109,7 +142,8 @@ def write_page(page: Page, target: Path) -> tuple[Path, Path]:
             draft.write_text(text, encoding="utf-8")
             draft.replace(path)
         except OSError as error:
-            draft.unlink(missing_ok=True)
+            with suppress(OSError):
+                draft.unlink()
             raise ValueError(f"can't write {path}: {error.strerror}; choose another place with -o FILE") from error
     return written
 

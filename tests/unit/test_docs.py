@@ -29,6 +29,7 @@ def test_every_command_block_is_run_or_says_why_not(file: Path) -> None:
         if block.looks_like_commands:
             assert block.language, f"{block}: commands without a fence; begin with ```sh run, nightly or not run: WHY"
             assert block.kind, f"{block}: say run, nightly, gpu or not run: WHY behind ```{block.language}"
+            assert "`" not in block.mark, f"{block}: a backtick behind ``` makes it no fence"
             assert block.kind != "not run" or block.reason, f"{block}: not run, and no reason given"
 
 

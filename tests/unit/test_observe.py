@@ -13,8 +13,8 @@ from stagewright.cluster import Cluster, Machine, parse_placement
 from stagewright.config import make_config
 from stagewright.machine.nvml import Nvml
 from stagewright.observe import _gpus_of, _processes, observed, require_rate
-from stagewright.runtime.rank import position_file
 from stagewright.runtime.recorder import FlightRecorder
+from stagewright.runtime.sight import position_file
 from tests.nvml_like import Card, Library, uuid
 
 
@@ -30,7 +30,7 @@ def job(placement: str, folder: Path = Path(), **run: Any) -> Any:
     [
         ("0:0-1.0:3", {}, 0, {0, 1, 3}),
         ("0:0-1.1:2", {}, 1, {2}),
-        ("0:0-6.0:7", {"share_gpu": True}, 0, {0, 1, 2, 3}),
+        ("0:4.0:5", {"share_gpu": True}, 0, {0, 1}),
         ("0:0-6.0:7", {"emulate": True}, 0, {0}),
         ("0:9", {}, 0, set()),  # the ranks themselves say that it is missing
     ],

@@ -31,7 +31,8 @@ ALLOWED = {
     "report": {"metrics"},
     "machine": {"cluster", "catalog"},
     "monitor": {"machine", "metrics"},
-    "doctor": {"machine", "monitor", "runtime"},
+    "track": {"config", "metrics"},
+    "doctor": {"cluster", "machine", "monitor", "runtime"},
 }
 WITH_TORCH = {"model", "data", "runtime", "bench", "doctor"}
 PROFILE_WITH_TORCH = {"measure.py", "trace.py"}
@@ -103,7 +104,18 @@ def test_there_is_no_utils() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["train"], ["data", "inspect"], ["data", "bench"], ["checkpoint", "list"]], ids=" ".join
+    "command",
+    [
+        ["train"],
+        ["data", "inspect"],
+        ["data", "bench"],
+        ["checkpoint", "list"],
+        ["bench"],
+        ["compare"],
+        ["report"],
+        ["watch"],
+    ],
+    ids=" ".join,
 )
 def test_help_imports_neither_torch_nor_numpy_nor_pydantic(command: list[str]) -> None:
     code = (

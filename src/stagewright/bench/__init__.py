@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
-_MODULES = ("published", "planner", "own", "checkpoint")
+_MODULES = ("published", "planner", "own", "checkpoint", "monitor")
 _DATA_REPEATS, _IMAGES, _THREADS = 30, 64, 2  # of `bench data`
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,7 @@ def run_suite(request: Request) -> None:
     elif request.suite in shipped_names() or request.suite.endswith(".toml"):
         from stagewright.bench.show import run_and_show
 
-        with progress(request.suite) as tell:
-            run_and_show(request, tell)
+        run_and_show(request)
     else:
         import difflib
 
@@ -99,21 +98,36 @@ def _check(request: Request) -> None:
         open_cluster(request.cluster)  # what is wrong with it is said first
 
 
-@contextmanager
-def progress(name: str) -> Iterator[Tell]:
+class Progress:
     """What is going on: a line that changes on a terminal, a line each anywhere else."""
-    from rich.console import Console
 
-    errors = Console(stderr=True)
-    with errors.status(name) as status:
+    def __init__(self, name: str) -> None:
+        from rich.console import Console
 
-        def tell(text: str) -> None:
-            if errors.is_terminal:
-                status.update(text)
-            else:
-                errors.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._errors = Console(stderr=True)
+        self._status = self._errors.status(name)
 
-        yield tell
+    def __enter__(self) -> Progress:
+        self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._status.stop()
+
+    def __call__(self, text: str) -> None:
+        if self._errors.is_terminal:
+            self._status.update(text)
+        else:
+            self._errors.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Make room for lines on the same terminal."""
+        self._status.stop()
+        yield
+        self._status.start()
 
 
 def _run_contests(request: Request) -> None:
@@ -127,11 +141,12 @@ def _run_contests(request: Request) -> None:
 
     suite = only_heats(SUITES[request.suite], request.only)
     outcomes: list[Outcome] = []
-    with progress(request.suite) as tell:
-        for found in run_heats(suite, request.repeats or REPEATS, request.steps, tell):
+    with Progress(request.suite) as progress:
+        for found in run_heats(suite, request.repeats or REPEATS, request.steps, progress):
             outcomes += found
             if not request.as_json:
-                show_work(Console(), suite, found)
+                with progress.aside():
+                    show_work(Console(), suite, found)
     if request.as_json:
         print(json.dumps(describe(suite, outcomes, request.command)))
     else:
@@ -155,7 +170,7 @@ def _run_study(request: Request) -> None:
         request.only,
         request.overrides,
     )
-    with progress(request.suite) as tell:
+    with Progress(request.suite) as tell:
         run_study(
             inquiry, request.runs, request.command, anonymise=request.anonymise, as_json=request.as_json, tell=tell
         )

@@ -42,7 +42,7 @@ class Case:
         config = make_config(self.tables, {"plan": plan})
         if self.trial.batch_a_device is None:
             return config
-        batch = self.trial.batch_a_device * len(devices_of(config))
+        batch = self.trial.batch_a_device * len(devices_of(config.plan.placement))
         return replace(config, plan=replace(config.plan, batch=batch))
 
 
@@ -55,15 +55,19 @@ class Terms:
     real: str | None = None  # the data of real cases
     only: str | None = None
     overrides: Sequence[Tables] = ()
+    simulate: bool = False  # what does not fit this machine
+    cluster: str | None = None  # where everything is simulated, instead of measuring anything here
+    command: str = ""  # that asked for it
+    limit: float | None = None  # seconds after which no further round begins
 
 
-def cases_of(suite: SuiteFile, terms: Terms, *, simulated: bool = False) -> list[Case]:
+def cases_of(suite: SuiteFile, terms: Terms) -> list[Case]:
     """Every case of a suite that the terms leave; real data where it is given, or where nothing is loaded anyway."""
     found = []
     for group in suite.group:
         for data in group.data:
             is_real = data == "real"
-            if is_real and terms.real is None and not simulated:
+            if is_real and terms.real is None and not terms.simulate:
                 continue
             for trial in group.trial:
                 own: Tables = {"run": {"steps": terms.steps}}

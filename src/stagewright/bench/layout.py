@@ -18,10 +18,9 @@ _MOST_MACHINES = 1024
 ANYWHERE = Cluster((Machine(),) * _MOST_MACHINES, "anywhere")  # for placements whose machines are not looked at
 
 
-def devices_of(config: Config) -> tuple[Device, ...]:
-    """Every device that a configuration names, once."""
-    placement = parse_placement(config.plan.placement, ANYWHERE)
-    return tuple(dict.fromkeys(device for stage in placement for device in stage))
+def devices_of(placement: str) -> tuple[Device, ...]:
+    """Every device that a placement names, once."""
+    return tuple(dict.fromkeys(device for stage in parse_placement(placement, ANYWHERE) for device in stage))
 
 
 def layout(config: Config, chain: Chain, placement: Placement, otherwise: Callable[[], tuple[str, ...]]) -> Plan:

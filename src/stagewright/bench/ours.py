@@ -21,9 +21,9 @@ from stagewright.runtime.nccl import open_network
 from stagewright.runtime.network import ChannelName, DictBulletin, Network
 from stagewright.runtime.pending import Done, Pending, Transport
 from stagewright.runtime.place import Place
-from stagewright.runtime.rank import position_file
 from stagewright.runtime.recorder import make_recorder
 from stagewright.runtime.reduce import Alone, Collective
+from stagewright.runtime.sight import position_file
 from stagewright.runtime.worker import Emit
 
 _MIDDLE = (0.25, 0.85)  # of a segment: the pipeline neither fills nor drains

@@ -101,6 +101,7 @@ class Outcome:
     steps: int
     machine: Mapping[str, str]
     rows: tuple[Row, ...]
+    cores: int = 0  # of the machine
     published: tuple[PublishedRow, ...] = ()
     topology: str = ""
     is_anonymised: bool = False

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from statistics import median
 
 from stagewright.bench.interval import Interval
+from stagewright.bench.layout import devices_of
 from stagewright.bench.outcome import Outcome, PublishedRow, Row
 from stagewright.catalog import MIB
 from stagewright.predict import IMAGENET
 from stagewright.report.page import Bar, Bars, Block, Listing, Page, Table, Verdict
 
+_TOLERANCE = 0.2  # cores
 _CLOSE = 0.03  # what predictions are good for
 _FEW = 5  # repeats below which the interval is known to be too narrow
 
@@ -53,8 +56,23 @@ def verdict(outcome: Outcome) -> Iterator[str]:
     missing = [row for row in outcome.rows if row.kind in ("left out", "failed")]
     for row in missing:
         yield f"{row.group}, {row.label}: {row.kind}: {row.reason}"
+    yield from _circumstances(outcome)
     if not outcome.is_whole:
         yield f"The bench was interrupted; {sum(len(row.repeats) for row in outcome.rows)} runs are in it."
+
+
+def _circumstances(outcome: Outcome) -> Iterator[str]:
+    """What a reader must know of how it was measured."""
+    measured = [row for row in outcome.rows if row.repeats]
+    rounds = max((len(row.repeats) for row in measured), default=0)
+    if outcome.is_whole and 0 < rounds < outcome.repeats:
+        yield f"Only {rounds} of {outcome.repeats} rounds: the machine was slow, and the suite has a time limit."
+    on_cpu = [(repeat.others or 0.0, len(devices_of(row.placement))) for row in measured for repeat in row.repeats]
+    others = median([busy for busy, _ in on_cpu]) if on_cpu else 0.0
+    ranks = max((ranks for _, ranks in on_cpu), default=0)
+    if measured and measured[0].device == "cpu" and others + ranks > outcome.cores + _TOLERANCE:
+        busy = f"other processes kept {others:.1f} of {outcome.cores} cores busy"
+        yield f"Warning: {busy}; repeat on a quiet machine."
 
 
 def _judged(row: Row, base: Row) -> str:
@@ -68,7 +86,8 @@ def _judged(row: Row, base: Row) -> str:
         )
     if speedup.holds(1.0):
         return f"no significant difference between {row.name} and {base.name}: {_short(speedup)} x"
-    return f"{row.name} is {_short(speedup)} x {base.name}, {_short(rate)} images/s"
+    few = f", by {len(row.repeats)} repeats only" if len(row.repeats) < _FEW else ""
+    return f"{row.name} is {_short(speedup)} x {base.name}, {_short(rate)} images/s{few}"
 
 
 def _short(interval: Interval | None) -> str:
@@ -110,7 +129,10 @@ def _figures(name: str, rows: Sequence[Row]) -> Table:
         for row in rows
     )
     columns = ("configuration", "how", "images/s", f"x {base}", "ImageNet epoch, s", "memory by stage, MiB")
-    note = "Median and 95 % interval of the repeats; memory of the fullest rank of each stage."
+    note = "Median and 95 % interval of the repeats" if any(row.repeats for row in rows) else "Predicted, not measured"
+    note += "; memory of the fullest rank of each stage."
+    if any(row.kind == "predicted" for row in rows):
+        note += " Predictions are for Stagewright itself, which no published run has tested."
     if any(len(row.repeats) < _FEW for row in rows if row.repeats):
         note += f" Fewer than {_FEW} repeats: the intervals hold the true median less often than in 95 % of cases."
     return Table(name, columns, lines, note)

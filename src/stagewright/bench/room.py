@@ -13,6 +13,7 @@ from stagewright.config import Config
 from stagewright.plan.estimate import Estimate
 from stagewright.predict import analytic_setting, study
 
+_SURE = 1.15  # the memory model is good for 15 %: what may fit is tried
 _ANY_GPU = "h200"  # whose memory does not matter here, and which has every precision
 
 
@@ -32,7 +33,7 @@ class Room:
 
     def lacks(self, config: Config) -> str | None:
         """What keeps a configuration from running here, in a few words."""
-        devices = devices_of(config)
+        devices = devices_of(config.plan.placement)
         machines = {device.machine for device in devices}
         if config.run.device == "cuda":
             if len(machines) > 1:
@@ -46,12 +47,12 @@ class Room:
         needs = needed_memory(config)
         if config.run.device != "cuda":
             total = sum(needs)
-            return _too_much("of memory", total, self.memory) if total > self.memory else None
+            return _too_much("of memory", total, self.memory) if total > self.memory * _SURE else None
         held: Counter[int] = Counter()
         for rank, need in enumerate(needs):
             held[rank % self.gpus] += need
         most = max(held.values(), default=0)
-        return _too_much("on a GPU", most, self.gpu_memory) if most > self.gpu_memory else None
+        return _too_much("on a GPU", most, self.gpu_memory) if most > self.gpu_memory * _SURE else None
 
 
 def _too_much(where: str, needs: int, has: int) -> str:

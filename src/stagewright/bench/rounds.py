@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from stagewright.bench.outcome import Repeat
@@ -31,16 +33,34 @@ class Turns:
     failure: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How often every configuration is run: so many rounds, fewer where they take longer than there is time."""
+
+    repeats: int
+    limit: float | None = None  # seconds
+
+    def allows(self, done: int, spent: float) -> bool:
+        """Whether one more round of the same length begins."""
+        return done < self.repeats and (not done or self.limit is None or spent * (done + 1) / done <= self.limit)
+
+
 def run_rounds(
-    configs: Mapping[str, Config], repeats: int, folder: Path, tell: Tell, after: Callable[[Mapping[str, Turns]], None]
+    configs: Mapping[str, Config],
+    length: Length,
+    folder: Path,
+    tell: Tell,
+    after: Callable[[Mapping[str, Turns]], None],
 ) -> dict[str, Turns]:
     """Every configuration once a round; one that fails is left out of later rounds. `after` hears of every run."""
     turns = {name: Turns(config) for name, config in configs.items()}
-    for number in range(1, repeats + 1):
+    began, done = time.monotonic(), 0
+    while length.allows(done, time.monotonic() - began):
+        done += 1
         for name, turn in turns.items():
             if not turn.failure:
-                tell(f"round {number} of {repeats}: {name}")
-                _take(turn, number, folder)
+                tell(f"round {done} of {length.repeats}: {name}")
+                _take(turn, done, folder)
                 after(turns)
     return turns
 
@@ -55,6 +75,9 @@ def _take(turn: Turns, number: int, folder: Path) -> None:
         except (ValueError, RunFailed) as error:
             turn.failure = f"round {number}: {error}"
             return
+        finally:
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # by probing the model; the next ranks need the memory
+                torch.cuda.empty_cache()
     output.replace(result.folder / _OUTPUT)
     turn.plan = result.plan
     turn.repeats.append(_repeat(result))

@@ -9,45 +9,63 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from stagewright.bench import Request, Tell
+from stagewright.bench import Progress, Request
 from stagewright.bench.anonymise import cleaned, make_cleaner
 from stagewright.bench.case import Terms
 from stagewright.bench.folder import make_folder, write_reports, zip_logs
 from stagewright.bench.outcome import Outcome, Row, as_json, from_json
 from stagewright.bench.pages import verdict
 from stagewright.bench.suitefile import read_suite
-from stagewright.bench.trials import Wish, run_trials
+from stagewright.bench.trials import run_trials
+from stagewright.runtime.job import Interrupted
 
 
-def run_and_show(request: Request, tell: Tell) -> None:
-    """Measure or predict, write the reports, then print what they say."""
+def run_and_show(request: Request) -> None:
+    """Measure or predict, then print what the reports say."""
     suite = read_suite(request.suite)
     terms = Terms(
-        request.repeats or suite.repeats, request.steps or suite.steps, request.data, request.only, request.overrides
+        repeats=request.repeats or suite.repeats,
+        steps=request.steps or suite.steps,
+        real=request.data,
+        only=request.only,
+        overrides=request.overrides,
+        simulate=request.simulate,
+        cluster=request.cluster,
+        command=request.command,
+        limit=None if request.repeats else suite.limit,
     )
     folder = make_folder(request.runs, Path(request.suite).stem)
+    with Progress(request.suite) as progress:
+        outcome = _run(request, terms, folder, progress)
+    if request.as_json:
+        print(json.dumps(as_json(outcome) | {"folder": str(folder)}))
+    else:
+        show(Console(), outcome, folder)
+    if failed := [row for row in outcome.rows if row.kind == "failed"]:
+        first, count = failed[0], f"{len(failed)} of {len(outcome.rows)} configurations"
+        raise ValueError(f"{count} failed, first {first.group}, {first.label}: {first.reason}; the rest is in {folder}")
+
+
+def _run(request: Request, terms: Terms, folder: Path, tell: Callable[[str], None]) -> Outcome:
+    """The outcome, in the folder as soon as there is something of it; runs that are over leave their logs zipped."""
     clean: Callable[[str], str] = make_cleaner() if request.anonymise else str
+    runs = folder / "runs"
     latest: list[Outcome] = []
 
     def keep(outcome: Outcome) -> None:
         latest[:] = [anonymous(outcome, clean) if request.anonymise else outcome]
         write_reports(latest[0], folder)
 
-    runs = folder / "runs"
     try:
-        wish = Wish(request.simulate, request.cluster)
-        keep(run_trials(request.suite, terms, wish, runs, request.command, tell, keep))
+        keep(run_trials(request.suite, terms, runs, tell, keep))
+    except KeyboardInterrupt as error:
+        done = sum(len(row.repeats) for row in latest[0].rows) if latest else 0
+        raise Interrupted(f"after {done} runs", f"what there is is in {folder}") from error
     finally:
         zip_logs(runs, folder, clean)
         if not latest and not any(folder.iterdir()):
             folder.rmdir()
-    if request.as_json:
-        print(json.dumps(as_json(latest[0]) | {"folder": str(folder)}))
-    else:
-        show(Console(), latest[0], folder)
-    if failed := [row for row in latest[0].rows if row.kind == "failed"]:
-        first, count = failed[0], f"{len(failed)} of {len(latest[0].rows)} configurations"
-        raise ValueError(f"{count} failed, first {first.group}, {first.label}: {first.reason}; the rest is in {folder}")
+    return latest[0]
 
 
 def anonymous(outcome: Outcome, clean: Callable[[str], str]) -> Outcome:
@@ -82,7 +100,7 @@ def _table(rows: list[Row]) -> Table:
         if row.rate is None:
             table.add_row(row.name, row.data, row.kind)
             continue
-        is_point = row.kind == "predicted"
+        is_point = row.rate.low == row.rate.high
         speedup = row.speedup
         table.add_row(
             row.name,

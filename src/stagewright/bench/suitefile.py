@@ -46,6 +46,7 @@ class SuiteFile(Section):
     group: tuple[Group, ...]
     repeats: int = REPEATS
     steps: int = 30
+    limit: float | None = None  # seconds after which no further round begins, unless repeats are asked for
     options: Tables = field(default_factory=dict)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from stagewright.bench.beside import published_rows
@@ -12,9 +13,10 @@ from stagewright.bench.case import Case, Terms, cases_of
 from stagewright.bench.forecast import forecast
 from stagewright.bench.interval import Interval, median_interval, paired_ratio
 from stagewright.bench.layout import devices_of
+from stagewright.bench.mps import shared_gpu
 from stagewright.bench.outcome import Outcome, PublishedRow, Row
 from stagewright.bench.room import Room, here
-from stagewright.bench.rounds import Turns, run_rounds
+from stagewright.bench.rounds import Length, Turns, run_rounds
 from stagewright.bench.series import outliers
 from stagewright.bench.suitefile import SuiteFile, read_suite, shipped_names
 from stagewright.catalog import MIB, Catalogue, open_cluster
@@ -28,58 +30,54 @@ Tell = Callable[[str], None]
 Keep = Callable[[Outcome], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What to do with configurations that do not fit this machine."""
-
-    simulate: bool = False
-    cluster: str | None = None  # where everything is predicted, instead of measuring anything here
-
-
-def run_trials(name: str, terms: Terms, wish: Wish, folder: Path, command: str, tell: Tell, keep: Keep) -> Outcome:
+def run_trials(name: str, terms: Terms, folder: Path, tell: Tell, keep: Keep) -> Outcome:
     """Measure what fits, predict the rest where asked to; `keep` hears of every outcome on the way."""
     suite, room = read_suite(name), here()
-    cases = {str(case): case for case in cases_of(suite, terms, simulated=wish.simulate)}
-    planned = {key: _planned(case, room, terms, wish) for key, case in cases.items()}
+    cases = {str(case): case for case in cases_of(suite, terms)}
+    planned = {key: _planned(case, room, terms) for key, case in cases.items()}
     configs = {key: config for key, config in planned.items() if isinstance(config, Config)}
     settled = {}
     for key, reason in planned.items():
         if isinstance(reason, str):
-            if wish.simulate:
+            if terms.simulate:
                 tell(f"predicting {key}")
-            settled[key] = (_predicted if wish.simulate else _left_out)(cases[key], room, reason, wish)
-    if not configs and not wish.simulate:
+            settled[key] = (_predicted if terms.simulate else _left_out)(cases[key], room, reason, terms)
+    if not configs and not terms.simulate:
         raise ValueError(_does_not_fit(name, list(settled.values()), room))
-    blank = _blank(name, suite, terms, command, published_rows(settled.values(), tell))
+    blank = _blank(name, suite, terms, published_rows(settled.values(), tell))
 
     def outcome(turns: Mapping[str, Turns], is_whole: bool) -> Outcome:
         rows = [settled.get(key) or _measured(case, turns[key]) for key, case in cases.items()]
         return replace(blank, rows=tuple(_with_speedups(rows)), is_whole=is_whole)
 
-    turns = run_rounds(configs, terms.repeats, folder, tell, lambda turns: keep(outcome(turns, False)))
+    is_shared = any(config.run.share_gpu for config in configs.values())
+    with shared_gpu(tell) if is_shared else nullcontext():
+        length = Length(terms.repeats, terms.limit)
+        turns = run_rounds(configs, length, folder, tell, lambda turns: keep(outcome(turns, False)))
     return outcome(turns, True)
 
 
-def _blank(name: str, suite: SuiteFile, terms: Terms, command: str, published: tuple[PublishedRow, ...]) -> Outcome:
+def _blank(name: str, suite: SuiteFile, terms: Terms, published: tuple[PublishedRow, ...]) -> Outcome:
     """An outcome without rows: what is known before anything ran."""
     there = environment()
     return Outcome(
         suite=Path(name).stem,
         title=suite.title,
-        command=command,
+        command=terms.command,
         date=time.strftime("%Y-%m-%d %H:%M"),
         repeats=terms.repeats,
         steps=terms.steps,
         machine=dict(there.rows()),
+        cores=there.host.cores,
         rows=(),
         published=published,
         topology="\n".join(there.topology.table()) if there.topology else "",
     )
 
 
-def _planned(case: Case, room: Room, terms: Terms, wish: Wish) -> Config | str:
+def _planned(case: Case, room: Room, terms: Terms) -> Config | str:
     """The configuration to run here, or why it can't."""
-    if wish.cluster is not None:
+    if terms.cluster is not None:
         return ""
     if case.is_real and terms.real is None:
         return "needs --data"
@@ -102,7 +100,7 @@ def nearest_suite(room: Room) -> str | None:
         cases = cases_of(suite, Terms(suite.repeats, suite.steps))
         configs = [case.config(room.cluster) for case in cases]
         if all(room.lacks(config) is None for config in configs):
-            found.append((max(len(devices_of(config)) for config in configs), name))
+            found.append((max(len(devices_of(config.plan.placement)) for config in configs), name))
     return max(found)[1] if found else None
 
 
@@ -131,20 +129,20 @@ def _of_plan(plan: Plan) -> dict[str, object]:
     }
 
 
-def _left_out(case: Case, room: Room, reason: str, wish: Wish) -> Row:
+def _left_out(case: Case, room: Room, reason: str, terms: Terms) -> Row:
     return _row(case, case.config(room.cluster), kind="left out", reason=reason)
 
 
-def _predicted(case: Case, room: Room, reason: str, wish: Wish) -> Row:
+def _predicted(case: Case, room: Room, reason: str, terms: Terms) -> Row:
     """On the cluster asked for, or on the suite's own where that has too few devices or none was asked for."""
-    catalogue, cluster = _where(case, wish)
+    catalogue, cluster = _where(case, terms)
     config = case.config(cluster)
     prediction = forecast(config, catalogue, cluster, loads=case.is_real)
     plan = prediction.plan
     memory = tuple(max(prediction.memory[rank].total for rank in stage.ranks) for stage in plan.stages)
     reasons = [reason] if reason else []
-    if wish.cluster is not None and cluster.name != open_cluster(wish.cluster)[1].name:
-        reasons.append(f"has more devices than {wish.cluster}")
+    if terms.cluster is not None and cluster.name != open_cluster(terms.cluster)[1].name:
+        reasons.append(f"has more devices than {terms.cluster}")
     if not prediction.fits:
         reasons.append(f"needs {max(memory) / MIB:,.0f} MiB, a device has {min(prediction.limits) / MIB:,.0f}")
     rate = prediction.images_per_second
@@ -161,13 +159,13 @@ def _predicted(case: Case, room: Room, reason: str, wish: Wish) -> Row:
     )
 
 
-def _where(case: Case, wish: Wish) -> tuple[Catalogue, Cluster]:
+def _where(case: Case, terms: Terms) -> tuple[Catalogue, Cluster]:
     own = case.group.cluster
-    if wish.cluster is None and own is None:
+    if terms.cluster is None and own is None:
         raise ValueError(f"group '{case.group.name}' names no cluster to simulate it on; give --cluster NAME")
-    catalogue, cluster = open_cluster(wish.cluster or str(own))
+    catalogue, cluster = open_cluster(terms.cluster or str(own))
     devices = case.trial.devices
-    if own is None or own == wish.cluster:
+    if own is None or own == terms.cluster:
         return catalogue, cluster
     try:
         if isinstance(devices, int):

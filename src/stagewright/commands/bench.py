@@ -14,7 +14,7 @@ _SUITES = """suites of configurations, trained in turns; a folder with reports i
   FILE.toml   your own; the shipped ones are in stagewright/bench/suites
 what lag costs in accuracy: learning
 contests with stock PyTorch: overhead, peers, gpu
-by themselves: published, planner, own, checkpoint, data"""
+by themselves: published, planner, own, checkpoint, monitor, data"""
 
 
 def add(commands: Commands) -> None:

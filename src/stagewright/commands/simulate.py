@@ -40,6 +40,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--staleness", type=int, metavar="N", help="most updates a stage lags in mode stale")
     parser.add_argument("--plan", metavar="FILE", help="a plan file instead of all these")
     parser.add_argument("--trace", metavar="FILE", help="write the timeline for Perfetto or chrome://tracing")
+    parser.add_argument("--report", metavar="FILE", help="write a page with the timeline and the memory (.html)")
     parser.set_defaults(run=run)
 
 
@@ -53,6 +54,11 @@ def run(parsed: argparse.Namespace) -> None:
     prediction = predict(plan, setting)
     if parsed.trace:
         Path(parsed.trace).write_text(json.dumps(prediction.steady.timeline.chrome_trace()))
+    if parsed.report:
+        from stagewright.reporting import page_of_prediction, write_page
+
+        name = f"{parsed.model} on {setting.cluster.name}, {setting.precision}"
+        write_page(page_of_prediction(name, prediction), Path(parsed.report))
     if parsed.json:
         print(json.dumps({"model": parsed.model, "cluster": setting.cluster.name, **prediction.describe()}))
         return

@@ -43,4 +43,6 @@ def run(parsed: argparse.Namespace) -> None:
     if result.exported:
         lines.append(f"weights: {result.exported}")
     lines.append(f"files: {result.folder}")
+    if (report := result.folder / "report.html").exists():
+        lines.append(f"report: {report}")
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

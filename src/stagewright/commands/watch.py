@@ -49,10 +49,11 @@ def run(parsed: argparse.Namespace) -> None:
         print(json.dumps(look_at(watch, folder).describe()))
     elif parsed.once:
         _show(console, look_at(watch, folder))
-    elif console.is_terminal:
-        _live(console, watch, folder)
     else:
-        _lines(watch, folder)
+        try:
+            (_live if console.is_terminal and _has_blocks(console) else _lines)(console, watch, folder)
+        except KeyboardInterrupt:
+            print("no longer watched; the run goes on")
 
 
 def _newest() -> Path:
@@ -63,9 +64,14 @@ def _newest() -> Path:
 
 
 def _show(console: Console, moment: Moment) -> None:
-    from stagewright.report.watch import as_screen
+    from stagewright.report.watch import as_line, as_screen
 
-    console.print(as_screen(moment, console.width))
+    console.print(as_screen(moment, console.width) if _has_blocks(console) else as_line(moment), highlight=False)
+
+
+def _has_blocks(console: Console) -> bool:
+    """Whether what is printed may hold more than ASCII."""
+    return "utf" in console.encoding.lower()
 
 
 def _live(console: Console, watch: Watch, folder: Path) -> None:
@@ -84,7 +90,7 @@ def _live(console: Console, watch: Watch, folder: Path) -> None:
             time.sleep(_EVERY)
 
 
-def _lines(watch: Watch, folder: Path) -> None:
+def _lines(console: Console, watch: Watch, folder: Path) -> None:
     """A line whenever steps have come, for a pipe or a file."""
     from stagewright.report.watch import as_line
     from stagewright.reporting import look_at
@@ -94,7 +100,8 @@ def _lines(watch: Watch, folder: Path) -> None:
         moment = look_at(watch, folder)
         if (moment.done, moment.state) != last:
             last = (moment.done, moment.state)
-            print(as_line(moment), flush=True)
+            console.file.write(f"{as_line(moment)}\n")
+            console.file.flush()
         if not moment.is_running:
             return
         time.sleep(_EVERY)
@@ -110,4 +117,4 @@ def _serve(folder: Path, port: int) -> None:
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            print("ended; the run goes on")
+            print("no longer served; the run goes on")

@@ -137,7 +137,7 @@ def topology_findings(found: Environment, peers: Sequence[Sequence[bool | None]]
         (
             bool(known) and not all(known),
             Grade.NOTE,
-            "the others copy through host memory; plans with few bytes between stages win there. Cards of one kind "
-            "without it: GeForce drivers, virtual machines, or an IOMMU in the way (docs/hardware.md)",
+            "the other pairs copy through host memory, where plans that move few bytes win; GeForce drivers, virtual "
+            "machines and an IOMMU in the way are the usual reasons (docs/hardware.md)",
         ),
     )

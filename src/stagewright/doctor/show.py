@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
 import textwrap
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
+from stagewright.cluster import Device, format_devices
 from stagewright.doctor.examine import Examination
 from stagewright.doctor.finding import Finding, Grade
 
@@ -16,11 +19,12 @@ _GRADE_WIDTH = len(Grade.HURTS) + 2
 _NAME_WIDTH = 23
 _WIDEST = 100
 _NARROWEST = 40
+_GPU = re.compile("GPU ([0-9]+)")
 
 
 def show(console: Console, examination: Examination) -> None:
     width = max(min(console.width, _WIDEST), _NARROWEST)
-    for area, found in itertools.groupby(examination.findings, lambda finding: finding.area):
+    for area, found in itertools.groupby(_merged(examination.findings), lambda finding: finding.area):
         _print(console, Text(area, style="bold"))
         for finding in found:
             for line in _lines(finding, width):
@@ -32,6 +36,26 @@ def show(console: Console, examination: Examination) -> None:
             _print(console, Text(f"  {row}"))
     _print(console, Text(""))
     _print(console, Text(textwrap.fill(examination.verdict, width)))
+
+
+def _merged(findings: Sequence[Finding]) -> list[Finding]:
+    """The same with what holds for several GPUs said once, their numbers behind its name."""
+    gpus: dict[tuple[str, str, Grade, str], list[int]] = {}
+    for finding in findings:
+        if match := _GPU.fullmatch(finding.area):
+            gpus.setdefault((finding.name, finding.value, finding.grade, finding.advice), []).append(int(match[1]))
+    names = list(dict.fromkeys(name for name, *_ in gpus))
+    together = [
+        Finding("GPUs", f"{name} {_numbers(indices)}", value, grade, advice)
+        for (name, value, grade, advice), indices in sorted(gpus.items(), key=lambda item: names.index(item[0][0]))
+    ]
+    first = next((place for place, finding in enumerate(findings) if _GPU.fullmatch(finding.area)), 0)
+    others = [finding for finding in findings if not _GPU.fullmatch(finding.area)]
+    return [*others[:first], *together, *others[first:]]
+
+
+def _numbers(indices: Iterable[int]) -> str:
+    return format_devices(Device(0, index) for index in indices).removeprefix("0:")
 
 
 def _lines(finding: Finding, width: int) -> list[Text]:

@@ -102,7 +102,10 @@ def make_steps(topology: Topology, spec: DeviceSpec, generation: int, lanes: flo
         if way is Way.NVLINK:
             steps.append(Step(_nvlink(spec), joined, _links(topology)))
         else:
-            steps.append(Step(f"pcie{generation}-{_kind(way, spec)}", joined, lanes))
+            is_over_links = bool(steps) and steps[-1].link == spec.nvlink
+            # Linked cards keep a slot each; only what joins sockets is shared by all of a group.
+            slots = min(map(len, groups)) if is_over_links and way is not Way.SYSTEM else 1
+            steps.append(Step(f"pcie{generation}-{_kind(way, spec)}", joined, lanes * slots))
         groups = joined
     if len(groups) > 1:
         raise ValueError(

@@ -42,7 +42,7 @@ class Monitor:
         self.looks = 0
         self.processor_seconds = 0.0  # that this thread has used
         self._path = path
-        self._every = every
+        self.every = every
         self._ranks = ranks
         self._find_gpus = find_gpus  # None: the run uses none
         self._listen = listen
@@ -52,12 +52,19 @@ class Monitor:
         self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
 
     def __enter__(self) -> Monitor:
-        self._thread.start()
+        self.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look once more, and end; one that hangs is left behind."""
         self._ended.set()
         self._thread.join(_PATIENCE)
 
@@ -85,7 +92,7 @@ class Monitor:
             if is_over:
                 return
             passed = time.monotonic() - began
-            is_over = self._ended.wait((int(passed / self._every) + 1) * self._every - passed)
+            is_over = self._ended.wait((int(passed / self.every) + 1) * self.every - passed)
 
     def _look(self, host: HostMeter, gpus: GpuMeter | None, seconds: float) -> Use:
         ranks = self._ranks()
@@ -98,7 +105,7 @@ class Monitor:
 
     def _keep(self, use: Use, is_last: bool) -> None:
         """Write a line, or leave it out of a long run's file."""
-        is_sparse = self.looks * self._every > _FULL_SECONDS and self.looks % _SPARSE
+        is_sparse = self.looks * self.every > _FULL_SECONDS and self.looks % _SPARSE
         if is_sparse and not is_last:
             return
         try:

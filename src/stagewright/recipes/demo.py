@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -9,6 +10,7 @@ from rich.table import Table
 
 from stagewright.config import make_config
 from stagewright.experiment import Result, run
+from stagewright.reporting import page_of_runs, write_page
 
 _STEPS = 100
 _COMMON: dict[str, dict[str, Any]] = {
@@ -25,13 +27,20 @@ _PLANS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Train twice, compare, and say where the files are."""
+    """Train twice, compare, and say where to look."""
     console = Console()
     results = {name: run(make_config(_COMMON, {"plan": plan}), console) for name, plan in _PLANS.items()}
     console.print()
     console.print(_table(results))
     for name, result in results.items():
         console.print(f"{name}: files in {result.folder}", highlight=False, soft_wrap=True)
+    console.print(f"open in a browser: {write_comparison(results)}", highlight=False, soft_wrap=True)
+
+
+def write_comparison(results: dict[str, Result]) -> Path:
+    """One page of all runs, beside their folders."""
+    folders = [result.folder for result in results.values()]
+    return write_page(page_of_runs(folders, list(results)), folders[0].parent / "demo.html")[0]
 
 
 def _table(results: dict[str, Result]) -> Table:

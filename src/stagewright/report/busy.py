@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from stagewright.metrics import Span, Timeline
 from stagewright.report.page import Curve, Curves, Point
@@ -57,13 +58,15 @@ def find_busy(run: Run) -> Busy | None:
 def _paused(run: Run, spans: list[Span], first: float, last: float) -> float:
     """Seconds for which the pipeline stood drained, for an evaluation or a checkpoint."""
     microbatches = int(run.plan.get("microbatches") or 0)
-    numbered = [(int(match[1]), span) for span in spans if (match := _NUMBERED.match(span.name))]
+    numbered = sorted((int(match[1]), span.start, span.end) for span in spans if (match := _NUMBERED.match(span.name)))
+    numbers = [number for number, _, _ in numbered]
+    ended = list(accumulate((end for _, _, end in numbered), max))  # when all up to here were done
+    begun = list(accumulate((start for _, start, _ in reversed(numbered)), min))[::-1]  # when the first from here began
     total = 0.0
     for batch in {evaluated.batch for evaluated in run.evaluations} | set(run.saved):
-        before = [span.end for number, span in numbered if number < batch * microbatches]
-        after = [span.start for number, span in numbered if number >= batch * microbatches]
-        if before and after:
-            total += max(0.0, min(min(after), last) - max(max(before), first))
+        at = bisect_left(numbers, batch * microbatches)
+        if 0 < at < len(numbers):
+            total += max(0.0, min(begun[at], last) - max(ended[at - 1], first))
     return total
 
 

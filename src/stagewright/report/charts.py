@@ -13,12 +13,14 @@ from stagewright.report.figures import part_names, shown
 from stagewright.report.page import Bar, Bars, Curve, Curves, Point, Stack, Stacks
 
 _COLOURS = 8
+_NEAR_ZERO = 0.75  # of the highest value: an axis to a lower one begins at zero, or would make much of little
 _WIDE, _HIGH = 1000, 300  # of a plot, which is then stretched
 
 
 def draw_bars(bars: Bars) -> str:
     """One below the other from zero, the interval as a line across the end; predicted ones are hatched."""
-    whole = max((max(bar.value, bar.high or 0.0) for bar in bars.bars if math.isfinite(bar.value)), default=0.0) or 1.0
+    most = max((max(bar.value, bar.high or 0.0) for bar in bars.bars if math.isfinite(bar.value)), default=0.0)
+    whole = max(most, 100.0) if bars.unit.startswith("%") else most or 1.0
     return f'<div class="bars" role="list">{"".join(_bar(bar, whole, bars.unit) for bar in bars.bars)}</div>'
 
 
@@ -85,7 +87,8 @@ def draw_curves(curves: Curves) -> str:
         return '<p class="note">There is nothing to draw.</p>'
     across = ticks(min(point.x for point in points), max(point.x for point in points))
     values = [value for point in points for value in (point.y, point.low, point.high) if value is not None]
-    up = ticks(min(values), max(values))
+    low, high = min(values), max(values)
+    up = ticks(0.0 if 0 < low < _NEAR_ZERO * high else low, high)
     frame = _Frame(across[0], across[-1], up[0], up[-1])
     grid = "".join(f'<line class="grid" x1="0" x2="{_WIDE}" y1="{frame.y(y):.1f}" y2="{frame.y(y):.1f}"/>' for y in up)
     shapes = "".join(_curve(curve, frame, number) for number, curve in enumerate(drawn))

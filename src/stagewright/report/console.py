@@ -44,6 +44,9 @@ class RunConsole:
         """A line that is no record."""
         self._print(line)
 
+    def warn(self, warning: str) -> None:
+        self._print(f"warning: {warning}")
+
     def show(self, record: Step | Evaluated | Replaced | Saved | Unsaved | Restarted) -> None:
         if isinstance(record, Restarted):
             self._shown = None  # what it was about has been said

@@ -14,7 +14,7 @@ from typing import Any
 from stagewright.metrics import Span, Timeline
 from stagewright.report.figures import KINDS, kind_of
 
-MOST_BARS = 40_000  # half a megabyte of text
+MOST_BARS = 30_000  # half a megabyte of text
 _LANES = ("compute", "transfer", "wait")
 _ACTION = re.compile(r"([0-9]{1,9})([A-Z]{1,2})([0-9]{1,15})?(?:@([0-9]{1,15}))?(?:[<>]([0-9]{1,9}))?")
 _ABSENT = -1
@@ -60,8 +60,8 @@ def encode(timeline: Timeline) -> dict[str, Any]:
 
 
 def _tick(end: float) -> float:
-    """A power of ten that counts the whole in at most a hundred million."""
-    return float(10.0 ** math.ceil(math.log10(end / 1e8))) if end > 0 else 1.0
+    """A power of ten that counts the whole in at most a billion."""
+    return float(10.0 ** math.ceil(math.log10(end / 1e9))) if end > 0 else 1.0
 
 
 def _parse(span: Span, operations: dict[tuple[str, str], int], names: dict[str, int]) -> tuple[int, int, int, int, int]:

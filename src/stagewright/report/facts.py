@@ -13,6 +13,7 @@ from stagewright.report.record import Run
 from stagewright.report.verdict import peak_memory
 
 _MIB, _GIB = 2**20, 2**30
+_MOST_EPOCHS = 100
 _CONFIGURED = (
     ("model", "model", "name"),
     ("data", "data", "source"),
@@ -112,7 +113,10 @@ def epochs(run: Run) -> Table | None:
         rate = len(steps) * run.batch / spent if spent else 0.0
         mean = sum(step.loss for step in steps) / len(steps)
         rows.append((str(epoch + 1), str(len(steps)), seconds(spent), shown(rate), f"{mean:.4g}"))
-    return Table("Epochs", ("epoch", "steps", "time", "images/s", "mean loss"), tuple(rows)) if rows else None
+    left_out = max(0, len(rows) - _MOST_EPOCHS)
+    note = f"{left_out:,} epochs before these are left out; metrics.jsonl has their steps." if left_out else ""
+    columns = ("epoch", "steps", "time", "images/s", "mean loss")
+    return Table("Epochs", columns, tuple(rows[left_out:]), note) if rows else None
 
 
 def environment(run: Run) -> Iterator[Block]:

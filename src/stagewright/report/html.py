@@ -17,7 +17,7 @@ from stagewright.report.figures import KINDS, is_numeric, seconds, table_of, thi
 from stagewright.report.page import Bars, Block, Curve, Curves, Listing, Page, Pipeline, Stacks, Table, Verdict
 
 _MOST_POINTS = 400  # of a curve: more than a screen tells apart
-_ALL_POINTS = 6000  # of a page's curves: with the bars of its timelines they keep it below a megabyte
+_ALL_POINTS = 5000  # of a page's curves: with the bars of its timelines they keep it below a megabyte
 _NARROW = 5  # columns
 _HINTS = (
     "Drag or use the arrow keys to move, the wheel or + and - to zoom, 0 for the whole. "

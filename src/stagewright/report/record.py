@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stagewright.metrics import Evaluated, GpuUse, RankUse, Replaced, Restarted, Saved, Step, Timeline, Unsaved, Use
 
 _KINDS = {kind.__name__.lower(): kind for kind in (Step, Evaluated, Replaced, Saved, Unsaved, Restarted)}
-_MEASURED = Step | Evaluated | Saved
-_NUMBERS = int | float | None
+_MEASURED = (Step, Evaluated, Saved)
+_NUMBERS = (int, float, type(None))
 _FAULTS = (ValueError, KeyError, TypeError, AttributeError)  # of content that is not what it should be
 
 
@@ -122,12 +122,12 @@ def read_records(path: Path) -> Iterator[Any]:
 
 def as_record(fields: dict[str, Any]) -> Any:
     """A line of metrics.jsonl as a value; None where it is none."""
+    values = {name: value for name, value in fields.items() if name != "kind"}
     try:
-        kind = _KINDS[fields["kind"]]
-        record = kind(**{name: value for name, value in fields.items() if name != "kind"})
+        record = _KINDS[fields["kind"]](**values)
     except _FAULTS:
         return None
-    is_sound = not isinstance(record, _MEASURED) or all(isinstance(value, _NUMBERS) for value in astuple(record))
+    is_sound = not isinstance(record, _MEASURED) or all(isinstance(value, _NUMBERS) for value in values.values())
     return record if is_sound else None
 
 

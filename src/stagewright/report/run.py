@@ -56,7 +56,8 @@ def throughput(run: Run) -> tuple[Point, ...]:
     for first in range(0, len(steps), size):
         stretch = steps[first : first + size]
         spent = sum(run.batch / step.images_per_second for step in stretch)
-        points.append(Point(stretch[-1].seconds, len(stretch) * run.batch / spent))
+        if spent:
+            points.append(Point(stretch[-1].seconds, len(stretch) * run.batch / spent))
     return tuple(points)
 
 

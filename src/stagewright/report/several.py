@@ -10,7 +10,7 @@ from stagewright.report.figures import seconds, shown
 from stagewright.report.page import Bar, Bars, Block, Curve, Curves, Page, Pipeline, Table, Verdict
 from stagewright.report.record import Run
 from stagewright.report.run import losses, throughput
-from stagewright.report.verdict import peak_memory
+from stagewright.report.verdict import peak_memory, where_time_went
 
 _MIB = 2**20
 
@@ -18,7 +18,7 @@ _MIB = 2**20
 def page_of_several(runs: Sequence[Run], names: Sequence[str] = ()) -> Page:
     """A comparison; runs go by their names, or by what tells them apart."""
     named = dict(zip(names or _names(runs), runs, strict=True))
-    return Page(f"{len(runs)} runs: {', '.join(named)}", tuple(_blocks(named)))
+    return Page(f"{len(runs)} runs: {'; '.join(named)}", tuple(_blocks(named)))
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
@@ -64,11 +64,12 @@ def _verdict(named: dict[str, Run]) -> Iterator[str]:
         best = max(scores, key=lambda name: scores[name])
         rest = ", ".join(f"{name} {score:.1%}" for name, score in scores.items() if name != best)
         yield f"The best top-1 at the end has {best}: {scores[best]:.1%} (the others: {rest})."
+    for name, run in named.items():
+        if told := " ".join(where_time_went(run)):
+            yield f"{name}: {told[0].lower()}{told[1:]}"
     unfinished = [name for name, run in named.items() if run.summary is None]
     if unfinished:
         yield f"Not finished: {', '.join(unfinished)}."
-    if any(run.is_emulated for run in named.values()):
-        yield "Emulated runs are in one process: their speed says nothing of real devices."
     yield "Each is one run, so small differences may be chance; stagewright bench repeats and gives intervals."
 
 

@@ -10,12 +10,14 @@ from stagewright.report.page import Block, Curve, Curves, Point, Table
 from stagewright.report.record import Run
 
 _MOST_CURVES = 16
+_MOST_MOMENTS = 2000  # that curves are drawn from; totals are over all
 _MIB = 2**20
 
 
 def uses_of(run: Run) -> Iterator[Block]:
     """Cores and GPUs over time, then totals; nothing where no monitor looked on."""
-    for number, uses in enumerate(run.uses):
+    for number, all_uses in enumerate(run.uses):
+        uses = all_uses[:: 1 + len(all_uses) // _MOST_MOMENTS]
         where = f", machine {number}" if len(run.uses) > 1 else ""
         ranks = sorted({rank.rank for use in uses for rank in use.ranks})
         cores = [
@@ -26,12 +28,12 @@ def uses_of(run: Run) -> Iterator[Block]:
         if len(uses) > 1:
             yield Curves(f"Cores kept busy{where}", "seconds", "cores", (*cores, whole))
         yield from _gpu_blocks(uses, where)
+        if any(use.gpus for use in all_uses):
+            yield _gpu_table(all_uses, where)
 
 
 def _gpu_blocks(uses: Sequence[Use], where: str) -> Iterator[Block]:
     indices = sorted({gpu.index for use in uses for gpu in use.gpus})
-    if not indices:
-        return
     for title, y, read in (
         ("GPU utilisation", "% of the time", lambda gpu: None if gpu.utilisation is None else 100 * gpu.utilisation),
         ("GPU memory in use", "MiB", lambda gpu: None if gpu.memory is None else gpu.memory / _MIB),
@@ -43,7 +45,11 @@ def _gpu_blocks(uses: Sequence[Use], where: str) -> Iterator[Block]:
         )
         if any(len(curve.points) > 1 for curve in curves):
             yield Curves(f"{title}{where}", "seconds", y, curves)
-    yield Table(
+
+
+def _gpu_table(uses: Sequence[Use], where: str) -> Table:
+    indices = sorted({gpu.index for use in uses for gpu in use.gpus})
+    return Table(
         f"GPUs over the run{where}",
         ("GPU", "utilisation", "peak MiB", "watts", "kJ", "hottest", "slowed down by", "others"),
         tuple(_gpu_row(uses, index) for index in indices),

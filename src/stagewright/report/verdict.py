@@ -15,7 +15,9 @@ _MIB = 2**20
 
 def verdict_of(run: Run) -> Verdict:
     """What a reader should take away."""
-    return Verdict((_outcome(run), *_prediction(run), *_time(run), *_learning(run), *_faults(run), *_machine(run)))
+    return Verdict(
+        (_outcome(run), *_prediction(run), *where_time_went(run), *_learning(run), *_faults(run), *_machine(run))
+    )
 
 
 def _outcome(run: Run) -> str:
@@ -39,7 +41,8 @@ def _prediction(run: Run) -> Iterator[str]:
         yield f"Predicted were {shown(predicted)} images/s, {abs(off):.1%} {word} what was measured."
 
 
-def _time(run: Run) -> Iterator[str]:
+def where_time_went(run: Run) -> Iterator[str]:
+    """Which rank is the busiest, and what that means for the others."""
     if run.is_emulated:
         yield "All ranks ran in one process (--emulate), one after the other: the speed says nothing of real devices."
         return

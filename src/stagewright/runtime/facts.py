@@ -28,6 +28,7 @@ _OWN = {
     "run.monitor_every",
     "run.resume",
     "run.runs",
+    "run.track",
     "nodes.index",
     "nodes.token",
 }

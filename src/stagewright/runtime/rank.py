@@ -30,10 +30,11 @@ from stagewright.runtime.network import Network
 from stagewright.runtime.pauses import Pauses
 from stagewright.runtime.pending import LostPeer, Pending, first_line
 from stagewright.runtime.place import Place
-from stagewright.runtime.recorder import last_action, make_recorder
+from stagewright.runtime.recorder import make_recorder
 from stagewright.runtime.restore import restore
 from stagewright.runtime.saver import DiskSaver
 from stagewright.runtime.shortage import describe_shortage, shortage_event
+from stagewright.runtime.sight import last_action, position_file
 from stagewright.runtime.worker import Worker
 
 EVENTS = "events"
@@ -100,10 +101,6 @@ def drive(worker: Worker) -> None:
     """Run a worker's job, waiting for whatever it waits for."""
     for pending in worker.run():
         _wait(pending)
-
-
-def position_file(folder: Path, rank: int) -> Path:
-    return folder / "ranks" / f"{rank}.at"
 
 
 def state_file(folder: Path, stage: int) -> Path:

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
 import time
 from collections import deque
-from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 
 import torch
 
 from stagewright.runtime.device import Device
+from stagewright.runtime.sight import ABSENT, OPS, PROCESS, PROCESS_AT, RECORD, SETTLED_AT, SIZE, STATE_AT, State
 from stagewright.schedule.action import Action, Op
 
-_OPS = tuple(Op)
-_RECORD = struct.Struct("<6q2B")
-_STATE_AT, _SETTLED_AT = _RECORD.size - 2, _RECORD.size - 1
-_PROCESS = struct.Struct("<2q")  # its number, and the bytes that torch holds on its device, or -1
-_PROCESS_AT = 56
-_SIZE = _PROCESS_AT + _PROCESS.size
 _WEIGH_SECONDS = 0.5  # between two questions for torch's memory
-_ABSENT = -1
 _SHORTEST_WAIT = 5e-5  # seconds; shorter ones would only fill the trace
 _COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.UPDATE)
 _LANES = {Op.SEND_ACT: "transfer", Op.SEND_GRAD: "transfer", Op.REDUCE: "transfer"}
@@ -45,16 +36,6 @@ class Recorder:
         """What the worker does next is to keep its state."""
 
 
-class State(IntEnum):
-    """What a rank is busy with."""
-
-    STARTING = 0
-    WAITING = 1  # for what its action needs
-    WORKING = 2
-    BETWEEN = 3  # two actions: choosing the next one, where it may choose
-    SAVING = 4
-
-
 class FlightRecorder(Recorder):
     """Keeps the current action in a small file mapped into memory, and the last spans.
 
@@ -63,9 +44,9 @@ class FlightRecorder(Recorder):
     """
 
     def __init__(self, path: Path, spans: int = 4096) -> None:
-        path.write_bytes(bytes(_PROCESS_AT) + _PROCESS.pack(os.getpid(), _ABSENT))
+        path.write_bytes(bytes(PROCESS_AT) + PROCESS.pack(os.getpid(), ABSENT))
         with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _SIZE)
+            self._map = mmap.mmap(file.fileno(), SIZE)
         self._spans: deque[tuple[Action, float, float]] = deque(maxlen=spans)
         self._waits: deque[tuple[Action, float, float]] = deque(maxlen=spans)
         self._begun = self._ready = 0.0
@@ -74,22 +55,22 @@ class FlightRecorder(Recorder):
     def begin(self, action: Action) -> None:
         op, _, stage, microbatch, version, peer = action
         self._count += 1
-        _RECORD.pack_into(
+        RECORD.pack_into(
             self._map,
             0,
-            1 + _OPS.index(op),
+            1 + OPS.index(op),
             stage,
-            _ABSENT if microbatch is None else microbatch,
-            _ABSENT if version is None else version,
-            _ABSENT if peer is None else peer,
+            ABSENT if microbatch is None else microbatch,
+            ABSENT if version is None else version,
+            ABSENT if peer is None else peer,
             self._count,
             State.WAITING,
-            self._map[_SETTLED_AT],
+            self._map[SETTLED_AT],
         )
         self._begun = time.monotonic()
 
     def ready(self, action: Action) -> None:
-        self._map[_STATE_AT] = State.WORKING
+        self._map[STATE_AT] = State.WORKING
         self._ready = time.monotonic()
         if self._ready - self._begun > _SHORTEST_WAIT:
             self._waits.append((action, self._begun, self._ready))
@@ -99,13 +80,13 @@ class FlightRecorder(Recorder):
         self._pass(action)
 
     def _pass(self, action: Action) -> None:
-        self._map[_STATE_AT] = State.BETWEEN
+        self._map[STATE_AT] = State.BETWEEN
         if action.op is Op.UPDATE:
-            self._map[_SETTLED_AT] = 1
+            self._map[SETTLED_AT] = 1
 
     def save(self) -> None:
         """The rank writes what it leaves behind: that takes as long as it takes."""
-        self._map[_STATE_AT] = State.SAVING
+        self._map[STATE_AT] = State.SAVING
 
     def spans(self) -> list[tuple[str, str, str, float, float]]:
         """Lane, kind, name, start and end of the last actions, and of the times that the host waited before one."""
@@ -143,7 +124,7 @@ class GpuRecorder(FlightRecorder):
             super().end(action)
         if action.op is Op.UPDATE and time.monotonic() - self._weighed > _WEIGH_SECONDS:
             self._weighed = time.monotonic()
-            _PROCESS.pack_into(self._map, _PROCESS_AT, os.getpid(), torch.cuda.memory_reserved())
+            PROCESS.pack_into(self._map, PROCESS_AT, os.getpid(), torch.cuda.memory_reserved())
 
     def spans(self) -> list[tuple[str, str, str, float, float]]:
         computes = [
@@ -166,40 +147,3 @@ def _timed() -> torch.cuda.Event:
 def make_recorder(path: Path, device: Device) -> FlightRecorder:
     """What keeps a rank's actions."""
     return FlightRecorder(path) if device.device.type == "cpu" else GpuRecorder(path)
-
-
-@dataclass(frozen=True, slots=True)
-class Sight:
-    """What a rank's file shows from outside."""
-
-    action: Action | None = None
-    count: int = 0  # of the actions begun
-    state: State = State.STARTING
-    is_settled: bool = False  # it has made its first update
-
-
-def look(path: Path, rank: int) -> Sight:
-    """Where a rank was when it last wrote to its file."""
-    try:
-        op, stage, *numbers, count, state, settled = _RECORD.unpack_from(path.read_bytes())
-        state = State(state)
-    except (OSError, struct.error, ValueError):
-        return Sight()
-    if not 0 < op <= len(_OPS):
-        return Sight(None, count, state, bool(settled))
-    microbatch, version, peer = (None if number == _ABSENT else number for number in numbers)
-    return Sight(Action(_OPS[op - 1], rank, stage, microbatch, version, peer), count, state, bool(settled))
-
-
-def last_action(path: Path, rank: int) -> Action | None:
-    """The action that a rank was at when it last wrote to its file."""
-    return look(path, rank).action
-
-
-def look_at_process(path: Path) -> tuple[int, int | None]:
-    """The process of a rank and the bytes that torch holds on its device; 0 and None before it has begun."""
-    try:
-        process, held = _PROCESS.unpack_from(path.read_bytes(), _PROCESS_AT)
-    except (OSError, struct.error):
-        return 0, None
-    return process, None if held == _ABSENT else held

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.plan.plan import Plan
-from stagewright.runtime.rank import position_file
-from stagewright.runtime.recorder import last_action
+from stagewright.runtime.sight import last_action, position_file
 from stagewright.runtime.watchdog import Hung
 
 

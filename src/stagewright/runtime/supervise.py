@@ -19,9 +19,10 @@ from stagewright.runtime.job import Job, RunFailed
 from stagewright.runtime.nodes import interface_of
 from stagewright.runtime.pauses import STOP
 from stagewright.runtime.place import ADDRESS, LOOPBACK
-from stagewright.runtime.rank import KEYS, SUPERVISOR, position_file
+from stagewright.runtime.rank import KEYS, SUPERVISOR
 from stagewright.runtime.rendezvous import Rendezvous
 from stagewright.runtime.restart import Restart
+from stagewright.runtime.sight import position_file
 from stagewright.runtime.story import Fault, log_fault, tell
 from stagewright.runtime.watchdog import Limits, Watchdog
 

@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from stagewright.runtime.rank import position_file
-from stagewright.runtime.recorder import Sight, State, look
+from stagewright.runtime.sight import Sight, State, look, position_file
 from stagewright.schedule.action import Action
 
 _STOPPED_SECONDS = 10.0

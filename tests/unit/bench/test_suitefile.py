@@ -48,7 +48,7 @@ def test_the_shipped_suites_are_there() -> None:
 def test_the_stages_are_the_published_ones() -> None:
     """Every published placement, weights and batch of one server or two is a configuration of the suite."""
     ours = set()
-    for case in cases_of(read_suite("stages"), Terms(1, 1), simulated=True):
+    for case in cases_of(read_suite("stages"), Terms(1, 1, simulate=True)):
         config = case.config(Cluster((Machine(8),) * 2, "two servers"))
         weights = config.plan.weights if config.plan.mode != "dp" else None
         ours.add((config.model.name, case.group.cluster, config.plan.mode, config.plan.batch, weights, case.data))
@@ -75,9 +75,14 @@ def test_what_fits_a_machine() -> None:
 
 
 def test_a_gpu_with_too_little_memory_is_told() -> None:
-    small = Room(gpus=8, gpu_memory=4 * GIB, memory=64 * GIB)
+    small = Room(gpus=8, gpu_memory=3 * GIB, memory=64 * GIB)
     lacks = configs("stages", small)["VGG-16, dp, synthetic"]
-    assert lacks is not None and re.fullmatch(r"needs about [\d,]+ MiB on a GPU, this machine has 4,096", lacks)
+    assert lacks is not None and re.fullmatch(r"needs about [\d,]+ MiB on a GPU, this machine has 3,072", lacks)
+
+
+def test_what_the_memory_model_is_not_sure_of_is_tried() -> None:
+    """The published home-lab box ran these batches on cards of 22 GiB; the model asks for 1.3 % more in fp32."""
+    assert set(configs("homelab", Room(gpus=4, gpu_memory=22 * GIB, memory=64 * GIB)).values()) == {None}
 
 
 def test_shared_gpus_hold_the_memory_of_all_their_ranks() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from stagewright.bench import Request, run_suite
 from stagewright.bench.outcome import Outcome, read_outcome
+from stagewright.bench.pages import verdict
 from stagewright.bench.rounds import Turns
 from stagewright.cli import main
 from stagewright.report.html import as_html
@@ -23,12 +24,16 @@ SUITE = """
 title = "Tiny"
 repeats = 3
 steps = 6
-options = { data = { samples = 64 }, plan = { batch = 16, microbatches = 2 }, run = { emulate = true } }
+[options]
+model = { name = "resnet8" }
+data = { samples = 64 }
+plan = { batch = 8, microbatches = 2 }
+run = { emulate = true }
 [[group]]
-name = "small VGG"
+name = "ResNet-8"
 trial = [
   { name = "dp", options = { plan = { mode = "dp", placement = "0:0-1" } } },
-  { name = "stale", options = { plan = { mode = "stale", placement = "0:0.0:1", cut = "avgpool" } } },
+  { name = "stale", options = { plan = { mode = "stale", staleness = 1, placement = "0:0.0:1", cut = "layer3" } } },
 ]
 """
 
@@ -68,33 +73,25 @@ def test_every_repeat_of_every_configuration_is_there(outcome: Outcome) -> None:
     base, stale = outcome.rows
     assert base.speedup is not None and base.speedup.value == 1.0 and stale.speedup is not None
     assert (
-        stale.cuts == ("avgpool",) and stale.versions == (2, 1) and stale.step_lines[0].startswith("epoch 1  step 1/6")
+        stale.cuts == ("layer3.0.conv1",)
+        and stale.versions == (2, 1)
+        and stale.step_lines[0].startswith("epoch 1  step 1/6")
     )
-
-
-def test_sides_take_turns(folder: Path) -> None:
-    """Folders are named by when they began: dp, stale, dp, stale, ..."""
-    with zipfile.ZipFile(folder / "logs.zip") as file:
-        configs = [name for name in file.namelist() if name.endswith("config.toml")]
-        began = sorted(configs, key=lambda name: file.getinfo(name.replace("config.toml", "summary.json")).filename)
-        assert sum("dp-2" in name for name in configs) == sum("stale-1-1" in name for name in configs) == 3
-    stamps = [name.partition("-vgg")[0] for name in began]
-    assert stamps == sorted(stamps)
 
 
 def test_the_logs_hold_what_each_run_left(folder: Path) -> None:
     with zipfile.ZipFile(folder / "logs.zip") as file:
         names = {name.partition("/")[2] for name in file.namelist()}
-        assert file.testzip() is None
+        assert file.testzip() is None and not names & {".lock", "report.html", "ranks/0.at"}
     assert {"config.toml", "metrics.jsonl", "summary.json", "log.txt", "output.txt", "env.json"} <= names
 
 
 def test_the_report_has_what_the_published_ones_have(folder: Path, outcome: Outcome) -> None:
     text = (folder / "report.md").read_text()
-    for heading in ("## small VGG: configuration", "## Every repeat", "## Environment", "## Commands"):
+    for heading in ("## ResNet-8: configuration", "## Every repeat", "## Environment", "## Commands"):
         assert heading in text
     assert "memory by stage, MiB" in text and "ImageNet epoch, s" in text
-    assert "stagewright train --samples 64 --placement 0:0.0:1 --cut avgpool --mode stale --batch 16" in text
+    assert "stagewright train --model resnet8 --samples 64 --placement 0:0.0:1 --cut layer3 --mode stale" in text
     for row in outcome.rows:
         assert all(f"{repeat.rate:,.1f}" in text for repeat in row.repeats)
     page = (folder / "report.html").read_text()
@@ -137,7 +134,7 @@ def test_a_configuration_that_fails_does_not_take_the_others_with_it(
     suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = tmp_path / "broken.toml"
-    broken.write_text(SUITE.replace('cut = "avgpool"', 'cut = "nowhere"'))
+    broken.write_text(SUITE.replace('cut = "layer3"', 'cut = "nowhere"'))
     with pytest.raises(SystemExit) as caught:
         main(["bench", str(broken), "--repeats", "1", "--steps", "2", "--runs", str(tmp_path / "runs")])
     printed = capsys.readouterr()
@@ -165,10 +162,21 @@ def test_an_interrupted_bench_keeps_what_it_has(
     with pytest.raises(SystemExit):
         main(["bench", str(suite), "--steps", "2", "--runs", str(tmp_path)])
     (folder,) = tmp_path.iterdir()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"stagewright: interrupted after 2 runs; nothing is left running; what there is is in {folder}"
     outcome = read_outcome(folder)
     assert not outcome.is_whole and [len(row.repeats) for row in outcome.rows] == [1, 1]
     assert "interrupted" in (folder / "report.md").read_text() and (folder / "logs.zip").is_file()
     assert not (folder / "runs").exists()
+
+
+def test_a_busy_machine_and_rounds_that_were_not_run_are_told(outcome: Outcome) -> None:
+    repeats = tuple(replace(repeat, others=1.5) for repeat in outcome.rows[0].repeats)
+    busy = replace(outcome, rows=(replace(outcome.rows[0], repeats=repeats),), cores=2, repeats=5)
+    lines = list(verdict(busy))
+    assert "Only 3 of 5 rounds: the machine was slow, and the suite has a time limit." in lines
+    assert "Warning: other processes kept 1.5 of 2 cores busy; repeat on a quiet machine." in lines
+    assert not [line for line in verdict(replace(busy, cores=16, repeats=3)) if "rounds" in line or "cores" in line]
 
 
 def test_what_is_shown_fits_80_columns(outcome: Outcome, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,11 +48,15 @@ def test_json_of_a_box_with_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 def test_eight_gpus_fit_into_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = {(one, other): 30 for one in range(8) for other in range(one, 8)}
-    monkeypatch.setitem(sys.modules, "pynvml", Library([Card()] * 8, pairs))
+    cards = [Card(), Card(), Card(limit=200_000), *[Card()] * 5]
+    monkeypatch.setitem(sys.modules, "pynvml", Library(cards, pairs))
     text = StringIO()
     show(Console(file=text, width=80), examine(None, measures=False, tell=lambda step: None))
     assert max(len(line) for line in text.getvalue().splitlines()) <= 80
     assert "GPU7   PHB" in text.getvalue()
+    said = [" ".join(line.split()) for line in text.getvalue().splitlines()]
+    assert "fine power cap 0-1,3-7 350 W of 350 W" in said and "will hurt power cap 2 200 W of 350 W" in said
+    assert said.index("software") < said.index("GPUs") < said.index("topology") and "GPU 0" not in said
 
 
 def test_a_measurement_that_fails_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,9 @@ def test_a_mesh_has_the_links_of_each_card_and_a_switch_those_to_it(tmp_path: Pa
 
 def test_bridged_pairs_lie_inside_the_host_and_geforce_copies_through_it(tmp_path: Path) -> None:
     pairs = levels(imported(tmp_path, BRIDGED_4, smi("NVIDIA GeForce RTX 3090", 24576, 4)))
-    assert pairs == [("nvlink3-ga102", 4 * 12e9, ((0, 1), (2, 3))), ("pcie4-phb", 22.2e9, ((0, 1, 2, 3),))]
+    assert pairs == [("nvlink3-ga102", 4 * 12e9, ((0, 1), (2, 3))), ("pcie4-phb", 2 * 22.2e9, ((0, 1, 2, 3),))]
+    (_, outer) = levels(imported(tmp_path, BRIDGED_4.replace("PHB", "SYS"), smi("NVIDIA GeForce RTX 3090", 24576, 4)))
+    assert outer[:2] == ("pcie4-sys", 16e9), "the link between sockets is one, whoever shares it"
     beside = TITAN_8.replace("SYS", "PHB")
     (first, second) = levels(imported(tmp_path, beside, smi("NVIDIA GeForce RTX 3090", 24576, 8), "--pcie", "3"))
     assert (first[0], second[0]) == ("pcie3-phb", "pcie3-phb") and first[2][0] == (0, 1)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from stagewright.runtime import recorder as module
-from stagewright.runtime.recorder import FlightRecorder, GpuRecorder, State, look, look_at_process
+from stagewright.runtime.recorder import FlightRecorder, GpuRecorder
+from stagewright.runtime.sight import State, look, look_at_process
 from stagewright.schedule.action import Action, Op
 
 UPDATE = Action(Op.UPDATE, 0, 0, None, 4, None)

@@ -12,8 +12,9 @@ from torch.distributed import TCPStore
 from stagewright.runtime.crew import Crew, Report, Terms, Verdict
 from stagewright.runtime.job import Job
 from stagewright.runtime.nodes import Node, Site
-from stagewright.runtime.rank import KEYS, position_file
+from stagewright.runtime.rank import KEYS
 from stagewright.runtime.restart import Restart
+from stagewright.runtime.sight import position_file
 from stagewright.runtime.story import Death
 from stagewright.runtime.supervise import Supervisor
 from tests.parity import Case, make_job

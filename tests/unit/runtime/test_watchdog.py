@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.runtime.rank import position_file
-from stagewright.runtime.recorder import FlightRecorder, State, look
+from stagewright.runtime.recorder import FlightRecorder
+from stagewright.runtime.sight import State, look, position_file
 from stagewright.runtime.watchdog import Hung, Limits, Watchdog
 from stagewright.schedule.action import Action, Op
 

@@ -31,4 +31,5 @@ async function refresh() {
   const poll = Number(news.documentElement.dataset.poll || 0);
   if (poll) setTimeout(refresh, poll * 1000); // a run that has ended has no more news
 }
+for (const part of document.querySelectorAll("main > section")) part.arrived = part.outerHTML;
 setTimeout(refresh, Number(document.documentElement.dataset.poll) * 1000);

@@ -35,14 +35,16 @@ function readBars(data) {
   });
 }
 
-function firstAbove(sorted, value) {
+function first(sorted, holds) {
   let low = 0, high = sorted.length;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (sorted[middle] > value) high = middle; else low = middle + 1;
+    if (holds(sorted[middle])) high = middle; else low = middle + 1;
   }
   return low;
 }
+const firstAbove = (sorted, value) => first(sorted, (found) => found > value);
+const firstFrom = (sorted, value) => first(sorted, (found) => found >= value);
 
 function inUnits(seconds) {
   const size = Math.abs(seconds);
@@ -63,7 +65,7 @@ class Timeline {
     this.from = 0;
     this.to = this.end;
     this.chosen = null;
-    this.row = Math.max(20, Math.min(54, 1500 / Math.max(1, data.ranks.length)));
+    this.row = Math.max(20, Math.min(60, 1600 / Math.max(1, data.ranks.length)));
     this.pointers = new Map();
     this.moved = false;
     this.listen();
@@ -83,10 +85,14 @@ class Timeline {
   listen() {
     const { canvas, box } = this;
     const on = (target, name, act, options) => target.addEventListener(name, act, options);
-    on(canvas, "pointerdown", (event) => { this.pointers.set(event.pointerId, event); canvas.setPointerCapture(event.pointerId); });
+    on(canvas, "pointerdown", (event) => {
+      this.pointers.set(event.pointerId, event);
+      canvas.setPointerCapture(event.pointerId);
+      this.pointAt(event);
+    });
     for (const name of ["pointerup", "pointercancel"]) on(canvas, name, (event) => this.pointers.delete(event.pointerId));
     on(canvas, "pointermove", (event) => this.movePointer(event));
-    on(canvas, "pointerleave", () => this.hideTip());
+    on(canvas, "pointerleave", (event) => { if (event.pointerType === "mouse") this.hideTip(); });
     // The wheel zooms once the pointer was moved onto the timeline, not when the page scrolled it below the pointer.
     on(window, "scroll", () => { this.moved = false; }, { passive: true });
     on(canvas, "wheel", (event) => this.turnWheel(event), { passive: false });
@@ -178,7 +184,7 @@ class Timeline {
     this.data.ranks.forEach((_, rank) => {
       const [, share] = STRIPS[0];
       pen.fillStyle = this.paint.track;
-      pen.fillRect(this.left, AXIS + rank * this.row + 2, this.width - this.left, (this.row - 9) * share);
+      pen.fillRect(this.left, AXIS + rank * this.row + 2, this.width - this.left, (this.row * 0.77) * share);
     });
   }
 
@@ -193,7 +199,7 @@ class Timeline {
   }
 
   strip(lane) {
-    const [begin, share] = STRIPS[lane.lane], inner = this.row - 9;
+    const [begin, share] = STRIPS[lane.lane], inner = this.row * 0.77;
     return [AXIS + lane.rank * this.row + 2 + begin * inner, Math.max(2, share * inner)];
   }
 
@@ -289,6 +295,7 @@ class Timeline {
     if (event.movementX || event.movementY || event.pointerType !== "mouse") this.moved = true;
     const before = this.pointers.get(event.pointerId);
     if (before) {
+      if (Math.abs(before.clientX - event.clientX) < 1) return; // a finger that rests
       const others = [...this.pointers.values()].filter((other) => other.pointerId !== event.pointerId);
       if (others.length) this.pinch(before, event, others[0]);
       else this.pan((before.clientX - event.clientX) * (this.to - this.from) / (this.width - this.left));
@@ -296,6 +303,10 @@ class Timeline {
       this.hideTip();
       return;
     }
+    this.pointAt(event);
+  }
+
+  pointAt(event) {
     const bounds = this.canvas.getBoundingClientRect();
     this.choose(this.find(event.clientX - bounds.left, event.clientY - bounds.top), event.clientX - bounds.left);
   }
@@ -333,12 +344,9 @@ class Timeline {
     if (ranks && chosen) rank = Math.min(count - 1, Math.max(0, rank + ranks));
     let best = null, nearest = Infinity;
     for (const lane of this.lanes.filter((lane) => lane.rank === rank)) {
-      const same = chosen && chosen.lane === lane;
-      const at = bars && same ? chosen.bar + bars : bars > 0 ? firstAbove(lane.start, time) : firstAbove(lane.start, time) - 1;
-      for (const bar of [at, bars ? at : at + 1]) {
-        if (bar < 0 || bar >= lane.count || (bars < 0 && !same && lane.start[bar] >= time)) continue;
+      for (const bar of this.besides(lane, time, bars)) {
         const away = Math.abs(lane.start[bar] - time) + (bars ? 0 : lane.lane * this.end);
-        if (away < nearest) { best = { lane, bar }; nearest = away; }
+        if (away < nearest || (away === nearest && bars < 0)) { best = { lane, bar }; nearest = away; }
       }
     }
     if (!best) return;
@@ -346,6 +354,16 @@ class Timeline {
     if (start < this.from || end > this.to) this.show(start - length / 2, start + length / 2);
     this.choose(best, this.xOf(Math.max(start, this.from)));
     this.status.textContent = this.describe(best).replace("\n", " ");
+  }
+
+  // The bars of a lane that may come next; bars that begin together go by their lanes.
+  besides(lane, time, bars) {
+    const chosen = this.chosen, after = firstAbove(lane.start, time), from = firstFrom(lane.start, time);
+    let found = [after - 1, after];
+    if (bars && chosen && chosen.lane === lane) found = [chosen.bar + bars];
+    else if (bars > 0) found = [chosen && lane.lane > chosen.lane.lane ? from : after];
+    else if (bars < 0) found = [(chosen && lane.lane < chosen.lane.lane ? after : from) - 1];
+    return found.filter((bar) => bar >= 0 && bar < lane.count);
   }
 
   choose(found, x = 0) {

@@ -1,0 +1,75 @@
+"""A real Chromium, without a window, that tests of pages share."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+def find_chromium() -> str | None:
+    """The browser that STAGEWRIGHT_CHROMIUM names, or the system's."""
+    named = os.environ.get("STAGEWRIGHT_CHROMIUM")
+    return named or next(filter(None, map(shutil.which, NAMES)), None)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    path = find_chromium()
+    if path is None:
+        pytest.skip("no Chromium here: apt-get install chromium, or set STAGEWRIGHT_CHROMIUM to one")
+    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
+    with playwright.sync_playwright() as driver:
+        root = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses to start as root
+        browser = driver.chromium.launch(executable_path=path, args=root)
+        yield browser
+        browser.close()
+
+
+@dataclass
+class Opened:
+    """A page in the browser, and what it said and asked for meanwhile."""
+
+    page: Any
+    said: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+    @property
+    def timeline(self) -> dict[str, float]:
+        """What the first timeline shows: bars, drawn, from, to, milliseconds."""
+        found = self.page.evaluate("({...document.querySelector('.timeline').dataset})")
+        return {name: float(value) for name, value in found.items()}
+
+    def settle(self) -> None:
+        """Let what was asked for be drawn."""
+        self.page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+@pytest.fixture
+def visit(chromium: Any) -> Iterator[Callable[..., Opened]]:
+    """Opens a file or an address."""
+    contexts = []
+
+    def visit(where: Path | str, width: int = 1200, scheme: str = "light", has_touch: bool = False) -> Opened:
+        screen = {"width": width, "height": 900}
+        context = chromium.new_context(viewport=screen, color_scheme=scheme, has_touch=has_touch)
+        contexts.append(context)
+        opened = Opened(context.new_page())
+        opened.page.on("console", lambda message: opened.said.append(f"{message.type}: {message.text}"))
+        opened.page.on("pageerror", lambda error: opened.said.append(f"error: {error}"))
+        opened.page.on("dialog", lambda dialog: (opened.said.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        opened.page.on("request", lambda request: opened.asked.append(request.url))
+        opened.page.goto(where.as_uri() if isinstance(where, Path) else where)
+        opened.page.wait_for_selector("html[data-ready]", timeout=10_000)
+        return opened
+
+    yield visit
+    for context in contexts:
+        context.close()

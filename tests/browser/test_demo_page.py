@@ -1,0 +1,53 @@
+"""The page that the demo ends with, opened as a user would."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stagewright.config import make_config
+from stagewright.experiment import run
+from stagewright.recipes import demo
+from tests.browser.conftest import Opened
+from tests.browser.test_report_page import COUNT, colours
+from tests.soak import soak
+
+
+def check(opened: Opened, path: Path) -> None:
+    assert opened.said == [] and opened.asked == [path.as_uri()]
+    assert path.stat().st_size < 1_000_000
+    for word in ("Throughput", "Overview", "Loss", "Configurations"):
+        assert opened.page.get_by_role("heading", name=word, exact=True).count() == 1
+    assert "2+1 stages, stale" in opened.page.locator(".verdict").inner_text()
+
+
+def test_the_demo_s_page_of_two_small_runs(tmp_path: Path, visit: Callable[..., Opened]) -> None:
+    short = {"run": {"steps": 3, "emulate": True, "runs": str(tmp_path)}, "data": {"samples": 64}}
+    results = {name: run(make_config(demo._COMMON, {"plan": plan}, short)) for name, plan in demo._PLANS.items()}
+    path = demo.write_comparison(results)
+    check(visit(path), path)
+
+
+@soak
+def test_the_whole_demo(tmp_path: Path, visit: Callable[..., Opened]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "stagewright.recipes.demo"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=True,
+    )
+    path = Path(done.stdout.splitlines()[-1].removeprefix("open in a browser: "))
+    opened = visit(path)
+    check(opened, path)
+    forward, backward, update = colours(opened, "forward", "backward", "update")
+    assert all(opened.page.evaluate(COUNT, colour) > 100 for colour in (forward, backward, update))
+    opened.page.locator("canvas").first.focus()
+    opened.page.keyboard.press("Enter")
+    assert "stage 0" in opened.page.locator(".live").first.inner_text()
+    assert pytest.approx(opened.timeline["bars"], rel=0.5) == 6000

@@ -1,0 +1,347 @@
+"""Reports in a real browser: drawn, moved, read by keyboard, on a phone, in the dark, and quiet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagewright.metrics import Span, Timeline
+from stagewright.report.html import as_html
+from stagewright.report.page import Page, Pipeline
+from stagewright.report.serve import PageServer
+from stagewright.reporting import live_page, page_of_runs, write_page
+from stagewright.runtime.possession import possess
+from tests.browser.conftest import Opened
+from tests.made_runs import make_run, steps, timeline, uses
+from tests.unit.report.test_html import EVIL, whole
+from tests.unit.report.test_watching import append
+
+Visit = Callable[..., Opened]
+END = timeline(10).end
+LABELS, AXIS, ROW = 150, 22, 60  # of a wide timeline with few ranks, in pixels
+COUNT = """(colour) => {
+    const canvas = document.querySelector("canvas"), pen = canvas.getContext("2d");
+    const wanted = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+    const data = pen.getImageData(0, 0, canvas.width, canvas.height).data;
+    let count = 0;
+    for (let at = 0; at < data.length; at += 4) {
+        count += wanted.every((value, part) => Math.abs(data[at + part] - value) < 3);
+    }
+    return count;
+}"""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run with everything in it."""
+    folder = make_run(
+        tmp_path_factory.mktemp("page") / "run",
+        summary={"predicted_images_per_second": 336.0},
+        monitor=uses(gpus=2),
+        trace=timeline(10),
+    )
+    return write_page(page_of_runs([folder]), folder / "report.html")[0]
+
+
+def bar_at(opened: Opened, rank: int, seconds: float, labels: int = LABELS) -> tuple[float, float]:
+    """Where a moment of a rank's compute lane is on the screen."""
+    box, shown = opened.page.locator("canvas").bounding_box(), opened.timeline
+    x = labels + (seconds - shown["from"]) / (shown["to"] - shown["from"]) * (box["width"] - labels)
+    return box["x"] + x, box["y"] + AXIS + (rank + 0.25) * ROW
+
+
+def colours(opened: Opened, *names: str) -> list[str]:
+    read = "(name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim()"
+    return [opened.page.evaluate(read, name) for name in names]
+
+
+@pytest.mark.parametrize("width", [1200, 375])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_page_is_drawn_and_quiet(report: Path, visit: Visit, width: int, scheme: str) -> None:
+    opened = visit(report, width, scheme)
+    assert opened.said == [] and opened.asked == [report.as_uri()]
+    assert opened.page.evaluate("document.documentElement.scrollWidth") == width
+    forward, backward, waiting, back = colours(opened, "forward", "backward", "waiting", "back")
+    drawn = [opened.page.evaluate(COUNT, colour) for colour in (forward, backward, waiting)]
+    area = opened.page.evaluate("document.querySelector('canvas').width * document.querySelector('canvas').height")
+    assert all(count > area / 200 for count in drawn), drawn
+    assert drawn[1] > 1.3 * drawn[0], "backward takes longer than forward"
+    assert int(back[1:3], 16) < 64 if scheme == "dark" else int(back[1:3], 16) > 192
+
+
+def test_the_wheel_zooms_where_the_pointer_is(report: Path, visit: Visit) -> None:
+    opened = visit(report)
+    opened.page.locator("canvas").scroll_into_view_if_needed()
+    x, y = bar_at(opened, 1, 0.2)
+    opened.page.mouse.move(x, y)
+    opened.page.mouse.move(x + 1, y)
+    before, scrolled = opened.timeline, opened.page.evaluate("scrollY")
+    for _ in range(5):
+        opened.page.mouse.wheel(0, -120)
+        opened.settle()
+    after = opened.timeline
+    assert after["to"] - after["from"] == pytest.approx(
+        (before["to"] - before["from"]) * 2.718 ** (-5 * 120 / 300), rel=0.02
+    )
+    assert after["from"] < 0.2 < after["to"] and bar_at(opened, 1, 0.2)[0] == pytest.approx(x, abs=3)
+    assert opened.page.evaluate("scrollY") == scrolled, "the page stays where it is"
+    opened.page.mouse.wheel(0, 3000)
+    opened.page.mouse.wheel(0, 3000)
+    opened.settle()
+    assert (opened.timeline["from"], opened.timeline["to"]) == (0, pytest.approx(END))
+
+
+def test_dragging_moves_and_buttons_zoom(report: Path, visit: Visit) -> None:
+    opened = visit(report)
+    opened.page.get_by_role("button", name="Zoom in").click()
+    opened.page.get_by_role("button", name="Zoom in").click()
+    opened.settle()
+    zoomed = opened.timeline
+    assert zoomed["to"] - zoomed["from"] == pytest.approx(END / 4)
+    x, y = bar_at(opened, 1, (zoomed["from"] + zoomed["to"]) / 2)
+    opened.page.mouse.move(x, y)
+    opened.page.mouse.down()
+    opened.page.mouse.move(x - 100, y, steps=4)
+    opened.page.mouse.up()
+    opened.settle()
+    assert opened.timeline["from"] > zoomed["from"] + 0.01
+    opened.page.get_by_role("button", name="Earlier").click()
+    opened.page.get_by_role("button", name="Show the whole").click()
+    opened.settle()
+    assert (opened.timeline["from"], opened.timeline["to"]) == (0, pytest.approx(END))
+
+
+def test_fingers_move_and_zoom(report: Path, visit: Visit) -> None:
+    opened = visit(report, 375, has_touch=True)
+    opened.page.locator("canvas").scroll_into_view_if_needed()
+    box = opened.page.locator("canvas").bounding_box()
+    middle, y = box["x"] + 200, box["y"] + 60
+    session = opened.page.context.new_cdp_session(opened.page)
+
+    def touch(kind: str, *xs: float) -> None:
+        points = [{"x": x, "y": y, "id": number} for number, x in enumerate(xs)]
+        session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    touch("touchStart", middle - 20, middle + 20)
+    for away in range(25, 81, 5):
+        touch("touchMove", middle - away, middle + away)
+    touch("touchEnd")
+    opened.settle()
+    near = opened.timeline
+    assert near["to"] - near["from"] == pytest.approx(END / 4, rel=0.3), "fingers four times as far apart"
+    touch("touchStart", middle)
+    for moved in range(5, 61, 5):
+        touch("touchMove", middle - moved)
+    touch("touchEnd")
+    opened.settle()
+    assert opened.timeline["from"] > near["from"] + 0.05 and opened.said == []
+    opened.page.get_by_role("button", name="Show the whole").tap()
+    opened.settle()
+    opened.page.locator("canvas").scroll_into_view_if_needed()
+    opened.page.touchscreen.tap(*bar_at(opened, 2, 0.71, labels=44))
+    assert "1F14@3: forward of microbatch 14" in opened.page.locator(".tip:visible").inner_text()
+
+
+def test_hovering_tells_action_version_and_duration(report: Path, visit: Visit) -> None:
+    opened = visit(report)
+    opened.page.locator("canvas").scroll_into_view_if_needed()
+    tip = opened.page.locator(".tip")
+    for rank, seconds, words in (
+        (
+            0,
+            0.105,
+            ["0F2@0", "forward of microbatch 2 at stage 0 on version 0", "15 ms, from 100 ms on", "rank 0 (stage 0)"],
+        ),
+        (1, 0.575, ["0B11@1", "backward of microbatch 11 at stage 0 on version 1", "25 ms", "rank 1 (stage 0)"]),
+        (2, 0.21, ["1F4@1", "forward of microbatch 4 at stage 1 on version 1", "20 ms"]),
+    ):
+        opened.page.mouse.move(*bar_at(opened, rank, seconds))
+        text = tip.inner_text()
+        assert all(word in text for word in words), text
+    x, y = bar_at(opened, 0, 0.07)
+    opened.page.mouse.move(x, y + 0.52 * ROW)
+    assert "0RG0<2: waiting for receive gradient of microbatch 0 at stage 0 from rank 2" in tip.inner_text()
+    opened.page.mouse.move(5, 5)
+    assert not tip.is_visible()
+
+
+def test_the_keyboard_reaches_everything(report: Path, visit: Visit) -> None:
+    opened = visit(report)
+    keyboard, seen = opened.page.keyboard, []
+    for _ in range(60):
+        keyboard.press("Tab")
+        tag = opened.page.evaluate("document.activeElement.tagName")
+        seen.append(tag)
+        if tag == "CANVAS":
+            break
+    assert {"A", "BUTTON", "SUMMARY", "CANVAS"} <= set(seen)
+    keyboard.press("+")
+    opened.settle()
+    near = opened.timeline
+    assert near["to"] - near["from"] == pytest.approx(END / 2)
+    keyboard.press("ArrowRight")
+    opened.settle()
+    assert opened.timeline["from"] == pytest.approx(near["from"] + END / 10)
+    keyboard.press("0")
+    keyboard.press("Enter")
+    status = opened.page.locator(".live")
+    told = [status.inner_text()]
+    assert told[0].startswith("0") and "rank 0" in told[0]
+    for key, words in (
+        (".", "rank 0"),
+        (",", told[0][:5]),
+        ("ArrowDown", "rank 1"),
+        ("ArrowDown", "rank 2"),
+        ("ArrowUp", "rank 1"),
+    ):
+        keyboard.press(key)
+        assert words in status.inner_text(), (key, status.inner_text())
+    starts = []
+    for _ in range(6):
+        keyboard.press(".")
+        starts.append(status.inner_text())
+    assert len(set(starts)) == 6, "each step is another bar"
+    for _ in range(200):
+        keyboard.press(",")
+    walked = [status.inner_text()]
+    for _ in range(200):
+        keyboard.press(".")
+        walked.append(status.inner_text())
+    own = [span for span in timeline(10).spans if span.rank == 1]
+    assert len(set(walked)) == len(own), "every bar of the rank can be reached"
+    keyboard.press("-")
+    keyboard.press("Tab")
+    assert opened.page.evaluate("document.activeElement.tagName") != "CANVAS", "the timeline lets the keyboard go"
+
+
+def test_numbers_can_be_copied(report: Path, visit: Visit) -> None:
+    opened = visit(report)
+    opened.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    opened.page.locator("summary").first.click()
+    button = opened.page.locator("details .copy").first
+    button.click()
+    button.get_by_text("Copied").or_(button.filter(has_text="Copied")).wait_for()
+    copied = opened.page.evaluate("navigator.clipboard.readText()")
+    assert copied.splitlines() == ["\timages/s\thow", "measured\t320\tmeasured", "predicted\t336\tpredicted"]
+
+
+def test_hostile_names_are_only_names(tmp_path: Path, visit: Visit) -> None:
+    path = tmp_path / "evil.html"
+    path.write_text(as_html(whole(EVIL)))
+    opened = visit(path)
+    opened.page.locator("canvas").scroll_into_view_if_needed()
+    opened.page.mouse.move(*bar_at(opened, 0, 0.75))
+    assert opened.said == [] and opened.asked == [path.as_uri()]
+    assert opened.page.locator("h1").inner_text() == EVIL
+    assert opened.page.locator(".tip").inner_text().startswith(EVIL)
+
+
+def test_the_policy_holds(report: Path, visit: Visit) -> None:
+    opened = visit(report)
+    blocked = opened.page.evaluate(
+        """async () => {
+            const seen = [];
+            document.addEventListener("securitypolicyviolation", (event) => seen.push(event.effectiveDirective));
+            const outside = '<img src="http://127.0.0.1:9/x.png"><p style="color: red">x</p>';
+            document.body.insertAdjacentHTML("beforeend", outside);
+            const script = document.createElement("script");
+            script.textContent = "window.entered = true";
+            document.body.append(script);
+            await fetch("http://127.0.0.1:9/").catch(() => {});
+            await new Promise((done) => setTimeout(done, 100));
+            return [...seen, String(window.entered)];
+        }"""
+    )
+    assert {"img-src", "style-src-attr", "script-src-elem", "connect-src", "undefined"} == set(blocked)
+
+
+def bars(count: int) -> Timeline:
+    """So many bars on eight ranks, short and long, in all lanes."""
+    spans = []
+    for number in range(count):
+        rank, turn = number % 8, number // 8
+        lane, kind = [("compute", "F"), ("compute", "B"), ("transfer", "SA"), ("wait", "RG"), ("compute", "U")][
+            turn % 5
+        ]
+        start = turn * 1.3e-3 + rank * 1e-4
+        name = (
+            f"0{kind}@{turn}"
+            if kind == "U"
+            else f"{rank % 2}{kind}{turn}" + (">1" if kind == "SA" else "<1" if kind == "RG" else f"@{turn // 7}")
+        )
+        spans.append(Span(rank, lane, kind, name, start, start + 1e-3 * (1 + number % 3) / 3))
+    return Timeline(tuple(spans))
+
+
+def test_ten_thousand_bars_are_ready_within_a_second(tmp_path: Path, visit: Visit) -> None:
+    path = tmp_path / "many.html"
+    path.write_text(as_html(Page("many", (Pipeline("P", bars(10_240), tuple(f"rank {r}" for r in range(8))),))))
+    assert path.stat().st_size < 1_000_000
+    ready = []
+    for _ in range(3):
+        opened = visit(path)
+        ready.append(float(opened.page.evaluate("document.documentElement.dataset.ready")))
+    assert min(ready) < 1000, ready
+    assert opened.timeline["bars"] == 10_240
+    opened.page.locator("canvas").focus()
+    opened.page.keyboard.press("0")
+    opened.settle()
+    assert (opened.timeline["from"], opened.timeline["drawn"]) >= (0, 1000), "the whole is on the screen"
+    frames = []
+    for key in ["+"] * 8 + ["ArrowRight"] * 8 + ["-"] * 8:
+        opened.page.keyboard.press(key)
+        opened.settle()
+        frames.append(opened.timeline["milliseconds"])
+    assert sorted(frames)[len(frames) // 2] < 50, frames
+    print(f"{path.stat().st_size:,} bytes, ready in {ready} ms, frames {min(frames):.1f} to {max(frames):.1f} ms")
+
+
+def test_a_served_page_follows_the_run(tmp_path: Path, visit: Visit) -> None:
+    folder = make_run(tmp_path / "run", steps(5), is_finished=False)
+    with PageServer(0, lambda: live_page(folder)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with possess(folder):
+                opened = visit(server.url)
+                first = opened.page.locator(".verdict p").first
+                assert "5 of 20 steps" in first.inner_text()
+                opened.page.locator("summary").first.click()
+                opened.page.evaluate("document.activeElement.blur()")  # a part that is being read is left alone
+                append(folder, *steps(9)[5:])
+                opened.page.locator(".verdict p", has_text="9 of 20 steps").wait_for()
+                assert opened.page.locator("details[open]").count() == 1, "what was open stays open"
+            opened.page.get_by_role("heading", name="Now").wait_for(state="detached")
+            assert set(opened.asked) == {server.url} and opened.said == []
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_timeline_of_one_rank_and_no_bars_is_no_fault(tmp_path: Path, visit: Visit) -> None:
+    path = tmp_path / "empty.html"
+    blocks = (Pipeline("none", Timeline(()), ("rank 0",)), Pipeline("three", timeline(), ("a", "b", "c")))
+    path.write_text(as_html(Page("p", blocks)))
+    opened = visit(path)
+    opened.page.locator("canvas").first.focus()
+    for key in ("+", ".", "Enter", "ArrowLeft", "-", "0"):
+        opened.page.keyboard.press(key)
+    opened.settle()
+    assert opened.said == []
+
+
+def names(element: Any) -> str:
+    return str(element.get_attribute("aria-label") or element.text_content())
+
+
+def test_everything_has_a_name_to_be_read_out(report: Path, visit: Visit) -> None:
+    opened = visit(report)
+    for element in opened.page.locator("button, a, summary, canvas").all():
+        assert names(element).strip()
+    for figure in opened.page.locator("figure").all():
+        caption = figure.get_attribute("aria-describedby")
+        assert opened.page.locator(f"#{caption}").inner_text().strip()

@@ -1,0 +1,107 @@
+"""Run folders made by hand, for tests of what is said about runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from stagewright.metrics import Evaluated, GpuUse, RankUse, Span, Step, Timeline, Use
+
+PLAN = {
+    "mode": "stale",
+    "placement": "0:0-1.0:2",
+    "cuts": ["classifier.0"],
+    "batch": 64,
+    "microbatches": 4,
+    "versions": [2, 1],
+    "depths": [3, 1],
+    "agree": False,
+    "flags": False,
+}
+CONFIG = """
+[model]
+name = "{model}"
+[data]
+source = "synthetic"
+[optimizer]
+name = "sgd"
+lr = 0.02
+[run]
+precision = "fp32"
+device = "cpu"
+seed = 0
+emulate = {emulate}
+"""
+
+
+def steps(count: int, batch: int = 64, speed: float = 320.0) -> list[Step]:
+    """Batches of the same speed, the loss halving every ten; an epoch is eight."""
+    seconds = batch / speed
+    return [Step(p, p // 8, 2.0 * 0.5 ** (p / 10), 0.02, (p + 1) * seconds, speed) for p in range(count)]
+
+
+def timeline(batches: int = 3) -> Timeline:
+    """Two ranks at stage 0 that compute 40 % of the time each, one at stage 1 that always does; M = 4."""
+    spans = []
+    for i in range(4 * batches):
+        start, rank, version = i * 0.05, i % 2, max(0, i // 4 - 1)
+        spans.append(Span(rank, "compute", "F", f"0F{i}@{version}", start, start + 0.015))
+        spans.append(Span(rank, "compute", "B", f"0B{i}@{version}", start + 0.015, start + 0.04))
+        spans.append(Span(rank, "wait", "RG", f"0RG{i}<2", start + 0.04, start + 0.1))
+        spans.append(Span(rank, "transfer", "SA", f"0SA{i}>2", start + 0.015, start + 0.02))
+        spans.append(Span(2, "compute", "F", f"1F{i}@{i // 4}", start, start + 0.02))
+        spans.append(Span(2, "compute", "B", f"1B{i}@{i // 4}", start + 0.02, start + 0.05))
+    return Timeline(tuple(spans))
+
+
+def uses(count: int = 5, gpus: int = 0) -> list[Use]:
+    """Moments a second apart: rank r holds 100 + r MiB and then one more a second."""
+    mib = 2**20
+    return [
+        Use(
+            float(second),
+            2.0,
+            1000 * mib,
+            tuple(
+                GpuUse(
+                    f"GPU-{g}", g, 2000 * mib, 0.9, 250.0, 1e3 + 250.0 * second, 60.0 + g, 1.7e9, ("power",)[: g % 2]
+                )
+                for g in range(gpus)
+            ),
+            tuple(RankUse(r, (100 + r + second) * mib, 0.5) for r in range(3)),
+        )
+        for second in range(count)
+    ]
+
+
+def make_run(
+    folder: Path,
+    records: list[Any] | None = None,
+    *,
+    summary: dict[str, Any] | None = None,
+    is_finished: bool = True,
+    plan: dict[str, Any] | None = None,
+    model: str = "vgg-small",
+    emulate: bool = False,
+    trace: Timeline | None = None,
+    monitor: list[Use] | None = None,
+) -> Path:
+    """A folder as `train` leaves it."""
+    folder.mkdir(parents=True)
+    records = [*steps(20), Evaluated(20, 512, 0.5, 0.75, 0.99)] if records is None else records
+    (folder / "plan.json").write_text(json.dumps(PLAN | (plan or {})))
+    (folder / "config.toml").write_text(CONFIG.format(model=model, emulate=str(emulate).lower()))
+    (folder / "env.json").write_text(json.dumps({"command": ["/x/cli.py", "train", "--steps", "20"], "python": "3.11"}))
+    (folder / "job.json").write_text(json.dumps({"batches": 20}))
+    lines = [json.dumps({"kind": type(record).__name__.lower(), **asdict(record)}) for record in records]
+    (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    if monitor is not None:
+        (folder / "monitor.jsonl").write_text("".join(json.dumps(asdict(use)) + "\n" for use in monitor))
+    if is_finished:
+        trained = [record for record in records if isinstance(record, Step)]
+        known = {"images_per_second": 320.0 if trained else None, "predicted_images_per_second": None}
+        (folder / "summary.json").write_text(json.dumps(known | {"skipped_updates": [0, 0]} | (summary or {})))
+        (folder / "trace.json").write_text(json.dumps((trace or timeline()).chrome_trace()))
+    return folder

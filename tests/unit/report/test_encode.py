@@ -1,0 +1,115 @@
+"""The text that a page's script reads, decoded here by other means."""
+
+from __future__ import annotations
+
+import base64
+import random
+
+import pytest
+
+from stagewright.metrics import Span, Timeline
+from stagewright.report.encode import encode, newest
+from stagewright.report.figures import kind_of
+from tests.made_runs import timeline
+
+
+def decoded(encoded: dict[str, object]) -> list[tuple[int, str, str, str, float, float]]:
+    """Rank, lane, kind, name, start and end of every bar."""
+    raw = base64.b64decode(str(encoded["bars"]))
+    numbers, value, shift = [], 0, 0
+    for byte in raw:
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            numbers.append(value)
+            value = shift = 0
+    bars = iter(numbers)
+    found = []
+    for rank, lane, count in encoded["lanes"]:  # type: ignore[attr-defined]
+        start, parts = 0, [0, 0, 0, 0]
+        for _ in range(count):
+            start += next(bars)
+            length, operation = next(bars), next(bars)
+            deltas = [next(bars) for _ in range(4)]
+            parts = [
+                part + (delta // 2 if delta % 2 == 0 else -(delta + 1) // 2)
+                for part, delta in zip(parts, deltas, strict=True)
+            ]
+            mark, kind = encoded["operations"][operation]  # type: ignore[index]
+            stage, microbatch, version, peer = parts
+            if mark == "?":
+                name = encoded["names"][stage]  # type: ignore[index]
+            else:
+                name = f"{stage}{mark}" + (f"{microbatch}" if microbatch >= 0 else "")
+                name += (f"@{version}" if version >= 0 else "") + (
+                    f"{'>' if mark[0] == 'S' else '<'}{peer}" if peer >= 0 else ""
+                )
+            tick = float(encoded["tick"])  # type: ignore[arg-type]
+            found.append(
+                (rank, ("compute", "transfer", "wait")[lane], kind, name, start * tick, (start + length) * tick)
+            )
+    assert next(bars, None) is None
+    return sorted(found)
+
+
+def expected(spans: tuple[Span, ...]) -> list[tuple[int, str, str, str, float, float]]:
+    return sorted((span.rank, span.lane, kind_of(span), span.name, span.start, span.end) for span in spans)
+
+
+def compare(spans: tuple[Span, ...]) -> None:
+    found, wanted = decoded(encode(Timeline(spans))), expected(spans)
+    assert [bar[:4] for bar in found] == [bar[:4] for bar in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert one[4:] == pytest.approx(other[4:], abs=1e-8 * Timeline(spans).end)
+
+
+def test_a_timeline_comes_back() -> None:
+    compare(timeline(5).spans)
+
+
+def test_any_names_and_overlaps_come_back() -> None:
+    random.seed(3)
+    names = (
+        "0F3@2",
+        "12B900719925@0",
+        "0U@4",
+        "1SA3>7",
+        "1RA3<0",
+        "0F7",
+        "1A@1",
+        "0R@9",
+        "what is this",
+        "<b>",
+        "3XY4",
+        "",
+        "0F3@",
+    )
+    spans = []
+    for number in range(3000):
+        start = random.random() * 100
+        name = names[number % len(names)]
+        kind = name.lstrip("0123456789")[:2].rstrip("0123456789@") or "?"
+        spans.append(
+            Span(number % 5, ("compute", "transfer", "wait")[number % 3], kind, name, start, start + random.random())
+        )
+    compare(tuple(spans))
+
+
+def test_nothing_is_nothing() -> None:
+    assert decoded(encode(Timeline(()))) == []
+
+
+def test_a_bar_takes_a_few_bytes() -> None:
+    spans = timeline(500).spans
+    assert len(str(encode(Timeline(spans))["bars"])) < 16 * len(spans)
+
+
+def test_the_newest_bars_begin_together() -> None:
+    whole = timeline(100)
+    cut = newest(whole, 1000)
+    assert 990 <= len(cut.spans) <= 1001 and min(span.start for span in cut.spans) == 0
+    assert cut.end == pytest.approx(
+        whole.end - min(s.start for s in whole.spans if s.name == cut.spans[0].name), abs=0.06
+    )
+    assert {span.rank for span in cut.spans} == {0, 1, 2}
+    assert newest(whole, 10**6) is whole

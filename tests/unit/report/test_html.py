@@ -1,0 +1,159 @@
+"""Pages as HTML: one file, nothing loaded, all text escaped, every figure with words and numbers."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html import unescape
+from html.parser import HTMLParser
+
+from stagewright.metrics import Span, Timeline
+from stagewright.report.charts import ticks
+from stagewright.report.html import as_html
+from stagewright.report.page import (
+    Bar,
+    Bars,
+    Curve,
+    Curves,
+    Listing,
+    Page,
+    Pipeline,
+    Point,
+    Stack,
+    Stacks,
+    Table,
+    Verdict,
+)
+from tests.made_runs import timeline
+
+EVIL = "</script></pre><img src=x onerror=alert(1)>\"'&"
+
+
+def whole(name: str = "x") -> Page:
+    """A page with every block, with one text everywhere."""
+    return Page(
+        name,
+        (
+            Verdict((name,)),
+            Table(name, (name, "n"), ((name, "1"), ("b", "22.5 %")), name),
+            Bars(name, name, (Bar(name, 3.0, 2.0, 4.0, note=name), Bar("p", 5.0, is_predicted=True))),
+            Stacks(name, name, (Stack(name, ((name, 2.0), ("q", 1.0)), 4.0),)),
+            Curves(name, name, name, (Curve(name, (Point(0, 1), Point(1, 2, 1.5, 2.5), Point(2, 3, 2.5, 3.5))),)),
+            Pipeline(name, Timeline((*timeline().spans, Span(0, "compute", "F", name, 0.7, 0.8))), (name, "r1", "r2")),
+            Listing(name, name),
+        ),
+    )
+
+
+class Reader(HTMLParser):
+    """Tags with their attributes, and the text of each element that holds text alone."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append((self.tags[-1][0] if self.tags else "", data))
+
+
+def test_all_text_is_escaped() -> None:
+    calm, evil = Reader(as_html(whole("x"))), Reader(as_html(whole(EVIL)))
+    assert [tag for tag, _ in evil.tags] == [tag for tag, _ in calm.tags]
+    assert [list(attributes) for _, attributes in evil.tags] == [list(attributes) for _, attributes in calm.tags]
+    assert "img" not in [tag for tag, _ in evil.tags]
+
+
+def test_the_policy_lets_in_the_page_s_own_style_and_script_alone() -> None:
+    page = as_html(whole())
+    policy = next(a["content"] for tag, a in Reader(page).tags if tag == "meta" and a.get("http-equiv"))
+    style, script = re.search(r"<style>(.*?)</style>", page, re.S), re.search(r"<script>(.*?)</script>", page, re.S)
+    assert policy is not None and style is not None and script is not None
+    for part in (style[1], script[1]):
+        assert f"'sha256-{base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()}'" in policy
+    assert policy.startswith("default-src 'none';") and "unsafe" not in policy and "connect-src" not in policy
+    assert "connect-src 'self'" in unescape(as_html(whole(), poll=2.0))
+    assert "fetch(" not in script[1] and "XMLHttpRequest" not in script[1]
+
+
+def test_nothing_points_outside() -> None:
+    for tag, attributes in Reader(as_html(whole())).tags:
+        for name in ("src", "href", "action", "data", "poster", "srcset"):
+            value = attributes.get(name)
+            assert value is None or value.startswith(("#", "data:,")), (tag, name, value)
+        assert "style" not in attributes and not [name for name in attributes if name.startswith("on")]
+    assert "url(http" not in as_html(whole()) and "@import" not in as_html(whole())
+
+
+def test_every_figure_has_a_name_words_and_numbers() -> None:
+    reader = Reader(as_html(whole()))
+    identities = {attributes["id"] for _, attributes in reader.tags if "id" in attributes}
+    figures = [attributes for tag, attributes in reader.tags if tag == "figure"]
+    assert len(figures) == 4 and [tag for tag, _ in reader.tags].count("details") == 4
+    for attributes in figures:
+        assert {attributes["aria-labelledby"], attributes["aria-describedby"]} <= identities
+    canvas = next(attributes for tag, attributes in reader.tags if tag == "canvas")
+    assert canvas["tabindex"] == "0" and "3 ranks over" in str(canvas["aria-label"])
+    for tag, attributes in reader.tags:
+        if tag == "svg":
+            assert attributes["aria-hidden"] == "true", "the caption and the table say it"
+        if tag == "button":
+            assert attributes.get("aria-label") or attributes.get("data-copies") in identities
+
+
+def test_bars_end_where_their_values_are() -> None:
+    bars = Bars("B", "u", (Bar("a", 50.0, 40.0, 100.0), Bar("b", 0.0), Bar("c", float("nan"))))
+    page = as_html(Page("p", (bars,)))
+    assert '<rect class="measured" width="50.00%" height="20"/>' in page
+    assert 'x1="40.00%" x2="100.00%"' in page and '<rect class="measured" width="0.00%"' in page
+    assert '<rect class="measured" width="0%"' in page, "what is no number has no length"
+
+
+def test_curves_are_where_their_points_are() -> None:
+    curve = Curve("c", (Point(0, 0.0), Point(5, 10.0), Point(10, 5.0), Point(11, float("nan"))))
+    page = as_html(Page("p", (Curves("C", "x", "y", (curve,)),)))
+    assert 'points="0.0,300.0 500.0,0.0 1000.0,150.0"' in page
+
+
+def test_ticks_are_round_and_hold_all_values() -> None:
+    assert ticks(0, 100) == [0, 20, 40, 60, 80, 100]
+    assert ticks(0.03, 2.3) == [0, 0.5, 1, 1.5, 2, 2.5]
+    assert ticks(5, 5) == [2, 3, 4, 5, 6, 7, 8]
+    assert ticks(0, 0) == [-1, -0.5, 0, 0.5, 1]
+
+
+def test_a_large_page_stays_below_a_megabyte() -> None:
+    spans = timeline(10_000).spans
+    curves = tuple(Curve(f"run {n}", tuple(Point(x, x % 7 / 3) for x in range(20_000))) for n in range(12))
+    blocks = (
+        *(Curves(f"C{n}", "x", "y", curves) for n in range(4)),
+        *(Pipeline(f"P{n}", Timeline(spans), ("a", "b", "c")) for n in range(3)),
+    )
+    page = as_html(Page("large", blocks))
+    assert len(page.encode()) < 1_000_000
+    assert "the last 10,0" in page and "of 240,000; the trace has all" in page
+
+
+def test_a_page_without_anything_is_a_page() -> None:
+    blocks = (
+        Verdict(()),
+        Table("t", ("a",), ()),
+        Bars("b", "u", ()),
+        Stacks("s", "u", ()),
+        Curves("c", "x", "y", ()),
+        Pipeline("p", Timeline(()), ()),
+    )
+    assert "</html>" in as_html(Page("", blocks))
+
+
+def test_the_timeline_is_data_and_never_code() -> None:
+    page = as_html(whole(EVIL))
+    data = re.search(r'<script type="application/json">(.*?)</script>', page, re.S)
+    assert data is not None and "<" not in data[1]
+    assert json.loads(data[1])["ranks"][0] == EVIL and EVIL in json.loads(data[1])["names"]

@@ -1,0 +1,237 @@
+"""What a report says of runs, whole ones and all others."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagewright.metrics import Evaluated, Replaced, Restarted, Saved, Span, Step, Timeline
+from stagewright.report.html import as_html
+from stagewright.report.markdown import as_markdown
+from stagewright.report.page import Bars, Curves, Page, Pipeline, Stacks, Table, Verdict
+from stagewright.reporting import page_of_runs
+from tests.made_runs import make_run, steps, timeline, uses
+
+
+def page(folder: Path) -> Page:
+    """A run's page, which must also come out in both forms."""
+    made = page_of_runs([folder])
+    assert as_html(made) and as_markdown(made)
+    return made
+
+
+def verdict(made: Page) -> str:
+    return "\n".join(line for block in made.blocks if isinstance(block, Verdict) for line in block.lines)
+
+
+def block(made: Page, title: str, kind: type[Any]) -> Any:
+    return next(found for found in made.blocks if isinstance(found, kind) and getattr(found, "title", "") == title)
+
+
+def titles(made: Page) -> list[str]:
+    return [getattr(found, "title", "") for found in made.blocks]
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    made = page(make_run(tmp_path / "run", summary={"predicted_images_per_second": 336.0}, monitor=uses()))
+    assert verdict(made).splitlines() == [
+        "vgg-small, stale 2-1: 20 steps of 64 images at 320 images/s, in 4 s.",
+        "Predicted were 336 images/s, 5.0% above what was measured.",
+        "The busiest is rank 2 (stage 1): it computes 100% of the time; "
+        "over all ranks 39% of the time is not computing.",
+        "The other ranks wait for it: give its stage more devices, or fewer layers.",
+        "The loss went from 2 to 0.5359.",
+        "Evaluated after step 20 on 512 samples: loss 0.5, top-1 75.0%, top-5 99.0%.",
+        "The most memory had rank 2 (stage 1): 106 MiB.",
+    ]
+    assert titles(made)[1:] == [
+        "Predicted against measured",
+        "Throughput over time",
+        "Loss",
+        "What each rank did",
+        "Computing over time",
+        "Memory, measured peak: resident, with Python and torch",
+        "Cores kept busy",
+        "Stages",
+        "Epochs",
+        "Configuration",
+        "Environment",
+        "Command",
+    ]
+    assert [bar.is_predicted for bar in block(made, "Predicted against measured", Bars).bars] == [False, True]
+    assert block(made, "Epochs", Table).rows[0] == ("1", "8", "1.6 s", "320", "1.589")
+    assert block(made, "Stages", Table).rows == (
+        ("0", "0:0-1", "", "2", "3", "105"),
+        ("1", "0:2", "classifier.0", "1", "1", "106"),
+    )
+    assert "stagewright train --steps 20" in as_markdown(made)
+    shares = block(made, "Computing over time", Curves).curves
+    assert {round(point.y) for point in shares[2].points[:50]} == {100}
+
+
+def test_a_long_run_stays_small(tmp_path: Path) -> None:
+    records = [*steps(8_000), *(Evaluated(batch, 8, 1.0, 0.5, 0.5) for batch in range(0, 8_000, 10))]
+    made = page(make_run(tmp_path / "run", records, trace=timeline(2_000), monitor=uses(3_000, gpus=4)))
+    assert len(as_html(made).encode()) < 1_000_000 and len(as_markdown(made)) < 50_000
+    table = block(made, "Epochs", Table)
+    assert len(table.rows) == 100 and table.rows[-1][0] == "1000" and table.note.startswith("900 epochs")
+
+
+def test_an_interrupted_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps(7), is_finished=False)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "batch": 7, "epo')
+    made = page(folder)
+    assert verdict(made).startswith(
+        "vgg-small, stale 2-1: not finished; 7 of 20 steps of 64 images at 320 images/s so far."
+    )
+    assert "What each rank did" not in titles(made)
+
+
+def test_a_run_of_no_steps(tmp_path: Path) -> None:
+    assert verdict(page(make_run(tmp_path / "whole", []))).startswith("The run had no steps to train.")
+    assert verdict(page(make_run(tmp_path / "not", [], is_finished=False))).startswith("No step was trained.")
+
+
+def test_faults_are_told(tmp_path: Path) -> None:
+    scaled = [replace(step, loss_scale=65536.0 / 2 ** (step.batch > 3)) for step in steps(9)]
+    records = [
+        *scaled,
+        Replaced(3, "a.jpg is no image"),
+        Restarted(4, "stage 0 replica 1 (rank 1) was killed"),
+        Saved(4, 10, 0.1),
+    ]
+    made = page(make_run(tmp_path / "run", records, summary={"skipped_updates": [3, 1]}))
+    told = verdict(made)
+    assert "Updates that overflowed and were skipped: 3 of stage 0, 1 of stage 1." in told
+    assert "1 bad records were replaced" in told
+    assert "start again once, last after step 4: stage 0 replica 1 (rank 1) was killed" in told
+    assert {point.y for point in block(made, "Loss scale", Curves).curves[0].points} == {65536.0, 32768.0}
+
+
+def test_an_emulated_run_claims_no_speed(tmp_path: Path) -> None:
+    told = verdict(page(make_run(tmp_path / "run", emulate=True, trace=Timeline(()))))
+    assert "the speed says nothing of real devices" in told and "busiest" not in told
+
+
+def test_gpus_and_several_machines(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", plan={"placement": "0:0,1:0.1:1"}, monitor=uses(gpus=2))
+    (folder / "monitor-1.jsonl").write_text((folder / "monitor.jsonl").read_text())
+    (folder / "env.json").write_text(json.dumps({"topology": [["X", "NV4"], ["NV4", "X"]], "gpus": [{"name": "H200"}]}))
+    made = page(folder)
+    assert "Slowed down by themselves: GPU 1 (power)." in verdict(made)
+    rows = block(made, "GPUs over the run, machine 1", Table).rows
+    assert rows[1] == ("1", "90%", "2,000", "250", "1.00", "61 °C", "power", "0")
+    text = as_markdown(made)
+    assert "GPU0     X   NV4" in text and "| gpus 0, name | H200 |" in text
+    assert block(made, "Stages", Table).rows[0][1] == "0:0,1:0"
+
+
+def test_memory_by_part(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    parts = {"weights": 3 * 2**20, "context": 0.0, "buffers": 2**20}
+    (folder / "memory.json").write_text(json.dumps({"ranks": [parts, parts, parts]}))
+    stack = block(page(folder), "Memory by part, by the planner's model", Stacks).stacks[2]
+    assert stack.label == "rank 2 (stage 1)" and stack.parts == (("weights", 3.0), ("buffers", 1.0))
+
+
+def test_pauses_are_not_waiting(tmp_path: Path) -> None:
+    """An evaluation in the middle, for which the pipeline drains, makes no rank less busy."""
+    spans = timeline(2).spans
+    gap = tuple(
+        replace(span, start=span.start + 9, end=span.end + 9)
+        if int(re.findall(r"[A-Z]+(\d+)", span.name)[0]) >= 4
+        else span
+        for span in spans
+    )
+    records = [*steps(1), Evaluated(1, 8, 1.0, 0.5, 0.5), *steps(2)[1:]]
+    told = verdict(page(make_run(tmp_path / "run", records, trace=Timeline(gap))))
+    assert "it computes 100% of the time; over all ranks 39%" in told
+
+
+def test_ranks_that_reach_back_less_cut_the_timeline(tmp_path: Path) -> None:
+    spans = tuple(span for span in timeline(10).spans if span.rank != 2 or span.start > 0.9)
+    shown = block(page(make_run(tmp_path / "run", trace=Timeline(spans))), "What each rank did", Pipeline).timeline
+    assert min(span.start for span in shown.spans if span.rank == 2) == 0
+    assert shown.end == pytest.approx(Timeline(spans).end - 0.95, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "metrics.jsonl",
+        "monitor.jsonl",
+        "trace.json",
+        "summary.json",
+        "env.json",
+        "config.toml",
+        "job.json",
+        "memory.json",
+    ],
+)
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\x00{",
+        b"[]",
+        b'{"traceEvents": 3, "ranks": 4, "plan": []}',
+        b'{"kind": "step", "batch": "x"}\n7\n',
+        b"[" * 100_000,
+    ],
+)
+def test_no_damaged_file_ends_it(tmp_path: Path, name: str, content: bytes) -> None:
+    folder = make_run(tmp_path / "run", monitor=uses())
+    (folder / name).write_bytes(content)
+    page(folder)
+    (folder / name).unlink()
+    page(folder)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"[" * 100_000, b'{"mode": 1}'])
+def test_what_is_no_run_is_said_in_a_line(tmp_path: Path, content: bytes | None) -> None:
+    folder = make_run(tmp_path / "run")
+    (folder / "plan.json").unlink()
+    if content is not None:
+        (folder / "plan.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"plan|run folder"):
+        page_of_runs([folder])
+
+
+def test_several_runs_side_by_side(tmp_path: Path) -> None:
+    slow = [*steps(20, speed=160.0), Evaluated(20, 512, 0.6, 0.5, 0.9)]
+    plan = {"mode": "dp", "placement": "0:0", "cuts": [], "versions": [1], "depths": [1]}
+    one_rank = Timeline((Span(0, "compute", "F", "0F0@0", 0, 1),))
+    folders = [
+        make_run(tmp_path / "a"),
+        make_run(tmp_path / "b", slow, plan=plan, summary={"images_per_second": 160.0}, trace=one_rank),
+    ]
+    made = page_of_runs(folders)
+    assert as_html(made) and as_markdown(made)
+    told = verdict(made)
+    assert "stale 2-1 is the fastest: 320 images/s, 2.00 x dp 1 (160)." in told
+    assert (
+        "The best top-1 at the end has stale 2-1: 75.0% (the others: dp 1 50.0%)." in told and "may be chance" in told
+    )
+    assert "dp 1: the only rank computes 100% of the time." in told
+    assert [bar.label for bar in block(made, "Throughput", Bars).bars] == ["stale 2-1", "dp 1"]
+    assert len(block(made, "Loss", Curves).curves) == 4
+    assert block(made, "Configurations", Table).rows[0] == ("mode", "stale", "dp")
+    assert titles(made).count("What each rank did: dp 1") == 1
+
+
+def test_runs_of_one_shape_go_by_their_folders(tmp_path: Path) -> None:
+    made = page_of_runs([make_run(tmp_path / "one"), make_run(tmp_path / "two")])
+    assert made.title == "2 runs: one; two"
+    made = page_of_runs([make_run(tmp_path / "x" / "one"), tmp_path / "one"])
+    assert f"{tmp_path}/x/one" in made.title
+
+
+def test_steps_that_took_no_time_are_no_fault(tmp_path: Path) -> None:
+    records = [Step(0, 0, float("nan"), 0.1, 0.0, 0.0), Step(1, 0, float("inf"), 0.1, 0.0, float("inf"))]
+    page(make_run(tmp_path / "run", records, is_finished=False))

@@ -1,0 +1,96 @@
+"""Reports on the disk: `stagewright report`, and what a run leaves at its end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stagewright import reporting
+from stagewright.cli import main
+from stagewright.metrics import Timeline
+from tests.made_runs import make_run
+
+
+def test_report_writes_both_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(tmp_path / "run")
+    main(["report", str(folder)])
+    out = capsys.readouterr().out
+    assert out.startswith("vgg-small, stale 2-1: 20 steps") and f"report: {folder}/report.html" in out
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    assert (folder / "report.md").read_text().startswith("# vgg-small")
+    assert not list(folder.glob(".report*"))
+
+
+def test_report_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [str(make_run(tmp_path / name)) for name in "ab"]
+    main(["report", *folders, folders[0], "-o", str(tmp_path / "new" / "both.html"), "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["title"] == "2 runs: a; b" and answer["html"].endswith("new/both.html")
+    assert Path(answer["markdown"]).read_text().startswith("# 2 runs")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], "nowhere is no run folder: plan.json: No such file or directory"),
+        (["run", "-o", "page.pdf"], "page.pdf ends in .pdf; give a name that ends in .html"),
+        (["run", "-o", "run/plan.json/page.html"], "can't write run/plan.json/page.html"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_a_line(
+    tmp_path: Path,
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(["report", *arguments])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and words in error and error.count("\n") == 1
+
+
+EMULATED = ("train", "--placement", "0:0-1.0:2", "--samples", "32", "--batch", "16", "--emulate", "--json")
+
+
+def test_a_run_leaves_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([*EMULATED, "--steps", "2", "--runs", str(tmp_path)])
+    folder = Path(json.loads(capsys.readouterr().out)["folder"])
+    assert "2 steps of 16 images" in (folder / "report.md").read_text()
+    assert "Memory by part" in (folder / "report.html").read_text()
+
+
+def test_a_report_that_can_t_be_made_ends_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> Timeline:
+        raise RuntimeError("the pen broke\nin many lines")
+
+    monkeypatch.setattr(reporting, "open_run", fail)
+    main([*EMULATED, "--steps", "1", "--runs", str(tmp_path)])
+    printed = capsys.readouterr()
+    folder = json.loads(printed.out)["folder"]
+    assert f"warning: no report: the pen broke; make it later with stagewright report {folder}" in printed.err
+    assert not list(Path(folder).glob("report*"))
+
+
+def test_a_run_that_fails_leaves_a_report_of_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*EMULATED, "--steps", "30", "--runs", str(tmp_path), "--lr", "1e12"])
+    report = next(tmp_path.glob("*/report.md")).read_text()
+    assert "not finished" in report
+
+
+def test_simulate_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["--mode", "stale", "--placement", "0:0-6.0:7", "--weights", "11:7", "--batch", "224", "--json"]
+    main(["simulate", "vgg16", "--cluster", "titan-v-8", *plan, "--report", str(tmp_path / "plan.html")])
+    found = json.loads(capsys.readouterr().out)
+    text = (tmp_path / "plan.md").read_text()
+    assert f"Predicted: {found['images_per_second']:,.0f} images/s" in text
+    row = next(line for line in text.splitlines() if line.startswith("| rank 7 (stage 1) |") and "12,066" in line)
+    assert f"| {found['memory_mib'][7]:,.0f} |" in row
+    assert "8 ranks over" in (tmp_path / "plan.html").read_text()
