@@ -155,7 +155,10 @@ def _run_contests(request: Request) -> None:
 
 def _run_study(request: Request) -> None:
     """What the modes learn, beside each other."""
+    from rich.console import Console
+
     from stagewright.bench.learning.lesson import Inquiry
+    from stagewright.bench.learning.pages import describe, show
     from stagewright.bench.learning.study import run_study
 
     inquiry = Inquiry(
@@ -171,9 +174,11 @@ def _run_study(request: Request) -> None:
         request.overrides,
     )
     with Progress(request.suite) as tell:
-        run_study(
-            inquiry, request.runs, request.command, anonymise=request.anonymise, as_json=request.as_json, tell=tell
-        )
+        study, folder = run_study(inquiry, request.runs, request.command, anonymise=request.anonymise, tell=tell)
+    if request.as_json:
+        print(json.dumps(describe(study) | {"folder": str(folder)}))
+    else:
+        show(Console(), study, folder)
 
 
 def _run_module(request: Request) -> None:

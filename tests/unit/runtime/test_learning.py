@@ -25,9 +25,7 @@ from stagewright.experiment import train
 from stagewright.runtime import optimize
 from stagewright.runtime.job import RunFailed
 from stagewright.runtime.versions import Slot, VersionRing
-from tests.shared import CIFAR, needs_shared
-
-pytestmark = needs_shared
+from tests.shared import shared_file
 
 _SAMPLES = 2048
 _COST = (0.15, 0.6)  # of lag 3, in loss
@@ -38,7 +36,9 @@ _WON_BACK = (0.3, 0.75)  # of it, by prediction
 def images(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Real photographs, eight pixels wide."""
     options = ImageOptions(limit=_SAMPLES)
-    source = open_source(f"ofrecord:{CIFAR / 'train'}", samples=0, classes=10, image=32, seed=0, options=options)
+    source = open_source(
+        f"ofrecord:{shared_file('data/cifar10/train')}", samples=0, classes=10, image=32, seed=0, options=options
+    )
     pictures, labels = source.batch(np.arange(_SAMPLES))
     path = tmp_path_factory.mktemp("learning") / "images.safetensors"
     save_file({"images": avg_pool2d(pictures, 4).contiguous(), "labels": labels}, path)

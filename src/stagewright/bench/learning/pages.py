@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -137,8 +138,8 @@ def _every_run(study: Study) -> Table:
     return Table("Every run", ("model", "mode", "seed", "top-1 at the end", "diverged"), rows)
 
 
-def show(console: Console, study: Study) -> None:
-    """The tables in 80 columns, and the verdicts."""
+def show(console: Console, study: Study, folder: Path) -> None:
+    """The tables in 80 columns, the verdicts, and where the reports are."""
     for group, findings in study.groups().items():
         target = study.targets.get(group)
         console.print(group, highlight=False, markup=False)
@@ -155,3 +156,5 @@ def show(console: Console, study: Study) -> None:
         timed = [finding for finding in findings if finding.speed]
         if timed:
             console.print(f"times are {_source(timed)}", highlight=False, markup=False)
+    console.print(f"report: {folder / 'report.md'}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"        {folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)

@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from stagewright.bench.folder import LOGS
 from stagewright.bench.learning.lesson import Lesson
 from stagewright.bench.mps import shared_gpu
 from stagewright.config import as_toml
@@ -113,7 +114,10 @@ class _Running:
             return Learnt(*lesson.key, lesson.seed, scores, per_epoch, rate)
         if found := _NOT_FINITE.search(said[-1]):
             return Learnt(*lesson.key, lesson.seed, scores, per_epoch, None, found[0])
-        raise ValueError(f"{lesson}: {said[-1].removeprefix('stagewright: ')}; its files are in {self._folder}")
+        logs = self._folder.parent.parent / LOGS
+        raise ValueError(
+            f"{lesson}: {said[-1].removeprefix('stagewright: ')}; its files are {logs}:{self._folder.name}"
+        )
 
     def end(self) -> None:
         """Ask it to stop, then see to it."""

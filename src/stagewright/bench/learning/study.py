@@ -6,15 +6,14 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-
-from rich.console import Console
+from pathlib import Path
 
 from stagewright.bench.anonymise import cleaned, make_cleaner
 from stagewright.bench.folder import make_folder, zip_logs
 from stagewright.bench.forecast import forecast
 from stagewright.bench.learning.finding import Speed, findings_of, target_of
 from stagewright.bench.learning.lesson import Inquiry, Lesson, lessons_of, open_study
-from stagewright.bench.learning.pages import Study, describe, show, study_page
+from stagewright.bench.learning.pages import Study, describe, study_page
 from stagewright.bench.learning.runs import Learnt, run_lessons
 from stagewright.bench.machine import num_cores
 from stagewright.catalog import open_cluster
@@ -23,12 +22,12 @@ from stagewright.reporting import write_page
 
 FILE = "learning.json"
 _CLUSTER = "rtx-4090-4"  # whose time is predicted, unless told
-_MOST_ON_GPU = 8  # runs that share one
+_MOST_ON_GPU = 6  # runs that share one
 Tell = Callable[[str], None]
 
 
-def run_study(inquiry: Inquiry, runs: str, command: str, *, anonymise: bool, as_json: bool, tell: Tell) -> None:
-    """Train every lesson, write the reports, and print what they say."""
+def run_study(inquiry: Inquiry, runs: str, command: str, *, anonymise: bool, tell: Tell) -> tuple[Study, Path]:
+    """Train every lesson, and write the reports after each; what was found, and the folder that holds it."""
     file = open_study(inquiry)
     lessons = lessons_of(inquiry, file)
     speeds = {} if inquiry.is_real else _predicted(lessons, inquiry.cluster or _CLUSTER)
@@ -48,12 +47,7 @@ def run_study(inquiry: Inquiry, runs: str, command: str, *, anonymise: bool, as_
         zip_logs(folder / "runs", folder, clean)
         if not any(folder.iterdir()):
             folder.rmdir()
-    if as_json:
-        print(json.dumps(describe(latest[0]) | {"folder": str(folder)}))
-        return
-    show(Console(), latest[0])
-    for name in ("report.md", "report.html"):
-        Console().print(f"{folder / name}", highlight=False, markup=False, soft_wrap=True)
+    return latest[0], folder
 
 
 def _study(
