@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from stagewright.bench.interval import Interval, paired_ratio
@@ -36,6 +37,7 @@ _BATCH = 32
 class Found:
     """Images a second of every segment, and what the monitor's thread used."""
 
+    device: str
     watched: tuple[float, ...]
     alone: tuple[float, ...]
     every: float  # seconds between looks
@@ -122,6 +124,7 @@ def measure(tell: Callable[[str], None]) -> Found:
         turns = Turns(job, segment, tell)
         _train(job, per_epoch, turns.hear)
     return Found(
+        job.config.run.device,
         tuple(turns.watched),
         tuple(turns.alone),
         job.config.run.monitor_every,
@@ -133,12 +136,13 @@ def measure(tell: Callable[[str], None]) -> Found:
 
 
 def _prepare(folder: str, steps: int) -> tuple[Job, int]:
+    device: dict[str, Any] = {"device": "cuda", "share_gpu": True} if torch.cuda.is_available() else {}
     return prepare(
         make_config(
             {
                 "data": {"samples": 1024},
                 "plan": {"placement": "0:0.0:1", "mode": "stale", "batch": _BATCH, "microbatches": 4},
-                "run": {"steps": steps, "runs": folder},
+                "run": {"steps": steps, "runs": folder} | device,
             }
         )
     )
@@ -171,7 +175,8 @@ def show(console: Console, found: Found) -> None:
     look = found.processor_seconds / found.looks
     verdict = "met" if ratio.value >= 1 - LIMIT and found.share < LIMIT else "not met"
     lines = [
-        f"vgg-small on two ranks, a look every {found.every:g} s, {len(found.alone)} turns of {SEGMENT_SECONDS:g} s",
+        f"vgg-small on two {found.device} ranks, a look every {found.every:g} s, "
+        f"{len(found.alone)} turns of {SEGMENT_SECONDS:g} s",
         f"with the monitor     {_spread(found.watched)} images/s",
         f"without              {_spread(found.alone)} images/s",
         f"with / without       {ratio.value:.4f} ({ratio.low:.4f} to {ratio.high:.4f})",

@@ -54,7 +54,7 @@ def test_a_cost_shows_through_a_machine_that_slows_down() -> None:
     speeds = [100 - 0.1 * segment for segment in range(200)]
     watched = tuple(speed * 0.97 for index, speed in enumerate(speeds) if index % 4 in (0, 3))
     alone = tuple(speed for index, speed in enumerate(speeds) if index % 4 in (1, 2))
-    found = Found(watched, alone, 1.0, 100, 0.1, 100.0, 0.2)
+    found = Found("cpu", watched, alone, 1.0, 100, 0.1, 100.0, 0.2)
     assert found.ratio.value == pytest.approx(0.97, abs=1e-6)
     assert found.share == pytest.approx(0.001)
     assert module.describe(found)["ratio"]["value"] == found.ratio.value
