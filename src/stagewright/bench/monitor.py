@@ -43,7 +43,6 @@ class Found:
     every: float  # seconds between looks
     looks: int
     processor_seconds: float
-    seconds: float  # that it looked on
     start_seconds: float  # processor time that a process of its own would take to start
 
     @property
@@ -57,8 +56,8 @@ class Found:
 
     @property
     def share(self) -> float:
-        """Of one core."""
-        return self.processor_seconds / self.seconds
+        """Of one core, at this rate; a turn has a look more than its seconds, since it begins and ends with one."""
+        return self.processor_seconds / self.looks / self.every
 
 
 class Turns:
@@ -68,7 +67,6 @@ class Turns:
         self.watched: list[float] = []
         self.alone: list[float] = []
         self.monitors: list[Monitor] = []
-        self.seconds = 0.0
         self._job = job
         self._segment = segment
         self._tell = tell
@@ -105,7 +103,6 @@ class Turns:
         if self._monitor is not None:
             self._monitor.stop()
             self.monitors.append(self._monitor)
-            self.seconds += seconds
             self._monitor = None
         speeds.append(self._segment * self._job.plan.batch / seconds)
         self._began = None
@@ -130,7 +127,6 @@ def measure(tell: Callable[[str], None]) -> Found:
         job.config.run.monitor_every,
         sum(monitor.looks for monitor in turns.monitors),
         sum(monitor.processor_seconds for monitor in turns.monitors),
-        turns.seconds,
         _start_seconds(),
     )
 
