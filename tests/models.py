@@ -3,6 +3,8 @@
 A factory is a `--model tests.models:NAME`. A stage of a cut at children holds the children from one cut to the next.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, relu
@@ -379,3 +381,12 @@ def still_vgg16() -> nn.Module:
 
 def still_resnet50() -> nn.Module:
     return _still("resnet50")
+
+
+def learner() -> nn.Sequential:
+    """Four layers for small images, each a stage of its own where there are four."""
+    widths = (3 * 8 * 8, 96, 96, 96)
+    layers: list[nn.Module] = []
+    for before, width in pairwise(widths):
+        layers += [nn.Linear(before, width), nn.Tanh()]
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(widths[-1], 10))

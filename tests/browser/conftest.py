@@ -57,8 +57,9 @@ def visit(chromium: Any) -> Iterator[Callable[..., Opened]]:
     """Opens a file or an address."""
     contexts = []
 
-    def visit(where: Path | str, width: int = 1200, scheme: str = "light") -> Opened:
-        context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    def visit(where: Path | str, width: int = 1200, scheme: str = "light", has_touch: bool = False) -> Opened:
+        screen = {"width": width, "height": 900}
+        context = chromium.new_context(viewport=screen, color_scheme=scheme, has_touch=has_touch)
         contexts.append(context)
         opened = Opened(context.new_page())
         opened.page.on("console", lambda message: opened.said.append(f"{message.type}: {message.text}"))

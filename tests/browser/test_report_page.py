@@ -18,7 +18,7 @@ from stagewright.runtime.possession import possess
 from tests.browser.conftest import Opened
 from tests.made_runs import make_run, steps, timeline, uses
 from tests.unit.report.test_html import EVIL, whole
-from tests.unit.report.test_watch import append
+from tests.unit.report.test_watching import append
 
 Visit = Callable[..., Opened]
 END = timeline(10).end
@@ -47,10 +47,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_page(page_of_runs([folder]), folder / "report.html")[0]
 
 
-def bar_at(opened: Opened, rank: int, seconds: float) -> tuple[float, float]:
+def bar_at(opened: Opened, rank: int, seconds: float, labels: int = LABELS) -> tuple[float, float]:
     """Where a moment of a rank's compute lane is on the screen."""
     box, shown = opened.page.locator("canvas").bounding_box(), opened.timeline
-    x = LABELS + (seconds - shown["from"]) / (shown["to"] - shown["from"]) * (box["width"] - LABELS)
+    x = labels + (seconds - shown["from"]) / (shown["to"] - shown["from"]) * (box["width"] - labels)
     return box["x"] + x, box["y"] + AXIS + (rank + 0.25) * ROW
 
 
@@ -113,6 +113,37 @@ def test_dragging_moves_and_buttons_zoom(report: Path, visit: Visit) -> None:
     opened.page.get_by_role("button", name="Show the whole").click()
     opened.settle()
     assert (opened.timeline["from"], opened.timeline["to"]) == (0, pytest.approx(END))
+
+
+def test_fingers_move_and_zoom(report: Path, visit: Visit) -> None:
+    opened = visit(report, 375, has_touch=True)
+    opened.page.locator("canvas").scroll_into_view_if_needed()
+    box = opened.page.locator("canvas").bounding_box()
+    middle, y = box["x"] + 200, box["y"] + 60
+    session = opened.page.context.new_cdp_session(opened.page)
+
+    def touch(kind: str, *xs: float) -> None:
+        points = [{"x": x, "y": y, "id": number} for number, x in enumerate(xs)]
+        session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    touch("touchStart", middle - 20, middle + 20)
+    for away in range(25, 81, 5):
+        touch("touchMove", middle - away, middle + away)
+    touch("touchEnd")
+    opened.settle()
+    near = opened.timeline
+    assert near["to"] - near["from"] == pytest.approx(END / 4, rel=0.3), "fingers four times as far apart"
+    touch("touchStart", middle)
+    for moved in range(5, 61, 5):
+        touch("touchMove", middle - moved)
+    touch("touchEnd")
+    opened.settle()
+    assert opened.timeline["from"] > near["from"] + 0.05 and opened.said == []
+    opened.page.get_by_role("button", name="Show the whole").tap()
+    opened.settle()
+    opened.page.locator("canvas").scroll_into_view_if_needed()
+    opened.page.touchscreen.tap(*bar_at(opened, 2, 0.71, labels=44))
+    assert "1F14@3: forward of microbatch 14" in opened.page.locator(".tip:visible").inner_text()
 
 
 def test_hovering_tells_action_version_and_duration(report: Path, visit: Visit) -> None:

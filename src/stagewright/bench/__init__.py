@@ -28,6 +28,12 @@ class Request:
     anonymise: bool = False
     runs: str = "runs"
     as_json: bool = False
+    val: str | None = None
+    study: str | None = None
+    seeds: int = 3
+    jobs: int | None = None
+    target: float | None = None
+    real: bool = False
 
     @property
     def command(self) -> str:
@@ -39,6 +45,10 @@ class Request:
         for tables in self.overrides:
             for section, values in tables.items():
                 words += [f"--set {section}.{name}={json.dumps(value)}" for name, value in values.items()]
+        words += [f"--val {self.val}"] if self.val else []
+        words += [f"--study {self.study}"] if self.study else []
+        words += [f"--seeds {self.seeds}"] if self.suite == "learning" else []
+        words += ["--real"] if self.real else []
         words += ["--simulate"] if self.simulate else []
         words += [f"--cluster {self.cluster}"] if self.cluster else []
         return " ".join([*words, *(["--anonymise"] if self.anonymise else [])])
@@ -50,7 +60,9 @@ def run_suite(request: Request) -> None:
     from stagewright.bench.suitefile import shipped_names
 
     _check(request)
-    if request.suite in _MODULES:
+    if request.suite == "learning":
+        _run_study(request)
+    elif request.suite in _MODULES:
         _run_module(request)
     elif request.suite == "data":
         from stagewright.bench import data
@@ -67,7 +79,7 @@ def run_suite(request: Request) -> None:
     else:
         import difflib
 
-        known = [*shipped_names(), *SUITES, *_MODULES, "data"]
+        known = [*shipped_names(), *SUITES, *_MODULES, "data", "learning"]
         near = difflib.get_close_matches(request.suite, known, 1, 0.5)
         hint = f"did you mean {near[0]}?" if near else f"the suites are {', '.join(known)}, or a file ending in .toml"
         raise ValueError(f"unknown suite '{request.suite}'; {hint}")
@@ -78,7 +90,7 @@ def _check(request: Request) -> None:
         raise ValueError(f"--repeats is {request.repeats}; give at least 1")
     if request.steps < 0:
         raise ValueError(f"--steps is {request.steps}; give the batches of one run, or 0 for the suite's own number")
-    if request.cluster is not None and not request.simulate:
+    if request.cluster is not None and not request.simulate and request.suite != "learning":
         raise ValueError(f"--cluster {request.cluster} is where to simulate; give --simulate as well")
     if request.cluster is not None:
         from stagewright.catalog import open_cluster
@@ -139,6 +151,34 @@ def _run_contests(request: Request) -> None:
         print(json.dumps(describe(suite, outcomes, request.command)))
     else:
         show_machine(Console(), outcomes, request.command)
+
+
+def _run_study(request: Request) -> None:
+    """What the modes learn, beside each other."""
+    from rich.console import Console
+
+    from stagewright.bench.learning.lesson import Inquiry
+    from stagewright.bench.learning.pages import describe, show
+    from stagewright.bench.learning.study import run_study
+
+    inquiry = Inquiry(
+        request.study,
+        request.data,
+        request.val,
+        request.seeds,
+        request.jobs,
+        request.target,
+        request.cluster,
+        request.real,
+        request.only,
+        request.overrides,
+    )
+    with Progress(request.suite) as tell:
+        study, folder = run_study(inquiry, request.runs, request.command, anonymise=request.anonymise, tell=tell)
+    if request.as_json:
+        print(json.dumps(describe(study) | {"folder": str(folder)}))
+    else:
+        show(Console(), study, folder)
 
 
 def _run_module(request: Request) -> None:

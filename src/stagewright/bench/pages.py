@@ -86,7 +86,8 @@ def _judged(row: Row, base: Row) -> str:
         )
     if speedup.holds(1.0):
         return f"no significant difference between {row.name} and {base.name}: {_short(speedup)} x"
-    return f"{row.name} is {_short(speedup)} x {base.name}, {_short(rate)} images/s"
+    few = f", by {len(row.repeats)} repeats only" if len(row.repeats) < _FEW else ""
+    return f"{row.name} is {_short(speedup)} x {base.name}, {_short(rate)} images/s{few}"
 
 
 def _short(interval: Interval | None) -> str:
@@ -130,6 +131,8 @@ def _figures(name: str, rows: Sequence[Row]) -> Table:
     columns = ("configuration", "how", "images/s", f"x {base}", "ImageNet epoch, s", "memory by stage, MiB")
     note = "Median and 95 % interval of the repeats" if any(row.repeats for row in rows) else "Predicted, not measured"
     note += "; memory of the fullest rank of each stage."
+    if any(row.kind == "predicted" for row in rows):
+        note += " Predictions are for Stagewright itself, which no published run has tested."
     if any(len(row.repeats) < _FEW for row in rows if row.repeats):
         note += f" Fewer than {_FEW} repeats: the intervals hold the true median less often than in 95 % of cases."
     return Table(name, columns, lines, note)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from stagewright.bench.outcome import Repeat
@@ -74,6 +75,9 @@ def _take(turn: Turns, number: int, folder: Path) -> None:
         except (ValueError, RunFailed) as error:
             turn.failure = f"round {number}: {error}"
             return
+        finally:
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # by probing the model; the next ranks need the memory
+                torch.cuda.empty_cache()
     output.replace(result.folder / _OUTPUT)
     turn.plan = result.plan
     turn.repeats.append(_repeat(result))

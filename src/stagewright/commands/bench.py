@@ -12,6 +12,7 @@ _SUITES = """suites of configurations, trained in turns; a folder with reports i
   scaling     ResNet-50 on 1, 2, 4, ... ranks
   homelab     ResNet-50 on all GPUs of one box, fp16 and fp32
   FILE.toml   your own; the shipped ones are in stagewright/bench/suites
+what lag costs in accuracy: learning
 contests with stock PyTorch: overhead, peers, gpu
 by themselves: published, planner, own, checkpoint, monitor, data"""
 
@@ -19,7 +20,7 @@ by themselves: published, planner, own, checkpoint, monitor, data"""
 def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "bench",
-        help="measure: suites of configurations, contests with stock PyTorch, the planner, checkpoints, data",
+        help="measure: suites of configurations, contests with stock PyTorch, learning, the planner, checkpoints, data",
         usage="stagewright bench SUITE|FILE.toml [options]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_SUITES,
@@ -36,6 +37,13 @@ def add(commands: Commands) -> None:
     parser.add_argument("--cluster", metavar="NAME|FILE", help="predict everything for this cluster")
     parser.add_argument("--anonymise", action="store_true", help="leave out names of hosts and users, paths, addresses")
     parser.add_argument("--runs", metavar="DIR", default="runs", help="folder that holds run folders (default: runs)")
+    learning = parser.add_argument_group("learning")
+    learning.add_argument("--val", metavar="SOURCE", help="data to judge by")
+    learning.add_argument("--study", metavar="FILE.toml", help="your own, as stagewright/bench/studies/learning.toml")
+    learning.add_argument("--seeds", type=int, default=3, help="runs of every mode (default: 3)")
+    learning.add_argument("--jobs", type=int, help="runs at a time (default: by the cores)")
+    learning.add_argument("--target", type=float, help="top-1 in percent to reach (default: a point below sync's)")
+    learning.add_argument("--real", action="store_true", help="ranks as processes, and their time, instead of emulated")
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -57,5 +65,11 @@ def run(parsed: argparse.Namespace) -> None:
             anonymise=parsed.anonymise,
             runs=parsed.runs,
             as_json=parsed.json,
+            val=parsed.val,
+            study=parsed.study,
+            seeds=parsed.seeds,
+            jobs=parsed.jobs,
+            target=parsed.target,
+            real=parsed.real,
         )
     )

@@ -51,7 +51,7 @@ def run(parsed: argparse.Namespace) -> None:
         _show(console, look_at(watch, folder))
     else:
         try:
-            (_live if console.is_terminal else _lines)(console, watch, folder)
+            (_live if console.is_terminal and _has_blocks(console) else _lines)(console, watch, folder)
         except KeyboardInterrupt:
             print("no longer watched; the run goes on")
 
@@ -64,9 +64,14 @@ def _newest() -> Path:
 
 
 def _show(console: Console, moment: Moment) -> None:
-    from stagewright.report.watch import as_screen
+    from stagewright.report.watch import as_line, as_screen
 
-    console.print(as_screen(moment, console.width))
+    console.print(as_screen(moment, console.width) if _has_blocks(console) else as_line(moment), highlight=False)
+
+
+def _has_blocks(console: Console) -> bool:
+    """Whether what is printed may hold more than ASCII."""
+    return "utf" in console.encoding.lower()
 
 
 def _live(console: Console, watch: Watch, folder: Path) -> None:

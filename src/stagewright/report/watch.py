@@ -95,8 +95,8 @@ class Watch:
                 self._evaluation = record
             elif isinstance(record, Restarted):
                 self._restarts += 1
-        for fields in self._monitor.read()[1][-1:]:
-            self._use = as_use(fields) or self._use
+        uses = filter(None, map(as_use, reversed(self._monitor.read()[1])))
+        self._use = next((use for use in uses if use.ranks), self._use)  # the last moment has no ranks any more
         batches = (read_object(self._folder / "job.json") or {}).get("batches")
         return Moment(
             self._folder.name,

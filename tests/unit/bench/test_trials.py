@@ -24,12 +24,16 @@ SUITE = """
 title = "Tiny"
 repeats = 3
 steps = 6
-options = { data = { samples = 64 }, plan = { batch = 16, microbatches = 2 }, run = { emulate = true } }
+[options]
+model = { name = "resnet8" }
+data = { samples = 64 }
+plan = { batch = 8, microbatches = 2 }
+run = { emulate = true }
 [[group]]
-name = "small VGG"
+name = "ResNet-8"
 trial = [
   { name = "dp", options = { plan = { mode = "dp", placement = "0:0-1" } } },
-  { name = "stale", options = { plan = { mode = "stale", staleness = 1, placement = "0:0.0:1", cut = "avgpool" } } },
+  { name = "stale", options = { plan = { mode = "stale", staleness = 1, placement = "0:0.0:1", cut = "layer3" } } },
 ]
 """
 
@@ -69,7 +73,9 @@ def test_every_repeat_of_every_configuration_is_there(outcome: Outcome) -> None:
     base, stale = outcome.rows
     assert base.speedup is not None and base.speedup.value == 1.0 and stale.speedup is not None
     assert (
-        stale.cuts == ("avgpool",) and stale.versions == (2, 1) and stale.step_lines[0].startswith("epoch 1  step 1/6")
+        stale.cuts == ("layer3.0.conv1",)
+        and stale.versions == (2, 1)
+        and stale.step_lines[0].startswith("epoch 1  step 1/6")
     )
 
 
@@ -82,10 +88,10 @@ def test_the_logs_hold_what_each_run_left(folder: Path) -> None:
 
 def test_the_report_has_what_the_published_ones_have(folder: Path, outcome: Outcome) -> None:
     text = (folder / "report.md").read_text()
-    for heading in ("## small VGG: configuration", "## Every repeat", "## Environment", "## Commands"):
+    for heading in ("## ResNet-8: configuration", "## Every repeat", "## Environment", "## Commands"):
         assert heading in text
     assert "memory by stage, MiB" in text and "ImageNet epoch, s" in text
-    assert "stagewright train --samples 64 --placement 0:0.0:1 --cut avgpool --mode stale" in text
+    assert "stagewright train --model resnet8 --samples 64 --placement 0:0.0:1 --cut layer3 --mode stale" in text
     for row in outcome.rows:
         assert all(f"{repeat.rate:,.1f}" in text for repeat in row.repeats)
     page = (folder / "report.html").read_text()
@@ -128,7 +134,7 @@ def test_a_configuration_that_fails_does_not_take_the_others_with_it(
     suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = tmp_path / "broken.toml"
-    broken.write_text(SUITE.replace('cut = "avgpool"', 'cut = "nowhere"'))
+    broken.write_text(SUITE.replace('cut = "layer3"', 'cut = "nowhere"'))
     with pytest.raises(SystemExit) as caught:
         main(["bench", str(broken), "--repeats", "1", "--steps", "2", "--runs", str(tmp_path / "runs")])
     printed = capsys.readouterr()

@@ -85,10 +85,14 @@ class Timeline {
   listen() {
     const { canvas, box } = this;
     const on = (target, name, act, options) => target.addEventListener(name, act, options);
-    on(canvas, "pointerdown", (event) => { this.pointers.set(event.pointerId, event); canvas.setPointerCapture(event.pointerId); });
+    on(canvas, "pointerdown", (event) => {
+      this.pointers.set(event.pointerId, event);
+      canvas.setPointerCapture(event.pointerId);
+      this.pointAt(event);
+    });
     for (const name of ["pointerup", "pointercancel"]) on(canvas, name, (event) => this.pointers.delete(event.pointerId));
     on(canvas, "pointermove", (event) => this.movePointer(event));
-    on(canvas, "pointerleave", () => this.hideTip());
+    on(canvas, "pointerleave", (event) => { if (event.pointerType === "mouse") this.hideTip(); });
     // The wheel zooms once the pointer was moved onto the timeline, not when the page scrolled it below the pointer.
     on(window, "scroll", () => { this.moved = false; }, { passive: true });
     on(canvas, "wheel", (event) => this.turnWheel(event), { passive: false });
@@ -291,6 +295,7 @@ class Timeline {
     if (event.movementX || event.movementY || event.pointerType !== "mouse") this.moved = true;
     const before = this.pointers.get(event.pointerId);
     if (before) {
+      if (Math.abs(before.clientX - event.clientX) < 1) return; // a finger that rests
       const others = [...this.pointers.values()].filter((other) => other.pointerId !== event.pointerId);
       if (others.length) this.pinch(before, event, others[0]);
       else this.pan((before.clientX - event.clientX) * (this.to - this.from) / (this.width - this.left));
@@ -298,6 +303,10 @@ class Timeline {
       this.hideTip();
       return;
     }
+    this.pointAt(event);
+  }
+
+  pointAt(event) {
     const bounds = this.canvas.getBoundingClientRect();
     this.choose(this.find(event.clientX - bounds.left, event.clientY - bounds.top), event.clientX - bounds.left);
   }

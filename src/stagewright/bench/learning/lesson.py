@@ -1,0 +1,85 @@
+"""What is trained: every trial of a study, once a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+
+from stagewright.bench.case import Case, Terms, cases_of
+from stagewright.bench.suitefile import SuiteFile, Tables, read_suite
+from stagewright.config import Config, make_config
+
+
+@dataclass(frozen=True, slots=True)
+class Inquiry:
+    """What `bench learning` was asked."""
+
+    study: str | None = None  # a file of one's own, instead of the shipped one
+    data: str | None = None
+    val: str | None = None
+    seeds: int = 3
+    jobs: int | None = None  # runs at a time
+    target: float | None = None  # top-1 that counts as learnt, in percent
+    cluster: str | None = None  # whose time is predicted
+    is_real: bool = False  # ranks as processes of their own, whose time is measured
+    only: str | None = None
+    overrides: Sequence[Tables] = ()
+
+    def __post_init__(self) -> None:
+        for flag, value in (("--seeds", self.seeds), ("--jobs", self.jobs)):
+            if value is not None and value < 1:
+                raise ValueError(f"{flag} is {value}; give at least 1")
+        if self.target is not None and not 0 < self.target <= 100:
+            raise ValueError(f"--target is {self.target:g}; give a top-1 in percent, such as 90")
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """One trial with one seed."""
+
+    case: Case
+    seed: int
+    config: Config
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return (self.case.group.name, self.case.trial.name)
+
+    def __str__(self) -> str:
+        return f"{self.case.group.name}, {self.case.trial.name}, seed {self.seed}"
+
+
+def open_study(inquiry: Inquiry) -> SuiteFile:
+    """The shipped study, or a user's own."""
+    if inquiry.study is not None:
+        return read_suite(inquiry.study)
+    with resources.as_file(resources.files("stagewright.bench").joinpath("studies/learning.toml")) as path:
+        return read_suite(str(path))
+
+
+def lessons_of(inquiry: Inquiry, study: SuiteFile) -> list[Lesson]:
+    """Every lesson, seed by seed, so that what runs at a time is alike."""
+    terms = Terms(1, study.steps, None, inquiry.only, inquiry.overrides)
+    lessons = [
+        Lesson(case, seed, _config(case, seed, inquiry))
+        for seed in range(inquiry.seeds)
+        for case in cases_of(study, terms)
+    ]
+    for lesson in lessons:
+        data = lesson.config.data
+        if data.source == "synthetic" and inquiry.data is None:
+            raise ValueError(
+                "bench learning needs images to learn from and others to be judged by; give --data and --val, "
+                "such as --data ofrecord:DIR --val ofrecord:DIR, or --data synthetic"
+            )
+    return lessons
+
+
+def _config(case: Case, seed: int, inquiry: Inquiry) -> Config:
+    config = make_config(case.tables)
+    data = replace(
+        config.data, source=inquiry.data or config.data.source, val=inquiry.val or config.data.val or inquiry.data
+    )
+    run = replace(config.run, seed=seed, steps=None, emulate=not inquiry.is_real)
+    return replace(config, data=data, run=run)

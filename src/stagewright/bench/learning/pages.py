@@ -1,0 +1,160 @@
+"""A study of learning as a page, as a table for the terminal, and as one object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from stagewright.bench.learning.finding import Finding
+from stagewright.report.page import Block, Curve, Curves, Listing, Page, Point, Table, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What a study found."""
+
+    title: str
+    date: str
+    command: str
+    machine: Mapping[str, str]
+    findings: tuple[Finding, ...]
+    targets: Mapping[str, float]  # top-1 by group
+
+    def groups(self) -> dict[str, list[Finding]]:
+        found: dict[str, list[Finding]] = {}
+        for finding in self.findings:
+            found.setdefault(finding.group, []).append(finding)
+        return found
+
+
+def describe(study: Study) -> dict[str, Any]:
+    return {
+        "title": study.title,
+        "date": study.date,
+        "command": study.command,
+        "machine": dict(study.machine),
+        "targets": dict(study.targets),
+        "findings": [
+            asdict(finding)
+            | {
+                "accuracy": finding.accuracy and asdict(finding.accuracy),
+                "difference": finding.difference and asdict(finding.difference),
+                "verdict": finding.verdict,
+                "epochs_to_target": finding.epochs_to(study.targets[finding.group])
+                if finding.group in study.targets
+                else None,
+                "seconds_to_target": finding.seconds_to(study.targets[finding.group])
+                if finding.group in study.targets
+                else None,
+            }
+            for finding in study.findings
+        ],
+    }
+
+
+def study_page(study: Study) -> Page:
+    return Page(f"{study.title} ({study.date})", tuple(_blocks(study)))
+
+
+def _blocks(study: Study) -> Iterator[Block]:
+    yield Verdict(tuple(_sentences(study)))
+    for group, findings in study.groups().items():
+        target = study.targets.get(group)
+        yield Table(f"{group}: accuracy", _columns(target), tuple(_row(f, target) for f in findings), _note(findings))
+        yield Curves(f"{group}: top-1 against epochs", "epochs", "top-1 in %", tuple(map(_by_epoch, findings)))
+        timed = [finding for finding in findings if finding.speed]
+        if timed:
+            curves = tuple(_by_time(finding) for finding in timed)
+            yield Curves(f"{group}: top-1 against time", f"seconds, {_source(timed)}", "top-1 in %", curves)
+    yield _every_run(study)
+    yield Table("Environment", ("what", "value"), tuple(study.machine.items()))
+    yield Listing("Command", study.command)
+
+
+def _sentences(study: Study) -> Iterator[str]:
+    for finding in study.findings:
+        if not finding.is_baseline:
+            yield f"{finding.group}, {finding.trial}: {finding.verdict}."
+    if any(len(finding.learnt) < 3 for finding in study.findings):
+        yield "Fewer than three seeds: differences may be chance."
+
+
+def _columns(target: float | None) -> tuple[str, ...]:
+    goal = "target" if target is None else f"{target:.1%}"
+    return ("mode", "top-1", "95 % interval", "against baseline", f"epochs to {goal}", f"time to {goal}", "verdict")
+
+
+def _row(finding: Finding, target: float | None) -> tuple[str, ...]:
+    accuracy, difference = finding.accuracy, finding.difference
+    epochs = None if target is None else finding.epochs_to(target)
+    seconds = None if target is None else finding.seconds_to(target)
+    return (
+        finding.trial,
+        "-" if accuracy is None else f"{accuracy.value:.2%}",
+        "-" if accuracy is None or len(finding.whole) < 2 else f"{accuracy.low:.2%} - {accuracy.high:.2%}",
+        "-" if difference is None else f"{difference.value * 100:+.2f}",
+        "never" if epochs is None else f"{epochs:.0f}",
+        "-" if seconds is None else f"{seconds:,.0f} s",
+        finding.verdict,
+    )
+
+
+def _note(findings: Sequence[Finding]) -> str:
+    timed = [finding for finding in findings if finding.speed]
+    seeds = max(len(finding.learnt) for finding in findings)
+    about = (
+        f"Means over {seeds} seed{'s' if seeds > 1 else ''} with Student's interval; differences are paired by seed."
+    )
+    return f"{about} Times are {_source(timed)}." if timed else about
+
+
+def _source(findings: Sequence[Finding]) -> str:
+    return ", ".join(sorted({finding.speed.source for finding in findings if finding.speed}))
+
+
+def _by_epoch(finding: Finding) -> Curve:
+    points = (Point(epoch, 100 * top1.value, 100 * top1.low, 100 * top1.high) for epoch, top1 in finding.curve())
+    return Curve(finding.trial, tuple(points))
+
+
+def _by_time(finding: Finding) -> Curve:
+    assert finding.speed is not None
+    an_epoch = finding.samples / finding.speed.images_per_second
+    points = (Point(epoch * an_epoch, 100 * top1.value) for epoch, top1 in finding.curve())
+    return Curve(finding.trial, tuple(points))
+
+
+def _every_run(study: Study) -> Table:
+    rows = tuple(
+        (run.group, run.trial, str(run.seed), f"{run.scores[-1][1]:.2%}" if run.scores else "-", run.diverged or "-")
+        for finding in study.findings
+        for run in finding.learnt
+    )
+    return Table("Every run", ("model", "mode", "seed", "top-1 at the end", "diverged"), rows)
+
+
+def show(console: Console, study: Study, folder: Path) -> None:
+    """The tables in 80 columns, the verdicts, and where the reports are."""
+    for group, findings in study.groups().items():
+        target = study.targets.get(group)
+        console.print(group, highlight=False, markup=False)
+        table = RichTable(box=None, pad_edge=False)
+        goal = "target" if target is None else f"{target:.1%}"
+        for name in ("mode", "top-1", "95 % interval", "points", f"epochs to {goal}", "time"):
+            table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=name != "mode")
+        for finding in findings:
+            table.add_row(*_row(finding, target)[:-1])
+        console.print(table)
+        for finding in findings:
+            if not finding.is_baseline:
+                console.print(f"{finding.trial}: {finding.verdict}", highlight=False, markup=False)
+        timed = [finding for finding in findings if finding.speed]
+        if timed:
+            console.print(f"times are {_source(timed)}", highlight=False, markup=False)
+    console.print(f"report: {folder / 'report.md'}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"        {folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)

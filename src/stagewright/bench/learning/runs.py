@@ -1,0 +1,153 @@
+"""Runs lessons as commands of their own, several at a time, and reads what they learnt."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from stagewright.bench.folder import LOGS
+from stagewright.bench.learning.lesson import Lesson
+from stagewright.bench.mps import shared_gpu
+from stagewright.config import as_toml
+
+Tell = Callable[[str], None]
+After = Callable[[Sequence["Learnt"]], None]
+_LOOK = 0.5  # seconds between looks at the runs
+_TELL = 10.0  # seconds between lines on how far they are
+_NOT_FINITE = re.compile(r"the loss of batch \d+ is (nan|-?inf)")
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What one lesson came to: top-1 after so many batches, and how fast its ranks were, where they were real."""
+
+    group: str
+    trial: str
+    seed: int
+    scores: tuple[tuple[int, float], ...]
+    per_epoch: int  # batches
+    rate: float | None = None  # images a second
+    diverged: str = ""  # the loss left the numbers, and when
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return (self.group, self.trial)
+
+
+def run_lessons(lessons: Sequence[Lesson], jobs: int, folder: Path, tell: Tell, after: After) -> None:
+    """Every lesson, `jobs` at a time; one that fails for another reason than its lag ends them all.
+
+    `after` hears of all that are over whenever one is.
+    """
+    on_gpu = any(lesson.config.run.device == "cuda" for lesson in lessons)
+    found: list[Learnt] = []
+    waiting = list(enumerate(lessons))
+    with shared_gpu(tell) if on_gpu and jobs > 1 else nullcontext(), _ended() as running:
+        told = time.monotonic()
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                number, lesson = waiting.pop(0)
+                running.append(_Running(lesson, folder / f"{number}"))
+            time.sleep(_LOOK)
+            for run in [run for run in running if run.is_over]:
+                running.remove(run)
+                found.append(run.learnt())
+                after(found)
+                told = 0.0
+            if time.monotonic() - told > _TELL:
+                told = time.monotonic()
+                tell(f"{len(found)} of {len(lessons)} runs; {'; '.join(run.progress for run in running[:2])}")
+
+
+@contextmanager
+def _ended() -> Iterator[list[_Running]]:
+    """Runs that are ended when the context is left, however it is."""
+    running: list[_Running] = []
+    try:
+        yield running
+    finally:
+        for run in running:
+            run.end()
+
+
+class _Running:
+    """One lesson's command."""
+
+    def __init__(self, lesson: Lesson, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        self._lesson = lesson
+        self._folder = folder
+        config = replace(lesson.config, run=replace(lesson.config.run, runs=str(folder / "runs")))
+        (folder / "lesson.toml").write_text(as_toml(config))
+        with (folder / "out.json").open("w") as out, (folder / "errors.txt").open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "stagewright.cli", "train", "--config", str(folder / "lesson.toml"), "--json"],
+                stdout=out,
+                stderr=errors,
+                env={**os.environ, "OMP_NUM_THREADS": str(config.run.threads)},
+            )
+
+    @property
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
+
+    @property
+    def progress(self) -> str:
+        scores = list(_scores(self._folder))
+        return f"{self._lesson}: {f'{scores[-1][1]:.1%} after batch {scores[-1][0]}' if scores else 'begun'}"
+
+    def learnt(self) -> Learnt:
+        code, lesson = self._process.wait(), self._lesson
+        said = (self._folder / "errors.txt").read_text(errors="replace").strip().splitlines() or ["no message"]
+        per_epoch, scores = _per_epoch(self._folder), tuple(_scores(self._folder))
+        if code == 0:
+            summary = json.loads((self._folder / "out.json").read_text())
+            rate = None if lesson.config.run.emulate else summary["images_per_second"]
+            return Learnt(*lesson.key, lesson.seed, scores, per_epoch, rate)
+        if found := _NOT_FINITE.search(said[-1]):
+            return Learnt(*lesson.key, lesson.seed, scores, per_epoch, None, found[0])
+        logs = self._folder.parent.parent / LOGS
+        raise ValueError(
+            f"{lesson}: {said[-1].removeprefix('stagewright: ')}; its files are {logs}:{self._folder.name}"
+        )
+
+    def end(self) -> None:
+        """Ask it to stop, then see to it."""
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _records(folder: Path) -> Iterator[dict[str, object]]:
+    """The lines of the run's metrics so far; the last may be half a line."""
+    for path in folder.glob("runs/*/metrics.jsonl"):
+        for line in path.read_text().splitlines():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                return
+
+
+def _scores(folder: Path) -> Iterator[tuple[int, float]]:
+    for record in _records(folder):
+        if "top1" in record:
+            yield int(str(record["batch"])), float(str(record["top1"]))
+
+
+def _per_epoch(folder: Path) -> int:
+    """Batches of an epoch, as far as the run came."""
+    first = next((record for record in _records(folder) if record.get("epoch") == 1), None)
+    if first is not None:
+        return int(str(first["batch"]))
+    return 1 + max((int(str(record["batch"])) for record in _records(folder) if "epoch" in record), default=0)

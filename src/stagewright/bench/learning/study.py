@@ -1,0 +1,101 @@
+"""A study from its file to a folder with reports."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from stagewright.bench.anonymise import cleaned, make_cleaner
+from stagewright.bench.folder import make_folder, zip_logs
+from stagewright.bench.forecast import forecast
+from stagewright.bench.learning.finding import Speed, findings_of, target_of
+from stagewright.bench.learning.lesson import Inquiry, Lesson, lessons_of, open_study
+from stagewright.bench.learning.pages import Study, describe, study_page
+from stagewright.bench.learning.runs import Learnt, run_lessons
+from stagewright.bench.machine import num_cores
+from stagewright.catalog import open_cluster
+from stagewright.machine.environment import environment
+from stagewright.reporting import write_page
+
+FILE = "learning.json"
+_CLUSTER = "rtx-4090-4"  # whose time is predicted, unless told
+_MOST_ON_GPU = 6  # runs that share one
+Tell = Callable[[str], None]
+
+
+def run_study(inquiry: Inquiry, runs: str, command: str, *, anonymise: bool, tell: Tell) -> tuple[Study, Path]:
+    """Train every lesson, and write the reports after each; what was found, and the folder that holds it."""
+    file = open_study(inquiry)
+    lessons = lessons_of(inquiry, file)
+    speeds = {} if inquiry.is_real else _predicted(lessons, inquiry.cluster or _CLUSTER)
+    folder = make_folder(runs, "learning")
+    clean: Callable[[str], str] = make_cleaner() if anonymise else str
+    latest: list[Study] = []
+
+    def keep(learnt: Sequence[Learnt]) -> None:
+        study = _study(file.title, clean(command), lessons, learnt, speeds | _measured(learnt), inquiry.target)
+        latest[:] = [replace(study, machine=cleaned(dict(study.machine), clean))]
+        (folder / FILE).write_text(json.dumps(describe(latest[0]), indent=1))
+        write_page(study_page(latest[0]), folder / "report.html")
+
+    try:
+        run_lessons(lessons, inquiry.jobs or _jobs(lessons), folder / "runs", tell, keep)
+    finally:
+        zip_logs(folder / "runs", folder, clean)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    return latest[0], folder
+
+
+def _study(
+    title: str,
+    command: str,
+    lessons: Sequence[Lesson],
+    learnt: Sequence[Learnt],
+    speeds: dict[tuple[str, str], Speed],
+    target: float | None,
+) -> Study:
+    baselines = {lesson.case.group.name: lesson.case.trial.name for lesson in lessons if lesson.case.is_baseline}
+    per_epoch = {run.key: run.per_epoch for run in learnt}
+    samples = {lesson.key: per_epoch.get(lesson.key, 0) * lesson.config.plan.batch for lesson in lessons}
+    for lesson in lessons:  # --only may leave the baseline out
+        baselines.setdefault(lesson.case.group.name, "")
+    findings = findings_of(learnt, baselines, samples, speeds)
+    targets = {}
+    for group in baselines:
+        found = target_of([finding for finding in findings if finding.group == group])
+        if target is not None or found is not None:
+            targets[group] = target / 100 if target is not None else found or 0.0
+    machine = dict(environment().rows())
+    return Study(title, time.strftime("%Y-%m-%d"), command, machine, tuple(findings), targets)
+
+
+def _jobs(lessons: Sequence[Lesson]) -> int:
+    """As many runs at a time as there are cores; on a GPU not more than share it well."""
+    on_gpu = any(lesson.config.run.device == "cuda" for lesson in lessons)
+    return max(1, min(num_cores() // 2, _MOST_ON_GPU) if on_gpu else num_cores())
+
+
+def _predicted(lessons: Sequence[Lesson], name: str) -> dict[tuple[str, str], Speed]:
+    """What the simulator says of each trial's plan; nothing for models whose shapes it can't follow."""
+    catalogue, cluster = open_cluster(name)
+    speeds = {}
+    for lesson in lessons:
+        if lesson.key not in speeds:
+            try:
+                prediction = forecast(lesson.config, catalogue, cluster, loads=False)
+            except ValueError:
+                continue
+            speeds[lesson.key] = Speed(prediction.images_per_second, f"predicted by the simulator for {name}")
+    return speeds
+
+
+def _measured(learnt: Sequence[Learnt]) -> dict[tuple[str, str], Speed]:
+    rates: dict[tuple[str, str], list[float]] = {}
+    for run in learnt:
+        if run.rate is not None:
+            rates.setdefault(run.key, []).append(run.rate)
+    return {key: Speed(sorted(found)[len(found) // 2], "measured here") for key, found in rates.items()}

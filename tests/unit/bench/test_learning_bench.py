@@ -1,0 +1,144 @@
+"""Studies of learning: what is trained, what is found of it, and that a study runs from file to page."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from stagewright.bench.learning.finding import Finding, Speed, findings_of, mean_interval, target_of
+from stagewright.bench.learning.lesson import Inquiry, lessons_of, open_study
+from stagewright.bench.learning.pages import Study, describe, show, study_page
+from stagewright.bench.learning.runs import Learnt
+from stagewright.cli import main
+from stagewright.report.html import as_html
+from stagewright.report.markdown import as_markdown
+from tests.soak import soak
+
+
+def learnt(trial: str, seed: int, *top1: float, diverged: str = "") -> Learnt:
+    """A run that is scored every ten batches, which are an epoch."""
+    return Learnt("R", trial, seed, tuple((10 * (n + 1), score) for n, score in enumerate(top1)), 10, None, diverged)
+
+
+def found(*runs: Learnt, baseline: str = "sync", speed: float | None = None) -> list[Finding]:
+    keys = dict.fromkeys(run.key for run in runs)
+    speeds = {} if speed is None else {key: Speed(speed, "measured here") for key in keys}
+    return findings_of(runs, {"R": baseline}, dict.fromkeys(keys, 640), speeds)
+
+
+def test_an_interval_of_a_mean_is_students() -> None:
+    interval = mean_interval([1.0, 2.0, 6.0])
+    assert interval.value == 3.0
+    assert interval.high - 3.0 == pytest.approx(4.303 * np.std([1, 2, 6], ddof=1) / math.sqrt(3))
+    assert mean_interval([4.0]).low == mean_interval([4.0]).high == 4.0
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 14])
+def test_the_interval_covers_what_it_should(count: int) -> None:
+    generator = np.random.default_rng(count)
+    hits = sum(mean_interval(list(generator.normal(0.9, 0.01, count))).holds(0.9) for _ in range(1000))
+    assert 920 <= hits <= 975, hits
+
+
+def test_verdicts() -> None:
+    runs = [learnt("sync", seed, 0.5, 0.90 + 0.01 * seed) for seed in range(3)]
+    runs += [learnt("same", seed, 0.5, 0.90 + 0.01 * seed + shift) for seed, shift in enumerate((-0.001, 0.002, 0.0))]
+    runs += [learnt("low", seed, 0.5, 0.89 + 0.01 * seed + shift) for seed, shift in enumerate((-0.001, 0.001, 0.0))]
+    runs += [learnt("one", 1, 0.5, 0.905)]
+    runs += [learnt("wild", 0, 0.3, diverged="the loss of batch 14 is nan"), learnt("wild", 1, 0.5, 0.91)]
+    sync, same, low, one, wild = found(*runs)
+    assert sync.is_baseline and sync.difference is None
+    assert same.verdict == "as accurate as the baseline within noise (+0.03 points)"
+    assert low.verdict == "lower by 1.00 points"  # although each seed's own accuracy varies as much
+    assert one.verdict == "lower by 0.50 points (one seed: no interval)"
+    assert wild.verdict == "1 of 2 runs diverge: the loss of batch 14 is nan"
+
+
+def test_time_to_a_target_is_that_of_half_of_the_runs() -> None:
+    runs = [learnt("sync", 0, 0.5, 0.8, 0.9), learnt("sync", 1, 0.5, 0.7, 0.8), learnt("sync", 2, 0.8, 0.8, 0.8)]
+    (sync,) = found(*runs, speed=64.0)
+    assert sync.epochs_to(0.8) == 2.0
+    assert sync.seconds_to(0.8) == 2.0 * 640 / 64.0
+    assert sync.epochs_to(0.85) is None and sync.seconds_to(0.85) is None  # one of three reaches it
+    assert target_of([sync]) == pytest.approx(0.82)  # a point below the mean of 0.833
+
+
+def test_the_shipped_study_asks_what_the_advice_is_about() -> None:
+    lessons = lessons_of(Inquiry(data="tensors:a", val="tensors:b", seeds=2), open_study(Inquiry()))
+    assert {lesson.seed for lesson in lessons} == {0, 1}
+    assert all(lesson.config.run.emulate for lesson in lessons)
+    assert {lesson.config.data.source for lesson in lessons} == {"tensors:a"}
+    modes = {(lesson.key[1], lesson.config.plan.staleness, lesson.config.optimizer.predict) for lesson in lessons}
+    assert ("2 stages, lag 1, predict", 1, True) in modes and ("4 stages, lag 1", 1, False) in modes
+    for group in {lesson.key[0] for lesson in lessons}:
+        assert sum(lesson.case.is_baseline for lesson in lessons if lesson.key[0] == group) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "needs images to learn from and others to be judged by; give --data and --val"),
+        (["--data", "synthetic", "--seeds", "0"], "--seeds is 0; give at least 1"),
+        (["--data", "synthetic", "--target", "120"], "--target is 120; give a top-1 in percent"),
+        (["--data", "synthetic", "--study", "/nowhere.toml"], "/nowhere.toml: No such file"),
+        (["--data", "synthetic", "--only", "nothing"], "--only 'nothing' leaves none of 12"),
+    ],
+)
+def test_what_is_wrong_is_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "learning", *arguments])
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and error.count("\n") == 1 and line in error
+
+
+def test_a_page_has_tables_curves_and_every_run(tmp_path: Path) -> None:
+    runs = [learnt("sync", seed, 0.5, 0.9) for seed in range(2)] + [learnt("stale", 0, 0.4, 0.8)]
+    study = Study(
+        "Lag", "2026-01-01", "stagewright bench learning", {"GPU": "none"}, tuple(found(*runs, speed=1.0)), {"R": 0.85}
+    )
+    text = as_markdown(study_page(study))
+    for part in ("lower by 10.00 points", "90.00%", "top-1 against epochs", "top-1 against time", "measured here"):
+        assert part in text
+    assert "</html>" in as_html(study_page(study))
+    assert json.loads(json.dumps(describe(study)))["findings"][1]["difference"]["value"] == pytest.approx(-0.1)
+    console = Console(width=80, record=True, file=(tmp_path / "out").open("w"))
+    show(console, study, tmp_path)
+    assert all(len(line) <= 80 or str(tmp_path) in line for line in console.export_text().splitlines())
+
+
+_TINY = """
+title = "tiny"
+[options]
+model = { name = "tests.models:plain", classes = 7 }
+plan = { batch = 32, microbatches = 2 }
+data = { samples = 64, image = 8 }
+run = { epochs = 2 }
+[[group]]
+name = "R"
+baseline = "sync"
+[[group.trial]]
+name = "sync"
+options = { plan = { mode = "sync", placement = "0:0" } }
+[[group.trial]]
+name = "wild"
+options = { plan = { mode = "sync", placement = "0:0" }, optimizer = { lr = 1e30 } }
+"""
+
+
+@soak
+def test_a_study_from_file_to_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tiny.toml").write_text(_TINY)
+    options = ["--study", str(tmp_path / "tiny.toml"), "--data", "synthetic", "--seeds", "1", "--runs", str(tmp_path)]
+    main(["bench", "learning", *options, "--json"])
+    told = json.loads(capsys.readouterr().out)
+    folder = Path(told["folder"])
+    assert {path.name for path in folder.iterdir()} == {"learning.json", "report.md", "report.html", "logs.zip"}
+    sync, wild = told["findings"]
+    assert [score for score, _ in sync["learnt"][0]["scores"]] == [2, 4]
+    assert re.match(r"1 of 1 runs diverge: the loss of batch \d is (nan|inf)", wild["verdict"])

@@ -1,0 +1,115 @@
+"""Lag, learnt: on real images it costs what it should, prediction wins half of it back, and faults show.
+
+    sync < lag 3 with --predict < lag 3      (loss after four epochs)
+
+Lag must cost: a pipeline whose weights do not lag is as wrong as one that lags too far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import avg_pool2d
+
+from stagewright.data.sources import ImageOptions, open_source
+from stagewright.experiment import train
+from stagewright.runtime import optimize
+from stagewright.runtime.job import RunFailed
+from stagewright.runtime.versions import Slot, VersionRing
+from tests.shared import shared_file
+
+_SAMPLES = 2048
+_COST = (0.15, 0.6)  # of lag 3, in loss
+_WON_BACK = (0.3, 0.75)  # of it, by prediction
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Real photographs, eight pixels wide."""
+    options = ImageOptions(limit=_SAMPLES)
+    source = open_source(
+        f"ofrecord:{shared_file('data/cifar10/train')}", samples=0, classes=10, image=32, seed=0, options=options
+    )
+    pictures, labels = source.batch(np.arange(_SAMPLES))
+    path = tmp_path_factory.mktemp("learning") / "images.safetensors"
+    save_file({"images": avg_pool2d(pictures, 4).contiguous(), "labels": labels}, path)
+    return f"tensors:{path}"
+
+
+def loss_of(images: str, folder: Path, **options: Any) -> float:
+    """The loss over all images, after four epochs in four stages."""
+    settings = {"placement": "0:0.0:1.0:2.0:3", "cut": "3,5,7", "batch": 64, "microbatches": 4, "epochs": 4}
+    result = train(
+        "tests.models:learner",
+        data=images,
+        lr=0.05,
+        seed=1,
+        eval_every=0,
+        emulate=True,
+        monitor_every=0.0,
+        runs=str(folder),
+        **settings,
+        **options,
+    )
+    return result.evaluations[-1].loss
+
+
+@pytest.fixture(scope="module")
+def without_lag(images: str, tmp_path_factory: pytest.TempPathFactory) -> float:
+    return loss_of(images, tmp_path_factory.mktemp("sync"), mode="sync")
+
+
+def require_lessons(sync: float, images: str, folder: Path) -> None:
+    """What a study of lag should find."""
+    lagging = loss_of(images, folder, mode="stale", staleness=3)
+    predicted = loss_of(images, folder, mode="stale", staleness=3, predict=True)
+    cost, won = lagging - sync, (lagging - predicted) / (lagging - sync)
+    assert _COST[0] < cost < _COST[1], f"lag 3 costs {cost:.3f} over {sync:.3f}"
+    assert _WON_BACK[0] < won < _WON_BACK[1], f"prediction wins {won:.2f} of it back"
+
+
+def test_lag_costs_and_prediction_wins_half_of_it_back(without_lag: float, images: str, tmp_path: Path) -> None:
+    require_lessons(without_lag, images, tmp_path)
+
+
+def in_the_wrong_slot() -> AbstractContextManager[object]:
+    def use(ring: VersionRing, update: int) -> Slot:
+        return ring._swap_in(ring.slots[(update + 2) % len(ring.slots)])
+
+    return mock.patch.object(VersionRing, "use", use)
+
+
+def without_a_stash() -> AbstractContextManager[object]:
+    """Every slot gets the newest weights, behind autograd's back."""
+
+    def refill(ring: VersionRing, update: int, version: int, fill: Callable[[Tensor], None]) -> None:
+        slot = ring.slots[ring.slot_of(update)]
+        slot.version = version
+        with torch.no_grad():
+            fill(slot.flat.data)
+            for other in ring.slots:
+                other.flat.data.copy_(slot.flat.data)
+
+    return mock.patch.object(VersionRing, "refill", refill)
+
+
+def with_the_wrong_sign() -> AbstractContextManager[object]:
+    to_come = optimize._momentum_to_come
+    return mock.patch.object(optimize, "_momentum_to_come", lambda config, updates: -to_come(config, updates))
+
+
+@pytest.mark.parametrize("fault", [in_the_wrong_slot, without_a_stash, with_the_wrong_sign])
+def test_faults_are_learnt_of(
+    fault: Callable[[], AbstractContextManager[object]], without_lag: float, images: str, tmp_path: Path
+) -> None:
+    with fault(), pytest.raises((AssertionError, RunFailed)):
+        require_lessons(without_lag, images, tmp_path)
