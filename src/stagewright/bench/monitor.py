@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from stagewright.bench.interval import Interval, paired_ratio
@@ -36,12 +37,12 @@ _BATCH = 32
 class Found:
     """Images a second of every segment, and what the monitor's thread used."""
 
+    device: str
     watched: tuple[float, ...]
     alone: tuple[float, ...]
     every: float  # seconds between looks
     looks: int
     processor_seconds: float
-    seconds: float  # that it looked on
     start_seconds: float  # processor time that a process of its own would take to start
 
     @property
@@ -55,8 +56,8 @@ class Found:
 
     @property
     def share(self) -> float:
-        """Of one core."""
-        return self.processor_seconds / self.seconds
+        """Of one core, at this rate; a turn has a look more than its seconds, since it begins and ends with one."""
+        return self.processor_seconds / self.looks / self.every
 
 
 class Turns:
@@ -66,7 +67,6 @@ class Turns:
         self.watched: list[float] = []
         self.alone: list[float] = []
         self.monitors: list[Monitor] = []
-        self.seconds = 0.0
         self._job = job
         self._segment = segment
         self._tell = tell
@@ -103,7 +103,6 @@ class Turns:
         if self._monitor is not None:
             self._monitor.stop()
             self.monitors.append(self._monitor)
-            self.seconds += seconds
             self._monitor = None
         speeds.append(self._segment * self._job.plan.batch / seconds)
         self._began = None
@@ -122,23 +121,24 @@ def measure(tell: Callable[[str], None]) -> Found:
         turns = Turns(job, segment, tell)
         _train(job, per_epoch, turns.hear)
     return Found(
+        job.config.run.device,
         tuple(turns.watched),
         tuple(turns.alone),
         job.config.run.monitor_every,
         sum(monitor.looks for monitor in turns.monitors),
         sum(monitor.processor_seconds for monitor in turns.monitors),
-        turns.seconds,
         _start_seconds(),
     )
 
 
 def _prepare(folder: str, steps: int) -> tuple[Job, int]:
+    device: dict[str, Any] = {"device": "cuda", "share_gpu": True} if torch.cuda.is_available() else {}
     return prepare(
         make_config(
             {
                 "data": {"samples": 1024},
                 "plan": {"placement": "0:0.0:1", "mode": "stale", "batch": _BATCH, "microbatches": 4},
-                "run": {"steps": steps, "runs": folder},
+                "run": {"steps": steps, "runs": folder} | device,
             }
         )
     )
@@ -171,7 +171,8 @@ def show(console: Console, found: Found) -> None:
     look = found.processor_seconds / found.looks
     verdict = "met" if ratio.value >= 1 - LIMIT and found.share < LIMIT else "not met"
     lines = [
-        f"vgg-small on two ranks, a look every {found.every:g} s, {len(found.alone)} turns of {SEGMENT_SECONDS:g} s",
+        f"vgg-small on two {found.device} ranks, a look every {found.every:g} s, "
+        f"{len(found.alone)} turns of {SEGMENT_SECONDS:g} s",
         f"with the monitor     {_spread(found.watched)} images/s",
         f"without              {_spread(found.alone)} images/s",
         f"with / without       {ratio.value:.4f} ({ratio.low:.4f} to {ratio.high:.4f})",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -37,8 +38,9 @@ class GpuMeter:
         self._version = nvml.constant(_MEMORY_AS_SMI)
 
     def read(self, ours: Collection[int]) -> tuple[GpuUse, ...]:
-        """Every GPU now; `ours` are the processes of this run."""
-        listed = [self._processes(handle) for _, handle, _ in self._gpus]
+        """Every GPU now; `ours` are the ranks of this run, whose supervisor is no stranger either."""
+        allowed = {os.getpid()} - set(ours)
+        listed = [self._processes(handle, allowed) for _, handle, _ in self._gpus]
         seen = {process for processes in listed for process in processes}
         strangers = _strangers(listed, ours, len(set(ours) - seen), self._name_of)
         return tuple(
@@ -74,8 +76,9 @@ class GpuMeter:
         answers = (self._nvml.ask(name, handle) for name in names)
         return next((int(answer) for answer in answers if answer is not None), 0)
 
-    def _processes(self, handle: Any) -> list[int]:
-        return [int(entry.pid) for entry in self._nvml.ask("nvmlDeviceGetComputeRunningProcesses", handle) or ()]
+    def _processes(self, handle: Any, allowed: Collection[int]) -> list[int]:
+        entries = self._nvml.ask("nvmlDeviceGetComputeRunningProcesses", handle) or ()
+        return [int(entry.pid) for entry in entries if int(entry.pid) not in allowed]
 
 
 def reasons_of(bits: int) -> tuple[str, ...]:

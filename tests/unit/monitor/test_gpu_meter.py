@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from stagewright.machine.nvml import Nvml
@@ -50,6 +52,8 @@ def test_only_the_gpus_of_the_run_are_read_under_their_own_index() -> None:
         (((100, 7), (101, 8)), {100, 101}, [1, 0]),  # somebody else's job, and the server that ours share the GPU by
         (((40_100,), (40_101,)), {100, 101}, [0, 0]),  # in a container: the host's numbers
         (((40_100, 40_555), (40_101,)), {100, 101}, [0, 1]),  # one too many, though not whose
+        (((100, os.getpid()), (101,)), {100, 101}, [0, 0]),  # the supervisor looked at the GPU itself
+        (((os.getpid(),), (40_555,)), {os.getpid()}, [0, 1]),  # an emulated run
         (((40_555,), ()), set(), [1, 0]),  # nobody of ours could be on it
     ],
 )
