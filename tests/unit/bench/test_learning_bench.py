@@ -103,7 +103,14 @@ def test_a_page_has_tables_curves_and_every_run(tmp_path: Path) -> None:
         "Lag", "2026-01-01", "stagewright bench learning", {"GPU": "none"}, tuple(found(*runs, speed=1.0)), {"R": 0.85}
     )
     text = as_markdown(study_page(study))
-    for part in ("lower by 10.00 points", "90.00%", "top-1 against epochs", "top-1 against time", "measured here"):
+    for part in (
+        "lower by 10.00 points",
+        "90.00%",
+        "top-1 against epochs",
+        "top-1 against time",
+        "measured here",
+        "first with sync",
+    ):
         assert part in text
     assert "</html>" in as_html(study_page(study))
     assert json.loads(json.dumps(describe(study)))["findings"][1]["difference"]["value"] == pytest.approx(-0.1)

@@ -77,11 +77,26 @@ def _blocks(study: Study) -> Iterator[Block]:
 
 
 def _sentences(study: Study) -> Iterator[str]:
+    yield from headlines(study)
     for finding in study.findings:
         if not finding.is_baseline:
             yield f"{finding.group}, {finding.trial}: {finding.verdict}."
     if any(len(finding.learnt) < 3 for finding in study.findings):
         yield "Fewer than three seeds: differences may be chance."
+
+
+def headlines(study: Study) -> Iterator[str]:
+    """Which mode reaches the target first, and how long the baseline takes."""
+    for group, findings in study.groups().items():
+        target = study.targets.get(group)
+        times = {} if target is None else {f.trial: s for f in findings if (s := f.seconds_to(target)) is not None}
+        base = next((finding.trial for finding in findings if finding.is_baseline), None)
+        if target is None or not times:
+            continue
+        first = min(times, key=lambda trial: times[trial])
+        beside = f", {base} after {times[base]:,.0f} s" if base in times and base != first else ""
+        source = _source([finding for finding in findings if finding.trial in times])
+        yield f"{group} reaches {target:.1%} first with {first}: after {times[first]:,.0f} s{beside} ({source})."
 
 
 def _columns(target: float | None) -> tuple[str, ...]:
@@ -106,10 +121,10 @@ def _row(finding: Finding, target: float | None) -> tuple[str, ...]:
 
 def _note(findings: Sequence[Finding]) -> str:
     timed = [finding for finding in findings if finding.speed]
-    seeds = max(len(finding.learnt) for finding in findings)
-    about = (
-        f"Means over {seeds} seed{'s' if seeds > 1 else ''} with Student's interval; differences are paired by seed."
-    )
+    counts = sorted({len(finding.learnt) for finding in findings})
+    seeds = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+    ones = f"Means over {seeds} seed{'s' if counts[-1] > 1 else ''}"
+    about = f"{ones} with Student's interval; differences are paired by seed."
     return f"{about} Times are {_source(timed)}." if timed else about
 
 
@@ -118,7 +133,10 @@ def _source(findings: Sequence[Finding]) -> str:
 
 
 def _by_epoch(finding: Finding) -> Curve:
-    points = (Point(epoch, 100 * top1.value, 100 * top1.low, 100 * top1.high) for epoch, top1 in finding.curve())
+    points = (
+        Point(epoch, 100 * top1.value, 100 * max(0.0, top1.low), 100 * min(1.0, top1.high))
+        for epoch, top1 in finding.curve()
+    )
     return Curve(finding.trial, tuple(points))
 
 
@@ -156,5 +174,7 @@ def show(console: Console, study: Study, folder: Path) -> None:
         timed = [finding for finding in findings if finding.speed]
         if timed:
             console.print(f"times are {_source(timed)}", highlight=False, markup=False)
+    for line in headlines(study):
+        console.print(line, highlight=False, markup=False)
     console.print(f"report: {folder / 'report.md'}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"        {folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
