@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from stagewright.runtime.pending import AllOf, Done, Pending
@@ -86,7 +86,8 @@ class Reducer:
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
         self._under_way: dict[int, list[Pending]] = {}
 
-    def watch(self, slot: Slot, update: int, gradient: Tensor) -> list[torch.utils.hooks.RemovableHandle]:
+    @contextmanager
+    def watching(self, slot: Slot, update: int, gradient: Tensor) -> Iterator[None]:
         """Issue each bucket while backward runs, once its gradients and those of all buckets before are there."""
         missing = [len(bucket) for bucket in self._buckets]
 
@@ -97,10 +98,15 @@ class Reducer:
                 self._issue(update, gradient)
                 issued += 1
 
-        return [
+        hooks = [
             leaf.register_post_accumulate_grad_hook(lambda _, index=index: arrived(index))  # type: ignore[no-untyped-call]
             for index, leaf in enumerate(slot.leaves)
         ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def start(self, update: int, gradient: Tensor) -> None:
         """Issue what is not under way yet."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.hooks import RemovableHandle
 
 from stagewright.model.units import Piece
 from stagewright.plan.plan import Stage
@@ -158,19 +157,13 @@ class Replica:
         assert slot.version == version, f"microbatch {microbatch} is back after version {version} was lost"
         is_first = update not in self._begun
         self._begun.add(update)
-        hooks: list[RemovableHandle] = []
-        if is_first:
-            hooks = self.ring.gather_first(slot, update, at_once=overlap)
-        else:
-            self.ring.gather_into(slot, update)
-        if overlap:
-            hooks += self.reducer.watch(slot, update, self.ring.gradient_of(update))
-        if flight.roots:
-            torch.autograd.backward(flight.roots, returned.tensors)
-        for hook in hooks:
-            hook.remove()
-        if is_first:
-            self.ring.gather_rest(slot, update)
+        gradient = self.ring.gradient_of(update)
+        with (
+            self.ring.gathering(slot, update, is_first=is_first, at_once=overlap),
+            self.reducer.watching(slot, update, gradient) if overlap else nullcontext(),
+        ):
+            if flight.roots:
+                torch.autograd.backward(flight.roots, returned.tensors)
         returned.release()
         if not self.stage.is_first:
             gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in flight.leaves]

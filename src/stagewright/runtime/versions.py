@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -77,11 +78,27 @@ class VersionRing:
         """Put the newest weights into the modules, for evaluation and export."""
         return self._swap_in(self._master_slot)
 
-    def gather_first(self, slot: Slot, update: int, *, at_once: bool) -> list[RemovableHandle]:
-        """Have the next backward through a slot's leaves make gradients anew: cheaper than zeros and a sum.
+    @contextmanager
+    def gathering(self, slot: Slot, update: int, *, is_first: bool, at_once: bool) -> Iterator[None]:
+        """Let a backward through a slot's leaves, within the context, add to the gradient buffer of an update.
 
-        They come into the buffer of an update one by one where something waits for them, otherwise by `gather_rest`.
+        The first of an update makes its gradients anew, which is cheaper than zeros and a sum; they come into the
+        buffer one by one where something waits for them, otherwise together.
         """
+        if not is_first:
+            self.gather_into(slot, update)
+            yield
+            return
+        hooks = self._gather_first(slot, update, at_once=at_once)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._gather_rest(slot, update)
+
+    def _gather_first(self, slot: Slot, update: int, *, at_once: bool) -> list[RemovableHandle]:
+        """Have the next backward make gradients anew, and move each into the buffer at once where that is asked."""
         index = update % len(self.gradients)
         slot.gradient = self.gradients[index]
 
@@ -97,7 +114,7 @@ class VersionRing:
                 hooks.append(leaf.register_post_accumulate_grad_hook(partial(fill, view=view)))  # type: ignore[no-untyped-call]
         return hooks
 
-    def gather_rest(self, slot: Slot, update: int) -> None:
+    def _gather_rest(self, slot: Slot, update: int) -> None:
         """After the first backward, move what it made into the buffer, in few kernels; zeros where it made nothing."""
         made: list[Tensor] = []
         places: list[Tensor] = []
