@@ -25,8 +25,26 @@ def software_findings(found: Environment) -> Iterator[Finding]:
             "this build knows no GPU; install one for the driver's CUDA: https://pytorch.org/get-started/locally",
         ),
     )
+    yield _driver_finding(found)
+    if has_gpus or libraries.cuda:
+        yield finding(_AREA, "CUDA", libraries.cuda or "not in this torch")
+        yield finding(_AREA, "cuDNN", libraries.cudnn or "not there")
+        yield finding(
+            _AREA,
+            "NCCL",
+            libraries.nccl or "not there",
+            (
+                libraries.nccl is None and len(found.gpus) > 1 and libraries.cuda is not None,
+                Grade.NOTE,
+                "without it ranks talk through host memory: --backend gloo",
+            ),
+        )
+
+
+def _driver_finding(found: Environment) -> Finding:
+    libraries = found.libraries
     is_too_new = _is_newer(libraries.cuda, found.driver_cuda)
-    yield finding(
+    return finding(
         _AREA,
         "driver",
         _driver(found),
@@ -42,24 +60,11 @@ def software_findings(found: Environment) -> Iterator[Finding]:
             "driver, or install an older build of torch",
         ),
         (
-            not has_gpus and libraries.cuda is not None,
+            not found.gpus and libraries.cuda is not None,
             Grade.NOTE,
             "torch could use GPUs but no driver shows one; install it, or start the container with --gpus all",
         ),
     )
-    if has_gpus or libraries.cuda:
-        yield finding(_AREA, "CUDA", libraries.cuda or "not in this torch")
-        yield finding(_AREA, "cuDNN", libraries.cudnn or "not there")
-        yield finding(
-            _AREA,
-            "NCCL",
-            libraries.nccl or "not there",
-            (
-                libraries.nccl is None and len(found.gpus) > 1 and libraries.cuda is not None,
-                Grade.NOTE,
-                "without it ranks talk through host memory: --backend gloo",
-            ),
-        )
 
 
 def _driver(found: Environment) -> str:

@@ -124,7 +124,10 @@ class Monitor:
             return None
 
     def _meter(self, nvml: Nvml, find: Callable[[Nvml], Collection[str]]) -> GpuMeter:
-        return GpuMeter(nvml, find(nvml), name_of)
+        uuids = find(nvml)
+        if not uuids:
+            self._say("the monitor finds none of the run's GPUs (MIG, or CUDA_VISIBLE_DEVICES?); the run goes on")
+        return GpuMeter(nvml, uuids, name_of)
 
     def _say(self, warning: str) -> None:
         """Warn of each thing once."""

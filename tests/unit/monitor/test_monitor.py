@@ -96,6 +96,15 @@ def test_a_gpu_that_falls_off_the_bus_is_one_warning(tmp_path: Path, monkeypatch
     assert warnings == [f"the monitor gets no answer from GPU 0 ({uuid(0)}); the run goes on"]
 
 
+def test_gpus_that_the_driver_does_not_show_are_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Library([Card()]))
+    warnings: list[str] = []
+    with Monitor(tmp_path / "m.jsonl", EVERY, own, lambda nvml: [], lambda use: None, warnings.append) as monitor:
+        while monitor.looks < 2:
+            time.sleep(0.01)
+    assert len(warnings) == 1 and "finds none of the run's GPUs" in warnings[0]
+
+
 def test_a_disk_without_room_is_one_warning_and_totals_go_on(tmp_path: Path) -> None:
     monitor, heard, warnings = watch(tmp_path / "missing" / "monitor.jsonl")
     assert len(warnings) == 1 and "could not be written" in warnings[0] and "the run goes on" in warnings[0]
