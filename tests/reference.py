@@ -184,6 +184,8 @@ class Stage:
 
     def foresee(self) -> None:
         """What the newest version will have become when it is used, K-1 updates later."""
+        if not self.setup.predict:
+            return
         version = len(self.history) - 1
         lr = self.setup.lr(version * self.span // self.setup.microbatches)
         ahead = self.num_versions - 1

@@ -218,6 +218,30 @@ def test_a_stage_with_two_versions_lags_one_update(clip: float | None) -> None:
     assert result.weights["b"].item() == pytest.approx(b4, rel=0, abs=1e-12)
 
 
+def test_a_predicted_stage_uses_where_momentum_leads() -> None:
+    rates = [1.0, 2.0, 3.0, 4.0, 5.0]
+    setup = Setup((1, 1), (3, 1), 1, 1, 4, momentum=0.5, predict=True, lr=lambda p: rates[p])
+    result = train_product(setup, [1.0, -2.0, 3.0, 0.5])
+
+    loss0, ga, gb = loss_and_slopes(A0, B0, 1.0)  # batches 0, 1 and 2: version 0, which has no momentum
+    va, vb = ga, gb
+    a1, b1 = A0 - 1 * va, B0 - 1 * vb
+    seen = a1 - 2 * (0.5 + 0.25) * va  # version 1, used two updates later; update 1 has rate 2
+    loss1, ga, gb = loss_and_slopes(A0, b1, -2.0)
+    va, vb = 0.5 * va + ga, 0.5 * vb + gb
+    a2, b2 = a1 - 2 * va, b1 - 2 * vb
+    loss2, ga, gb = loss_and_slopes(A0, b2, 3.0)
+    va, vb = 0.5 * va + ga, 0.5 * vb + gb
+    a3, b3 = a2 - 3 * va, b2 - 3 * vb
+    loss3, ga, gb = loss_and_slopes(seen, b3, 0.5)  # batch 3: version 1
+    va, vb = 0.5 * va + ga, 0.5 * vb + gb
+    a4, b4 = a3 - 4 * va, b3 - 4 * vb
+
+    assert result.losses == pytest.approx([loss0, loss1, loss2, loss3], rel=0, abs=1e-12)
+    assert result.weights["a"].item() == pytest.approx(a4, rel=0, abs=1e-12)
+    assert result.weights["b"].item() == pytest.approx(b4, rel=0, abs=1e-12)
+
+
 def test_every_microbatch_of_a_batch_sees_the_same_version() -> None:
     setup = Setup((1, 3), (2, 1), 2, 2, 2, momentum=0.0, lr=lambda p: 1.0)
     result = train_product(setup, [1.0, -2.0, 3.0, 0.5])
