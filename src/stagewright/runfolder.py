@@ -24,16 +24,19 @@ def _new_folder(config: Config, plan: Plan) -> Path:
     """A folder of its own for this run."""
     shape = "-".join(str(stage.replicas) for stage in plan.stages)
     model = config.model.name.rpartition(":")[2]
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{plan.mode}-{shape}"
+    return new_folder(config.run.runs, f"{model}-{plan.mode}-{shape}")
+
+
+def new_folder(runs: str, name: str) -> Path:
+    """A folder that nobody else has, named after now and what it is about."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
     for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
-        folder = Path(config.run.runs).absolute() / f"{name}{suffix}"
+        folder = Path(runs).absolute() / f"{stamp}-{name}{suffix}"
         try:
             folder.mkdir(parents=True)
             return folder
         except FileExistsError:
             continue
         except OSError as error:
-            raise ValueError(
-                f"can't make the run folder {folder}: {error.strerror}; choose another with --runs"
-            ) from error
-    raise ValueError(f"{config.run.runs} holds a thousand runs of this second; choose another with --runs")
+            raise ValueError(f"can't make the folder {folder}: {error.strerror}; choose another with --runs") from error
+    raise ValueError(f"{runs} holds a thousand folders of this second; choose another with --runs")

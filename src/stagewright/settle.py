@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from stagewright.config import Config
 from stagewright.equip import require_devices, require_kind
 from stagewright.foresee import machines_of, planned_cuts, predict_job, require_all_machines, with_plan_file
+from stagewright.lag import least_stale, warn_of_lag
+from stagewright.layout import plan_at, stage_numbers
 from stagewright.resume import (
     Resume,
     find_checkpoint,
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
     from stagewright.runtime.job import Evaluation, Job
 
 Warn = Callable[[str], None]
-_BUBBLE_GOAL = 0.05
-_MOST_TRIALS = 8
 
 
 def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool = True) -> tuple[Job, int]:
@@ -133,7 +133,7 @@ def _settle_model(config: Config) -> Config:
 def make_plan_for(config: Config, chain: Chain | None, warn: Warn = lambda warning: None) -> Plan:
     """The plan that the options describe; without a model, one without cuts."""
     from stagewright.cluster import parse_placement
-    from stagewright.plan.plan import Mode, make_plan
+    from stagewright.plan.plan import Mode
 
     options = config.plan
     mode = Mode(options.mode)
@@ -141,20 +141,11 @@ def make_plan_for(config: Config, chain: Chain | None, warn: Warn = lambda warni
     require_all_machines(config, placement)
     cuts = () if chain is None or mode is Mode.DP else _cuts(config, chain, placement)
     clip = config.optimizer.clip is not None
-    plan = make_plan(
-        placement,
-        batch=options.batch,
-        microbatches=options.microbatches,
-        mode=mode,
-        staleness=options.staleness,
-        versions=stage_numbers(options.versions, "versions", ","),
-        depths=stage_numbers(options.depths, "depths", ","),
-        cuts=cuts,
-    )
+    plan = plan_at(options, placement, cuts)
     if options.policy == "gpipe":
         plan = _with_gpipe_depths(plan)
     if mode is Mode.STALE and options.staleness is None and options.versions is None and len(plan.stages) > 1:
-        plan = _least_stale(config, chain, plan, warn)
+        plan = least_stale(config, chain, plan, warn)
     if plan.microbatches < max(stage.replicas for stage in plan.stages):
         warn(
             f"{plan.microbatches} microbatches for {max(stage.replicas for stage in plan.stages)} replicas: some have "
@@ -162,22 +153,8 @@ def make_plan_for(config: Config, chain: Chain | None, warn: Warn = lambda warni
         )
     if clip and not plan.is_synchronous:
         warn("stages lag, so each clips its own gradient norm, not the whole model's")
-    _warn_of_lag(config, plan, warn)
+    warn_of_lag(config, plan, warn)
     return _with_agreement(config, plan)
-
-
-def _warn_of_lag(config: Config, plan: Plan, warn: Warn) -> None:
-    """Say where the learning rate is more than the lag bears, and where there is nothing to predict."""
-    from stagewright.plan.stability import Motion, stability_remark
-
-    options = config.optimizer
-    lag = max(stage.versions for stage in plan.stages) - 1
-    if options.predict and lag == 0:
-        warn("--predict changes nothing: no stage lags")
-    if options.name == "sgd" and (
-        remark := stability_remark(Motion(options.momentum, lag, options.predict, options.nesterov), options.lr)
-    ):
-        warn(remark)
 
 
 def _with_agreement(config: Config, plan: Plan) -> Plan:
@@ -201,63 +178,6 @@ def _with_gpipe_depths(plan: Plan) -> Plan:
     """All forwards of a batch before its first backward."""
     stages = tuple(replace(stage, depth=-(-plan.microbatches // stage.replicas)) for stage in plan.stages)
     return replace(plan, stages=stages)
-
-
-def _least_stale(config: Config, chain: Chain | None, plan: Plan, warn: Warn) -> Plan:
-    """The least lag that fills the pipeline, by what its stages cost; a remark where no lag does."""
-    from stagewright.planner import at_every_lag, least_lag
-
-    bubble_of = _bubble(config, chain, plan)
-    chosen = least_lag(plan, bubble_of)
-    if min(bubble_of(candidate) for candidate in at_every_lag(plan)) > _BUBBLE_GOAL:
-        filling = _filling_microbatches(plan, bubble_of)
-        remedy = (
-            f"--microbatches {filling} would fill it"
-            if filling
-            else "stages take unequally long: stagewright plan finds a better layout"
-        )
-        warn(f"ranks would wait {bubble_of(chosen):.0%} of the time; {remedy}")
-    return chosen
-
-
-def _bubble(config: Config, chain: Chain | None, plan: Plan) -> Callable[[Plan], float]:
-    """The share of time that ranks wait, by the profile or the catalogue, or as if stages took equally long."""
-    from functools import cache
-
-    from stagewright.foresee import Untraceable, planning_setting
-    from stagewright.plan.estimate import Estimate
-    from stagewright.simulate import ClusterCosts, balanced_costs, steady
-
-    try:
-        setting = None if chain is None else planning_setting(config, chain, plan.placement)
-    except Untraceable:
-        setting = None
-
-    if setting is not None:
-        kind = setting.cluster.kind_of(plan.devices[0])
-        if not set(plan.cuts) <= {unit.name for unit in setting.tables(kind, plan.samples).units}:
-            setting = None  # the user's own list of units
-
-    @cache
-    def bubble(candidate: Plan) -> float:
-        costs = balanced_costs(candidate) if setting is None else ClusterCosts(Estimate(candidate, setting))
-        return steady(candidate, costs).bubble
-
-    return bubble
-
-
-def _filling_microbatches(plan: Plan, bubble_of: Callable[[Plan], float]) -> int | None:
-    """The fewest microbatches with which the fullest lag idles less than the goal."""
-    from stagewright.plan.plan import divisors, make_plan
-
-    more = [number for number in divisors(plan.batch) if number > plan.microbatches]
-    for microbatches in more[:_MOST_TRIALS]:
-        candidate = make_plan(
-            plan.placement, batch=plan.batch, microbatches=microbatches, mode=plan.mode, cuts=plan.cuts
-        )
-        if bubble_of(candidate) <= _BUBBLE_GOAL:
-            return microbatches
-    return None
 
 
 def _cuts(config: Config, chain: Chain, placement: Placement) -> tuple[str, ...]:
@@ -284,16 +204,6 @@ def _cuts(config: Config, chain: Chain, placement: Placement) -> tuple[str, ...]
             "give one number a stage"
         )
     return chain.by_weights(weights)
-
-
-def stage_numbers(text: str | None, name: str, separator: str) -> list[int] | None:
-    """One whole number a stage."""
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.split(separator)]
-    except ValueError:
-        raise ValueError(f"{name} '{text}' are not numbers between '{separator}' (for example 3{separator}1)") from None
 
 
 def _num_batches(config: Config, order: Any) -> int:

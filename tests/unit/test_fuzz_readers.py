@@ -20,11 +20,12 @@ from stagewright import cli
 from stagewright.catalog import open_cluster
 from stagewright.cluster import Cluster, Machine, parse_placement
 from stagewright.config import as_toml, make_config, parse_assignment, read_toml
+from stagewright.layout import stage_numbers
 from stagewright.model.units import Chain
 from stagewright.plan.plan import make_plan, read_plan
 from stagewright.profile.profile import read_profile
 from stagewright.runtime.nodes import expand_hosts, read_nodes
-from stagewright.settle import make_plan_for, stage_numbers
+from stagewright.settle import make_plan_for
 
 CASES = int(os.environ.get("STAGEWRIGHT_READER_FUZZ", "400"))  # of each reader; `make soak` asks for many more
 _SHOWN = max(4, CASES // 100)  # of them also go through the command line

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,22 +12,6 @@ from stagewright.bench.pages import outcome_page
 
 LOGS = "logs.zip"
 _LEFT_OUT = {"checkpoints", ".lock", "ranks", "report.html"}  # no logs
-_NUMBERS = range(2, 1000)
-
-
-def make_folder(runs: str, suite: str) -> Path:
-    """A folder of its own for a bench of this second."""
-    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-bench-{suite}"
-    for suffix in ("", *(f"-{number}" for number in _NUMBERS)):
-        folder = Path(runs).absolute() / f"{stamp}{suffix}"
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ValueError(f"can't make the folder {folder}: {error.strerror}; choose another with --runs") from error
-    raise ValueError(f"{runs} holds a thousand benches of this second; choose another with --runs")
 
 
 def write_reports(outcome: Outcome, folder: Path) -> None:

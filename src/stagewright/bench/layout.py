@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from stagewright.cluster import Cluster, Device, Machine, Placement, parse_placement
 from stagewright.config import Config
-from stagewright.plan.plan import Mode, Plan, make_plan
-from stagewright.settle import stage_numbers
+from stagewright.layout import plan_at, stage_numbers
+from stagewright.plan.plan import Mode, Plan
 
 if TYPE_CHECKING:
     from stagewright.model.units import Chain
@@ -36,13 +36,4 @@ def layout(config: Config, chain: Chain, placement: Placement, otherwise: Callab
             cuts = chain.by_names([name.strip() for name in options.cut.split(",")])
         else:
             cuts = otherwise() if weights is None else chain.by_weights(weights)
-    return make_plan(
-        placement,
-        batch=options.batch,
-        microbatches=options.microbatches,
-        mode=mode,
-        staleness=options.staleness,
-        versions=stage_numbers(options.versions, "versions", ","),
-        depths=stage_numbers(options.depths, "depths", ","),
-        cuts=cuts,
-    )
+    return plan_at(options, placement, cuts)

@@ -12,11 +12,12 @@ from rich.table import Table
 from stagewright.bench import Progress, Request
 from stagewright.bench.anonymise import cleaned, make_cleaner
 from stagewright.bench.case import Terms
-from stagewright.bench.folder import make_folder, write_reports, zip_logs
+from stagewright.bench.folder import write_reports, zip_logs
 from stagewright.bench.outcome import Outcome, Row, as_json, from_json
 from stagewright.bench.pages import verdict
 from stagewright.bench.suitefile import read_suite
 from stagewright.bench.trials import run_trials
+from stagewright.runfolder import new_folder
 from stagewright.runtime.job import Interrupted
 
 
@@ -34,7 +35,7 @@ def run_and_show(request: Request) -> None:
         command=request.command,
         limit=None if request.repeats else suite.limit,
     )
-    folder = make_folder(request.runs, Path(request.suite).stem)
+    folder = new_folder(request.runs, f"bench-{Path(request.suite).stem}")
     with Progress(request.suite) as progress:
         outcome = _run(request, terms, folder, progress)
     if request.as_json:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from stagewright.bench.anonymise import cleaned, make_cleaner
-from stagewright.bench.folder import make_folder, zip_logs
+from stagewright.bench.folder import zip_logs
 from stagewright.bench.forecast import forecast
 from stagewright.bench.learning.finding import Speed, findings_of, target_of
 from stagewright.bench.learning.lesson import Inquiry, Lesson, lessons_of, open_study
@@ -19,6 +19,7 @@ from stagewright.bench.machine import num_cores
 from stagewright.catalog import open_cluster
 from stagewright.machine.environment import environment
 from stagewright.reporting import write_page
+from stagewright.runfolder import new_folder
 
 FILE = "learning.json"
 _CLUSTER = "rtx-4090-4"  # whose time is predicted, unless told
@@ -31,7 +32,7 @@ def run_study(inquiry: Inquiry, runs: str, command: str, *, anonymise: bool, tel
     file = open_study(inquiry)
     lessons = lessons_of(inquiry, file)
     speeds = {} if inquiry.is_real else _predicted(lessons, inquiry.cluster or _CLUSTER)
-    folder = make_folder(runs, "learning")
+    folder = new_folder(runs, "bench-learning")
     clean: Callable[[str], str] = make_cleaner() if anonymise else str
     latest: list[Study] = []
 

@@ -1,0 +1,86 @@
+"""How far a run's stages lag: the least that fills the pipeline, and a word where that is too much to learn with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING
+
+from stagewright.config import Config
+
+if TYPE_CHECKING:
+    from stagewright.model.units import Chain
+    from stagewright.plan.plan import Plan
+
+Warn = Callable[[str], None]
+_BUBBLE_GOAL = 0.05
+_MOST_TRIALS = 8
+
+
+def least_stale(config: Config, chain: Chain | None, plan: Plan, warn: Warn) -> Plan:
+    """The least lag that fills the pipeline, by what its stages cost; a remark where no lag does."""
+    from stagewright.planner import at_every_lag, least_lag
+
+    bubble_of = _bubble(config, chain, plan)
+    chosen = least_lag(plan, bubble_of)
+    if min(bubble_of(candidate) for candidate in at_every_lag(plan)) > _BUBBLE_GOAL:
+        filling = _filling_microbatches(plan, bubble_of)
+        remedy = (
+            f"--microbatches {filling} would fill it"
+            if filling
+            else "stages take unequally long: stagewright plan finds a better layout"
+        )
+        warn(f"ranks would wait {bubble_of(chosen):.0%} of the time; {remedy}")
+    return chosen
+
+
+def _bubble(config: Config, chain: Chain | None, plan: Plan) -> Callable[[Plan], float]:
+    """The share of time that ranks wait, by the profile or the catalogue, or as if stages took equally long."""
+    from stagewright.foresee import Untraceable, planning_setting
+    from stagewright.plan.estimate import Estimate
+    from stagewright.simulate import ClusterCosts, balanced_costs, steady
+
+    try:
+        setting = None if chain is None else planning_setting(config, chain, plan.placement)
+    except Untraceable:
+        setting = None
+
+    if setting is not None:
+        kind = setting.cluster.kind_of(plan.devices[0])
+        if not set(plan.cuts) <= {unit.name for unit in setting.tables(kind, plan.samples).units}:
+            setting = None  # the user's own list of units
+
+    @cache
+    def bubble(candidate: Plan) -> float:
+        costs = balanced_costs(candidate) if setting is None else ClusterCosts(Estimate(candidate, setting))
+        return steady(candidate, costs).bubble
+
+    return bubble
+
+
+def _filling_microbatches(plan: Plan, bubble_of: Callable[[Plan], float]) -> int | None:
+    """The fewest microbatches with which the fullest lag idles less than the goal."""
+    from stagewright.plan.plan import divisors, make_plan
+
+    more = [number for number in divisors(plan.batch) if number > plan.microbatches]
+    for microbatches in more[:_MOST_TRIALS]:
+        candidate = make_plan(
+            plan.placement, batch=plan.batch, microbatches=microbatches, mode=plan.mode, cuts=plan.cuts
+        )
+        if bubble_of(candidate) <= _BUBBLE_GOAL:
+            return microbatches
+    return None
+
+
+def warn_of_lag(config: Config, plan: Plan, warn: Warn) -> None:
+    """Say where the learning rate is more than the lag bears, and where there is nothing to predict."""
+    from stagewright.plan.stability import Motion, stability_remark
+
+    options = config.optimizer
+    lag = max(stage.versions for stage in plan.stages) - 1
+    if options.predict and lag == 0:
+        warn("--predict changes nothing: no stage lags")
+    if options.name == "sgd" and (
+        remark := stability_remark(Motion(options.momentum, lag, options.predict, options.nesterov), options.lr)
+    ):
+        warn(remark)
