@@ -59,7 +59,12 @@ def visit(chromium: Any) -> Iterator[Callable[..., Opened]]:
 
     def visit(where: Path | str, width: int = 1200, scheme: str = "light", has_touch: bool = False) -> Opened:
         screen = {"width": width, "height": 900}
-        context = chromium.new_context(viewport=screen, color_scheme=scheme, has_touch=has_touch)
+        context = chromium.new_context(
+            viewport=screen,
+            color_scheme=scheme,
+            has_touch=has_touch,
+            reduced_motion="reduce",  # nothing glides away from where a test points
+        )
         contexts.append(context)
         opened = Opened(context.new_page())
         opened.page.on("console", lambda message: opened.said.append(f"{message.type}: {message.text}"))
