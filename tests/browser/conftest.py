@@ -20,8 +20,9 @@ def find_chromium() -> str | None:
     return named or next(filter(None, map(shutil.which, NAMES)), None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
+    """A browser; its driver keeps an event loop in this thread, so it does not outlive the module."""
     path = find_chromium()
     if path is None:
         pytest.skip("no Chromium here: apt-get install chromium, or set STAGEWRIGHT_CHROMIUM to one")

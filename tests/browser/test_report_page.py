@@ -139,11 +139,11 @@ def test_fingers_move_and_zoom(report: Path, visit: Visit) -> None:
     touch("touchEnd")
     opened.settle()
     assert opened.timeline["from"] > near["from"] + 0.05 and opened.said == []
-    opened.page.get_by_role("button", name="Show the whole").tap()
-    opened.page.locator(".range", has_text="0 s to 2.05 s").wait_for()  # the click comes after the touch
+    opened.page.get_by_role("button", name="Show the whole").click()
+    opened.page.locator(".range", has_text="0 s to 2.05 s").wait_for()
     opened.page.locator("canvas").scroll_into_view_if_needed()
     opened.page.touchscreen.tap(*bar_at(opened, 2, 0.71, labels=44))
-    assert "1F14@3: forward of microbatch 14" in opened.page.locator(".tip:visible").inner_text()
+    opened.page.locator(".tip:visible", has_text="1F14@3: forward of microbatch 14").wait_for()
 
 
 def test_hovering_tells_action_version_and_duration(report: Path, visit: Visit) -> None:

@@ -24,7 +24,8 @@ class Kinds:
     bandwidth: Array  # of the block's ring
     latency: Array
     staged: Array
-    border: Array  # bandwidth of the slower border
+    front: Array  # bandwidth of the link to the device before it
+    back: Array  # and to the one behind
     device: Array  # the slowest kind of device in it
 
 
@@ -52,7 +53,7 @@ def make_blocks(cluster: Cluster, kinds: Sequence[str]) -> Blocks:
     signatures: dict[tuple[float, ...], int] = {}
     for offset in range(min(period, len(devices))):
         for size in _sizes(len(devices), period, offset):
-            signature = (size, *_block(cluster, devices, offset, size, kinds))
+            signature = (size, *_block(cluster, offset, size, period, kinds))
             places.append((offset, size, signatures.setdefault(signature, len(signatures))))
     offsets, sizes, numbers = (np.array(column) for column in zip(*places, strict=True))
     columns = Kinds(*(np.array(column) for column in zip(*signatures, strict=True)))
@@ -78,19 +79,21 @@ def _sizes(devices: int, period: int, offset: int) -> Iterator[int]:
 
 
 def _block(
-    cluster: Cluster, devices: Sequence[Device], offset: int, size: int, kinds: Sequence[str]
-) -> tuple[float, float, bool, float, int]:
+    cluster: Cluster, offset: int, size: int, period: int, kinds: Sequence[str]
+) -> tuple[float, float, bool, float, float, int]:
+    devices = cluster.devices
     end = len(devices) - offset
     block = devices[end - size : end]
     fabric = cost.ring_fabric(cluster, block)
-    neighbours = [
-        pair for pair in ((end - size - 1, end - size), (end - 1, end)) if pair[0] >= 0 and pair[1] < len(devices)
-    ]
-    border = min(
-        (cluster.link(devices[one], devices[other]).bandwidth for one, other in neighbours), default=float("inf")
-    )
+
+    def border(device: int) -> float:
+        """The link between a device and the one before it; nothing crosses the cluster's ends."""
+        within = 0 < device < len(devices)
+        return cluster.link(devices[device - 1], devices[device]).bandwidth if within else float("inf")
+
     kind = max(kinds.index(cluster.kind_of(device)) for device in block)
-    return fabric.bandwidth, fabric.latency, fabric.staged, border, kind
+    back = border(end if offset else end - period)  # the same position, where something may follow
+    return fabric.bandwidth, fabric.latency, fabric.staged, border(end - size), back, kind
 
 
 def as_kind(cluster: Cluster, devices: Sequence[Device], kinds: Sequence[str]) -> Kinds:
@@ -98,5 +101,5 @@ def as_kind(cluster: Cluster, devices: Sequence[Device], kinds: Sequence[str]) -
     others = [device for device in cluster.devices if device not in set(devices)]
     border = max((cluster.link(devices[0], other).bandwidth for other in others), default=float("inf"))
     kind = max(kinds.index(cluster.kind_of(device)) for device in devices)
-    values = (len(devices), fabric.bandwidth, fabric.latency, fabric.staged, border, kind)
+    values = (len(devices), fabric.bandwidth, fabric.latency, fabric.staged, border, border, kind)
     return Kinds(*(np.array([value]) for value in values))

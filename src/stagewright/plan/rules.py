@@ -50,7 +50,9 @@ class Rules:
         waits = np.where(lags & ~blocks.staged[:, None], 0.0, exposed)
         update = weights * self.update_second_bytes
         busy = own * compute + rounds * (waits + update)
-        border = np.minimum(blocks.border, self.handover)[:, None]
+        front = np.where(runs.first[pairs] > 0, blocks.front[:, None], np.inf)  # what a stage has before it and behind
+        back = np.where(runs.last[pairs] < runs.units, blocks.back[:, None], np.inf)
+        border = np.minimum(np.minimum(front, back), self.handover)
         link = own * np.maximum(entering, leaving) / border + rounds * reduction
         return np.maximum(busy, link)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -107,11 +107,8 @@ class Brute:
             ring = 2 * (size - 1) / size * weights / bandwidth + 2 * (size - 1) * latency
             tree = 2 * weights / bandwidth + 2 * math.ceil(math.log2(size)) * latency
             reduction = min(ring, tree)
-        borders = [(end - size - 1, end - size), (end - 1, end)]
-        border = min(
-            (cluster.link(devices[a], devices[b]).bandwidth for a, b in borders if a >= 0 and b < len(devices)),
-            default=math.inf,
-        )
+        borders = [end - size] * (first > 0) + [end] * (last < len(self.units))  # a stage before it, and one behind
+        border = min((cluster.link(devices[at - 1], devices[at]).bandwidth for at in borders), default=math.inf)
         even = self.mode in (Mode.STALE, Mode.PIPEDREAM)
         own = self.count / size if even else math.ceil(self.count / size)
         rounds = self.count / size if self.mode is Mode.PIPEDREAM else 1
@@ -208,6 +205,15 @@ def test_and_on_ten_units_and_six_devices_with_and_without_limits(shape: str, mo
     assert unlimited is not None
     for memory in (MEMORY, 3 << 30, 2 << 30, 1 << 30):
         check_equal(setting(cluster, units, memory), mode, 12)
+
+
+def test_only_borders_that_are_crossed_count() -> None:
+    """On two machines of two devices: a first stage has nothing before it, a last one nothing behind."""
+    unit = Unit("u", "made", 0.0625, 0.015625, 0, 0, 15_621_001, 0, 0)
+    units = [unit, replace(unit, name="last", backward=0.0625, live=0)]
+    where = setting(machines(2, 2, link(1e9), link(1e8, 1e-4)), units)
+    found = make_search(where, Mode.STALE, 1, 1).best(2)
+    assert found is not None and (found.sizes, found.seconds) == ((1, 3), 0.078125)
 
 
 @settings(max_examples=60, deadline=None)
