@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,14 @@ class Kinds:
     front: Array  # bandwidth of the link to the device before it
     back: Array  # and to the one behind
     device: Array  # the slowest kind of device in it
+
+    def borderless(self) -> tuple[Kinds, Array]:
+        """The kinds that differ in more than their borders, and which of them each is."""
+        inner = list(zip(self.size, self.bandwidth, self.latency, self.staged, self.device, strict=True))
+        first = {found: inner.index(found) for found in dict.fromkeys(inner)}
+        order = {found: number for number, found in enumerate(first)}
+        columns = (getattr(self, field.name)[list(first.values())] for field in fields(self))
+        return Kinds(*columns), np.array([order[found] for found in inner])
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,21 @@ class Rules:
 
     def seconds(self, runs: Runs, blocks: Kinds, pairs: Any = slice(None)) -> Array:
         """Seconds a batch of every run on every kind of block: kinds x pairs."""
+        inner, of = blocks.borderless()
+        busy, reduction = self._inside(runs, inner, pairs)
+        link = self._crossing(runs, blocks, pairs)
+        link *= self._own(blocks)
+        link += reduction[of]
+        return np.maximum(busy[of], link, out=link)
+
+    def _own(self, blocks: Kinds) -> Array:
+        """Microbatches of a batch that a replica runs."""
         size = blocks.size[:, None]
-        own = self.microbatches / size if self.is_even else np.ceil(self.microbatches / size)
+        return self.microbatches / size if self.is_even else np.ceil(self.microbatches / size)
+
+    def _inside(self, runs: Runs, blocks: Kinds, pairs: Any) -> tuple[Array, Array]:
+        """Seconds a batch that a block computes and waits for its sums, and those of the sums by themselves."""
+        size = blocks.size[:, None]
         rounds = self.microbatches / size if self.mode is Mode.PIPEDREAM else 1.0
         entering, leaving = runs.entering[pairs], runs.leaving[pairs]
         compute = runs.compute[blocks.device][:, pairs] + 2 * self.overhead + (entering + leaving) * self.copies
@@ -49,12 +62,15 @@ class Rules:
         lags = self.is_even & (runs.last[pairs] < runs.units) & (self.staleness != 0)
         waits = np.where(lags & ~blocks.staged[:, None], 0.0, exposed)
         update = weights * self.update_second_bytes
-        busy = own * compute + rounds * (waits + update)
-        front = np.where(runs.first[pairs] > 0, blocks.front[:, None], np.inf)  # what a stage has before it and behind
-        back = np.where(runs.last[pairs] < runs.units, blocks.back[:, None], np.inf)
-        border = np.minimum(np.minimum(front, back), self.handover)
-        link = own * np.maximum(entering, leaving) / border + rounds * reduction
-        return np.maximum(busy, link)
+        return self._own(blocks) * compute + rounds * (waits + update), rounds * reduction
+
+    def _crossing(self, runs: Runs, blocks: Kinds, pairs: Any) -> Array:
+        """Seconds a microbatch over the slower border; before the first stage and behind the last there is none."""
+        volume = np.maximum(runs.entering[pairs], runs.leaving[pairs])
+        seconds = volume / np.minimum(np.minimum(blocks.front, blocks.back), self.handover)[:, None]
+        for is_end, other in ((runs.first[pairs] == 0, blocks.back), (runs.last[pairs] == runs.units, blocks.front)):
+            seconds[:, is_end] = volume[is_end] / np.minimum(other, self.handover)[:, None]
+        return seconds
 
 
 @dataclass(frozen=True)
