@@ -75,6 +75,26 @@ def test_a_pipeline_that_can_not_be_filled_warns() -> None:
     assert steady_bubble(plan, balanced_costs(plan)) < 0.05
 
 
+@pytest.mark.parametrize(
+    ("plan", "optimizer", "told"),
+    [
+        ({"mode": "stale", "staleness": 1}, {"lr": 0.4}, "lag 1 learning rate x curvature is stable up to 0.1"),
+        ({"mode": "stale", "staleness": 1}, {"lr": 0.4, "predict": True}, "stable up to 0.25"),
+        ({"mode": "stale", "staleness": 1}, {"lr": 0.05}, None),
+        ({"mode": "stale", "staleness": 1}, {"lr": 0.4, "name": "adamw"}, None),
+        ({"mode": "sync"}, {"lr": 0.4}, None),
+        ({"mode": "sync"}, {"predict": True}, "--predict changes nothing: no stage lags"),
+    ],
+)
+def test_a_lag_that_is_too_much_for_the_rate_warns(
+    plan: dict[str, object], optimizer: dict[str, object], told: str | None
+) -> None:
+    warnings: list[str] = []
+    tables = {"plan": {"placement": "0:0.0:1", "batch": 64, "microbatches": 16, **plan}, "optimizer": optimizer}
+    make_plan_for(make_config(tables), None, warnings.append)
+    assert [told in warning for warning in warnings] == [True] if told else warnings == []
+
+
 def test_balanced_costs_give_every_rank_the_same_work() -> None:
     plan = plan_of("0:0-2.0:3", Mode.STALE, 12)
     timeline = simulate(plan, balanced_costs(plan), range(120))

@@ -216,6 +216,14 @@ def test_only_borders_that_are_crossed_count() -> None:
     assert found is not None and (found.sizes, found.seconds) == ((1, 3), 0.078125)
 
 
+def test_what_leaves_a_stage_crosses_its_border_whoever_is_behind() -> None:
+    """On three machines of one device, a microbatch leaves the first stage over 100 MB/s, however it is received."""
+    unit = Unit("u", "made", 0.01, 0.01, 0, 0, 20_000_000, 0, 0)
+    where = setting(machines(3, 1, link(1e9), link(1e8)), [unit, replace(unit, name="last", live=0)])
+    found = make_search(where, Mode.STALE, 1, 1).best(2)
+    assert found is not None and found.seconds == pytest.approx(0.2)
+
+
 @settings(max_examples=60, deadline=None)
 @given(cases(6, 5), st.integers(2, 4))
 def test_a_given_number_of_stages_is_the_best_of_that_number(case: tuple[Setting, Mode, int], stages: int) -> None:
