@@ -21,7 +21,7 @@ _COMMON: dict[str, dict[str, Any]] = {
     "run": {"steps": _STEPS, "log_every": 20, "eval_every": 0},
 }
 _PLANS: dict[str, dict[str, Any]] = {
-    "2+1 stages, stale": {"placement": "0:0-1.0:2", "mode": "stale"},
+    "2+1 stages, stale": {"placement": "0:0-1.0:2", "mode": "stale", "staleness": 1},
     "one process": {"placement": "0:0", "mode": "dp", "cut": None},
 }
 
