@@ -69,8 +69,15 @@ def main() -> None:
         if isinstance(error, LostPeer):
             time.sleep(4 * _LOOK_SECONDS)  # let the supervisor see the rank that caused it first
         traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # without tidying up: that takes seconds on a busy machine, and the others wait
+        _leave(1)
+    _leave(0)
+
+
+def _leave(code: int) -> None:
+    """End without tidying up: that takes seconds on a busy machine, and a thread of gloo may abort it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def run_rank(job: Job, rank: int, store: Store, emit: Any, control: Store | None = None) -> None:
