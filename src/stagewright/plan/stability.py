@@ -84,6 +84,8 @@ def stability_remark(motion: Motion, rate: float) -> str | None:
 
 def _gentler(motion: Motion, rate: float) -> str | None:
     """Half the momentum at the same lr/(1-momentum), where that bears more curvature."""
+    if motion.momentum >= 1:
+        return None
     momentum = motion.momentum / 2
     scaled = rate * (1 - momentum) / (1 - motion.momentum)
     gain = stable_limit(replace(motion, momentum=momentum)) / scaled / (stable_limit(motion) / rate)

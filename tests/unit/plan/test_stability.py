@@ -57,5 +57,6 @@ def test_a_remark_has_the_limit_and_the_remedies() -> None:
     ):
         assert part in remark
     assert "--predict" not in (stability_remark(Motion(0.9, 3, is_predicted=True), 0.4) or "--predict")
+    assert "--momentum" not in (stability_remark(Motion(1.0, 1), 0.1) or "--momentum")  # settles at no rate
     assert stability_remark(Motion(0.9, 1), 0.09) is None
     assert stability_remark(Motion(0.9, 0), 3.0) is None
