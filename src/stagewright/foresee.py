@@ -98,27 +98,13 @@ def planned_cuts(config: Config, chain: Chain, placement: Placement) -> tuple[st
 
 def what_fits(config: Config, plan: Plan, rank: int, room: int) -> str:
     """Advice for a rank that ran out of memory: the largest microbatch that the memory model lets into `room` bytes."""
-    from stagewright.catalog import shipped
-    from stagewright.cluster import Cluster, Machine
     from stagewright.plan.estimate import Estimate
     from stagewright.plan.plan import make_plan
-    from stagewright.predict import analytic_setting, study
 
-    count = 1 + max(device.index for device in plan.devices)
-    machines = 1 + max(device.machine for device in plan.devices)
     try:
-        shapes = study(config.model.name, config.model.classes, config.data.image).shapes
+        setting = _memory_setting(config, plan)
     except ValueError:
         return "use more --microbatches, or a smaller --batch"
-    cluster = Cluster((Machine(count, _ANY_GPU),) * machines, "this machine")
-    setting = analytic_setting(
-        shipped(),
-        cluster,
-        shapes,
-        shipped().system("stagewright"),
-        config.run.precision,
-        optimizer=config.optimizer.name,
-    )
     for microbatches in range(plan.microbatches + 1, plan.batch + 1):
         if plan.batch % microbatches == 0:
             smaller = make_plan(
@@ -137,32 +123,31 @@ def what_fits(config: Config, plan: Plan, rank: int, room: int) -> str:
 
 def modelled_memory(config: Config, plan: Plan) -> tuple[Memory, ...]:
     """What each rank should hold, by part; nothing for a model that is not of the zoo, and would have to be built."""
-    from stagewright.catalog import shipped
-    from stagewright.cluster import Cluster, Machine
     from stagewright.plan.estimate import Estimate
-    from stagewright.predict import analytic_setting, study
 
     if ":" in config.model.name:
         return ()
-    count = 1 + max(device.index for device in plan.devices)
-    machines = 1 + max(device.machine for device in plan.devices)
-    kind, software = _ANY_GPU, shipped().system("stagewright")
-    if config.run.device == "cpu":  # has no context and no workspaces
-        kind, software = "cpu", replace(software, context=0, workspace=0)
     try:
-        shapes = study(config.model.name, config.model.classes, config.data.image).shapes
-        setting = analytic_setting(
-            shipped(),
-            Cluster((Machine(count, kind),) * machines, "this machine"),
-            shapes,
-            software,
-            config.run.precision,
-            optimizer=config.optimizer.name,
-        )
-        estimate = Estimate(plan, setting)
+        estimate = Estimate(plan, _memory_setting(config, plan))
         return tuple(estimate.memory(rank) for rank in range(plan.world))
     except ValueError:
         return ()
+
+
+def _memory_setting(config: Config, plan: Plan) -> Setting:
+    """The model on devices of the run's kind, as far as memory goes; an error where its shapes can't be found."""
+    from stagewright.catalog import shipped
+    from stagewright.cluster import Cluster, Machine
+    from stagewright.predict import analytic_setting, study
+
+    kind, software = _ANY_GPU, shipped().system("stagewright")
+    if config.run.device == "cpu":  # has no context and no workspaces
+        kind, software = "cpu", replace(software, context=0, workspace=0)
+    count = 1 + max(device.index for device in plan.devices)
+    machines = 1 + max(device.machine for device in plan.devices)
+    cluster = Cluster((Machine(count, kind),) * machines, "this machine")
+    shapes = study(config.model.name, config.model.classes, config.data.image).shapes
+    return analytic_setting(shipped(), cluster, shapes, software, config.run.precision, optimizer=config.optimizer.name)
 
 
 class Untraceable(Exception):
