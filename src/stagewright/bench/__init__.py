@@ -34,6 +34,7 @@ class Request:
     jobs: int | None = None
     target: float | None = None
     real: bool = False
+    reuse: Sequence[str] = ()
 
     @property
     def command(self) -> str:
@@ -48,6 +49,7 @@ class Request:
         words += [f"--val {self.val}"] if self.val else []
         words += [f"--study {self.study}"] if self.study else []
         words += [f"--seeds {self.seeds}"] if self.suite == "learning" else []
+        words += [f"--reuse {folder}" for folder in self.reuse]
         words += ["--real"] if self.real else []
         words += ["--simulate"] if self.simulate else []
         words += [f"--cluster {self.cluster}"] if self.cluster else []
@@ -172,6 +174,7 @@ def _run_study(request: Request) -> None:
         request.real,
         request.only,
         request.overrides,
+        request.reuse,
     )
     with Progress(request.suite) as tell:
         study, folder = run_study(inquiry, request.runs, request.command, anonymise=request.anonymise, tell=tell)

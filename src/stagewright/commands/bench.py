@@ -44,6 +44,9 @@ def add(commands: Commands) -> None:
     learning.add_argument("--jobs", type=int, help="runs at a time (default: by the cores)")
     learning.add_argument("--target", type=float, help="top-1 in percent to reach (default: a point below sync's)")
     learning.add_argument("--real", action="store_true", help="ranks as processes, and their time, instead of emulated")
+    learning.add_argument(
+        "--reuse", metavar="FOLDER", action="append", default=[], help="take over its runs that have equal settings"
+    )
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -71,5 +74,6 @@ def run(parsed: argparse.Namespace) -> None:
             jobs=parsed.jobs,
             target=parsed.target,
             real=parsed.real,
+            reuse=parsed.reuse,
         )
     )

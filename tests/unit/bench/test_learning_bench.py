@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+from stagewright.bench.anonymise import make_cleaner
+from stagewright.bench.learning.earlier import earlier_runs
 from stagewright.bench.learning.finding import Finding, Speed, findings_of, mean_interval, target_of
 from stagewright.bench.learning.lesson import Inquiry, lessons_of, open_study
 from stagewright.bench.learning.pages import Study, describe, show, study_page
@@ -87,6 +90,8 @@ def test_the_shipped_study_asks_what_the_advice_is_about() -> None:
         (["--data", "synthetic", "--seeds", "0"], "--seeds is 0; give at least 1"),
         (["--data", "synthetic", "--target", "120"], "--target is 120; give a top-1 in percent"),
         (["--data", "synthetic", "--study", "/nowhere.toml"], "/nowhere.toml: No such file"),
+        (["--data", "synthetic", "--reuse", "/nowhere"], "/nowhere/learning.json: No such file or directory; give the"),
+        (["--data", "synthetic", "--reuse", "/nowhere", "--real"], "runs of another time, but --real compares times"),
         (["--data", "synthetic", "--only", "nothing"], "--only 'nothing' leaves none of 12"),
     ],
 )
@@ -119,6 +124,48 @@ def test_a_page_has_tables_curves_and_every_run(tmp_path: Path) -> None:
     assert all(len(line) <= 80 or str(tmp_path) in line for line in console.export_text().splitlines())
 
 
+def write_study(folder: Path, runs: list[Learnt]) -> str:
+    study = Study("Lag", "2026-01-01", "stagewright", {}, tuple(found(*runs)), {})
+    folder.mkdir()
+    (folder / "learning.json").write_text(json.dumps(describe(study)))
+    return str(folder)
+
+
+def test_runs_with_equal_settings_are_taken_over_under_their_new_names(tmp_path: Path) -> None:
+    inquiry = Inquiry(data="tensors:a", val="tensors:b", seeds=2, only="ResNet-18")
+    lessons = lessons_of(inquiry, open_study(inquiry))
+    first, second = lessons[1], lessons[-1]
+    runs = [
+        replace(learnt("other", first.seed, 0.5, 0.75), settings=first.settings),
+        replace(learnt("other", second.seed, 0.5, diverged="nan"), settings=make_cleaner()(second.settings)),
+        replace(learnt("other", 7, 0.9), settings="of nobody"),
+    ]
+    a, b = write_study(tmp_path / "a", runs[:1]), write_study(tmp_path / "b", runs[1:])
+    known = earlier_runs([a, b], lessons)
+    assert [(run.key, run.seed, run.origin) for run in known] == [
+        (first.key, first.seed, a),
+        (second.key, second.seed, b),
+    ]
+    assert known[0].scores == runs[0].scores and known[1].diverged == "nan"
+    assert [run.settings for run in known] == [first.settings, second.settings]
+    waiting = [lesson for lesson in lessons if lesson.settings not in {run.settings for run in known}]
+    assert len(waiting) == len(lessons) - 2
+
+
+def test_a_study_of_other_settings_is_no_help(tmp_path: Path) -> None:
+    inquiry = Inquiry(data="tensors:a", val="tensors:b", seeds=1, only="ResNet-18")
+    lessons = lessons_of(inquiry, open_study(inquiry))
+    settings = lessons[0].settings.replace("epochs = 60", "epochs = 40")
+    runs = [replace(learnt(lessons[0].key[1], 0, 0.5), group="ResNet-18", settings=settings)]
+    tables = {"findings": [{"learnt": [asdict(run) for run in runs]}]}
+    (tmp_path / "learning.json").write_text(json.dumps(tables))
+    with pytest.raises(ValueError, match=r"none of its 1 runs .* of the 6 asked for \(first: epochs = 40, here 60\)"):
+        earlier_runs([str(tmp_path)], lessons)
+    (tmp_path / "learning.json").write_text("[1]")
+    with pytest.raises(ValueError, match="is no file of a bench learning"):
+        earlier_runs([str(tmp_path)], lessons)
+
+
 _TINY = """
 title = "tiny"
 [options]
@@ -148,4 +195,10 @@ def test_a_study_from_file_to_folder(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert {path.name for path in folder.iterdir()} == {"learning.json", "report.md", "report.html", "logs.zip"}
     sync, wild = told["findings"]
     assert [score for score, _ in sync["learnt"][0]["scores"]] == [2, 4]
+    (tmp_path / "later").mkdir()
+    main(["bench", "learning", *options[:-1], str(tmp_path / "later"), "--reuse", str(folder), "--json"])
+    later = json.loads(capsys.readouterr().out)
+    assert [f["learnt"][0]["scores"] for f in later["findings"]] == [f["learnt"][0]["scores"] for f in told["findings"]]
+    assert "2 runs are taken over from" in (Path(later["folder"]) / "report.md").read_text()
+    assert not (Path(later["folder"]) / "logs.zip").exists()  # nothing ran
     assert re.match(r"1 of 1 runs diverge: the loss of batch \d is (nan|inf)", wild["verdict"])

@@ -8,7 +8,7 @@ from importlib import resources
 
 from stagewright.bench.case import Case, Terms, cases_of
 from stagewright.bench.suitefile import SuiteFile, Tables, read_suite
-from stagewright.config import Config, make_config
+from stagewright.config import Config, as_toml, make_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,16 @@ class Inquiry:
     is_real: bool = False  # ranks as processes of their own, whose time is measured
     only: str | None = None
     overrides: Sequence[Tables] = ()
+    reuse: Sequence[str] = ()  # folders of studies whose runs need not be made again
 
     def __post_init__(self) -> None:
         for flag, value in (("--seeds", self.seeds), ("--jobs", self.jobs)):
             if value is not None and value < 1:
                 raise ValueError(f"{flag} is {value}; give at least 1")
+        if self.reuse and self.is_real:
+            raise ValueError(
+                f"--reuse {self.reuse[0]} takes over runs of another time, but --real compares times; leave one out"
+            )
         if self.target is not None and not 0 < self.target <= 100:
             raise ValueError(f"--target is {self.target:g}; give a top-1 in percent, such as 90")
 
@@ -45,6 +50,11 @@ class Lesson:
     @property
     def key(self) -> tuple[str, str]:
         return (self.case.group.name, self.case.trial.name)
+
+    @property
+    def settings(self) -> str:
+        """All that decides what is learnt, as text."""
+        return as_toml(self.config)
 
     def __str__(self) -> str:
         return f"{self.case.group.name}, {self.case.trial.name}, seed {self.seed}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -153,7 +154,11 @@ def _every_run(study: Study) -> Table:
         for finding in study.findings
         for run in finding.learnt
     )
-    return Table("Every run", ("model", "mode", "seed", "top-1 at the end", "diverged"), rows)
+    origins = Counter(run.origin for finding in study.findings for run in finding.learnt if run.origin)
+    taken = (
+        f"{count} run{'s are' if count > 1 else ' is'} taken over from {origin}." for origin, count in origins.items()
+    )
+    return Table("Every run", ("model", "mode", "seed", "top-1 at the end", "diverged"), rows, " ".join(taken))
 
 
 def show(console: Console, study: Study, folder: Path) -> None:

@@ -36,20 +36,28 @@ class Learnt:
     per_epoch: int  # batches
     rate: float | None = None  # images a second
     diverged: str = ""  # the loss left the numbers, and when
+    settings: str = ""  # of the lesson
+    origin: str = ""  # the folder of the study that made it, where it is taken over
 
     @property
     def key(self) -> tuple[str, str]:
         return (self.group, self.trial)
 
 
-def run_lessons(lessons: Sequence[Lesson], jobs: int, folder: Path, tell: Tell, after: After) -> None:
-    """Every lesson, `jobs` at a time; one that fails for another reason than its lag ends them all.
+def run_lessons(
+    lessons: Sequence[Lesson], jobs: int, folder: Path, tell: Tell, after: After, known: Sequence[Learnt] = ()
+) -> None:
+    """Every lesson that is not known, `jobs` at a time; one that fails for another reason than its lag ends them all.
 
-    `after` hears of all that are over whenever one is.
+    `after` hears of all that are over, the known ones first, and whenever one is.
     """
     on_gpu = any(lesson.config.run.device == "cuda" for lesson in lessons)
-    found: list[Learnt] = []
-    waiting = list(enumerate(lessons))
+    found = list(known)
+    settled = {run.settings for run in known}
+    waiting = [(number, lesson) for number, lesson in enumerate(lessons) if lesson.settings not in settled]
+    if found:
+        tell(f"{len(found)} of {len(lessons)} runs are known")
+        after(found)
     with shared_gpu(tell) if on_gpu and jobs > 1 else nullcontext(), _ended() as running:
         told = time.monotonic()
         while waiting or running:
@@ -111,9 +119,9 @@ class _Running:
         if code == 0:
             summary = json.loads((self._folder / "out.json").read_text())
             rate = None if lesson.config.run.emulate else summary["images_per_second"]
-            return Learnt(*lesson.key, lesson.seed, scores, per_epoch, rate)
+            return Learnt(*lesson.key, lesson.seed, scores, per_epoch, rate, settings=lesson.settings)
         if found := _NOT_FINITE.search(said[-1]):
-            return Learnt(*lesson.key, lesson.seed, scores, per_epoch, None, found[0])
+            return Learnt(*lesson.key, lesson.seed, scores, per_epoch, None, found[0], lesson.settings)
         logs = self._folder.parent.parent / LOGS
         raise ValueError(
             f"{lesson}: {said[-1].removeprefix('stagewright: ')}; its files are {logs}:{self._folder.name}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from stagewright.bench.anonymise import cleaned, make_cleaner
 from stagewright.bench.folder import zip_logs
 from stagewright.bench.forecast import forecast
+from stagewright.bench.learning.earlier import FILE, earlier_runs
 from stagewright.bench.learning.finding import Speed, findings_of, target_of
 from stagewright.bench.learning.lesson import Inquiry, Lesson, lessons_of, open_study
 from stagewright.bench.learning.pages import Study, describe, study_page
@@ -21,7 +22,6 @@ from stagewright.machine.environment import environment
 from stagewright.reporting import write_page
 from stagewright.runfolder import new_folder
 
-FILE = "learning.json"
 _CLUSTER = "rtx-4090-4"  # whose time is predicted, unless told
 _MOST_ON_GPU = 6  # runs that share one
 Tell = Callable[[str], None]
@@ -31,19 +31,23 @@ def run_study(inquiry: Inquiry, runs: str, command: str, *, anonymise: bool, tel
     """Train every lesson, and write the reports after each; what was found, and the folder that holds it."""
     file = open_study(inquiry)
     lessons = lessons_of(inquiry, file)
+    known = earlier_runs(inquiry.reuse, lessons)
     speeds = {} if inquiry.is_real else _predicted(lessons, inquiry.cluster or _CLUSTER)
     folder = new_folder(runs, "bench-learning")
     clean: Callable[[str], str] = make_cleaner() if anonymise else str
     latest: list[Study] = []
 
     def keep(learnt: Sequence[Learnt]) -> None:
-        study = _study(file.title, clean(command), lessons, learnt, speeds | _measured(learnt), inquiry.target)
+        told = [replace(run, settings=clean(run.settings), origin=clean(run.origin)) for run in learnt]
+        study = _study(file.title, clean(command), lessons, told, speeds | _measured(learnt), inquiry.target)
         latest[:] = [replace(study, machine=cleaned(dict(study.machine), clean))]
-        (folder / FILE).write_text(json.dumps(describe(latest[0]), indent=1))
+        draft = folder / f"{FILE}.draft"
+        draft.write_text(json.dumps(describe(latest[0]), indent=1))
+        draft.replace(folder / FILE)
         write_page(study_page(latest[0]), folder / "report.html")
 
     try:
-        run_lessons(lessons, inquiry.jobs or _jobs(lessons), folder / "runs", tell, keep)
+        run_lessons(lessons, inquiry.jobs or _jobs(lessons), folder / "runs", tell, keep, known)
     finally:
         zip_logs(folder / "runs", folder, clean)
         if not any(folder.iterdir()):
