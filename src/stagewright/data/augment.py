@@ -9,6 +9,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
 
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.data.order import Indices
+
+_KEY = struct.Struct("<4Q")
 _BLOCK = struct.Struct("<8Q")
 _AREA = (0.08, 1.0)
 _ASPECT = (3 / 4, 4 / 3)
@@ -74,6 +80,14 @@ class Augmentation:
         down, right = (int(next(draws) * (2 * border + 1)) - border for _ in range(2))
         return View(0, 0, height, width, self.side, self.side, down, right, is_mirrored, jitter)
 
+    def shifts(self, seed: int, epoch: int, indices: Indices) -> NDArray[np.int64]:
+        """As `training`, of many padded samples at once: a row each of down, right and whether it is mirrored."""
+        words = b"".join(_block(seed, epoch, int(index), 0) for index in indices)
+        mirror, *moves = ((np.frombuffer(words, "<u8").reshape(-1, 8) >> 11) * 2.0**-53).T[:3]
+        border = self.side // _PADDING
+        down, right = ((move * (2 * border + 1)).astype(np.int64) - border for move in moves)
+        return np.stack([down, right, mirror < 0.5], axis=1)
+
     def evaluation(self, height: int, width: int) -> View:
         """The short side resized to 256 for 224 and the centre taken; small images whole."""
         if self.cropping is Cropping.PADDED:
@@ -96,10 +110,13 @@ def _uniform(seed: int, epoch: int, index: int) -> Iterator[float]:
     """Numbers in [0, 1): hashes of a counter, keyed by who asks."""
     block = 0
     while True:
-        key = struct.pack("<4Q", seed % 2**64, epoch, index, block)
-        for word in _BLOCK.unpack(blake2b(key).digest()):
+        for word in _BLOCK.unpack(_block(seed, epoch, index, block)):
             yield (word >> 11) * 2.0**-53
         block += 1
+
+
+def _block(seed: int, epoch: int, index: int, block: int) -> bytes:
+    return blake2b(_KEY.pack(seed % 2**64, epoch, index, block)).digest()
 
 
 def _random_box(draws: Iterator[float], height: int, width: int) -> tuple[int, int, int, int]:

@@ -41,7 +41,7 @@ class KeptLoader:
     def microbatch(self, number: int) -> tuple[Tensor, Tensor]:
         images, labels = self._kept
         indices, draw = self._share.numbering.indices(number), self._share.numbering.draw(number)
-        rows = torch.from_numpy(indices).to(self._loading.device)
+        rows = torch.from_numpy(indices).to(self._loading.device, non_blocking=True)
         pixels = images[rows] if draw is None else _windows(images, rows, *self._shifts(indices, draw))
         return self._source.normalization.apply(pixels, self._loading.dtype), labels[rows]
 
@@ -63,9 +63,7 @@ class KeptLoader:
 
     def _shifts(self, indices: Indices, draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
         """How far down and right each sample's window lies, and whether its image is mirrored."""
-        side = self._source.augmentation.side
-        views = [self._source.view(draw, int(index), side, side) for index in indices]
-        shifts = torch.tensor([(view.down, view.right, view.is_mirrored) for view in views])
+        shifts = torch.from_numpy(self._source.augmentation.shifts(draw.seed, draw.epoch, indices))
         down, right, mirrored = shifts.to(self._loading.device, non_blocking=True).unbind(1)
         return down, right, mirrored.bool()
 

@@ -87,7 +87,7 @@ class ImageLoader:
         for row in sorted(batch.bad):
             for bad in batch.bad[row]:
                 self._bad.count(bad)
-        labels = torch.from_numpy(batch.labels).to(self._loading.device, copy=True)
+        labels = torch.from_numpy(batch.labels).to(self._loading.device, non_blocking=True, copy=True)
         inputs = self._source.normalization.apply(room.moved(batch.images, self._loading.device), self._loading.dtype)
         self._free.append(room)
         return inputs, labels
