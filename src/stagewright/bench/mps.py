@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _CONTROL = "nvidia-cuda-mps-control"
+_PATIENCE = 10  # seconds
 _FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 
 
@@ -29,10 +31,23 @@ def shared_gpu(tell: Callable[[str], None]) -> Iterator[None]:
         for name, place in places.items():
             place.mkdir()
             os.environ[name] = str(place)
+        started = subprocess.run([_CONTROL, "-d"], check=False, capture_output=True, text=True)
+        if started.returncode:
+            tell(f"CUDA MPS does not start: {(started.stderr or started.stdout).strip()}; ranks take turns")
         try:
-            subprocess.run([_CONTROL, "-d"], check=True, capture_output=True)
             yield
-            subprocess.run([_CONTROL], input=b"quit\n", capture_output=True, timeout=30, check=False)
         finally:
+            if not started.returncode:
+                _quit(places[_FOLDERS[0]])
             for name in places:
                 del os.environ[name]
+
+
+def _quit(pipes: Path) -> None:
+    """End the daemon, and whoever it still waits for after a while; where it does not hear, by its id."""
+    order = f"quit -t {_PATIENCE}\n".encode()
+    try:
+        subprocess.run([_CONTROL], input=order, capture_output=True, timeout=2 * _PATIENCE, check=False)
+    except subprocess.TimeoutExpired:
+        with suppress(OSError, ValueError):
+            os.kill(int((pipes / f"{_CONTROL}.pid").read_text()), signal.SIGKILL)
