@@ -125,7 +125,7 @@ def test_a_page_has_tables_curves_and_every_run(tmp_path: Path) -> None:
 
 
 def write_study(folder: Path, runs: list[Learnt]) -> str:
-    study = Study("Lag", "2026-01-01", "stagewright", {}, tuple(found(*runs)), {})
+    study = Study("Lag", "2026-01-01", "stagewright", {"GPU": folder.name}, tuple(found(*runs)), {})
     folder.mkdir()
     (folder / "learning.json").write_text(json.dumps(describe(study)))
     return str(folder)
@@ -141,13 +141,23 @@ def test_runs_with_equal_settings_are_taken_over_under_their_new_names(tmp_path:
         replace(learnt("other", 7, 0.9), settings="of nobody"),
     ]
     a, b = write_study(tmp_path / "a", runs[:1]), write_study(tmp_path / "b", runs[1:])
-    known = earlier_runs([a, b], lessons)
+    earlier = earlier_runs([a, b], lessons)
+    known = earlier.runs
+    assert earlier.machines == {a: {"GPU": "a"}, b: {"GPU": "b"}}
     assert [(run.key, run.seed, run.origin) for run in known] == [
         (first.key, first.seed, a),
         (second.key, second.seed, b),
     ]
     assert known[0].scores == runs[0].scores and known[1].diverged == "nan"
     assert [run.settings for run in known] == [first.settings, second.settings]
+    study = Study("Lag", "2026-01-01", "stagewright", {}, tuple(found(*(replace(r, group="R") for r in known))), {})
+    text = as_markdown(study_page(replace(study, elsewhere={"x": {"GPU": "one"}, "y": {"GPU": "one"}})))
+    assert (
+        "Environment of runs taken over" in text and "Runs of x, y." in text and "## Environment\n" not in text
+    )  # nothing ran here
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "learning.json").write_text(json.dumps(describe(replace(study, elsewhere=earlier.machines))))
+    assert earlier_runs([str(tmp_path / "c")], lessons).machines == earlier.machines  # at second hand
     waiting = [lesson for lesson in lessons if lesson.settings not in {run.settings for run in known}]
     assert len(waiting) == len(lessons) - 2
 
@@ -157,7 +167,7 @@ def test_a_study_of_other_settings_is_no_help(tmp_path: Path) -> None:
     lessons = lessons_of(inquiry, open_study(inquiry))
     settings = lessons[0].settings.replace("epochs = 60", "epochs = 40")
     runs = [replace(learnt(lessons[0].key[1], 0, 0.5), group="ResNet-18", settings=settings)]
-    tables = {"findings": [{"learnt": [asdict(run) for run in runs]}]}
+    tables = {"machine": {}, "elsewhere": {}, "findings": [{"learnt": [asdict(run) for run in runs]}]}
     (tmp_path / "learning.json").write_text(json.dumps(tables))
     with pytest.raises(ValueError, match=r"none of its 1 runs .* of the 6 asked for \(first: epochs = 40, here 60\)"):
         earlier_runs([str(tmp_path)], lessons)

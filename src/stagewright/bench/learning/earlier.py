@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,15 @@ from stagewright.bench.learning.runs import Learnt
 FILE = "learning.json"
 
 
-def earlier_runs(folders: Sequence[str], lessons: Sequence[Lesson]) -> list[Learnt]:
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """Runs of an earlier study, and the machines that made them, by the study's folder."""
+
+    runs: list[Learnt] = field(default_factory=list)
+    machines: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+def earlier_runs(folders: Sequence[str], lessons: Sequence[Lesson]) -> Earlier:
     """What studies in `folders` learnt of these lessons: of runs with exactly their settings, under their names here.
 
     Settings that were anonymised are compared as this machine would anonymise its own.
@@ -23,30 +31,40 @@ def earlier_runs(folders: Sequence[str], lessons: Sequence[Lesson]) -> list[Lear
     clean = make_cleaner()
     asked = {text: lesson for lesson in lessons for text in (clean(lesson.settings), lesson.settings)}
     made: dict[str, Learnt] = {}
+    machines: dict[str, Mapping[str, str]] = {}
     for folder in folders:
-        runs = _read(Path(folder) / FILE)
+        earlier = _read(Path(folder))
+        runs = earlier.runs
         equal = {asked[run.settings].settings: run for run in runs if run.settings in asked}
         if not equal:
             raise ValueError(
                 f"--reuse {folder}: none of its {len(runs)} runs has the settings of one of the {len(lessons)} "
                 f"asked for{_first_difference(runs, lessons)}; make the settings equal or leave --reuse out"
             )
-        made |= {settings: replace(run, settings=settings, origin=folder) for settings, run in equal.items()}
-    return [
+        made |= {settings: replace(run, settings=settings) for settings, run in equal.items()}
+        machines |= earlier.machines
+    found = [
         replace(made[lesson.settings], group=lesson.key[0], trial=lesson.key[1])
         for lesson in lessons
         if lesson.settings in made
     ]
+    return Earlier(found, {run.origin: machines[run.origin] for run in found if run.origin in machines})
 
 
-def _read(path: Path) -> list[Learnt]:
+def _read(folder: Path) -> Earlier:
+    """A study's runs; those that it took over itself keep their origin."""
     from pydantic import TypeAdapter, ValidationError
 
+    path = folder / FILE
     try:
         tables: Any = json.loads(path.read_text())
-        return TypeAdapter(list[Learnt]).validate_python(
+        runs = TypeAdapter(list[Learnt]).validate_python(
             [run for finding in tables["findings"] for run in finding["learnt"]]
         )
+        machines = TypeAdapter(dict[str, dict[str, str]]).validate_python(
+            {str(folder): tables["machine"], **tables.get("elsewhere", {})}
+        )
+        return Earlier([replace(run, origin=run.origin or str(folder)) for run in runs], machines)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give the folder of a bench learning") from error
     except (ValueError, KeyError, TypeError, ValidationError, RecursionError) as error:

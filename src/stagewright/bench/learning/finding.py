@@ -26,6 +26,11 @@ def mean_interval(values: Sequence[float]) -> Interval:
     return Interval(middle, middle - half, middle + half)
 
 
+def in_points(difference: float) -> str:
+    """A difference of top-1 in percent; what rounds to nothing has no sign of its own."""
+    return f"{round(100 * difference, 2) + 0.0:+.2f}"
+
+
 @dataclass(frozen=True, slots=True)
 class Speed:
     """How fast a trial trains, and how that is known."""
@@ -75,7 +80,7 @@ class Finding:
         if len(self.whole) < 2:
             return f"{which} by {size} (one seed: no interval)"
         if points.holds(0.0):
-            return f"as accurate as the baseline within noise ({points.value * 100:+.2f} points)"
+            return f"as accurate as the baseline within noise ({in_points(points.value)} points)"
         return f"{which} by {size}"
 
     def epochs_to(self, target: float) -> float | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from stagewright.bench.learning.finding import Finding
+from stagewright.bench.learning.finding import Finding, in_points
 from stagewright.report.page import Block, Curve, Curves, Listing, Page, Point, Table, Verdict
 
 
@@ -25,6 +25,7 @@ class Study:
     machine: Mapping[str, str]
     findings: tuple[Finding, ...]
     targets: Mapping[str, float]  # top-1 by group
+    elsewhere: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # machines of runs that were taken over
 
     def groups(self) -> dict[str, list[Finding]]:
         found: dict[str, list[Finding]] = {}
@@ -39,6 +40,7 @@ def describe(study: Study) -> dict[str, Any]:
         "date": study.date,
         "command": study.command,
         "machine": dict(study.machine),
+        "elsewhere": {origin: dict(machine) for origin, machine in study.elsewhere.items()},
         "targets": dict(study.targets),
         "findings": [
             asdict(finding)
@@ -67,14 +69,27 @@ def _blocks(study: Study) -> Iterator[Block]:
     for group, findings in study.groups().items():
         target = study.targets.get(group)
         yield Table(f"{group}: accuracy", _columns(target), tuple(_row(f, target) for f in findings), _note(findings))
-        yield Curves(f"{group}: top-1 against epochs", "epochs", "top-1 in %", tuple(map(_by_epoch, findings)))
+        curves = tuple(map(_by_epoch, findings))
+        yield Curves(f"{group}: top-1 against epochs", "epochs", "top-1 in %", curves)
+        yield Curves(f"{group}: the last quarter of that", "epochs", "top-1 in %", tuple(map(_last_quarter, curves)))
         timed = [finding for finding in findings if finding.speed]
         if timed:
-            curves = tuple(_by_time(finding) for finding in timed)
-            yield Curves(f"{group}: top-1 against time", f"seconds, {_source(timed)}", "top-1 in %", curves)
+            lasting = tuple(map(_by_time, timed))
+            yield Curves(f"{group}: top-1 against time", f"seconds, {_source(timed)}", "top-1 in %", lasting)
     yield _every_run(study)
-    yield Table("Environment", ("what", "value"), tuple(study.machine.items()))
+    if any(not run.origin for finding in study.findings for run in finding.learnt):
+        yield Table("Environment", ("what", "value"), tuple(study.machine.items()))
+    for machine, origins in _by_machine(study.elsewhere).items():
+        yield Table("Environment of runs taken over", ("what", "value"), machine, f"Runs of {', '.join(origins)}.")
     yield Listing("Command", study.command)
+
+
+def _by_machine(elsewhere: Mapping[str, Mapping[str, str]]) -> dict[tuple[tuple[str, str], ...], list[str]]:
+    """Where runs were taken over from, by the rows of the machine that made them."""
+    origins: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for origin, machine in elsewhere.items():
+        origins.setdefault(tuple(machine.items()), []).append(origin)
+    return origins
 
 
 def _sentences(study: Study) -> Iterator[str]:
@@ -113,7 +128,7 @@ def _row(finding: Finding, target: float | None) -> tuple[str, ...]:
         finding.trial,
         "-" if accuracy is None else f"{accuracy.value:.2%}",
         "-" if accuracy is None or len(finding.whole) < 2 else f"{accuracy.low:.2%} - {accuracy.high:.2%}",
-        "-" if difference is None else f"{difference.value * 100:+.2f}",
+        "-" if difference is None else in_points(difference.value),
         "never" if epochs is None else f"{epochs:.0f}",
         "-" if seconds is None else f"{seconds:,.0f} s",
         finding.verdict,
@@ -139,6 +154,12 @@ def _by_epoch(finding: Finding) -> Curve:
         for epoch, top1 in finding.curve()
     )
     return Curve(finding.trial, tuple(points))
+
+
+def _last_quarter(curve: Curve) -> Curve:
+    """Where the differences are that remain."""
+    end = max((point.x for point in curve.points), default=0.0)
+    return Curve(curve.label, tuple(point for point in curve.points if point.x >= 0.75 * end))
 
 
 def _by_time(finding: Finding) -> Curve:

@@ -45,7 +45,7 @@ class Learnt:
 
 
 def run_lessons(
-    lessons: Sequence[Lesson], jobs: int, folder: Path, tell: Tell, after: After, known: Sequence[Learnt] = ()
+    lessons: Sequence[Lesson], jobs: int, folder: Path, tell: Tell, after: After, known: Sequence[Learnt]
 ) -> None:
     """Every lesson that is not known, `jobs` at a time; one that fails for another reason than its lag ends them all.
 

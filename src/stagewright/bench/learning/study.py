@@ -40,14 +40,15 @@ def run_study(inquiry: Inquiry, runs: str, command: str, *, anonymise: bool, tel
     def keep(learnt: Sequence[Learnt]) -> None:
         told = [replace(run, settings=clean(run.settings), origin=clean(run.origin)) for run in learnt]
         study = _study(file.title, clean(command), lessons, told, speeds | _measured(learnt), inquiry.target)
-        latest[:] = [replace(study, machine=cleaned(dict(study.machine), clean))]
+        elsewhere = {clean(origin): cleaned(dict(machine), clean) for origin, machine in known.machines.items()}
+        latest[:] = [replace(study, machine=cleaned(dict(study.machine), clean), elsewhere=elsewhere)]
         draft = folder / f"{FILE}.draft"
         draft.write_text(json.dumps(describe(latest[0]), indent=1))
         draft.replace(folder / FILE)
         write_page(study_page(latest[0]), folder / "report.html")
 
     try:
-        run_lessons(lessons, inquiry.jobs or _jobs(lessons), folder / "runs", tell, keep, known)
+        run_lessons(lessons, inquiry.jobs or _jobs(lessons), folder / "runs", tell, keep, known.runs)
     finally:
         zip_logs(folder / "runs", folder, clean)
         if not any(folder.iterdir()):
