@@ -44,6 +44,7 @@ class DataConfig(Section):
     learnable: bool = option(True, "--learnable", "synthetic images show their class")
     crop: Literal["auto", "resized", "padded"] = option("auto", "--crop", "random crop (auto: padded up to 64 pixels)")
     jitter: float = option(0.0, "--jitter", "most that brightness, contrast and saturation change, as a share")
+    cutout: int = option(0, "--cutout", "side of a black square at a random place of training images")
     normalize: str = option("imagenet", "--normalize", "imagenet, published, or MEAN,MEAN,MEAN/STD,STD,STD of 0-255")
     decode: Literal["cpu", "gpu", "once"] = option(
         "cpu", "--decode", "where JPEGs are decoded; gpu needs torchcodec; once keeps small images on the device"

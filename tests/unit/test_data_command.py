@@ -57,6 +57,7 @@ def test_inspect_index_and_convert(tmp_path: Path, capsys: pytest.CaptureFixture
         (["train", "--data", "ofrecord:{data}", "--classes", "3"], ["labels up to 3", "--classes 4"]),
         (["train", "--data", "ofrecord:{data}", "--normalize", "imagnet"], ["imagnet", "published"]),
         (["train", "--data", "ofrecord:{data}", "--jitter", "1.5"], ["--jitter is 1.5"]),
+        (["train", "--data", "ofrecord:{data}", "--image", "32", "--cutout", "33"], ["--cutout is 33", "image's 32"]),
         (["train", "--data", "ofrecord:{data}", "--loader-threads", "0"], ["--loader-threads is 0"]),
         (["train", "--data", "ofrecord:{data}", "--decode", "gpu"], ["--decode gpu", "--device cuda"]),
         (["train", "--data", "ofrecord:{data}", "--val", "folder:{data}"], ["one subfolder of images"]),

@@ -53,6 +53,7 @@ def _add_inspect(actions: Commands) -> None:
     parser.add_argument("--image", type=int, default=0, help="side of its samples (default: 224; 32 for small images)")
     parser.add_argument("--crop", choices=("auto", "resized", "padded"), default="auto", help="random crop")
     parser.add_argument("--jitter", type=float, default=0.0, help="change of colours, as a share")
+    parser.add_argument("--cutout", type=int, default=0, help="side of a black square in them")
     parser.add_argument("--seed", type=int, default=0, help="of the crops")
     add_json(parser)
     parser.set_defaults(run=run_inspect)
@@ -74,7 +75,7 @@ def run_inspect(parsed: argparse.Namespace) -> None:
     with _progress("decoding") as tell:
         found = survey(records, parsed.most, tell)
     side = parsed.image or (32 if 0 < found.heights.high <= 64 else 224)
-    source = with_transforms(records, side, ImageOptions(parsed.crop, jitter=parsed.jitter))
+    source = with_transforms(records, side, ImageOptions(parsed.crop, jitter=parsed.jitter, cutout=parsed.cutout))
     if len(found.bad) < found.looked_at:
         draw_sheet(source, parsed.seed, Path(parsed.sheet))
     if parsed.json:

@@ -11,6 +11,7 @@ from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from stagewright.data.order import Indices
 
@@ -41,10 +42,23 @@ class Jitter:
 
 
 @dataclass(frozen=True, slots=True)
+class Hole:
+    """A square of what is seen that is black; it may reach beyond."""
+
+    top: int
+    left: int
+    side: int
+
+    def blacken(self, seen: Tensor) -> None:
+        """In place, in [rows, columns, RGB]."""
+        seen[max(0, self.top) : self.top + self.side, max(0, self.left) : self.left + self.side] = 0
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """What is taken of an image: a box of it, perhaps mirrored, resized, of which a window is seen.
 
-        image ─ box ─► mirrored ─► resized to `rows` x `columns` ─ window from (`down`, `right`) ─► jittered
+        image ─ box ─► mirrored ─► resized to `rows` x `columns` ─ window from (`down`, `right`) ─► jittered ─► a hole
 
     A window may reach beyond what was resized; it is black there.
     """
@@ -59,6 +73,7 @@ class View:
     right: int = 0
     is_mirrored: bool = False
     jitter: Jitter | None = None
+    hole: Hole | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +83,27 @@ class Augmentation:
     side: int  # of the square that leaves
     cropping: Cropping
     jitter: float = 0.0  # most that a factor differs from 1
+    cutout: int = 0  # side of the hole, 0 for none
 
     def training(self, seed: int, epoch: int, index: int, height: int, width: int) -> View:
         draws = _uniform(seed, epoch, index)
         is_mirrored = next(draws) < 0.5
         jitter = self._jitter(draws) if self.jitter else None
         if self.cropping is Cropping.RESIZED:
-            top, left, rows, columns = _random_box(draws, height, width)
-            return View(top, left, rows, columns, self.side, self.side, 0, 0, is_mirrored, jitter)
-        border = self.side // _PADDING
-        down, right = (int(next(draws) * (2 * border + 1)) - border for _ in range(2))
-        return View(0, 0, height, width, self.side, self.side, down, right, is_mirrored, jitter)
+            box, window = _random_box(draws, height, width), (0, 0)
+        else:
+            box, window = (0, 0, height, width), self._window(draws)
+        hole = self._hole(draws) if self.cutout else None
+        return View(*box, self.side, self.side, *window, is_mirrored, jitter, hole)
 
     def shifts(self, seed: int, epoch: int, indices: Indices) -> NDArray[np.int64]:
-        """As `training`, of many padded samples at once: a row each of down, right and whether it is mirrored."""
+        """As `training`, of many padded samples at once: down, right, if mirrored, and the hole's top and left."""
         words = b"".join(_block(seed, epoch, int(index), 0) for index in indices)
-        mirror, *moves = ((np.frombuffer(words, "<u8").reshape(-1, 8) >> 11) * 2.0**-53).T[:3]
+        draws = ((np.frombuffer(words, "<u8").reshape(-1, 8) >> 11) * 2.0**-53).T
         border = self.side // _PADDING
-        down, right = ((move * (2 * border + 1)).astype(np.int64) - border for move in moves)
-        return np.stack([down, right, mirror < 0.5], axis=1)
+        window = (draws[1:3] * (2 * border + 1)).astype(np.int64) - border
+        hole = (draws[3:5] * self.side).astype(np.int64) - self.cutout // 2
+        return np.stack([*window, draws[0] < 0.5, *hole], axis=1)
 
     def evaluation(self, height: int, width: int) -> View:
         """The short side resized to 256 for 224 and the centre taken; small images whole."""
@@ -97,6 +114,16 @@ class Augmentation:
         columns = short if width <= height else short * width // height
         down, right = round((rows - self.side) / 2), round((columns - self.side) / 2)
         return View(0, 0, height, width, rows, columns, down, right)
+
+    def _window(self, draws: Iterator[float]) -> tuple[int, int]:
+        border = self.side // _PADDING
+        down, right = (int(next(draws) * (2 * border + 1)) - border for _ in range(2))
+        return down, right
+
+    def _hole(self, draws: Iterator[float]) -> Hole:
+        """Its middle is anywhere in the image."""
+        top, left = (int(next(draws) * self.side) - self.cutout // 2 for _ in range(2))
+        return Hole(top, left, self.cutout)
 
     def _jitter(self, draws: Iterator[float]) -> Jitter:
         return Jitter(*(1 + self.jitter * (2 * next(draws) - 1) for _ in range(3)))

@@ -130,4 +130,7 @@ def draw_view(pixels: Tensor, view: View, side: int) -> Tensor:
     black = (-view.right, view.right + side - view.columns, -view.down, view.down + side - view.rows)
     window = functional.pad(resized, black)  # less than nothing is cut away
     seen = window.squeeze(0).permute(1, 2, 0).round_().clamp_(0, 255).to(torch.uint8)
-    return seen if view.jitter is None else jittered(seen, view.jitter)
+    seen = seen if view.jitter is None else jittered(seen, view.jitter)
+    if view.hole is not None:
+        view.hole.blacken(seen)
+    return seen

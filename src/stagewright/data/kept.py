@@ -42,7 +42,7 @@ class KeptLoader:
         images, labels = self._kept
         indices, draw = self._share.numbering.indices(number), self._share.numbering.draw(number)
         rows = torch.from_numpy(indices).to(self._loading.device, non_blocking=True)
-        pixels = images[rows] if draw is None else _windows(images, rows, *self._shifts(indices, draw))
+        pixels = images[rows] if draw is None else self._views(images, rows, indices, draw)
         return self._source.normalization.apply(pixels, self._loading.dtype), labels[rows]
 
     def close(self) -> None:
@@ -61,11 +61,13 @@ class KeptLoader:
                 bad_records.count(bad)
         return images.to(self._loading.device), torch.from_numpy(labels).to(self._loading.device)
 
-    def _shifts(self, indices: Indices, draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
-        """How far down and right each sample's window lies, and whether its image is mirrored."""
-        shifts = torch.from_numpy(self._source.augmentation.shifts(draw.seed, draw.epoch, indices))
-        down, right, mirrored = shifts.to(self._loading.device, non_blocking=True).unbind(1)
-        return down, right, mirrored.bool()
+    def _views(self, images: Tensor, rows: Tensor, indices: Indices, draw: Draw) -> Tensor:
+        """What training sees of the samples in these rows."""
+        augmentation = self._source.augmentation
+        shifts = torch.from_numpy(augmentation.shifts(draw.seed, draw.epoch, indices))
+        down, right, mirrored, top, left = shifts.to(images.device, non_blocking=True).unbind(1)
+        seen = _windows(images, rows, down, right, mirrored.bool())
+        return seen * ~_squares(top, left, augmentation.cutout, augmentation.side) if augmentation.cutout else seen
 
 
 def _windows(images: Tensor, rows: Tensor, down: Tensor, right: Tensor, mirrored: Tensor) -> Tensor:
@@ -73,7 +75,13 @@ def _windows(images: Tensor, rows: Tensor, down: Tensor, right: Tensor, mirrored
     side = images.shape[1]
     steps = torch.arange(side, device=images.device)
     lines, columns = down[:, None] + steps, right[:, None] + steps
-    is_inside = (((lines >= 0) & (lines < side))[:, :, None] & ((columns >= 0) & (columns < side))[:, None])[..., None]
     columns = torch.where(mirrored[:, None], side - 1 - columns, columns)
     seen = images[rows[:, None, None], lines.clamp(0, side - 1)[:, :, None], columns.clamp(0, side - 1)[:, None]]
-    return seen * is_inside
+    return seen * _squares(-down, -right, side, side)
+
+
+def _squares(top: Tensor, left: Tensor, side: int, whole: int) -> Tensor:
+    """Which pixels of `whole` x `whole` images lie in a square each, as [images, rows, columns, 1]."""
+    steps = torch.arange(whole, device=top.device)
+    in_rows, in_columns = ((steps >= first[:, None]) & (steps < first[:, None] + side) for first in (top, left))
+    return (in_rows[:, :, None] & in_columns[:, None])[..., None]

@@ -27,6 +27,8 @@ def render(image: Pixels, view: View, target: Tensor) -> None:
         _copy_window(resized, view, target)
     if view.jitter is not None:
         target.copy_(jittered(target, view.jitter))
+    if view.hole is not None:
+        view.hole.blacken(target)
 
 
 def _resize(box: Tensor, target: Tensor) -> None:

@@ -170,6 +170,7 @@ class ImageOptions:
     cropping: str = "auto"
     normalize: str = "imagenet"
     jitter: float = 0.0
+    cutout: int = 0
     class_names: str | None = None
     limit: int | None = None
     is_learnable: bool = True  # of synthetic images
@@ -204,6 +205,8 @@ def with_transforms(records: Records, side: int, options: ImageOptions) -> Image
         raise ValueError(f"--image is {side}; images leave the loader with a side of at least 1")
     if not 0 <= options.jitter < 1:
         raise ValueError(f"--jitter is {options.jitter}; give a share from 0 to below 1, such as 0.4")
+    if not 0 <= options.cutout <= side:
+        raise ValueError(f"--cutout is {options.cutout}; give the side of a square up to the image's {side}, or 0")
     cropping = default_cropping(side) if options.cropping == "auto" else Cropping(options.cropping)
-    augmentation = Augmentation(side, cropping, options.jitter)
+    augmentation = Augmentation(side, cropping, options.jitter, options.cutout)
     return ImageSource(records, augmentation, parse_normalization(options.normalize))

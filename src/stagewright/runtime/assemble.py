@@ -45,7 +45,7 @@ def open_data(config: Config, text: str) -> Source:
     if is_images(text):
         require_decoder(data.decode, config.run.device)
     limit = data.limit if text == data.source else None
-    options = ImageOptions(data.crop, data.normalize, data.jitter, data.class_names, limit, data.learnable)
+    options = ImageOptions(data.crop, data.normalize, data.jitter, data.cutout, data.class_names, limit, data.learnable)
     source = open_source(
         text,
         samples=data.samples,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -120,6 +121,33 @@ def test_jitter_changes_brightness_contrast_and_saturation_within_its_share() ->
     assert len(factors) == 2000 and factors.min() > 0.6 and factors.max() < 1.4
     assert np.abs(factors.mean(0) - 1).max() < 0.02
     assert RESIZED.training(0, 0, 0, 300, 300).jitter is None
+
+
+@pytest.mark.parametrize("base", [RESIZED, PADDED])
+def test_a_hole_is_black_and_anywhere_and_changes_nothing_else(base: Augmentation) -> None:
+    side, image = base.side, np.full((40, 40, 3), 200, np.uint8)
+    augmentation = replace(base, cutout=10)
+    views = [augmentation.training(5, 1, index, 40, 40) for index in range(2000)]
+    assert [replace(view, hole=None) for view in views] == [base.training(5, 1, index, 40, 40) for index in range(2000)]
+    corners = np.array([(view.hole.top, view.hole.left) for view in views if view.hole])
+    assert len(corners) == 2000 and corners.min() == -5 and corners.max() == side - 6  # its middle is in the image
+    assert np.abs(corners.mean(0) + 5 - (side - 1) / 2).max() < 0.05 * side
+    for view in views[:50]:
+        with_hole, without = (rendered(image, one, side) for one in (view, replace(view, hole=None)))
+        assert view.hole is not None
+        rows, columns = (range(max(0, at), min(side, at + 10)) for at in (view.hole.top, view.hole.left))
+        expected = without.copy()
+        expected[np.ix_(rows, columns)] = 0
+        assert np.array_equal(with_hole, expected)
+    assert augmentation.evaluation(40, 40) == base.evaluation(40, 40)
+
+
+def test_many_padded_views_at_once_are_those_drawn_one_by_one() -> None:
+    augmentation = replace(PADDED, cutout=8)
+    indices = np.array([3, 0, 12_345, 7])
+    views = [augmentation.training(-9, 4, int(index), 32, 32) for index in indices]
+    wanted = [[v.down, v.right, v.is_mirrored, v.hole.top, v.hole.left] for v in views if v.hole]
+    assert augmentation.shifts(-9, 4, indices).tolist() == wanted
 
 
 def test_jitter_as_plain_arithmetic() -> None:

@@ -45,7 +45,7 @@ def test_the_samples_are_those_of_the_cpu(cropping: Cropping, jitter: float, tmp
     records = open_records(
         f"ofrecord:{write_parts(tmp_path, [[message(image, i % 5) for i, image in enumerate(images)]])}"
     )
-    source = ImageSource(records, Augmentation(24, cropping, jitter), PLAIN)
+    source = ImageSource(records, Augmentation(24, cropping, jitter, cutout=9), PLAIN)
     for share in (Share(Training(Order(12, 6, seed=3), 2), 1, 8), Share(Pieces(12, 5), 1, 3)):
         told: list[Bad] = []
         cpu, gpu = loaders(source, share, told)

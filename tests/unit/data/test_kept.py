@@ -23,15 +23,16 @@ from tests.pictures import encoded, jpeg, message, pixels, write_parts
 PLAIN = Normalization((0.0,) * 3, (1.0,) * 3)
 
 
-def source(folder: Path, cropping: Cropping = Cropping.PADDED, jitter: float = 0.0) -> ImageSource:
+def source(folder: Path, cropping: Cropping = Cropping.PADDED, jitter: float = 0.0, cutout: int = 0) -> ImageSource:
     png = encoded(Image.fromarray(pixels(5, 32, 32)), "PNG")
     images = [*(jpeg(index, 32, 32) for index in range(9)), png, jpeg(3, 32, 32)[:300], b""]
     parts = write_parts(folder, [[message(image, i % 5) for i, image in enumerate(images)]])
-    return ImageSource(open_records(f"ofrecord:{parts}"), Augmentation(32, cropping, jitter), PLAIN)
+    return ImageSource(open_records(f"ofrecord:{parts}"), Augmentation(32, cropping, jitter, cutout), PLAIN)
 
 
-def test_the_samples_are_those_decoded_anew(tmp_path: Path) -> None:
-    images = source(tmp_path)
+@pytest.mark.parametrize("cutout", [0, 7, 32])
+def test_the_samples_are_those_decoded_anew(cutout: int, tmp_path: Path) -> None:
+    images = source(tmp_path, cutout=cutout)
     for share in (Share(Training(Order(12, 6, seed=3), 2), 1, 40), Share(Pieces(12, 5), 1, 3)):
         told: list[Bad] = []
         loading = Loading(threads=2, max_bad=9, tell=told.append)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from stagewright.bench.anonymise import make_cleaner
 from stagewright.bench.learning.lesson import Lesson
 from stagewright.bench.learning.runs import Learnt
+from stagewright.config import as_toml, make_config
 
 FILE = "learning.json"
 
@@ -64,11 +66,21 @@ def _read(folder: Path) -> Earlier:
         machines = TypeAdapter(dict[str, dict[str, str]]).validate_python(
             {str(folder): tables["machine"], **tables.get("elsewhere", {})}
         )
-        return Earlier([replace(run, origin=run.origin or str(folder)) for run in runs], machines)
+        return Earlier(
+            [replace(run, origin=run.origin or str(folder), settings=_in_full(run.settings)) for run in runs], machines
+        )
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give the folder of a bench learning") from error
     except (ValueError, KeyError, TypeError, ValidationError, RecursionError) as error:
         raise ValueError(f"{path} is no file of a bench learning; give the folder of one") from error
+
+
+def _in_full(settings: str) -> str:
+    """Settings with what was not an option yet when they were written, which had its default."""
+    try:
+        return as_toml(make_config(tomllib.loads(settings)))
+    except ValueError:  # options that are none any more: equal to nothing
+        return settings
 
 
 def _first_difference(runs: Sequence[Learnt], lessons: Sequence[Lesson]) -> str:
