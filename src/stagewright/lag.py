@@ -24,13 +24,7 @@ def least_stale(config: Config, chain: Chain | None, plan: Plan, warn: Warn) -> 
     bubble_of = _bubble(config, chain, plan)
     chosen = least_lag(plan, bubble_of)
     if min(bubble_of(candidate) for candidate in at_every_lag(plan)) > _BUBBLE_GOAL:
-        filling = _filling_microbatches(plan, bubble_of)
-        remedy = (
-            f"--microbatches {filling} would fill it"
-            if filling
-            else "stages take unequally long: stagewright plan finds a better layout"
-        )
-        warn(f"ranks would wait {bubble_of(chosen):.0%} of the time; {remedy}")
+        warn(f"ranks would wait {bubble_of(chosen):.0%} of the time; {_remedy(plan, bubble_of)}")
     return chosen
 
 
@@ -58,18 +52,22 @@ def _bubble(config: Config, chain: Chain | None, plan: Plan) -> Callable[[Plan],
     return bubble
 
 
-def _filling_microbatches(plan: Plan, bubble_of: Callable[[Plan], float]) -> int | None:
-    """The fewest microbatches with which the fullest lag idles less than the goal."""
+def _remedy(plan: Plan, bubble_of: Callable[[Plan], float]) -> str:
+    """The fewest microbatches with which the fullest lag idles less than the goal, as far as the profile can tell."""
     from stagewright.plan.plan import divisors, make_plan
+    from stagewright.profile.profile import NotProfiled
 
     more = [number for number in divisors(plan.batch) if number > plan.microbatches]
     for microbatches in more[:_MOST_TRIALS]:
         candidate = make_plan(
             plan.placement, batch=plan.batch, microbatches=microbatches, mode=plan.mode, cuts=plan.cuts
         )
-        if bubble_of(candidate) <= _BUBBLE_GOAL:
-            return microbatches
-    return None
+        try:
+            if bubble_of(candidate) <= _BUBBLE_GOAL:
+                return f"--microbatches {microbatches} would fill it"
+        except NotProfiled:
+            return f"more --microbatches may fill it: profile with --samples {candidate.samples} to know"
+    return "stages take unequally long: stagewright plan finds a better layout"
 
 
 def warn_of_lag(config: Config, plan: Plan, warn: Warn) -> None:

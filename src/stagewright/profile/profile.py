@@ -11,6 +11,10 @@ from typing import Any
 FORMAT = "stagewright-profile-1"
 
 
+class NotProfiled(ValueError):
+    """A microbatch is smaller or larger than all that were measured."""
+
+
 @dataclass(frozen=True, slots=True)
 class Unit:
     """One unit on one microbatch: seconds and bytes."""
@@ -88,7 +92,7 @@ class Profile:
         below = max((size for size in sizes if size < samples), default=None)
         above = min((size for size in sizes if size > samples), default=None)
         if below is None or above is None:
-            raise ValueError(
+            raise NotProfiled(
                 f"the profile of {self.model} covers microbatches of {_range(sizes)} samples but the plan's has "
                 f"{samples}; profile again with --samples {samples}"
             )

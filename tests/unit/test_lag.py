@@ -1,0 +1,51 @@
+"""The lag that a run gets by default, and what is said where no lag fills its pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from stagewright import lag
+from stagewright.cluster import parse_placement
+from stagewright.config import make_config
+from stagewright.plan.plan import Mode, Plan, make_plan
+from stagewright.profile.profile import NotProfiled
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, bubble: Callable[[int, int], float]) -> tuple[int, list[str]]:
+    """The lag of three stages and what was said, where the bubble is a function of lag and microbatches."""
+
+    def of(plan: Plan) -> float:
+        return bubble(max(stage.versions for stage in plan.stages) - 1, plan.microbatches)
+
+    monkeypatch.setattr(lag, "_bubble", lambda config, chain, plan: of)
+    plan = make_plan(parse_placement("0:0.0:1.0:2"), batch=64, microbatches=2, mode=Mode.STALE)
+    said: list[str] = []
+    found = lag.least_stale(make_config({}), None, plan, said.append)
+    return max(stage.versions for stage in found.stages) - 1, said
+
+
+def test_the_least_lag_within_two_points_of_the_fullest_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(monkeypatch, lambda by, pieces: (0.4, 0.05, 0.031)[by]) == (1, [])
+    assert chosen(monkeypatch, lambda by, pieces: (0.4, 0.05, 0.029)[by]) == (2, [])
+    assert chosen(monkeypatch, lambda by, pieces: (0.04, 0.03, 0.025)[by]) == (0, [])
+
+
+def test_where_no_lag_fills_it_the_microbatches_that_would_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    by, (said,) = chosen(monkeypatch, lambda by, pieces: 0.5 / pieces if by else 0.9)
+    assert by == 1 and said == "ranks would wait 25% of the time; --microbatches 16 would fill it"
+    _, (said,) = chosen(monkeypatch, lambda by, pieces: 0.3)
+    assert (
+        said == "ranks would wait 30% of the time; stages take unequally long: stagewright plan finds a better layout"
+    )
+
+
+def test_sizes_that_nobody_profiled_are_no_fault_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bubble(by: int, pieces: int) -> float:
+        if pieces > 4:
+            raise NotProfiled(f"{64 // pieces} samples")
+        return 0.2
+
+    _, (said,) = chosen(monkeypatch, bubble)
+    assert said == "ranks would wait 20% of the time; more --microbatches may fill it: profile with --samples 8 to know"
