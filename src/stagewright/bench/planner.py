@@ -94,7 +94,8 @@ def describe(rows: list[Timing]) -> dict[str, Any]:
 def show(console: Console, rows: list[Timing]) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("work", "size", "seconds", "goal", "result"):
-        table.add_column(name, justify="right" if name in ("seconds", "goal") else "left", no_wrap=True)
+        is_number = name in ("seconds", "goal")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=name != "result", overflow="fold")
     for row in rows:
         goal = "" if row.goal is None else f"{row.goal:g}{'' if row.seconds <= row.goal else ' missed'}"
         table.add_row(row.work, row.size, f"{row.seconds:.3f}", goal, row.result)
