@@ -10,6 +10,13 @@ from types import TracebackType
 from typing import Any
 
 _MODULES = ("published", "planner", "own", "checkpoint", "monitor")
+_TAKEN_BY_CONTESTS = ("repeats", "steps", "only")
+_TAKEN_BY_SUITES = (*_TAKEN_BY_CONTESTS, "data", "set", "simulate", "cluster", "anonymise")
+_TAKEN_BY_LEARNING = (
+    *("only", "data", "set", "cluster", "anonymise"),
+    *("val", "study", "seeds", "jobs", "target", "real", "reuse"),
+)
+_SEEDS = 3
 _DATA_REPEATS, _IMAGES, _THREADS = 30, 64, 2  # of `bench data`
 
 
@@ -30,7 +37,7 @@ class Request:
     as_json: bool = False
     val: str | None = None
     study: str | None = None
-    seeds: int = 3
+    seeds: int | None = None
     jobs: int | None = None
     target: float | None = None
     real: bool = False
@@ -48,7 +55,7 @@ class Request:
                 words += [f"--set {section}.{name}={json.dumps(value)}" for name, value in values.items()]
         words += [f"--val {self.val}"] if self.val else []
         words += [f"--study {self.study}"] if self.study else []
-        words += [f"--seeds {self.seeds}"] if self.suite == "learning" else []
+        words += [f"--seeds {self.seeds}"] if self.seeds is not None else []
         words += [f"--reuse {folder}" for folder in self.reuse]
         words += ["--real"] if self.real else []
         words += ["--simulate"] if self.simulate else []
@@ -63,20 +70,25 @@ def run_suite(request: Request) -> None:
 
     _check(request)
     if request.suite == "learning":
+        _refuse_others(request, _TAKEN_BY_LEARNING)
         _run_study(request)
     elif request.suite in _MODULES:
+        _refuse_others(request, ())
         _run_module(request)
     elif request.suite == "data":
+        _refuse_others(request, ("repeats",))
         from stagewright.bench import data
 
         data.run(
             repeats=request.repeats or _DATA_REPEATS, images=_IMAGES, most_threads=_THREADS, as_json=request.as_json
         )
     elif request.suite in SUITES:
+        _refuse_others(request, _TAKEN_BY_CONTESTS)
         _run_contests(request)
     elif request.suite in shipped_names() or request.suite.endswith(".toml"):
         from stagewright.bench.show import run_and_show
 
+        _refuse_others(request, _TAKEN_BY_SUITES)
         run_and_show(request)
     else:
         import difflib
@@ -98,6 +110,14 @@ def _check(request: Request) -> None:
         from stagewright.catalog import open_cluster
 
         open_cluster(request.cluster)  # what is wrong with it is said first
+
+
+def _refuse_others(request: Request, taken: Sequence[str]) -> None:
+    """An error for an option that this suite would ignore."""
+    for name in dict.fromkeys((*_TAKEN_BY_SUITES, *_TAKEN_BY_LEARNING)):
+        if name not in taken and getattr(request, "overrides" if name == "set" else name):
+            takes = ", ".join(f"--{name}" for name in taken) or "none of these options"
+            raise ValueError(f"bench {request.suite} does not look at --{name}; leave it out: it takes {takes}")
 
 
 class Progress:
@@ -167,7 +187,7 @@ def _run_study(request: Request) -> None:
         request.study,
         request.data,
         request.val,
-        request.seeds,
+        _SEEDS if request.seeds is None else request.seeds,
         request.jobs,
         request.target,
         request.cluster,

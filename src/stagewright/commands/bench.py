@@ -40,7 +40,7 @@ def add(commands: Commands) -> None:
     learning = parser.add_argument_group("learning")
     learning.add_argument("--val", metavar="SOURCE", help="data to judge by")
     learning.add_argument("--study", metavar="FILE.toml", help="your own, as stagewright/bench/studies/learning.toml")
-    learning.add_argument("--seeds", type=int, default=3, help="runs of every mode (default: 3)")
+    learning.add_argument("--seeds", type=int, help="runs of every mode (default: 3)")
     learning.add_argument("--jobs", type=int, help="runs at a time (default: by the cores)")
     learning.add_argument("--target", type=float, help="top-1 in percent to reach (default: a point below sync's)")
     learning.add_argument("--real", action="store_true", help="ranks as processes, and their time, instead of emulated")

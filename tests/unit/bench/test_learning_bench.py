@@ -59,6 +59,8 @@ def test_verdicts() -> None:
     assert sync.is_baseline and sync.difference is None
     assert same.verdict == "as accurate as the baseline within noise (+0.03 points)"
     assert low.verdict == "lower by 1.00 points"  # although each seed's own accuracy varies as much
+    (_, equal) = found(learnt("sync", 0, 0.9), learnt("twin", 0, 0.9))
+    assert equal.verdict == "equal (one seed: no interval)"
     assert one.verdict == "lower by 0.50 points (one seed: no interval)"
     assert wild.verdict == "1 of 2 runs diverge: the loss of batch 14 is nan"
 
@@ -108,6 +110,8 @@ def test_a_page_has_tables_curves_and_every_run(tmp_path: Path) -> None:
         "Lag", "2026-01-01", "stagewright bench learning", {"GPU": "none"}, tuple(found(*runs, speed=1.0)), {"R": 0.85}
     )
     text = as_markdown(study_page(study))
+    runs = [learnt("sync", seed, 0.9 + 0.05 * seed) for seed in range(2)]  # whose interval reaches beyond
+    assert "- 100.00%" in as_markdown(study_page(replace(study, findings=tuple(found(*runs)))))
     for part in (
         "lower by 10.00 points",
         "90.00%",

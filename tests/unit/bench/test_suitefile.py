@@ -150,6 +150,11 @@ def test_a_bad_suite_is_one_line(
         (["quick", "--cluster", "titan-v-8"], ["--simulate as well"]),
         (["quick", "--simulate", "--cluster", "titan"], ["unknown cluster 'titan'", "titan-v-8"]),
         (["quick", "--set", "plan.bath=3"], ["plan.bath"]),
+        (["published", "--only", "vgg16"], ["does not look at --only", "takes none"]),
+        (["data", "--steps", "3"], ["does not look at --steps", "takes --repeats"]),
+        (["overhead", "--set", "plan.batch=3"], ["does not look at --set", "--repeats, --steps, --only"]),
+        (["quick", "--seeds", "2"], ["does not look at --seeds"]),
+        (["learning", "--repeats", "2", "--data", "synthetic"], ["does not look at --repeats"]),
     ],
     ids=" ".join,
 )

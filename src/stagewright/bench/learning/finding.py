@@ -75,13 +75,13 @@ class Finding:
         if self.is_baseline or self.difference is None:
             return "what the others are compared with" if self.is_baseline else "nothing to compare with"
         points = self.difference
-        size = f"{abs(points.value) * 100:.2f} points"
         which = "lower" if points.value < 0 else "higher"
+        apart = f"{which} by {abs(points.value) * 100:.2f} points" if round(points.value, 4) else "equal"
         if len(self.whole) < 2:
-            return f"{which} by {size} (one seed: no interval)"
+            return f"{apart} (one seed: no interval)"
         if points.holds(0.0):
             return f"as accurate as the baseline within noise ({in_points(points.value)} points)"
-        return f"{which} by {size}"
+        return apart
 
     def epochs_to(self, target: float) -> float | None:
         """Epochs until half of the runs have reached a top-1; None where they never do."""

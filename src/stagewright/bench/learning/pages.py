@@ -110,9 +110,13 @@ def headlines(study: Study) -> Iterator[str]:
         if target is None or not times:
             continue
         first = min(times, key=lambda trial: times[trial])
-        beside = f", {base} after {times[base]:,.0f} s" if base in times and base != first else ""
+        beside = f", {base} after {_seconds(times[base])}" if base in times and base != first else ""
         source = _source([finding for finding in findings if finding.trial in times])
-        yield f"{group} reaches {target:.1%} first with {first}: after {times[first]:,.0f} s{beside} ({source})."
+        yield f"{group} reaches {target:.1%} first with {first}: after {_seconds(times[first])}{beside} ({source})."
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
 def _columns(target: float | None) -> tuple[str, ...]:
@@ -127,10 +131,12 @@ def _row(finding: Finding, target: float | None) -> tuple[str, ...]:
     return (
         finding.trial,
         "-" if accuracy is None else f"{accuracy.value:.2%}",
-        "-" if accuracy is None or len(finding.whole) < 2 else f"{accuracy.low:.2%} - {accuracy.high:.2%}",
+        "-"
+        if accuracy is None or len(finding.whole) < 2
+        else f"{max(0.0, accuracy.low):.2%} - {min(1.0, accuracy.high):.2%}",
         "-" if difference is None else in_points(difference.value),
         "never" if epochs is None else f"{epochs:.0f}",
-        "-" if seconds is None else f"{seconds:,.0f} s",
+        "-" if seconds is None else _seconds(seconds),
         finding.verdict,
     )
 
