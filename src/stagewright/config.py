@@ -132,7 +132,9 @@ class RunConfig(Section):
     threads: int = option(1, "--threads", "threads of a CPU rank")
     dynamic: bool = option(False, "--dynamic", "ranks choose at run time between forward and backward")
     emulate: bool = option(False, "--emulate", "every rank in one process")
-    eval_every: int | None = option(None, "--eval-every", "batches between evaluations (0: only at the end)")
+    eval_every: int | None = option(
+        None, "--eval-every", "batches between evaluations (default: an epoch where there is --val; 0: only at the end)"
+    )
     log_every: int = option(10, "--log-every", "batches between log lines")
     monitor_every: float = option(1.0, "--monitor-every", "seconds between looks at memory, load and power (0: none)")
     track: Literal["none", "tensorboard", "wandb", "mlflow"] = option("none", "--track", "also tell a tracker")

@@ -224,7 +224,8 @@ def headline(job: Job) -> str:
         first = f" from {plan.cuts[stage.index - 1]}" if stage.index else ""
         lag = f", lag {stage.versions - 1}" if stage.versions > 1 else ""
         parts.append(f"stage {stage.index} on {format_devices(devices)}{first}{lag}")
+    pieces = "1 microbatch" if plan.microbatches == 1 else f"{plan.microbatches} microbatches"
     return (
         f"{job.config.model.name}, mode {plan.mode}: {'; '.join(parts)}\n"
-        f"batch {plan.batch} in {plan.microbatches} microbatches, {job.batches} steps, files in {job.folder}"
+        f"batch {plan.batch} in {pieces}, {job.batches} steps, files in {job.folder}"
     )

@@ -92,6 +92,7 @@ def _show(console: Console, found: Survey, sheet: str) -> None:
         f"height         {found.heights}",
         f"width          {found.widths}",
     ]
+    lines += [] if found.looked_at == found.records else ["of those, in each class:"]
     for label, count in list(enumerate(found.per_class))[:_MOST_SHOWN]:
         lines.append(f"class {label:4} {count:8}  {found.class_names[label] if label < len(found.class_names) else ''}")
     if found.classes > _MOST_SHOWN:

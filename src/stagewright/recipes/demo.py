@@ -32,6 +32,7 @@ def main() -> None:
     results = {name: run(make_config(_COMMON, {"plan": plan}), console) for name, plan in _PLANS.items()}
     console.print()
     console.print(_table(results))
+    console.print("Weights that lag learn a little later; docs/learning.md has what is left of that in the end.")
     for name, result in results.items():
         console.print(f"{name}: files in {result.folder}", highlight=False, soft_wrap=True)
     console.print(f"open in a browser: {write_comparison(results)}", highlight=False, soft_wrap=True)
