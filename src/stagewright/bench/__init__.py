@@ -56,6 +56,7 @@ class Request:
         words += [f"--val {self.val}"] if self.val else []
         words += [f"--study {self.study}"] if self.study else []
         words += [f"--seeds {self.seeds}"] if self.seeds is not None else []
+        words += [f"--target {self.target:g}"] if self.target is not None else []
         words += [f"--reuse {folder}" for folder in self.reuse]
         words += ["--real"] if self.real else []
         words += ["--simulate"] if self.simulate else []

@@ -18,7 +18,7 @@ _FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 
 @contextmanager
 def shared_gpu(tell: Callable[[str], None]) -> Iterator[None]:
-    """Run MPS in folders of its own while the context is open, unless the user runs one already."""
+    """Run MPS in folders of its own while the context is open, unless the environment names a user's own."""
     if _FOLDERS[0] in os.environ:
         yield
         return
@@ -26,21 +26,26 @@ def shared_gpu(tell: Callable[[str], None]) -> Iterator[None]:
         tell("CUDA MPS is not installed: ranks that share a GPU take turns, and all sides are slower")
         yield
         return
+    before = {name: os.environ.get(name) for name in _FOLDERS}
     with tempfile.TemporaryDirectory(prefix="stagewright-mps-") as folder:
-        places = {name: Path(folder) / name for name in _FOLDERS}
-        for name, place in places.items():
-            place.mkdir()
-            os.environ[name] = str(place)
-        started = subprocess.run([_CONTROL, "-d"], check=False, capture_output=True, text=True)
-        if started.returncode:
-            tell(f"CUDA MPS does not start: {(started.stderr or started.stdout).strip()}; ranks take turns")
+        pipes, logs = Path(folder) / "pipes", Path(folder) / "logs"
+        pipes.mkdir()
+        logs.mkdir()
+        has_started = False
         try:
+            os.environ.update(zip(_FOLDERS, (str(pipes), str(logs)), strict=True))
+            started = subprocess.run([_CONTROL, "-d"], check=False, capture_output=True, text=True)
+            has_started = not started.returncode
+            if not has_started:
+                tell(f"CUDA MPS does not start: {(started.stderr or started.stdout).strip()}; ranks take turns")
             yield
         finally:
-            if not started.returncode:
-                _quit(places[_FOLDERS[0]])
-            for name in places:
-                del os.environ[name]
+            if has_started:
+                _quit(pipes)
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
 
 
 def _quit(pipes: Path) -> None:

@@ -14,13 +14,14 @@ from rich.console import Console
 
 from stagewright.bench.anonymise import make_cleaner
 from stagewright.bench.learning.earlier import earlier_runs
-from stagewright.bench.learning.finding import Finding, Speed, findings_of, mean_interval, target_of
+from stagewright.bench.learning.finding import Finding, Speed, findings_of, in_points, mean_interval, target_of
 from stagewright.bench.learning.lesson import Inquiry, lessons_of, open_study
-from stagewright.bench.learning.pages import Study, describe, show, study_page
+from stagewright.bench.learning.pages import Study, describe, headlines, show, study_page
 from stagewright.bench.learning.runs import Learnt
 from stagewright.cli import main
 from stagewright.report.html import as_html
 from stagewright.report.markdown import as_markdown
+from stagewright.report.page import Curves
 from tests.soak import soak
 
 
@@ -31,7 +32,7 @@ def learnt(trial: str, seed: int, *top1: float, diverged: str = "") -> Learnt:
 
 def found(*runs: Learnt, baseline: str = "sync", speed: float | None = None) -> list[Finding]:
     keys = dict.fromkeys(run.key for run in runs)
-    speeds = {} if speed is None else {key: Speed(speed, "measured here") for key in keys}
+    speeds = {} if speed is None else {key: Speed(speed, "measured here", 2) for key in keys}
     return findings_of(runs, {"R": baseline}, dict.fromkeys(keys, 640), speeds)
 
 
@@ -40,6 +41,15 @@ def test_an_interval_of_a_mean_is_students() -> None:
     assert interval.value == 3.0
     assert interval.high - 3.0 == pytest.approx(4.303 * np.std([1, 2, 6], ddof=1) / math.sqrt(3))
     assert mean_interval([4.0]).low == mean_interval([4.0]).high == 4.0
+
+
+@pytest.mark.parametrize(
+    ("count", "factor"), [(2, 12.706), (3, 4.303), (10, 2.262), (11, 2.228), (12, 2.201), (31, 2.042), (1001, 1.962)]
+)
+def test_the_factor_is_students(count: int, factor: float) -> None:
+    values = [0.0] * (count // 2) + [1.0] * (count - count // 2)
+    interval = mean_interval(values)
+    assert interval.high - interval.value == pytest.approx(factor * np.std(values, ddof=1) / math.sqrt(count), rel=4e-4)
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 14])
@@ -57,12 +67,41 @@ def test_verdicts() -> None:
     runs += [learnt("wild", 0, 0.3, diverged="the loss of batch 14 is nan"), learnt("wild", 1, 0.5, 0.91)]
     sync, same, low, one, wild = found(*runs)
     assert sync.is_baseline and sync.difference is None
-    assert same.verdict == "as accurate as the baseline within noise (+0.03 points)"
-    assert low.verdict == "lower by 1.00 points"  # although each seed's own accuracy varies as much
+    assert same.verdict == "as accurate as the baseline within noise (+0.03 points, -0.35 to +0.41)"
+    assert low.verdict == "lower by 1.00 points (-1.25 to -0.75)"  # although each seed's own accuracy varies as much
+    assert low.accuracy is not None and low.accuracy.value == pytest.approx(0.90)
     (_, equal) = found(learnt("sync", 0, 0.9), learnt("twin", 0, 0.9))
     assert equal.verdict == "equal (one seed: no interval)"
     assert one.verdict == "lower by 0.50 points (one seed: no interval)"
     assert wild.verdict == "1 of 2 runs diverge: the loss of batch 14 is nan"
+
+
+def test_what_diverged_counts_for_neither_side_and_one_pair_proves_nothing() -> None:
+    gone = "the loss of batch 14 is nan"
+    runs = [learnt("sync", 0, 0.9), learnt("sync", 1, 0.2, diverged=gone), learnt("sync", 2, 0.3, diverged=gone)]
+    runs += [learnt("better", seed, 0.8, 0.95, 0.91) for seed in (2, 0, 1)]
+    sync, better = found(*runs)
+    assert sync.accuracy is not None and sync.accuracy.value == 0.9
+    assert better.pairs == [pytest.approx(0.01)] and better.verdict == "higher by 1.00 points (one seed: no interval)"
+    assert better.accuracy is not None and better.accuracy.value == pytest.approx(0.91)  # the last, not the best
+    assert [run.seed for run in better.learnt] == [0, 1, 2]
+    assert sync.epochs_to(0.5) is None  # one of three reaches it
+    assert [round(interval.value, 4) for _, interval in sync.curve()] == [round((0.9 + 0.2 + 0.3) / 3, 4)]
+
+
+def test_a_run_that_ended_in_its_first_epoch_does_not_shorten_it() -> None:
+    early = Learnt("R", "sync", 1, (), 3, None, "nan")
+    (sync,) = found(Learnt("R", "sync", 0, ((5, 0.5), (20, 0.9)), 10), early)
+    assert sync.per_epoch == 10 and [epoch for epoch, _ in sync.curve()] == [0.5, 2.0]
+
+
+def test_a_target_is_half_points_and_reached_exactly() -> None:
+    for base, target in ((0.915, 0.905), (0.145, 0.135), (0.833, 0.82)):
+        assert target_of(found(learnt("sync", 0, base))) == target
+    assert target_of(found(learnt("a", 0, 0.5), learnt("sync", 0, 0.9))) == 0.89  # the baseline's, wherever it stands
+    (sync,) = found(learnt("sync", 0, 0.175))
+    assert sync.epochs_to(0.17500000000000002) == 1.0
+    assert in_points(-1e-6) == "+0.00" and in_points(-0.0037) == "-0.37"
 
 
 def test_time_to_a_target_is_that_of_half_of_the_runs() -> None:
@@ -71,6 +110,8 @@ def test_time_to_a_target_is_that_of_half_of_the_runs() -> None:
     assert sync.epochs_to(0.8) == 2.0
     assert sync.seconds_to(0.8) == 2.0 * 640 / 64.0
     assert sync.epochs_to(0.85) is None and sync.seconds_to(0.85) is None  # one of three reaches it
+    (two,) = found(learnt("sync", 0, 0.9, 0.9), learnt("sync", 1, 0.5, 0.5))
+    assert two.epochs_to(0.8) == 1.0  # one of two
     assert target_of([sync]) == pytest.approx(0.82)  # a point below the mean of 0.833
 
 
@@ -78,7 +119,8 @@ def test_the_shipped_study_asks_what_the_advice_is_about() -> None:
     lessons = lessons_of(Inquiry(data="tensors:a", val="tensors:b", seeds=2), open_study(Inquiry()))
     assert {lesson.seed for lesson in lessons} == {0, 1}
     assert all(lesson.config.run.emulate for lesson in lessons)
-    assert {lesson.config.data.source for lesson in lessons} == {"tensors:a"}
+    assert {(lesson.config.data.source, lesson.config.data.val) for lesson in lessons} == {("tensors:a", "tensors:b")}
+    assert [lesson.seed for lesson in lessons] == [0] * 12 + [1] * 12  # seed by seed
     modes = {(lesson.key[1], lesson.config.plan.staleness, lesson.config.optimizer.predict) for lesson in lessons}
     assert ("2 stages, lag 1, predict", 1, True) in modes and ("4 stages, lag 1", 1, False) in modes
     for group in {lesson.key[0] for lesson in lessons}:
@@ -92,6 +134,11 @@ def test_the_shipped_study_asks_what_the_advice_is_about() -> None:
         (["--data", "synthetic", "--seeds", "0"], "--seeds is 0; give at least 1"),
         (["--data", "synthetic", "--target", "120"], "--target is 120; give a top-1 in percent"),
         (["--data", "synthetic", "--study", "/nowhere.toml"], "/nowhere.toml: No such file"),
+        (["--data", "synthetic", "--jobs", "0"], "--jobs is 0; give at least 1"),
+        (["--data", "synthetic", "--jobs", "2", "--real"], "--jobs is 2, but --real measures times"),
+        (["--data", "ofrecord:x"], "--data ofrecord:x is what modes learn from; give --val as well"),
+        (["--data", "synthetic", "--set", "run.steps=5"], "run.steps is 5, but a study trains whole epochs"),
+        (["--data", "synthetic", "--set", "run.seed=5"], "run.seed is 5, but a study trains whole epochs"),
         (["--data", "synthetic", "--reuse", "/nowhere"], "/nowhere/learning.json: No such file or directory; give the"),
         (["--data", "synthetic", "--reuse", "/nowhere", "--real"], "runs of another time, but --real compares times"),
         (["--data", "synthetic", "--only", "nothing"], "--only 'nothing' leaves none of 12"),
@@ -110,6 +157,16 @@ def test_a_page_has_tables_curves_and_every_run(tmp_path: Path) -> None:
         "Lag", "2026-01-01", "stagewright bench learning", {"GPU": "none"}, tuple(found(*runs, speed=1.0)), {"R": 0.85}
     )
     text = as_markdown(study_page(study))
+    sync, stale, slow = found(*runs, learnt("slow", 0, 0.6, 0.95), speed=64.0)
+    stale = replace(stale, speed=Speed(128.0, "measured here", 4))
+    raced = replace(study, findings=(sync, stale, slow), targets={"R": 0.8})
+    assert list(headlines(raced)) == [
+        "R reaches 80.0% first with stale: after 10 s on 4, sync after 20 s on 2 (measured here)."
+    ]
+    of_sync = study_page(raced).blocks[2:5]
+    assert all(isinstance(block, Curves) for block in of_sync)
+    by_epoch, last, by_time = ([(p.x, round(p.y, 6)) for p in block.curves[0].points] for block in of_sync)
+    assert by_epoch == [(1.0, 50.0), (2.0, 90.0)] and last == [(2.0, 90.0)] and by_time == [(10.0, 50.0), (20.0, 90.0)]
     runs = [learnt("sync", seed, 0.9 + 0.05 * seed) for seed in range(2)]  # whose interval reaches beyond
     assert "- 100.00%" in as_markdown(study_page(replace(study, findings=tuple(found(*runs)))))
     for part in (
@@ -141,7 +198,7 @@ def test_runs_with_equal_settings_are_taken_over_under_their_new_names(tmp_path:
     first, second = lessons[1], lessons[-1]
     runs = [
         replace(learnt("other", first.seed, 0.5, 0.75), settings=first.settings.replace("cutout = 0\n", "")),  # older
-        replace(learnt("other", second.seed, 0.5, diverged="nan"), settings=make_cleaner()(second.settings)),
+        replace(learnt("other", second.seed, 0.5, diverged="nan"), settings=second.settings),
         replace(learnt("other", 7, 0.9), settings="of nobody"),
     ]
     a, b = write_study(tmp_path / "a", runs[:1]), write_study(tmp_path / "b", runs[1:])
@@ -173,7 +230,19 @@ def test_a_study_of_other_settings_is_no_help(tmp_path: Path) -> None:
     runs = [replace(learnt(lessons[0].key[1], 0, 0.5), group="ResNet-18", settings=settings)]
     tables = {"machine": {}, "elsewhere": {}, "findings": [{"learnt": [asdict(run) for run in runs]}]}
     (tmp_path / "learning.json").write_text(json.dumps(tables))
-    with pytest.raises(ValueError, match=r"none of its 1 runs .* of the 6 asked for \(first: epochs = 40, here 60\)"):
+    with pytest.raises(
+        ValueError, match=r"none of its 1 runs .* of the 6 asked for \(first: run.epochs is 40 there, 60 here\)"
+    ):
+        earlier_runs([str(tmp_path)], lessons)
+    anonymous = replace(
+        runs[0], settings=make_cleaner()(lessons[0].settings.replace("tensors:a", "tensors:/home/me/a"))
+    )
+    (tmp_path / "learning.json").write_text(
+        json.dumps(
+            {"machine": {}, "findings": [{"learnt": [asdict(anonymous), asdict(replace(runs[0], settings="?"))]}]}
+        )
+    )
+    with pytest.raises(ValueError, match="none of its 2 runs"):
         earlier_runs([str(tmp_path)], lessons)
     (tmp_path / "learning.json").write_text("[1]")
     with pytest.raises(ValueError, match="is no file of a bench learning"):

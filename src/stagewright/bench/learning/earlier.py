@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from stagewright.bench.anonymise import make_cleaner
 from stagewright.bench.learning.lesson import Lesson
 from stagewright.bench.learning.runs import Learnt
 from stagewright.config import as_toml, make_config
@@ -28,22 +27,21 @@ class Earlier:
 def earlier_runs(folders: Sequence[str], lessons: Sequence[Lesson]) -> Earlier:
     """What studies in `folders` learnt of these lessons: of runs with exactly their settings, under their names here.
 
-    Settings that were anonymised are compared as this machine would anonymise its own.
+    Settings that were anonymised are equal to none: they do not tell one data set from another.
     """
-    clean = make_cleaner()
-    asked = {text: lesson for lesson in lessons for text in (clean(lesson.settings), lesson.settings)}
+    asked = {lesson.settings for lesson in lessons}
     made: dict[str, Learnt] = {}
     machines: dict[str, Mapping[str, str]] = {}
     for folder in folders:
         earlier = _read(Path(folder))
         runs = earlier.runs
-        equal = {asked[run.settings].settings: run for run in runs if run.settings in asked}
+        equal = {run.settings: run for run in runs if run.settings in asked}
         if not equal:
             raise ValueError(
                 f"--reuse {folder}: none of its {len(runs)} runs has the settings of one of the {len(lessons)} "
                 f"asked for{_first_difference(runs, lessons)}; make the settings equal or leave --reuse out"
             )
-        made |= {settings: replace(run, settings=settings) for settings, run in equal.items()}
+        made |= equal
         machines |= earlier.machines
     found = [
         replace(made[lesson.settings], group=lesson.key[0], trial=lesson.key[1])
@@ -88,10 +86,17 @@ def _first_difference(runs: Sequence[Learnt], lessons: Sequence[Lesson]) -> str:
     named = {(*lesson.key, lesson.seed): lesson for lesson in lessons}
     for run in runs:
         if lesson := named.get((*run.key, run.seed)):
-            theirs, ours = run.settings.splitlines(), lesson.settings.splitlines()
-            for line in theirs:
-                if line not in ours:
-                    name = line.partition(" = ")[0]
-                    here = next((other for other in ours if other.partition(" = ")[0] == name), "not set")
-                    return f" (first: {line}, here {here.removeprefix(f'{name} = ')})"
+            theirs, ours = _flat(run.settings), _flat(lesson.settings)
+            for name in sorted(theirs.keys() | ours.keys()):
+                there, here = theirs.get(name, "not set"), ours.get(name, "not set")
+                if there != here:
+                    return f" (first: {name} is {there} there, {here} here)"
     return ""
+
+
+def _flat(settings: str) -> dict[str, Any]:
+    try:
+        tables = tomllib.loads(settings)
+    except tomllib.TOMLDecodeError:
+        return {}
+    return {f"{section}.{name}": value for section, values in tables.items() for name, value in values.items()}

@@ -31,6 +31,8 @@ class Inquiry:
         for flag, value in (("--seeds", self.seeds), ("--jobs", self.jobs)):
             if value is not None and value < 1:
                 raise ValueError(f"{flag} is {value}; give at least 1")
+        if self.is_real and self.jobs is not None and self.jobs > 1:
+            raise ValueError(f"--jobs is {self.jobs}, but --real measures times, one run at a time; leave one out")
         if self.reuse and self.is_real:
             raise ValueError(
                 f"--reuse {self.reuse[0]} takes over runs of another time, but --real compares times; leave one out"
@@ -70,6 +72,7 @@ def open_study(inquiry: Inquiry) -> SuiteFile:
 
 def lessons_of(inquiry: Inquiry, study: SuiteFile) -> list[Lesson]:
     """Every lesson, seed by seed, so that what runs at a time is alike."""
+    _refuse_unused(inquiry, study)
     terms = Terms(1, study.steps, None, inquiry.only, inquiry.overrides)
     lessons = [
         Lesson(case, seed, _config(case, seed, inquiry))
@@ -83,13 +86,35 @@ def lessons_of(inquiry: Inquiry, study: SuiteFile) -> list[Lesson]:
                 "bench learning needs images to learn from and others to be judged by; give --data and --val, "
                 "such as --data ofrecord:DIR --val ofrecord:DIR, or --data synthetic"
             )
+        if data.val is None and data.source != "synthetic":
+            raise ValueError(
+                f"--data {data.source} is what modes learn from; give --val as well: others to be judged by"
+            )
     return lessons
+
+
+def _refuse_unused(inquiry: Inquiry, study: SuiteFile) -> None:
+    """An error for what a study would ignore."""
+    for tables in (*inquiry.overrides, study.options, *(group.options for group in study.group)):
+        for name, instead in (("steps", "run.epochs"), ("seed", "--seeds")):
+            if name in tables.get("run", {}):
+                given = f"run.{name} is {tables['run'][name]}"
+                raise ValueError(f"{given}, but a study trains whole epochs with seeds from 0; use {instead}")
+    for group in study.group:
+        if "real" in group.data:
+            raise ValueError(f"group {group.name} has data {', '.join(group.data)}, but a study's is --data and --val")
+        for trial in group.trial:
+            if trial.devices is not None or trial.batch_a_device is not None:
+                raise ValueError(
+                    f"{group.name}, {trial.name}: devices and batch_a_device are for suites; "
+                    "a study takes plan.placement and plan.batch"
+                )
 
 
 def _config(case: Case, seed: int, inquiry: Inquiry) -> Config:
     config = make_config(case.tables)
-    data = replace(
-        config.data, source=inquiry.data or config.data.source, val=inquiry.val or config.data.val or inquiry.data
-    )
+    source = inquiry.data or config.data.source
+    val = inquiry.val or config.data.val or (source if source == "synthetic" else None)
+    data = replace(config.data, source=source, val=val)
     run = replace(config.run, seed=seed, steps=None, emulate=not inquiry.is_real)
     return replace(config, data=data, run=run)

@@ -71,7 +71,7 @@ def _blocks(study: Study) -> Iterator[Block]:
         yield Table(f"{group}: accuracy", _columns(target), tuple(_row(f, target) for f in findings), _note(findings))
         curves = tuple(map(_by_epoch, findings))
         yield Curves(f"{group}: top-1 against epochs", "epochs", "top-1 in %", curves)
-        yield Curves(f"{group}: the last quarter of that", "epochs", "top-1 in %", tuple(map(_last_quarter, curves)))
+        yield Curves(f"{group}: the last quarter of that", "epochs", "top-1 in %", _last_quarter(curves))
         timed = [finding for finding in findings if finding.speed]
         if timed:
             lasting = tuple(map(_by_time, timed))
@@ -110,13 +110,16 @@ def headlines(study: Study) -> Iterator[str]:
         if target is None or not times:
             continue
         first = min(times, key=lambda trial: times[trial])
-        beside = f", {base} after {_seconds(times[base])}" if base in times and base != first else ""
+        after = {f.trial: _duration(f, times[f.trial]) for f in findings if f.trial in times}
+        beside = f", {base} after {after[base]}" if base in times and base != first else ""
         source = _source([finding for finding in findings if finding.trial in times])
-        yield f"{group} reaches {target:.1%} first with {first}: after {_seconds(times[first])}{beside} ({source})."
+        yield f"{group} reaches {target:.1%} first with {first}: after {after[first]}{beside} ({source})."
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:,.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+def _duration(finding: Finding, seconds: float) -> str:
+    """Seconds, on so many devices."""
+    assert finding.speed is not None
+    return f"{f'{seconds:,.0f}' if seconds >= 10 else f'{seconds:.2g}'} s on {finding.speed.devices}"
 
 
 def _columns(target: float | None) -> tuple[str, ...]:
@@ -135,19 +138,19 @@ def _row(finding: Finding, target: float | None) -> tuple[str, ...]:
         if accuracy is None or len(finding.whole) < 2
         else f"{max(0.0, accuracy.low):.2%} - {min(1.0, accuracy.high):.2%}",
         "-" if difference is None else in_points(difference.value),
-        "never" if epochs is None else f"{epochs:.0f}",
-        "-" if seconds is None else _seconds(seconds),
+        "-" if target is None else "never" if epochs is None else f"{epochs:.0f}",
+        "-" if seconds is None else _duration(finding, seconds),
         finding.verdict,
     )
 
 
 def _note(findings: Sequence[Finding]) -> str:
     timed = [finding for finding in findings if finding.speed]
-    counts = sorted({len(finding.learnt) for finding in findings})
+    counts = sorted({len(finding.whole) for finding in findings})
     seeds = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
-    ones = f"Means over {seeds} seed{'s' if counts[-1] > 1 else ''}"
-    about = f"{ones} with Student's interval; differences are paired by seed."
-    return f"{about} Times are {_source(timed)}." if timed else about
+    about = f"Means over {seeds} seeds with Student's interval" if counts[-1] > 1 else "One seed, which has no interval"
+    about += "; differences are paired by seed."
+    return f"{about} Times are {_source(timed)}, on so many devices." if timed else about
 
 
 def _source(findings: Sequence[Finding]) -> str:
@@ -162,10 +165,10 @@ def _by_epoch(finding: Finding) -> Curve:
     return Curve(finding.trial, tuple(points))
 
 
-def _last_quarter(curve: Curve) -> Curve:
+def _last_quarter(curves: Sequence[Curve]) -> tuple[Curve, ...]:
     """Where the differences are that remain."""
-    end = max((point.x for point in curve.points), default=0.0)
-    return Curve(curve.label, tuple(point for point in curve.points if point.x >= 0.75 * end))
+    end = max((point.x for curve in curves for point in curve.points), default=0.0)
+    return tuple(Curve(c.label, tuple(point for point in c.points if point.x >= 0.75 * end)) for c in curves)
 
 
 def _by_time(finding: Finding) -> Curve:
@@ -205,7 +208,7 @@ def show(console: Console, study: Study, folder: Path) -> None:
                 console.print(f"{finding.trial}: {finding.verdict}", highlight=False, markup=False)
         timed = [finding for finding in findings if finding.speed]
         if timed:
-            console.print(f"times are {_source(timed)}", highlight=False, markup=False)
+            console.print(f"times are {_source(timed)}, on so many devices", highlight=False, markup=False)
     for line in headlines(study):
         console.print(line, highlight=False, markup=False)
     console.print(f"report: {folder / 'report.md'}", highlight=False, markup=False, soft_wrap=True)

@@ -22,7 +22,7 @@ Tell = Callable[[str], None]
 After = Callable[[Sequence["Learnt"]], None]
 _LOOK = 0.5  # seconds between looks at the runs
 _TELL = 10.0  # seconds between lines on how far they are
-_NOT_FINITE = re.compile(r"the loss of batch \d+ is (nan|-?inf)")
+_DIVERGED = re.compile(r"the loss of batch \d+ is (nan|-?inf)|gradients overflow fp16 at any loss scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class _Running:
             summary = json.loads((self._folder / "out.json").read_text())
             rate = None if lesson.config.run.emulate else summary["images_per_second"]
             return Learnt(*lesson.key, lesson.seed, scores, per_epoch, rate, settings=lesson.settings)
-        if found := _NOT_FINITE.search(said[-1]):
+        if found := _DIVERGED.search(said[-1]):
             return Learnt(*lesson.key, lesson.seed, scores, per_epoch, None, found[0], lesson.settings)
         logs = self._folder.parent.parent / LOGS
         raise ValueError(
