@@ -82,12 +82,24 @@ class Run:
 
     @property
     def is_emulated(self) -> bool:
-        return self.section("run").get("emulate") is True
+        return is_emulated(self.config)
+
+    def label(self, rank: int) -> str:
+        """What a process that the monitor saw is called: the rank that it is, or all of them."""
+        if self.is_emulated:
+            return "all ranks, one process"
+        return self.layout.ranks[rank] if rank < len(self.layout.ranks) else f"rank {rank}"
 
     def section(self, name: str) -> dict[str, Any]:
         """A table of its configuration."""
         found = self.config.get(name)
         return found if isinstance(found, dict) else {}
+
+
+def is_emulated(config: dict[str, Any]) -> bool:
+    """Whether a configuration has all ranks in one process."""
+    run = config.get("run")
+    return isinstance(run, dict) and run.get("emulate") is True
 
 
 def read_run(folder: Path, layout: Layout) -> Run:
@@ -100,7 +112,7 @@ def read_run(folder: Path, layout: Layout) -> Run:
         folder=folder,
         layout=layout,
         plan=read_object(folder / "plan.json") or {},
-        config=_read_toml(folder / "config.toml"),
+        config=read_tables(folder / "config.toml"),
         environment=read_object(folder / "env.json") or {},
         summary=summary,
         batches=batches if isinstance(batches, int) else None,
@@ -170,7 +182,8 @@ def read_object(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_tables(path: Path) -> dict[str, Any]:
+    """A TOML file; empty where there is none, or none that is whole."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -36,6 +36,9 @@ def _outcome(run: Run) -> str:
 def _prediction(run: Run) -> Iterator[str]:
     speed, predicted = run.images_per_second, run.predicted
     if speed and predicted:
+        if run.is_emulated:
+            yield f"Predicted for real devices are {shown(predicted)} images/s."
+            return
         off = predicted / speed - 1
         word = "above" if off > 0 else "below"
         yield f"Predicted were {shown(predicted)} images/s, {abs(off):.1%} {word} what was measured."
@@ -94,8 +97,11 @@ def _machine(run: Run) -> Iterator[str]:
     peaks = peak_memory(run)
     if peaks:
         rank = max(peaks, key=lambda rank: peaks[rank])
-        label = run.layout.ranks[rank] if rank < len(run.layout.ranks) else f"rank {rank}"
-        yield f"The most memory had {label}: {shown(peaks[rank] / _MIB)} MiB."
+        most = f"{shown(peaks[rank] / _MIB)} MiB"
+        if run.is_emulated:
+            yield f"The one process with all ranks held {most} at most."
+        else:
+            yield f"The most memory had {run.label(rank)}: {most}."
     throttled = {(gpu.index, reason) for use in moments for gpu in use.gpus for reason in gpu.throttled}
     if throttled:
         parts = [f"GPU {index} ({reason})" for index, reason in sorted(throttled)]
@@ -105,7 +111,10 @@ def _machine(run: Run) -> Iterator[str]:
 
 
 def peak_memory(run: Run) -> dict[int, int]:
-    """The most bytes that each rank held: what torch held on its device where it told, else resident."""
+    """The most bytes that each rank held: what torch held on its device where it told, else resident.
+
+    An emulated run is one process, which counts as rank 0.
+    """
     peaks: dict[int, int] = {}
     for uses in run.uses:
         for use in uses:

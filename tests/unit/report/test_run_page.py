@@ -115,8 +115,35 @@ def test_faults_are_told(tmp_path: Path) -> None:
 
 
 def test_an_emulated_run_claims_no_speed(tmp_path: Path) -> None:
-    told = verdict(page(make_run(tmp_path / "run", emulate=True, trace=Timeline(()))))
+    monitor = [replace(use, ranks=use.ranks[:1]) for use in uses()]
+    foreseen = {"predicted_images_per_second": 900.0}
+    folder = make_run(tmp_path / "run", emulate=True, trace=Timeline(()), monitor=monitor, summary=foreseen)
+    made = page(folder)
+    told = verdict(made)
     assert "the speed says nothing of real devices" in told and "busiest" not in told
+    assert "Predicted for real devices are 900 images/s." in told and "above" not in told
+    assert "Predicted against measured" not in titles(made)
+    assert "The one process with all ranks held 104 MiB at most." in told and "rank 0" not in told
+    (stack,) = block(made, "Memory, measured peak: resident, with Python and torch", Stacks).stacks
+    assert stack.label == block(made, "Cores kept busy", Curves).curves[0].label == "all ranks, one process"
+    assert "peak MiB, measured" not in block(made, "Stages", Table).columns
+
+
+def test_emulated_runs_are_not_ranked(tmp_path: Path) -> None:
+    plan = {"mode": "dp", "placement": "0:0", "cuts": [], "versions": [1], "depths": [1]}
+    folders = [
+        make_run(tmp_path / "a", emulate=True, monitor=uses()),
+        make_run(tmp_path / "b", emulate=True, plan=plan, monitor=uses(), trace=Timeline(())),
+    ]
+    made = page_of_runs(folders)
+    told = verdict(made)
+    assert "Emulated, all ranks in one process: stale 2-1, dp 1." in told and "are not compared" in told
+    assert not re.search(r"fastest|images/s|\d x ", told)
+    assert not [title for title in titles(made) if "hroughput" in title or "memory" in title]
+    assert [row[3] for row in block(made, "Overview", Table).rows] == ["-", "-"]
+    real = page_of_runs([*folders, make_run(tmp_path / "c"), make_run(tmp_path / "d")])
+    assert re.search(r"^c is the fastest: 320 images/s, 1.00 x d", verdict(real))
+    assert [bar.label for bar in block(real, "Throughput", Bars).bars] == ["c", "d"]
 
 
 def test_gpus_and_several_machines(tmp_path: Path) -> None:
