@@ -39,9 +39,8 @@ def run_folder(config: Config, plan: Plan, resume: Resume | None) -> Path:
 
 def _new_folder(config: Config, plan: Plan) -> Path:
     """A folder of its own for this run."""
-    shape = "-".join(str(stage.replicas) for stage in plan.stages)
     model = config.model.name.rpartition(":")[2]
-    return new_folder(config.run.runs, f"{model}-{plan.mode}-{shape}")
+    return new_folder(config.run.runs, f"{model}-{plan.mode}-{plan.shape}")
 
 
 def new_folder(runs: str, name: str) -> Path:

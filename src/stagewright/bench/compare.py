@@ -86,7 +86,7 @@ def compare_runs(first: Run, second: Run) -> Comparison:
 
 def _segment_rates(run: Run) -> list[float]:
     try:
-        speed = steady_speed(run.steps, run.batch)
+        speed = steady_speed(run.own_steps, run.batch)
     except ValueError as error:
         raise ValueError(f"{run.folder}: {error}") from error
     return [run.batch * count / seconds for count, seconds in segments(speed.steady, _SEGMENTS)]

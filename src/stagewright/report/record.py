@@ -9,9 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stagewright.metrics import Evaluated, GpuUse, RankUse, Replaced, Restarted, Saved, Step, Timeline, Unsaved, Use
+from stagewright.metrics import (
+    Evaluated,
+    GpuUse,
+    RankUse,
+    Replaced,
+    Restarted,
+    Resumed,
+    Saved,
+    Step,
+    Timeline,
+    Unsaved,
+    Use,
+)
 
-_KINDS = {kind.__name__.lower(): kind for kind in (Step, Evaluated, Replaced, Saved, Unsaved, Restarted)}
+_KINDS = {kind.__name__.lower(): kind for kind in (Step, Evaluated, Replaced, Saved, Unsaved, Restarted, Resumed)}
 _MEASURED = (Step, Evaluated, Saved)
 _NUMBERS = (int, float, type(None))
 _FAULTS = (ValueError, KeyError, TypeError, AttributeError)  # of content that is not what it should be
@@ -40,6 +52,7 @@ class Run:
     steps: tuple[Step, ...]
     evaluations: tuple[Evaluated, ...]
     restarts: tuple[Restarted, ...]
+    resumes: tuple[Resumed, ...]  # from which checkpoints it went on
     replaced: int
     saved: tuple[int, ...]  # batches after which there is a checkpoint
     uses: tuple[tuple[Use, ...], ...]  # of each machine whose monitor is there
@@ -68,11 +81,17 @@ class Run:
         return "-".join(str(len(ranks)) for ranks in self.layout.stages)
 
     @property
+    def own_steps(self) -> tuple[Step, ...]:
+        """Those of the plan that it has now: since it last went on from a checkpoint."""
+        start = self.resumes[-1].batch if self.resumes else 0
+        return tuple(step for step in self.steps if step.batch >= start)
+
+    @property
     def images_per_second(self) -> float | None:
         """The summary's, or of a run without one that of its steps, but the first two."""
         if self.summary is not None:
             return _number(self.summary.get("images_per_second"))
-        steady = self.steps[2:]
+        steady = self.own_steps[2:]
         spent = sum(self.batch / step.images_per_second for step in steady if step.images_per_second > 0)
         return len(steady) * self.batch / spent if spent else None
 
@@ -119,6 +138,7 @@ def read_run(folder: Path, layout: Layout) -> Run:
         steps=tuple(record for record in records if isinstance(record, Step)),
         evaluations=tuple(record for record in records if isinstance(record, Evaluated)),
         restarts=tuple(record for record in records if isinstance(record, Restarted)),
+        resumes=tuple(record for record in records if isinstance(record, Resumed)),
         replaced=sum(isinstance(record, Replaced) for record in records),
         saved=tuple(record.batch for record in records if isinstance(record, Saved)),
         uses=tuple(filter(None, (tuple(read_uses(path)) for path in sorted(folder.glob("monitor*.jsonl"))))),
@@ -139,8 +159,12 @@ def as_record(fields: dict[str, Any]) -> Any:
         record = _KINDS[fields["kind"]](**values)
     except _FAULTS:
         return None
-    is_sound = not isinstance(record, _MEASURED) or all(isinstance(value, _NUMBERS) for value in values.values())
-    return record if is_sound else None
+    if isinstance(record, _MEASURED):
+        return record if all(isinstance(value, _NUMBERS) for value in values.values()) else None
+    if isinstance(record, Resumed):
+        is_sound = isinstance(record.batch, int) and isinstance(record.checkpoint, str) and isinstance(record.plan, str)
+        return record if is_sound else None
+    return record
 
 
 def read_uses(path: Path) -> Iterator[Use]:

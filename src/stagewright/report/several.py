@@ -10,7 +10,7 @@ from stagewright.report.figures import seconds, shown
 from stagewright.report.page import Bar, Bars, Block, Curve, Curves, Page, Pipeline, Table, Verdict
 from stagewright.report.record import Run
 from stagewright.report.run import losses, throughput
-from stagewright.report.verdict import peak_memory, where_time_went
+from stagewright.report.verdict import peak_memory, where_it_began, where_time_went
 
 _MIB = 2**20
 
@@ -76,8 +76,8 @@ def _verdict(named: dict[str, Run]) -> Iterator[str]:
         best = max(scores, key=lambda name: scores[name])
         rest = ", ".join(f"{name} {score:.1%}" for name, score in scores.items() if name != best)
         yield f"The best top-1 at the end has {best}: {scores[best]:.1%} (the others: {rest})."
-    for name, run in real.items():
-        if told := " ".join(where_time_went(run)):
+    for name, run in named.items():
+        if told := " ".join((*where_it_began(run), *(where_time_went(run) if name in real else ()))):
             yield f"{name}: {told[0].lower()}{told[1:]}"
     unfinished = [name for name, run in named.items() if run.summary is None]
     if unfinished:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from stagewright.report.busy import find_busy
 from stagewright.report.figures import seconds, shown
@@ -16,7 +17,15 @@ _MIB = 2**20
 def verdict_of(run: Run) -> Verdict:
     """What a reader should take away."""
     return Verdict(
-        (_outcome(run), *_prediction(run), *where_time_went(run), *_learning(run), *_faults(run), *_machine(run))
+        (
+            _outcome(run),
+            *where_it_began(run),
+            *_prediction(run),
+            *where_time_went(run),
+            *_learning(run),
+            *_faults(run),
+            *_machine(run),
+        )
     )
 
 
@@ -24,13 +33,32 @@ def _outcome(run: Run) -> str:
     if not run.steps:
         return "No step was trained." if run.summary is None else "The run had no steps to train."
     done = run.steps[-1].batch + 1
+    own = run.own_steps
     speed = run.images_per_second
     rate = f" at {shown(speed)} images/s" if speed else ""
     what = f"{run.model}, {run.mode} {run.shape}"
-    if run.summary is not None:
-        return f"{what}: {done:,} steps of {run.batch:,} images{rate}, in {seconds(run.steps[-1].seconds)}."
+    if run.summary is not None and own:
+        first = own[0].batch + 1
+        which = f"{done:,} steps" if first == 1 else f"steps {first:,}-{done:,}"
+        return f"{what}: {which} of {run.batch:,} images{rate}, in {seconds(_spent(run))}."
     of = f" of {run.batches:,}" if run.batches else ""
     return f"{what}: not finished; {done:,}{of} steps of {run.batch:,} images{rate} so far."
+
+
+def _spent(run: Run) -> float:
+    """Seconds that the run's own steps took."""
+    before = len(run.steps) - len(run.own_steps)
+    return run.steps[-1].seconds - (run.steps[before - 1].seconds if before else 0.0)
+
+
+def where_it_began(run: Run) -> Iterator[str]:
+    """What a run went on from, and which plans made the steps before."""
+    if not run.resumes:
+        return
+    checkpoint = Path(run.resumes[-1].checkpoint)
+    others = dict.fromkeys(past.plan for past in run.resumes if past.plan != f"{run.mode} {run.shape}")
+    plans = f"; steps before were made under {', '.join(others)}" if others else ""
+    yield f"Resumed from {checkpoint.parent.parent.name} at step {checkpoint.name}{plans}."
 
 
 def _prediction(run: Run) -> Iterator[str]:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from stagewright.metrics import Evaluated, Replaced, Restarted, Saved, Span, Step, Timeline
+from stagewright.metrics import Evaluated, Replaced, Restarted, Resumed, Saved, Span, Step, Timeline
 from stagewright.report.html import as_html
 from stagewright.report.markdown import as_markdown
 from stagewright.report.page import Bars, Curves, Page, Pipeline, Stacks, Table, Verdict
-from stagewright.reporting import page_of_runs
+from stagewright.reporting import open_run, page_of_runs
 from tests.made_runs import make_run, steps, timeline, uses
 
 
@@ -80,6 +80,21 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
     assert len(as_html(made).encode()) < 1_000_000 and len(as_markdown(made)) < 50_000
     table = block(made, "Epochs", Table)
     assert len(table.rows) == 100 and table.rows[-1][0] == "1000" and table.note.startswith("900 epochs")
+
+
+def test_a_resumed_run_says_which_steps_it_made(tmp_path: Path) -> None:
+    made_before = Resumed(6, "/runs/first/checkpoints/6", "dp 2")
+    records = [*steps(6), made_before, *steps(20)[6:]]
+    assert verdict(page(make_run(tmp_path / "own", records))).splitlines()[:2] == [
+        "vgg-small, stale 2-1: steps 7-20 of 64 images at 320 images/s, in 2.8 s.",
+        "Resumed from first at step 6; steps before were made under dp 2.",
+    ]
+    same = [replace(made_before, plan="stale 2-1"), *steps(9)[6:]]
+    folder = make_run(tmp_path / "new", same, is_finished=False)
+    assert "\nResumed from first at step 6.\n" in verdict(page(folder))
+    assert open_run(folder).images_per_second == pytest.approx(320)
+    told = verdict(page_of_runs([tmp_path / "own", tmp_path / "new"]))
+    assert "own: resumed from first at step 6; steps before were made under dp 2. The busiest" in told
 
 
 def test_an_interrupted_run(tmp_path: Path) -> None:
@@ -209,6 +224,7 @@ def test_ranks_that_reach_back_less_cut_the_timeline(tmp_path: Path) -> None:
         b"[]",
         b'{"traceEvents": 3, "ranks": 4, "plan": []}',
         b'{"kind": "step", "batch": "x"}\n7\n',
+        b'{"kind": "resumed", "batch": "x", "checkpoint": 3, "plan": null}\n',
         b"[" * 100_000,
     ],
 )
