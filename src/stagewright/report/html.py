@@ -21,8 +21,8 @@ _MOST_POINTS = 400  # of a curve: more than a screen tells apart
 _ALL_POINTS = 5000  # of a page's curves: with the bars of its timelines they keep it below a megabyte
 _NARROW = 5  # columns
 _HINTS = (
-    "Drag to move, pinch or turn the wheel to zoom, touch a bar or point at it to read it. By keyboard: arrows to move, "
-    "+ and - to zoom, 0 for the whole; full stop and comma from bar to bar, up and down from rank to rank."
+    "Drag to move, pinch or turn the wheel to zoom, touch a bar or point at it to read it. By keyboard: arrows to "
+    "move, + and - to zoom, 0 for the whole; full stop and comma from bar to bar, up and down from rank to rank."
 )
 
 _HATCH = (  # what predicted bars are filled with
