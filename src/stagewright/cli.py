@@ -7,6 +7,7 @@ import difflib
 import errno
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from stagewright import __version__
@@ -29,6 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
+        _require_one_run(sys.argv[1:] if arguments is None else arguments, parsed)
+        if not unknown[0].startswith("-"):
+            parser.error(f"{unknown[0]} is an argument too many")
         near = difflib.get_close_matches(unknown[0], [option.flag for option in options()], 1)
         parser.error(f"unknown option {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
     try:
@@ -49,6 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         _fail(f"{error.filename or 'a file'} could not be written: {error.strerror}; make room on the disk")
+
+
+def _require_one_run(arguments: Sequence[str], parsed: argparse.Namespace) -> None:
+    """Where a shell has put several runs in the place of one, say which to give."""
+    from stagewright.runfolder import is_run, newest
+
+    runs = [Path(argument) for argument in arguments if is_run(Path(argument))]
+    if len(runs) > 1 and "second" not in parsed:  # `compare` takes two
+        _fail(f"{len(runs)} runs match; give one, such as {newest(runs)}")
 
 
 def _fail(message: str) -> NoReturn:

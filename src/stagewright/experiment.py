@@ -207,6 +207,8 @@ def write_start(job: Job) -> None:
     from stagewright.machine.environment import environment
 
     folder = Path(job.folder)
+    for name in ("summary.json", "trace.json"):  # of the run that it goes on from
+        (folder / name).unlink(missing_ok=True)
     (folder / "config.toml").write_text(as_toml(job.config))
     (folder / "plan.json").write_text(json.dumps(job.plan.describe(), indent=1))
     known = {"command": sys.argv} | environment().describe()

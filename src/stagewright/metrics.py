@@ -182,6 +182,15 @@ class Restarted:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed:
+    """A run went on after `batch` batches, from a checkpoint that a plan left, as in `stale 7-1`."""
+
+    batch: int
+    checkpoint: str
+    plan: str
+
+
+@dataclass(frozen=True, slots=True)
 class GpuUse:
     """One GPU at one moment, as NVML counts it."""
 

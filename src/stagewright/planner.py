@@ -38,7 +38,7 @@ class Candidate:
 
     @property
     def shape(self) -> str:
-        return "-".join(str(stage.replicas) for stage in self.plan.stages)
+        return self.plan.shape
 
 
 @dataclass(frozen=True, slots=True)

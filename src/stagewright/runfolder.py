@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,22 @@ from stagewright.config import Config
 if TYPE_CHECKING:
     from stagewright.plan.plan import Plan
     from stagewright.resume import Resume
+
+
+_PLAN = "plan.json"  # every run's folder has one
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run."""
+    try:
+        return (folder / _PLAN).is_file()
+    except OSError:  # a text that is too long for a name
+        return False
+
+
+def newest(runs: Iterable[Path]) -> Path:
+    """The run that began last."""
+    return max(runs, key=lambda folder: (folder / _PLAN).stat().st_mtime)
 
 
 def run_folder(config: Config, plan: Plan, resume: Resume | None) -> Path:
@@ -22,9 +39,8 @@ def run_folder(config: Config, plan: Plan, resume: Resume | None) -> Path:
 
 def _new_folder(config: Config, plan: Plan) -> Path:
     """A folder of its own for this run."""
-    shape = "-".join(str(stage.replicas) for stage in plan.stages)
     model = config.model.name.rpartition(":")[2]
-    return new_folder(config.run.runs, f"{model}-{plan.mode}-{shape}")
+    return new_folder(config.run.runs, f"{model}-{plan.mode}-{plan.shape}")
 
 
 def new_folder(runs: str, name: str) -> Path:

@@ -17,10 +17,10 @@ from tests.browser.test_report_page import COUNT, colours
 from tests.soak import soak
 
 
-def check(opened: Opened, path: Path) -> None:
+def check(opened: Opened, path: Path, *words: str) -> None:
     assert opened.said == [] and opened.asked == [path.as_uri()]
     assert path.stat().st_size < 1_000_000
-    for word in ("Throughput", "Overview", "Loss", "Configurations"):
+    for word in ("Overview", "Loss", "Configurations", *words):
         assert opened.page.get_by_role("heading", name=word, exact=True).count() == 1
     assert "2+1 stages, stale" in opened.page.locator(".verdict").inner_text()
 
@@ -44,7 +44,7 @@ def test_the_whole_demo(tmp_path: Path, visit: Callable[..., Opened]) -> None:
     )
     path = Path(done.stdout.splitlines()[-1].removeprefix("open in a browser: "))
     opened = visit(path)
-    check(opened, path)
+    check(opened, path, "Throughput")
     forward, backward, update = colours(opened, "forward", "backward", "update")
     assert all(opened.page.evaluate(COUNT, colour) > 100 for colour in (forward, backward, update))
     opened.page.locator("canvas").first.focus()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from stagewright.metrics import Span, Timeline
 from stagewright.report.html import as_html
-from stagewright.report.page import Page, Pipeline
+from stagewright.report.page import Page, Pipeline, Table
 from stagewright.report.serve import PageServer
 from stagewright.reporting import live_page, page_of_runs, write_page
 from stagewright.runtime.possession import possess
@@ -71,6 +74,29 @@ def test_a_page_is_drawn_and_quiet(report: Path, visit: Visit, width: int, schem
     assert all(count > area / 200 for count in drawn), drawn
     assert drawn[1] > 1.3 * drawn[0], "backward takes longer than forward"
     assert int(back[1:3], 16) < 64 if scheme == "dark" else int(back[1:3], 16) > 192
+
+
+def test_a_phone_shows_all_rows_and_that_there_are_more_columns(tmp_path: Path, visit: Visit) -> None:
+    path, columns = tmp_path / "wide.html", tuple(f"a column {number}" for number in range(9))
+    rows = tuple(tuple(f"{column} of row {row}" for column in columns) for row in range(40))
+    path.write_text(as_html(Page("p", (Table("wide", columns, rows), Table("narrow", ("a", "b"), (("1", "2"),))))))
+    opened = visit(path, 390)
+    wide, narrow = opened.page.locator("section > .scroll").all()
+    assert wide.evaluate("(box) => box.scrollHeight - box.clientHeight") == 0, "no row is hidden"
+    assert opened.page.evaluate("document.documentElement.scrollWidth") == 390
+
+    def grey_at(box: Any, share: float) -> int:
+        """How bright a box is at a share of its width, between its letters: 255 is white."""
+        with Image.open(io.BytesIO(box.screenshot())) as shot:
+            x, grey = round(share * (shot.width - 1)), shot.convert("L")
+        return int(median(grey.getpixel((x, y)) for y in range(grey.height // 2)))
+
+    assert grey_at(wide, 1.0) < 220 < grey_at(wide, 0.9), "the edge behind which columns hide is shaded"
+    assert grey_at(narrow, 1.0) > 250
+    wide.evaluate("(box) => { box.scrollLeft = box.scrollWidth; }")
+    assert grey_at(wide, 1.0) > 250
+    first = opened.page.get_by_role("cell", name="a column 0 of row 3", exact=True)
+    assert first.bounding_box()["x"] == pytest.approx(wide.bounding_box()["x"], abs=1), "which row it is stays in sight"
 
 
 def test_the_wheel_zooms_where_the_pointer_is(report: Path, visit: Visit) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from stagewright.cli import main
 from stagewright.config import Config, as_toml, make_config, options
+from tests.made_runs import make_run
 
 
 def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -147,6 +149,32 @@ def test_a_layer_that_raises_in_an_emulated_run_is_named(tmp_path: Path, capsys:
     model = ("--model", "tests.unit.test_cli:raising", "--placement", "0:0.0:1", "--cut", "1", "--batch", "8")
     message = fails(capsys, "train", *model, "--steps", "9", "--emulate", "--runs", str(tmp_path))
     assert "stage 1 replica 0 (rank 1, machine 0) failed at 1F" in message and "the layer gave up" in message
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["watch", "A", "B", "--once"],
+        ["train", "--resume", "A", "B", "--steps", "6"],
+        ["checkpoint", "list", "A", "B"],
+        ["checkpoint", "export", "A", "B", "weights.safetensors"],
+    ],
+    ids=" ".join,
+)
+def test_several_runs_in_the_place_of_one(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer, older = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    os.utime(older / "plan.json", (1, 1))
+    places = {"A": str(newer), "B": str(older)}
+    error = fails(capsys, *(places.get(word, word) for word in command))
+    assert error == f"stagewright: 2 runs match; give one, such as {newer}\n"
+
+
+def test_an_argument_too_many_is_no_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(make_run(tmp_path / "a"))
+    assert f"{run} is an argument too many" in fails(capsys, "compare", run, run, run)
+    assert "unknown option --onec" in fails(capsys, "watch", "x" * 5000, "--onec")
 
 
 def test_a_configuration_file_holds_every_option(tmp_path: Path) -> None:

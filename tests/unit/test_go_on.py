@@ -66,6 +66,11 @@ def half(whole: Result, tmp_path: Path) -> Path:
     return run
 
 
+def told_of(run: Path) -> list[str]:
+    """What a run's report says first."""
+    return [line.removeprefix("- ") for line in (run / "report.md").read_text().splitlines()[2:4]]
+
+
 def steps_of(run: Path) -> list[int]:
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [record["batch"] for record in records if record["kind"] == "step"]
@@ -110,6 +115,26 @@ def test_smaller_batches_take_up_where_the_larger_ones_were(half: Path, tmp_path
     result = stagewright.train(resume=str(half), batch=8, microbatches=4, steps=14, **other)
     # Six batches of 16: an epoch of four, then 32 samples; with batches of 8 an epoch has eight, so that is batch 12.
     assert steps_of(result.folder) == [12, 13] and result.folder != half and steps_of(half) == list(range(8))
+
+
+def test_a_report_says_what_a_run_went_on_from(half: Path, tmp_path: Path) -> None:
+    result = stagewright.train(resume=str(half), placement="0:0-1", mode="dp", export=str(half / "w.safetensors"))
+    told, origin = told_of(half)
+    assert ", dp 2: steps 7-8 of 16 images" in told
+    assert origin == "Resumed from half at step 6; steps before were made under stale 2-1."
+    speed = result.summary["images_per_second"]
+    assert speed == pytest.approx(result.steps[-1].images_per_second), "of its own steps alone, but the first"
+    other = stagewright.train(resume=str(half), batch=8, microbatches=4, steps=18, runs=str(tmp_path / "other"))
+    told, origin = told_of(other.folder)
+    assert ", dp 2: steps 17-18 of 8 images" in told and origin == "Resumed from half at step 8."
+
+
+def test_a_run_that_goes_on_is_not_finished_any_more(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (half / "summary.json").exists()
+    monkeypatch.setattr("stagewright.experiment._execute", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        stagewright.train(resume=str(half), export=str(half / "w.safetensors"))
+    assert not (half / "summary.json").exists() and "not finished" in told_of(half)[0]
 
 
 def test_another_layout_drops_what_described_the_old_one(half: Path) -> None:

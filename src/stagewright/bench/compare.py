@@ -71,20 +71,22 @@ def compare(first: Path, second: Path) -> Comparison:
 
 
 def compare_runs(first: Run, second: Run) -> Comparison:
-    """By the batches behind each run's warm-up, its neighbours taken together."""
+    """By the batches behind each run's warm-up, its neighbours taken together; of emulated ones what they learnt."""
+    notes = [*_learning(first, second), *_differences(_circumstances(first), _circumstances(second))]
+    reasons = tuple(_differences(_work(first), _work(second)))
+    emulated = [side for side, run in (("A", first), ("B", second)) if run.is_emulated]
+    if emulated:
+        why = f"speed: {' and '.join(emulated)} emulated all ranks in one process"
+        return Comparison(first.name, second.name, (), (why, *reasons), tuple(notes))
     rates = [_segment_rates(run) for run in (first, second)]
     pair = Pair("throughput", median_interval(rates[0]), median_interval(rates[1]), ratio(rates[1], rates[0]))
-    notes = [*_learning(first, second), *_differences(_circumstances(first), _circumstances(second))]
-    if first.is_emulated or second.is_emulated:
-        notes.append("an emulated run is one process: its speed says nothing of real devices")
     notes.append("one run each: the intervals know nothing of how runs differ; stagewright bench repeats them")
-    reasons = tuple(_differences(_work(first), _work(second)))
     return Comparison(first.name, second.name, (pair,), reasons, tuple(notes))
 
 
 def _segment_rates(run: Run) -> list[float]:
     try:
-        speed = steady_speed(run.steps, run.batch)
+        speed = steady_speed(run.own_steps, run.batch)
     except ValueError as error:
         raise ValueError(f"{run.folder}: {error}") from error
     return [run.batch * count / seconds for count, seconds in segments(speed.steady, _SEGMENTS)]

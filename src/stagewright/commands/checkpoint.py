@@ -146,11 +146,10 @@ def _newest(text: str) -> Checkpoint:
 
 def _row(checkpoint: Checkpoint) -> dict[str, Any]:
     plan = checkpoint.manifest.plan
-    shape = "-".join(str(stage.replicas) for stage in plan.stages)
     return {
         "folder": str(checkpoint.folder),
         "batch": checkpoint.batch,
         "epoch": checkpoint.manifest.position.epoch,
         "bytes": checkpoint.manifest.bytes,
-        "plan": f"{plan.mode} {shape}",
+        "plan": f"{plan.mode} {plan.shape}",
     }

@@ -57,7 +57,8 @@ def show(console: Console, comparison: Comparison) -> None:
         sides = [(f"{side.value:,.0f}", f"{side.low:,.0f} - {side.high:,.0f}") for side in (pair.first, pair.second)]
         cells = [cell for value, spread in sides for cell in (value, "predicted" if pair.is_predicted else spread)]
         table.add_row(pair.what, *cells)
-    console.print(table)
+    if comparison.pairs:
+        console.print(table)
     for reason in comparison.reasons:
         say(f"not comparable: {reason}")
     for pair in comparison.pairs if comparison.is_comparable else ():

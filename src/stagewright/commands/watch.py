@@ -57,10 +57,12 @@ def run(parsed: argparse.Namespace) -> None:
 
 
 def _newest() -> Path:
-    found = [path.parent for path in Path("runs").glob("*/plan.json")]
+    from stagewright.runfolder import is_run, newest
+
+    found = [folder for folder in Path("runs").glob("*") if is_run(folder)]
     if not found:
         raise ValueError("there is no run in runs/; give the folder of one: stagewright watch RUN")
-    return max(found, key=lambda folder: (folder / "plan.json").stat().st_mtime)
+    return newest(found)
 
 
 def _show(console: Console, moment: Moment) -> None:

@@ -106,6 +106,11 @@ class Plan:
         return 1 if self.is_synchronous else max(len(self.stages), self.stages[0].versions)
 
     @property
+    def shape(self) -> str:
+        """Replicas of each stage: 7-1."""
+        return "-".join(str(stage.replicas) for stage in self.stages)
+
+    @property
     def placement(self) -> Placement:
         return tuple(tuple(self.devices[rank] for rank in stage.ranks) for stage in self.stages)
 

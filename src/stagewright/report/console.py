@@ -8,7 +8,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stagewright.metrics import Evaluated, Replaced, Restarted, Saved, Step, Unsaved
+from stagewright.metrics import Evaluated, Replaced, Restarted, Resumed, Saved, Step, Unsaved
 
 
 class RunConsole:
@@ -47,8 +47,8 @@ class RunConsole:
     def warn(self, warning: str) -> None:
         self._print(f"warning: {warning}")
 
-    def show(self, record: Step | Evaluated | Replaced | Saved | Unsaved | Restarted) -> None:
-        if isinstance(record, Restarted):
+    def show(self, record: Step | Evaluated | Replaced | Saved | Unsaved | Restarted | Resumed) -> None:
+        if isinstance(record, Restarted | Resumed):
             self._shown = None  # what it was about has been said
             return
         if isinstance(record, Unsaved):

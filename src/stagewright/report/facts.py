@@ -50,8 +50,8 @@ def configuration(run: Run) -> Table:
 
 
 def stages(run: Run) -> Table:
-    """The plan and the memory of each stage: of its rank that holds most."""
-    peaks = peak_memory(run)
+    """The plan and the memory of each stage: of its rank that holds most, where ranks are processes."""
+    peaks = {} if run.is_emulated else peak_memory(run)
     cuts = run.plan.get("cuts") or []
     rows = []
     for stage, ranks in enumerate(run.layout.stages):
@@ -94,11 +94,7 @@ def memory(run: Run) -> Iterator[Block]:
             if held
             else "Memory, measured peak: resident, with Python and torch"
         )
-        labels = run.layout.ranks
-        stacks = tuple(
-            Stack(labels[rank] if rank < len(labels) else f"rank {rank}", (("peak", size / _MIB),))
-            for rank, size in sorted(peaks.items())
-        )
+        stacks = tuple(Stack(run.label(rank), (("peak", size / _MIB),)) for rank, size in sorted(peaks.items()))
         yield Stacks(title, "MiB", stacks)
 
 

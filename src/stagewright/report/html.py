@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html import escape
@@ -13,15 +14,15 @@ from itertools import pairwise
 
 from stagewright.report.charts import draw_bars, draw_curves, draw_stacks
 from stagewright.report.encode import MOST_BARS, encode, newest
-from stagewright.report.figures import KINDS, is_numeric, seconds, table_of, thinned
+from stagewright.report.figures import KINDS, is_numeric, seconds, shown, table_of, thinned
 from stagewright.report.page import Bars, Block, Curve, Curves, Listing, Page, Pipeline, Stacks, Table, Verdict
 
 _MOST_POINTS = 400  # of a curve: more than a screen tells apart
 _ALL_POINTS = 5000  # of a page's curves: with the bars of its timelines they keep it below a megabyte
 _NARROW = 5  # columns
 _HINTS = (
-    "Drag or use the arrow keys to move, the wheel or + and - to zoom, 0 for the whole. "
-    "Full stop and comma step from bar to bar, up and down from rank to rank."
+    "Drag to move, pinch or turn the wheel to zoom, touch a bar or point at it to read it. By keyboard: arrows to "
+    "move, + and - to zoom, 0 for the whole; full stop and comma from bar to bar, up and down from rank to rank."
 )
 
 _HATCH = (  # what predicted bars are filled with
@@ -214,8 +215,10 @@ def _about_curves(curves: Curves) -> str:
     parts = []
     for curve in curves.curves[:8]:
         if curve.points:
-            first, last = curve.points[0], curve.points[-1]
-            parts.append(f"{curve.label}: from {first.y:.4g} to {last.y:.4g}")
+            first, last = curve.points[0].y, curve.points[-1].y
+            known = [point.y for point in curve.points if math.isfinite(point.y)]
+            spread = f", lowest {shown(min(known))}, highest {shown(max(known))}" if len(known) > 2 else ""
+            parts.append(f"{curve.label}: first {shown(first)}, last {shown(last)}{spread}")
     more = f"; and {len(curves.curves) - 8} more" if len(curves.curves) > 8 else ""
     band = " Shaded: 95 % intervals." if any(p.low is not None for c in curves.curves for p in c.points) else ""
     return f"{'; '.join(parts)}{more}.{band}" if parts else "No points."

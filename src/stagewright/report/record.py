@@ -9,9 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stagewright.metrics import Evaluated, GpuUse, RankUse, Replaced, Restarted, Saved, Step, Timeline, Unsaved, Use
+from stagewright.metrics import (
+    Evaluated,
+    GpuUse,
+    RankUse,
+    Replaced,
+    Restarted,
+    Resumed,
+    Saved,
+    Step,
+    Timeline,
+    Unsaved,
+    Use,
+)
 
-_KINDS = {kind.__name__.lower(): kind for kind in (Step, Evaluated, Replaced, Saved, Unsaved, Restarted)}
+_KINDS = {kind.__name__.lower(): kind for kind in (Step, Evaluated, Replaced, Saved, Unsaved, Restarted, Resumed)}
 _MEASURED = (Step, Evaluated, Saved)
 _NUMBERS = (int, float, type(None))
 _FAULTS = (ValueError, KeyError, TypeError, AttributeError)  # of content that is not what it should be
@@ -40,6 +52,7 @@ class Run:
     steps: tuple[Step, ...]
     evaluations: tuple[Evaluated, ...]
     restarts: tuple[Restarted, ...]
+    resumes: tuple[Resumed, ...]  # from which checkpoints it went on
     replaced: int
     saved: tuple[int, ...]  # batches after which there is a checkpoint
     uses: tuple[tuple[Use, ...], ...]  # of each machine whose monitor is there
@@ -68,11 +81,17 @@ class Run:
         return "-".join(str(len(ranks)) for ranks in self.layout.stages)
 
     @property
+    def own_steps(self) -> tuple[Step, ...]:
+        """Those of the plan that it has now: since it last went on from a checkpoint."""
+        start = self.resumes[-1].batch if self.resumes else 0
+        return tuple(step for step in self.steps if step.batch >= start)
+
+    @property
     def images_per_second(self) -> float | None:
         """The summary's, or of a run without one that of its steps, but the first two."""
         if self.summary is not None:
             return _number(self.summary.get("images_per_second"))
-        steady = self.steps[2:]
+        steady = self.own_steps[2:]
         spent = sum(self.batch / step.images_per_second for step in steady if step.images_per_second > 0)
         return len(steady) * self.batch / spent if spent else None
 
@@ -82,12 +101,24 @@ class Run:
 
     @property
     def is_emulated(self) -> bool:
-        return self.section("run").get("emulate") is True
+        return is_emulated(self.config)
+
+    def label(self, rank: int) -> str:
+        """What a process that the monitor saw is called: the rank that it is, or all of them."""
+        if self.is_emulated:
+            return "all ranks, one process"
+        return self.layout.ranks[rank] if rank < len(self.layout.ranks) else f"rank {rank}"
 
     def section(self, name: str) -> dict[str, Any]:
         """A table of its configuration."""
         found = self.config.get(name)
         return found if isinstance(found, dict) else {}
+
+
+def is_emulated(config: dict[str, Any]) -> bool:
+    """Whether a configuration has all ranks in one process."""
+    run = config.get("run")
+    return isinstance(run, dict) and run.get("emulate") is True
 
 
 def read_run(folder: Path, layout: Layout) -> Run:
@@ -100,13 +131,14 @@ def read_run(folder: Path, layout: Layout) -> Run:
         folder=folder,
         layout=layout,
         plan=read_object(folder / "plan.json") or {},
-        config=_read_toml(folder / "config.toml"),
+        config=read_tables(folder / "config.toml"),
         environment=read_object(folder / "env.json") or {},
         summary=summary,
         batches=batches if isinstance(batches, int) else None,
         steps=tuple(record for record in records if isinstance(record, Step)),
         evaluations=tuple(record for record in records if isinstance(record, Evaluated)),
         restarts=tuple(record for record in records if isinstance(record, Restarted)),
+        resumes=tuple(record for record in records if isinstance(record, Resumed)),
         replaced=sum(isinstance(record, Replaced) for record in records),
         saved=tuple(record.batch for record in records if isinstance(record, Saved)),
         uses=tuple(filter(None, (tuple(read_uses(path)) for path in sorted(folder.glob("monitor*.jsonl"))))),
@@ -127,8 +159,12 @@ def as_record(fields: dict[str, Any]) -> Any:
         record = _KINDS[fields["kind"]](**values)
     except _FAULTS:
         return None
-    is_sound = not isinstance(record, _MEASURED) or all(isinstance(value, _NUMBERS) for value in values.values())
-    return record if is_sound else None
+    if isinstance(record, _MEASURED):
+        return record if all(isinstance(value, _NUMBERS) for value in values.values()) else None
+    if isinstance(record, Resumed):
+        is_sound = isinstance(record.batch, int) and isinstance(record.checkpoint, str) and isinstance(record.plan, str)
+        return record if is_sound else None
+    return record
 
 
 def read_uses(path: Path) -> Iterator[Use]:
@@ -170,7 +206,8 @@ def read_object(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_tables(path: Path) -> dict[str, Any]:
+    """A TOML file; empty where there is none, or none that is whole."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

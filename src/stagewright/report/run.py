@@ -40,7 +40,7 @@ def _blocks(run: Run) -> Iterator[Block]:
 def _speed(run: Run) -> Iterator[Block]:
     """Predicted against measured, and the throughput as it went."""
     speed, predicted = run.images_per_second, run.predicted
-    if speed and predicted:
+    if speed and predicted and not run.is_emulated:
         bars = (Bar("measured", speed), Bar("predicted", predicted, is_predicted=True))
         yield Bars("Predicted against measured", "images/s", bars)
     points = throughput(run)

@@ -21,7 +21,7 @@ def uses_of(run: Run) -> Iterator[Block]:
         where = f", machine {number}" if len(run.uses) > 1 else ""
         ranks = sorted({rank.rank for use in uses for rank in use.ranks})
         cores = [
-            Curve(_label(run, rank), _points(uses, lambda use, rank=rank: _cores(use, rank)))  # type: ignore[misc]
+            Curve(run.label(rank), _points(uses, lambda use, rank=rank: _cores(use, rank)))  # type: ignore[misc]
             for rank in ranks[:_MOST_CURVES]
         ]
         whole = Curve("everything on the machine", _points(uses, lambda use: use.cores))
@@ -88,7 +88,3 @@ def _cores(use: Use, rank: int) -> float | None:
 
 def _of_gpu(use: Use, index: int, read: Callable[[GpuUse], float | None]) -> float | None:
     return next((read(gpu) for gpu in use.gpus if gpu.index == index), None)
-
-
-def _label(run: Run, rank: int) -> str:
-    return run.layout.ranks[rank] if rank < len(run.layout.ranks) else f"rank {rank}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from stagewright.report.busy import find_busy
 from stagewright.report.figures import seconds, shown
@@ -16,7 +17,15 @@ _MIB = 2**20
 def verdict_of(run: Run) -> Verdict:
     """What a reader should take away."""
     return Verdict(
-        (_outcome(run), *_prediction(run), *where_time_went(run), *_learning(run), *_faults(run), *_machine(run))
+        (
+            _outcome(run),
+            *where_it_began(run),
+            *_prediction(run),
+            *where_time_went(run),
+            *_learning(run),
+            *_faults(run),
+            *_machine(run),
+        )
     )
 
 
@@ -24,18 +33,40 @@ def _outcome(run: Run) -> str:
     if not run.steps:
         return "No step was trained." if run.summary is None else "The run had no steps to train."
     done = run.steps[-1].batch + 1
+    own = run.own_steps
     speed = run.images_per_second
     rate = f" at {shown(speed)} images/s" if speed else ""
     what = f"{run.model}, {run.mode} {run.shape}"
-    if run.summary is not None:
-        return f"{what}: {done:,} steps of {run.batch:,} images{rate}, in {seconds(run.steps[-1].seconds)}."
+    if run.summary is not None and own:
+        first = own[0].batch + 1
+        which = f"{done:,} steps" if first == 1 else f"steps {first:,}-{done:,}"
+        return f"{what}: {which} of {run.batch:,} images{rate}, in {seconds(_spent(run))}."
     of = f" of {run.batches:,}" if run.batches else ""
     return f"{what}: not finished; {done:,}{of} steps of {run.batch:,} images{rate} so far."
+
+
+def _spent(run: Run) -> float:
+    """Seconds that the run's own steps took."""
+    before = len(run.steps) - len(run.own_steps)
+    return run.steps[-1].seconds - (run.steps[before - 1].seconds if before else 0.0)
+
+
+def where_it_began(run: Run) -> Iterator[str]:
+    """What a run went on from, and which plans made the steps before."""
+    if not run.resumes:
+        return
+    checkpoint = Path(run.resumes[-1].checkpoint)
+    others = dict.fromkeys(past.plan for past in run.resumes if past.plan != f"{run.mode} {run.shape}")
+    plans = f"; steps before were made under {', '.join(others)}" if others else ""
+    yield f"Resumed from {checkpoint.parent.parent.name} at step {checkpoint.name}{plans}."
 
 
 def _prediction(run: Run) -> Iterator[str]:
     speed, predicted = run.images_per_second, run.predicted
     if speed and predicted:
+        if run.is_emulated:
+            yield f"Predicted for real devices are {shown(predicted)} images/s."
+            return
         off = predicted / speed - 1
         word = "above" if off > 0 else "below"
         yield f"Predicted were {shown(predicted)} images/s, {abs(off):.1%} {word} what was measured."
@@ -94,8 +125,11 @@ def _machine(run: Run) -> Iterator[str]:
     peaks = peak_memory(run)
     if peaks:
         rank = max(peaks, key=lambda rank: peaks[rank])
-        label = run.layout.ranks[rank] if rank < len(run.layout.ranks) else f"rank {rank}"
-        yield f"The most memory had {label}: {shown(peaks[rank] / _MIB)} MiB."
+        most = f"{shown(peaks[rank] / _MIB)} MiB"
+        if run.is_emulated:
+            yield f"The one process with all ranks held {most} at most."
+        else:
+            yield f"The most memory had {run.label(rank)}: {most}."
     throttled = {(gpu.index, reason) for use in moments for gpu in use.gpus for reason in gpu.throttled}
     if throttled:
         parts = [f"GPU {index} ({reason})" for index, reason in sorted(throttled)]
@@ -105,7 +139,10 @@ def _machine(run: Run) -> Iterator[str]:
 
 
 def peak_memory(run: Run) -> dict[int, int]:
-    """The most bytes that each rank held: what torch held on its device where it told, else resident."""
+    """The most bytes that each rank held: what torch held on its device where it told, else resident.
+
+    An emulated run is one process, which counts as rank 0.
+    """
     peaks: dict[int, int] = {}
     for uses in run.uses:
         for use in uses:

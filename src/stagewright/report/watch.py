@@ -14,7 +14,7 @@ from rich.text import Text
 from stagewright.metrics import Evaluated, Restarted, Step, Use
 from stagewright.report.figures import seconds, shown
 from stagewright.report.plot import plot
-from stagewright.report.record import Layout, as_record, as_use, read_object
+from stagewright.report.record import Layout, as_record, as_use, is_emulated, read_object, read_tables
 from stagewright.report.tail import Tail
 
 _RECENT = 20  # steps that the speed is read over
@@ -31,6 +31,8 @@ class Moment:
     batches: int | None
     is_running: bool
     is_whole: bool  # it ended as it was meant to
+    is_emulated: bool  # one process, which counts as rank 0
+    speed: float | None  # images a second over the whole run, by its summary
     steps: Sequence[Step]
     evaluation: Evaluated | None
     restarts: int
@@ -43,6 +45,9 @@ class Moment:
 
     @property
     def images_per_second(self) -> float | None:
+        """The summary's of a run that has ended, else that of the last steps."""
+        if self.speed is not None and not self.is_running:
+            return self.speed
         recent = [step for step in self.steps[-_RECENT:] if step.images_per_second > 0]
         spent = sum(self.batch / step.images_per_second for step in recent)
         return len(recent) * self.batch / spent if spent else None
@@ -77,6 +82,7 @@ class Watch:
         plan = read_object(folder / "plan.json") or {}
         self._folder, self._layout = folder, layout
         self._batch = int(plan.get("batch") or 0)
+        self._is_emulated = is_emulated(read_tables(folder / "config.toml"))
         self._records, self._monitor = Tail(folder / "metrics.jsonl"), Tail(folder / "monitor.jsonl")
         self._steps: list[Step] = []
         self._evaluation: Evaluated | None = None
@@ -98,18 +104,22 @@ class Watch:
         uses = filter(None, map(as_use, reversed(self._monitor.read()[1])))
         self._use = next((use for use in uses if use.ranks), self._use)  # the last moment has no ranks any more
         batches = (read_object(self._folder / "job.json") or {}).get("batches")
+        summary = read_object(self._folder / "summary.json")
+        speed = (summary or {}).get("images_per_second")
         return Moment(
             self._folder.name,
             self._layout,
             self._batch,
             batches if isinstance(batches, int) else None,
             is_running,
-            (self._folder / "summary.json").exists(),
+            summary is not None,
+            self._is_emulated,
+            speed if isinstance(speed, int | float) else None,
             self._steps,
             self._evaluation,
             self._restarts,
             self._use,
-            tuple(doing),
+            () if self._is_emulated else tuple(doing),
         )
 
 
@@ -177,7 +187,7 @@ def _ranks(moment: Moment) -> Table:
     for name in ("cores", "MiB", "torch MiB"):
         table.add_column(name, justify="right", no_wrap=True)
     used = {rank.rank: rank for rank in moment.use.ranks} if moment.use else {}
-    for rank, label in enumerate(moment.layout.ranks):
+    for rank, label in enumerate(["all, one process"] if moment.is_emulated else moment.layout.ranks):
         use = used.get(rank)
         held = use.torch_memory if use else None
         table.add_row(

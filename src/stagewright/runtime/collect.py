@@ -81,10 +81,11 @@ class Collector:
         )
 
     def images_per_second(self) -> float | None:
-        """Throughput of the steady state: without the first batches, nor those that a pause held up."""
-        pauses = set(self._job.pauses)
-        warmup = min(2, len(self.steps) - 1)
-        steady = [step for step in self.steps[warmup:] if step.batch not in pauses and step.batch > 0]
+        """Throughput of the steady state since the job began: without its first batches, nor those after a pause."""
+        pauses, start = set(self._job.pauses), self._job.start
+        own = [step for step in self.steps if step.batch >= start]
+        warmup = min(2, len(own) - 1)
+        steady = [step for step in own[warmup:] if step.batch not in pauses and step.batch > start]
         seconds = sum(self._job.plan.batch / step.images_per_second for step in steady)
         return len(steady) * self._job.plan.batch / seconds if seconds else None
 

@@ -10,11 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stagewright.metrics import Evaluated, Replaced, Restarted, Saved, Step, Unsaved
+from stagewright.metrics import Evaluated, Replaced, Restarted, Resumed, Saved, Step, Unsaved
 
-Record = Step | Evaluated | Replaced | Saved | Unsaved | Restarted
+Record = Step | Evaluated | Replaced | Saved | Unsaved | Restarted | Resumed
 _KINDS: dict[str, type[Record]] = {
-    kind.__name__.lower(): kind for kind in (Step, Evaluated, Replaced, Saved, Unsaved, Restarted)
+    kind.__name__.lower(): kind for kind in (Step, Evaluated, Replaced, Saved, Unsaved, Restarted, Resumed)
 }
 
 

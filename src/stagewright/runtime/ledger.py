@@ -8,8 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from stagewright.metrics import Restarted
-from stagewright.runtime.checkpoint import clear
+from stagewright.metrics import Restarted, Resumed
+from stagewright.runtime.checkpoint import clear, open_checkpoint
 from stagewright.runtime.collect import Collector
 from stagewright.runtime.job import Job
 from stagewright.runtime.journal import Journal, Record
@@ -28,6 +28,9 @@ class Ledger:
         self._journal = Journal(folder / "metrics.jsonl", job.start)
         self._keeper = Keeper(job, self._tell)
         self.collector = Collector(job, batches_per_epoch, self._tell, self._journal.records)
+        if job.resume is not None:
+            plan = open_checkpoint(Path(job.resume)).manifest.plan
+            self._tell(Resumed(job.start, job.resume, f"{plan.mode} {plan.shape}"))
 
     def __enter__(self) -> Ledger:
         return self

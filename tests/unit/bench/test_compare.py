@@ -30,7 +30,9 @@ def make_run(tmp_path: Path) -> Make:
         plan = {"mode": mode, "placement": "0:0-1", "cuts": [], "batch": batch, "microbatches": 2}
         (folder / "plan.json").write_text(json.dumps(plan | {"versions": [1], "depths": [1]}))
         precision, model = changes.get("precision", "fp32"), changes.get("model", "vgg-small")
-        (folder / "config.toml").write_text(f'[model]\nname = "{model}"\n[run]\nprecision = "{precision}"\n')
+        emulate = str(changes.get("emulate", False)).lower()
+        run = f'[run]\nprecision = "{precision}"\nemulate = {emulate}\n'
+        (folder / "config.toml").write_text(f'[model]\nname = "{model}"\n{run}')
         (folder / "env.json").write_text(json.dumps({"host": {"cpu": changes.get("cpu", "EPYC"), "cores": 2}}))
         generator = np.random.default_rng(seed)
         lines = []
@@ -89,6 +91,17 @@ def test_runs_of_other_work_are_not_comparable(
     printed = capsys.readouterr().out
     assert f"not comparable: {reason}" in printed and "faster" not in printed
     assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_emulated_runs_are_compared_by_what_they_learnt(make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = make_run("a", 500.0, steps=4, emulate=True), make_run("b", 900.0, loss=0.1, emulate=True)
+    main(["compare", str(first), str(second)])
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[2] == "not comparable: speed: A and B emulated all ranks in one process"
+    assert "loss over batches 1 to 4" in printed
+    assert "images/s" not in printed and "faster" not in printed and "interval" not in printed
+    found = compared(capsys, first, make_run("c", 900.0))
+    assert found["pairs"] == [] and found["reasons"] == ["speed: A emulated all ranks in one process"]
 
 
 def row(name: str, rates: list[float], **changes: Any) -> Row:

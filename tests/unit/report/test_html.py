@@ -121,6 +121,19 @@ def test_curves_are_where_their_points_are() -> None:
     assert 'points="0.0,300.0 500.0,0.0 1000.0,150.0"' in page
 
 
+def test_captions_tell_ends_from_extremes() -> None:
+    values = (146.2, 290.0, float("nan"), 115.0, 245.9)
+    curve = Curve("images/s", tuple(Point(x, y) for x, y in enumerate(values)))
+    page = as_html(Page("p", (Curves("C", "x", "y", (curve, Curve("none", (Point(0, float("nan")),)))),)))
+    assert ">images/s: first 146.2, last 245.9, lowest 115, highest 290; none: first nan, last nan.<" in page
+
+
+def test_the_help_of_a_timeline_is_for_fingers_too() -> None:
+    page = as_html(whole())
+    note = re.search(r'<p class="note">(Drag.*?)</p>', page)
+    assert note is not None and all(word in note[1] for word in ("pinch", "touch a bar", "wheel", "keyboard"))
+
+
 def test_ticks_are_round_and_hold_all_values() -> None:
     assert ticks(0, 100) == [0, 20, 40, 60, 80, 100]
     assert ticks(0.03, 2.3) == [0, 0.5, 1, 1.5, 2, 2.5]

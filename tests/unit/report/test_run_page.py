@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from stagewright.metrics import Evaluated, Replaced, Restarted, Saved, Span, Step, Timeline
+from stagewright.metrics import Evaluated, Replaced, Restarted, Resumed, Saved, Span, Step, Timeline
 from stagewright.report.html import as_html
 from stagewright.report.markdown import as_markdown
 from stagewright.report.page import Bars, Curves, Page, Pipeline, Stacks, Table, Verdict
-from stagewright.reporting import page_of_runs
+from stagewright.reporting import open_run, page_of_runs
 from tests.made_runs import make_run, steps, timeline, uses
 
 
@@ -82,6 +82,21 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
     assert len(table.rows) == 100 and table.rows[-1][0] == "1000" and table.note.startswith("900 epochs")
 
 
+def test_a_resumed_run_says_which_steps_it_made(tmp_path: Path) -> None:
+    made_before = Resumed(6, "/runs/first/checkpoints/6", "dp 2")
+    records = [*steps(6), made_before, *steps(20)[6:]]
+    assert verdict(page(make_run(tmp_path / "own", records))).splitlines()[:2] == [
+        "vgg-small, stale 2-1: steps 7-20 of 64 images at 320 images/s, in 2.8 s.",
+        "Resumed from first at step 6; steps before were made under dp 2.",
+    ]
+    same = [replace(made_before, plan="stale 2-1"), *steps(9)[6:]]
+    folder = make_run(tmp_path / "new", same, is_finished=False)
+    assert "\nResumed from first at step 6.\n" in verdict(page(folder))
+    assert open_run(folder).images_per_second == pytest.approx(320)
+    told = verdict(page_of_runs([tmp_path / "own", tmp_path / "new"]))
+    assert "own: resumed from first at step 6; steps before were made under dp 2. The busiest" in told
+
+
 def test_an_interrupted_run(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps(7), is_finished=False)
     with (folder / "metrics.jsonl").open("a") as file:
@@ -115,8 +130,35 @@ def test_faults_are_told(tmp_path: Path) -> None:
 
 
 def test_an_emulated_run_claims_no_speed(tmp_path: Path) -> None:
-    told = verdict(page(make_run(tmp_path / "run", emulate=True, trace=Timeline(()))))
+    monitor = [replace(use, ranks=use.ranks[:1]) for use in uses()]
+    foreseen = {"predicted_images_per_second": 900.0}
+    folder = make_run(tmp_path / "run", emulate=True, trace=Timeline(()), monitor=monitor, summary=foreseen)
+    made = page(folder)
+    told = verdict(made)
     assert "the speed says nothing of real devices" in told and "busiest" not in told
+    assert "Predicted for real devices are 900 images/s." in told and "above" not in told
+    assert "Predicted against measured" not in titles(made)
+    assert "The one process with all ranks held 104 MiB at most." in told and "rank 0" not in told
+    (stack,) = block(made, "Memory, measured peak: resident, with Python and torch", Stacks).stacks
+    assert stack.label == block(made, "Cores kept busy", Curves).curves[0].label == "all ranks, one process"
+    assert "peak MiB, measured" not in block(made, "Stages", Table).columns
+
+
+def test_emulated_runs_are_not_ranked(tmp_path: Path) -> None:
+    plan = {"mode": "dp", "placement": "0:0", "cuts": [], "versions": [1], "depths": [1]}
+    folders = [
+        make_run(tmp_path / "a", emulate=True, monitor=uses()),
+        make_run(tmp_path / "b", emulate=True, plan=plan, monitor=uses(), trace=Timeline(())),
+    ]
+    made = page_of_runs(folders)
+    told = verdict(made)
+    assert "Emulated, all ranks in one process: stale 2-1, dp 1." in told and "are not compared" in told
+    assert not re.search(r"fastest|images/s|\d x ", told)
+    assert not [title for title in titles(made) if "hroughput" in title or "memory" in title]
+    assert [row[3] for row in block(made, "Overview", Table).rows] == ["-", "-"]
+    real = page_of_runs([*folders, make_run(tmp_path / "c"), make_run(tmp_path / "d")])
+    assert re.search(r"^c is the fastest: 320 images/s, 1.00 x d", verdict(real))
+    assert [bar.label for bar in block(real, "Throughput", Bars).bars] == ["c", "d"]
 
 
 def test_gpus_and_several_machines(tmp_path: Path) -> None:
@@ -182,6 +224,7 @@ def test_ranks_that_reach_back_less_cut_the_timeline(tmp_path: Path) -> None:
         b"[]",
         b'{"traceEvents": 3, "ranks": 4, "plan": []}',
         b'{"kind": "step", "batch": "x"}\n7\n',
+        b'{"kind": "resumed", "batch": "x", "checkpoint": 3, "plan": null}\n',
         b"[" * 100_000,
     ],
 )

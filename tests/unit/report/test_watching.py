@@ -98,6 +98,21 @@ def test_watch_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "rank 2 (stage 1)" in capsys.readouterr().out
 
 
+def test_a_finished_run_is_as_fast_as_its_summary_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(tmp_path / "run", steps(20, speed=40.0), summary={"images_per_second": 90.0})
+    main(["watch", str(folder), "--once"])
+    assert "90 images/s" in capsys.readouterr().out
+    watch = Watch(folder, layout_of(folder))
+    assert watch.look(False).images_per_second == 90.0
+    assert watch.look(True).images_per_second == pytest.approx(40.0), "of the last steps, while it runs"
+
+
+def test_an_emulated_run_is_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["watch", str(make_run(tmp_path / "run", emulate=True, monitor=uses())), "--once"])
+    printed = capsys.readouterr().out
+    assert "all, one process  -" in printed and "rank 0" not in printed
+
+
 def test_watch_takes_the_newest_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
