@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -167,11 +168,19 @@ def test_flags_win_over_set_and_set_over_the_file(tmp_path: Path, capsys: pytest
 
 def test_the_schedule_is_printed_and_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     plan = ("--placement", "0:0.0:1", "--mode", "sync", "--batch", "4", "--microbatches", "2")
-    main(["schedule", *plan, "--batches", "1"])
-    out = capsys.readouterr().out
-    assert "rank 1: 1RA0<0 1F0@0 1B0@0 1SG0>0 1RA1<0 1F1@0 1B1@0 1SG1>0 1U@0" in out
-    assert "rank 0 F0 F1 ···B0 ···B1" in out.replace("\n", " ")
-    assert "time 6" in out
+    drawn = prints(capsys, "schedule", *plan, "--batches", "1")
+    assert drawn.startswith("rank 0 F0 F1 ···B0 ···B1") and "time 6" in drawn and "rank 1:" not in drawn
+    both = prints(capsys, "schedule", *plan, "--batches", "1", "--programs")
+    assert both.startswith(drawn)
+    assert "rank 1: 1RA0<0 1F0@0 1B0@0 1SG0>0 1RA1<0 1F1@0 1B1@0 1SG1>0 1U@0" in both
+
+
+def test_numbers_without_room_are_left_out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    plan = ("--placement", "0:0.0:1", "--mode", "stale", "--batch", "14", "--microbatches", "14")
+    row = prints(capsys, "schedule", *plan, "--backward", "2,2", "--batches", "1").splitlines()[0]
+    numbers = [int(number) for number in re.findall(r"F(\d+)", row)]
+    assert numbers == sorted(set(numbers)) and len(numbers) < row.count("F") == 14
 
 
 def test_an_emulated_run_leaves_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
