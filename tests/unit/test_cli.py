@@ -279,6 +279,7 @@ def test_value_answers_with_prices_and_their_dates(capsys: pytest.CaptureFixture
         (["simulate", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--plan", "/no/file"], ["/no/file"]),
         (["simulate", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--profile", "/no/file"], ["/no/file"]),
         (["plan", "vgg16", "--cluster", "titan-v-8", "--batch", "0"], ["--batch is 0"]),
+        (["plan", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--microbatches", "0"], ["--microbatches is 0"]),
         (["value", "vgg16"], ["--cluster"]),
         (["value", "vgg16", "--cluster", "titan-v-8", "--price", "titan-v"], ["DEVICE=USD"]),
         (["profile", "vgg-small", "--samples", "a"], ["'a'", "8,16"]),

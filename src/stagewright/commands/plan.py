@@ -47,6 +47,8 @@ def run(parsed: argparse.Namespace) -> None:
 
     if parsed.batch < 1:
         raise ValueError(f"--batch is {parsed.batch}; give at least 1 sample")
+    if parsed.microbatches is not None and parsed.microbatches < 1:
+        raise ValueError(f"--microbatches is {parsed.microbatches}; give at least 1")
     if not 0 <= parsed.momentum < 1:
         raise ValueError(f"--momentum is {parsed.momentum:g}; give a share from 0 to below 1")
     _, setting = read_setting(parsed, parsed.cluster)
@@ -77,6 +79,7 @@ def _as_json(model: str, setting: Setting, choice: Choice, explained: dict[str, 
             for candidate in choice.candidates
         ],
         "refused": list(choice.refused),
+        "unprofiled": list(choice.unprofiled),
         "lags": [
             {"lag": lag, "images_per_second": found.images_per_second, "bubble": found.steady.bubble}
             for lag, found in enumerate(choice.lags)
@@ -120,6 +123,9 @@ def show(
         say(f"{mark} {candidate.plan.mode} {candidate.shape}: {candidate.why}")
     for line in choice.refused:
         say(f"  does not fit: {line}")
+    if choice.unprofiled:
+        sizes = ",".join(map(str, choice.unprofiled))
+        say(f"  not looked at: microbatches of {sizes} samples; the profile does not cover them (profile --samples)")
     best = choice.best
     close = "" if best is choice.fastest else " (fewer stages, within 3 % of the fastest)"
     cuts = f", cut before {', '.join(best.plan.cuts)}" if best.plan.cuts else ""
