@@ -266,6 +266,21 @@ def test_value_answers_with_prices_and_their_dates(capsys: pytest.CaptureFixture
     assert dearer["clusters"][0]["usd"] == 4000
 
 
+def test_value_and_plan_say_how_far_to_trust_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = prints(capsys, "value", "vgg-small", "--cluster", "rtx-4090-4", "--cluster", "titan-v-8", "--batch", "64")
+    _, header, first, *_ = shown.splitlines()
+    assert header.split()[2] == "lag" and first[: header.index("lag") + 3].split()[-1].isdigit()
+    assert "…" not in shown  # a long plan wraps before a number is cut
+    assert "fp32 speed of rtx-4090: not calibrated by a measurement" in shown
+    planned = prints(capsys, "plan", "vgg-small", "--cluster", "rtx-4090-4", "--batch", "64")
+    assert "fp32 speed of rtx-4090: not calibrated by a measurement" in planned
+    titan = prints(capsys, "plan", "vgg-small", "--cluster", "titan-v-8", "--devices", "2", "--batch", "64")
+    assert "calibrated" not in titan
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagewright.commands.options import Commands
-from stagewright.commands.setting import add_setting, read_setting
+from stagewright.commands.setting import add_setting, device_remark, read_setting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,7 +63,8 @@ def run(parsed: argparse.Namespace) -> None:
     if parsed.output:
         Path(parsed.output).write_text(json.dumps(choice.best.plan.describe(), indent=1))
     if parsed.json:
-        print(json.dumps(_as_json(parsed.model, setting, choice, explained) | _stability(parsed, choice)))
+        remark = {"calibration": device_remark(parsed, [setting])}
+        print(json.dumps(_as_json(parsed.model, setting, choice, explained) | remark | _stability(parsed, choice)))
         return
     show(Console(), parsed, setting, choice, explained)
 
@@ -133,6 +134,8 @@ def show(
     say(f"run {best.plan.mode} {format_placement(best.plan.placement)}{cuts}: {gain}{close}")
     if choice.lags:
         say(_lag_line(choice))
+    if remark := device_remark(parsed, [setting]):
+        say(remark)
     if warning := _stability(parsed, choice).get("warning"):
         say(f"warning: {warning}")
     if explained:
