@@ -281,6 +281,19 @@ def test_value_and_plan_say_how_far_to_trust_them(
     assert "calibrated" not in titan
 
 
+def test_the_catalogue_is_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = prints(capsys, "cluster", "list").splitlines()
+    assert max(map(len, lines)) <= 80
+    for words in ("titan-v-16 16 2 x 8 titan-v", "rtx-2080ti-22 22 616", "net-10g 1.1"):
+        assert any(" ".join(line.split()).startswith(words) for line in lines), words
+    found = json.loads(prints(capsys, "cluster", "list", "--json"))
+    (server,) = (entry for entry in found["clusters"] if entry["name"] == "titan-v-16")
+    assert server["number"] == 16 and server["links"] == ["pcie3-pix", "pcie3-phb", "pcie3-sys", "net-100g"]
+    assert {"rtx-4090", "cpu"} <= {entry["name"] for entry in found["devices"]}
+    assert "memory" in {entry["name"] for entry in found["links"]}
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
