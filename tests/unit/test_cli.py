@@ -308,6 +308,7 @@ def test_the_catalogue_is_listed(capsys: pytest.CaptureFixture[str], monkeypatch
         (["simulate", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--profile", "/no/file"], ["/no/file"]),
         (["plan", "vgg16", "--cluster", "titan-v-8", "--batch", "0"], ["--batch is 0"]),
         (["plan", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--microbatches", "0"], ["--microbatches is 0"]),
+        (["plan", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--microbatches", "16"], ["16", "1 to 8"]),
         (["value", "vgg16"], ["--cluster"]),
         (["value", "vgg16", "--cluster", "titan-v-8", "--price", "titan-v"], ["DEVICE=USD"]),
         (["profile", "vgg-small", "--samples", "a"], ["'a'", "8,16"]),

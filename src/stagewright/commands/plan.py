@@ -47,8 +47,8 @@ def run(parsed: argparse.Namespace) -> None:
 
     if parsed.batch < 1:
         raise ValueError(f"--batch is {parsed.batch}; give at least 1 sample")
-    if parsed.microbatches is not None and parsed.microbatches < 1:
-        raise ValueError(f"--microbatches is {parsed.microbatches}; give at least 1")
+    if parsed.microbatches is not None and not 1 <= parsed.microbatches <= parsed.batch:
+        raise ValueError(f"--microbatches is {parsed.microbatches}; a batch of {parsed.batch} has 1 to {parsed.batch}")
     if not 0 <= parsed.momentum < 1:
         raise ValueError(f"--momentum is {parsed.momentum:g}; give a share from 0 to below 1")
     _, setting = read_setting(parsed, parsed.cluster)
