@@ -18,12 +18,15 @@ _MOST_TRIALS = 8
 
 
 def least_stale(config: Config, chain: Chain | None, plan: Plan, warn: Warn) -> Plan:
-    """The least lag that fills the pipeline, by what its stages cost; a remark where no lag does."""
+    """The least lag that fills the pipeline, by what its stages cost; a remark where no lag does.
+
+    Ranks of one process take turns, so there none is made.
+    """
     from stagewright.planner import at_every_lag, least_lag
 
     bubble_of = _bubble(config, chain, plan)
     chosen = least_lag(plan, bubble_of)
-    if min(bubble_of(candidate) for candidate in at_every_lag(plan)) > _BUBBLE_GOAL:
+    if not config.run.emulate and min(bubble_of(candidate) for candidate in at_every_lag(plan)) > _BUBBLE_GOAL:
         warn(f"ranks would wait {bubble_of(chosen):.0%} of the time; {_remedy(plan, bubble_of)}")
     return chosen
 

@@ -48,6 +48,7 @@ class Choice:
     candidates: tuple[Candidate, ...]
     refused: tuple[str, ...]
     lags: tuple[Prediction, ...] = ()  # the best layout with no lag, with one update, and so on
+    unprofiled: tuple[int, ...] = ()  # microbatch sizes that were not looked at: the profile does not cover them
 
     @property
     def fastest(self) -> Candidate:
@@ -77,17 +78,18 @@ def choose(
 ) -> Choice:
     """Search, simulate the most promising, and compare; plain data parallel is always among them."""
     devices = len(setting.cluster.devices)
+    usual = microbatch_counts(batch, devices) if microbatches is None else [microbatches]
+    counts = microbatch_counts(batch, devices, setting.covers) if microbatches is None else usual
+    _require_covered(setting, batch, usual, counts)
     tell(f"searching layouts on {devices} devices")
-    wanted = [plan for _, plan in sorted(_searched(setting, batch, modes, microbatches, staleness), key=lambda p: p[0])]
+    wanted = [plan for _, plan in sorted(_searched(setting, batch, modes, counts, staleness), key=lambda p: p[0])]
     settled = _SETTLED if devices <= _SMALL else _SETTLED // 2 if devices <= _FEW else 2 if devices <= _SOME else 1
     wanted = _distinct(wanted)[:settled]
-    parallel = [
-        make_plan((setting.cluster.devices,), batch=batch, microbatches=m, mode=Mode.DP)
-        for m in _parallel_counts(batch, devices)
-    ]
+    plain_count = _parallel_count(setting, batch, counts[-1])
+    parallel = make_plan((setting.cluster.devices,), batch=batch, microbatches=plain_count, mode=Mode.DP)
     found: list[Prediction] = []
     refused: list[str] = []
-    for plan in [*parallel, *wanted]:
+    for plan in [parallel, *wanted]:
         tell(f"simulating {plan.mode} {'-'.join(str(stage.replicas) for stage in plan.stages)}")
         plan = settle_lag(plan, setting, staleness)
         prediction = settle_depth(plan, setting) if devices <= _SMALL else predict(plan, setting)
@@ -106,8 +108,26 @@ def choose(
         )
         for prediction in fitting
     )
-    choice = Choice(candidates, tuple(dict.fromkeys(refused)))
+    unprofiled = tuple(size for size in _sizes(batch, usual) if not setting.covers(size))
+    choice = Choice(candidates, tuple(dict.fromkeys(refused)), unprofiled=unprofiled)
     return replace(choice, lags=_lags(choice.best.plan, setting))
+
+
+def _sizes(batch: int, counts: Sequence[int]) -> list[int]:
+    return sorted({batch // count for count in counts})
+
+
+def _require_covered(setting: Setting, batch: int, usual: Sequence[int], counts: Sequence[int]) -> None:
+    """Raise where the profile has no size that the search would look at; names all that it would."""
+    if any(setting.covers(size) for size in _sizes(batch, counts)):
+        return
+    assert setting.covered is not None
+    smallest, largest = setting.covered
+    sizes = ",".join(map(str, _sizes(batch, usual)))
+    raise ValueError(
+        f"the profile covers microbatches of {smallest} to {largest} samples but the search of batch {batch} on "
+        f"{len(setting.cluster.devices)} devices needs one of {sizes}; profile again with --samples {sizes}"
+    )
 
 
 def _lags(plan: Plan, setting: Setting) -> tuple[Prediction, ...]:
@@ -125,26 +145,31 @@ def _refusal(plan: Plan, setting: Setting) -> str:
     return ""
 
 
-def _parallel_counts(batch: int, devices: int) -> list[int]:
-    """Microbatches of plain data parallel: one a device, or the next number that divides the batch."""
-    return [next((count for count in range(devices, batch + 1) if batch % count == 0), batch)]
+def _parallel_count(setting: Setting, batch: int, fallback: int) -> int:
+    """Microbatches of plain data parallel: one a device, or the next number that gives a size to tell of."""
+    first = min(len(setting.cluster.devices), batch)
+    covered = (count for count in range(first, batch + 1) if batch % count == 0 and setting.covers(batch // count))
+    return next(covered, fallback)
 
 
-def microbatch_counts(batch: int, devices: int) -> list[int]:
-    """Numbers of microbatches worth trying: what divides the batch, from one to four a device, a few of them."""
+def microbatch_counts(batch: int, devices: int, covers: Callable[[int], bool] = lambda samples: True) -> list[int]:
+    """Numbers of microbatches worth trying: what divides the batch, from one to four a device, a few of them.
+
+    Only those of a size that `covers` knows.
+    """
     fitting = [count for count in range(devices, min(4 * devices, batch) + 1) if batch % count == 0]
     if not fitting:
-        return [next((count for count in range(min(devices, batch), 0, -1) if batch % count == 0), 1)]
+        fitting = [next((count for count in range(min(devices, batch), 0, -1) if batch % count == 0), 1)]
+    fitting = [count for count in fitting if covers(batch // count)]
     few = min(_COUNTS if devices <= _SMALL else _COUNTS // 2, len(fitting))
     return sorted({fitting[round(index * (len(fitting) - 1) / max(few - 1, 1))] for index in range(few)})
 
 
 def _searched(
-    setting: Setting, batch: int, modes: Sequence[Mode], microbatches: int | None, staleness: int | None
+    setting: Setting, batch: int, modes: Sequence[Mode], counts: Sequence[int], staleness: int | None
 ) -> Iterator[tuple[float, Plan]]:
     """The best layout of every mode, number of microbatches and, on few devices, number of stages."""
     devices = len(setting.cluster.devices)
-    counts = microbatch_counts(batch, devices) if microbatches is None else [microbatches]
     for mode in modes:
         for count in counts:
             search = make_search(setting, mode, batch, count, staleness=staleness)

@@ -194,7 +194,8 @@ def profile_setting(
         device = measured
     values = math.prod(profile.input) if profile.input else 0
     overhead = ceilings.overhead if ceilings else 0.0
-    return Setting(cluster, device, software, precision, tables, optimizer, values, None, overhead)
+    covered = profile.covered(precision)
+    return Setting(cluster, device, software, precision, tables, optimizer, values, None, overhead, covered)
 
 
 def measured_cluster(profile: Profile) -> Cluster:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.catalog import DeviceSpec, open_cluster, price_source, read_catalogue, shipped
+from stagewright.catalog import DeviceSpec, calibration_remark, open_cluster, price_source, read_catalogue, shipped
 from stagewright.cluster import Device
+from stagewright.published import published_runs
 
 FILES = ("devices.toml", "links.toml", "software.toml", "clusters.toml", "calibration.toml")
 NAMES = {
@@ -139,7 +140,7 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, change: tuple[str, st
 
 
 def test_unknown_names_suggest_near_ones() -> None:
-    with pytest.raises(ValueError, match="titan-v-8"):
+    with pytest.raises(ValueError, match=r"titan-v-8.*stagewright cluster list"):
         open_cluster("titanv-8")
     with pytest.raises(ValueError, match="oneflow"):
         shipped().system("onefow")
@@ -155,6 +156,25 @@ def test_single_figures_can_be_tried() -> None:
 
 def test_a_price_comes_with_its_date() -> None:
     assert "2023-07" in price_source("rtx-4090")
+
+
+def test_devices_that_nobody_measured_are_named() -> None:
+    def remark(*names: str, precision: str = "fp16") -> str | None:
+        return calibration_remark([shipped().device(name) for name in names], precision)
+
+    assert remark("v100-sxm2-16", "h200") is None and remark("h200", "titan-v", precision="fp32") is None
+    assert remark("rtx-4090", "a10") == "fp16 speed of a10, rtx-4090: not calibrated by a measurement"
+    assert remark("rtx-2080ti-22") == "fp16 speed of rtx-2080ti-22: calibrated by one run alone"
+    assert "not calibrated" in str(remark("rtx-2080ti-22", precision="fp32"))  # an estimate has a source, no run
+    runs = [run for run in published_runs() if run.cluster == "rtx-2080ti-4" and run.precision == "fp16"]
+    assert [run.rate is not None for run in runs] == [True]
+
+
+def test_a_users_own_efficiency_is_believed(tmp_path: Path) -> None:
+    catalogue, _ = open_cluster(own(tmp_path, MINE.replace("peak =", "efficiency = { fp32 = 0.7 }\npeak =")))
+    assert calibration_remark([catalogue.device("my-card")], "fp32") is None
+    catalogue, _ = open_cluster(own(tmp_path, MINE))
+    assert "my-card" in str(calibration_remark([catalogue.device("my-card")], "fp32"))
 
 
 def test_a_cluster_can_be_cut_down_to_its_first_devices() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -195,11 +196,19 @@ def test_flags_win_over_set_and_set_over_the_file(tmp_path: Path, capsys: pytest
 
 def test_the_schedule_is_printed_and_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     plan = ("--placement", "0:0.0:1", "--mode", "sync", "--batch", "4", "--microbatches", "2")
-    main(["schedule", *plan, "--batches", "1"])
-    out = capsys.readouterr().out
-    assert "rank 1: 1RA0<0 1F0@0 1B0@0 1SG0>0 1RA1<0 1F1@0 1B1@0 1SG1>0 1U@0" in out
-    assert "rank 0 F0 F1 ···B0 ···B1" in out.replace("\n", " ")
-    assert "time 6" in out
+    drawn = prints(capsys, "schedule", *plan, "--batches", "1")
+    assert drawn.startswith("rank 0 F0 F1 ···B0 ···B1") and "time 6" in drawn and "rank 1:" not in drawn
+    both = prints(capsys, "schedule", *plan, "--batches", "1", "--programs")
+    assert both.startswith(drawn)
+    assert "rank 1: 1RA0<0 1F0@0 1B0@0 1SG0>0 1RA1<0 1F1@0 1B1@0 1SG1>0 1U@0" in both
+
+
+def test_numbers_without_room_are_left_out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    plan = ("--placement", "0:0.0:1", "--mode", "stale", "--batch", "14", "--microbatches", "14")
+    row = prints(capsys, "schedule", *plan, "--backward", "2,2", "--batches", "1").splitlines()[0]
+    numbers = [int(number) for number in re.findall(r"F(\d+)", row)]
+    assert numbers == sorted(set(numbers)) and len(numbers) < row.count("F") == 14
 
 
 def test_an_emulated_run_leaves_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,6 +294,34 @@ def test_value_answers_with_prices_and_their_dates(capsys: pytest.CaptureFixture
     assert dearer["clusters"][0]["usd"] == 4000
 
 
+def test_value_and_plan_say_how_far_to_trust_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = prints(capsys, "value", "vgg-small", "--cluster", "rtx-4090-4", "--cluster", "titan-v-8", "--batch", "64")
+    _, header, first, *_ = shown.splitlines()
+    assert header.split()[2] == "lag" and first[: header.index("lag") + 3].split()[-1].isdigit()
+    assert "…" not in shown  # a long plan wraps before a number is cut
+    assert "fp32 speed of rtx-4090: not calibrated by a measurement" in shown
+    planned = prints(capsys, "plan", "vgg-small", "--cluster", "rtx-4090-4", "--batch", "64")
+    assert "fp32 speed of rtx-4090: not calibrated by a measurement" in planned
+    titan = prints(capsys, "plan", "vgg-small", "--cluster", "titan-v-8", "--devices", "2", "--batch", "64")
+    assert "calibrated" not in titan
+
+
+def test_the_catalogue_is_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = prints(capsys, "cluster", "list").splitlines()
+    assert max(map(len, lines)) <= 80
+    for words in ("titan-v-16 16 2 x 8 titan-v", "rtx-2080ti-22 22 616", "net-10g 1.1"):
+        assert any(" ".join(line.split()).startswith(words) for line in lines), words
+    found = json.loads(prints(capsys, "cluster", "list", "--json"))
+    (server,) = (entry for entry in found["clusters"] if entry["name"] == "titan-v-16")
+    assert server["number"] == 16 and server["links"] == ["pcie3-pix", "pcie3-phb", "pcie3-sys", "net-100g"]
+    assert {"rtx-4090", "cpu"} <= {entry["name"] for entry in found["devices"]}
+    assert "memory" in {entry["name"] for entry in found["links"]}
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -298,6 +335,8 @@ def test_value_answers_with_prices_and_their_dates(capsys: pytest.CaptureFixture
         (["simulate", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--plan", "/no/file"], ["/no/file"]),
         (["simulate", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--profile", "/no/file"], ["/no/file"]),
         (["plan", "vgg16", "--cluster", "titan-v-8", "--batch", "0"], ["--batch is 0"]),
+        (["plan", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--microbatches", "0"], ["--microbatches is 0"]),
+        (["plan", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--microbatches", "16"], ["16", "1 to 8"]),
         (["value", "vgg16"], ["--cluster"]),
         (["value", "vgg16", "--cluster", "titan-v-8", "--price", "titan-v"], ["DEVICE=USD"]),
         (["profile", "vgg-small", "--samples", "a"], ["'a'", "8,16"]),

@@ -10,7 +10,8 @@ from stagewright.catalog import MIB, shipped
 from stagewright.plan.estimate import Setting
 from stagewright.plan.plan import Mode, make_plan, read_plan
 from stagewright.planner import choose, explain, microbatch_counts
-from stagewright.predict import analytic_setting, predict, study
+from stagewright.predict import analytic_setting, predict, profile_setting, study
+from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
 
 
 def setting(model: str, cluster: str, software: str = "stagewright", devices: int | None = None) -> Setting:
@@ -72,6 +73,32 @@ def test_microbatches_divide_the_batch() -> None:
     assert microbatch_counts(224, 8) == [8, 14, 16, 28, 32]
     assert microbatch_counts(7, 8) == [7]
     assert all(2016 % count == 0 for count in microbatch_counts(2016, 8))
+
+
+def profiled(*sizes: int) -> Setting:
+    """Four equal units, measured on two processes at some sizes."""
+
+    def table(samples: int) -> Table:
+        return Table("fp32", samples, tuple(Unit(name, "linear", samples, samples, 9, 9, 9, 9, 9) for name in "abcd"))
+
+    ceilings = Ceilings({"fp32": 1e9}, 1e9, 5e8, 1e8, (Transfer(0, 1, 1e9, 1e-5),))
+    profile = Profile("m", "cpu", "stagewright", (3, 4, 4), 2, ceilings, tuple(table(size) for size in sizes))
+    return profile_setting(profile, None, shipped(), "fp32")
+
+
+def test_only_sizes_that_the_profile_covers_are_looked_at() -> None:
+    choice = choose(profiled(8, 16), 64)
+    assert {candidate.plan.samples for candidate in choice.candidates} == {8, 16} and choice.unprofiled == (32,)
+    assert {candidate.plan.mode for candidate in choice.candidates} == {Mode.DP, Mode.SYNC, Mode.STALE}
+    assert choose(profiled(8, 32), 64).unprofiled == ()
+    assert microbatch_counts(240, 2, lambda samples: 40 <= samples <= 60) == [4, 5, 6]
+
+
+def test_one_error_names_every_size_that_a_search_would_need() -> None:
+    with pytest.raises(ValueError, match=r"of 8 to 16 samples .* --samples 32,64,128$"):
+        choose(profiled(8, 16), 256)
+    with pytest.raises(ValueError, match=r"--samples 4$"):
+        choose(profiled(8, 16), 64, microbatches=16)
 
 
 def test_a_unit_is_explained() -> None:

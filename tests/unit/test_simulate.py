@@ -73,6 +73,9 @@ def test_a_pipeline_that_can_not_be_filled_warns() -> None:
     filling = int(idle.partition("--microbatches ")[2].split()[0])
     plan = plan_of("0:0-2.0:3", Mode.STALE, filling)
     assert steady_bubble(plan, balanced_costs(plan)) < 0.05
+    warnings.clear()
+    make_plan_for(make_config(tables | {"run": {"emulate": True}}), None, warnings.append)
+    assert not any("would wait" in warning for warning in warnings)  # ranks of one process take turns
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import difflib
 import itertools
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -19,6 +19,7 @@ MIB = 1 << 20
 _MOST_DEVICES = 65536
 _Entry = TypeVar("_Entry")
 _EFFICIENCY = 0.85  # of a device that no published run has measured
+ALONE = "one run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class DeviceSpec:
     usd: float | None = None
     pcie: int = 0  # generation
     nvlink: str | None = None  # its kind of NVLink, a name of links.toml
+    measured: Mapping[str, str] = field(default_factory=dict)  # what each efficiency rests on, where it was measured
 
     def units(self, precision: str, *, convolution: bool) -> str:
         """The units that compute in a precision; what a device has none for runs on its fp32 ones.
@@ -48,6 +50,10 @@ class DeviceSpec:
         """Peak and efficiency in a precision."""
         units = self.units(precision, convolution=convolution)
         return self.peak[units], self.efficiency.get(units, _EFFICIENCY)
+
+    def basis(self, precision: str) -> str | None:
+        """What was measured to calibrate its speed in a precision, that of convolutions; None: nothing."""
+        return self.measured.get(self.units(precision, convolution=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,18 @@ def _find(known: Mapping[str, _Entry], name: str, what: str) -> _Entry:
         return known[name]
     near = difflib.get_close_matches(name.lower(), known, 3, 0.4)
     hint = f"near names: {', '.join(near)}" if near else f"known: {', '.join(sorted(known))}"
-    raise ValueError(f"unknown {what} '{name}'; {hint}")
+    listed = "" if what == "software" else "; stagewright cluster list shows all"
+    raise ValueError(f"unknown {what} '{name}'; {hint}{listed}")
+
+
+def calibration_remark(devices: Iterable[DeviceSpec], precision: str) -> str | None:
+    """A line that names devices whose speed no measurement, or a single one, has calibrated."""
+    bases = {device.name: device.basis(precision) for device in devices}
+    without = sorted(name for name, basis in bases.items() if basis is None)
+    alone = sorted(name for name, basis in bases.items() if basis == ALONE)
+    parts = [f"{', '.join(without)}: not calibrated by a measurement"] if without else []
+    parts += [f"{', '.join(alone)}: calibrated by {ALONE} alone"] if alone else []
+    return f"{precision} speed of {'; of '.join(parts)}" if parts else None
 
 
 @cache
@@ -137,14 +154,15 @@ def read_catalogue(own_files: Iterable[str], overrides: Mapping[str, Any] | None
         _merge(tables, _read_file(path))
     _merge(tables, overrides or {})
     links = {name: _link(name, entry) for name, entry in tables["link"].items()}
-    devices = {name: _device(name, entry) for name, entry in tables["device"].items()}
+    sources = tables.get("source", {})
+    devices = {name: _device(name, entry, sources) for name, entry in tables["device"].items()}
     for name, entry in tables["device"].items():
         for alias in entry.get("aliases", ()):
             devices.setdefault(alias, devices[name])
     software = {name: _software(name, entry, links) for name, entry in tables["software"].items()}
     clusters = {name: _cluster(name, entry, links, devices) for name, entry in tables["cluster"].items()}
     decode = _figure(tables["loader"]["decode"], "loader.decode")
-    return Catalogue(devices, links, software, clusters, tables.get("source", {}), decode)
+    return Catalogue(devices, links, software, clusters, sources, decode)
 
 
 def _read_file(path: str) -> dict[str, Any]:
@@ -201,7 +219,15 @@ def _link(name: str, entry: Mapping[str, Any]) -> Link:
     )
 
 
-def _device(name: str, entry: Mapping[str, Any]) -> DeviceSpec:
+def _measured(figure: Any, sources: Mapping[str, Any]) -> str | None:
+    """What a figure rests on, by its source; one without a source is the user's own."""
+    if not isinstance(figure, list):
+        return "your own"
+    source = sources.get(figure[1]) if len(figure) > 1 and isinstance(figure[1], str) else None
+    return str(source["measured"]) if isinstance(source, Mapping) and "measured" in source else None
+
+
+def _device(name: str, entry: Mapping[str, Any], sources: Mapping[str, Any]) -> DeviceSpec:
     where = f"device.{name}"
     peaks = _required(entry, "peak", where)
     efficiency = entry.get("efficiency", {})
@@ -218,6 +244,7 @@ def _device(name: str, entry: Mapping[str, Any]) -> DeviceSpec:
         _optional(entry, "usd", where),
         int(_figure(entry.get("pcie", 0), f"{where}.pcie")),
         str(entry["nvlink_kind"]) if "nvlink_kind" in entry else None,
+        {key: basis for key, value in efficiency.items() if (basis := _measured(value, sources))},
     )
 
 

@@ -1,4 +1,4 @@
-"""`stagewright cluster import`: a machine as a file that `--cluster` takes."""
+"""`stagewright cluster import` and `list`: a machine as a file that `--cluster` takes, and what the catalogue has."""
 
 from __future__ import annotations
 
@@ -6,17 +6,31 @@ import argparse
 import json
 import re
 import sys
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from stagewright.commands.options import Commands, add_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from stagewright.cluster import Cluster
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def add(commands: Commands) -> None:
-    parser = commands.add_parser("cluster", help="describe a machine to the planner")
-    parts = parser.add_subparsers(title="what to do", required=True, metavar="import")
+    parser = commands.add_parser("cluster", help="describe a machine to the planner, list those it knows")
+    parts = parser.add_subparsers(title="what to do", required=True, metavar="import|list")
+    listing = parts.add_parser(
+        "list",
+        help="clusters, devices and links of the catalogue",
+        description="List what --cluster and cluster files can name: clusters, devices and links of the catalogue.",
+    )
+    add_json(listing)
+    listing.set_defaults(run=run_list)
     importing = parts.add_parser(
         "import",
         help="a cluster file from nvidia-smi's texts, or of this machine",
@@ -81,3 +95,79 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text)
     except OSError as error:
         raise ValueError(f"can't write {path}: {error.strerror}; choose another file with -o") from error
+
+
+def run_list(parsed: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from stagewright.catalog import shipped
+
+    catalogue = shipped()
+    clusters = [_describe_cluster(cluster) for cluster in catalogue.clusters.values()]
+    devices = list({spec.name: asdict(spec) for spec in catalogue.devices.values()}.values())
+    links = [asdict(link) for link in catalogue.links.values()]
+    if parsed.json:
+        print(json.dumps({"clusters": clusters, "devices": devices, "links": links}))
+        return
+    console = Console()
+    console.print(_clusters_table(clusters))
+    console.print()
+    console.print(_devices_table(devices))
+    console.print("GB/s of its memory; T: 1e12 operations a second at most; calibrated: measured in")
+    console.print()
+    console.print(_links_table(links))
+    console.print("GB/s one way, of one lane of NVLink; us a message")
+
+
+def _describe_cluster(cluster: Cluster) -> dict[str, Any]:
+    """How many machines of which devices, and every link in it, innermost first."""
+    counts = Counter((machine.devices, machine.kind) for machine in cluster.machines)
+    links = [level.link.name for machine in cluster.machines for level in machine.levels]
+    links += [cluster.network.name] if cluster.network else []
+    return {
+        "name": cluster.name,
+        "number": len(cluster.devices),
+        "machines": [{"count": n, "devices": devices, "device": kind} for (devices, kind), n in counts.items()],
+        "links": list(dict.fromkeys(links)),
+    }
+
+
+def _clusters_table(clusters: list[dict[str, Any]]) -> Table:
+    table = _table("cluster", "number", "machines", "links", left=("cluster", "machines", "links"))
+    for entry in clusters:
+        machines = (f"{machine['count']} x {machine['devices']} {machine['device']}" for machine in entry["machines"])
+        table.add_row(entry["name"], str(entry["number"]), ", ".join(machines), ", ".join(entry["links"]))
+    return table
+
+
+def _devices_table(devices: list[dict[str, Any]]) -> Table:
+    from stagewright.catalog import ALONE
+
+    table = _table("device", "GiB", "GB/s", "fp32 T", "fp16 T", "W", "USD", "calibrated", left=("device", "calibrated"))
+    for entry in devices:
+        table.add_row(
+            entry["name"],
+            f"{entry['memory'] / 2**30:.0f}",
+            f"{entry['bandwidth'] / 1e9:,.0f}",
+            *(f"{entry['peak'][name] / 1e12:.1f}" if name in entry["peak"] else "-" for name in ("fp32", "fp16")),
+            *(f"{entry[name]:,.0f}" if entry[name] else "-" for name in ("watts", "usd")),
+            ", ".join(f"{name} ({ALONE})" if basis == ALONE else name for name, basis in entry["measured"].items()),
+        )
+    return table
+
+
+def _links_table(links: list[dict[str, Any]]) -> Table:
+    table = _table("link", "GB/s", "us", "", left=("link", ""))
+    for entry in links:
+        way = "copied through host memory" if entry["staged"] else ""
+        table.add_row(entry["name"], f"{entry['bandwidth'] / 1e9:.1f}", f"{entry['latency'] * 1e6:.1f}", way)
+    return table
+
+
+def _table(*names: str, left: tuple[str, ...]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="left" if name in left else "right")
+    return table

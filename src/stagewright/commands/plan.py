@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagewright.commands.options import Commands
-from stagewright.commands.setting import add_setting, read_setting
+from stagewright.commands.setting import add_setting, device_remark, read_setting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,6 +47,8 @@ def run(parsed: argparse.Namespace) -> None:
 
     if parsed.batch < 1:
         raise ValueError(f"--batch is {parsed.batch}; give at least 1 sample")
+    if parsed.microbatches is not None and not 1 <= parsed.microbatches <= parsed.batch:
+        raise ValueError(f"--microbatches is {parsed.microbatches}; a batch of {parsed.batch} has 1 to {parsed.batch}")
     if not 0 <= parsed.momentum < 1:
         raise ValueError(f"--momentum is {parsed.momentum:g}; give a share from 0 to below 1")
     _, setting = read_setting(parsed, parsed.cluster)
@@ -61,7 +63,8 @@ def run(parsed: argparse.Namespace) -> None:
     if parsed.output:
         Path(parsed.output).write_text(json.dumps(choice.best.plan.describe(), indent=1))
     if parsed.json:
-        print(json.dumps(_as_json(parsed.model, setting, choice, explained) | _stability(parsed, choice)))
+        remark = {"calibration": device_remark(parsed, [setting])}
+        print(json.dumps(_as_json(parsed.model, setting, choice, explained) | remark | _stability(parsed, choice)))
         return
     show(Console(), parsed, setting, choice, explained)
 
@@ -77,6 +80,7 @@ def _as_json(model: str, setting: Setting, choice: Choice, explained: dict[str, 
             for candidate in choice.candidates
         ],
         "refused": list(choice.refused),
+        "unprofiled": list(choice.unprofiled),
         "lags": [
             {"lag": lag, "images_per_second": found.images_per_second, "bubble": found.steady.bubble}
             for lag, found in enumerate(choice.lags)
@@ -120,6 +124,9 @@ def show(
         say(f"{mark} {candidate.plan.mode} {candidate.shape}: {candidate.why}")
     for line in choice.refused:
         say(f"  does not fit: {line}")
+    if choice.unprofiled:
+        sizes = ",".join(map(str, choice.unprofiled))
+        say(f"  not looked at: microbatches of {sizes} samples; the profile does not cover them (profile --samples)")
     best = choice.best
     close = "" if best is choice.fastest else " (fewer stages, within 3 % of the fastest)"
     cuts = f", cut before {', '.join(best.plan.cuts)}" if best.plan.cuts else ""
@@ -127,6 +134,8 @@ def show(
     say(f"run {best.plan.mode} {format_placement(best.plan.placement)}{cuts}: {gain}{close}")
     if choice.lags:
         say(_lag_line(choice))
+    if remark := device_remark(parsed, [setting]):
+        say(remark)
     if warning := _stability(parsed, choice).get("warning"):
         say(f"warning: {warning}")
     if explained:

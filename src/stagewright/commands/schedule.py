@@ -1,4 +1,4 @@
-"""`stagewright schedule`: print a plan's programs and draw them."""
+"""`stagewright schedule`: draw a plan's programs, and print them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from stagewright.commands.options import Commands, add_options, read_config
 def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "schedule",
-        help="print a plan's programs and draw them",
+        help="draw who does what when in a plan",
         usage="stagewright schedule [options]",
-        description="Print the programs of a plan as text, and as a picture: one row a rank, time to the right.",
+        description="Draw the programs of a plan, one row a rank, time to the right; --programs prints them as text.",
     )
     add_options(parser, "plan")
     parser.add_argument("--batches", type=int, default=2, help="batches to show (default: 2)")
     parser.add_argument("--forward", default=None, help="time of a forward by stage: 1,1 (default: 1 each)")
     parser.add_argument("--backward", default=None, help="time of a backward by stage: 2,2 (default: 1 each)")
     parser.add_argument("--transfer", type=float, default=0.0, help="time of a message (default: 0)")
+    parser.add_argument("--programs", action="store_true", help="every rank's actions as text, behind the picture")
     parser.set_defaults(run=run)
 
 
@@ -49,12 +50,13 @@ def run(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps({"plan": plan.describe(), "programs": programs, "time": timeline.end, "bubble": bubble}))
         return
-    for rank, text in programs.items():
-        console.print(f"rank {rank}: {text}", markup=False, highlight=False)
-    console.print()
     for row in draw_timeline(timeline, plan.world, console.width):
         console.print(row)
     console.print(f"time {timeline.end:g}, bubble {bubble:.1%} with fill and drain", highlight=False)
+    if parsed.programs:
+        console.print()
+        for rank, text in programs.items():
+            console.print(f"rank {rank}: {text}", markup=False, highlight=False)
 
 
 def _times(text: str | None, name: str, stages: int) -> list[float]:

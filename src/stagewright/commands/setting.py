@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from stagewright.commands.options import add_json
@@ -59,3 +60,13 @@ def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[Study
     return studied, analytic_setting(
         catalogue, where, studied.shapes, software, parsed.precision, optimizer=parsed.optimizer, loads=loads
     )
+
+
+def device_remark(parsed: argparse.Namespace, settings: Sequence[Setting]) -> str | None:
+    """Which devices' speeds rest on no measurement, or on one; a profile is one itself."""
+    from stagewright.catalog import calibration_remark
+
+    if parsed.profile is not None:
+        return None
+    kinds = [setting.devices(machine.kind) for setting in settings for machine in setting.cluster.machines]
+    return calibration_remark(kinds, parsed.precision)

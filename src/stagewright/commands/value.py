@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from stagewright.commands.options import Commands
-from stagewright.commands.setting import add_setting, read_setting
+from stagewright.commands.setting import add_setting, device_remark, read_setting
 
 if TYPE_CHECKING:
     from stagewright.plan.estimate import Setting
@@ -33,19 +33,23 @@ def run(parsed: argparse.Namespace) -> None:
     if not parsed.cluster:
         raise ValueError("no cluster: give --cluster once for each to compare")
     prices = dict(_price(text) for text in parsed.price)
-    rows = [_row(parsed, text, prices) for text in parsed.cluster]
+    settings = [read_setting(parsed, text)[1] for text in parsed.cluster]
+    rows = [_row(parsed, setting, prices) for setting in settings]
+    remark = device_remark(parsed, settings)
     if parsed.json:
-        print(json.dumps({"model": parsed.model, "precision": parsed.precision, "clusters": rows}))
+        found = {"model": parsed.model, "precision": parsed.precision, "clusters": rows, "calibration": remark}
+        print(json.dumps(found))
         return
     console = Console()
     console.print(f"{parsed.model}, {parsed.precision}, batch {parsed.batch}", highlight=False, markup=False)
     table = Table(box=None, pad_edge=False)
-    for name in ("cluster", "plan", "images/s", "USD", "W", "a dollar", "a watt", "GiB", "GiB/k$"):
-        table.add_column(name, justify="left" if name in ("cluster", "plan") else "right", no_wrap=True)
+    for name in ("cluster", "plan", "lag", "images/s", "USD", "W", "/USD", "/W", "GiB", "GiB/k$"):
+        table.add_column(name, justify="left" if name in ("cluster", "plan") else "right", no_wrap=name != "plan")
     for row in rows:
         table.add_row(
             row["cluster"],
             row["plan"],
+            str(row["lag"]),
             f"{row['images_per_second']:,.0f}",
             _shown(row["usd"], "{:,.0f}"),
             _shown(row["watts"], "{:,.0f}"),
@@ -58,6 +62,8 @@ def run(parsed: argparse.Namespace) -> None:
     for row in rows:
         for note in row["prices"]:
             console.print(note, highlight=False, markup=False, style="dim")
+    if remark:
+        console.print(remark, highlight=False, markup=False)
 
 
 def _price(text: str) -> tuple[str, float]:
@@ -75,10 +81,9 @@ def _shown(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def _row(parsed: argparse.Namespace, text: str, prices: dict[str, float]) -> dict[str, Any]:
+def _row(parsed: argparse.Namespace, setting: Setting, prices: dict[str, float]) -> dict[str, Any]:
     from stagewright.planner import choose
 
-    _, setting = read_setting(parsed, text)
     best = choose(setting, parsed.batch).best
     rate = best.prediction.images_per_second
     usd, watts, notes = _totals(setting, prices)
@@ -86,6 +91,7 @@ def _row(parsed: argparse.Namespace, text: str, prices: dict[str, float]) -> dic
     return {
         "cluster": setting.cluster.name,
         "plan": f"{best.plan.mode} {best.shape}",
+        "lag": max(stage.versions for stage in best.plan.stages) - 1,
         "images_per_second": rate,
         "usd": usd,
         "watts": watts,

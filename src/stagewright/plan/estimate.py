@@ -55,6 +55,10 @@ class Setting:
     input: int = 0  # values of one sample
     loader: float | None = None  # samples a second a machine can load; None: data is made on the device
     overhead: float = 0.0  # seconds a compute costs beside its units
+    covered: tuple[int, int] | None = None  # smallest and largest microbatch with a table; None: there is one of any
+
+    def covers(self, samples: int) -> bool:
+        return self.covered is None or self.covered[0] <= samples <= self.covered[1]
 
     @property
     def moments(self) -> float:

@@ -80,13 +80,7 @@ class Profile:
 
     def at(self, precision: str, samples: int) -> Table:
         """The table of a precision at a microbatch size: measured, or on the line between two measured sizes."""
-        sizes = {table.samples: table for table in self.tables if table.precision == precision}
-        if not sizes:
-            known = sorted({table.precision for table in self.tables})
-            raise ValueError(
-                f"the profile of {self.model} has precision {', '.join(known)} but {precision} was asked for; "
-                f"profile again with --precision {precision}"
-            )
+        sizes = self._sizes(precision)
         if samples in sizes:
             return sizes[samples]
         below = max((size for size in sizes if size < samples), default=None)
@@ -97,6 +91,21 @@ class Profile:
                 f"{samples}; profile again with --samples {samples}"
             )
         return _between(sizes[below], sizes[above], samples)
+
+    def covered(self, precision: str) -> tuple[int, int]:
+        """The smallest and the largest microbatch that it can tell of."""
+        sizes = self._sizes(precision)
+        return min(sizes), max(sizes)
+
+    def _sizes(self, precision: str) -> dict[int, Table]:
+        sizes = {table.samples: table for table in self.tables if table.precision == precision}
+        if not sizes:
+            known = sorted({table.precision for table in self.tables})
+            raise ValueError(
+                f"the profile of {self.model} has precision {', '.join(known)} but {precision} was asked for; "
+                f"profile again with --precision {precision}"
+            )
+        return sizes
 
     def require(self, model: str, units: Sequence[str]) -> None:
         """Raise unless this is a profile of that model, unit by unit."""

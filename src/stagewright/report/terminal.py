@@ -10,7 +10,7 @@ _STYLES = {"F": "black on bright_cyan", "B": "black on bright_green", "U": "blac
 
 
 def draw_timeline(timeline: Timeline, ranks: int, width: int, time_limit: float | None = None) -> list[Text]:
-    """One line a rank; a compute shows its microbatch number where there is room, dots are waiting."""
+    """One line a rank; a compute shows its microbatch number where all of it has room, dots are waiting."""
     end = min(timeline.end, time_limit or timeline.end)
     margin = len(f"rank {ranks - 1} ")
     columns = max(8, width - margin - 1)
@@ -44,6 +44,8 @@ def _row(spans: list[Span], end: float, scale: float) -> Text:
         if span.start >= end or last <= max(first, row.cell_len):
             continue
         row.append("·" * (first - row.cell_len), style="dim")
-        row.append(_label(span)[: last - row.cell_len].ljust(last - row.cell_len), style=_STYLES.get(span.kind, ""))
+        room = last - row.cell_len
+        label = _label(span)
+        row.append((label if len(label) <= room else label[0]).ljust(room), style=_STYLES.get(span.kind, ""))
     row.append("·" * (round(end * scale) - row.cell_len), style="dim")
     return row
