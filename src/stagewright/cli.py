@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from stagewright import __version__
@@ -36,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         near = difflib.get_close_matches(unknown[0], [option.flag for option in options()], 1)
         parser.error(f"unknown option {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
     try:
-        parsed.run(parsed)
+        with _terminated():
+            parsed.run(parsed)
     except ValueError as error:
         _fail(str(error))
     except KeyboardInterrupt as error:
@@ -50,9 +55,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         sys.exit(_ERROR)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _fail(f"{error.filename or 'a file'} could not be written: {error.strerror}; make room on the disk")
+        if error.filename is None:
             raise
-        _fail(f"{error.filename or 'a file'} could not be written: {error.strerror}; make room on the disk")
+        _fail(f"{error.filename}: {error.strerror}; give another path")
+
+
+@contextmanager
+def _terminated() -> Iterator[None]:
+    """Have SIGTERM end a command as Ctrl-C does, with what it started; training has its own way."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _require_one_run(arguments: Sequence[str], parsed: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagewright.config import Config, as_toml, options
-from stagewright.export import export_states
+from stagewright.export import export_states, require_target
 from stagewright.foresee import predict_job, what_fits
 from stagewright.observe import each_to, observed, require_rate, used
 from stagewright.reporting import leave_report
@@ -84,6 +84,8 @@ def run(config: Config, console: Console | None = None) -> Result:
     def warn(warning: str) -> None:
         console.print(f"warning: {warning}", markup=False, soft_wrap=True)
 
+    if config.run.export:
+        require_target(Path(config.run.export))
     job, per_epoch = prepare(config, warn, is_host=site is None or site.is_host)
     with possess(Path(job.folder)):
         write_start(job)
@@ -198,8 +200,15 @@ def _execute(job: Job, ledger: Ledger, site: Site | None, say: Callable[[str], N
 
 
 def _export(job: Job, states: Sequence[dict[str, Tensor]]) -> Path | None:
-    path = job.config.run.export
-    return export_states(job.config, states, Path(path)) if path else None
+    """Write the weights where they were asked for; where that fails by now, into the run folder."""
+    if not job.config.run.export:
+        return None
+    path = Path(job.config.run.export)
+    try:
+        return export_states(job.config, states, path)
+    except ValueError as error:
+        kept = export_states(job.config, states, Path(job.folder) / "weights.safetensors")
+        raise ValueError(f"{error} (they are in {kept})") from error
 
 
 def write_start(job: Job) -> None:

@@ -24,11 +24,10 @@ def run(parsed: argparse.Namespace) -> None:
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "FATAL"
     )  # before torch comes: its remarks on sockets are not for users
-    from rich.console import Console
-
     from stagewright import experiment
+    from stagewright.report.console import LastingConsole
 
-    console = Console(stderr=parsed.json)
+    console = LastingConsole(stderr=parsed.json)
     result = experiment.run(read_config(parsed), console)
     if parsed.json:
         print(json.dumps(result.summary))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from types import TracebackType
 
@@ -9,6 +10,16 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from stagewright.metrics import Evaluated, Replaced, Restarted, Resumed, Saved, Step, Unsaved
+
+
+class LastingConsole(Console):
+    """One whose reader may leave (`| head`): what is said then is lost, and nothing else."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())
+        os.close(nowhere)
 
 
 class RunConsole:

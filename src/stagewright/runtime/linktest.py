@@ -1,21 +1,24 @@
-"""Times real transfers between rank processes: `python -m stagewright.runtime.linktest RANK WORLD PORT TOKEN`."""
+"""Times real transfers between rank processes: `python -m ...linktest RANK WORLD PORT TOKEN PARENT`."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import secrets
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from stagewright.runtime.launch import bound_socket
+from stagewright.runtime.lifetime import die_with
 from stagewright.runtime.network import ChannelName, GlooNetwork
 from stagewright.runtime.place import LOOPBACK, Place
 
@@ -31,11 +34,17 @@ def measure_links(ranks: int) -> dict[str, Any]:
     with bound_socket() as (listener, port):
         store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         command = [sys.executable, "-m", "stagewright.runtime.linktest"]
-        running = [subprocess.Popen([*command, str(rank), str(ranks), str(port), token]) for rank in range(ranks)]
+        running: list[subprocess.Popen[bytes]] = []
         try:
+            for rank in range(ranks):
+                words = [*command, str(rank), str(ranks), str(port), token, str(os.getpid())]
+                running.append(subprocess.Popen(words, start_new_session=True))  # Ctrl-C is for this process alone
             for process in running:
                 if process.wait(timeout=_TIMEOUT):
-                    raise RuntimeError(f"a process of the link test ended with {process.returncode}")
+                    raise ValueError(f"a process of the link test ended with code {process.returncode}; try again")
+        except subprocess.TimeoutExpired as error:
+            advice = "end what keeps the cores busy, and try again"
+            raise ValueError(f"{ranks} processes did not meet within {_TIMEOUT:.0f} s; {advice}") from error
         finally:
             for process in running:
                 process.kill()
@@ -46,9 +55,10 @@ def measure_links(ranks: int) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> None:
     """One process of the test."""
-    rank, world, port, token = int(arguments[0]), int(arguments[1]), int(arguments[2]), arguments[3]
+    rank, world, port, parent = (int(arguments[place]) for place in (0, 1, 2, 4))
+    die_with(parent)
     torch.set_num_threads(1)
-    store = PrefixStore(token, TCPStore(LOOPBACK, port, is_master=False))
+    store = PrefixStore(arguments[3], TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=_TIMEOUT)))
     network = GlooNetwork(store, rank, Place(), _TIMEOUT)
     transfers = []
     for source, target in itertools.combinations(range(world), 2):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from datetime import timedelta
@@ -24,6 +21,7 @@ from stagewright.runtime.bequest import is_far, receive_state, send_state
 from stagewright.runtime.checkpoint import open_checkpoint
 from stagewright.runtime.device import open_device
 from stagewright.runtime.job import Job
+from stagewright.runtime.lifetime import die_with
 from stagewright.runtime.messages import LayoutError
 from stagewright.runtime.nccl import open_network
 from stagewright.runtime.network import Network
@@ -41,13 +39,12 @@ EVENTS = "events"
 SUPERVISOR = "STAGEWRIGHT_SUPERVISOR"  # the environment variable that holds its process id
 KEYS = "STAGEWRIGHT_KEYS"  # the environment variable that holds the prefix of a start's store keys
 _LOOK_SECONDS = 0.5
-_PARENT_DEATH_SIGNAL = 1  # of prctl
 
 
 def main() -> None:
     """Run one rank of a job to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells every process; the supervisor tells the ranks
-    _die_with(int(os.environ[SUPERVISOR]))  # which may have ended while this process was still importing
+    die_with(int(os.environ[SUPERVISOR]))  # which may have ended while this process was still importing
     job = Job.load(Path(sys.argv[1]))
     rank, keys = int(os.environ["RANK"]), os.environ[KEYS]
     torch.set_num_threads(job.config.run.threads)
@@ -151,19 +148,6 @@ def _failure(job: Job, rank: int, error: BaseException) -> dict[str, Any]:
         "is_users": isinstance(error, ValueError | torch.OutOfMemoryError),
         "traceback": traceback.format_exc(),
     }
-
-
-def _die_with(parent: int) -> None:
-    """End this process soon after its supervisor, however that ended; Linux does it even for one that is stopped."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_LOOK_SECONDS)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 if __name__ == "__main__":
