@@ -60,11 +60,16 @@ def _remedy(plan: Plan, bubble_of: Callable[[Plan], float]) -> str:
     from stagewright.plan.plan import divisors, make_plan
     from stagewright.profile.profile import NotProfiled
 
+    def usual(microbatches: int) -> Plan:
+        return make_plan(plan.placement, batch=plan.batch, microbatches=microbatches, mode=plan.mode, cuts=plan.cuts)
+
+    if any(
+        stage.depth < other.depth for stage, other in zip(plan.stages, usual(plan.microbatches).stages, strict=True)
+    ):
+        return f"depths {','.join(str(stage.depth) for stage in plan.stages)} hold stages back: leave --depths out"
     more = [number for number in divisors(plan.batch) if number > plan.microbatches]
     for microbatches in more[:_MOST_TRIALS]:
-        candidate = make_plan(
-            plan.placement, batch=plan.batch, microbatches=microbatches, mode=plan.mode, cuts=plan.cuts
-        )
+        candidate = usual(microbatches)
         try:
             if bubble_of(candidate) <= _BUBBLE_GOAL:
                 return f"--microbatches {microbatches} would fill it"
@@ -81,6 +86,8 @@ def warn_of_lag(config: Config, plan: Plan, warn: Warn) -> None:
     lag = max(stage.versions for stage in plan.stages) - 1
     if options.predict and lag == 0:
         warn("--predict changes nothing: no stage lags")
+    if options.predict and options.name == "sgd" and not options.momentum:
+        warn("--predict changes nothing: --momentum is 0")
     if options.name == "sgd" and (
         remark := stability_remark(Motion(options.momentum, lag, options.predict, options.nesterov), options.lr)
     ):

@@ -41,6 +41,23 @@ def test_where_no_lag_fills_it_the_microbatches_that_would_are_named(monkeypatch
     )
 
 
+def test_depths_that_hold_stages_back_are_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lag, "_bubble", lambda config, chain, plan: lambda candidate: 0.75)
+    plan = make_plan(parse_placement("0:0.0:1.0:2"), batch=64, microbatches=2, mode=Mode.STALE, depths=(1, 1, 1))
+    said: list[str] = []
+    lag.least_stale(make_config({}), None, plan, said.append)
+    assert said == ["ranks would wait 75% of the time; depths 1,1,1 hold stages back: leave --depths out"]
+
+
+def test_what_can_not_be_predicted_is_said() -> None:
+    plan = make_plan(parse_placement("0:0.0:1"), batch=64, microbatches=2, mode=Mode.STALE)
+    for momentum, said in ((0.0, ["--predict changes nothing: --momentum is 0"]), (0.9, [])):
+        heard: list[str] = []
+        config = make_config({"optimizer": {"predict": True, "momentum": momentum, "lr": 0.01}})
+        lag.warn_of_lag(config, plan, heard.append)
+        assert heard == said
+
+
 def test_sizes_that_nobody_profiled_are_no_fault_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def bubble(by: int, pieces: int) -> float:
         if pieces > 4:
