@@ -70,8 +70,11 @@ def _border(is_stable: Callable[[float], bool], low: float, high: float) -> floa
     return low
 
 
-def stability_remark(motion: Motion, rate: float) -> str | None:
-    """A warning with the remedy, where a rate is beyond what the lag bears along a direction of curvature 1."""
+def stability_remark(motion: Motion, rate: float, *, takes_staleness: bool = True) -> str | None:
+    """A warning with the remedies, where a rate is beyond what the lag bears along a direction of curvature 1.
+
+    Not every plan takes --staleness, which is one of them.
+    """
     limit = stable_limit(motion)
     if motion.lag == 0 or rate <= limit:
         return None
@@ -79,7 +82,7 @@ def stability_remark(motion: Motion, rate: float) -> str | None:
     remedies = []
     if not motion.is_predicted and (foreseen := stable_limit(replace(motion, is_predicted=True))) > limit:
         remedies.append(f"--predict (up to {foreseen:.2g})")
-    if motion.lag > 1:
+    if takes_staleness and motion.lag > 1:
         less = stable_limit(replace(motion, lag=1))
         remedies.append(f"--staleness 1 with more --microbatches (up to {less:.2g})")
     remedies.append(_gentler(motion, rate) or f"--lr {limit:.2g}")
