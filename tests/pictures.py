@@ -6,12 +6,15 @@ import io
 import json
 import struct
 import tarfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+
+from stagewright.data.records import BadRecord, Record
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -105,3 +108,41 @@ def samples_of(count: int) -> list[tuple[str, bytes]]:
         text = ("json", json.dumps({"label": index % 4})) if index % 3 == 0 else ("cls", f"{index % 4}\n")
         found.append((f"{index:04}.{text[0]}", text[1].encode()))
     return found
+
+
+class Faulty:
+    """Records of which some are bad; counts what is read."""
+
+    def __init__(self, samples: int, bad: Iterable[int] = ()) -> None:
+        self._samples = samples
+        self._bad = set(bad)
+        self._data = jpeg(1, 24, 24)
+        self.reads: list[int] = []
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def get(self, index: int) -> Record:
+        self.reads.append(index)
+        if index in self._bad:
+            raise BadRecord(f"{self.name(index)} is bad")
+        return Record(b"" if index in getattr(self, "empty", ()) else self._data, index % 10, self.name(index))
+
+    def name(self, index: int) -> str:
+        return f"record {index}"
+
+    classes, class_names, fingerprint = 10, (), "faulty"
+
+
+def settled(records: Faulty) -> None:
+    """Wait until nobody has read anything for a while."""
+    done = threading.Event()
+    before = -1
+    while before != len(records.reads):
+        before = len(records.reads)
+        done.wait(0.15)
+
+
+def threads_called(prefix: str) -> int:
+    """How many threads are alive whose name begins so."""
+    return sum(thread.name.startswith(prefix) for thread in threading.enumerate())

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from stagewright.data.order import Indices
+
+Whole = TypeVar("Whole", int, Indices)  # of one sample, or of many
 
 _KEY = struct.Struct("<4Q")
 _BLOCK = struct.Struct("<8Q")
@@ -87,23 +90,29 @@ class Augmentation:
 
     def training(self, seed: int, epoch: int, index: int, height: int, width: int) -> View:
         draws = _uniform(seed, epoch, index)
-        is_mirrored = next(draws) < 0.5
+
+        def below(number: int) -> int:
+            return int(next(draws) * number)
+
+        is_mirrored = below(2) == 0
         jitter = self._jitter(draws) if self.jitter else None
         if self.cropping is Cropping.RESIZED:
             box, window = _random_box(draws, height, width), (0, 0)
         else:
-            box, window = (0, 0, height, width), self._window(draws)
-        hole = self._hole(draws) if self.cutout else None
+            box, window = (0, 0, height, width), self._window(below)
+        hole = Hole(*self._corner(below), self.cutout) if self.cutout else None
         return View(*box, self.side, self.side, *window, is_mirrored, jitter, hole)
 
     def shifts(self, seed: int, epoch: int, indices: Indices) -> NDArray[np.int64]:
         """As `training`, of many padded samples at once: down, right, if mirrored, and the hole's top and left."""
         words = b"".join(_block(seed, epoch, int(index), 0) for index in indices)
-        draws = ((np.frombuffer(words, "<u8").reshape(-1, 8) >> 11) * 2.0**-53).T
-        border = self.side // _PADDING
-        window = (draws[1:3] * (2 * border + 1)).astype(np.int64) - border
-        hole = (draws[3:5] * self.side).astype(np.int64) - self.cutout // 2
-        return np.stack([*window, draws[0] < 0.5, *hole], axis=1)
+        draws: Iterator[NDArray[np.float64]] = iter(((np.frombuffer(words, "<u8").reshape(-1, 8) >> 11) * 2.0**-53).T)
+
+        def below(number: int) -> Indices:
+            return (next(draws) * number).astype(np.int64)
+
+        is_mirrored = below(2) == 0
+        return np.stack([*self._window(below), is_mirrored, *self._corner(below)], axis=1)
 
     def evaluation(self, height: int, width: int) -> View:
         """The short side resized to 256 for 224 and the centre taken; small images whole."""
@@ -115,15 +124,14 @@ class Augmentation:
         down, right = round((rows - self.side) / 2), round((columns - self.side) / 2)
         return View(0, 0, height, width, rows, columns, down, right)
 
-    def _window(self, draws: Iterator[float]) -> tuple[int, int]:
+    def _window(self, below: Callable[[int], Whole]) -> tuple[Whole, Whole]:
+        """How far down and right of the image a padded one's window begins."""
         border = self.side // _PADDING
-        down, right = (int(next(draws) * (2 * border + 1)) - border for _ in range(2))
-        return down, right
+        return below(2 * border + 1) - border, below(2 * border + 1) - border
 
-    def _hole(self, draws: Iterator[float]) -> Hole:
-        """Its middle is anywhere in the image."""
-        top, left = (int(next(draws) * self.side) - self.cutout // 2 for _ in range(2))
-        return Hole(top, left, self.cutout)
+    def _corner(self, below: Callable[[int], Whole]) -> tuple[Whole, Whole]:
+        """Top and left of the hole, whose middle is anywhere in the image."""
+        return below(self.side) - self.cutout // 2, below(self.side) - self.cutout // 2
 
     def _jitter(self, draws: Iterator[float]) -> Jitter:
         return Jitter(*(1 + self.jitter * (2 * next(draws) - 1) for _ in range(3)))

@@ -61,14 +61,14 @@ class DeviceLoader:
         self._loading = loading
         self._bad = BadRecords(loading)
         self._decode = decode
-        self._threads = ThreadPoolExecutor(loading.threads, "reader")
+        self._threads = self._new_threads()
         self._decoder = Decoder()
         self._window: deque[tuple[int, Future[list[Record] | None]]] = deque()
 
     def microbatch(self, number: int) -> tuple[Tensor, Tensor]:
         """One microbatch on the device; the threads go on reading those after it."""
         if self._window and self._window[0][0] != number:
-            self._window.clear()
+            self._abandon()
         self._fill(number)
         records = self._window.popleft()[1].result()
         indices, draw = self._share.numbering.indices(number), self._share.numbering.draw(number)
@@ -82,7 +82,18 @@ class DeviceLoader:
         return inputs, torch.tensor(labels, device=self._loading.device)
 
     def close(self) -> None:
-        """Nothing is left to end: what was read ahead is dropped."""
+        self._abandon()
+        self._threads.shutdown()
+        self._threads = self._new_threads()
+
+    def _new_threads(self) -> ThreadPoolExecutor:
+        """Threads that start when there is something to read."""
+        return ThreadPoolExecutor(self._loading.threads, "reader")
+
+    def _abandon(self) -> None:
+        """Drop what was read ahead, and read no more of it."""
+        for _, reading in self._window:
+            reading.cancel()
         self._window.clear()
 
     def _fill(self, number: int) -> None:
@@ -107,6 +118,8 @@ class DeviceLoader:
             return None
         try:
             return self._decode([record.data for record in records]), [record.label for record in records]
+        except torch.OutOfMemoryError:  # a RuntimeError that no record is to blame for
+            raise
         except (RuntimeError, ValueError):
             return None
 

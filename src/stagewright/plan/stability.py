@@ -3,9 +3,10 @@
 Along a direction of curvature c the gradient at x is c*x, so SGD at rate lr moves x by a linear rule whose only unknown
 is a = lr*c. With lag d the gradient is that of d updates ago:
 
-    x[t+1] = (1+mu) x[t] - mu x[t-1] - a x[t-d]
+    v[t+1] = mu v[t] + a x[t-d]        x[t+1] = x[t] - v[t+1]
 
-It shrinks while all roots of the rule's polynomial lie within the unit circle.
+Nesterov moves x by the gradient and mu v[t+1] instead; with prediction the gradient is taken where v[t-d] would bring
+x[t-d] in d updates without a gradient. x shrinks while all roots of the rule's polynomial lie within the unit circle.
 """
 
 from __future__ import annotations
@@ -34,10 +35,17 @@ class Motion:
     def polynomial(self, product: float) -> list[float]:
         """The rule's polynomial at a learning rate times curvature, highest power first."""
         mu, lag = self.momentum, self.lag
-        ahead = sum(mu**number for number in range(1, lag + 1)) if self.is_predicted else 0.0
-        free = np.polymul([1.0, -(1 + mu), mu], [1.0] + [0.0] * lag)  # powers lag+2 to 0
-        gradient = np.polymul([1 + mu, -mu] if self.is_nesterov else [1.0, 0.0], [1 + ahead, -ahead])
-        return [float(factor) for factor in np.polyadd(np.polymul(free, [1.0, 0.0]), product * gradient)]
+        free = np.polymul([1.0, -(1 + mu), mu], [1.0] + [0.0] * lag)  # z^lag (z-1) (z-mu)
+        push = [1 + mu, -mu] if self.is_nesterov else [1.0, 0.0]
+        driven = product * np.polyadd(push, self._foreseen() * np.array([1.0, -1.0]))
+        return [float(factor) for factor in np.polyadd(free, driven)]
+
+    def _foreseen(self) -> float:
+        """How far ahead of the weights a gradient is taken, in velocities."""
+        if not self.is_predicted:
+            return 0.0
+        first = self.momentum**2 if self.is_nesterov else self.momentum
+        return sum(first * self.momentum**number for number in range(self.lag))
 
     def is_stable(self, product: float) -> bool:
         return bool(np.abs(np.roots(self.polynomial(product))).max() <= 1 + _CLOSE)
@@ -62,8 +70,11 @@ def _border(is_stable: Callable[[float], bool], low: float, high: float) -> floa
     return low
 
 
-def stability_remark(motion: Motion, rate: float) -> str | None:
-    """A warning with the remedy, where a rate is beyond what the lag bears along a direction of curvature 1."""
+def stability_remark(motion: Motion, rate: float, *, takes_staleness: bool = True) -> str | None:
+    """A warning with the remedies, where a rate is beyond what the lag bears along a direction of curvature 1.
+
+    Not every plan takes --staleness, which is one of them.
+    """
     limit = stable_limit(motion)
     if motion.lag == 0 or rate <= limit:
         return None
@@ -71,7 +82,7 @@ def stability_remark(motion: Motion, rate: float) -> str | None:
     remedies = []
     if not motion.is_predicted and (foreseen := stable_limit(replace(motion, is_predicted=True))) > limit:
         remedies.append(f"--predict (up to {foreseen:.2g})")
-    if motion.lag > 1:
+    if takes_staleness and motion.lag > 1:
         less = stable_limit(replace(motion, lag=1))
         remedies.append(f"--staleness 1 with more --microbatches (up to {less:.2g})")
     remedies.append(_gentler(motion, rate) or f"--lr {limit:.2g}")

@@ -40,7 +40,6 @@ class Slot:
         self.flat = flat
         self.version = 0
         self.leaves = [parameter.view(flat).requires_grad_() for parameter in parameters]
-        self.gradient: Tensor | None = None
 
 
 class VersionRing:
@@ -85,8 +84,7 @@ class VersionRing:
         The first of an update makes its gradients anew, which is cheaper than zeros and a sum; they come into the
         buffer one by one where something waits for them, otherwise together.
         """
-        if not is_first:
-            self.gather_into(slot, update)
+        if not is_first:  # its leaves' gradients are in the buffer already
             yield
             return
         hooks = self._gather_first(slot, update, at_once=at_once)
@@ -99,8 +97,6 @@ class VersionRing:
 
     def _gather_first(self, slot: Slot, update: int, *, at_once: bool) -> list[RemovableHandle]:
         """Have the next backward make gradients anew, and move each into the buffer at once where that is asked."""
-        index = update % len(self.gradients)
-        slot.gradient = self.gradients[index]
 
         def fill(leaf: Tensor, view: Tensor) -> None:
             assert leaf.grad is not None
@@ -108,7 +104,7 @@ class VersionRing:
             leaf.grad = view
 
         hooks = []
-        for leaf, view in zip(slot.leaves, self._gradient_views[index], strict=True):
+        for leaf, view in zip(slot.leaves, self._views_of(update), strict=True):
             leaf.grad = None
             if at_once:
                 hooks.append(leaf.register_post_accumulate_grad_hook(partial(fill, view=view)))  # type: ignore[no-untyped-call]
@@ -118,7 +114,7 @@ class VersionRing:
         """After the first backward, move what it made into the buffer, in few kernels; zeros where it made nothing."""
         made: list[Tensor] = []
         places: list[Tensor] = []
-        for leaf, view in zip(slot.leaves, self._gradient_views[update % len(self.gradients)], strict=True):
+        for leaf, view in zip(slot.leaves, self._views_of(update), strict=True):
             if leaf.grad is None:
                 view.zero_()
             elif leaf.grad is not view:
@@ -128,16 +124,12 @@ class VersionRing:
         if made:
             torch._foreach_copy_(places, made)
 
-    def gather_into(self, slot: Slot, update: int) -> None:
-        """Let backward through a slot's leaves add to the gradient buffer of an update."""
-        index = update % len(self.gradients)
-        if slot.gradient is not self.gradients[index]:
-            slot.gradient = self.gradients[index]
-            for leaf, view in zip(slot.leaves, self._gradient_views[index], strict=True):
-                leaf.grad = view
-
     def gradient_of(self, update: int) -> Tensor:
         return self.gradients[update % len(self.gradients)]
+
+    def _views_of(self, update: int) -> list[Tensor]:
+        """The gradient buffer of an update, a view for each leaf."""
+        return self._gradient_views[update % len(self.gradients)]
 
     def refill(self, update: int, version: int, fill: Callable[[Tensor], None]) -> None:
         """Fill the slot of an update with a version; its last backward is over."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from stagewright.data.augment import Augmentation, Cropping, Jitter, View, default_cropping
+from stagewright.data.augment import Augmentation, Cropping, Hole, Jitter, View, default_cropping
 from stagewright.data.normalize import NORMALIZATIONS, Normalization, parse_normalization
 from stagewright.data.render import jittered, render
 from tests.pictures import pixels
@@ -36,18 +36,25 @@ def test_views_depend_on_seed_epoch_and_index_alone() -> None:
     assert RESIZED.training(-3, 0, 0, 9, 9) == RESIZED.training(2**64 - 3, 0, 0, 9, 9)
 
 
-def test_views_come_from_hashes_of_a_counter() -> None:
+@pytest.mark.parametrize("jitter", [0.0, 0.4])
+@pytest.mark.parametrize("cutout", [0, 16])
+def test_views_come_from_hashes_of_a_counter(jitter: float, cutout: int) -> None:
     """Another generator would silently change every run; this one is written down twice."""
     seed, epoch, index = 7, 2, 43
-    words = struct.unpack("<8Q", hashlib.blake2b(struct.pack("<4Q", seed, epoch, index, 0)).digest())
-    mirror, area, aspect, down, right = (word // 2**11 / 2**53 for word in words[:5])
+    blocks = [hashlib.blake2b(struct.pack("<4Q", seed, epoch, index, block)).digest() for block in range(2)]
+    draws = iter([word // 2**11 / 2**53 for word in struct.unpack("<16Q", b"".join(blocks))])
+    mirror = next(draws)
+    factors = [1 - jitter + 2 * jitter * next(draws) for _ in range(3)] if jitter else []
+    area, aspect, down, right = (next(draws) for _ in range(4))
     pixels_of_box = 375 * 500 * (0.08 + 0.92 * area)
     shape = 0.75 * (16 / 9) ** aspect
     width, height = round((pixels_of_box * shape) ** 0.5), round((pixels_of_box / shape) ** 0.5)
     top, left = int(down * (375 - height + 1)), int(right * (500 - width + 1))
     assert width <= 500 and height <= 375  # the first try fits
-    expected = View(top, left, height, width, 224, 224, is_mirrored=mirror < 0.5)
-    assert RESIZED.training(seed, epoch, index, 375, 500) == expected
+    hole = Hole(int(next(draws) * 224) - 8, int(next(draws) * 224) - 8, 16) if cutout else None  # with jitter: draw 9
+    found = replace(RESIZED, jitter=jitter, cutout=cutout).training(seed, epoch, index, 375, 500)
+    assert replace(found, jitter=None) == View(top, left, height, width, 224, 224, 0, 0, mirror < 0.5, None, hole)
+    assert (astuple(found.jitter) if found.jitter else ()) == pytest.approx(factors)
 
 
 def test_random_boxes_have_the_published_areas_shapes_and_places() -> None:
@@ -68,6 +75,8 @@ def test_random_boxes_have_the_published_areas_shapes_and_places() -> None:
 def test_an_image_that_no_box_fits_gives_its_fairest_centre() -> None:
     views = [RESIZED.training(0, 0, index, 10, 1000) for index in range(50)]
     assert sum((v.top, v.left, v.height, v.width) == (0, 493, 10, 13) for v in views) > 40
+    views = [RESIZED.training(0, 0, index, 1000, 10) for index in range(50)]
+    assert sum((v.top, v.left, v.height, v.width) == (493, 0, 13, 10) for v in views) > 40
     assert RESIZED.training(0, 0, 0, 1, 1).height == 1
 
 

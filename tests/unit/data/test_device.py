@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +22,9 @@ from stagewright.data.loading import Loading
 from stagewright.data.normalize import Normalization
 from stagewright.data.numbering import Pieces, Share, Training
 from stagewright.data.order import Order
+from stagewright.data.records import Record
 from stagewright.data.render import render
-from tests.pictures import encoded, jpeg, message, pixels, write_parts
+from tests.pictures import Faulty, encoded, jpeg, message, pixels, settled, threads_called, write_parts
 
 PLAIN = Normalization((0.0,) * 3, (1.0,) * 3)  # so that inputs are levels of 0 to 255
 
@@ -56,6 +58,71 @@ def test_the_samples_are_those_of_the_cpu(cropping: Cropping, jitter: float, tmp
         assert {bad.index for bad in told} == {10, 11}
         cpu.close()
         gpu.close()
+
+
+def reading(records: Faulty, ahead: int) -> DeviceLoader:
+    source = ImageSource(records, Augmentation(24, Cropping.PADDED), PLAIN)
+    share = Share(Training(Order(len(records), 7, shuffle=False), 1), 1, 10**9)
+    return DeviceLoader(source, share, Loading(threads=2, ahead=ahead), decode)
+
+
+def test_it_reads_ahead_by_a_bounded_number_and_jumps() -> None:
+    records = Faulty(100)
+    loader = reading(records, ahead=3)
+    for number, read in ((0, range(28)), (1, range(35))):
+        loader.microbatch(number)
+        settled(records)
+        assert sorted(records.reads) == list(read)
+    for number in (4, 2):
+        _, labels = loader.microbatch(number)
+        assert labels.tolist() == [index % 10 for index in range(7 * number, 7 * number + 7)]
+    loader.close()
+
+
+def test_threads_end_with_the_loader_and_start_again() -> None:
+    before = threads_called("reader")
+    records = Faulty(1000)
+    loader = reading(records, ahead=50)
+    first, _ = loader.microbatch(4)
+    assert threads_called("reader") == before + 2
+    loader.close()
+    assert threads_called("reader") == before
+    again, _ = loader.microbatch(4)
+    assert torch.equal(first, again)
+    loader.close()
+
+
+def test_what_is_left_to_read_is_not_read_after_a_close() -> None:
+    begun, going_on = threading.Event(), threading.Event()
+
+    class Slow(Faulty):
+        def get(self, index: int) -> Record:
+            if index >= 7:
+                begun.set()
+                going_on.wait()
+            return super().get(index)
+
+    records = Slow(200)
+    loader = reading(records, ahead=9)
+    loader.microbatch(0)
+    begun.wait()
+    closing = threading.Thread(target=loader.close)
+    closing.start()
+    closing.join(0.1)
+    going_on.set()
+    closing.join()
+    assert set(records.reads) <= set(range(21))  # two threads, a microbatch each
+
+
+def test_a_device_without_memory_is_no_bad_record() -> None:
+    def full(batch: list[bytes]) -> list[Tensor]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    source = ImageSource(Faulty(10), Augmentation(24, Cropping.PADDED), PLAIN)
+    loader = DeviceLoader(source, Share(Pieces(10, 5), 1, 2), Loading(), full)
+    with pytest.raises(torch.OutOfMemoryError):
+        loader.microbatch(0)
+    loader.close()
 
 
 def test_views_are_drawn_as_on_the_cpu() -> None:

@@ -18,7 +18,7 @@ from stagewright.data.loading import Decode, Loading
 from stagewright.data.normalize import Normalization
 from stagewright.data.numbering import Pieces, Share, Training
 from stagewright.data.order import Order
-from tests.pictures import encoded, jpeg, message, pixels, write_parts
+from tests.pictures import Faulty, encoded, jpeg, message, pixels, threads_called, write_parts
 
 PLAIN = Normalization((0.0,) * 3, (1.0,) * 3)
 
@@ -44,6 +44,20 @@ def test_the_samples_are_those_decoded_anew(cutout: int, tmp_path: Path) -> None
         assert [bad.index for bad in told] == [10, 11]
         kept.close()
         anew.close()
+
+
+def test_each_record_is_read_once_and_threads_end_with_the_loader() -> None:
+    before = threads_called("loader-")
+    records = Faulty(12)
+    images = ImageSource(records, Augmentation(24, Cropping.PADDED), PLAIN)
+    share = Share(Training(Order(12, 6), 2), 1, 8)
+    (kept,) = make_loaders(Loading(threads=2, decode=Decode.ONCE), (images, share))
+    for number in range(8):  # two epochs
+        kept.microbatch(number)
+    assert sorted(records.reads) == list(range(12))
+    assert threads_called("loader-") == before + 2
+    kept.close()
+    assert threads_called("loader-") == before
 
 
 @pytest.mark.parametrize(

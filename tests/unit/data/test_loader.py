@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +21,8 @@ from stagewright.data.numbering import Pieces, Share, Training
 from stagewright.data.order import Order
 from stagewright.data.pool import Pool
 from stagewright.data.position import DataChanged, Position
-from stagewright.data.records import BadRecord, DataError, Limited, Record
-from tests.pictures import jpeg, make_ofrecord
+from stagewright.data.records import DataError, Limited, Record
+from tests.pictures import Faulty, make_ofrecord, settled, threads_called
 
 SAMPLES, BATCH, MICROBATCHES, SEED = 53, 12, 4, 11
 ORDER = Order(SAMPLES, BATCH, SEED)
@@ -158,30 +158,6 @@ def test_evaluation_sees_every_sample_once_and_the_centre(source: ImageSource) -
     loader.close()
 
 
-class Faulty:
-    """Records of which some are bad; counts what is read."""
-
-    def __init__(self, samples: int, bad: Iterable[int] = ()) -> None:
-        self._samples = samples
-        self._bad = set(bad)
-        self._data = jpeg(1, 24, 24)
-        self.reads: list[int] = []
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def get(self, index: int) -> Record:
-        self.reads.append(index)
-        if index in self._bad:
-            raise BadRecord(f"{self.name(index)} is bad")
-        return Record(b"" if index in getattr(self, "empty", ()) else self._data, index % 10, self.name(index))
-
-    def name(self, index: int) -> str:
-        return f"record {index}"
-
-    classes, class_names, fingerprint = 10, (), "faulty"
-
-
 def plain(records: Faulty, order: Order, loading: Loading, step: int = 1) -> ImageLoader:
     source = ImageSource(records, Augmentation(24, Cropping.PADDED), NORMALIZATIONS["imagenet"])
     return ImageLoader(source, Share(Training(order, 1), step, 10**9), loading, Pool(loading.threads))
@@ -230,10 +206,10 @@ def test_it_works_ahead_by_a_bounded_number_and_not_beyond_the_end() -> None:
     records = Faulty(100)
     loader = plain(records, Order(100, 10, shuffle=False), Loading(threads=2, ahead=3))
     loader.microbatch(0)
-    _settled(records)
+    settled(records)
     assert sorted(records.reads) == list(range(40))
     loader.microbatch(1)
-    _settled(records)
+    settled(records)
     assert sorted(records.reads) == list(range(50))
     loader.close()
     short = Faulty(100)
@@ -241,18 +217,44 @@ def test_it_works_ahead_by_a_bounded_number_and_not_beyond_the_end() -> None:
     order = Order(100, 10, shuffle=False)
     ending = ImageLoader(source, Share(Training(order, 1), 2, 5), Loading(ahead=9), Pool(1))
     ending.microbatch(0)
-    _settled(short)
+    settled(short)
     assert sorted(short.reads) == [*range(10), *range(20, 30), *range(40, 50)]  # 0, 2 and 4
     ending.close()
 
 
-def _settled(records: Faulty) -> None:
-    """Wait until nobody has read anything for a while."""
-    done = threading.Event()
-    before = -1
-    while before != len(records.reads):
-        before = len(records.reads)
-        done.wait(0.15)
+def test_it_works_ahead_by_its_own_step() -> None:
+    records = Faulty(100)
+    loader = plain(records, Order(100, 10, shuffle=False), Loading(threads=2, ahead=1), step=2)
+    for number in (0, 2, 4):
+        loader.microbatch(number)
+        settled(records)
+    assert sorted(records.reads) == [index for first in (0, 20, 40, 60) for index in range(first, first + 10)]
+    loader.close()
+
+
+def test_memory_is_not_used_again_while_a_thread_still_fills_it() -> None:
+    """A jump away from a microbatch whose only sample is half loaded waits for it."""
+    begun, going_on = threading.Event(), threading.Event()
+
+    class Slow(Faulty):
+        def get(self, index: int) -> Record:
+            if index == 1:
+                begun.set()
+                going_on.wait()
+            return super().get(index)
+
+    records = Slow(10)
+    loader = plain(records, Order(10, 1, shuffle=False), Loading(threads=2, ahead=1))
+    loader.microbatch(0)
+    begun.wait()
+    jump = threading.Thread(target=loader.microbatch, args=(5,))
+    jump.start()
+    jump.join(0.2)
+    assert jump.is_alive() and 5 not in records.reads
+    going_on.set()
+    jump.join()
+    assert records.reads[:3] == [0, 1, 5]
+    loader.close()
 
 
 def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,16 +269,13 @@ def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_threads_end_with_the_loader_and_start_again() -> None:
-    def alive() -> Iterator[str]:
-        return (thread.name for thread in threading.enumerate() if thread.name.startswith("loader-"))
-
-    before = len(list(alive()))
+    before = threads_called("loader-")
     loader = plain(Faulty(100), Order(100, 10), Loading(threads=3))
-    assert len(list(alive())) == before
+    assert threads_called("loader-") == before
     first, _ = loader.microbatch(4)
-    assert len(list(alive())) == before + 3
+    assert threads_called("loader-") == before + 3
     loader.close()
-    assert len(list(alive())) == before
+    assert threads_called("loader-") == before
     again, _ = loader.microbatch(4)
     assert torch.equal(first, again)
     loader.close()

@@ -9,7 +9,8 @@ import pytest
 
 from stagewright.data.loading import Loading
 from stagewright.data.order import Order
-from tests.unit.data.test_loader import Faulty, plain
+from tests.pictures import Faulty
+from tests.unit.data.test_loader import plain
 
 SAMPLES = int(os.environ.get("STAGEWRIGHT_EPOCH_SAMPLES", "20000"))  # `make soak` asks for a million
 BATCH = 250

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-import pytest
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
 
+import pytest
+import torch
+
+from stagewright.config import OptimizerConfig, ScheduleConfig
 from stagewright.plan.stability import Motion, stability_remark, stable_limit
+from stagewright.runtime.optimize import Optimizer, Rates
+
+
+def weights_of(motion: Motion, product: float) -> Iterator[float]:
+    """A weight on a parabola of curvature `product`, moved at rate 1 by torch's rule for SGD, its gradients late.
+
+    With prediction a gradient is taken where the velocity of then would bring the weight in `lag` updates.
+    """
+    mu = motion.momentum
+    seen: deque[float] = deque([1.0] * (motion.lag + 1))  # by each update: the first ones, the weight of the start
+    weight, velocity = 1.0, 0.0
+    while True:
+        gradient = product * seen.popleft()
+        velocity = mu * velocity + gradient
+        weight -= gradient + mu * velocity if motion.is_nesterov else velocity
+        yield weight
+        ahead, left = weight, velocity
+        for _ in range(motion.lag if motion.is_predicted else 0):
+            left *= mu
+            ahead -= mu * left if motion.is_nesterov else left
+        seen.append(ahead)
 
 
 def settles(motion: Motion, product: float) -> bool:
-    """Whether a weight on a parabola comes to rest, by torch's own rule for SGD, its gradients late."""
-    weights, velocities = [1.0] * (motion.lag + 1), [0.0] * (motion.lag + 1)
-    mu = motion.momentum
-    for _ in range(40_000):
-        seen = weights[-1 - motion.lag]
-        if motion.is_predicted:
-            for ahead in range(1, motion.lag + 1):
-                seen -= mu**ahead * velocities[-1 - motion.lag]
-        gradient = product * seen
-        velocities.append(mu * velocities[-1] + gradient)
-        weights.append(weights[-1] - (gradient + mu * velocities[-1] if motion.is_nesterov else velocities[-1]))
-        if abs(weights[-1]) > 1e3:
+    """Whether the weight comes to rest."""
+    weight = 1.0
+    for weight in islice(weights_of(motion, product), 40_000):
+        if abs(weight) > 1e3:
             return False
-    return abs(weights[-1]) < 1e-3
+    return abs(weight) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -32,6 +51,8 @@ def settles(motion: Motion, product: float) -> bool:
         Motion(0.5, 2),
         Motion(0.0, 2, is_predicted=True),
         Motion(0.8, 1, is_nesterov=True),
+        *(Motion(0.9, lag, is_predicted=True, is_nesterov=True) for lag in (0, 1, 3, 7)),
+        Motion(0.5, 1, is_predicted=True, is_nesterov=True),
     ],
     ids=str,
 )
@@ -41,22 +62,69 @@ def test_just_below_the_limit_a_weight_settles_and_just_above_it_does_not(motion
     assert not settles(motion, 1.03 * limit)
 
 
+@pytest.mark.parametrize("is_nesterov", [False, True])
+@pytest.mark.parametrize("is_predicted", [False, True])
+@pytest.mark.parametrize("lag", [1, 3])
+def test_training_moves_weights_so(lag: int, is_predicted: bool, is_nesterov: bool) -> None:
+    config = OptimizerConfig(lr=1.0, momentum=0.9, nesterov=is_nesterov, predict=is_predicted)
+    master = torch.ones(1, dtype=torch.float64)
+    optimizer = Optimizer(config, master, Rates(1.0, ScheduleConfig(), 20))
+    seen = deque([master.clone() for _ in range(lag + 1)])
+    moved = []
+    for update in range(20):
+        optimizer.step(update, 0.1 * seen.popleft())
+        moved.append(master.item())
+        seen.append(torch.empty_like(master))
+        optimizer.foresee(seen[-1], update + 1, lag)
+    expected = islice(weights_of(Motion(0.9, lag, is_predicted, is_nesterov), 0.1), 20)
+    assert moved == pytest.approx(list(expected), rel=1e-9)
+
+
 def test_the_limits_at_the_usual_momentum() -> None:
     assert [round(stable_limit(Motion(0.9, lag)), 3) for lag in (0, 1, 3, 7)] == [3.8, 0.1, 0.035, 0.016]
+    both = [Motion(0.9, lag, is_predicted=True, is_nesterov=True) for lag in (1, 3, 7)]
+    assert [round(stable_limit(motion), 3) for motion in both] == [0.299, 0.072, 0.024]
+    assert round(stable_limit(Motion(0.5, 1, is_predicted=True, is_nesterov=True)), 3) == 0.539
 
 
-def test_a_remark_has_the_limit_and_the_remedies() -> None:
-    remark = stability_remark(Motion(0.9, 3), 0.4)
-    assert remark is not None
-    for part in (
-        "stable up to 0.035 (without lag 3.8)",
-        "--lr 0.4",
-        "0.087",
-        "--predict (up to 0.069)",
-        "--staleness 1",
-    ):
-        assert part in remark
+@pytest.mark.parametrize(
+    ("motion", "rate", "expected"),
+    [
+        (
+            Motion(0.9, 3),
+            0.4,
+            "at momentum 0.9 and lag 3 learning rate x curvature is stable up to 0.035 (without lag 3.8); --lr 0.4 "
+            "passes that where the loss curves by more than 0.087; try --predict (up to 0.069), or --staleness 1 "
+            "with more --microbatches (up to 0.1), or --momentum 0.45 --lr 2.2 (1.2 x the curvature)",
+        ),
+        (
+            Motion(0.9, 1),
+            0.4,
+            "at momentum 0.9 and lag 1 learning rate x curvature is stable up to 0.1 (without lag 3.8); --lr 0.4 "
+            "passes that where the loss curves by more than 0.25; try --predict (up to 0.25), or --lr 0.1",
+        ),
+        (
+            Motion(0.0, 2),  # no momentum to predict by, nor to halve
+            1.2,
+            "at momentum 0 and lag 2 learning rate x curvature is stable up to 0.62 (without lag 2); --lr 1.2 passes "
+            "that where the loss curves by more than 0.52; try --staleness 1 with more --microbatches (up to 1), or "
+            "--lr 0.62",
+        ),
+    ],
+    ids=["lag 3", "lag 1", "no momentum"],
+)
+def test_a_remark_has_the_limit_and_the_remedies(motion: Motion, rate: float, expected: str) -> None:
+    assert stability_remark(motion, rate) == expected
+
+
+def test_a_remark_offers_only_what_can_be_done() -> None:
     assert "--predict" not in (stability_remark(Motion(0.9, 3, is_predicted=True), 0.4) or "--predict")
     assert "--momentum" not in (stability_remark(Motion(1.0, 1), 0.1) or "--momentum")  # settles at no rate
+    refused = stability_remark(Motion(0.9, 3), 0.4, takes_staleness=False)
+    assert refused is not None and "--staleness" not in refused and "--predict (up to 0.069), or --momentum" in refused
+
+
+def test_there_is_no_remark_on_a_rate_that_is_borne_or_on_one_that_lag_has_no_part_in() -> None:
     assert stability_remark(Motion(0.9, 1), 0.09) is None
     assert stability_remark(Motion(0.9, 0), 3.0) is None
+    assert stability_remark(Motion(0.9, 0), 5.0) is None

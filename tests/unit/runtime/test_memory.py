@@ -81,6 +81,7 @@ def test_four_times_the_microbatches_take_no_more_memory(case: Case, tmp_path: P
         for replica in worker.replicas.values():
             held = (replica.arrivals, replica.outputs, replica.flights, replica.returned, replica.gradients)
             assert not any(held), "something of a microbatch is kept after the run"
+            assert not replica._begun, "an update is still open after the run"
 
 
 def test_the_count_sees_what_is_held_and_what_is_let_go() -> None:

@@ -31,8 +31,18 @@ def test_polynomial_and_cosine_end_where_they_should() -> None:
     assert math.isclose(learning_rate(1.0, ScheduleConfig(kind="cosine", final=0.1), 10, 10), 0.1)
 
 
-def test_the_curve_begins_after_warm_up() -> None:
-    assert rates(ScheduleConfig(kind="poly", power=1.0, warmup=2))[2] == 1.0
+def test_polynomials_end_at_their_final_rate() -> None:
+    schedule = ScheduleConfig(kind="poly", power=2.0, final=0.2)
+    assert math.isclose(rates(schedule)[5], 0.2 + 0.8 * 0.25)
+    assert math.isclose(learning_rate(1.0, schedule, 10, 10), 0.2)
+
+
+def test_the_curve_begins_after_warm_up_and_takes_what_is_left() -> None:
+    polynomial = rates(ScheduleConfig(kind="poly", power=1.0, warmup=2))
+    assert polynomial[2:] == [1 - batch / 8 for batch in range(8)]
+    cosine = rates(ScheduleConfig(kind="cosine", warmup=2))
+    assert cosine[2] == 1.0 and math.isclose(cosine[6], 0.5)
+    assert math.isclose(cosine[9], (1 + math.cos(math.pi * 7 / 8)) / 2)
 
 
 @pytest.mark.parametrize(
@@ -65,3 +75,32 @@ def test_an_optimizer_moves_as_stock_torch_does(config: OptimizerConfig) -> None
         stock.param_groups[0]["lr"] = 0.1 * (step + 1)
         stock.step()
     torch.testing.assert_close(master, plain.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "config", [OptimizerConfig(weight_decay=0.1), OptimizerConfig(name="adamw")], ids=lambda config: config.name
+)
+def test_an_update_that_overflowed_leaves_everything_as_it_was(config: OptimizerConfig) -> None:
+    master = torch.randn(50)
+    optimizer = Optimizer(config, master, Rates(0.5, ScheduleConfig(), 5))
+    optimizer.step(0, torch.randn(50), torch.zeros(()))
+    before = {"master": master.clone()} | {name: tensor.clone() for name, tensor in optimizer.state.items()}
+    optimizer.step(1, torch.full((50,), torch.inf), torch.ones(()))
+    torch.testing.assert_close({"master": master} | optimizer.state, before, rtol=0, atol=0)
+    optimizer.step(2, torch.randn(50))
+    assert not torch.equal(master, before["master"])
+
+
+def test_a_gradient_is_not_held_beyond_its_step() -> None:
+    master = torch.randn(50)
+    Optimizer(OptimizerConfig(), master, Rates(0.5, ScheduleConfig(), 5)).step(0, torch.randn(50))
+    assert master.grad is None
+
+
+def test_without_momentum_nothing_is_foreseen() -> None:
+    master = torch.randn(50)
+    optimizer = Optimizer(OptimizerConfig(momentum=0.0, predict=True), master, Rates(0.5, ScheduleConfig(), 5))
+    optimizer.step(0, torch.randn(50))
+    weights = torch.empty_like(master)
+    optimizer.foresee(weights, 1, 3)
+    assert torch.equal(weights, master)

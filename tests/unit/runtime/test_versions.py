@@ -51,21 +51,27 @@ def test_a_version_keeps_its_weights_until_its_slot_is_needed() -> None:
 )
 def test_overwriting_a_version_in_use_raises(fill: Callable[[Tensor], None]) -> None:
     model, ring = make(2)
-    ring.gather_into(ring.use(0), 0)
+    slot = ring.use(0)
     loss = model(torch.randn(5, 4)).sum()
     ring.refill(2, 1, fill)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with (
+        pytest.raises(RuntimeError, match="modified by an inplace operation"),
+        ring.gathering(slot, 0, is_first=True, at_once=False),
+    ):
         loss.backward()
 
 
-def test_gradients_add_up_in_the_flat_buffer() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_gradients_add_up_in_the_flat_buffer(at_once: bool) -> None:
     model, ring = make(2)
     plain = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     plain.load_state_dict(ring.named(ring.master))
-    for _ in range(2):
+    ring.gradients[0].fill_(9.0)  # of an update before: the first microbatch makes it anew
+    for is_first in (True, False, False):
         x = torch.randn(5, 4)
-        ring.gather_into(ring.use(0), 0)
-        model(x).square().sum().backward()
+        slot = ring.use(0)
+        with ring.gathering(slot, 0, is_first=is_first, at_once=at_once):
+            model(x).square().sum().backward()
         plain(x).square().sum().backward()
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(ring.named(ring.gradients[0])[name], parameter.grad)
