@@ -80,6 +80,7 @@ def _remedy(plan: Plan, bubble_of: Callable[[Plan], float]) -> str:
 
 def warn_of_lag(config: Config, plan: Plan, warn: Warn) -> None:
     """Say where the learning rate is more than the lag bears, and where there is nothing to predict."""
+    from stagewright.plan.plan import Mode
     from stagewright.plan.stability import Motion, stability_remark
 
     options = config.optimizer
@@ -88,7 +89,8 @@ def warn_of_lag(config: Config, plan: Plan, warn: Warn) -> None:
         warn("--predict changes nothing: no stage lags")
     if options.predict and options.name == "sgd" and not options.momentum:
         warn("--predict changes nothing: --momentum is 0")
-    if options.name == "sgd" and (
-        remark := stability_remark(Motion(options.momentum, lag, options.predict, options.nesterov), options.lr)
-    ):
-        warn(remark)
+    if options.name == "sgd":
+        motion = Motion(options.momentum, lag, options.predict, options.nesterov)
+        takes_staleness = plan.mode is Mode.STALE and config.plan.versions is None
+        if remark := stability_remark(motion, options.lr, takes_staleness=takes_staleness):
+            warn(remark)

@@ -66,3 +66,13 @@ def test_sizes_that_nobody_profiled_are_no_fault_of_the_run(monkeypatch: pytest.
 
     _, (said,) = chosen(monkeypatch, bubble)
     assert said == "ranks would wait 20% of the time; more --microbatches may fill it: profile with --samples 8 to know"
+
+
+@pytest.mark.parametrize(
+    ("mode", "versions", "offers"), [("stale", None, True), ("stale", "4,3,2,1", False), ("pipedream", None, False)]
+)
+def test_less_staleness_is_a_remedy_where_it_may_be_chosen(mode: str, versions: str | None, offers: bool) -> None:
+    plan = make_plan(parse_placement("0:0.0:1.0:2.0:3"), batch=64, microbatches=1, mode=Mode(mode))
+    heard: list[str] = []
+    lag.warn_of_lag(make_config({"optimizer": {"lr": 0.3}, "plan": {"versions": versions}}), plan, heard.append)
+    assert len(heard) == 1 and ("--staleness 1" in heard[0]) == offers

@@ -157,13 +157,16 @@ def _lag_line(choice: Choice) -> str:
 
 def _stability(parsed: argparse.Namespace, choice: Choice) -> dict[str, Any]:
     """What the best plan's lag leaves of the learning rate, where one is given and SGD moves the weights."""
+    from stagewright.plan.plan import Mode
     from stagewright.plan.stability import Motion, stability_remark, stable_limit
 
     if parsed.lr is None or parsed.optimizer != "sgd":
         return {}
     lag = max(stage.versions for stage in choice.best.plan.stages) - 1
     motion = Motion(parsed.momentum, lag, parsed.predict)
-    return {"stable_limit": stable_limit(motion), "warning": stability_remark(motion, parsed.lr)}
+    takes_staleness = choice.best.plan.mode is Mode.STALE
+    remark = stability_remark(motion, parsed.lr, takes_staleness=takes_staleness)
+    return {"stable_limit": stable_limit(motion), "warning": remark}
 
 
 def _show_unit(say: Any, unit: dict[str, Any]) -> None:
