@@ -351,6 +351,33 @@ def test_what_planning_commands_refuse(
     assert all(word in line for word in words), line
 
 
+STAGED = ["simulate", "vgg-small", "--cluster", "titan-v-8", "--batch", "64", "--placement", "0:0.0:1"]
+
+
+def test_simulate_keeps_the_stages_of_a_placement(capsys: pytest.CaptureFixture[str]) -> None:
+    staged = json.loads(prints(capsys, *STAGED, "--json"))["plan"]
+    assert staged["mode"] == "stale" and len(staged["cuts"]) == 1
+    whole = json.loads(prints(capsys, *STAGED[:-1], "0:0-1", "--json"))["plan"]
+    assert whole["mode"] == "dp"
+    assert "'nope'" in fails(capsys, *STAGED, "--cut", "nope")
+    assert "names 3 stages" in fails(capsys, *STAGED, "--weights", "1:2:3")
+    assert "--weights 1:2 cuts" in fails(capsys, *STAGED, "--mode", "dp", "--weights", "1:2")
+    assert "--cut flatten cuts" in fails(capsys, *STAGED[:-1], "0:0-1", "--cut", "flatten")
+
+
+def test_simulate_names_the_plan_that_does_not_suit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "vgg.json"
+    fields = json.loads(prints(capsys, *STAGED, "--cut", "features.7", "--json"))["plan"]
+    other = ["simulate", "resnet8", "--cluster", "titan-v-8", "--plan", str(plan)]
+    plan.write_text(json.dumps(fields))
+    line = fails(capsys, *other)
+    assert str(plan) in line and "'features.7'" in line and "resnet8" in line
+    plan.write_text(json.dumps(fields | {"cuts": []}))
+    assert str(plan) in fails(capsys, *other)
+    plan.write_bytes(b"\xff\xfe\x00")
+    assert str(plan) in fails(capsys, *other)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the error says is missing")
 def test_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--device cpu" in fails(capsys, "profile", "vgg-small", "--device", "cuda")
