@@ -351,6 +351,60 @@ def test_what_planning_commands_refuse(
     assert all(word in line for word in words), line
 
 
+OWN_MODELS = """
+import sys
+from torch import nn
+
+class Own(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.head, self.what = nn.Linear(3 * 32 * 32, 10), what
+
+    def forward(self, x):
+        return self.what(self.head(x.flatten(1)))
+
+def empty(): return nn.Sequential()
+def without_parameters(): return nn.Flatten()
+def argmax(): return Own(lambda x: x.argmax(1))
+def scalar(): return Own(lambda x: x.mean())
+def several(): return Own(lambda x: (x, x))
+def listed(): return Own(lambda x: [x])
+def narrow(): return nn.Linear(7, 10)
+def leaves(): sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        ("own_models:empty", "gets a gradient"),
+        ("own_models:without_parameters", "gets a gradient"),
+        ("own_models:argmax", "gets a gradient"),
+        ("own_models:scalar", "shape []"),
+        ("own_models:several", "returns tuple"),
+        ("own_models:listed", "returns list"),
+        ("own_models:narrow", "can't run on input"),
+        ("own_models:leaves", "the factory raised SystemExit: 3"),
+        ("own_leaving:any", "importing own_leaving raised SystemExit: 4"),
+        ("own_broken:any", "importing own_broken raised NameError"),
+    ],
+)
+def test_a_model_that_no_one_can_train_is_one_line(
+    factory: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (("models", OWN_MODELS), ("leaving", "raise SystemExit(4)"), ("broken", "nowhere")):
+        (tmp_path / f"own_{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for command in (
+        ["plan", factory, "--cluster", "titan-v-8", "--devices", "2", "--batch", "8"],
+        ["profile", factory, "--samples", "2"],
+        ["train", "--model", factory, "--steps", "1", "--batch", "8"],
+    ):
+        line = fails(capsys, *command)
+        assert words in line and (factory in line or command[0] == "train"), line
+
+
 STAGED = ["simulate", "vgg-small", "--cluster", "titan-v-8", "--batch", "64", "--placement", "0:0.0:1"]
 
 
