@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -403,6 +405,18 @@ def test_a_model_that_no_one_can_train_is_one_line(
     ):
         line = fails(capsys, *command)
         assert words in line and (factory in line or command[0] == "train"), line
+
+
+def test_a_terminal_without_unicode_gets_ascii() -> None:
+    command = ["schedule", "--placement", "0:0.0:1"]
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "stagewright.cli", *command],
+        env=os.environ | ascii_only,
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and b"F0" in done.stdout and b".." in done.stdout, done.stderr
 
 
 STAGED = ["simulate", "vgg-small", "--cluster", "titan-v-8", "--batch", "64", "--placement", "0:0.0:1"]
