@@ -153,6 +153,7 @@ class Study:
 def study(name: str, classes: int | None = None, image: int | None = None) -> Study:
     """Trace a zoo model or a user's own, on tensors without storage."""
     from stagewright.model.load import build_model
+    from stagewright.model.output import running
     from stagewright.model.units import Chain
     from stagewright.model.zoo import ZOO, build
     from stagewright.profile.trace import on_meta, trace_shapes
@@ -161,13 +162,8 @@ def study(name: str, classes: int | None = None, image: int | None = None) -> St
     sample = (3, side, side)
     module = build_model(name, 0, classes).to("meta") if ":" in name else on_meta(lambda: build(name, classes))
     chain = Chain(module)
-    try:
+    with running(name, sample):
         shapes = trace_shapes(chain, sample)
-    except Exception as error:  # the model's own code ran: whatever it raises is the user's to read
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise ValueError(
-            f"{name} can't run on input {list(sample)}: {type(error).__name__}: {reason[:160]}; give --image"
-        ) from error
     return Study(name, chain, sample, shapes)
 
 

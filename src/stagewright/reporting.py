@@ -41,7 +41,12 @@ def layout_of(folder: Path) -> Layout:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{folder} is no run folder: plan.json: {reason}; give a folder that train made") from error
-    return _layout(read_plan(text, str(path), Cluster((Machine(),) * (1 + _last_machine(text)), "the run's machines")))
+    machines = Cluster((Machine(),) * (1 + _last_machine(text)), "the run's machines")
+    try:
+        return _layout(read_plan(text, str(path), machines))
+    except ValueError as error:
+        told = str(error) if str(path) in str(error) else f"plan {path}: {error}"
+        raise ValueError(f"{told}; give a folder whose plan.json is as train wrote it") from error
 
 
 def _layout(plan: Plan) -> Layout:

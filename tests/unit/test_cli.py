@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -349,6 +351,99 @@ def test_what_planning_commands_refuse(
 ) -> None:
     line = fails(capsys, *arguments)
     assert all(word in line for word in words), line
+
+
+OWN_MODELS = """
+import sys
+from torch import nn
+
+class Own(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.head, self.what = nn.Linear(3 * 32 * 32, 10), what
+
+    def forward(self, x):
+        return self.what(self.head(x.flatten(1)))
+
+def empty(): return nn.Sequential()
+def without_parameters(): return nn.Flatten()
+def argmax(): return Own(lambda x: x.argmax(1))
+def scalar(): return Own(lambda x: x.mean())
+def several(): return Own(lambda x: (x, x))
+def listed(): return Own(lambda x: [x])
+def narrow(): return nn.Linear(7, 10)
+def leaves(): sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        ("own_models:empty", "gets a gradient"),
+        ("own_models:without_parameters", "gets a gradient"),
+        ("own_models:argmax", "gets a gradient"),
+        ("own_models:scalar", "shape []"),
+        ("own_models:several", "returns tuple"),
+        ("own_models:listed", "returns list"),
+        ("own_models:narrow", "can't run on input"),
+        ("own_models:leaves", "the factory raised SystemExit: 3"),
+        ("own_leaving:any", "importing own_leaving raised SystemExit: 4"),
+        ("own_broken:any", "importing own_broken raised NameError"),
+    ],
+)
+def test_a_model_that_no_one_can_train_is_one_line(
+    factory: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (("models", OWN_MODELS), ("leaving", "raise SystemExit(4)"), ("broken", "nowhere")):
+        (tmp_path / f"own_{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for command in (
+        ["plan", factory, "--cluster", "titan-v-8", "--devices", "2", "--batch", "8"],
+        ["profile", factory, "--samples", "2"],
+        ["train", "--model", factory, "--steps", "1", "--batch", "8"],
+    ):
+        line = fails(capsys, *command)
+        assert words in line and (factory in line or command[0] == "train"), line
+
+
+def test_a_terminal_without_unicode_gets_ascii() -> None:
+    command = ["schedule", "--placement", "0:0.0:1"]
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "stagewright.cli", *command],
+        env=os.environ | ascii_only,
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and b"F0" in done.stdout and b".." in done.stdout, done.stderr
+
+
+STAGED = ["simulate", "vgg-small", "--cluster", "titan-v-8", "--batch", "64", "--placement", "0:0.0:1"]
+
+
+def test_simulate_keeps_the_stages_of_a_placement(capsys: pytest.CaptureFixture[str]) -> None:
+    staged = json.loads(prints(capsys, *STAGED, "--json"))["plan"]
+    assert staged["mode"] == "stale" and len(staged["cuts"]) == 1
+    whole = json.loads(prints(capsys, *STAGED[:-1], "0:0-1", "--json"))["plan"]
+    assert whole["mode"] == "dp"
+    assert "'nope'" in fails(capsys, *STAGED, "--cut", "nope")
+    assert "names 3 stages" in fails(capsys, *STAGED, "--weights", "1:2:3")
+    assert "--weights 1:2 cuts" in fails(capsys, *STAGED, "--mode", "dp", "--weights", "1:2")
+    assert "--cut flatten cuts" in fails(capsys, *STAGED[:-1], "0:0-1", "--cut", "flatten")
+
+
+def test_simulate_names_the_plan_that_does_not_suit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "vgg.json"
+    fields = json.loads(prints(capsys, *STAGED, "--cut", "features.7", "--json"))["plan"]
+    other = ["simulate", "resnet8", "--cluster", "titan-v-8", "--plan", str(plan)]
+    plan.write_text(json.dumps(fields))
+    line = fails(capsys, *other)
+    assert str(plan) in line and "'features.7'" in line and "resnet8" in line
+    plan.write_text(json.dumps(fields | {"cuts": []}))
+    assert str(plan) in fails(capsys, *other)
+    plan.write_bytes(b"\xff\xfe\x00")
+    assert str(plan) in fails(capsys, *other)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the error says is missing")

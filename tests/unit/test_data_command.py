@@ -47,6 +47,7 @@ def test_inspect_index_and_convert(tmp_path: Path, capsys: pytest.CaptureFixture
         (["data", "index", "tar:/no/such-*.tar"], ["no tar shards"]),
         (["data", "inspect", "{data}", "--most", "-1"], ["--most is -1"]),
         (["data", "inspect", "{data}", "--image", "-1"], ["--image is -1"]),
+        (["data", "inspect", "{data}", "--image", "100000"], ["--image is 100000", "2048"]),
         (["data", "convert", "{data}", "here"], ["'here'", "tar:DIR"]),
         (["data", "convert", "{data}", "tar:{data}"], ["not empty"]),
         (["data", "convert", "{data}", "tar:{data}/new", "--limit", "99"], ["--limit is 99", "8 records"]),

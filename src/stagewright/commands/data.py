@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _PLACE = "folder:DIR, tar:GLOB, ofrecord:DIR, or a path"
 _MOST_SHOWN = 20
+_MOST_SIDE = 2048  # of a sheet's samples
 
 
 def add(commands: Commands) -> None:
@@ -70,6 +71,8 @@ def run_inspect(parsed: argparse.Namespace) -> None:
 
     if parsed.most < 0:
         raise ValueError(f"--most is {parsed.most}; give the records to decode, or 0 for all")
+    if parsed.image > _MOST_SIDE:
+        raise ValueError(f"--image is {parsed.image}; a sheet has samples of at most {_MOST_SIDE} pixels a side")
     with _progress("indexing") as tell:
         records = open_records(parsed.path, parsed.class_names, progress=tell)
     with _progress("decoding") as tell:

@@ -27,7 +27,7 @@ def add(commands: Commands) -> None:
 def run(parsed: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from stagewright.report.terminal import draw_timeline
+    from stagewright.report.terminal import draw_timeline, has_blocks
     from stagewright.schedule.check import check
     from stagewright.schedule.lower import program
     from stagewright.settle import make_plan_for
@@ -50,7 +50,7 @@ def run(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps({"plan": plan.describe(), "programs": programs, "time": timeline.end, "bubble": bubble}))
         return
-    for row in draw_timeline(timeline, plan.world, console.width):
+    for row in draw_timeline(timeline, plan.world, console.width, "·" if has_blocks(console) else "."):
         console.print(row)
     console.print(f"time {timeline.end:g}, bubble {bubble:.1%} with fill and drain", highlight=False)
     if parsed.programs:

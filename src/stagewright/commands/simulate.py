@@ -13,6 +13,7 @@ from stagewright.commands.setting import add_setting, read_setting
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from stagewright.cluster import Placement
     from stagewright.plan.estimate import Setting
     from stagewright.plan.plan import Plan
     from stagewright.predict import Prediction, Study
@@ -27,7 +28,9 @@ def add(commands: Commands) -> None:
     )
     add_setting(parser)
     parser.add_argument(
-        "--mode", choices=("dp", "sync", "stale", "pipedream"), default="dp", help="how weights may lag"
+        "--mode",
+        choices=("dp", "sync", "stale", "pipedream"),
+        help="how weights may lag (default: stale, or dp of one stage)",
     )
     parser.add_argument(
         "--placement", metavar="TEXT", help="devices of each stage: 0:0-6.0:7 (default: all, one stage)"
@@ -66,19 +69,22 @@ def run(parsed: argparse.Namespace) -> None:
 
 
 def _plan(parsed: argparse.Namespace, studied: Study, setting: Setting) -> Plan:
-    from stagewright.cluster import Placement, parse_placement
+    from stagewright.cluster import parse_placement
     from stagewright.plan.partition import best_cuts
     from stagewright.plan.plan import Mode, default_microbatches, make_plan, read_plan
 
     if parsed.plan:
         try:
-            return read_plan(Path(parsed.plan).read_text(), parsed.plan, setting.cluster)
-        except OSError as error:
-            raise ValueError(f"plan {parsed.plan}: {error.strerror}") from error
-    mode = Mode(parsed.mode)
+            plan = read_plan(Path(parsed.plan).read_text(encoding="utf-8"), parsed.plan, setting.cluster)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"plan {parsed.plan}: {reason}; give a file that stagewright plan -o wrote") from error
+        return _require_cuts(plan, parsed, studied)
     placement: Placement = (setting.cluster.devices,)
     if parsed.placement is not None:
         placement = parse_placement(parsed.placement, setting.cluster)
+    mode = Mode(parsed.mode or ("dp" if len(placement) == 1 else "stale"))
+    _require_stages(parsed, mode, placement)
     if mode is Mode.DP:
         placement = (tuple(dict.fromkeys(device for stage in placement for device in stage)),)
     replicas = [len(devices) for devices in placement]
@@ -98,6 +104,35 @@ def _plan(parsed: argparse.Namespace, studied: Study, setting: Setting) -> Plan:
         if len(cuts) != len(replicas) - 1:
             raise ValueError(f"{len(cuts)} cuts make {len(cuts) + 1} stages but the placement has {len(replicas)}")
     return make_plan(placement, batch=batch, microbatches=count, mode=mode, staleness=parsed.staleness, cuts=cuts)
+
+
+def _require_cuts(plan: Plan, parsed: argparse.Namespace, studied: Study) -> Plan:
+    """A plan whose cuts are units of the model, in the order they run, one for each later stage."""
+    units = studied.chain.units
+    missing = [cut for cut in plan.cuts if cut not in units]
+    if missing:
+        raise ValueError(
+            f"plan {parsed.plan} cuts before '{missing[0]}' but {parsed.model} has no such unit; "
+            f"make one of this model: stagewright plan {parsed.model} -o FILE"
+        )
+    bounds = [0, *map(units.index, plan.cuts)]
+    if len(bounds) != len(plan.stages) or bounds != sorted(set(bounds)):
+        raise ValueError(
+            f"plan {parsed.plan} has {len(plan.stages)} stages, which its cuts ({', '.join(plan.cuts) or 'none'}) "
+            f"don't make of {parsed.model}; make one again: stagewright plan {parsed.model} -o FILE"
+        )
+    return plan
+
+
+def _require_stages(parsed: argparse.Namespace, mode: str, placement: Placement) -> None:
+    """What cuts a model is refused where there is nothing to cut."""
+    for flag, value in (("--cut", parsed.cut), ("--weights", parsed.weights)):
+        if value is not None and (mode == "dp" or len(placement) == 1):
+            why = "mode dp has one stage" if mode == "dp" else "the placement has one stage"
+            raise ValueError(
+                f"{flag} {value} cuts the model into stages but {why}; "
+                f"leave it out, or give --mode stale and --placement such as 0:0-6.0:7"
+            )
 
 
 def _sizes(parsed: argparse.Namespace, replicas: list[int], whole: bool) -> tuple[int, int | None]:

@@ -36,9 +36,13 @@ def add(commands: Commands) -> None:
 def run(parsed: argparse.Namespace) -> None:
     from rich.console import Console
 
+    from stagewright.report.terminal import has_blocks
     from stagewright.report.watch import Watch
     from stagewright.reporting import layout_of, look_at
 
+    if parsed.serve is not None and (parsed.once or parsed.json):
+        flag = "--once" if parsed.once else "--json"
+        raise ValueError(f"--serve shows the run until Ctrl-C but {flag} shows it once; give one of them")
     folder = Path(parsed.folder) if parsed.folder else _newest()
     if parsed.serve is not None:
         _serve(folder, parsed.serve)
@@ -51,7 +55,7 @@ def run(parsed: argparse.Namespace) -> None:
         _show(console, look_at(watch, folder))
     else:
         try:
-            (_live if console.is_terminal and _has_blocks(console) else _lines)(console, watch, folder)
+            (_live if console.is_terminal and has_blocks(console) else _lines)(console, watch, folder)
         except KeyboardInterrupt:
             print("no longer watched; the run goes on")
 
@@ -66,14 +70,10 @@ def _newest() -> Path:
 
 
 def _show(console: Console, moment: Moment) -> None:
+    from stagewright.report.terminal import has_blocks
     from stagewright.report.watch import as_line, as_screen
 
-    console.print(as_screen(moment, console.width) if _has_blocks(console) else as_line(moment), highlight=False)
-
-
-def _has_blocks(console: Console) -> bool:
-    """Whether what is printed may hold more than ASCII."""
-    return "utf" in console.encoding.lower()
+    console.print(as_screen(moment, console.width) if has_blocks(console) else as_line(moment), highlight=False)
 
 
 def _live(console: Console, watch: Watch, folder: Path) -> None:

@@ -62,7 +62,11 @@ class ImageSource:
     def empty(self, samples: int, *, is_pinned: bool = False) -> tuple[Tensor, Indices]:
         """Room for the pixels and labels of some samples."""
         side = self.augmentation.side
-        images = torch.zeros(samples, side, side, 3, dtype=torch.uint8, pin_memory=is_pinned)
+        try:
+            images = torch.zeros(samples, side, side, 3, dtype=torch.uint8, pin_memory=is_pinned)
+        except MemoryError as error:
+            gib = samples * side * side * 3 / 2**30
+            raise DataError(f"{samples} images of side {side} need {gib:,.1f} GiB; give a smaller --image") from error
         return images, np.zeros(samples, np.int64)
 
     def load(self, index: int, draw: Draw | None, target: Tensor, decoder: Decoder) -> tuple[int, tuple[Bad, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,16 +48,29 @@ def _files(path: Path) -> Iterator[Path]:
     """Some files of a folder, or the file itself."""
     if not path.exists():
         raise ValueError(f"--data {path}: no such file or folder; name the one that runs will read")
-    if path.is_file():
+    if not path.is_dir():
+        if not _holds_bytes(path):
+            raise ValueError(f"--data {path} is not a file with content or a folder; name the one that runs will read")
         yield path
         return
     found = 0
     for folder, _, names in os.walk(path):
-        for name in sorted(names):
-            yield Path(folder) / name
+        for file in (Path(folder) / name for name in sorted(names)):
+            if not _holds_bytes(file):
+                continue
+            yield file
             found += 1
             if found == _MOST_FILES:
                 return
+
+
+def _holds_bytes(path: Path) -> bool:
+    """Whether a path is a regular file on a disk: pipes, devices and the kernel's own files may never end."""
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_size > 0
 
 
 def _read(path: Path, is_cold: bool, began: float, room: int) -> int:

@@ -29,6 +29,8 @@ def _from_factory(name: str, classes: int | None) -> nn.Module:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ValueError(f"model '{name}': can't import {module_name} ({error}); is it on PYTHONPATH?") from error
+    except (Exception, SystemExit) as error:  # a user's code, as below
+        raise ValueError(f"model '{name}': importing {module_name} raised {type(error).__name__}: {error}") from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
         raise ValueError(f"model '{name}': {module_name} has no callable '{attribute}'")
@@ -36,6 +38,6 @@ def _from_factory(name: str, classes: int | None) -> nn.Module:
     try:
         made = factory(classes=classes) if wants_classes else factory()
         model = as_module(made)
-    except Exception as error:  # a user's code: whatever it raises is the user's to read
+    except (Exception, SystemExit) as error:  # a user's code: whatever it raises is the user's to read
         raise ValueError(f"model '{name}': the factory raised {type(error).__name__}: {error}") from error
     return model

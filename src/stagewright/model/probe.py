@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.func import functional_call
 
+from stagewright.model.output import require_logits
 from stagewright.model.units import Piece
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -136,11 +137,8 @@ def _probe(
             values = functional_call(module, state, values)
         if stage > 0:
             cuts.append(_describe(names, entered, versions, stage, piece.first_unit))
-    if not isinstance(values, Tensor):
-        raise ValueError(f"the model returns {type(values).__name__}, not one tensor; return the logits alone")
+    require_logits(values, training=training)
     if training:
-        if not values.requires_grad:
-            raise ValueError("no parameter of the model gets a gradient; at least one must require it")
         torch.autograd.backward(values.sum())
         reached = {name for name, tensor in states.items() if tensor.grad is not None}
     return Probe(len(example), tuple(cuts), tuple(values.shape), frozenset(reached))

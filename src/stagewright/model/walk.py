@@ -61,7 +61,8 @@ class Walk:
         self._note_last_uses(graph)
         for node in graph.nodes:
             if node.op == "output":
-                self.output = interpreter.env.get(node.args[0])
+                returned = node.args[0]
+                self.output = interpreter.env.get(returned) if isinstance(returned, fx.Node) else returned
                 continue
             if node.op in ("placeholder", "get_attr"):
                 interpreter.env[node] = interpreter.run_node(node)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from stagewright.model.load import build_model
+from stagewright.model.output import require_logits, running
 from stagewright.model.units import Chain
 from stagewright.model.walk import Walk
 from stagewright.profile.profile import Ceilings, Profile, Table, Unit
@@ -103,7 +104,8 @@ def _table(subject: Subject, chain: Chain, samples: int, context: Context) -> Ta
     example = torch.randn(samples, *subject.input, device=subject.device)
     if subject.precision == "fp64":
         example = example.double()
-    facts = _facts(chain, example, context)
+    with running(subject.model, subject.input):
+        facts = _facts(chain, example, context)
     clock = Clock(subject.device)
     passes = [_pass(chain, example, context, clock) for _ in range(_WARM + _REPEATS)][_WARM:]
     units = tuple(
@@ -145,6 +147,7 @@ def _facts(chain: Chain, example: Tensor, context: Context) -> dict[str, dict[st
                 "live_gradient": sum(value.nbytes for value in live if value.requires_grad),
                 "saved": sum(saved),
             }
+    require_logits(walk.output)
     return facts
 
 

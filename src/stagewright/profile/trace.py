@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from stagewright.model.output import require_logits
 from stagewright.model.units import Chain
 from stagewright.model.walk import Visit, Walk
 from stagewright.profile.shape import Convolution, Kind, Shape
@@ -56,6 +57,7 @@ def _shapes(chain: Chain, example: Tensor) -> Iterator[Shape]:
         trained = [p for p in visit.parameters if p.requires_grad and id(p) not in counted]
         counted |= {id(parameter) for parameter in trained}
         yield _partial(visit, output, saved, operations.get_total_flops(), sum(p.numel() for p in trained), walk)
+    require_logits(walk.output)
 
 
 def _partial(visit: Visit, output: Any, saved: Sequence[int], operations: float, parameters: int, walk: Walk) -> Shape:

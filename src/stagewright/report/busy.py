@@ -103,6 +103,6 @@ def over_time(timeline: Timeline, labels: tuple[str, ...]) -> Curves | None:
 def _spread(row: list[float], span: Span, end: float) -> None:
     """Add a span to the windows that it covers."""
     width = end / _WINDOWS
-    for window in range(int(span.start / width), min(_WINDOWS, int(span.end / width) + 1)):
+    for window in range(max(0, int(span.start / width)), min(_WINDOWS, int(span.end / width) + 1)):
         covered = min(span.end, (window + 1) * width) - max(span.start, window * width)
         row[window] += max(0.0, covered) / width

@@ -63,13 +63,14 @@ def stages(run: Run) -> Table:
             *(_of_stage(run, name, stage) for name in ("versions", "depths")),
         ]
         if run.memory:
-            row.append(shown(max(sum(run.memory[rank].values()) for rank in ranks if rank < len(run.memory)) / _MIB))
+            modelled = [sum(run.memory[rank].values()) for rank in ranks if rank < len(run.memory)]
+            row.append(shown(max(modelled) / _MIB) if modelled else "-")
         if peaks:
             known = [peaks[rank] for rank in ranks if rank in peaks]
             row.append(shown(max(known) / _MIB) if known else "-")
         rows.append(tuple(row))
-    modelled = ("memory MiB, by the model",) if run.memory else ()
-    columns = ("stage", "devices", "from", "versions", "depth", *modelled, *(("peak MiB, measured",) if peaks else ()))
+    extra = [("memory MiB, by the model", run.memory), ("peak MiB, measured", peaks)]
+    columns = ("stage", "devices", "from", "versions", "depth", *(name for name, known in extra if known))
     return Table("Stages", columns, tuple(rows))
 
 

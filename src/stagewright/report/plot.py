@@ -9,7 +9,7 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 def plot(values: Sequence[float], width: int, height: int = 6) -> list[str]:
     """Lines of text; each column is the mean of its share of the values."""
-    known = [value for value in values if value - value == 0]  # neither endless nor no number
+    known = [value for value in values if abs(value) < 1e300]  # neither endless nor no number
     if not known or width < 16:
         return []
     low, high = min(known), max(known)

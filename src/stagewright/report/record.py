@@ -6,8 +6,10 @@ import json
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from stagewright.metrics import (
     Evaluated,
@@ -24,9 +26,17 @@ from stagewright.metrics import (
 )
 
 _KINDS = {kind.__name__.lower(): kind for kind in (Step, Evaluated, Replaced, Saved, Unsaved, Restarted, Resumed)}
-_MEASURED = (Step, Evaluated, Saved)
-_NUMBERS = (int, float, type(None))
-_FAULTS = (ValueError, KeyError, TypeError, AttributeError)  # of content that is not what it should be
+_MOST_COUNT, _MOST_SIZE = 2**63, 1e300  # beyond them arithmetic on figures overflows
+_OF_PLANS: dict[str, Any] = {
+    "mode": str,
+    "placement": str,
+    "batch": int,
+    "microbatches": int,
+    "cuts": list[str],
+    "versions": list[int],
+    "depths": list[int],
+}
+_FAULTS = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)  # of content not as it should be
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +100,14 @@ class Run:
     def images_per_second(self) -> float | None:
         """The summary's, or of a run without one that of its steps, but the first two."""
         if self.summary is not None:
-            return _number(self.summary.get("images_per_second"))
+            return as_number(self.summary.get("images_per_second"))
         steady = self.own_steps[2:]
         spent = sum(self.batch / step.images_per_second for step in steady if step.images_per_second > 0)
         return len(steady) * self.batch / spent if spent else None
 
     @property
     def predicted(self) -> float | None:
-        return _number((self.summary or {}).get("predicted_images_per_second"))
+        return as_number((self.summary or {}).get("predicted_images_per_second"))
 
     @property
     def is_emulated(self) -> bool:
@@ -125,16 +135,14 @@ def read_run(folder: Path, layout: Layout) -> Run:
     """All that the files of a run folder say."""
     records = list(read_records(folder / "metrics.jsonl"))
     summary = read_object(folder / "summary.json")
-    planned = read_object(folder / "job.json") or {}
-    batches = planned.get("batches")
     return Run(
         folder=folder,
         layout=layout,
-        plan=read_object(folder / "plan.json") or {},
+        plan=read_plan_fields(folder),
         config=read_tables(folder / "config.toml"),
         environment=read_object(folder / "env.json") or {},
         summary=summary,
-        batches=batches if isinstance(batches, int) else None,
+        batches=read_batches(folder),
         steps=tuple(record for record in records if isinstance(record, Step)),
         evaluations=tuple(record for record in records if isinstance(record, Evaluated)),
         restarts=tuple(record for record in records if isinstance(record, Restarted)),
@@ -153,18 +161,13 @@ def read_records(path: Path) -> Iterator[Any]:
 
 
 def as_record(fields: dict[str, Any]) -> Any:
-    """A line of metrics.jsonl as a value; None where it is none."""
+    """A line of metrics.jsonl as a value; None where it is none, or its values are of other types."""
     values = {name: value for name, value in fields.items() if name != "kind"}
     try:
         record = _KINDS[fields["kind"]](**values)
     except _FAULTS:
         return None
-    if isinstance(record, _MEASURED):
-        return record if all(isinstance(value, _NUMBERS) for value in values.values()) else None
-    if isinstance(record, Resumed):
-        is_sound = isinstance(record.batch, int) and isinstance(record.checkpoint, str) and isinstance(record.plan, str)
-        return record if is_sound else None
-    return record
+    return record if _is_sound(record) else None
 
 
 def read_uses(path: Path) -> Iterator[Use]:
@@ -175,11 +178,43 @@ def read_uses(path: Path) -> Iterator[Use]:
 def as_use(fields: dict[str, Any]) -> Use | None:
     """A line of monitor.jsonl as a value; None where it is none."""
     try:
-        gpus = tuple(GpuUse(**{**gpu, "throttled": tuple(gpu.get("throttled", ()))}) for gpu in fields["gpus"])
+        gpus = tuple(_as_gpu(gpu) for gpu in fields["gpus"])
         ranks = tuple(RankUse(**rank) for rank in fields["ranks"])
-        return Use(float(fields["seconds"]), float(fields["cores"]), int(fields["memory"]), gpus, ranks)
+        use = Use(fields["seconds"], fields["cores"], fields["memory"], gpus, ranks)
     except _FAULTS:
         return None
+    return use if all(map(_is_sound, (use, *gpus, *ranks))) else None
+
+
+def _as_gpu(fields: dict[str, Any]) -> GpuUse:
+    reasons = fields.get("throttled", ())
+    return GpuUse(**{**fields, "throttled": tuple(reasons) if isinstance(reasons, list) else reasons})
+
+
+def _is_sound(record: Any) -> bool:
+    """Whether every field holds what its type says; a loss may be endless or no number, as of a run that diverged."""
+    return all(
+        _fits(value := getattr(record, name), hint) or (name == "loss" and isinstance(value, float))
+        for name, hint in _hints(record.__class__).items()
+    )
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value is of a type: counts are whole and not negative, other numbers finite, lists as tuples."""
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST_SIZE
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST_COUNT
+    if get_origin(hint) is UnionType:
+        return any(_fits(value, one) for one in get_args(hint))
+    if get_origin(hint) in (list, tuple):
+        return isinstance(value, list | tuple) and all(_fits(item, get_args(hint)[0]) for item in value)
+    return isinstance(value, hint)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -195,6 +230,18 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(fields, dict):
             yield fields
+
+
+def read_plan_fields(folder: Path) -> dict[str, Any]:
+    """What a run's plan.json says; fields of other types than a plan's are left out."""
+    found = read_object(folder / "plan.json") or {}
+    return {name: value for name, value in found.items() if _fits(value, _OF_PLANS.get(name, object))}
+
+
+def read_batches(folder: Path) -> int | None:
+    """How many batches a run is to train, where its job.json says."""
+    batches = (read_object(folder / "job.json") or {}).get("batches")
+    return batches if _fits(batches, int) else None
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
@@ -217,19 +264,22 @@ def read_tables(path: Path) -> dict[str, Any]:
 def _read_timeline(path: Path) -> Timeline | None:
     trace = read_object(path)
     try:
-        return None if trace is None else Timeline.of_trace(trace)
+        timeline = None if trace is None else Timeline.of_trace(trace)
     except _FAULTS:
         return None
+    return timeline if timeline is not None and all(map(_is_sound, timeline.spans)) else None
 
 
 def _read_memory(path: Path) -> tuple[dict[str, float], ...] | None:
     found = read_object(path)
     try:
         parts = found["ranks"] if found else None
-        return None if not parts else tuple({str(name): float(size) for name, size in rank.items()} for rank in parts)
+        ranks = tuple({str(name): float(size) for name, size in rank.items()} for rank in parts or ())
     except _FAULTS:
         return None
+    return ranks if ranks and all(_fits(size, float) for rank in ranks for size in rank.values()) else None
 
 
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+def as_number(value: object) -> float | None:
+    """A finite number; None where it is none."""
+    return float(value) if _fits(value, float) else None  # type: ignore[arg-type]

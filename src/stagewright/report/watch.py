@@ -14,7 +14,17 @@ from rich.text import Text
 from stagewright.metrics import Evaluated, Restarted, Step, Use
 from stagewright.report.figures import seconds, shown
 from stagewright.report.plot import plot
-from stagewright.report.record import Layout, as_record, as_use, is_emulated, read_object, read_tables
+from stagewright.report.record import (
+    Layout,
+    as_number,
+    as_record,
+    as_use,
+    is_emulated,
+    read_batches,
+    read_object,
+    read_plan_fields,
+    read_tables,
+)
 from stagewright.report.tail import Tail
 
 _RECENT = 20  # steps that the speed is read over
@@ -79,9 +89,8 @@ class Watch:
     """Follows a run's files; keeps what it has read."""
 
     def __init__(self, folder: Path, layout: Layout) -> None:
-        plan = read_object(folder / "plan.json") or {}
         self._folder, self._layout = folder, layout
-        self._batch = int(plan.get("batch") or 0)
+        self._batch = int(read_plan_fields(folder).get("batch") or 0)
         self._is_emulated = is_emulated(read_tables(folder / "config.toml"))
         self._records, self._monitor = Tail(folder / "metrics.jsonl"), Tail(folder / "monitor.jsonl")
         self._steps: list[Step] = []
@@ -103,18 +112,16 @@ class Watch:
                 self._restarts += 1
         uses = filter(None, map(as_use, reversed(self._monitor.read()[1])))
         self._use = next((use for use in uses if use.ranks), self._use)  # the last moment has no ranks any more
-        batches = (read_object(self._folder / "job.json") or {}).get("batches")
         summary = read_object(self._folder / "summary.json")
-        speed = (summary or {}).get("images_per_second")
         return Moment(
             self._folder.name,
             self._layout,
             self._batch,
-            batches if isinstance(batches, int) else None,
+            read_batches(self._folder),
             is_running,
             summary is not None,
             self._is_emulated,
-            speed if isinstance(speed, int | float) else None,
+            as_number((summary or {}).get("images_per_second")),
             self._steps,
             self._evaluation,
             self._restarts,

@@ -72,3 +72,13 @@ def test_data_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) 
         main(["doctor", "--fast", "--data", "/nowhere"])
     error = capsys.readouterr().err
     assert ended.value.code == 2 and error.count("\n") == 1 and "--data /nowhere: no such file or folder" in error
+
+
+def test_data_that_would_never_end_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/null"), Path("/proc/kmsg"), tmp_path):
+        if path.exists():
+            with pytest.raises(SystemExit):
+                main(["doctor", "--fast", "--data", str(path)])
+            said = capsys.readouterr().err
+            assert said.count("\n") == 1 and f"--data {path} " in said

@@ -229,3 +229,10 @@ def test_watching_needs_no_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     moment, heavy = done.stdout.splitlines()
     assert json.loads(moment)["doing"] == ["starting"] * 3 and heavy == "[]"
+
+
+@pytest.mark.parametrize("flag", ["--once", "--json"])
+def test_a_page_is_not_served_once(flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["watch", "--serve", "1", flag, str(make_run(tmp_path / "run"))])
+    assert flag in capsys.readouterr().err

@@ -1,0 +1,135 @@
+"""Run folders whose records hold values of other types: left out, or refused in one line by whoever reads them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagewright.cli import main
+from stagewright.metrics import Evaluated, GpuUse, RankUse, Replaced, Restarted, Resumed, Saved, Step, Unsaved, Use
+from stagewright.report.record import as_record, as_use
+from tests.made_runs import PLAN, make_run, steps, timeline, uses
+
+WRONG: tuple[Any, ...] = (None, "many", inf, nan, -inf, [], [1], {}, True, 10**400, -1, 1.5)
+RECORDS = (
+    Step(20, 2, 0.5, 0.02, 4.2, 320.0, 1024.0),
+    Evaluated(20, 512, 0.5, 0.75, 0.99),
+    Replaced(3, "a.jpg: cut"),
+    Saved(10, 1000, 0.1),
+    Unsaved(10, "disk full"),
+    Restarted(10, "rank 1 died"),
+    Resumed(0, "runs/a/checkpoints/10", "stale 2-1"),
+)
+MAY_BE = {
+    "loss": (inf, nan, -inf, -1),
+    "seconds": (-1,),
+    "lr": (-1,),
+    "images_per_second": (-1,),
+    "loss_scale": (None, -1),
+}
+MAY_BE |= {"top1": (-1,), "top5": (-1,), "cores": (-1,), "torch_memory": (None,), "memory": ()}
+FILES: dict[str, dict[str, Any]] = {
+    "plan.json": PLAN,
+    "job.json": {"batches": 20},
+    "summary.json": {
+        "images_per_second": 320.0,
+        "predicted_images_per_second": 300.0,
+        "skipped_updates": [0, 1],
+    },
+    "memory.json": {"ranks": [{"weights": 1e6}] * 3},
+    "env.json": {"host": {"cores": 2}, "gpus": [], "topology": [["X"]], "command": ["a"], "libraries": {}},
+    "trace.json": timeline().chrome_trace(),
+}
+
+
+def line(record: Any) -> dict[str, Any]:
+    return {"kind": type(record).__name__.lower(), **asdict(record)}
+
+
+def require_readers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command that reads a run ends well, or with one line that names what it read."""
+    other = folder.parent / "other"
+    for arguments in (
+        ["report", str(folder)],
+        ["report", str(folder), str(other), "-o", str(folder.parent / "both.html")],
+        ["watch", "--once", str(folder)],
+        ["watch", "--json", str(folder)],
+        ["compare", str(folder), str(other)],
+    ):
+        try:
+            main(arguments)
+        except SystemExit as end:
+            said = capsys.readouterr().err
+            assert end.code == 2 and said.count("\n") == 1 and f"plan {folder}" in said, (arguments, said)
+
+
+@pytest.mark.parametrize(
+    ("record", "name"),
+    [(record, field.name) for record in RECORDS for field in fields(record)],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_a_record_with_a_wrong_value_is_left_out(
+    record: Any, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "other")
+    folder = make_run(tmp_path / "run", [*steps(20), record], monitor=uses())
+    text = isinstance(getattr(record, name), str)
+    wrong = [value for value in WRONG if not (text and isinstance(value, str))]
+    kept = MAY_BE.get(name, ())
+    if isinstance(getattr(record, name), float):
+        kept = (*kept, 1.5)
+    for value in wrong:
+        found = as_record(line(record) | {name: value})
+        assert (found is not None) == (repr(value) in map(repr, kept)), (name, value)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(f"{json.dumps(line(record) | {name: value})}\n" for value in wrong)
+    require_readers(folder, capsys)
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [(kind.__name__, field.name) for kind in (Use, GpuUse, RankUse) for field in fields(kind)],
+)
+def test_a_moment_with_a_wrong_value_is_left_out(
+    part: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "other")
+    folder = make_run(tmp_path / "run", monitor=uses(gpus=2))
+    (moment,) = uses(1, gpus=2)
+    lines = []
+    for value in WRONG:
+        fields_of = json.loads(json.dumps(asdict(moment)))
+        changed = {"Use": fields_of, "GpuUse": fields_of["gpus"][0], "RankUse": fields_of["ranks"][0]}[part]
+        changed[name] = value
+        lines.append(json.dumps(fields_of))
+    assert not as_use(json.loads(lines[1])) or name == "uuid"
+    with (folder / "monitor.jsonl").open("a") as file:
+        file.writelines(f"{text}\n" for text in lines)
+    require_readers(folder, capsys)
+
+
+@pytest.mark.parametrize(("file", "name"), [(file, name) for file, content in FILES.items() for name in content])
+@pytest.mark.parametrize("value", [None, "many", inf, 7, [["x"]], 10**400], ids=lambda v: str(v)[:9])
+def test_a_file_with_a_wrong_value(
+    file: str, name: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "other")
+    folder = make_run(tmp_path / "run", monitor=uses())
+    (folder / file).write_text(json.dumps(FILES[file] | {name: value}))
+    require_readers(folder, capsys)
+
+
+@pytest.mark.parametrize("value", [None, "many", inf, [], -1], ids=lambda value: str(value)[:9])
+@pytest.mark.parametrize("name", ["pid", "tid", "ts", "dur", "cat", "name", "ph"])
+def test_a_trace_with_a_wrong_value(name: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "other")
+    folder = make_run(tmp_path / "run")
+    trace = timeline().chrome_trace()
+    trace["traceEvents"][-1][name] = value
+    (folder / "trace.json").write_text(json.dumps(trace))
+    require_readers(folder, capsys)
