@@ -3,16 +3,52 @@
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
+_YEAR = 365 * 86400.0  # seconds
+_MOST_THREADS = 1024
+_MOST_SAMPLES = 2**28  # an epoch's order is in memory, eight bytes a sample
+_MOST_BATCH = 2**31 - 1
+_MOST_CLASSES = 2**24
+_MOST_SIDE = 2**16
+_MOST_STEPS = 10**9
+_MOST_EPOCHS = 10**6
+_MOST_SEED = 2**63 - 1
 
-def option(default: Any, flag: str, help: str, **extra: Any) -> Any:
-    """A field that is also a command-line option."""
-    return field(default=default, metadata={"flag": flag, "help": help, **extra})
+
+def option(default: Any, flag: str, help: str, **bounds: float) -> Any:
+    """A field that is also a command-line option; its bounds are `least`, `above`, `below` and `most`."""
+    return field(default=default, metadata={"flag": flag, "help": help, "bounds": bounds})
+
+
+def whole_numbers(default: str, flag: str, help: str) -> Any:
+    """An option that is a list of numbers from 0 on, with commas between them."""
+    return field(default=default, metadata={"flag": flag, "help": help, "bounds": {}, "is_list": True})
+
+
+def require_within(flag: str, value: float, **bounds: float) -> None:
+    """An error unless a number is finite and within `least`, `above`, `below` and `most`, whichever are given."""
+    is_within = {
+        "least": lambda bound: value >= bound,
+        "above": lambda bound: value > bound,
+        "below": lambda bound: value < bound,
+        "most": lambda bound: value <= bound,
+    }
+    is_finite = isinstance(value, int) or math.isfinite(value)
+    if is_finite and all(is_within[name](bound) for name, bound in bounds.items()):
+        return
+    words = {"least": "at least", "above": "above", "below": "below", "most": "at most"}
+    wanted = " and ".join(f"{words[name]} {_shown(bounds[name])}" for name in words if name in bounds)
+    raise ValueError(f"{flag} is {_shown(value)}; give {'' if is_finite else 'a finite number, '}{wanted}")
+
+
+def _shown(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:.12g}"
 
 
 @dataclass(frozen=True)
@@ -27,7 +63,9 @@ class ModelConfig(Section):
     """What is trained."""
 
     name: str = option("vgg-small", "--model", "zoo name, or package.module:factory")
-    classes: int | None = option(None, "--classes", "outputs of a zoo model (default: its own)")
+    classes: int | None = option(
+        None, "--classes", "outputs of a zoo model (default: its own)", least=1, most=_MOST_CLASSES
+    )
 
 
 @dataclass(frozen=True)
@@ -36,22 +74,26 @@ class DataConfig(Section):
 
     source: str = option("synthetic", "--data", "synthetic, folder:DIR, tar:GLOB, ofrecord:DIR or tensors:FILE")
     val: str | None = option(None, "--val", "data to evaluate on (default: the training data)")
-    samples: int = option(4096, "--samples", "samples of synthetic data")
-    image: int | None = option(None, "--image", "side of images (default: the model's own)")
+    samples: int = option(4096, "--samples", "samples of synthetic data", least=1, most=_MOST_SAMPLES)
+    image: int | None = option(None, "--image", "side of images (default: the model's own)", least=1, most=_MOST_SIDE)
     shuffle: bool = option(True, "--shuffle", "a new sample order every epoch")
     limit: int | None = option(None, "--limit", "train on so many samples, evenly spread over the data")
     class_names: str | None = option(None, "--class-names", "file with one class name a line, in label order")
     learnable: bool = option(True, "--learnable", "synthetic images show their class")
     crop: Literal["auto", "resized", "padded"] = option("auto", "--crop", "random crop (auto: padded up to 64 pixels)")
-    jitter: float = option(0.0, "--jitter", "most that brightness, contrast and saturation change, as a share")
-    cutout: int = option(0, "--cutout", "side of a black square at a random place of training images")
+    jitter: float = option(
+        0.0, "--jitter", "most that brightness, contrast and saturation change, as a share", least=0, below=1
+    )
+    cutout: int = option(0, "--cutout", "side of a black square at a random place of training images", least=0)
     normalize: str = option("imagenet", "--normalize", "imagenet, published, or MEAN,MEAN,MEAN/STD,STD,STD of 0-255")
     decode: Literal["cpu", "gpu", "once"] = option(
         "cpu", "--decode", "where JPEGs are decoded; gpu needs torchcodec; once keeps small images on the device"
     )
-    loader_threads: int = option(2, "--loader-threads", "threads that decode, of each rank of the first stage")
-    ahead: int = option(4, "--ahead", "microbatches decoded ahead")
-    max_bad: int = option(100, "--max-bad", "bad records that a rank replaces before the run stops")
+    loader_threads: int = option(
+        2, "--loader-threads", "threads that decode, of each rank of the first stage", least=1, most=_MOST_THREADS
+    )
+    ahead: int = option(4, "--ahead", "microbatches decoded ahead", least=0, most=1024)
+    max_bad: int = option(100, "--max-bad", "bad records that a rank replaces before the run stops", least=0)
 
 
 @dataclass(frozen=True)
@@ -64,12 +106,12 @@ class PlanConfig(Section):
     file: str | None = option(None, "--plan", "a plan file of `stagewright plan`, instead of the options above")
     profile: str | None = option(None, "--profile", "a profile of this machine, to plan by and to predict the speed")
     mode: Literal["dp", "sync", "stale", "pipedream"] = option("stale", "--mode", "how far weights may lag")
-    staleness: int | None = option(None, "--staleness", "most updates a stage lags in mode stale")
+    staleness: int | None = option(None, "--staleness", "most updates a stage lags in mode stale", least=0)
     versions: str | None = option(None, "--versions", "versions kept by each stage: 3,1")
     depths: str | None = option(None, "--depths", "microbatches in flight a replica, by stage: 3,1")
     policy: Literal["1f1b", "gpipe"] = option("1f1b", "--policy", "order of forwards and backwards")
-    batch: int = option(64, "--batch", "samples of one update (the global batch)")
-    microbatches: int | None = option(None, "--microbatches", "pieces of a batch (default: 2 x most replicas)")
+    batch: int = option(64, "--batch", "samples of one update (the global batch)", least=1, most=_MOST_BATCH)
+    microbatches: int | None = option(None, "--microbatches", "pieces of a batch (default: 2 x most replicas)", least=1)
 
 
 @dataclass(frozen=True)
@@ -77,16 +119,18 @@ class OptimizerConfig(Section):
     """How weights move."""
 
     name: Literal["sgd", "adamw"] = option("sgd", "--optimizer", "optimizer")
-    lr: float = option(0.01, "--lr", "learning rate")
-    momentum: float = option(0.9, "--momentum", "SGD momentum")
+    lr: float = option(0.01, "--lr", "learning rate", least=0)
+    momentum: float = option(0.9, "--momentum", "SGD momentum", least=0, below=1)
     nesterov: bool = option(False, "--nesterov", "Nesterov momentum")
-    weight_decay: float = option(0.0, "--weight-decay", "weight decay")
-    beta1: float = option(0.9, "--beta1", "AdamW: decay of the mean")
-    beta2: float = option(0.999, "--beta2", "AdamW: decay of the square")
-    eps: float = option(1e-8, "--eps", "AdamW: added to the root")
+    weight_decay: float = option(0.0, "--weight-decay", "weight decay", least=0)
+    beta1: float = option(0.9, "--beta1", "AdamW: decay of the mean", least=0, below=1)
+    beta2: float = option(0.999, "--beta2", "AdamW: decay of the square", least=0, below=1)
+    eps: float = option(1e-8, "--eps", "AdamW: added to the root", least=0)
     predict: bool = option(False, "--predict", "stages that lag use the weights that momentum will have brought")
-    clip: float | None = option(None, "--clip", "largest norm of a gradient")
-    label_smoothing: float = option(0.0, "--label-smoothing", "share of the target spread over all classes")
+    clip: float | None = option(None, "--clip", "largest norm of a gradient", above=0)
+    label_smoothing: float = option(
+        0.0, "--label-smoothing", "share of the target spread over all classes", least=0, most=1
+    )
 
 
 @dataclass(frozen=True)
@@ -94,32 +138,36 @@ class ScheduleConfig(Section):
     """How the learning rate moves."""
 
     kind: Literal["constant", "step", "poly", "cosine"] = option("constant", "--lr-schedule", "shape over the run")
-    warmup: int = option(0, "--warmup", "batches of linear warm-up")
-    steps: str = option("", "--lr-steps", "step: batches at which the rate falls: 100,200")
-    gamma: float = option(0.1, "--lr-gamma", "step: factor at each of them")
-    power: float = option(2.0, "--lr-power", "poly: exponent")
-    final: float = option(0.0, "--lr-final", "poly, cosine: rate at the end")
+    warmup: int = option(0, "--warmup", "batches of linear warm-up", least=0)
+    steps: str = whole_numbers("", "--lr-steps", "step: batches at which the rate falls: 100,200")
+    gamma: float = option(0.1, "--lr-gamma", "step: factor at each of them", least=0)
+    power: float = option(2.0, "--lr-power", "poly: exponent", least=0)
+    final: float = option(0.0, "--lr-final", "poly, cosine: rate at the end", least=0)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig(Section):
     """What is kept to go on from."""
 
-    every: int = option(0, "--checkpoint-every", "batches between checkpoints (0: none but those asked for)")
-    minutes: float = option(0.0, "--checkpoint-minutes", "minutes between checkpoints (0: none)")
-    keep: int = option(2, "--keep", "newest checkpoints to keep (0: all)")
+    every: int = option(0, "--checkpoint-every", "batches between checkpoints (0: none but those asked for)", least=0)
+    minutes: float = option(0.0, "--checkpoint-minutes", "minutes between checkpoints (0: none)", least=0)
+    keep: int = option(2, "--keep", "newest checkpoints to keep (0: all)", least=0)
 
 
 @dataclass(frozen=True)
 class RunConfig(Section):
     """How long, where, and what is left behind."""
 
-    steps: int | None = option(None, "--steps", "batches to train")
-    epochs: int | None = option(None, "--epochs", "epochs to train (default: 1)")
-    seed: int = option(0, "--seed", "of weights, order and dropout")
+    steps: int | None = option(None, "--steps", "batches to train", most=_MOST_STEPS)
+    epochs: int | None = option(None, "--epochs", "epochs to train (default: 1)", most=_MOST_EPOCHS)
+    seed: int = option(0, "--seed", "of weights, order and dropout", least=-_MOST_SEED, most=_MOST_SEED)
     precision: str = option("fp32", "--precision", "fp64, fp32, ieee, tf32, bf16 or fp16")
-    loss_scale: float = option(65536.0, "--loss-scale", "fp16: what the loss is first multiplied with")
-    growth_interval: int = option(2000, "--growth-interval", "fp16: batches without overflow until the scale doubles")
+    loss_scale: float = option(
+        65536.0, "--loss-scale", "fp16: what the loss is first multiplied with", least=1, most=1e30
+    )
+    growth_interval: int = option(
+        2000, "--growth-interval", "fp16: batches without overflow until the scale doubles", least=1
+    )
     device: Literal["cpu", "cuda"] = option("cpu", "--device", "kind of device")
     share_gpu: bool = option(False, "--share-gpu", "devices beyond the last GPU share the GPUs there are, in turn")
     backend: Literal["auto", "gloo", "nccl"] = option(
@@ -129,23 +177,30 @@ class RunConfig(Section):
     compile: bool = option(False, "--compile", "torch.compile each stage")
     cuda_graph: Literal["auto", "on", "off"] = option("off", "--cuda-graph", "replay stages (auto: where faster)")
     deterministic: bool = option(False, "--deterministic", "on GPUs, the same bits every time")
-    threads: int = option(1, "--threads", "threads of a CPU rank")
+    threads: int = option(1, "--threads", "threads of a CPU rank", least=1, most=_MOST_THREADS)
     dynamic: bool = option(False, "--dynamic", "ranks choose at run time between forward and backward")
     emulate: bool = option(False, "--emulate", "every rank in one process")
     eval_every: int | None = option(
         None, "--eval-every", "batches between evaluations (default: an epoch where there is --val; 0: only at the end)"
     )
-    log_every: int = option(10, "--log-every", "batches between log lines")
+    log_every: int = option(10, "--log-every", "batches between log lines", least=1)
     monitor_every: float = option(1.0, "--monitor-every", "seconds between looks at memory, load and power (0: none)")
     track: Literal["none", "tensorboard", "wandb", "mlflow"] = option("none", "--track", "also tell a tracker")
     export: str | None = option(None, "--export", "write the trained weights to FILE.safetensors")
     resume: str | None = option(None, "--resume", "go on from a run folder's newest checkpoint, or from a checkpoint")
     runs: str = option("runs", "--runs", "folder that holds run folders")
-    bucket: int = option(25, "--bucket", "MiB of gradient summed at a time")
-    timeout: float = option(600.0, "--timeout", "seconds at one action after which a rank counts as hung")
-    start_timeout: float = option(3600.0, "--start-timeout", "the same until the first update, and while saving")
+    bucket: int = option(25, "--bucket", "MiB of gradient summed at a time", least=1, most=2**20)
+    timeout: float = option(
+        600.0, "--timeout", "seconds at one action after which a rank counts as hung", above=0, most=_YEAR
+    )
+    start_timeout: float = option(
+        3600.0, "--start-timeout", "the same until the first update, and while saving", above=0, most=_YEAR
+    )
     max_restarts: int | None = option(
-        None, "--max-restarts", "starts after a fault (default: 3 where the run keeps checkpoints, 0 otherwise)"
+        None,
+        "--max-restarts",
+        "starts after a fault (default: 3 where the run keeps checkpoints, 0 otherwise)",
+        least=0,
     )
 
 
@@ -156,8 +211,10 @@ class NodesConfig(Section):
     list: str | None = option(None, "--nodes", "machines, the first hosts: 10.0.0.1,10.0.0.2[:PORT], names, or slurm")
     index: int | None = option(None, "--node-index", "which of them this is (default: the one with its address)")
     token: str | None = option(None, "--token", "file with the secret they share (default: $STAGEWRIGHT_TOKEN)")
-    join_timeout: float = option(600.0, "--join-timeout", "seconds to wait for all of them")
-    lost_timeout: float = option(60.0, "--lost-timeout", "seconds of silence after which one counts as lost")
+    join_timeout: float = option(600.0, "--join-timeout", "seconds to wait for all of them", above=0, most=_YEAR)
+    lost_timeout: float = option(
+        60.0, "--lost-timeout", "seconds of silence after which one counts as lost", above=0, most=_YEAR
+    )
 
 
 @dataclass(frozen=True)
@@ -299,8 +356,20 @@ def _validated(tables: Mapping[str, Any]) -> Config:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        return TypeAdapter(Config).validate_python(tables)
+        config = TypeAdapter(Config).validate_python(tables)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"][:2])
         raise ValueError(f"configuration value {key} = {first['input']!r}: {first['msg'].lower()}") from error
+    for section in fields(Config):
+        for entry in fields(getattr(config, section.name)):
+            _require_bounds(entry, getattr(getattr(config, section.name), entry.name))
+    return config
+
+
+def _require_bounds(entry: Field[Any], value: Any) -> None:
+    flag, bounds = entry.metadata["flag"], entry.metadata["bounds"]
+    if bounds and value is not None:
+        require_within(flag, value, **bounds)
+    if entry.metadata.get("is_list") and not all(part.strip().isdecimal() for part in value.split(",") if part.strip()):
+        raise ValueError(f"{flag} '{value}' are not whole numbers between ',' (for example 100,200)")

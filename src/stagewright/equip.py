@@ -21,9 +21,6 @@ def require_kind(config: Config) -> None:
     import torch
 
     run = config.run
-    if run.loss_scale < 1 or run.growth_interval < 1:
-        name, value = ("loss-scale", run.loss_scale) if run.loss_scale < 1 else ("growth-interval", run.growth_interval)
-        raise ValueError(f"--{name} is {value:g}; give at least 1")
     if run.compile and run.cuda_graph == "on":
         raise ValueError("both --compile and --cuda-graph on were given; a compiled stage is not captured, so give one")
     if run.device == "cpu":

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from stagewright.runtime.job import Evaluation, Job
 
 Warn = Callable[[str], None]
+_MOST_EVALUATIONS = 10**6
 
 
 def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool = True) -> tuple[Job, int]:
@@ -58,7 +59,6 @@ def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool 
     require_devices(config, plan, warn)
     check(plan.starting_at(0))
     batches = _num_batches(config, order)
-    _require_checkpoints(config)
     start = 0 if resume is None else start_batch(resume, order, source.fingerprint)
     if resume is not None:
         require_start(plan, start, batches)
@@ -103,15 +103,6 @@ def _plan_for(config: Config, chain: Chain, resume: Resume | None, warn: Warn) -
         return _with_agreement(config, resume.checkpoint.manifest.plan)
     plan = make_plan_for(config, chain, warn)
     return plan if resume is None else resumed_plan(plan, resume)
-
-
-def _require_checkpoints(config: Config) -> None:
-    options = config.checkpoint
-    for flag, value in (("every", options.every), ("minutes", options.minutes)):
-        if value < 0:
-            raise ValueError(f"--checkpoint-{flag} is {value:g}; give how far checkpoints are apart, or 0 for none")
-    if options.keep < 0:
-        raise ValueError(f"--keep is {options.keep}; give how many checkpoints to keep, or 0 for all")
 
 
 def _build(config: Config) -> Any:
@@ -223,6 +214,11 @@ def _pauses(config: Config, batches: int, per_epoch: int) -> tuple[int, ...]:
         return tuple(sorted({*range(per_epoch, batches, per_epoch), batches})) if config.data.val else ()
     if every < 0:
         raise ValueError(f"--eval-every is {every}; give the batches between evaluations, or 0 for the end alone")
+    if every and batches // every > _MOST_EVALUATIONS:
+        raise ValueError(
+            f"--eval-every {every} means {batches // every} evaluations in {batches} batches; "
+            f"give at least {-(-batches // _MOST_EVALUATIONS)}"
+        )
     return tuple(sorted({*(range(every, batches, every) if every else ()), batches}))
 
 
