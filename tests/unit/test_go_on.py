@@ -284,7 +284,9 @@ def test_export_writes_what_the_plain_model_loads(
     assert told["batch"] == 8 and told["file"] == str(target)
     net().load_state_dict(load_file(target))
     assert same_bits(load_file(target), whole.weights())
-    assert "can't write" in fails(capsys, "checkpoint", "export", str(whole.folder), "/proc/no/such.safetensors")
+    assert "could not be written to" in fails(
+        capsys, "checkpoint", "export", str(whole.folder), "/proc/no/such.safetensors"
+    )
 
 
 def test_tied_weights_are_saved_once_and_exported_under_every_name(tmp_path: Path) -> None:

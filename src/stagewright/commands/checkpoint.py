@@ -109,10 +109,7 @@ def run_export(parsed: argparse.Namespace) -> None:
     from stagewright.export import export_checkpoint
 
     checkpoint = _newest(parsed.path)
-    try:
-        path = export_checkpoint(checkpoint, Path(parsed.target))
-    except OSError as error:
-        raise ValueError(f"can't write {parsed.target}: {error.strerror}") from error
+    path = export_checkpoint(checkpoint, Path(parsed.target))
     if parsed.json:
         print(json.dumps({"file": str(path), "batch": checkpoint.batch, "checkpoint": str(checkpoint.folder)}))
     else:
