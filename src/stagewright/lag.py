@@ -57,10 +57,10 @@ def _bubble(config: Config, chain: Chain | None, plan: Plan) -> Callable[[Plan],
 
 def _remedy(plan: Plan, bubble_of: Callable[[Plan], float]) -> str:
     """The fewest microbatches with which the fullest lag idles less than the goal, as far as the profile can tell."""
-    from stagewright.plan.plan import divisors, make_plan
+    from stagewright.plan.plan import MOST_MICROBATCHES, divisors, make_plan
     from stagewright.profile.profile import NotProfiled
 
-    more = [number for number in divisors(plan.batch) if number > plan.microbatches]
+    more = [number for number in divisors(plan.batch) if plan.microbatches < number <= MOST_MICROBATCHES]
     for microbatches in more[:_MOST_TRIALS]:
         candidate = make_plan(
             plan.placement, batch=plan.batch, microbatches=microbatches, mode=plan.mode, cuts=plan.cuts
