@@ -241,6 +241,7 @@ class Option:
     type: type
     choices: tuple[str, ...]
     default: Any
+    bounds: Mapping[str, float]
 
 
 def options(*sections: str) -> Iterator[Option]:
@@ -257,9 +258,18 @@ def _as_option(section: str, entry: Field[Any], hint: Any) -> Option:
     alternatives = get_args(hint)
     choices = tuple(choice for choice in alternatives if isinstance(choice, str))
     kind = str if choices else next((kind for kind in alternatives if kind is not type(None)), hint)
+    about = entry.metadata
     return Option(
-        f"{section}.{entry.name}", entry.metadata["flag"], entry.metadata["help"], kind, choices, entry.default
+        f"{section}.{entry.name}", about["flag"], about["help"], kind, choices, entry.default, about["bounds"]
     )
+
+
+def require_options(**given: float | None) -> None:
+    """An error where an option of a run, which another command has too, is given beyond its bounds."""
+    bounds = {option.flag: option.bounds for option in options()}
+    for name, value in given.items():
+        if value is not None:
+            require_within(f"--{name}", value, **bounds[f"--{name}"])
 
 
 def make_config(*layers: Mapping[str, Any]) -> Config:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,18 @@ if TYPE_CHECKING:
     from stagewright.plan.plan import Plan
 
 _MPS_FOLDER = "/tmp/nvidia-mps"
+
+
+@contextmanager
+def within_memory(**asked: int | None) -> Iterator[None]:
+    """Turn an allocation that this machine has no memory for into an error with the options that decide it."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
+            raise
+        options = ", ".join(f"--{name} {value}" for name, value in asked.items() if value is not None)
+        raise ValueError(f"this machine has not the memory for {options}; give less of the largest") from error
 
 
 def require_kind(config: Config) -> None:

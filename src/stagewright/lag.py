@@ -57,7 +57,7 @@ def _bubble(config: Config, chain: Chain | None, plan: Plan) -> Callable[[Plan],
 
 def _remedy(plan: Plan, bubble_of: Callable[[Plan], float]) -> str:
     """The fewest microbatches with which the fullest lag idles less than the goal, as far as the profile can tell."""
-    from stagewright.plan.plan import divisors, make_plan
+    from stagewright.plan.plan import MOST_MICROBATCHES, divisors, make_plan
     from stagewright.profile.profile import NotProfiled
 
     def usual(microbatches: int) -> Plan:
@@ -67,7 +67,7 @@ def _remedy(plan: Plan, bubble_of: Callable[[Plan], float]) -> str:
         stage.depth < other.depth for stage, other in zip(plan.stages, usual(plan.microbatches).stages, strict=True)
     ):
         return f"depths {','.join(str(stage.depth) for stage in plan.stages)} hold stages back: leave --depths out"
-    more = [number for number in divisors(plan.batch) if number > plan.microbatches]
+    more = [number for number in divisors(plan.batch) if plan.microbatches < number <= MOST_MICROBATCHES]
     for microbatches in more[:_MOST_TRIALS]:
         candidate = usual(microbatches)
         try:

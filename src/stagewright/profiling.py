@@ -6,17 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from stagewright.config import require_options, require_within
+from stagewright.equip import within_memory
 from stagewright.profile.profile import Profile, Transfer
+
+_MOST_A_CORE = 16  # processes at once
 
 
 def profile_here(options: Any, tell: Callable[[str], None]) -> Profile:
     """Measure on this machine."""
+    from stagewright.machine.host import num_cores
     from stagewright.model.zoo import ZOO
     from stagewright.profile.measure import Subject, measure, sample_sizes
     from stagewright.runtime.precision import make_precision
 
-    if options.together < 1 or options.threads < 1:
-        raise ValueError(f"--together is {options.together} and --threads {options.threads}; both are at least 1")
+    require_options(threads=options.threads, image=options.image, classes=options.classes)
+    require_within("--together", options.together, least=1, most=_MOST_A_CORE * num_cores())
     if options.device == "cuda":
         _require_cuda()
     side = options.image or (ZOO[options.model].image if options.model in ZOO else 32)
@@ -28,7 +33,8 @@ def profile_here(options: Any, tell: Callable[[str], None]) -> Profile:
         subject = Subject(
             options.model, 0, options.classes, (3, side, side), name, options.device, options.threads, sizes
         )
-        profiles.append(measure(subject, precision.forward_context, options.together, tell))
+        with within_memory(image=side, classes=options.classes, samples=sizes[-1], together=options.together):
+            profiles.append(measure(subject, precision.forward_context, options.together, tell))
     profile = _merged(profiles)
     if options.together > 1 and options.device == "cpu":
         tell("links between ranks")

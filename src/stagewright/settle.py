@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from stagewright.config import Config
-from stagewright.equip import require_devices, require_kind
+from stagewright.equip import require_devices, require_kind, within_memory
 from stagewright.foresee import machines_of, planned_cuts, predict_job, require_all_machines, with_plan_file
 from stagewright.lag import least_stale, warn_of_lag
 from stagewright.layout import plan_at, stage_numbers
@@ -50,9 +50,11 @@ def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool 
     require_kind(config)
     config = _settle_model(with_plan_file(config))
     precision = make_precision(config.run.precision, config.run.device)
-    source = open_data(config, config.data.source)
-    order = Order(len(source), config.plan.batch, config.run.seed, config.data.shuffle)
-    chain = Chain(_build(config).to(precision.weights))
+    asked = {"image": config.data.image, "classes": config.model.classes, "batch": config.plan.batch}
+    with within_memory(**asked, samples=config.data.samples):
+        source = open_data(config, config.data.source)
+        order = Order(len(source), config.plan.batch, config.run.seed, config.data.shuffle)
+        chain = Chain(_build(config).to(precision.weights))
     resume = find_checkpoint(config.run.resume) if config.run.resume else None
     config = replace(config, run=replace(config.run, resume=None))
     plan = _plan_for(config, chain, resume, warn)
@@ -66,7 +68,8 @@ def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool 
             plan = plan.starting_at(start)
         for remark in remarks(config, resume, plan):
             warn(remark)
-    inputs, labels = source.batch(order.microbatch(0, plan.microbatches))
+    with within_memory(**asked):
+        inputs, labels = source.batch(order.microbatch(0, plan.microbatches))
     example = inputs.to(precision.weights) if inputs.is_floating_point() else inputs
     pieces = chain.cut(plan.cuts)
     study = partial(_probe, pieces, context=precision.forward_context, device=config.run.device)

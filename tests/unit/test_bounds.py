@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from stagewright.cli import main
+from stagewright.cluster import parse_placement
 from stagewright.config import make_config, options
+from stagewright.equip import within_memory
+from stagewright.plan.plan import Mode, make_plan
+from stagewright.schedule.check import ScheduleError, representative_span
 from tests.unit.test_cli import fails
 
 HUGE = "99999999999999999999999999"
@@ -101,3 +107,77 @@ def test_the_bounds_themselves_can_be_trained_with(tables: dict[str, dict[str, A
     ]
     main(["train", "--model", "resnet8", "--emulate", "--batch", "8", "--samples", "16", "--steps", "1",
           "--runs", str(tmp_path), *given])  # fmt: skip
+
+
+TWO = ("--placement", "0:0.0:1")
+SMALL = ("vgg-small", "--cluster", "titan-v-8")
+PLAN = ("plan", *SMALL, "--batch", "64")
+SIMULATE = ("simulate", *SMALL, "--batch", "99999999")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", *TWO, "--versions", "99999999999,1"), "versions 99999999999,1: a stage has at most 128; give"),
+        (("train", *TWO, "--depths", "99999999999,1"), "depths 99999999999,1: a stage has at most 65536; give"),
+        (("train", "--batch", "65536", "--samples", "65536", "--microbatches", "65536"), "--microbatches 16384"),
+        ((*PLAN, "--lr", "inf"), "--lr is inf; give a finite number, at least 0"),
+        ((*PLAN, "--lr", "nan"), "--lr is nan"),
+        ((*PLAN, "--classes", "-1"), "--classes is -1; give at least 1"),
+        ((*PLAN, "--classes", "0"), "--classes is 0"),
+        ((*PLAN, "--image", "9999999999"), "--image is 9999999999"),
+        ((*PLAN, "--momentum", "nan"), "--momentum is nan"),
+        ((*PLAN, "--staleness", "-1"), "--staleness is -1"),
+        ((*PLAN, "--devices", "0"), "--devices is 0; give at least 1"),
+        ((*PLAN, "--microbatches", "7"), "64 is not divisible by 7"),
+        (("value", *SMALL, "--batch", "0"), "--batch is 0; give at least 1"),
+        (("value", *SMALL, "--batch", HUGE), f"--batch is {HUGE}"),
+        ((*SIMULATE, "--microbatches", "99999999"), "more than 16384; give --microbatches 13837"),
+        ((*SIMULATE, "--microbatches", "0"), "--microbatches is 0"),
+        (("simulate", *SMALL, "--microbatch", "0"), "--microbatch is 0; give at least 1"),
+        (("schedule", *TWO, "--forward", "0,0", "--backward", "0,0"), "--forward and --backward are 0"),
+        (("schedule", *TWO, "--forward", "nan,1"), "--forward is nan; give a finite number, at least 0"),
+        (("schedule", *TWO, "--backward", "1,-1"), "--backward is -1; give at least 0"),
+        (("schedule", *TWO, "--transfer", "inf"), "--transfer is inf"),
+        (("schedule", *TWO, "--batches", "100000000"), "--batches is 100000000; give at least 1 and at most"),
+        (("schedule", *TWO, "--batches", "0"), "--batches is 0"),
+        (("profile", "resnet8", "--classes", "-1"), "--classes is -1"),
+        (("profile", "resnet8", "--image", "-1"), "--image is -1"),
+        (("profile", "resnet8", "--image", "0"), "--image is 0"),
+        (("profile", "resnet8", "--image", "9999999999"), "--image is 9999999999"),
+        (("profile", "resnet8", "--samples", "99999999999,999999999999"), "at most 1048576 samples"),
+        (("profile", "resnet8", "--together", "1000000"), "--together is 1000000; give at least 1 and at most"),
+        (("profile", "resnet8", "--threads", "99999999999"), "--threads is 99999999999"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_what_other_commands_can_not_take_is_one_line(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in fails(capsys, *arguments)
+
+
+def test_a_plan_file_of_endless_depth_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    deep = {"mode": "sync", "placement": "0:0.0:1", "cuts": ["classifier"], "batch": 8, "microbatches": 2}
+    file.write_text(json.dumps(deep | {"versions": [1, 1], "depths": [10**30, 1]}))
+    assert "a stage has at most 65536" in fails(capsys, "simulate", *SMALL, "--plan", str(file))
+
+
+def test_a_plan_that_takes_too_long_to_repeat_is_one_line() -> None:
+    placement = parse_placement("0:0.0:1")
+    plan = make_plan(placement, batch=16384, microbatches=16384, mode=Mode.STALE, versions=[128, 1])
+    with pytest.raises(ScheduleError, match=r"more than 1048576 .*; give fewer --microbatches, --versions or --depths"):
+        representative_span(plan)
+
+
+def test_more_than_the_memory_is_one_line() -> None:
+    with pytest.raises(ValueError, match=r"--image 65536, --batch 8; give less"), within_memory(image=65536, batch=8):
+        torch.empty(2**60, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="another"), within_memory(image=1):
+        raise RuntimeError("another")
+
+
+def test_more_evaluations_than_can_be_listed_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("--model", "resnet8", "--emulate", "--batch", "8", "--samples", "16", "--eval-every", "1")
+    assert "give at least 1000" in fails(capsys, "train", *common, "--steps", "1000000000")

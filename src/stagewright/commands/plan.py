@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagewright.commands.options import Commands
 from stagewright.commands.setting import add_setting, device_remark, read_setting
+from stagewright.config import require_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,15 +43,14 @@ def add(commands: Commands) -> None:
 def run(parsed: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from stagewright.plan.plan import Mode
+    from stagewright.plan.plan import Mode, require_pieces
     from stagewright.planner import choose, explain
 
-    if parsed.batch < 1:
-        raise ValueError(f"--batch is {parsed.batch}; give at least 1 sample")
+    require_options(batch=parsed.batch, lr=parsed.lr, momentum=parsed.momentum, staleness=parsed.staleness)
     if parsed.microbatches is not None and not 1 <= parsed.microbatches <= parsed.batch:
         raise ValueError(f"--microbatches is {parsed.microbatches}; a batch of {parsed.batch} has 1 to {parsed.batch}")
-    if not 0 <= parsed.momentum < 1:
-        raise ValueError(f"--momentum is {parsed.momentum:g}; give a share from 0 to below 1")
+    if parsed.microbatches is not None:
+        require_pieces(parsed.batch, parsed.microbatches)
     _, setting = read_setting(parsed, parsed.cluster)
     modes = tuple(Mode(mode) for mode in parsed.mode or ("stale", "sync"))
     errors = Console(stderr=True)

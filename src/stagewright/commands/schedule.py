@@ -6,6 +6,9 @@ import argparse
 import json
 
 from stagewright.commands.options import Commands, add_options, read_config
+from stagewright.config import require_within
+
+_MOST_SHOWN = 2**14  # microbatches
 
 
 def add(commands: Commands) -> None:
@@ -35,15 +38,17 @@ def run(parsed: argparse.Namespace) -> None:
 
     console = Console(soft_wrap=True)
     plan = make_plan_for(read_config(parsed), None, lambda warning: console.print(f"warning: {warning}", markup=False))
-    check(plan)
-    if parsed.batches < 1:
-        raise ValueError(f"--batches is {parsed.batches}; give at least 1")
-    span = range(plan.boundary(parsed.batches))
+    require_within("--batches", parsed.batches, least=1, most=max(1, _MOST_SHOWN // plan.microbatches))
+    require_within("--transfer", parsed.transfer, least=0)
     costs = StageCosts(
         _times(parsed.forward, "forward", len(plan.stages)),
         _times(parsed.backward, "backward", len(plan.stages)),
         parsed.transfer,
     )
+    if not sum(costs.forward) + sum(costs.backward):
+        raise ValueError("--forward and --backward are 0 for every stage; give at least one a time above 0")
+    check(plan)
+    span = range(plan.boundary(parsed.batches))
     programs = {rank: " ".join(map(str, program(plan, rank, span))) for rank in range(plan.world)}
     timeline = simulate(plan, costs, span)
     bubble = timeline.bubble(range(plan.world), 0.0, timeline.end)
@@ -64,6 +69,8 @@ def _times(text: str | None, name: str, stages: int) -> list[float]:
         times = [1.0] * stages if text is None else [float(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"--{name} '{text}' are not times between ',' (for example 1,2)") from None
-    if len(times) != stages or min(times) < 0:
+    for time in times:
+        require_within(f"--{name}", time, least=0)
+    if len(times) != stages:
         raise ValueError(f"--{name} {text} names {len(times)} stages but the placement has {stages}; one time a stage")
     return times

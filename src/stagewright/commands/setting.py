@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from stagewright.commands.options import add_json
+from stagewright.config import require_options, require_within
 
 if TYPE_CHECKING:
     from stagewright.plan.estimate import Setting
@@ -44,6 +45,9 @@ def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[Study
     from stagewright.predict import analytic_setting, profile_setting, study
     from stagewright.profile.profile import read_profile
 
+    require_options(image=parsed.image, classes=parsed.classes)
+    if parsed.devices is not None:
+        require_within("--devices", parsed.devices, least=1)
     studied = study(parsed.model, parsed.classes, parsed.image)
     if cluster is None and parsed.profile is None:
         raise ValueError(f"no cluster: give --cluster NAME ({', '.join(sorted(shipped().clusters))}) or --profile FILE")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from stagewright.commands.options import Commands
 from stagewright.commands.setting import add_setting, read_setting
+from stagewright.config import require_options, require_within
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,6 +53,9 @@ def run(parsed: argparse.Namespace) -> None:
 
     from stagewright.predict import predict
 
+    require_options(batch=parsed.batch, microbatches=parsed.microbatches, staleness=parsed.staleness)
+    if parsed.microbatch is not None:
+        require_within("--microbatch", parsed.microbatch, least=1)
     studied, setting = read_setting(parsed, parsed.cluster)
     plan = _plan(parsed, studied, setting)
     prediction = predict(plan, setting)
@@ -71,7 +75,7 @@ def run(parsed: argparse.Namespace) -> None:
 def _plan(parsed: argparse.Namespace, studied: Study, setting: Setting) -> Plan:
     from stagewright.cluster import parse_placement
     from stagewright.plan.partition import best_cuts
-    from stagewright.plan.plan import Mode, default_microbatches, make_plan, read_plan
+    from stagewright.plan.plan import Mode, default_microbatches, make_plan, read_plan, require_pieces
 
     if parsed.plan:
         try:
@@ -91,6 +95,7 @@ def _plan(parsed: argparse.Namespace, studied: Study, setting: Setting) -> Plan:
     batch, count = _sizes(parsed, replicas, setting.software.whole_batches)
     if count is None:
         count = default_microbatches(batch, replicas)
+    require_pieces(batch, count)
     cuts: tuple[str, ...] = ()
     if len(placement) > 1:
         if parsed.cut is not None and parsed.weights is not None:

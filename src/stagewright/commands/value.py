@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagewright.commands.options import Commands
 from stagewright.commands.setting import add_setting, device_remark, read_setting
+from stagewright.config import require_options
 
 if TYPE_CHECKING:
     from stagewright.plan.estimate import Setting
@@ -32,6 +33,7 @@ def run(parsed: argparse.Namespace) -> None:
 
     if not parsed.cluster:
         raise ValueError("no cluster: give --cluster once for each to compare")
+    require_options(batch=parsed.batch)
     prices = dict(_price(text) for text in parsed.price)
     settings = [read_setting(parsed, text)[1] for text in parsed.cluster]
     rows = [_row(parsed, setting, prices) for setting in settings]

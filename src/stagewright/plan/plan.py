@@ -11,6 +11,9 @@ from typing import Any
 from stagewright.cluster import Cluster, Device, Placement, format_placement, parse_placement
 
 _MOST_SAMPLES = 2**31 - 1
+_MOST_VERSIONS = 128  # the stability of more lag takes minutes to find
+_MOST_DEPTH = 2**16
+MOST_MICROBATCHES = 2**14
 
 
 class Mode(StrEnum):
@@ -217,7 +220,7 @@ def make_plan(
     replicas = [len(devices) for devices in placement]
     if microbatches is None:
         microbatches = default_microbatches(batch, replicas)
-    _require_divisible(batch, microbatches)
+    require_pieces(batch, microbatches)
     rounds = replicas if mode is Mode.PIPEDREAM else [microbatches] * len(replicas)
     versions = _versions(mode, replicas, staleness, versions)
     depths = _require_depths(depths or default_depths(replicas), len(replicas))
@@ -251,8 +254,14 @@ def divisors(batch: int) -> list[int]:
     return sorted({*small, *(batch // divisor for divisor in small)})
 
 
-def _require_divisible(batch: int, microbatches: int) -> None:
-    possible = divisors(batch)
+def require_pieces(batch: int, microbatches: int) -> None:
+    """An error unless a batch can be cut into so many microbatches."""
+    possible = [divisor for divisor in divisors(batch) if divisor <= MOST_MICROBATCHES]
+    if microbatches > MOST_MICROBATCHES:
+        raise ValueError(
+            f"batch {batch} in {microbatches} microbatches is more than {MOST_MICROBATCHES}; "
+            f"give --microbatches {possible[-1]}"
+        )
     if microbatches not in possible:
         near = sorted(sorted(possible, key=lambda divisor: abs(divisor - microbatches))[:3])
         raise ValueError(
@@ -283,8 +292,7 @@ def _versions(
                 f"versions {_join(versions)} name {len(versions)} stages but the placement has {num_stages}; "
                 "give one number a stage"
             )
-        if min(versions) < 1:
-            raise ValueError(f"versions {_join(versions)}: a stage needs at least 1")
+        _require_kept("versions", versions, _MOST_VERSIONS)
         return versions
     if mode is Mode.PIPEDREAM:
         return [-(-sum(replicas[index:]) // replicas[index]) for index in range(num_stages)]
@@ -309,6 +317,12 @@ def _require_depths(depths: Sequence[int], num_stages: int) -> Sequence[int]:
             f"depths {_join(depths)} name {len(depths)} stages but the placement has {num_stages}; "
             "give one number a stage"
         )
-    if min(depths) < 1:
-        raise ValueError(f"depths {_join(depths)}: a stage needs at least 1")
+    _require_kept("depths", depths, _MOST_DEPTH)
     return depths
+
+
+def _require_kept(name: str, numbers: Sequence[int], most: int) -> None:
+    if min(numbers) < 1:
+        raise ValueError(f"{name} {_join(numbers)}: a stage needs at least 1")
+    if max(numbers) > most:
+        raise ValueError(f"{name} {_join(numbers)}: a stage has at most {most}; give {most} or less")

@@ -30,6 +30,7 @@ from stagewright.profile.trace import kind_of, saving
 _WARM = 2
 _REPEATS = 7
 _MATRIX = {"cpu": 1024, "cuda": 8192}  # sides of a product large enough to fill the device
+_MOST_SAMPLES = 2**20
 _COPY_BYTES = 64 << 20
 _HEAD_START_CYCLES = 200_000_000  # a tenth of a second
 Context = Callable[[], AbstractContextManager[Any]]
@@ -211,8 +212,10 @@ def _company(subject: Subject, others: int) -> Iterator[None]:
     """Other processes that train the same model meanwhile, so that caches and memory are shared as in a run."""
     text = json.dumps({"subject": _as_dict(subject), "samples": max(subject.samples)})
     command = [sys.executable, "-m", "stagewright.profile.company", text]
-    running = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(others)]
+    running: list[subprocess.Popen[bytes]] = []
     try:
+        for _ in range(others):
+            running.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
         for process in running:
             assert process.stdout is not None
             process.stdout.readline()  # it is under way
@@ -256,4 +259,6 @@ def sample_sizes(samples: Sequence[int]) -> tuple[int, ...]:
     sizes = tuple(sorted(set(samples)))
     if not sizes or sizes[0] < 1:
         raise ValueError(f"--samples {','.join(map(str, samples))}: microbatches have at least 1 sample")
+    if sizes[-1] > _MOST_SAMPLES:
+        raise ValueError(f"--samples {','.join(map(str, samples))}: microbatches have at most {_MOST_SAMPLES} samples")
     return sizes

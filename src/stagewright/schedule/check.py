@@ -13,6 +13,7 @@ from stagewright.schedule.lower import program, updates_in
 from stagewright.schedule.requires import requires
 
 _Channel = tuple[Op, int, int | None, int | None]  # operation, stage and rank that send, rank that receives
+MOST_SPAN = 2**20  # microbatches whose programs are looked through
 _SENT_BY = {Op.RECV_ACT: Op.SEND_ACT, Op.RECV_GRAD: Op.SEND_GRAD}
 
 
@@ -24,7 +25,13 @@ def representative_span(plan: Plan) -> range:
     """Fill, one period and drain: what happens later repeats what happens here."""
     period = math.lcm(plan.microbatches, plan.alignment, *(stage.replicas for stage in plan.stages))
     fill = max(max(stage.versions * stage.round, stage.depth * stage.replicas) + stage.round for stage in plan.stages)
-    return range(-(-(fill + period) // plan.alignment) * plan.alignment + plan.alignment)
+    stop = -(-(fill + period) // plan.alignment) * plan.alignment + plan.alignment
+    if stop > MOST_SPAN:
+        raise ScheduleError(
+            f"the plan repeats only after {stop} microbatches, and more than {MOST_SPAN} can't be looked through; "
+            "give fewer --microbatches, --versions or --depths, or stages whose numbers of replicas divide each other"
+        )
+    return range(stop)
 
 
 def check(plan: Plan, span: range | None = None) -> None:
