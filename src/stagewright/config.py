@@ -189,7 +189,9 @@ class RunConfig(Section):
     export: str | None = option(None, "--export", "write the trained weights to FILE.safetensors")
     resume: str | None = option(None, "--resume", "go on from a run folder's newest checkpoint, or from a checkpoint")
     runs: str = option("runs", "--runs", "folder that holds run folders")
-    bucket: int = option(25, "--bucket", "MiB of gradient summed at a time", least=1, most=2**20)
+    bucket: int = option(
+        25, "--bucket", "MiB of gradient summed at a time (0: each parameter by itself)", least=0, most=2**20
+    )
     timeout: float = option(
         600.0, "--timeout", "seconds at one action after which a rank counts as hung", above=0, most=_YEAR
     )

@@ -40,7 +40,7 @@ BEYOND = {
     "--checkpoint-every": ("-1",),
     "--keep": ("-1",),
     "--max-restarts": ("-1",),
-    "--bucket": ("0", HUGE),
+    "--bucket": ("-1", HUGE),
     "--ahead": ("-1", HUGE),
     "--loader-threads": ("0", HUGE),
     "--threads": ("0", "99999999999999"),
