@@ -19,6 +19,7 @@ _MOST_SIDE = 2**16
 _MOST_STEPS = 10**9
 _MOST_EPOCHS = 10**6
 _MOST_SEED = 2**63 - 1
+_MOST_SCALE = 2.0**127  # of fp32
 
 
 def option(default: Any, flag: str, help: str, **bounds: float) -> Any:
@@ -163,7 +164,7 @@ class RunConfig(Section):
     seed: int = option(0, "--seed", "of weights, order and dropout", least=-_MOST_SEED, most=_MOST_SEED)
     precision: str = option("fp32", "--precision", "fp64, fp32, ieee, tf32, bf16 or fp16")
     loss_scale: float = option(
-        65536.0, "--loss-scale", "fp16: what the loss is first multiplied with", least=1, most=1e30
+        65536.0, "--loss-scale", "fp16: what the loss is first multiplied with", least=1, most=_MOST_SCALE
     )
     growth_interval: int = option(
         2000, "--growth-interval", "fp16: batches without overflow until the scale doubles", least=1
