@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stagewright.config import CheckpointConfig
+from stagewright.config.sections import CheckpointConfig
 from stagewright.runtime.checkpoint import Checkpoint, checkpoints_folder, open_checkpoint
 from stagewright.runtime.emulate import Emulation
 from stagewright.runtime.job import Job

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stagewright.config import Config, as_toml, options
+from stagewright.config import as_toml, options
+from stagewright.config.sections import Config
 from stagewright.export import export_states, require_target
 from stagewright.foresee import predict_job, what_fits
 from stagewright.observe import each_to, observed, require_rate, used

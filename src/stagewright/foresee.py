@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stagewright.config import Config
+from stagewright.config.sections import Config
 
 _ANY_GPU = "h200"  # whose memory does not matter here, and which has every precision
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def with_plan_file(config: Config) -> Config:
     """The configuration with everything that its plan file says, where it names one."""
     from stagewright.cluster import format_placement
-    from stagewright.config import PlanConfig
+    from stagewright.config.sections import PlanConfig
     from stagewright.plan.plan import Mode, read_plan
 
     options = config.plan

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
 
-from stagewright.config import Config
+from stagewright.config.sections import Config
 
 if TYPE_CHECKING:
     from stagewright.model.units import Chain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stagewright.config import PlanConfig
+from stagewright.config.sections import PlanConfig
 
 if TYPE_CHECKING:
     from stagewright.cluster import Placement

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stagewright.config import Config
+from stagewright.config.sections import Config
 
 if TYPE_CHECKING:
     from stagewright.machine.nvml import Nvml

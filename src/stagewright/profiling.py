@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stagewright.config import require_options, require_within
+from stagewright.config import require_options
+from stagewright.config.bounds import require_within
 from stagewright.equip import within_memory
 from stagewright.profile.profile import Profile, Transfer
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stagewright.config import Config, make_config
+from stagewright.config import make_config
+from stagewright.config.sections import Config
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stagewright.config import Config
+from stagewright.config.sections import Config
 
 if TYPE_CHECKING:
     from stagewright.plan.plan import Plan

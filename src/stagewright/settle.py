@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from stagewright.config import Config
+from stagewright.config.sections import Config
 from stagewright.equip import require_devices, require_kind, within_memory
 from stagewright.foresee import machines_of, planned_cuts, predict_job, require_all_machines, with_plan_file
 from stagewright.lag import least_stale, warn_of_lag

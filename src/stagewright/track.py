@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from stagewright.config import Config, as_tables
+from stagewright.config import as_tables
+from stagewright.config.sections import Config
 from stagewright.metrics import Evaluated, Step, Use
 
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}

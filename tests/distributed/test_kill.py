@@ -18,7 +18,8 @@ from unittest import mock
 
 import pytest
 
-from stagewright.config import Config, make_config
+from stagewright.config import make_config
+from stagewright.config.sections import Config
 from stagewright.experiment import Result, run
 from stagewright.runtime.ledger import Ledger
 from tests.distributed.test_command import ranks_of

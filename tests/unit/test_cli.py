@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stagewright.cli import main
-from stagewright.config import Config, as_toml, make_config, options
+from stagewright.config import as_toml, make_config, options
+from stagewright.config.sections import Config
 from tests.made_runs import make_run
 
 

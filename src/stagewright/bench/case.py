@@ -9,7 +9,8 @@ from typing import Any
 from stagewright.bench.layout import devices_of
 from stagewright.bench.suitefile import Group, SuiteFile, Tables, Trial
 from stagewright.cluster import Cluster, format_placement
-from stagewright.config import Config, make_config
+from stagewright.config import make_config
+from stagewright.config.sections import Config
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stagewright.bench.layout import layout
 from stagewright.catalog import Catalogue
 from stagewright.cluster import Cluster, parse_placement
-from stagewright.config import Config
+from stagewright.config.sections import Config
 from stagewright.plan.partition import best_cuts
 from stagewright.plan.plan import Mode, default_microbatches
 from stagewright.planner import settle_lag

@@ -14,7 +14,8 @@ from stagewright.bench.arena import Turn, compile_together, open_ranks, take_tur
 from stagewright.bench.contests import Heat, Side, Suite, Work
 from stagewright.bench.mps import shared_gpu
 from stagewright.bench.report import Outcome, make_series
-from stagewright.config import Config, make_config
+from stagewright.config import make_config
+from stagewright.config.sections import Config
 from stagewright.settle import prepare
 
 Tell = Callable[[str], None]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from stagewright.cluster import Cluster, Device, Machine, Placement, parse_placement
-from stagewright.config import Config
+from stagewright.config.sections import Config
 from stagewright.layout import plan_at, stage_numbers
 from stagewright.plan.plan import Mode, Plan
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from stagewright.bench.layout import ANYWHERE, devices_of, layout
 from stagewright.catalog import MIB, shipped
 from stagewright.cluster import Cluster, Machine, parse_placement
-from stagewright.config import Config
+from stagewright.config.sections import Config
 from stagewright.plan.estimate import Estimate
 from stagewright.predict import analytic_setting, study
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from stagewright.bench.outcome import Repeat
 from stagewright.bench.speed import steady_speed
 from stagewright.bench.watch import watched
-from stagewright.config import Config
+from stagewright.config.sections import Config
 from stagewright.experiment import Result, run
 from stagewright.plan.plan import Plan
 from stagewright.runtime.job import RunFailed

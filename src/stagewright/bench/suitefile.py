@@ -10,7 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from stagewright.config import Section, make_config, read_toml
+from stagewright.config import make_config, read_toml
+from stagewright.config.sections import Section
 
 Tables = dict[str, dict[str, Any]]
 REPEATS = 7

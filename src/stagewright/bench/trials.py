@@ -21,7 +21,8 @@ from stagewright.bench.series import outliers
 from stagewright.bench.suitefile import SuiteFile, read_suite, shipped_names
 from stagewright.catalog import MIB, Catalogue, open_cluster
 from stagewright.cluster import Cluster, parse_placement
-from stagewright.config import Config, as_tables
+from stagewright.config import as_tables
+from stagewright.config.sections import Config
 from stagewright.machine.environment import environment
 from stagewright.plan.plan import Plan
 from stagewright.predict import IMAGENET

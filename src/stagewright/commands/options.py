@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from stagewright.config import Config, options, parse_assignment, read_toml
+from stagewright.config import options, parse_assignment, read_toml
+from stagewright.config.sections import Config
 from stagewright.resume import resumed_config
 
 Commands = Any  # what argparse.add_subparsers returns; its type has no public name

@@ -6,7 +6,7 @@ import argparse
 import json
 
 from stagewright.commands.options import Commands, add_options, read_config
-from stagewright.config import require_within
+from stagewright.config.bounds import require_within
 
 _MOST_SHOWN = 2**14  # microbatches
 

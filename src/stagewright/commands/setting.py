@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from stagewright.commands.options import add_json
-from stagewright.config import require_options, require_within
+from stagewright.config import require_options
+from stagewright.config.bounds import require_within
 
 if TYPE_CHECKING:
     from stagewright.plan.estimate import Setting

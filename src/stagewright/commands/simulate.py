@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from stagewright.commands.options import Commands
 from stagewright.commands.setting import add_setting, read_setting
-from stagewright.config import require_options, require_within
+from stagewright.config import require_options
+from stagewright.config.bounds import require_within
 
 if TYPE_CHECKING:
     from rich.console import Console

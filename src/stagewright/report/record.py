@@ -282,4 +282,4 @@ def _read_memory(path: Path) -> tuple[dict[str, float], ...] | None:
 
 def as_number(value: object) -> float | None:
     """A finite number; None where it is none."""
-    return float(value) if _fits(value, float) else None  # type: ignore[arg-type]
+    return float(value) if isinstance(value, int | float) and _fits(value, float) else None

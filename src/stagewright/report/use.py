@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from stagewright.metrics import GpuUse, Use
 from stagewright.report.figures import shown
@@ -20,10 +21,7 @@ def uses_of(run: Run) -> Iterator[Block]:
         uses = all_uses[:: 1 + len(all_uses) // _MOST_MOMENTS]
         where = f", machine {number}" if len(run.uses) > 1 else ""
         ranks = sorted({rank.rank for use in uses for rank in use.ranks})
-        cores = [
-            Curve(run.label(rank), _points(uses, lambda use, rank=rank: _cores(use, rank)))  # type: ignore[misc]
-            for rank in ranks[:_MOST_CURVES]
-        ]
+        cores = [Curve(run.label(rank), _points(uses, partial(_cores, rank=rank))) for rank in ranks[:_MOST_CURVES]]
         whole = Curve("everything on the machine", _points(uses, lambda use: use.cores))
         if len(uses) > 1:
             yield Curves(f"Cores kept busy{where}", "seconds", "cores", (*cores, whole))
@@ -40,7 +38,7 @@ def _gpu_blocks(uses: Sequence[Use], where: str) -> Iterator[Block]:
         ("GPU power", "watts", lambda gpu: gpu.power),
     ):
         curves = tuple(
-            Curve(f"GPU {index}", _points(uses, lambda use, index=index, read=read: _of_gpu(use, index, read)))  # type: ignore[misc]
+            Curve(f"GPU {index}", _points(uses, partial(_of_gpu, index=index, read=read)))
             for index in indices[:_MOST_CURVES]
         )
         if any(len(curve.points) > 1 for curve in curves):

@@ -7,7 +7,7 @@ import os
 import torch
 from torch import nn
 
-from stagewright.config import Config
+from stagewright.config.sections import Config
 from stagewright.data.datasets import is_images
 from stagewright.data.device import require_decoder
 from stagewright.data.images import ImageSource

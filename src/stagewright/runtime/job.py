@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 
-from stagewright.config import Config
+from stagewright.config.sections import Config
 from stagewright.data.order import Order
 from stagewright.model.probe import Probe
 from stagewright.plan.plan import Plan

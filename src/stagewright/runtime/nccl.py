@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from stagewright.config import Config
+from stagewright.config.sections import Config
 from stagewright.runtime.device import Device, Gpu
 from stagewright.runtime.messages import DirectMessage, Layout, Message
 from stagewright.runtime.network import ChannelName, GlooNetwork, Network, PairTransport

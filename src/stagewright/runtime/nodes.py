@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stagewright.config import NodesConfig
+from stagewright.config.sections import NodesConfig
 
 DEFAULT_PORT = 29600
 TOKEN = "STAGEWRIGHT_TOKEN"

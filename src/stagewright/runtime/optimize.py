@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stagewright.config import OptimizerConfig, ScheduleConfig
+from stagewright.config.sections import OptimizerConfig, ScheduleConfig
 
 
 def learning_rate(base: float, schedule: ScheduleConfig, batch: int, batches: int) -> float:

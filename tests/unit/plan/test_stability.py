@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 import torch
 
-from stagewright.config import OptimizerConfig, ScheduleConfig
+from stagewright.config.sections import OptimizerConfig, ScheduleConfig
 from stagewright.plan.stability import Motion, stability_remark, stable_limit
 from stagewright.runtime.optimize import Optimizer, Rates
 

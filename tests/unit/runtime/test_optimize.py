@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from stagewright.config import OptimizerConfig, ScheduleConfig
+from stagewright.config.sections import OptimizerConfig, ScheduleConfig
 from stagewright.runtime.optimize import Optimizer, Rates, learning_rate
 
 

@@ -8,7 +8,8 @@ from importlib import resources
 
 from stagewright.bench.case import Case, Terms, cases_of
 from stagewright.bench.suitefile import SuiteFile, Tables, read_suite
-from stagewright.config import Config, as_toml, make_config
+from stagewright.config import as_toml, make_config
+from stagewright.config.sections import Config
 
 
 @dataclass(frozen=True, slots=True)
