@@ -13,7 +13,8 @@ from stagewright.bench import Progress, Request
 from stagewright.bench.anonymise import cleaned, make_cleaner
 from stagewright.bench.case import Terms
 from stagewright.bench.folder import write_reports, zip_logs
-from stagewright.bench.outcome import Outcome, Row, as_json, from_json
+from stagewright.bench.interval import Interval
+from stagewright.bench.outcome import Outcome, PublishedRow, Row, as_json, from_json
 from stagewright.bench.pages import verdict
 from stagewright.bench.suitefile import read_suite
 from stagewright.bench.trials import run_trials
@@ -80,6 +81,8 @@ def show(console: Console, outcome: Outcome, folder: Path) -> None:
     for name, rows in outcome.groups().items():
         say(name)
         console.print(_table(rows))
+    if published := [row for row in outcome.published if row.published]:
+        console.print(_published_table(published))
     for line in verdict(outcome):
         console.print(line, highlight=False, markup=False)
     if any(row.kind == "predicted" for row in outcome.rows):
@@ -93,22 +96,40 @@ def show(console: Console, outcome: Outcome, folder: Path) -> None:
 def _table(rows: list[Row]) -> Table:
     table = Table(box=None, pad_edge=False)
     base = next((row.name for row in rows if row.is_baseline), "first")
-    for name in ("configuration", "data", "images/s", "95 % interval", f"x {base}", "95 % interval"):
+    has_intervals = any(row.rate and row.rate.low < row.rate.high for row in rows)  # predictions are points
+    interval = ("95 % interval",) if has_intervals else ()
+    for name in ("configuration", "data", "images/s", *interval, f"x {base}", *interval):
         left = name in ("configuration", "data")
         table.add_column(name, justify="left" if left else "right", no_wrap=name != "configuration")
     for row in rows:
-        marks = ("p" if row.kind == "predicted" else "") + ("*" if row.outliers else "")
         if row.rate is None:
             table.add_row(row.name, row.data, row.kind)
             continue
-        is_point = row.rate.low == row.rate.high
-        speedup = row.speedup
+        marks = ("p" if row.kind == "predicted" else "") + ("*" if row.outliers else "")
+        rate = [f"{row.rate.value:,.0f}{marks}", _span(row.rate, 0)]
+        speedup = [f"{row.speedup.value:.2f}", _span(row.speedup, 2)] if row.speedup else ["", ""]
+        kept = 2 if has_intervals else 1
+        table.add_row(row.name, row.data, *rate[:kept], *speedup[:kept])
+    return table
+
+
+def _span(interval: Interval, digits: int) -> str:
+    """Its ends, unless it is a point."""
+    is_point = interval.low == interval.high
+    return "" if is_point else f"{interval.low:,.{digits}f} - {interval.high:,.{digits}f}"
+
+
+def _published_table(rows: list[PublishedRow]) -> Table:
+    """Runs that others published of these models there, beside what is predicted of their own software."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("published run", "images/s", "predicted", "off by"):
+        table.add_column(name, justify="left" if name == "published run" else "right", no_wrap=name != "published run")
+    for row in rows:
+        assert row.published is not None
         table.add_row(
-            row.name,
-            row.data,
-            f"{row.rate.value:,.0f}{marks}",
-            "" if is_point else f"{row.rate.low:,.0f} - {row.rate.high:,.0f}",
-            "" if speedup is None else f"{speedup.value:.2f}",
-            "" if is_point or speedup is None or row.is_baseline else f"{speedup.low:.2f} - {speedup.high:.2f}",
+            f"{row.system}, {row.model}, {row.mode} {row.batch}, {row.data}",
+            f"{row.published:,.0f}",
+            f"{row.predicted:,.0f}p",
+            f"{row.predicted / row.published - 1:+.1%}",
         )
     return table

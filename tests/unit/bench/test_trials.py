@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from stagewright.bench import Request, run_suite
-from stagewright.bench.outcome import Outcome, read_outcome
+from stagewright.bench.interval import Interval
+from stagewright.bench.outcome import Outcome, PublishedRow, read_outcome
 from stagewright.bench.pages import verdict
 from stagewright.bench.rounds import Turns
 from stagewright.cli import main
@@ -188,3 +189,22 @@ def test_what_is_shown_fits_80_columns(outcome: Outcome, folder: Path, capsys: p
     show(Console(width=80), replace(outcome, rows=rows), Path("runs/x"))
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80 and "*: a repeat stands out" in printed
+
+
+def test_published_runs_are_shown_beside_what_is_predicted_of_them(
+    outcome: Outcome, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rich.console import Console
+
+    from stagewright.bench.show import show
+
+    run = PublishedRow(
+        "OneFlow dev_ssp", "vgg16", "titan-v-8", "dp", "synthetic", "fp32", "224", 708.4, 727.8, 0.01, False, (), (), ()
+    )
+    point = Interval(100.0, 100.0, 100.0)
+    rows = tuple(replace(row, kind="predicted", rate=point, speedup=point) for row in outcome.rows)
+    show(Console(width=80), replace(outcome, rows=rows, published=(run, replace(run, published=None))), Path("runs/x"))
+    printed = capsys.readouterr().out
+    told = [" ".join(line.split()) for line in printed.splitlines() if line.startswith("OneFlow")]
+    assert told == ["OneFlow dev_ssp, vgg16, dp 224, synthetic 728 708p -2.7%"]
+    assert "interval" not in printed, "a prediction is a point"
