@@ -34,6 +34,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--staleness", type=int, metavar="N", help="most updates a stage lags")
     parser.add_argument("--lr", type=float, metavar="RATE", help="largest learning rate: is it too much for the lag?")
     parser.add_argument("--momentum", type=float, default=0.9, help="SGD momentum, with --lr (default: 0.9)")
+    parser.add_argument("--nesterov", action="store_true", help="as train --nesterov, with --lr")
     parser.add_argument("--predict", action="store_true", help="as train --predict, with --lr")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan for train --plan")
     parser.add_argument("--explain", metavar="UNIT", help="what one unit costs and where the plan puts it")
@@ -163,7 +164,7 @@ def _stability(parsed: argparse.Namespace, choice: Choice) -> dict[str, Any]:
     if parsed.lr is None or parsed.optimizer != "sgd":
         return {}
     lag = max(stage.versions for stage in choice.best.plan.stages) - 1
-    motion = Motion(parsed.momentum, lag, parsed.predict)
+    motion = Motion(parsed.momentum, lag, parsed.predict, parsed.nesterov)
     takes_staleness = choice.best.plan.mode is Mode.STALE
     remark = stability_remark(motion, parsed.lr, takes_staleness=takes_staleness)
     return {"stable_limit": stable_limit(motion), "warning": remark}

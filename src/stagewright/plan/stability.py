@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from decimal import ROUND_DOWN, Context
 from functools import cache
 
 import numpy as np
@@ -85,12 +86,17 @@ def stability_remark(motion: Motion, rate: float, *, takes_staleness: bool = Tru
     if takes_staleness and motion.lag > 1:
         less = stable_limit(replace(motion, lag=1))
         remedies.append(f"--staleness 1 with more --microbatches (up to {less:.2g})")
-    remedies.append(_gentler(motion, rate) or f"--lr {limit:.2g}")
+    remedies.append(_gentler(motion, rate) or f"--lr {_down(limit)}")
     return (
         f"at momentum {motion.momentum:g} and lag {motion.lag} learning rate x curvature is stable up to {limit:.2g} "
         f"(without lag {without:.2g}); --lr {rate:g} passes that where the loss curves by more than "
         f"{limit / rate:.2g}; try {', or '.join(remedies)}"
     )
+
+
+def _down(limit: float) -> str:
+    """Two digits that are still within it."""
+    return f"{float(Context(prec=2, rounding=ROUND_DOWN).create_decimal_from_float(limit)):g}"
 
 
 def _gentler(motion: Motion, rate: float) -> str | None:
