@@ -225,6 +225,7 @@ class Use:
     memory: int  # bytes that everything on the machine uses
     gpus: tuple[GpuUse, ...]
     ranks: tuple[RankUse, ...]
+    start: int = 0  # batch that this part of the run went on from
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ def make_monitor(job: Job, listen: Callable[[Use], None], warn: Callable[[str], 
     name = "monitor.jsonl" if machine == 0 else f"monitor-{machine}.jsonl"
     find = (lambda nvml: _gpus_of(job, machine, nvml)) if job.config.run.device == "cuda" else None
     every = job.config.run.monitor_every
-    return Monitor(Path(job.folder) / name, every, lambda: _processes(job, machine), find, listen, warn)
+    return Monitor(Path(job.folder) / name, every, lambda: _processes(job, machine), find, listen, warn, job.start)
 
 
 def each_to(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -85,6 +85,8 @@ def test_a_run_goes_on_in_its_folder_with_its_own_options(whole: Result, half: P
     assert [step.batch for step in result.steps] == steps_of(half) == list(range(8))
     assert [step.loss for step in result.steps] == [step.loss for step in whole.steps]
     assert same_bits(result.weights(), whole.weights())
+    looks = map(json.loads, (half / "monitor.jsonl").read_text().splitlines())
+    assert list(dict.fromkeys(look["start"] for look in looks)) == [0, 6]
 
 
 def test_more_steps_go_on_from_the_end(whole: Result, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ class Monitor:
         find_gpus: Callable[[Nvml], Collection[str]] | None,
         listen: Callable[[Use], None],
         warn: Callable[[str], None],
+        start: int = 0,
     ) -> None:
         self.totals = Totals()
         self.looks = 0
@@ -47,6 +48,7 @@ class Monitor:
         self._find_gpus = find_gpus  # None: the run uses none
         self._listen = listen
         self._warn = warn
+        self._start = start  # batch that the run goes on from
         self._warned: set[str] = set()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
@@ -101,7 +103,7 @@ class Monitor:
         for gpu in seen:
             if gpu.memory is None and gpu.utilisation is None:
                 self._say(f"the monitor gets no answer from GPU {gpu.index} ({gpu.uuid}); the run goes on")
-        return Use(seconds, cores, memory, seen, uses)
+        return Use(seconds, cores, memory, seen, uses, self._start)
 
     def _keep(self, use: Use, is_last: bool) -> None:
         """Write a line, or leave it out of a long run's file."""

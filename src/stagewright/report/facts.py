@@ -89,7 +89,7 @@ def memory(run: Run) -> Iterator[Block]:
         )
         yield Stacks("Memory by part, by the planner's model", "MiB", stacks)
     if peaks:
-        held = any(rank.torch_memory is not None for uses in run.uses for use in uses for rank in use.ranks)
+        held = any(rank.torch_memory is not None for use in run.own_uses for rank in use.ranks)
         title = (
             "Memory, measured peak: what torch held"
             if held

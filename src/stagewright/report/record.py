@@ -91,10 +91,19 @@ class Run:
         return "-".join(str(len(ranks)) for ranks in self.layout.stages)
 
     @property
+    def start(self) -> int:
+        """The batch that it last went on from."""
+        return self.resumes[-1].batch if self.resumes else 0
+
+    @property
     def own_steps(self) -> tuple[Step, ...]:
         """Those of the plan that it has now: since it last went on from a checkpoint."""
-        start = self.resumes[-1].batch if self.resumes else 0
-        return tuple(step for step in self.steps if step.batch >= start)
+        return tuple(step for step in self.steps if step.batch >= self.start)
+
+    @property
+    def own_uses(self) -> tuple[Use, ...]:
+        """What all machines used for the plan that it has now."""
+        return tuple(use for uses in self.uses for use in uses if use.start == self.start)
 
     @property
     def images_per_second(self) -> float | None:
@@ -180,7 +189,7 @@ def as_use(fields: dict[str, Any]) -> Use | None:
     try:
         gpus = tuple(_as_gpu(gpu) for gpu in fields["gpus"])
         ranks = tuple(RankUse(**rank) for rank in fields["ranks"])
-        use = Use(fields["seconds"], fields["cores"], fields["memory"], gpus, ranks)
+        use = Use(fields["seconds"], fields["cores"], fields["memory"], gpus, ranks, fields.get("start", 0))
     except _FAULTS:
         return None
     return use if all(map(_is_sound, (use, *gpus, *ranks))) else None

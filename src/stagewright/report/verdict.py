@@ -121,7 +121,7 @@ def _faults(run: Run) -> Iterator[str]:
 
 def _machine(run: Run) -> Iterator[str]:
     """What the monitor saw that a reader should know before he trusts the figures."""
-    moments = [use for uses in run.uses for use in uses]
+    moments = run.own_uses
     peaks = peak_memory(run)
     if peaks:
         rank = max(peaks, key=lambda rank: peaks[rank])
@@ -144,9 +144,8 @@ def peak_memory(run: Run) -> dict[int, int]:
     An emulated run is one process, which counts as rank 0.
     """
     peaks: dict[int, int] = {}
-    for uses in run.uses:
-        for use in uses:
-            for rank in use.ranks:
-                held = rank.memory if rank.torch_memory is None else rank.torch_memory
-                peaks[rank.rank] = max(peaks.get(rank.rank, 0), held)
+    for use in run.own_uses:
+        for rank in use.ranks:
+            held = rank.memory if rank.torch_memory is None else rank.torch_memory
+            peaks[rank.rank] = max(peaks.get(rank.rank, 0), held)
     return peaks

@@ -97,6 +97,16 @@ def test_a_resumed_run_says_which_steps_it_made(tmp_path: Path) -> None:
     assert "own: resumed from first at step 6; steps before were made under dp 2. The busiest" in told
 
 
+def test_a_resumed_run_has_the_memory_of_its_own_plan(tmp_path: Path) -> None:
+    records = [*steps(6), Resumed(6, "/runs/first/checkpoints/6", "dp 2"), *steps(20)[6:]]
+    own = [replace(use, start=6) for use in uses(2)]
+    made = page(make_run(tmp_path / "run", records, monitor=[*uses(50), *own]))
+    assert "The most memory had rank 2 (stage 1): 103 MiB." in verdict(made)
+    assert [row[-1] for row in block(made, "Stages", Table).rows] == ["102", "103"]
+    curves = block(made, "Cores kept busy", Curves).curves
+    assert len(curves[0].points) == 52, "time goes on over both parts"
+
+
 def test_an_interrupted_run(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps(7), is_finished=False)
     with (folder / "metrics.jsonl").open("a") as file:
