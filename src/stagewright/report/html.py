@@ -211,14 +211,18 @@ def _about_bars(bars: Bars) -> str:
     return " ".join(parts)
 
 
+def _about_curve(curve: Curve) -> str:
+    """Its ends, and its extremes where they look different from those."""
+    ends = [shown(curve.points[0].y), shown(curve.points[-1].y)]
+    told = f"first {ends[0]}, last {ends[1]}"
+    if known := [point.y for point in curve.points if math.isfinite(point.y)]:
+        for name, extreme in (("lowest", shown(min(known))), ("highest", shown(max(known)))):
+            told += f", {name} {extreme}" if extreme not in ends else ""
+    return told
+
+
 def _about_curves(curves: Curves) -> str:
-    parts = []
-    for curve in curves.curves[:8]:
-        if curve.points:
-            first, last = curve.points[0].y, curve.points[-1].y
-            known = [point.y for point in curve.points if math.isfinite(point.y)]
-            spread = f", lowest {shown(min(known))}, highest {shown(max(known))}" if len(known) > 2 else ""
-            parts.append(f"{curve.label}: first {shown(first)}, last {shown(last)}{spread}")
+    parts = [f"{curve.label}: {_about_curve(curve)}" for curve in curves.curves[:8] if curve.points]
     more = f"; and {len(curves.curves) - 8} more" if len(curves.curves) > 8 else ""
     band = " Shaded: 95 % intervals." if any(p.low is not None for c in curves.curves for p in c.points) else ""
     return f"{'; '.join(parts)}{more}.{band}" if parts else "No points."

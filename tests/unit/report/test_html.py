@@ -126,6 +126,9 @@ def test_captions_tell_ends_from_extremes() -> None:
     curve = Curve("images/s", tuple(Point(x, y) for x, y in enumerate(values)))
     page = as_html(Page("p", (Curves("C", "x", "y", (curve, Curve("none", (Point(0, float("nan")),)))),)))
     assert ">images/s: first 146.2, last 245.9, lowest 115, highest 290; none: first nan, last nan.<" in page
+    rising = Curve("rising", tuple(Point(x, y) for x, y in enumerate((0.1, 0.7, 0.92, 0.9))))
+    page = as_html(Page("p", (Curves("C", "x", "y", (rising,)),)))
+    assert ">rising: first 0.1, last 0.9, highest 0.92.<" in page
 
 
 def test_the_help_of_a_timeline_is_for_fingers_too() -> None:
