@@ -92,11 +92,11 @@ class Unconnected(Stagewright):
         super().__init__(job, rank, meeting, emit)
         device = self._worker.loader.inputs.device if isinstance(self._worker.loader, _Static) else torch.device("cuda")
         for replica in self._worker.replicas.values():
-            links = replica.links
-            links.activations_from = {peer: _NoInbox(inbox, device) for peer, inbox in links.activations_from.items()}
-            links.gradients_from = {peer: _NoInbox(inbox, device) for peer, inbox in links.gradients_from.items()}
-            links.activations_to = {peer: _NoOutbox(outbox) for peer, outbox in links.activations_to.items()}
-            links.gradients_to = {peer: _NoOutbox(outbox) for peer, outbox in links.gradients_to.items()}
+            own = replica.exchange
+            own.activations_from = {peer: _NoInbox(inbox, device) for peer, inbox in own.activations_from.items()}
+            own.gradients_from = {peer: _NoInbox(inbox, device) for peer, inbox in own.gradients_from.items()}
+            own.activations_to = {peer: _NoOutbox(outbox) for peer, outbox in own.activations_to.items()}
+            own.gradients_to = {peer: _NoOutbox(outbox) for peer, outbox in own.gradients_to.items()}
 
     def _network(self, job: Job, rank: int, meeting: Path, device: Device) -> Network:
         return _Nobody()

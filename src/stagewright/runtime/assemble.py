@@ -21,10 +21,11 @@ from stagewright.model.load import build_model
 from stagewright.model.repeat import make_repeatable
 from stagewright.model.units import Chain, Piece
 from stagewright.plan.plan import Plan, Stage
-from stagewright.runtime.boundary import Form, Links
+from stagewright.runtime.boundary import Form
 from stagewright.runtime.channels import Inbox, Outbox
 from stagewright.runtime.compute import Computing
 from stagewright.runtime.device import Cpu, Device
+from stagewright.runtime.exchange import Exchange
 from stagewright.runtime.job import Job
 from stagewright.runtime.network import Network, channels_of
 from stagewright.runtime.optimize import Optimizer, Rates
@@ -95,13 +96,13 @@ def assemble(
     plan, config = job.plan, job.config
     device = device or Cpu()
     pieces = open_pieces(config, plan.cuts, device.device)
-    links = _connect(plan, rank, network)
+    exchanges = _connect(plan, rank, network)
     collectives = {
         stage.index: network.collective(f"reduce/{stage.index}", stage.ranks) for stage in plan.stages_of(rank)
     }
     everyone = tuple(range(plan.world)) if plan.agree else (rank,)
     replicas = {
-        stage.index: _replica(job, stage, pieces[stage.index], links[stage.index], collectives[stage.index], device)
+        stage.index: _replica(job, stage, pieces[stage.index], exchanges[stage.index], collectives[stage.index], device)
         for stage in plan.stages_of(rank)
     }
 
@@ -145,27 +146,28 @@ def _loaders(job: Job, emit: Emit, device: torch.device) -> tuple[Loader, Loader
     return loader, evaluation_loader
 
 
-def _connect(plan: Plan, rank: int, network: Network) -> dict[int, Links]:
-    links = {stage.index: Links() for stage in plan.stages_of(rank)}
+def _connect(plan: Plan, rank: int, network: Network) -> dict[int, Exchange]:
+    exchanges = {stage.index: Exchange() for stage in plan.stages_of(rank)}
     for name in channels_of(plan):
-        receiving = name.stage + (1 if name.kind == "act" else -1)
+        is_forward = name.kind == "act"
+        receiving = name.stage + (1 if is_forward else -1)
         window = plan.stages[min(name.stage, receiving)].depth + 1  # no more than that can be under way in training
         if rank == name.source:
             outbox = Outbox(str(name), network.transport(name, window), network.bulletin, window, network.message)
-            (links[name.stage].activations_to if name.kind == "act" else links[name.stage].gradients_to)[
-                name.target
-            ] = outbox
+            own = exchanges[name.stage]
+            (own.activations_to if is_forward else own.gradients_to)[name.target] = outbox
         elif rank == name.target:
             inbox = Inbox(
                 str(name), network.transport(name, window), network.bulletin, network.posted_ahead, network.message
             )
-            (links[receiving].activations_from if name.kind == "act" else links[receiving].gradients_from)[
-                name.source
-            ] = inbox
-    return links
+            own = exchanges[receiving]
+            (own.activations_from if is_forward else own.gradients_from)[name.source] = inbox
+    return exchanges
 
 
-def _replica(job: Job, stage: Stage, piece: Piece, links: Links, collective: Collective, device: Device) -> Replica:
+def _replica(
+    job: Job, stage: Stage, piece: Piece, exchange: Exchange, collective: Collective, device: Device
+) -> Replica:
     config = job.config
     precision = make_precision(config.run.precision, config.run.device)
     ring = VersionRing(piece.modules, job.training.reached, stage.versions, stage.num_gradients)
@@ -176,4 +178,4 @@ def _replica(job: Job, stage: Stage, piece: Piece, links: Links, collective: Col
     rules = Rules(config.run.seed, precision, config.optimizer.label_smoothing, share, form, computing)
     rates = Rates(config.optimizer.lr, config.schedule, job.batches, stage.round, job.plan.microbatches)
     optimizer = Optimizer(config.optimizer, ring.master, rates)
-    return Replica(stage, piece, ring, reducer, optimizer, links, rules, device)
+    return Replica(stage, piece, ring, reducer, optimizer, exchange, rules, device)

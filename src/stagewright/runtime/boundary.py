@@ -1,16 +1,14 @@
-"""What passes a boundary between stages: values, messages, and the channels they take."""
+"""What passes a boundary between stages: values, and the messages that hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from stagewright.model.probe import Value
-from stagewright.plan.plan import Plan, Stage
-from stagewright.runtime.channels import Inbox, Outbox
 from stagewright.runtime.messages import Field, Layout
 
 LABELS = "labels"
@@ -76,29 +74,3 @@ class Cut:
 def is_image(value: Value) -> bool:
     """Whether a value has the shape of a batch of images."""
     return len(value.shape) == 4
-
-
-@dataclass(slots=True)
-class Links:
-    """A replica's channels, by the rank at the other end."""
-
-    activations_from: dict[int, Inbox] = field(default_factory=dict)
-    activations_to: dict[int, Outbox] = field(default_factory=dict)
-    gradients_from: dict[int, Inbox] = field(default_factory=dict)
-    gradients_to: dict[int, Outbox] = field(default_factory=dict)
-
-    def flush(self) -> None:
-        for outbox in (*self.activations_to.values(), *self.gradients_to.values()):
-            outbox.flush()
-        for inbox in (*self.activations_from.values(), *self.gradients_from.values()):
-            inbox.flush()
-
-
-def expect(inboxes: Mapping[int, Inbox], rank: int, stage: Stage, plan: Plan, neighbour: int, span: range) -> None:
-    """Announce to each inbox the microbatches that its sender and this rank both run."""
-    for peer, inbox in inboxes.items():
-        inbox.expect(_common(stage, rank, plan.stages[neighbour], peer, span))
-
-
-def _common(stage: Stage, rank: int, other: Stage, peer: int, span: range) -> Iterator[int]:
-    return (microbatch for microbatch in stage.own(rank, span) if other.rank_of(microbatch) == peer)

@@ -13,9 +13,10 @@ from torch.nn import functional
 
 from stagewright.model.units import Piece
 from stagewright.plan.plan import Stage
-from stagewright.runtime.boundary import Arrival, Cut, Form, Links, Returned
+from stagewright.runtime.boundary import Arrival, Form, Returned
 from stagewright.runtime.compute import Computing, make_compute
 from stagewright.runtime.device import Device, Reading
+from stagewright.runtime.exchange import Exchange
 from stagewright.runtime.optimize import Optimizer
 from stagewright.runtime.precision import Precision
 from stagewright.runtime.reduce import Reducer
@@ -59,7 +60,7 @@ class Replica:
         ring: VersionRing,
         reducer: Reducer,
         optimizer: Optimizer,
-        links: Links,
+        exchange: Exchange,
         rules: Rules,
         device: Device,
     ) -> None:
@@ -68,65 +69,21 @@ class Replica:
         self.ring = ring
         self.reducer = reducer
         self.optimizer = optimizer
-        self.links = links
+        self.exchange = exchange
         self.rules = rules
         self.device = device
         self.statistics = Statistics(piece.training)
         self.compute = make_compute(piece.training, rules.precision, device, rules.computing)
-        self.before: Cut | None = None
-        self.behind: Cut | None = None
-        self.arrivals: dict[int, Arrival] = {}
-        self.outputs: dict[int, Arrival] = {}
         self.flights: dict[int, Flight] = {}
-        self.returned: dict[int, Returned] = {}
-        self.gradients: dict[int, Returned] = {}  # for the stage before
         self.losses: dict[int, Reading] = {}
         share = torch.ones((), dtype=rules.precision.weights) / stage.round  # of a microbatch in its round's loss
         self._share = share.to(device.device)
         self._scales: dict[int, Tensor] = {}  # of the gradients of each update
         self._begun: set[int] = set()  # updates whose gradient buffer is in use
 
-    def open(self, before: Cut | None, behind: Cut | None) -> None:
-        """Agree with the neighbours on what messages hold from here on."""
-        self.before, self.behind = before, behind
-        links = self.links
-        if before is not None:
-            for inbox in links.activations_from.values():
-                inbox.open(before.activations)
-            for outbox in links.gradients_to.values():
-                outbox.open(before.gradients)
-        if behind is not None:
-            for outbox in links.activations_to.values():
-                outbox.open(behind.activations)
-            for inbox in links.gradients_from.values():
-                inbox.open(behind.gradients)
-
-    def receive_activations(self, microbatch: int, peer: int) -> None:
-        inbox = self.links.activations_from[peer]
-        message = inbox.receive(microbatch)
-        *tensors, labels = message.tensors
-        self.arrivals[microbatch] = Arrival(tensors, labels, lambda: inbox.release(message))
-
-    def send_activations(self, microbatch: int, peer: int) -> None:
-        output = self.outputs.pop(microbatch)
-        self.links.activations_to[peer].send(microbatch, (*output.tensors, output.labels))
-
-    def receive_gradients(self, microbatch: int, peer: int) -> None:
-        inbox = self.links.gradients_from[peer]
-        message = inbox.receive(microbatch)
-        tensors, scale = message.tensors, None
-        if self.rules.form.scaled:
-            *tensors, scale = tensors
-        self.returned[microbatch] = Returned(tensors, scale, lambda: inbox.release(message))
-
-    def send_gradients(self, microbatch: int, peer: int) -> None:
-        gradients = self.gradients.pop(microbatch)
-        scale = () if gradients.scale is None else (gradients.scale,)
-        self.links.gradients_to[peer].send(microbatch, (*gradients.tensors, *scale))
-
     def forward(self, microbatch: int, version: int) -> None:
         """Run forward with one version of the weights; keep what backward needs."""
-        arrival = self.arrivals.pop(microbatch)
+        arrival = self.exchange.arrivals.pop(microbatch)
         update = self.stage.update_of(microbatch)
         assert self.ring.use(update).version == version, f"microbatch {microbatch} came without version {version}"
         arguments, leaves = self._arguments(arrival)
@@ -137,10 +94,11 @@ class Replica:
             loss = self._loss(made, arrival.labels, microbatch)
             roots = [loss]
         else:
-            assert self.behind is not None
-            roots = [made[index] for index in self.behind.differentiable]
-            tensors = [made[index].detach() for index in self.behind.travelling]
-            self.outputs[microbatch] = Arrival(tensors, arrival.labels)
+            behind = self.exchange.behind
+            assert behind is not None
+            roots = [made[index] for index in behind.differentiable]
+            tensors = [made[index].detach() for index in behind.travelling]
+            self.exchange.outputs[microbatch] = Arrival(tensors, arrival.labels)
         self.flights[microbatch] = Flight(roots, leaves, [arrival.release, release])
 
     def backward(self, microbatch: int, version: int, overlap: bool, scale: float | None = None) -> None:
@@ -149,7 +107,7 @@ class Replica:
         The last stage multiplies the loss with `scale`, where one is given.
         """
         flight = self.flights.pop(microbatch)
-        returned = self._seeded(scale) if self.stage.is_last else self.returned.pop(microbatch)
+        returned = self._seeded(scale) if self.stage.is_last else self.exchange.returned.pop(microbatch)
         update = self.stage.update_of(microbatch)
         if returned.scale is not None and update not in self._scales:
             self._scales[update] = returned.scale.clone()
@@ -169,7 +127,7 @@ class Replica:
             gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in flight.leaves]
             if self.compute.overwrites:
                 gradients = [gradient.clone() for gradient in gradients]
-            self.gradients[microbatch] = Returned(gradients, self._scales.get(update))
+            self.exchange.gradients[microbatch] = Returned(gradients, self._scales.get(update))
         for release in flight.releases:
             release()
 
@@ -231,14 +189,15 @@ class Replica:
 
     def evaluate(self, microbatch: int, score: Callable[[Tensor, Tensor], None]) -> None:
         """Forward on the master weights, without a trace for backward."""
-        arrival = self.arrivals.pop(microbatch)
+        arrival = self.exchange.arrivals.pop(microbatch)
         with torch.no_grad(), self.rules.precision.forward_context():
             made = self.piece.evaluation(*self._values(arrival))
         if self.stage.is_last:
             score(made, arrival.labels)
         else:
-            assert self.behind is not None
-            self.outputs[microbatch] = Arrival([made[index] for index in self.behind.travelling], arrival.labels)
+            behind = self.exchange.behind
+            assert behind is not None
+            self.exchange.outputs[microbatch] = Arrival([made[index] for index in behind.travelling], arrival.labels)
         arrival.release()
 
     def state(self) -> Mapping[str, Tensor]:
@@ -248,10 +207,11 @@ class Replica:
 
     def _values(self, arrival: Arrival) -> list[object]:
         """The stage's arguments: what travelled, with the constants between."""
-        if self.before is None:
+        before = self.exchange.before
+        if before is None:
             return [self._laid_out(tensor) for tensor in arrival.tensors]
         tensors = iter(arrival.tensors)
-        return [value.constant if value.dtype is None else next(tensors) for value in self.before.values]
+        return [value.constant if value.dtype is None else next(tensors) for value in before.values]
 
     def _laid_out(self, tensor: Tensor) -> Tensor:
         if self.rules.form.channels_last and tensor.dim() == 4:
@@ -262,16 +222,16 @@ class Replica:
         """The stage's arguments for training, and the leaves among them."""
         arguments = self._values(arrival)
         leaves: list[Tensor] = []
-        if self.before is not None:
-            for index in self.before.differentiable:
+        if (before := self.exchange.before) is not None:
+            for index in before.differentiable:
                 leaf = arguments[index]
                 assert isinstance(leaf, Tensor)
                 leaf = leaf.detach().requires_grad_()
                 leaves.append(leaf)
-                arguments[index] = leaf.clone() if self.before.values[index].changed else leaf
-            for index in set(self.before.travelling) - set(self.before.differentiable):
+                arguments[index] = leaf.clone() if before.values[index].changed else leaf
+            for index in set(before.travelling) - set(before.differentiable):
                 tensor = arguments[index]
-                if self.before.values[index].changed and isinstance(tensor, Tensor):
+                if before.values[index].changed and isinstance(tensor, Tensor):
                     arguments[index] = tensor.clone()
         return arguments, leaves
 

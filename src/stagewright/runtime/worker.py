@@ -17,8 +17,9 @@ from stagewright.data.loader import Loader
 from stagewright.metrics import Score
 from stagewright.model.probe import Probe
 from stagewright.plan.plan import Stage
-from stagewright.runtime.boundary import Arrival, Cut, expect
+from stagewright.runtime.boundary import Arrival, Cut
 from stagewright.runtime.dynamic import Chooser
+from stagewright.runtime.exchange import CARRIED, expect
 from stagewright.runtime.gate import Gate
 from stagewright.runtime.job import Job
 from stagewright.runtime.losses import Losses
@@ -71,10 +72,7 @@ class Worker:
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
-            Op.SEND_ACT: lambda a: replicas[a.stage].send_activations(a.microbatch, a.peer),  # type: ignore[arg-type]
-            Op.RECV_ACT: lambda a: replicas[a.stage].receive_activations(a.microbatch, a.peer),  # type: ignore[arg-type]
-            Op.SEND_GRAD: lambda a: replicas[a.stage].send_gradients(a.microbatch, a.peer),  # type: ignore[arg-type]
-            Op.RECV_GRAD: lambda a: replicas[a.stage].receive_gradients(a.microbatch, a.peer),  # type: ignore[arg-type]
+            **dict.fromkeys(CARRIED, lambda a: replicas[a.stage].exchange.carry(a)),
             Op.REDUCE: lambda a: replicas[a.stage].reduce(a.version),  # type: ignore[arg-type]
             Op.AGREE: self._agree,
             Op.UPDATE: self._update,
@@ -169,12 +167,8 @@ class Worker:
     def awaits(self, action: Action) -> Pending | None:
         """What must be over before the action can be done without waiting."""
         replica = self.replicas[action.stage]
-        if action.op is Op.RECV_ACT:
-            assert action.peer is not None
-            return replica.links.activations_from[action.peer].next
-        if action.op is Op.RECV_GRAD:
-            assert action.peer is not None
-            return replica.links.gradients_from[action.peer].next
+        if action.op in CARRIED:
+            return replica.exchange.awaits(action)
         if action.op is Op.BACKWARD and replica.stage.is_last:
             assert action.microbatch is not None
             return self.overflow.awaits_scale(action.microbatch // self.plan.microbatches)
@@ -208,20 +202,25 @@ class Worker:
     def _forward(self, action: Action) -> None:
         replica, microbatch = self.replicas[action.stage], action.microbatch
         assert microbatch is not None
-        if replica.stage.is_first:
-            assert self.loader is not None
-            inputs, labels = self.loader.microbatch(microbatch)
-            replica.arrivals[microbatch] = Arrival([inputs], labels)
+        self._load(replica, microbatch, self.loader)
         assert action.version is not None
         replica.forward(microbatch, action.version)
         if not replica.stage.is_last:
             self._hand_over(replica, microbatch)
 
+    @staticmethod
+    def _load(replica: Replica, microbatch: int, loader: Loader | None) -> None:
+        """Give the samples to the first stage."""
+        if replica.stage.is_first:
+            assert loader is not None
+            inputs, labels = loader.microbatch(microbatch)
+            replica.exchange.arrivals[microbatch] = Arrival([inputs], labels)
+
     def _hand_over(self, replica: Replica, microbatch: int) -> None:
         """Give the outputs to the next stage where this rank carries it too."""
         behind = self.plan.stages[replica.stage.index + 1]
         if behind.rank_of(microbatch) == self.rank:
-            self.replicas[behind.index].arrivals[microbatch] = replica.outputs.pop(microbatch)
+            self.replicas[behind.index].exchange.arrivals[microbatch] = replica.exchange.outputs.pop(microbatch)
 
     def _backward(self, action: Action) -> None:
         replica, microbatch = self.replicas[action.stage], action.microbatch
@@ -236,7 +235,7 @@ class Worker:
         if not stage.is_first:
             before = self.plan.stages[stage.index - 1]
             if before.rank_of(microbatch) == self.rank:
-                self.replicas[before.index].returned[microbatch] = replica.gradients.pop(microbatch)
+                self.replicas[before.index].exchange.returned[microbatch] = replica.exchange.gradients.pop(microbatch)
 
     def _agree(self, action: Action) -> None:
         """Look whether gradients are finite; where all K = 1, exchange norms, each from its stage's first replica."""
@@ -282,10 +281,7 @@ class Worker:
             self.recorder.begin(action)
             replica, microbatch = self.replicas[action.stage], action.microbatch
             assert microbatch is not None
-            if replica.stage.is_first:
-                assert self.evaluation_loader is not None
-                inputs, labels = self.evaluation_loader.microbatch(microbatch)
-                replica.arrivals[microbatch] = Arrival([inputs], labels)
+            self._load(replica, microbatch, self.evaluation_loader)
             replica.evaluate(microbatch, self._add_score)
             if not replica.stage.is_last:
                 self._hand_over(replica, microbatch)
@@ -299,15 +295,15 @@ class Worker:
         form = next(iter(self.replicas.values())).rules.form
         cuts = [Cut.of(values, probe.samples, self.job.label_shape, form) for values in probe.cuts]
         for stage, replica in self.replicas.items():
-            replica.open(cuts[stage - 1] if stage > 0 else None, cuts[stage] if stage < len(cuts) else None)
+            replica.exchange.open(cuts[stage - 1] if stage > 0 else None, cuts[stage] if stage < len(cuts) else None)
         for stage, replica in self.replicas.items():
-            expect(replica.links.activations_from, self.rank, replica.stage, self.plan, stage - 1, span)
+            expect(replica.exchange.activations_from, self.rank, replica.stage, self.plan, stage - 1, span)
             if not forward_only:
-                expect(replica.links.gradients_from, self.rank, replica.stage, self.plan, stage + 1, span)
+                expect(replica.exchange.gradients_from, self.rank, replica.stage, self.plan, stage + 1, span)
 
     def _flush(self) -> None:
         for replica in self.replicas.values():
-            replica.links.flush()
+            replica.exchange.flush()
         self._losses.flush()
 
 

@@ -79,7 +79,8 @@ def test_four_times_the_microbatches_take_no_more_memory(case: Case, tmp_path: P
     assert many.peak <= 1.01 * few.peak
     for worker in emulation.workers:
         for replica in worker.replicas.values():
-            held = (replica.arrivals, replica.outputs, replica.flights, replica.returned, replica.gradients)
+            kept = replica.exchange
+            held = (kept.arrivals, kept.outputs, replica.flights, kept.returned, kept.gradients)
             assert not any(held), "something of a microbatch is kept after the run"
             assert not replica._begun, "an update is still open after the run"
 
