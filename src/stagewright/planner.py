@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from stagewright.catalog import MIB
+from stagewright.catalog.values import MIB
 from stagewright.cluster import format_placement
 from stagewright.plan.blocks import make_blocks
 from stagewright.plan.estimate import Estimate, Setting

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from stagewright.catalog import MIB, Catalogue, DeviceSpec, Software
+from stagewright.catalog.values import MIB, Catalogue, DeviceSpec, Software
 from stagewright.cluster import Cluster, Level, Link, Machine
 from stagewright.plan import cost
 from stagewright.plan.estimate import Estimate, Setting

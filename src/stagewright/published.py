@@ -10,7 +10,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from stagewright.catalog import Catalogue
+from stagewright.catalog.values import Catalogue
 from stagewright.cluster import Placement, parse_placement
 from stagewright.plan.partition import best_cuts
 from stagewright.plan.plan import Mode, Plan, make_plan

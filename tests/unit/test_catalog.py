@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator
+from copy import deepcopy
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from stagewright.catalog import DeviceSpec, calibration_remark, open_cluster, price_source, read_catalogue, shipped
+from stagewright.catalog import open_cluster, price_source, read_catalogue, shipped
+from stagewright.catalog.values import DeviceSpec, calibration_remark
 from stagewright.cluster import Device
 from stagewright.published import published_runs
 
@@ -137,6 +141,63 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, change: tuple[str, st
         open_cluster(own(tmp_path, MINE.replace(*change)))
     for word in words:
         assert word in str(caught.value)
+
+
+def paths_of(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The way to everything in nested tables and lists."""
+    if at:
+        yield at
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in inner:
+        yield from paths_of(item, (*at, key))
+
+
+EVERYTHING = """
+[software.mine]
+efficiency = 0.5
+handover = "my-link"
+fused = true
+context_mib = 300
+in_flight = 2
+[source.me]
+text = "told"
+date = "2026-01-01"
+measured = "three runs"
+[loader]
+decode = [500.0, "me"]
+[device.my-card]
+aliases = ["mc"]
+efficiency = { fp32 = [0.5, "me"] }
+watts = 100
+usd = [300, "me"]
+pcie = 4
+nvlink_kind = "nvlink2"
+"""
+
+
+def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    return {key: one.get(key, {}) | other.get(key, {}) for key in one.keys() | other.keys()}
+
+
+def test_a_value_of_any_other_type_is_one_line() -> None:
+    whole = tomllib.loads(MINE)
+    more = tomllib.loads(EVERYTHING)
+    whole["device"]["my-card"] |= more.pop("device")["my-card"]
+    whole = merged(whole, more)
+    assert read_catalogue((), whole).device("mc").usd == 300
+    for path in paths_of(whole):
+        for wrong in (3, -1, "x", "", [], {}, True, [[]], [3], {"x": 3}, float("nan"), None):
+            tables = deepcopy(whole)
+            inner: Any = tables
+            for key in path[:-1]:
+                inner = inner[key]
+            inner[path[-1]] = wrong
+            try:
+                read_catalogue((), tables)
+            except ValueError as error:
+                assert "\n" not in str(error)
+            except Exception as error:
+                pytest.fail(f"{path} = {wrong!r}: {type(error).__name__}: {error}")
 
 
 def test_unknown_names_suggest_near_ones() -> None:

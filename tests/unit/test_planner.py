@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from stagewright.catalog import MIB, shipped
+from stagewright.catalog import shipped
+from stagewright.catalog.values import MIB
 from stagewright.plan.estimate import Setting
 from stagewright.plan.plan import Mode, make_plan, read_plan
 from stagewright.planner import choose, explain, microbatch_counts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stagewright.catalog import DeviceSpec, Software
+from stagewright.catalog.values import DeviceSpec, Software
 from stagewright.cluster import Cluster, Level, Link, Machine, parse_placement
 from stagewright.config import make_config
 from stagewright.plan.estimate import Estimate, Setting

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stagewright.bench.layout import layout
-from stagewright.catalog import Catalogue
+from stagewright.catalog.values import Catalogue
 from stagewright.cluster import Cluster, parse_placement
 from stagewright.config.sections import Config
 from stagewright.plan.partition import best_cuts

@@ -9,7 +9,7 @@ from statistics import median
 from stagewright.bench.interval import Interval
 from stagewright.bench.layout import devices_of
 from stagewright.bench.outcome import Outcome, PublishedRow, Row
-from stagewright.catalog import MIB
+from stagewright.catalog.values import MIB
 from stagewright.predict import IMAGENET
 from stagewright.report.page import Bar, Bars, Block, Listing, Page, Table, Verdict
 

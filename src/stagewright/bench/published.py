@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from stagewright.catalog import MIB, read_catalogue
+from stagewright.catalog import read_catalogue
+from stagewright.catalog.values import MIB
 from stagewright.predict import IMAGENET
 from stagewright.published import Run, predict_run, published_runs
 

@@ -7,7 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from stagewright.bench.layout import ANYWHERE, devices_of, layout
-from stagewright.catalog import MIB, shipped
+from stagewright.catalog import shipped
+from stagewright.catalog.values import MIB
 from stagewright.cluster import Cluster, Machine, parse_placement
 from stagewright.config.sections import Config
 from stagewright.plan.estimate import Estimate

@@ -19,7 +19,8 @@ from stagewright.bench.room import Room, here
 from stagewright.bench.rounds import Length, Turns, run_rounds
 from stagewright.bench.series import outliers
 from stagewright.bench.suitefile import SuiteFile, read_suite, shipped_names
-from stagewright.catalog import MIB, Catalogue, open_cluster
+from stagewright.catalog import open_cluster
+from stagewright.catalog.values import MIB, Catalogue
 from stagewright.cluster import Cluster, parse_placement
 from stagewright.config import as_tables
 from stagewright.config.sections import Config

@@ -141,7 +141,7 @@ def _clusters_table(clusters: list[dict[str, Any]]) -> Table:
 
 
 def _devices_table(devices: list[dict[str, Any]]) -> Table:
-    from stagewright.catalog import ALONE
+    from stagewright.catalog.values import ALONE
 
     table = _table("device", "GiB", "GB/s", "fp32 T", "fp16 T", "W", "USD", "calibrated", left=("device", "calibrated"))
     for entry in devices:

@@ -96,7 +96,7 @@ def show(
     """The table of candidates, the verdict and the command that runs it."""
     from rich.table import Table
 
-    from stagewright.catalog import MIB
+    from stagewright.catalog.values import MIB
     from stagewright.cluster import format_placement
 
     def say(text: str) -> None:
@@ -171,7 +171,7 @@ def _stability(parsed: argparse.Namespace, choice: Choice) -> dict[str, Any]:
 
 
 def _show_unit(say: Any, unit: dict[str, Any]) -> None:
-    from stagewright.catalog import MIB
+    from stagewright.catalog.values import MIB
 
     say(
         f"{unit['unit']} ({unit['kind']}) is in stage {unit['stage']}: forward {unit['forward'] * 1e3:.3f} ms, "

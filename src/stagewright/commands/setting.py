@@ -69,7 +69,7 @@ def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[Study
 
 def device_remark(parsed: argparse.Namespace, settings: Sequence[Setting]) -> str | None:
     """Which devices' speeds rest on no measurement, or on one; a profile is one itself."""
-    from stagewright.catalog import calibration_remark
+    from stagewright.catalog.values import calibration_remark
 
     if parsed.profile is not None:
         return None

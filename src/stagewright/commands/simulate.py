@@ -168,7 +168,7 @@ def show(console: Console, model: str, prediction: Prediction, setting: Setting)
     """A prediction as a person reads it."""
     from rich.table import Table
 
-    from stagewright.catalog import MIB
+    from stagewright.catalog.values import MIB
     from stagewright.cluster import format_devices
 
     plan = prediction.plan

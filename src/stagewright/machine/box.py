@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stagewright.catalog import Catalogue, DeviceSpec
+from stagewright.catalog.values import Catalogue, DeviceSpec
 from stagewright.machine.topology import Topology, Way
 
 _MOST_LINKS = 18  # that a card has; rows with more are behind a switch, and name the same links again

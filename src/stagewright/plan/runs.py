@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stagewright.catalog import Software
+from stagewright.catalog.values import Software
 from stagewright.plan.estimate import Sums
 
 Array = Any  # a numpy array

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from stagewright.catalog import DeviceSpec, Software
+from stagewright.catalog.values import DeviceSpec, Software
 from stagewright.profile.profile import Table, Unit
 from stagewright.profile.shape import Convolution, Kind, Shape
 

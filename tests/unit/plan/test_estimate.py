@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stagewright.catalog import MIB, DeviceSpec, Software
+from stagewright.catalog.values import MIB, DeviceSpec, Software
 from stagewright.cluster import Cluster, Level, Link, Machine, parse_placement
 from stagewright.plan.estimate import Estimate, Setting
 from stagewright.plan.plan import Mode, make_plan

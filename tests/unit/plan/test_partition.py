@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagewright.catalog import DeviceSpec, Software, shipped
+from stagewright.catalog import shipped
+from stagewright.catalog.values import DeviceSpec, Software
 from stagewright.cluster import Cluster, Level, Link, Machine
 from stagewright.plan.blocks import make_blocks
 from stagewright.plan.estimate import Estimate, Setting, Sums

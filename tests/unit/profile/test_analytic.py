@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from stagewright.catalog import DeviceSpec, Software, shipped
+from stagewright.catalog import shipped
+from stagewright.catalog.values import DeviceSpec, Software
 from stagewright.predict import study
 from stagewright.profile.analytic import analytic_table
 from stagewright.profile.pipedream import read_pipedream
