@@ -23,7 +23,8 @@ def with_plan_file(config: Config) -> Config:
     """The configuration with everything that its plan file says, where it names one."""
     from stagewright.cluster import format_placement
     from stagewright.config.sections import PlanConfig
-    from stagewright.plan.plan import Mode, read_plan
+    from stagewright.plan.make import read_plan
+    from stagewright.plan.plan import Mode
 
     options = config.plan
     if options.file is None:
@@ -81,8 +82,9 @@ def planned_cuts(config: Config, chain: Chain, placement: Placement) -> tuple[st
 
     A model that the catalogue's arithmetic can't follow is shared out by operations, a stage's share its replicas.
     """
+    from stagewright.plan.make import default_microbatches
     from stagewright.plan.partition import best_cuts
-    from stagewright.plan.plan import Mode, default_microbatches
+    from stagewright.plan.plan import Mode
 
     replicas = [len(devices) for devices in placement]
     count = config.plan.microbatches or default_microbatches(config.plan.batch, replicas)
@@ -99,7 +101,7 @@ def planned_cuts(config: Config, chain: Chain, placement: Placement) -> tuple[st
 def what_fits(config: Config, plan: Plan, rank: int, room: int) -> str:
     """Advice for a rank that ran out of memory: the largest microbatch that the memory model lets into `room` bytes."""
     from stagewright.plan.estimate import Estimate
-    from stagewright.plan.plan import make_plan
+    from stagewright.plan.make import make_plan
 
     try:
         setting = _memory_setting(config, plan)

@@ -57,7 +57,7 @@ def _bubble(config: Config, chain: Chain | None, plan: Plan) -> Callable[[Plan],
 
 def _remedy(plan: Plan, bubble_of: Callable[[Plan], float]) -> str:
     """The fewest microbatches with which the fullest lag idles less than the goal, as far as the profile can tell."""
-    from stagewright.plan.plan import MOST_MICROBATCHES, divisors, make_plan
+    from stagewright.plan.make import MOST_MICROBATCHES, divisors, make_plan
     from stagewright.profile.profile import NotProfiled
 
     def usual(microbatches: int) -> Plan:

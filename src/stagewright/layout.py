@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 def plan_at(options: PlanConfig, placement: Placement, cuts: tuple[str, ...]) -> Plan:
     """The plan of some options on a placement."""
-    from stagewright.plan.plan import Mode, make_plan
+    from stagewright.plan.make import make_plan
+    from stagewright.plan.plan import Mode
 
     return make_plan(
         placement,

@@ -9,8 +9,9 @@ from stagewright.catalog.values import MIB
 from stagewright.cluster import format_placement
 from stagewright.plan.blocks import make_blocks
 from stagewright.plan.estimate import Estimate, Setting
+from stagewright.plan.make import make_plan, stale_versions
 from stagewright.plan.partition import Found, make_search
-from stagewright.plan.plan import Mode, Plan, make_plan, stale_versions
+from stagewright.plan.plan import Mode, Plan
 from stagewright.predict import Prediction, predict
 from stagewright.simulate import ClusterCosts, steady
 

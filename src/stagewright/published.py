@@ -12,8 +12,9 @@ from typing import Any
 
 from stagewright.catalog.values import Catalogue
 from stagewright.cluster import Placement, parse_placement
+from stagewright.plan.make import make_plan
 from stagewright.plan.partition import best_cuts
-from stagewright.plan.plan import Mode, Plan, make_plan
+from stagewright.plan.plan import Mode, Plan
 from stagewright.predict import IMAGENET, Prediction, analytic_setting, predict, study
 
 

@@ -33,7 +33,7 @@ def open_run(folder: Path) -> Run:
 def layout_of(folder: Path) -> Layout:
     """Which ranks a run has, and which stages they carry."""
     from stagewright.cluster import Cluster, Machine
-    from stagewright.plan.plan import read_plan
+    from stagewright.plan.make import read_plan
 
     path = folder / "plan.json"
     try:

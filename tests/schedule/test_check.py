@@ -5,7 +5,8 @@ import re
 import pytest
 
 from stagewright.cluster import parse_placement
-from stagewright.plan.plan import Mode, Plan, make_plan
+from stagewright.plan.make import make_plan
+from stagewright.plan.plan import Mode, Plan
 from stagewright.schedule.action import Action, parse_action, parse_program
 from stagewright.schedule.check import ScheduleError, check, check_programs, execution_order, representative_span
 from stagewright.schedule.lower import program

@@ -1,7 +1,8 @@
 """Literal programs: what each rank does, in order."""
 
 from stagewright.cluster import parse_placement
-from stagewright.plan.plan import Mode, Plan, make_plan
+from stagewright.plan.make import make_plan
+from stagewright.plan.plan import Mode, Plan
 from stagewright.schedule.action import Op, parse_program
 from stagewright.schedule.lower import evaluation_program, program
 

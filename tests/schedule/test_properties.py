@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagewright.cluster import Device
-from stagewright.plan.plan import Mode, Plan, make_plan
+from stagewright.plan.make import make_plan
+from stagewright.plan.plan import Mode, Plan
 from stagewright.schedule.action import Action, Op
 from stagewright.schedule.check import check
 from stagewright.schedule.lower import program

@@ -14,7 +14,8 @@ from stagewright.cli import main
 from stagewright.cluster import parse_placement
 from stagewright.config import make_config, options
 from stagewright.equip import within_memory
-from stagewright.plan.plan import Mode, make_plan
+from stagewright.plan.make import make_plan
+from stagewright.plan.plan import Mode
 from stagewright.schedule.check import ScheduleError, representative_span
 from tests.unit.test_cli import fails
 

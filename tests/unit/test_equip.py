@@ -12,7 +12,8 @@ from stagewright.cluster import parse_placement
 from stagewright.config import make_config
 from stagewright.equip import require_devices, require_kind
 from stagewright.foresee import what_fits
-from stagewright.plan.plan import Mode, make_plan
+from stagewright.plan.make import make_plan
+from stagewright.plan.plan import Mode
 from stagewright.runtime.device import gpu_of
 from stagewright.runtime.nccl import uses_nccl
 from stagewright.runtime.precision import make_precision

@@ -22,7 +22,7 @@ from stagewright.cluster import Cluster, Machine, parse_placement
 from stagewright.config import as_toml, make_config, parse_assignment, read_toml
 from stagewright.layout import stage_numbers
 from stagewright.model.units import Chain
-from stagewright.plan.plan import make_plan, read_plan
+from stagewright.plan.make import make_plan, read_plan
 from stagewright.profile.profile import read_profile
 from stagewright.runtime.nodes import expand_hosts, read_nodes
 from stagewright.settle import make_plan_for

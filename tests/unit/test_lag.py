@@ -9,7 +9,8 @@ import pytest
 from stagewright import lag
 from stagewright.cluster import parse_placement
 from stagewright.config import make_config
-from stagewright.plan.plan import Mode, Plan, make_plan
+from stagewright.plan.make import make_plan
+from stagewright.plan.plan import Mode, Plan
 from stagewright.profile.profile import NotProfiled
 
 

@@ -9,7 +9,8 @@ import pytest
 from stagewright.catalog import shipped
 from stagewright.catalog.values import MIB
 from stagewright.plan.estimate import Setting
-from stagewright.plan.plan import Mode, make_plan, read_plan
+from stagewright.plan.make import make_plan, read_plan
+from stagewright.plan.plan import Mode
 from stagewright.planner import choose, explain, microbatch_counts
 from stagewright.predict import analytic_setting, predict, profile_setting, study
 from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit

@@ -8,7 +8,8 @@ from stagewright.catalog.values import DeviceSpec, Software
 from stagewright.cluster import Cluster, Level, Link, Machine, parse_placement
 from stagewright.config import make_config
 from stagewright.plan.estimate import Estimate, Setting
-from stagewright.plan.plan import Mode, Plan, make_plan
+from stagewright.plan.make import make_plan
+from stagewright.plan.plan import Mode, Plan
 from stagewright.profile.profile import Table, Unit
 from stagewright.schedule.action import Action, Op
 from stagewright.settle import make_plan_for

@@ -6,8 +6,9 @@ from stagewright.bench.layout import layout
 from stagewright.catalog.values import Catalogue
 from stagewright.cluster import Cluster, parse_placement
 from stagewright.config.sections import Config
+from stagewright.plan.make import default_microbatches
 from stagewright.plan.partition import best_cuts
-from stagewright.plan.plan import Mode, default_microbatches
+from stagewright.plan.plan import Mode
 from stagewright.planner import settle_lag
 from stagewright.predict import Prediction, analytic_setting, predict, study
 

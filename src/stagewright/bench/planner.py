@@ -12,8 +12,9 @@ from rich.table import Table
 
 from stagewright.catalog import shipped
 from stagewright.cluster import Cluster, Device, Level, Machine
+from stagewright.plan.make import make_plan
 from stagewright.plan.partition import make_search
-from stagewright.plan.plan import Mode, make_plan
+from stagewright.plan.plan import Mode
 from stagewright.predict import analytic_setting, study
 from stagewright.simulate import balanced_costs, simulate
 

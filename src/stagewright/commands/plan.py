@@ -44,7 +44,8 @@ def add(commands: Commands) -> None:
 def run(parsed: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from stagewright.plan.plan import Mode, require_pieces
+    from stagewright.plan.make import require_pieces
+    from stagewright.plan.plan import Mode
     from stagewright.planner import choose, explain
 
     require_options(batch=parsed.batch, lr=parsed.lr, momentum=parsed.momentum, staleness=parsed.staleness)

@@ -75,8 +75,9 @@ def run(parsed: argparse.Namespace) -> None:
 
 def _plan(parsed: argparse.Namespace, studied: Study, setting: Setting) -> Plan:
     from stagewright.cluster import parse_placement
+    from stagewright.plan.make import default_microbatches, make_plan, read_plan, require_pieces
     from stagewright.plan.partition import best_cuts
-    from stagewright.plan.plan import Mode, default_microbatches, make_plan, read_plan, require_pieces
+    from stagewright.plan.plan import Mode
 
     if parsed.plan:
         try:

@@ -9,7 +9,8 @@ from pathlib import Path
 from stagewright.bench.watch import Seen, seen, watched
 from stagewright.cluster import parse_placement
 from stagewright.metrics import GpuUse, RankUse, Use
-from stagewright.plan.plan import Mode, make_plan
+from stagewright.plan.make import make_plan
+from stagewright.plan.plan import Mode
 
 PLAN = make_plan(parse_placement("0:0-1.0:2"), batch=8, microbatches=4, mode=Mode.STALE, cuts=("x",))
 

@@ -7,7 +7,8 @@ import pytest
 from stagewright.catalog.values import MIB, DeviceSpec, Software
 from stagewright.cluster import Cluster, Level, Link, Machine, parse_placement
 from stagewright.plan.estimate import Estimate, Setting
-from stagewright.plan.plan import Mode, make_plan
+from stagewright.plan.make import make_plan
+from stagewright.plan.plan import Mode
 from stagewright.profile.profile import Table, Unit
 
 UNITS = (

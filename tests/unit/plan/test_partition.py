@@ -16,8 +16,9 @@ from stagewright.catalog.values import DeviceSpec, Software
 from stagewright.cluster import Cluster, Level, Link, Machine
 from stagewright.plan.blocks import make_blocks
 from stagewright.plan.estimate import Estimate, Setting, Sums
+from stagewright.plan.make import make_plan
 from stagewright.plan.partition import Search, best_cuts, make_search
-from stagewright.plan.plan import Mode, make_plan
+from stagewright.plan.plan import Mode
 from stagewright.plan.rules import pipedream_seconds
 from stagewright.plan.runs import Runs
 from stagewright.profile.pipedream import read_pipedream

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from stagewright.cluster import Cluster, Machine, format_placement, parse_placement
-from stagewright.plan.plan import Mode, Plan, default_depths, default_microbatches, make_plan
+from stagewright.plan.make import default_depths, default_microbatches, make_plan
+from stagewright.plan.plan import Mode, Plan
 
 CLUSTER = Cluster((Machine(8), Machine(8)))
 SEVEN_ONE = "0:0-6.0:7"

@@ -10,7 +10,8 @@ import pytest
 from torch.distributed import HashStore
 
 from stagewright.cluster import parse_placement
-from stagewright.plan.plan import Mode, Plan, make_plan
+from stagewright.plan.make import make_plan
+from stagewright.plan.plan import Mode, Plan
 from stagewright.runtime.gate import NEVER, Gate
 from stagewright.runtime.pauses import STOP, Pauses, pause_batch
 

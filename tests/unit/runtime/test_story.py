@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stagewright.cluster import Cluster, Machine, parse_placement
-from stagewright.plan.plan import make_plan
+from stagewright.plan.make import make_plan
 from stagewright.runtime.story import Death, tell
 from stagewright.runtime.watchdog import Hung
 from stagewright.schedule.action import Action, Op

@@ -1,0 +1,176 @@
+"""A plan from its few free choices, or from a file that has them all."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from stagewright.cluster import Cluster, Placement, parse_placement
+from stagewright.plan.plan import Mode, Plan, Stage
+
+_MOST_SAMPLES = 2**31 - 1
+_MOST_VERSIONS = 128  # the stability of more lag takes minutes to find
+_MOST_DEPTH = 2**16
+MOST_MICROBATCHES = 2**14
+
+
+def read_plan(text: str, where: str, cluster: Cluster | None = None) -> Plan:
+    """The plan that a plan file describes: what `describe` writes, read back."""
+    try:
+        content = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"plan {where} is not JSON: {error}") from error
+    if isinstance(content, dict) and isinstance(content.get("plan"), dict):
+        content = content["plan"]
+    known = {"mode", "placement", "cuts", "batch", "microbatches", "versions", "depths"}
+    if not isinstance(content, dict) or not known <= content.keys():
+        missing = sorted(known - (content.keys() if isinstance(content, dict) else set()))
+        raise ValueError(f"plan {where} lacks {', '.join(missing)}; write one with stagewright plan MODEL -o FILE")
+    numbers = [content["batch"], content["microbatches"], *_as_list(content["versions"]), *_as_list(content["depths"])]
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+        raise ValueError(f"plan {where}: batch, microbatches, versions and depths are whole numbers")
+    if content["mode"] not in [str(mode) for mode in Mode]:
+        raise ValueError(f"plan {where}: unknown mode '{content['mode']}'; known: {', '.join(map(str, Mode))}")
+    mode = Mode(content["mode"])
+    return make_plan(
+        parse_placement(str(content["placement"]), cluster),
+        batch=content["batch"],
+        microbatches=content["microbatches"],
+        mode=mode,
+        versions=content["versions"] if mode is Mode.STALE else None,
+        depths=content["depths"],
+        cuts=[str(cut) for cut in _as_list(content["cuts"])],
+    )
+
+
+def _as_list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else [None]
+
+
+def make_plan(
+    placement: Placement,
+    *,
+    batch: int,
+    microbatches: int | None = None,
+    mode: Mode = Mode.SYNC,
+    staleness: int | None = None,
+    versions: Sequence[int] | None = None,
+    depths: Sequence[int] | None = None,
+    cuts: Sequence[str] = (),
+    agree: bool = False,
+    flags: bool = False,
+) -> Plan:
+    """Build a plan from its few free choices, filling in every default of the design."""
+    if mode is Mode.DP:
+        placement = (tuple(dict.fromkeys(device for devices in placement for device in devices)),)
+    replicas = [len(devices) for devices in placement]
+    if microbatches is None:
+        microbatches = default_microbatches(batch, replicas)
+    require_pieces(batch, microbatches)
+    rounds = replicas if mode is Mode.PIPEDREAM else [microbatches] * len(replicas)
+    versions = _versions(mode, replicas, staleness, versions)
+    depths = _require_depths(depths or default_depths(replicas), len(replicas))
+    devices = tuple(sorted({device for devices in placement for device in devices}))
+    rank_of = {device: rank for rank, device in enumerate(devices)}
+    stages = tuple(
+        Stage(
+            index=index,
+            count=len(placement),
+            ranks=tuple(rank_of[device] for device in placement[index]),
+            round=rounds[index],
+            versions=versions[index],
+            depth=depths[index],
+        )
+        for index in range(len(placement))
+    )
+    return Plan(mode, batch, microbatches, devices, stages, tuple(cuts), agree, flags)
+
+
+def default_microbatches(batch: int, replicas: Sequence[int]) -> int:
+    """The smallest divisor of the batch that keeps every replica busy: 2*max(r), or r for one stage."""
+    wanted = replicas[0] if len(replicas) == 1 else 2 * max(replicas)
+    return next((divisor for divisor in divisors(batch) if divisor >= wanted), batch)
+
+
+def divisors(batch: int) -> list[int]:
+    """Every number that divides a batch, the smallest first."""
+    if not 1 <= batch <= _MOST_SAMPLES:
+        raise ValueError(f"batch is {batch} samples; it must be 1 to {_MOST_SAMPLES}")
+    small = [divisor for divisor in range(1, math.isqrt(batch) + 1) if batch % divisor == 0]
+    return sorted({*small, *(batch // divisor for divisor in small)})
+
+
+def require_pieces(batch: int, microbatches: int) -> None:
+    """An error unless a batch can be cut into so many microbatches."""
+    possible = [divisor for divisor in divisors(batch) if divisor <= MOST_MICROBATCHES]
+    if microbatches > MOST_MICROBATCHES:
+        raise ValueError(
+            f"batch {batch} in {microbatches} microbatches is more than {MOST_MICROBATCHES}; "
+            f"give --microbatches {possible[-1]}"
+        )
+    if microbatches not in possible:
+        near = sorted(sorted(possible, key=lambda divisor: abs(divisor - microbatches))[:3])
+        raise ValueError(
+            f"batch {batch} is not divisible by {microbatches} microbatches; "
+            f"{'nearest that divide it: ' if len(near) > 1 else 'try '}{', '.join(map(str, near))}"
+        )
+
+
+def stale_versions(num_stages: int, staleness: int) -> list[int]:
+    """K_s = min(S-s, n+1): a stage lags by what is behind it, at most n updates."""
+    return [min(num_stages - index, staleness + 1) for index in range(num_stages)]
+
+
+def _versions(
+    mode: Mode, replicas: Sequence[int], staleness: int | None, versions: Sequence[int] | None
+) -> Sequence[int]:
+    num_stages = len(replicas)
+    if staleness is not None and staleness < 0:
+        raise ValueError(f"staleness is {staleness}; it must be 0 (synchronous) or more")
+    if staleness is not None and (mode is not Mode.STALE or versions is not None):
+        other = f"mode {mode}" if versions is None else f"versions {_join(versions)}"
+        raise ValueError(f"staleness {staleness} was given with {other}; it goes with --mode stale alone")
+    if versions is not None:
+        if mode is not Mode.STALE:
+            raise ValueError(f"versions {_join(versions)} were given with mode {mode}; use --mode stale")
+        if len(versions) != num_stages:
+            raise ValueError(
+                f"versions {_join(versions)} name {len(versions)} stages but the placement has {num_stages}; "
+                "give one number a stage"
+            )
+        _require_kept("versions", versions, _MOST_VERSIONS)
+        return versions
+    if mode is Mode.PIPEDREAM:
+        return [-(-sum(replicas[index:]) // replicas[index]) for index in range(num_stages)]
+    if mode is Mode.STALE:
+        return stale_versions(num_stages, num_stages - 1 if staleness is None else staleness)
+    return [1] * num_stages
+
+
+def _join(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def default_depths(replicas: Sequence[int]) -> list[int]:
+    """ceil(sum of r_t for t >= s, / r_s) + (S-1-s): enough in flight to cover what is behind a stage."""
+    last = len(replicas) - 1
+    return [-(-sum(replicas[index:]) // replicas[index]) + (last - index) for index in range(len(replicas))]
+
+
+def _require_depths(depths: Sequence[int], num_stages: int) -> Sequence[int]:
+    if len(depths) != num_stages:
+        raise ValueError(
+            f"depths {_join(depths)} name {len(depths)} stages but the placement has {num_stages}; "
+            "give one number a stage"
+        )
+    _require_kept("depths", depths, _MOST_DEPTH)
+    return depths
+
+
+def _require_kept(name: str, numbers: Sequence[int], most: int) -> None:
+    if min(numbers) < 1:
+        raise ValueError(f"{name} {_join(numbers)}: a stage needs at least 1")
+    if max(numbers) > most:
+        raise ValueError(f"{name} {_join(numbers)}: a stage has at most {most}; give {most} or less")
