@@ -103,7 +103,9 @@ def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool 
 def _plan_for(config: Config, chain: Chain, resume: Resume | None, warn: Warn) -> Plan:
     """The plan that the options describe, or the one that a run to resume has settled on."""
     if resume is not None and keeps_plan(config, resume):
-        return _with_agreement(config, resume.checkpoint.manifest.plan)
+        plan = resume.checkpoint.manifest.plan
+        warn_of_lag(config, plan, warn)  # the rate may be another one
+        return _with_agreement(config, plan)
     plan = make_plan_for(config, chain, warn)
     return plan if resume is None else resumed_plan(plan, resume)
 
@@ -140,15 +142,23 @@ def make_plan_for(config: Config, chain: Chain | None, warn: Warn = lambda warni
         plan = _with_gpipe_depths(plan)
     if mode is Mode.STALE and options.staleness is None and options.versions is None and len(plan.stages) > 1:
         plan = least_stale(config, chain, plan, warn)
-    if plan.microbatches < max(stage.replicas for stage in plan.stages):
-        warn(
-            f"{plan.microbatches} microbatches for {max(stage.replicas for stage in plan.stages)} replicas: some have "
-            "nothing to do in each batch; raise --microbatches"
-        )
+    if remark := idle_remark(plan):
+        warn(remark)
     if clip and not plan.is_synchronous:
         warn("stages lag, so each clips its own gradient norm, not the whole model's")
     warn_of_lag(config, plan, warn)
     return _with_agreement(config, plan)
+
+
+def idle_remark(plan: Plan) -> str | None:
+    """A warning where a batch has too few microbatches to give every replica one."""
+    most = max(stage.replicas for stage in plan.stages)
+    if plan.microbatches >= most:
+        return None
+    return (
+        f"{plan.microbatches} microbatches for {most} replicas: some have nothing to do in each batch; "
+        "raise --microbatches"
+    )
 
 
 def _with_agreement(config: Config, plan: Plan) -> Plan:
