@@ -135,10 +135,15 @@ def make_plan_for(config: Config, chain: Chain | None, warn: Warn = lambda warni
     mode = Mode(options.mode)
     placement = parse_placement(options.placement, machines_of(config))
     require_all_machines(config, placement)
+    for flag, value in (("--cut", options.cut), ("--weights", options.weights)):
+        if mode is Mode.DP and value is not None:
+            raise ValueError(f"{flag} {value} cuts the model into stages but mode dp has one; leave it out")
     cuts = () if chain is None or mode is Mode.DP else _cuts(config, chain, placement)
     clip = config.optimizer.clip is not None
     plan = plan_at(options, placement, cuts)
     if options.policy == "gpipe":
+        if options.depths is not None:
+            raise ValueError(f"--depths {options.depths} was given with --policy gpipe, which sets them; give one")
         plan = _with_gpipe_depths(plan)
     if mode is Mode.STALE and options.staleness is None and options.versions is None and len(plan.stages) > 1:
         plan = least_stale(config, chain, plan, warn)
@@ -197,11 +202,9 @@ def _cuts(config: Config, chain: Chain, placement: Placement) -> tuple[str, ...]
                 "name the first unit of each later stage"
             )
         return chain.by_names(names)
-    if len(replicas) == 1:
-        return ()
     weights = stage_numbers(config.plan.weights, "weights", ":")
     if weights is None:
-        return planned_cuts(config, chain, placement)
+        return () if len(replicas) == 1 else planned_cuts(config, chain, placement)
     if len(weights) != len(replicas):
         raise ValueError(
             f"weights {config.plan.weights} name {len(weights)} stages but the placement has {len(replicas)}; "

@@ -429,6 +429,21 @@ def test_a_terminal_without_unicode_gets_ascii() -> None:
     assert done.returncode == 0 and b"F0" in done.stdout and b".." in done.stdout, done.stderr
 
 
+def test_train_refuses_what_its_layout_would_ignore(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = ["train", "--batch", "8", "--samples", "16", "--steps", "1", "--emulate", "--runs", str(tmp_path)]
+    two = [*train, "--placement", "0:0.0:1"]
+    assert "--cut flatten cuts the model into stages but mode dp" in fails(
+        capsys, *two, "--mode", "dp", "--cut", "flatten"
+    )
+    assert "--weights 1:1 cuts the model into stages but mode dp" in fails(
+        capsys, *two, "--mode", "dp", "--weights", "1:1"
+    )
+    assert "weights 1:2 name 2 stages but the placement has 1" in fails(capsys, *train, "--weights", "1:2")
+    depths = ["--mode", "sync", "--policy", "gpipe", "--depths", "1,1"]
+    assert "--depths 1,1 was given with --policy gpipe" in fails(capsys, *two, *depths)
+    assert not list(tmp_path.iterdir())
+
+
 STAGED = ["simulate", "vgg-small", "--cluster", "titan-v-8", "--batch", "64", "--placement", "0:0.0:1"]
 
 
