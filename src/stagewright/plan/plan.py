@@ -186,7 +186,7 @@ def read_plan(text: str, where: str, cluster: Cluster | None = None) -> Plan:
     if content["mode"] not in [str(mode) for mode in Mode]:
         raise ValueError(f"plan {where}: unknown mode '{content['mode']}'; known: {', '.join(map(str, Mode))}")
     mode = Mode(content["mode"])
-    return make_plan(
+    plan = make_plan(
         parse_placement(str(content["placement"]), cluster),
         batch=content["batch"],
         microbatches=content["microbatches"],
@@ -195,6 +195,12 @@ def read_plan(text: str, where: str, cluster: Cluster | None = None) -> Plan:
         depths=content["depths"],
         cuts=[str(cut) for cut in _as_list(content["cuts"])],
     )
+    given, own = content["versions"], [stage.versions for stage in plan.stages]
+    if given != own:
+        raise ValueError(
+            f"plan {where}: versions {_join(given)} are not those of mode {mode}, {_join(own)}; use mode stale"
+        )
+    return plan
 
 
 def _as_list(value: object) -> list[Any]:
