@@ -103,7 +103,9 @@ def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool 
 def _plan_for(config: Config, chain: Chain, resume: Resume | None, warn: Warn) -> Plan:
     """The plan that the options describe, or the one that a run to resume has settled on."""
     if resume is not None and keeps_plan(config, resume):
-        return _with_agreement(config, resume.checkpoint.manifest.plan)
+        plan = resume.checkpoint.manifest.plan
+        warn_of_lag(config, plan, warn)  # the rate may be another one
+        return _with_agreement(config, plan)
     plan = make_plan_for(config, chain, warn)
     return plan if resume is None else resumed_plan(plan, resume)
 
@@ -133,22 +135,35 @@ def make_plan_for(config: Config, chain: Chain | None, warn: Warn = lambda warni
     mode = Mode(options.mode)
     placement = parse_placement(options.placement, machines_of(config))
     require_all_machines(config, placement)
+    for flag, value in (("--cut", options.cut), ("--weights", options.weights)):
+        if mode is Mode.DP and value is not None:
+            raise ValueError(f"{flag} {value} cuts the model into stages but mode dp has one; leave it out")
     cuts = () if chain is None or mode is Mode.DP else _cuts(config, chain, placement)
     clip = config.optimizer.clip is not None
     plan = plan_at(options, placement, cuts)
     if options.policy == "gpipe":
+        if options.depths is not None:
+            raise ValueError(f"--depths {options.depths} was given with --policy gpipe, which sets them; give one")
         plan = _with_gpipe_depths(plan)
     if mode is Mode.STALE and options.staleness is None and options.versions is None and len(plan.stages) > 1:
         plan = least_stale(config, chain, plan, warn)
-    if plan.microbatches < max(stage.replicas for stage in plan.stages):
-        warn(
-            f"{plan.microbatches} microbatches for {max(stage.replicas for stage in plan.stages)} replicas: some have "
-            "nothing to do in each batch; raise --microbatches"
-        )
+    if remark := idle_remark(plan):
+        warn(remark)
     if clip and not plan.is_synchronous:
         warn("stages lag, so each clips its own gradient norm, not the whole model's")
     warn_of_lag(config, plan, warn)
     return _with_agreement(config, plan)
+
+
+def idle_remark(plan: Plan) -> str | None:
+    """A warning where a batch has too few microbatches to give every replica one."""
+    most = max(stage.replicas for stage in plan.stages)
+    if plan.microbatches >= most:
+        return None
+    return (
+        f"{plan.microbatches} microbatches for {most} replicas: some have nothing to do in each batch; "
+        "raise --microbatches"
+    )
 
 
 def _with_agreement(config: Config, plan: Plan) -> Plan:
@@ -187,11 +202,9 @@ def _cuts(config: Config, chain: Chain, placement: Placement) -> tuple[str, ...]
                 "name the first unit of each later stage"
             )
         return chain.by_names(names)
-    if len(replicas) == 1:
-        return ()
     weights = stage_numbers(config.plan.weights, "weights", ":")
     if weights is None:
-        return planned_cuts(config, chain, placement)
+        return () if len(replicas) == 1 else planned_cuts(config, chain, placement)
     if len(weights) != len(replicas):
         raise ValueError(
             f"weights {config.plan.weights} name {len(weights)} stages but the placement has {len(replicas)}; "

@@ -206,6 +206,15 @@ def test_the_schedule_is_printed_and_drawn(capsys: pytest.CaptureFixture[str]) -
     assert "rank 1: 1RA0<0 1F0@0 1B0@0 1SG0>0 1RA1<0 1F1@0 1B1@0 1SG1>0 1U@0" in both
 
 
+def test_warnings_stay_out_of_the_object(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--placement", "0:0-2.0:3", "--mode", "sync", "--batch", "8", "--microbatches", "2")
+    for command in (["schedule"], ["simulate", "vgg-small", "--cluster", "titan-v-8"]):
+        main([*command, *few, "--json"])
+        said = capsys.readouterr()
+        assert json.loads(said.out)["plan"]["microbatches"] == 2
+        assert said.err.startswith("warning: 2 microbatches for 3 replicas")
+
+
 def test_numbers_without_room_are_left_out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     plan = ("--placement", "0:0.0:1", "--mode", "stale", "--batch", "14", "--microbatches", "14")
@@ -420,6 +429,21 @@ def test_a_terminal_without_unicode_gets_ascii() -> None:
     assert done.returncode == 0 and b"F0" in done.stdout and b".." in done.stdout, done.stderr
 
 
+def test_train_refuses_what_its_layout_would_ignore(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = ["train", "--batch", "8", "--samples", "16", "--steps", "1", "--emulate", "--runs", str(tmp_path)]
+    two = [*train, "--placement", "0:0.0:1"]
+    assert "--cut flatten cuts the model into stages but mode dp" in fails(
+        capsys, *two, "--mode", "dp", "--cut", "flatten"
+    )
+    assert "--weights 1:1 cuts the model into stages but mode dp" in fails(
+        capsys, *two, "--mode", "dp", "--weights", "1:1"
+    )
+    assert "weights 1:2 name 2 stages but the placement has 1" in fails(capsys, *train, "--weights", "1:2")
+    depths = ["--mode", "sync", "--policy", "gpipe", "--depths", "1,1"]
+    assert "--depths 1,1 was given with --policy gpipe" in fails(capsys, *two, *depths)
+    assert not list(tmp_path.iterdir())
+
+
 STAGED = ["simulate", "vgg-small", "--cluster", "titan-v-8", "--batch", "64", "--placement", "0:0.0:1"]
 
 
@@ -432,6 +456,24 @@ def test_simulate_keeps_the_stages_of_a_placement(capsys: pytest.CaptureFixture[
     assert "names 3 stages" in fails(capsys, *STAGED, "--weights", "1:2:3")
     assert "--weights 1:2 cuts" in fails(capsys, *STAGED, "--mode", "dp", "--weights", "1:2")
     assert "--cut flatten cuts" in fails(capsys, *STAGED[:-1], "0:0-1", "--cut", "flatten")
+
+
+def test_simulate_takes_the_least_lag_that_fills_the_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+    stages = [*STAGED[:-1], "0:0.0:1.0:2.0:3", "--microbatches", "64", "--json"]
+    fullest = json.loads(prints(capsys, *stages, "--staleness", "3"))
+    found = json.loads(prints(capsys, *stages))
+    assert fullest["plan"]["versions"] == [4, 3, 2, 1] and max(found["plan"]["versions"]) < 4
+    assert found["bubble"] <= fullest["bubble"] + 0.02
+
+
+def test_simulate_refuses_what_its_plan_file_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(json.loads(prints(capsys, *STAGED, "--json"))["plan"]))
+    alone = [*STAGED[:4], "--plan", str(plan)]
+    assert "microbatches" in prints(capsys, *alone)
+    for option in (["--batch", "8"], ["--mode", "sync"], ["--placement", "0:0"], ["--staleness", "0"]):
+        line = fails(capsys, *alone, *option)
+        assert f"{plan} was given with {' '.join(option)}; the file decides that" in line
 
 
 def test_simulate_names_the_plan_that_does_not_suit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

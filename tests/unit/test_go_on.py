@@ -24,6 +24,7 @@ from stagewright.runtime.job import Interrupted
 from stagewright.runtime.keeper import Keeper
 from stagewright.runtime.possession import possess
 from stagewright.runtime.signals import on_signal
+from stagewright.settle import prepare
 from tests.keeping import same_bits
 
 OPTIONS: dict[str, Any] = {
@@ -87,6 +88,12 @@ def test_a_run_goes_on_in_its_folder_with_its_own_options(whole: Result, half: P
     assert same_bits(result.weights(), whole.weights())
     looks = map(json.loads, (half / "monitor.jsonl").read_text().splitlines())
     assert list(dict.fromkeys(look["start"] for look in looks)) == [0, 6]
+
+
+def test_a_rate_that_the_lag_does_not_bear_is_said_when_going_on(half: Path) -> None:
+    said: list[str] = []
+    prepare(resumed_config({"run": {"resume": str(half)}, "optimizer": {"lr": 0.5}}), said.append)
+    assert len(said) == 1 and "stable up to" in said[0] and "--lr 0.5" in said[0]
 
 
 def test_more_steps_go_on_from_the_end(whole: Result, tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from stagewright.catalog import shipped
 from stagewright.catalog.values import MIB
+from stagewright.cluster import parse_placement
 from stagewright.plan.estimate import Setting
 from stagewright.plan.make import make_plan, read_plan
 from stagewright.plan.plan import Mode
@@ -65,8 +67,6 @@ def test_where_nothing_fits_it_says_which_rank_and_how_much() -> None:
 
 
 def test_a_plan_survives_its_file() -> None:
-    import json
-
     plan = choose(setting("vgg16", "rtx-2080ti-4"), 64).best.plan
     assert read_plan(json.dumps(plan.describe()), "here", shipped().cluster("rtx-2080ti-4")) == plan
 
@@ -75,6 +75,14 @@ def test_microbatches_divide_the_batch() -> None:
     assert microbatch_counts(224, 8) == [8, 14, 16, 28, 32]
     assert microbatch_counts(7, 8) == [7]
     assert all(2016 % count == 0 for count in microbatch_counts(2016, 8))
+
+
+@pytest.mark.parametrize(("mode", "own"), [(Mode.SYNC, "1,1"), (Mode.PIPEDREAM, "2,1")])
+def test_a_plan_file_whose_versions_are_not_its_modes_is_refused(mode: Mode, own: str) -> None:
+    described = make_plan(parse_placement("0:0-1.0:2"), batch=8, microbatches=4, mode=mode).describe()
+    assert read_plan(json.dumps(described), "here").mode is mode
+    with pytest.raises(ValueError, match=f"plan here: versions 3,1 are not those of mode {mode}, {own}; use mode"):
+        read_plan(json.dumps(described | {"versions": [3, 1]}), "here")
 
 
 def profiled(*sizes: int) -> Setting:

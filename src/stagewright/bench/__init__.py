@@ -90,6 +90,8 @@ def run_suite(request: Request) -> None:
         from stagewright.bench.show import run_and_show
 
         _refuse_others(request, _TAKEN_BY_SUITES)
+        if request.cluster is not None and not request.simulate:
+            raise ValueError(f"--cluster {request.cluster} is where to simulate; give --simulate as well")
         run_and_show(request)
     else:
         import difflib
@@ -105,8 +107,6 @@ def _check(request: Request) -> None:
         raise ValueError(f"--repeats is {request.repeats}; give at least 1")
     if request.steps < 0:
         raise ValueError(f"--steps is {request.steps}; give the batches of one run, or 0 for the suite's own number")
-    if request.cluster is not None and not request.simulate and request.suite != "learning":
-        raise ValueError(f"--cluster {request.cluster} is where to simulate; give --simulate as well")
     if request.cluster is not None:
         from stagewright.catalog import open_cluster
 

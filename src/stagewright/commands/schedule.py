@@ -36,7 +36,7 @@ def run(parsed: argparse.Namespace) -> None:
     from stagewright.settle import make_plan_for
     from stagewright.simulate import StageCosts, simulate
 
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, stderr=parsed.json)
     plan = make_plan_for(read_config(parsed), None, lambda warning: console.print(f"warning: {warning}", markup=False))
     require_within("--batches", parsed.batches, least=1, most=max(1, _MOST_SHOWN // plan.microbatches))
     require_within("--transfer", parsed.transfer, least=0)

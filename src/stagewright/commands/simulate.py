@@ -53,12 +53,16 @@ def run(parsed: argparse.Namespace) -> None:
     from rich.console import Console
 
     from stagewright.predict import predict
+    from stagewright.settle import idle_remark
 
     require_options(batch=parsed.batch, microbatches=parsed.microbatches, staleness=parsed.staleness)
     if parsed.microbatch is not None:
         require_within("--microbatch", parsed.microbatch, least=1)
     studied, setting = read_setting(parsed, parsed.cluster)
     plan = _plan(parsed, studied, setting)
+    console = Console(stderr=parsed.json)
+    if remark := idle_remark(plan):
+        console.print(f"warning: {remark}", highlight=False, markup=False)
     prediction = predict(plan, setting)
     if parsed.trace:
         Path(parsed.trace).write_text(json.dumps(prediction.steady.timeline.chrome_trace()))
@@ -70,7 +74,7 @@ def run(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps({"model": parsed.model, "cluster": setting.cluster.name, **prediction.describe()}))
         return
-    show(Console(), parsed.model, prediction, setting)
+    show(console, parsed.model, prediction, setting)
 
 
 def _plan(parsed: argparse.Namespace, studied: Study, setting: Setting) -> Plan:
@@ -78,8 +82,10 @@ def _plan(parsed: argparse.Namespace, studied: Study, setting: Setting) -> Plan:
     from stagewright.plan.make import default_microbatches, make_plan, read_plan, require_pieces
     from stagewright.plan.partition import best_cuts
     from stagewright.plan.plan import Mode
+    from stagewright.planner import settle_lag
 
     if parsed.plan:
+        _require_alone(parsed)
         try:
             plan = read_plan(Path(parsed.plan).read_text(encoding="utf-8"), parsed.plan, setting.cluster)
         except (OSError, UnicodeDecodeError) as error:
@@ -110,7 +116,15 @@ def _plan(parsed: argparse.Namespace, studied: Study, setting: Setting) -> Plan:
             cuts = best_cuts(setting, placement, mode, batch, count)
         if len(cuts) != len(replicas) - 1:
             raise ValueError(f"{len(cuts)} cuts make {len(cuts) + 1} stages but the placement has {len(replicas)}")
-    return make_plan(placement, batch=batch, microbatches=count, mode=mode, staleness=parsed.staleness, cuts=cuts)
+    plan = make_plan(placement, batch=batch, microbatches=count, mode=mode, staleness=parsed.staleness, cuts=cuts)
+    return settle_lag(plan, setting, parsed.staleness)
+
+
+def _require_alone(parsed: argparse.Namespace) -> None:
+    """An error for what a plan file decides."""
+    for name in ("mode", "placement", "weights", "cut", "batch", "microbatch", "microbatches", "staleness"):
+        if (value := getattr(parsed, name)) is not None:
+            raise ValueError(f"--plan {parsed.plan} was given with --{name} {value}; the file decides that: give one")
 
 
 def _require_cuts(plan: Plan, parsed: argparse.Namespace, studied: Study) -> Plan:

@@ -18,6 +18,27 @@ MOST_MICROBATCHES = 2**14
 
 def read_plan(text: str, where: str, cluster: Cluster | None = None) -> Plan:
     """The plan that a plan file describes: what `describe` writes, read back."""
+    content = _read_choices(text, where)
+    mode = Mode(content["mode"])
+    plan = make_plan(
+        parse_placement(str(content["placement"]), cluster),
+        batch=content["batch"],
+        microbatches=content["microbatches"],
+        mode=mode,
+        versions=content["versions"] if mode is Mode.STALE else None,
+        depths=content["depths"],
+        cuts=[str(cut) for cut in _as_list(content["cuts"])],
+    )
+    given, own = content["versions"], [stage.versions for stage in plan.stages]
+    if given != own:
+        raise ValueError(
+            f"plan {where}: versions {_join(given)} are not those of mode {mode}, {_join(own)}; use mode stale"
+        )
+    return plan
+
+
+def _read_choices(text: str, where: str) -> dict[str, Any]:
+    """A plan file's entries, each of its type."""
     try:
         content = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -33,16 +54,7 @@ def read_plan(text: str, where: str, cluster: Cluster | None = None) -> Plan:
         raise ValueError(f"plan {where}: batch, microbatches, versions and depths are whole numbers")
     if content["mode"] not in [str(mode) for mode in Mode]:
         raise ValueError(f"plan {where}: unknown mode '{content['mode']}'; known: {', '.join(map(str, Mode))}")
-    mode = Mode(content["mode"])
-    return make_plan(
-        parse_placement(str(content["placement"]), cluster),
-        batch=content["batch"],
-        microbatches=content["microbatches"],
-        mode=mode,
-        versions=content["versions"] if mode is Mode.STALE else None,
-        depths=content["depths"],
-        cuts=[str(cut) for cut in _as_list(content["cuts"])],
-    )
+    return content
 
 
 def _as_list(value: object) -> list[Any]:

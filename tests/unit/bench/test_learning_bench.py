@@ -151,6 +151,25 @@ def test_what_is_wrong_is_one_line(arguments: list[str], line: str, capsys: pyte
     assert caught.value.code == 2 and error.count("\n") == 1 and line in error
 
 
+@pytest.mark.parametrize(
+    ("head", "options", "line"),
+    [
+        ("steps = 7", "{}", "steps is 7, but a study trains whole epochs with seeds from 0; use run.epochs"),
+        ("repeats = 9", "{}", "repeats is 9, but a study trains whole epochs with seeds from 0; use --seeds"),
+        ("", "{ run = { steps = 1 } }", "run.steps is 1, but a study trains whole epochs"),
+        ("", "{ run = { seed = 5 } }", "run.seed is 5, but a study trains whole epochs"),
+    ],
+)
+def test_what_a_study_would_ignore_is_refused(
+    head: str, options: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = tmp_path / "study.toml"
+    study.write_text(f'title = "x"\n{head}\n[[group]]\nname = "g"\n[[group.trial]]\nname = "t"\noptions = {options}\n')
+    with pytest.raises(SystemExit):
+        main(["bench", "learning", "--study", str(study), "--data", "synthetic", "--runs", str(tmp_path / "runs")])
+    assert line in capsys.readouterr().err
+
+
 def test_a_page_has_tables_curves_and_every_run(tmp_path: Path) -> None:
     runs = [learnt("sync", seed, 0.5, 0.9) for seed in range(2)] + [learnt("stale", 0, 0.4, 0.8)]
     study = Study(

@@ -153,6 +153,7 @@ def test_a_bad_suite_is_one_line(
         (["published", "--only", "vgg16"], ["does not look at --only", "takes none"]),
         (["data", "--steps", "3"], ["does not look at --steps", "takes --repeats"]),
         (["overhead", "--set", "plan.batch=3"], ["does not look at --set", "--repeats, --steps, --only"]),
+        (["monitor", "--cluster", "titan-v-8"], ["does not look at --cluster", "takes none"]),
         (["quick", "--seeds", "2"], ["does not look at --seeds"]),
         (["learning", "--repeats", "2", "--data", "synthetic"], ["does not look at --repeats"]),
     ],

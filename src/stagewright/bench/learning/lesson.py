@@ -96,7 +96,12 @@ def lessons_of(inquiry: Inquiry, study: SuiteFile) -> list[Lesson]:
 
 def _refuse_unused(inquiry: Inquiry, study: SuiteFile) -> None:
     """An error for what a study would ignore."""
-    for tables in (*inquiry.overrides, study.options, *(group.options for group in study.group)):
+    for name, instead in (("repeats", "--seeds"), ("steps", "run.epochs"), ("limit", "run.epochs")):
+        if (value := getattr(study, name)) != getattr(SuiteFile, name):
+            raise ValueError(f"{name} is {value}, but a study trains whole epochs with seeds from 0; use {instead}")
+    groups = [group.options for group in study.group]
+    trials = [trial.options for group in study.group for trial in group.trial]
+    for tables in (*inquiry.overrides, study.options, *groups, *trials):
         for name, instead in (("steps", "run.epochs"), ("seed", "--seeds")):
             if name in tables.get("run", {}):
                 given = f"run.{name} is {tables['run'][name]}"
