@@ -11,31 +11,49 @@ from stagewright.config.sections import Config
 if TYPE_CHECKING:
     from stagewright.model.units import Chain
     from stagewright.plan.plan import Plan
+    from stagewright.simulate import Costs
 
 Warn = Callable[[str], None]
-_BUBBLE_GOAL = 0.05
+BUBBLE_GOAL = 0.05
 _MOST_TRIALS = 8
 
 
-def least_stale(config: Config, chain: Chain | None, plan: Plan, warn: Warn) -> Plan:
-    """The least lag that fills the pipeline, by what its stages cost; a remark where no lag does.
+def least_stale(
+    config: Config, chain: Chain | None, plan: Plan, warn: Warn, costs: Callable[[Plan], Costs] | None = None
+) -> Plan:
+    """The least lag that fills the pipeline, by `costs` or else what its stages cost; a remark where no lag does.
 
     Ranks of one process take turns, so there none is made.
     """
-    from stagewright.planner import at_every_lag, least_lag
+    from stagewright.planner import least_lag
 
-    bubble_of = _bubble(config, chain, plan)
+    bubble_of = _bubble(config, chain, plan) if costs is None else _bubble_by(costs)
     chosen = least_lag(plan, bubble_of)
-    if not config.run.emulate and min(bubble_of(candidate) for candidate in at_every_lag(plan)) > _BUBBLE_GOAL:
-        warn(f"ranks would wait {bubble_of(chosen):.0%} of the time; {_remedy(plan, bubble_of)}")
+    if not config.run.emulate and (remark := waiting_remark(chosen, bubble_of)):
+        warn(remark)
     return chosen
+
+
+def waiting_remark(plan: Plan, bubble_of: Callable[[Plan], float]) -> str | None:
+    """How long ranks wait, and what would fill the pipeline, where no lag does."""
+    from stagewright.planner import at_every_lag
+
+    if min(bubble_of(candidate) for candidate in at_every_lag(plan)) <= BUBBLE_GOAL:
+        return None
+    return f"ranks would wait {bubble_of(plan):.0%} of the time; {_remedy(plan, bubble_of)}"
+
+
+def _bubble_by(costs: Callable[[Plan], Costs]) -> Callable[[Plan], float]:
+    from stagewright.simulate import steady
+
+    return cache(lambda plan: steady(plan, costs(plan)).bubble)
 
 
 def _bubble(config: Config, chain: Chain | None, plan: Plan) -> Callable[[Plan], float]:
     """The share of time that ranks wait, by the profile or the catalogue, or as if stages took equally long."""
     from stagewright.foresee import Untraceable, planning_setting
-    from stagewright.plan.estimate import Estimate
-    from stagewright.simulate import ClusterCosts, balanced_costs, steady
+    from stagewright.planner import bubble_in
+    from stagewright.simulate import balanced_costs
 
     try:
         setting = None if chain is None else planning_setting(config, chain, plan.placement)
@@ -46,13 +64,7 @@ def _bubble(config: Config, chain: Chain | None, plan: Plan) -> Callable[[Plan],
         kind = setting.cluster.kind_of(plan.devices[0])
         if not set(plan.cuts) <= {unit.name for unit in setting.tables(kind, plan.samples).units}:
             setting = None  # the user's own list of units
-
-    @cache
-    def bubble(candidate: Plan) -> float:
-        costs = balanced_costs(candidate) if setting is None else ClusterCosts(Estimate(candidate, setting))
-        return steady(candidate, costs).bubble
-
-    return bubble
+    return _bubble_by(balanced_costs) if setting is None else bubble_in(setting)
 
 
 def _remedy(plan: Plan, bubble_of: Callable[[Plan], float]) -> str:
@@ -71,7 +83,7 @@ def _remedy(plan: Plan, bubble_of: Callable[[Plan], float]) -> str:
     for microbatches in more[:_MOST_TRIALS]:
         candidate = usual(microbatches)
         try:
-            if bubble_of(candidate) <= _BUBBLE_GOAL:
+            if bubble_of(candidate) <= BUBBLE_GOAL:
                 return f"--microbatches {microbatches} would fill it"
         except NotProfiled:
             return f"more --microbatches may fill it: profile with --samples {candidate.samples} to know"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from stagewright.catalog.values import MIB
 from stagewright.cluster import format_placement
 from stagewright.plan.blocks import make_blocks
-from stagewright.plan.estimate import Estimate, Setting
+from stagewright.plan.estimate import Estimate, Setting, holding_batches
 from stagewright.plan.make import make_plan, stale_versions
 from stagewright.plan.partition import Found, make_search
 from stagewright.plan.plan import Mode, Plan
@@ -207,7 +208,17 @@ def settle_lag(plan: Plan, setting: Setting, staleness: int | None = None) -> Pl
     """The plan at its least lag, unless a lag is asked for."""
     if plan.mode is not Mode.STALE or staleness is not None or len(plan.stages) == 1:
         return plan
-    return least_lag(plan, lambda candidate: steady(candidate, ClusterCosts(Estimate(candidate, setting))).bubble)
+    return least_lag(plan, bubble_in(setting))
+
+
+def bubble_in(setting: Setting) -> Callable[[Plan], float]:
+    """The share of time that a plan's ranks wait in a setting, found once a plan."""
+
+    def bubble(plan: Plan) -> float:
+        deep = holding_batches(plan, setting.software)
+        return steady(deep, ClusterCosts(Estimate(deep, setting))).bubble
+
+    return cache(bubble)
 
 
 def least_lag(plan: Plan, bubble: Callable[[Plan], float]) -> Plan:

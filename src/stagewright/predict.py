@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from stagewright.catalog.values import MIB, Catalogue, DeviceSpec, Software
 from stagewright.cluster import Cluster, Level, Link, Machine
 from stagewright.plan import cost
-from stagewright.plan.estimate import Estimate, Setting
+from stagewright.plan.estimate import Estimate, Setting, holding_batches
 from stagewright.plan.memory import Memory
 from stagewright.plan.plan import Plan
 from stagewright.profile.analytic import analytic_table
@@ -66,6 +66,7 @@ class Prediction:
 
 def predict(plan: Plan, setting: Setting) -> Prediction:
     """Simulate a plan in a setting."""
+    plan = holding_batches(plan, setting.software)
     estimate = Estimate(plan, setting)
     found = steady(plan, ClusterCosts(estimate))
     rate = plan.batch / found.batch_seconds

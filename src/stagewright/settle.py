@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from stagewright.config.sections import Config
+from stagewright.config.sections import Config, PlanConfig
 from stagewright.equip import require_devices, require_kind, within_memory
 from stagewright.foresee import machines_of, planned_cuts, predict_job, require_all_machines, with_plan_file
 from stagewright.lag import least_stale, warn_of_lag
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from stagewright.model.units import Chain, Piece
     from stagewright.plan.plan import Plan
     from stagewright.runtime.job import Evaluation, Job
+    from stagewright.simulate import Costs
 
 Warn = Callable[[str], None]
 _MOST_EVALUATIONS = 10**6
@@ -126,8 +127,13 @@ def _settle_model(config: Config) -> Config:
     return replace(config, model=replace(config.model, classes=classes), data=replace(config.data, image=image))
 
 
-def make_plan_for(config: Config, chain: Chain | None, warn: Warn = lambda warning: None) -> Plan:
-    """The plan that the options describe; without a model, one without cuts."""
+def make_plan_for(
+    config: Config,
+    chain: Chain | None,
+    warn: Warn = lambda warning: None,
+    costs: Callable[[Plan], Costs] | None = None,
+) -> Plan:
+    """The plan that the options describe; without a model, one without cuts. `costs` say what its stages take."""
     from stagewright.cluster import parse_placement
     from stagewright.plan.plan import Mode
 
@@ -135,24 +141,29 @@ def make_plan_for(config: Config, chain: Chain | None, warn: Warn = lambda warni
     mode = Mode(options.mode)
     placement = parse_placement(options.placement, machines_of(config))
     require_all_machines(config, placement)
-    for flag, value in (("--cut", options.cut), ("--weights", options.weights)):
-        if mode is Mode.DP and value is not None:
-            raise ValueError(f"{flag} {value} cuts the model into stages but mode dp has one; leave it out")
+    _refuse_unused(options)
     cuts = () if chain is None or mode is Mode.DP else _cuts(config, chain, placement)
     clip = config.optimizer.clip is not None
     plan = plan_at(options, placement, cuts)
     if options.policy == "gpipe":
-        if options.depths is not None:
-            raise ValueError(f"--depths {options.depths} was given with --policy gpipe, which sets them; give one")
         plan = _with_gpipe_depths(plan)
     if mode is Mode.STALE and options.staleness is None and options.versions is None and len(plan.stages) > 1:
-        plan = least_stale(config, chain, plan, warn)
+        plan = least_stale(config, chain, plan, warn, costs)
     if remark := idle_remark(plan):
         warn(remark)
     if clip and not plan.is_synchronous:
         warn("stages lag, so each clips its own gradient norm, not the whole model's")
     warn_of_lag(config, plan, warn)
     return _with_agreement(config, plan)
+
+
+def _refuse_unused(options: PlanConfig) -> None:
+    """An error for what a plan would ignore."""
+    for flag, value in (("--cut", options.cut), ("--weights", options.weights)):
+        if options.mode == "dp" and value is not None:
+            raise ValueError(f"{flag} {value} cuts the model into stages but mode dp has one; leave it out")
+    if options.policy == "gpipe" and options.depths is not None:
+        raise ValueError(f"--depths {options.depths} was given with --policy gpipe, which sets them; give one")
 
 
 def idle_remark(plan: Plan) -> str | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
 
 from stagewright import lag
+from stagewright.cli import main
 from stagewright.cluster import parse_placement
 from stagewright.config import make_config
 from stagewright.plan.make import make_plan
@@ -77,3 +79,28 @@ def test_less_staleness_is_a_remedy_where_it_may_be_chosen(mode: str, versions: 
     heard: list[str] = []
     lag.warn_of_lag(make_config({"optimizer": {"lr": 0.3}, "plan": {"versions": versions}}), plan, heard.append)
     assert len(heard) == 1 and ("--staleness 1" in heard[0]) == offers
+
+
+def test_a_picture_with_times_has_the_lag_that_they_ask_for(capsys: pytest.CaptureFixture[str]) -> None:
+    schedule = ("schedule", "--placement", "0:0.0:1.0:2", "--mode", "stale", "--batch", "8", "--microbatches", "8")
+    main([*schedule, "--json"])
+    assert json.loads(capsys.readouterr().out)["plan"]["versions"] == [2, 2, 1]
+    main([*schedule, "--forward", "1,1,9", "--backward", "1,1,9", "--json"])
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["plan"]["versions"] == [1, 1, 1], "the last stage never waits"
+    assert "ranks would wait 60% of the time; stages take unequally long" in printed.err
+
+
+def test_microbatches_that_leave_devices_idle_are_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    on = ("vgg16", "--cluster", "titan-v-8", "--batch", "224")
+    main(["plan", *on, "--microbatches", "4", "--json"])
+    told = json.loads(capsys.readouterr().out)["remarks"]
+    assert told[0].startswith("4 microbatches for 6 replicas") and "without --microbatches 4 other numbers" in told[1]
+    main(["plan", *on, "--json"])
+    assert json.loads(capsys.readouterr().out)["remarks"] == []
+    few = ("--placement", "0:0-6.0:7", "--mode", "stale", "--microbatches", "4", "--json")
+    main(["simulate", *on, *few])
+    told = capsys.readouterr().err
+    assert "4 microbatches for 7 replicas" in told and "ranks would wait" in told
+    main(["simulate", *on, *few, "--staleness", "0"])
+    assert "ranks would wait" not in capsys.readouterr().err

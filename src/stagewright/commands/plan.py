@@ -65,7 +65,7 @@ def run(parsed: argparse.Namespace) -> None:
     if parsed.output:
         Path(parsed.output).write_text(json.dumps(choice.best.plan.describe(), indent=1))
     if parsed.json:
-        remark = {"calibration": device_remark(parsed, [setting])}
+        remark = {"calibration": device_remark(parsed, [setting]), "remarks": _remarks(parsed, choice)}
         print(json.dumps(_as_json(parsed.model, setting, choice, explained) | remark | _stability(parsed, choice)))
         return
     show(Console(), parsed, setting, choice, explained)
@@ -138,8 +138,9 @@ def show(
         say(_lag_line(choice))
     if remark := device_remark(parsed, [setting]):
         say(remark)
-    if warning := _stability(parsed, choice).get("warning"):
-        say(f"warning: {warning}")
+    for warning in (*_remarks(parsed, choice), _stability(parsed, choice).get("warning")):
+        if warning:
+            say(f"warning: {warning}")
     if explained:
         _show_unit(say, explained)
     if parsed.output:
@@ -155,6 +156,22 @@ def _lag_line(choice: Choice) -> str:
         for lag, found in enumerate(choice.lags)
     ]
     return f"by --staleness: {'; '.join(parts)}"
+
+
+def _remarks(parsed: argparse.Namespace, choice: Choice) -> list[str]:
+    """Where the microbatches that were asked for leave devices idle."""
+    from stagewright.lag import BUBBLE_GOAL
+    from stagewright.settle import idle_remark
+
+    if parsed.microbatches is None:  # the search has looked at others
+        return []
+    best = choice.best
+    least = min((found.steady.bubble for found in choice.lags), default=0.0)
+    waiting = (
+        f"ranks would wait {best.prediction.steady.bubble:.0%} of the time; without --microbatches "
+        f"{parsed.microbatches} other numbers are looked at"
+    )
+    return [*filter(None, [idle_remark(best.plan)]), *([waiting] if least > BUBBLE_GOAL else [])]
 
 
 def _stability(parsed: argparse.Namespace, choice: Choice) -> dict[str, Any]:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
+from typing import TYPE_CHECKING
 
 from stagewright.commands.options import Commands, add_options, read_config
 from stagewright.config.bounds import require_within
+
+if TYPE_CHECKING:
+    from stagewright.plan.plan import Plan
+    from stagewright.simulate import StageCosts
 
 _MOST_SHOWN = 2**14  # microbatches
 
@@ -34,19 +40,16 @@ def run(parsed: argparse.Namespace) -> None:
     from stagewright.schedule.check import check
     from stagewright.schedule.lower import program
     from stagewright.settle import make_plan_for
-    from stagewright.simulate import StageCosts, simulate
+    from stagewright.simulate import simulate
+
+    def warn(warning: str) -> None:
+        console.print(f"warning: {warning}", markup=False)
 
     console = Console(soft_wrap=True, stderr=parsed.json)
-    plan = make_plan_for(read_config(parsed), None, lambda warning: console.print(f"warning: {warning}", markup=False))
+    is_timed = parsed.forward is not None or parsed.backward is not None
+    plan = make_plan_for(read_config(parsed), None, warn, partial(_costs, parsed) if is_timed else None)
     require_within("--batches", parsed.batches, least=1, most=max(1, _MOST_SHOWN // plan.microbatches))
-    require_within("--transfer", parsed.transfer, least=0)
-    costs = StageCosts(
-        _times(parsed.forward, "forward", len(plan.stages)),
-        _times(parsed.backward, "backward", len(plan.stages)),
-        parsed.transfer,
-    )
-    if not sum(costs.forward) + sum(costs.backward):
-        raise ValueError("--forward and --backward are 0 for every stage; give at least one a time above 0")
+    costs = _costs(parsed, plan)
     check(plan)
     span = range(plan.boundary(parsed.batches))
     programs = {rank: " ".join(map(str, program(plan, rank, span))) for rank in range(plan.world)}
@@ -62,6 +65,17 @@ def run(parsed: argparse.Namespace) -> None:
         console.print()
         for rank, text in programs.items():
             console.print(f"rank {rank}: {text}", markup=False, highlight=False)
+
+
+def _costs(parsed: argparse.Namespace, plan: Plan) -> StageCosts:
+    """The times that were given, of a plan's stages."""
+    from stagewright.simulate import StageCosts
+
+    require_within("--transfer", parsed.transfer, least=0)
+    forward, backward = (_times(getattr(parsed, name), name, len(plan.stages)) for name in ("forward", "backward"))
+    if not sum(forward) + sum(backward):
+        raise ValueError("--forward and --backward are 0 for every stage; give at least one a time above 0")
+    return StageCosts(forward, backward, parsed.transfer)
 
 
 def _times(text: str | None, name: str, stages: int) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +54,6 @@ def run(parsed: argparse.Namespace) -> None:
     from rich.console import Console
 
     from stagewright.predict import predict
-    from stagewright.settle import idle_remark
 
     require_options(batch=parsed.batch, microbatches=parsed.microbatches, staleness=parsed.staleness)
     if parsed.microbatch is not None:
@@ -61,7 +61,7 @@ def run(parsed: argparse.Namespace) -> None:
     studied, setting = read_setting(parsed, parsed.cluster)
     plan = _plan(parsed, studied, setting)
     console = Console(stderr=parsed.json)
-    if remark := idle_remark(plan):
+    for remark in _remarks(parsed, plan, setting):
         console.print(f"warning: {remark}", highlight=False, markup=False)
     prediction = predict(plan, setting)
     if parsed.trace:
@@ -75,6 +75,19 @@ def run(parsed: argparse.Namespace) -> None:
         print(json.dumps({"model": parsed.model, "cluster": setting.cluster.name, **prediction.describe()}))
         return
     show(console, parsed.model, prediction, setting)
+
+
+def _remarks(parsed: argparse.Namespace, plan: Plan, setting: Setting) -> Iterator[str]:
+    """Where devices are left idle, and how many microbatches would not."""
+    from stagewright.lag import waiting_remark
+    from stagewright.planner import bubble_in
+    from stagewright.settle import idle_remark
+
+    if idle := idle_remark(plan):
+        yield idle
+    is_free = parsed.staleness is None and not parsed.plan and not setting.software.whole_batches
+    if is_free and plan.mode == "stale" and (waiting := waiting_remark(plan, bubble_in(setting))):
+        yield waiting
 
 
 def _plan(parsed: argparse.Namespace, studied: Study, setting: Setting) -> Plan:

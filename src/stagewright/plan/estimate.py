@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -217,3 +217,16 @@ def _remedy(part: str) -> str:
         "activations": "use a smaller --batch, more --microbatches, or give the stage fewer units",
         "buffers": "use a smaller --batch or more --microbatches",
     }.get(part, "use a device with more memory")
+
+
+def holding_batches(plan: Plan, software: Software) -> Plan:
+    """The plan with stages deep enough for what a software passes at once: whole batches, where it says so."""
+    if not software.whole_batches:
+        return plan
+    stages = (replace(stage, depth=max(stage.depth, _least_depth(stage))) for stage in plan.stages)
+    return replace(plan, stages=tuple(stages))
+
+
+def _least_depth(stage: Stage) -> int:
+    """A replica's microbatches of a batch for itself and for every stage behind it."""
+    return -(-stage.round // stage.replicas) * (stage.count - stage.index)
