@@ -48,6 +48,7 @@ def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool 
     from stagewright.schedule.check import check
 
     require_kind(config)
+    _require_rates(config)
     config = _settle_model(with_plan_file(config))
     precision = make_precision(config.run.precision, config.run.device)
     asked = {"image": config.data.image, "classes": config.model.classes, "batch": config.plan.batch}
@@ -108,6 +109,23 @@ def _plan_for(config: Config, chain: Chain, resume: Resume | None, warn: Warn) -
     return plan if resume is None else resumed_plan(plan, resume)
 
 
+def _require_rates(config: Config) -> None:
+    """An error where options of the learning rate or of momentum lack the one that they go with."""
+    schedule, optimizer = config.schedule, config.optimizer
+    falls = schedule.steps.strip(", ")
+    if schedule.kind == "step" and not falls:
+        raise ValueError("--lr-schedule step has no --lr-steps, so the rate would never fall; give them, as 100,200")
+    if falls and schedule.kind != "step":
+        raise ValueError(
+            f"--lr-steps {falls} was given with --lr-schedule {schedule.kind}; it goes with --lr-schedule step alone"
+        )
+    if optimizer.nesterov and not (optimizer.name == "sgd" and optimizer.momentum):
+        raise ValueError(
+            f"--nesterov was given with --optimizer {optimizer.name} --momentum {optimizer.momentum:g}; "
+            "it goes with sgd and a momentum above 0"
+        )
+
+
 def _build(config: Config) -> Any:
     from stagewright.model.load import build_model
 
@@ -137,6 +155,8 @@ def make_plan_for(config: Config, chain: Chain | None, warn: Warn = lambda warni
     clip = config.optimizer.clip is not None
     plan = plan_at(options, placement, cuts)
     if options.policy == "gpipe":
+        if options.depths is not None:
+            raise ValueError(f"--depths {options.depths} was given with --policy gpipe, which decides them; give one")
         plan = _with_gpipe_depths(plan)
     if mode is Mode.STALE and options.staleness is None and options.versions is None and len(plan.stages) > 1:
         plan = least_stale(config, chain, plan, warn)
@@ -187,11 +207,9 @@ def _cuts(config: Config, chain: Chain, placement: Placement) -> tuple[str, ...]
                 "name the first unit of each later stage"
             )
         return chain.by_names(names)
-    if len(replicas) == 1:
-        return ()
     weights = stage_numbers(config.plan.weights, "weights", ":")
     if weights is None:
-        return planned_cuts(config, chain, placement)
+        return planned_cuts(config, chain, placement) if len(replicas) > 1 else ()
     if len(weights) != len(replicas):
         raise ValueError(
             f"weights {config.plan.weights} name {len(weights)} stages but the placement has {len(replicas)}; "
