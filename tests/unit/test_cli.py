@@ -39,6 +39,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--placement", "0:0..0:1"], ["stage 1 empty"]),
         (["--placement", "1:0"], ["machine 1", "has 1"]),
         (["--placement", "0:0.0:1", "--weights", "1:2:3"], ["1:2:3", "3 stages", "has 2"]),
+        (["--placement", "0:0", "--weights", "3:1"], ["3:1", "2 stages", "has 1"]),
         (["--placement", "0:0.0:1", "--weights", "1:a"], ["1:a", "3:1"]),
         (["--placement", "0:0.0:1", "--weights", "1:1000"], ["without units", "operations"]),
         (["--placement", "0:0.0:1", "--cut", "clasifier"], ["clasifier", "near names"]),
@@ -69,6 +70,11 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--steps", "0"], ["0 batches"]),
         (["--steps", "3", "--epochs", "3"], ["--steps 3", "--epochs 3"]),
         (["--runs", "/proc/nothing"], ["/proc/nothing", "--runs"]),
+        (["--lr-schedule", "step"], ["no --lr-steps", "100,200"]),
+        (["--lr-steps", "2,4"], ["--lr-steps 2,4", "--lr-schedule constant"]),
+        (["--nesterov", "--momentum", "0"], ["--nesterov", "--momentum 0", "above 0"]),
+        (["--nesterov", "--optimizer", "adamw"], ["--nesterov", "adamw", "sgd"]),
+        (["--placement", "0:0.0:1", "--policy", "gpipe", "--depths", "2,1"], ["--depths 2,1", "gpipe"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -206,6 +212,16 @@ def test_the_schedule_is_printed_and_drawn(capsys: pytest.CaptureFixture[str]) -
     assert "rank 1: 1RA0<0 1F0@0 1B0@0 1SG0>0 1RA1<0 1F1@0 1B1@0 1SG1>0 1U@0" in both
 
 
+def test_the_schedule_of_a_plan_file_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--placement", "0:0-1.0:2", "--batch", "12", "--microbatches", "6", "--staleness", "1", "--json")
+    asked = json.loads(prints(capsys, "schedule", *options))
+    (tmp_path / "plan.json").write_text(json.dumps(asked["plan"]))
+    drawn = ("schedule", "--plan", str(tmp_path / "plan.json"))
+    assert json.loads(prints(capsys, *drawn, "--json")) == asked
+    assert "plan.batch" in fails(capsys, *drawn, "--batch", "24")
+    assert "--profile p.json" in fails(capsys, *drawn, "--profile", "p.json")
+
+
 def test_numbers_without_room_are_left_out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     plan = ("--placement", "0:0.0:1", "--mode", "stale", "--batch", "14", "--microbatches", "14")
@@ -330,6 +346,12 @@ def test_the_catalogue_is_listed(capsys: pytest.CaptureFixture[str], monkeypatch
     [
         (["simulate", "vgg16", "--cluster", "titan-v", "--batch", "8"], ["unknown cluster", "titan-v-8"]),
         (["simulate", "vgg16", "--batch", "8"], ["no cluster", "--profile"]),
+        (["simulate", "vgg16", "--batch", "8", "--profile", "f", "--devices", "4"], ["--devices 4", "--together 4"]),
+        (
+            ["plan", "vgg16", "--batch", "8", "--profile", "f", "--software", "oneflow"],
+            ["--software oneflow", "--profile f"],
+        ),
+        (["plan", "vgg16", "--batch", "8", "--profile", "f", "--data", "imagenet"], ["--data imagenet", "--profile f"]),
         (["simulate", "vgg16", "--cluster", "titan-v-8"], ["--batch", "--microbatch"]),
         (["simulate", "vgg17", "--cluster", "titan-v-8", "--batch", "8"], ["vgg17", "vgg16"]),
         (["simulate", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--devices", "9"], ["9 devices", "has 8"]),
@@ -342,6 +364,7 @@ def test_the_catalogue_is_listed(capsys: pytest.CaptureFixture[str], monkeypatch
         (["plan", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--microbatches", "16"], ["16", "1 to 8"]),
         (["value", "vgg16"], ["--cluster"]),
         (["value", "vgg16", "--cluster", "titan-v-8", "--price", "titan-v"], ["DEVICE=USD"]),
+        (["value", "vgg16", "--cluster", "titan-v-8", "--price", "titan-x=9"], ["'titan-x'", "have titan-v"]),
         (["profile", "vgg-small", "--samples", "a"], ["'a'", "8,16"]),
         (["profile", "vgg-small", "--together", "0"], ["--together is 0"]),
         (["profile", "vgg-small", "--pipedream", "/no/file", "--samples", "8"], ["/no/file"]),
@@ -441,6 +464,7 @@ def test_simulate_names_the_plan_that_does_not_suit(tmp_path: Path, capsys: pyte
     plan.write_text(json.dumps(fields))
     line = fails(capsys, *other)
     assert str(plan) in line and "'features.7'" in line and "resnet8" in line
+    assert "--mode sync" in fails(capsys, *other, "--mode", "sync")
     plan.write_text(json.dumps(fields | {"cuts": []}))
     assert str(plan) in fails(capsys, *other)
     plan.write_bytes(b"\xff\xfe\x00")

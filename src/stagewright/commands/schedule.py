@@ -30,6 +30,7 @@ def add(commands: Commands) -> None:
 def run(parsed: argparse.Namespace) -> None:
     from rich.console import Console
 
+    from stagewright.foresee import with_plan_file
     from stagewright.report.terminal import draw_timeline, has_blocks
     from stagewright.schedule.check import check
     from stagewright.schedule.lower import program
@@ -37,7 +38,13 @@ def run(parsed: argparse.Namespace) -> None:
     from stagewright.simulate import StageCosts, simulate
 
     console = Console(soft_wrap=True)
-    plan = make_plan_for(read_config(parsed), None, lambda warning: console.print(f"warning: {warning}", markup=False))
+    config = with_plan_file(read_config(parsed))
+    if config.plan.profile is not None:
+        raise ValueError(
+            f"--profile {config.plan.profile} does not tell a schedule its times; give --forward and --backward, "
+            "or use stagewright simulate --profile"
+        )
+    plan = make_plan_for(config, None, lambda warning: console.print(f"warning: {warning}", markup=False))
     require_within("--batches", parsed.batches, least=1, most=max(1, _MOST_SHOWN // plan.microbatches))
     require_within("--transfer", parsed.transfer, least=0)
     costs = StageCosts(

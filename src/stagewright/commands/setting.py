@@ -56,6 +56,7 @@ def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[Study
     if where is not None and parsed.devices is not None:
         where = where.first(parsed.devices)
     if parsed.profile is not None:
+        _require_profile_decides(parsed, cluster)
         profile = read_profile(parsed.profile)
         profile.require(parsed.model, studied.chain.units)
         return studied, profile_setting(profile, where, catalogue, parsed.precision, optimizer=parsed.optimizer)
@@ -65,6 +66,20 @@ def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[Study
     return studied, analytic_setting(
         catalogue, where, studied.shapes, software, parsed.precision, optimizer=parsed.optimizer, loads=loads
     )
+
+
+def _require_profile_decides(parsed: argparse.Namespace, cluster: str | None) -> None:
+    """An error where an option asks for what a profile does not tell, or has told already."""
+    for name, default in (("software", "stagewright"), ("data", "synthetic")):
+        if (value := getattr(parsed, name)) != default:
+            raise ValueError(
+                f"--{name} {value} goes with the catalogue's times, but --profile {parsed.profile} was given; leave one out"
+            )
+    if parsed.devices is not None and cluster is None:
+        raise ValueError(
+            f"--devices {parsed.devices} was given without --cluster, but the profile decides the devices; "
+            f"profile again with --together {parsed.devices}"
+        )
 
 
 def device_remark(parsed: argparse.Namespace, settings: Sequence[Setting]) -> str | None:

@@ -79,6 +79,7 @@ def _plan(parsed: argparse.Namespace, studied: Study, setting: Setting) -> Plan:
     from stagewright.plan.plan import Mode, default_microbatches, make_plan, read_plan, require_pieces
 
     if parsed.plan:
+        _require_alone(parsed)
         try:
             plan = read_plan(Path(parsed.plan).read_text(encoding="utf-8"), parsed.plan, setting.cluster)
         except (OSError, UnicodeDecodeError) as error:
@@ -110,6 +111,15 @@ def _plan(parsed: argparse.Namespace, studied: Study, setting: Setting) -> Plan:
         if len(cuts) != len(replicas) - 1:
             raise ValueError(f"{len(cuts)} cuts make {len(cuts) + 1} stages but the placement has {len(replicas)}")
     return make_plan(placement, batch=batch, microbatches=count, mode=mode, staleness=parsed.staleness, cuts=cuts)
+
+
+def _require_alone(parsed: argparse.Namespace) -> None:
+    """A plan file decides the layout: an option that does too is refused, not ignored."""
+    for name in ("mode", "placement", "weights", "cut", "batch", "microbatch", "microbatches", "staleness"):
+        if (value := getattr(parsed, name)) is not None:
+            raise ValueError(
+                f"--plan {parsed.plan} was given with --{name} {value}; the file decides that, so give one"
+            )
 
 
 def _require_cuts(plan: Plan, parsed: argparse.Namespace, studied: Study) -> Plan:
