@@ -56,6 +56,10 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--model", "tests.unit.test_cli:broken_factory"], ["factory raised KeyError", "why"]),
         (["--model", "tests.unit.test_cli:two_outputs"], ["tuple", "one tensor"]),
         (["--model", "tests.unit.test_cli:too_small"], ["[64, 3, 32, 32]", "3072"]),
+        (
+            ["--model", "tests.unit.test_cli:branching", "--placement", "0:0.0:1"],
+            ["control flow", "can't be cut into 2 stages", "nn.Sequential"],
+        ),
         (["--data", "tensors:/no/such/file"], ["/no/such/file"]),
         (["--data", "pictures"], ["pictures", "tensors:FILE"]),
         (["--precision", "fp16"], ["fp16", "GPU"]),
@@ -98,6 +102,15 @@ class TwoOutputs(torch.nn.Module):
 
 def two_outputs() -> torch.nn.Module:
     return TwoOutputs()
+
+
+class Branching(TwoOutputs):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.linear(x.flatten(1)) if x.sum() > 0 else self.linear(-x.flatten(1))  # type: ignore[no-any-return]
+
+
+def branching() -> torch.nn.Module:
+    return Branching()
 
 
 def too_small() -> torch.nn.Module:
@@ -479,6 +492,25 @@ def test_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) 
 def test_a_plan_that_does_not_fit_says_which_rank(capsys: pytest.CaptureFixture[str]) -> None:
     out = prints(capsys, "simulate", "vgg16", "--cluster", "titan-v-8", "--batch", "2048")
     assert "does not fit: stage 0 replica 0 (rank 0, machine 0) needs" in " ".join(out.split())
+
+
+def test_an_imported_profile_is_planned_by(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = "forward_compute_time=2.0, backward_compute_time=4.0, activation_size=1000.0, parameter_size=4000.0"
+    graph, profile = tmp_path / "graph.txt", str(tmp_path / "profile.json")
+    graph.write_text(
+        "".join(f"node{n} -- ReLU -- {numbers}\n" for n in (1, 2, 3)) + "\tnode1 -- node2\n\tnode2 -- node3\n"
+    )
+    prints(capsys, "profile", "alexnet", "--pipedream", str(graph), "--samples", "32", "-o", profile)
+    rest = ["--profile", profile, "--cluster", "titan-v-8", "--devices", "2", "--batch", "64"]
+    found = json.loads(prints(capsys, "plan", "alexnet", *rest, "--explain", "node2", "--json"))
+    assert found["unit"]["forward"] == pytest.approx(2e-3)
+    staged = json.loads(prints(capsys, "simulate", "alexnet", *rest, "--placement", "0:0.0:1", "--json"))
+    assert staged["plan"]["cuts"][0] in ("node2", "node3")
+    assert "imported as alexnet" in fails(capsys, "plan", "vgg16", *rest)
+    run = ["train", "--model", "alexnet", "--placement", "0:0.0:1", "--batch", "2", "--steps", "1"]
+    assert "was imported" in fails(capsys, *run, "--profile", profile)
+    assert "--output p.json" in fails(capsys, "plan", "alexnet", *rest, "-o", "p.json")
+    assert "--cut" in fails(capsys, "simulate", "alexnet", *rest, "--placement", "0:0.0:1", "--cut", "features.3")
 
 
 REST = '"placement": "0:0", "cuts": [], "microbatches": 1, "versions": [1], "depths": [1]'
