@@ -200,7 +200,8 @@ def measured_cluster(profile: Profile) -> Cluster:
     ceilings = profile.ceilings
     if ceilings is None or not ceilings.transfers:
         raise ValueError(
-            f"the profile of {profile.model} has no links; give --cluster, or profile again with --together 2"
+            f"the profile of {profile.model} has no links; profile again with --together 2 "
+            "(plan and simulate also take --cluster instead)"
         )
     slowest = min(ceilings.transfers, key=lambda transfer: transfer.bandwidth)
     on_cpu = profile.device == "cpu"

@@ -49,6 +49,7 @@ def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool 
     from stagewright.schedule.check import check
 
     require_kind(config)
+    _require_rates(config)
     config = _settle_model(with_plan_file(config))
     precision = make_precision(config.run.precision, config.run.device)
     asked = {"image": config.data.image, "classes": config.model.classes, "batch": config.plan.batch}
@@ -109,6 +110,23 @@ def _plan_for(config: Config, chain: Chain, resume: Resume | None, warn: Warn) -
         return _with_agreement(config, plan)
     plan = make_plan_for(config, chain, warn)
     return plan if resume is None else resumed_plan(plan, resume)
+
+
+def _require_rates(config: Config) -> None:
+    """An error where options of the learning rate or of momentum lack the one that they go with."""
+    schedule, optimizer = config.schedule, config.optimizer
+    falls = schedule.steps.strip(", ")
+    if schedule.kind == "step" and not falls:
+        raise ValueError("--lr-schedule step has no --lr-steps, so the rate would never fall; give them, as 100,200")
+    if falls and schedule.kind != "step":
+        raise ValueError(
+            f"--lr-steps {falls} was given with --lr-schedule {schedule.kind}; it goes with --lr-schedule step alone"
+        )
+    if optimizer.nesterov and not (optimizer.name == "sgd" and optimizer.momentum):
+        raise ValueError(
+            f"--nesterov was given with --optimizer {optimizer.name} --momentum {optimizer.momentum:g}; "
+            "it goes with sgd and a momentum above 0"
+        )
 
 
 def _build(config: Config) -> Any:

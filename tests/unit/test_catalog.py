@@ -134,6 +134,11 @@ def test_a_users_file_extends_the_catalogue(tmp_path: Path) -> None:
         (("[cluster.mine]", "[cluster.mine"), ["not TOML"]),
         (("memory_mib = 1000", ""), ["no 'memory_mib'"]),
         (("devices = 3", "devices = 1000000"), ["1000000", "65536"]),
+        (("devices = 3", "devices = 3\ncore = 32"), ["cluster.mine.machines", "'core'", "did you mean 'cores'?"]),
+        (("[cluster.mine]", '[cluster.mine]\nnet = "net-10g"'), ["cluster.mine", "'net'", "network"]),
+        (('{ link = "my-link" }', '{ link = "my-link", lane = 2 }'), ["levels", "'lane'", "'lanes'"]),
+        (("bandwidth = 5e9", "bandwidth = 5e9\nlatancy = 1e-6"), ["link.my-link", "'latancy'", "'latency'"]),
+        (("bandwidth = 1e11", "bandwidth = 1e11\nprice = 500"), ["device.my-card", "'price'", "usd"]),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, change: tuple[str, str], words: list[str]) -> None:

@@ -39,6 +39,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--placement", "0:0..0:1"], ["stage 1 empty"]),
         (["--placement", "1:0"], ["machine 1", "has 1"]),
         (["--placement", "0:0.0:1", "--weights", "1:2:3"], ["1:2:3", "3 stages", "has 2"]),
+        (["--placement", "0:0", "--weights", "3:1"], ["3:1", "2 stages", "has 1"]),
         (["--placement", "0:0.0:1", "--weights", "1:a"], ["1:a", "3:1"]),
         (["--placement", "0:0.0:1", "--weights", "1:1000"], ["without units", "operations"]),
         (["--placement", "0:0.0:1", "--cut", "clasifier"], ["clasifier", "near names"]),
@@ -55,6 +56,10 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--model", "tests.unit.test_cli:broken_factory"], ["factory raised KeyError", "why"]),
         (["--model", "tests.unit.test_cli:two_outputs"], ["tuple", "one tensor"]),
         (["--model", "tests.unit.test_cli:too_small"], ["[64, 3, 32, 32]", "3072"]),
+        (
+            ["--model", "tests.unit.test_cli:branching", "--placement", "0:0.0:1"],
+            ["control flow", "can't be cut into 2 stages", "nn.Sequential"],
+        ),
         (["--data", "tensors:/no/such/file"], ["/no/such/file"]),
         (["--data", "pictures"], ["pictures", "tensors:FILE"]),
         (["--precision", "fp16"], ["fp16", "GPU"]),
@@ -69,6 +74,11 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--steps", "0"], ["0 batches"]),
         (["--steps", "3", "--epochs", "3"], ["--steps 3", "--epochs 3"]),
         (["--runs", "/proc/nothing"], ["/proc/nothing", "--runs"]),
+        (["--lr-schedule", "step"], ["no --lr-steps", "100,200"]),
+        (["--lr-steps", "2,4"], ["--lr-steps 2,4", "--lr-schedule constant"]),
+        (["--nesterov", "--momentum", "0"], ["--nesterov", "--momentum 0", "above 0"]),
+        (["--nesterov", "--optimizer", "adamw"], ["--nesterov", "adamw", "sgd"]),
+        (["--placement", "0:0.0:1", "--policy", "gpipe", "--depths", "2,1"], ["--depths 2,1", "gpipe"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -92,6 +102,15 @@ class TwoOutputs(torch.nn.Module):
 
 def two_outputs() -> torch.nn.Module:
     return TwoOutputs()
+
+
+class Branching(TwoOutputs):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.linear(x.flatten(1)) if x.sum() > 0 else self.linear(-x.flatten(1))  # type: ignore[no-any-return]
+
+
+def branching() -> torch.nn.Module:
+    return Branching()
 
 
 def too_small() -> torch.nn.Module:
@@ -213,6 +232,16 @@ def test_warnings_stay_out_of_the_object(capsys: pytest.CaptureFixture[str]) -> 
         said = capsys.readouterr()
         assert json.loads(said.out)["plan"]["microbatches"] == 2
         assert said.err.startswith("warning: 2 microbatches for 3 replicas")
+
+
+def test_the_schedule_of_a_plan_file_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--placement", "0:0-1.0:2", "--batch", "12", "--microbatches", "6", "--staleness", "1", "--json")
+    asked = json.loads(prints(capsys, "schedule", *options))
+    (tmp_path / "plan.json").write_text(json.dumps(asked["plan"]))
+    drawn = ("schedule", "--plan", str(tmp_path / "plan.json"))
+    assert json.loads(prints(capsys, *drawn, "--json")) == asked
+    assert "plan.batch" in fails(capsys, *drawn, "--batch", "24")
+    assert "--profile p.json" in fails(capsys, *drawn, "--profile", "p.json")
 
 
 def test_numbers_without_room_are_left_out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,6 +368,12 @@ def test_the_catalogue_is_listed(capsys: pytest.CaptureFixture[str], monkeypatch
     [
         (["simulate", "vgg16", "--cluster", "titan-v", "--batch", "8"], ["unknown cluster", "titan-v-8"]),
         (["simulate", "vgg16", "--batch", "8"], ["no cluster", "--profile"]),
+        (["simulate", "vgg16", "--batch", "8", "--profile", "f", "--devices", "4"], ["--devices 4", "--together 4"]),
+        (
+            ["plan", "vgg16", "--batch", "8", "--profile", "f", "--software", "oneflow"],
+            ["--software oneflow", "--profile f"],
+        ),
+        (["plan", "vgg16", "--batch", "8", "--profile", "f", "--data", "imagenet"], ["--data imagenet", "--profile f"]),
         (["simulate", "vgg16", "--cluster", "titan-v-8"], ["--batch", "--microbatch"]),
         (["simulate", "vgg17", "--cluster", "titan-v-8", "--batch", "8"], ["vgg17", "vgg16"]),
         (["simulate", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--devices", "9"], ["9 devices", "has 8"]),
@@ -351,6 +386,7 @@ def test_the_catalogue_is_listed(capsys: pytest.CaptureFixture[str], monkeypatch
         (["plan", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--microbatches", "16"], ["16", "1 to 8"]),
         (["value", "vgg16"], ["--cluster"]),
         (["value", "vgg16", "--cluster", "titan-v-8", "--price", "titan-v"], ["DEVICE=USD"]),
+        (["value", "vgg16", "--cluster", "titan-v-8", "--price", "titan-x=9"], ["'titan-x'", "have titan-v"]),
         (["profile", "vgg-small", "--samples", "a"], ["'a'", "8,16"]),
         (["profile", "vgg-small", "--together", "0"], ["--together is 0"]),
         (["profile", "vgg-small", "--pipedream", "/no/file", "--samples", "8"], ["/no/file"]),
@@ -483,6 +519,7 @@ def test_simulate_names_the_plan_that_does_not_suit(tmp_path: Path, capsys: pyte
     plan.write_text(json.dumps(fields))
     line = fails(capsys, *other)
     assert str(plan) in line and "'features.7'" in line and "resnet8" in line
+    assert "--mode sync" in fails(capsys, *other, "--mode", "sync")
     plan.write_text(json.dumps(fields | {"cuts": []}))
     assert str(plan) in fails(capsys, *other)
     plan.write_bytes(b"\xff\xfe\x00")
@@ -497,6 +534,25 @@ def test_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) 
 def test_a_plan_that_does_not_fit_says_which_rank(capsys: pytest.CaptureFixture[str]) -> None:
     out = prints(capsys, "simulate", "vgg16", "--cluster", "titan-v-8", "--batch", "2048")
     assert "does not fit: stage 0 replica 0 (rank 0, machine 0) needs" in " ".join(out.split())
+
+
+def test_an_imported_profile_is_planned_by(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = "forward_compute_time=2.0, backward_compute_time=4.0, activation_size=1000.0, parameter_size=4000.0"
+    graph, profile = tmp_path / "graph.txt", str(tmp_path / "profile.json")
+    graph.write_text(
+        "".join(f"node{n} -- ReLU -- {numbers}\n" for n in (1, 2, 3)) + "\tnode1 -- node2\n\tnode2 -- node3\n"
+    )
+    prints(capsys, "profile", "alexnet", "--pipedream", str(graph), "--samples", "32", "-o", profile)
+    rest = ["--profile", profile, "--cluster", "titan-v-8", "--devices", "2", "--batch", "64"]
+    found = json.loads(prints(capsys, "plan", "alexnet", *rest, "--explain", "node2", "--json"))
+    assert found["unit"]["forward"] == pytest.approx(2e-3)
+    staged = json.loads(prints(capsys, "simulate", "alexnet", *rest, "--placement", "0:0.0:1", "--json"))
+    assert staged["plan"]["cuts"][0] in ("node2", "node3")
+    assert "imported as alexnet" in fails(capsys, "plan", "vgg16", *rest)
+    run = ["train", "--model", "alexnet", "--placement", "0:0.0:1", "--batch", "2", "--steps", "1"]
+    assert "was imported" in fails(capsys, *run, "--profile", profile)
+    assert "--output p.json" in fails(capsys, "plan", "alexnet", *rest, "-o", "p.json")
+    assert "--cut" in fails(capsys, "simulate", "alexnet", *rest, "--placement", "0:0.0:1", "--cut", "features.3")
 
 
 REST = '"placement": "0:0", "cuts": [], "microbatches": 1, "versions": [1], "depths": [1]'

@@ -172,7 +172,7 @@ _CLUSTER = """
 bandwidth = 1e9
 latency = 5e-6
 [device.mine]
-title = "a device"
+title = "a device with a long title, so that some changes hit what people alone read and are no error"
 memory_mib = 16000
 bandwidth = 9e11
 usd = 1000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -11,6 +12,16 @@ from stagewright.catalog.values import MIB, Catalogue, DeviceSpec, Software, fin
 from stagewright.cluster import Cluster, Level, Link, Machine
 
 _MOST_DEVICES = 65536
+_KEYS: Mapping[str, tuple[str, ...]] = {  # of each table; what is not read is there for people
+    "device": (
+        *("title", "aliases", "memory_mib", "bandwidth", "peak", "efficiency", "watts", "usd", "pcie"),
+        *("nvlink_kind", "nvlink", "sms", "boost_mhz"),
+    ),
+    "link": ("title", "bandwidth", "latency", "staged"),
+    "cluster": ("title", "network", "machines"),
+    "machine": ("device", "devices", "count", "cores", "levels"),
+    "level": ("link", "lanes", "groups"),
+}
 
 
 def make_catalogue(tables: Mapping[str, Any]) -> Catalogue:
@@ -66,15 +77,26 @@ def _required(entry: Mapping[str, Any], key: str, where: str) -> Any:
     return entry[key]
 
 
+def _refuse_unknown(entry: Mapping[str, Any], table: str, where: str) -> None:
+    """An error where a table has a key that nobody reads, such as a misspelt one."""
+    for key in entry:
+        if key not in _KEYS[table]:
+            near = difflib.get_close_matches(key, _KEYS[table], 1, 0.7)
+            hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(_KEYS[table])}"
+            raise ValueError(f"catalogue: {where} has the unknown key '{key}'; {hint}")
+
+
 def _optional(entry: Mapping[str, Any], key: str, where: str) -> float | None:
     return _positive(entry[key], f"{where}.{key}") if key in entry else None
 
 
 def _link(name: str, entry: Mapping[str, Any]) -> Link:
     where = f"link.{name}"
+    bandwidth = _positive(_required(entry, "bandwidth", where), f"{where}.bandwidth")
+    _refuse_unknown(entry, "link", where)
     return Link(
         name,
-        _positive(_required(entry, "bandwidth", where), f"{where}.bandwidth"),
+        bandwidth,
         _figure(entry.get("latency", 0.0), f"{where}.latency"),
         bool(entry.get("staged", False)),
     )
@@ -91,6 +113,7 @@ def _measured(figure: Any, sources: Mapping[str, Any]) -> str | None:
 def _device(name: str, entry: Mapping[str, Any], sources: Mapping[str, Any]) -> DeviceSpec:
     where = f"device.{name}"
     peaks = _required(entry, "peak", where)
+    _refuse_unknown(entry, "device", where)
     efficiency = entry.get("efficiency", {})
     if not isinstance(peaks, Mapping) or "fp32" not in peaks or not isinstance(efficiency, Mapping):
         raise ValueError(f"catalogue: {where}.peak needs fp32; write [{where}.peak]")
@@ -136,11 +159,13 @@ def _software(name: str, entry: Mapping[str, Any], links: Mapping[str, Link]) ->
 def _cluster(name: str, entry: Any, links: Mapping[str, Link], devices: Mapping[str, DeviceSpec]) -> Cluster:
     where = f"cluster.{name}"
     described = _required(entry, "machines", where)
+    _refuse_unknown(entry, "cluster", where)
     if not isinstance(described, list) or not described:
         raise ValueError(f"catalogue: {where}.machines is empty; describe one as [[{where}.machines]]")
     machines: list[Machine] = []
     for machine in described:
         _required(machine, "device", f"{where}.machines")
+        _refuse_unknown(machine, "machine", f"{where}.machines")
         count = int(_positive(machine.get("count", 1), f"{where}.machines.count"))
         machines += [_machine(machine, f"{where}.machines", links, devices)] * min(count, _MOST_DEVICES + 1)
         if sum(machine.devices or 0 for machine in machines) > _MOST_DEVICES:
@@ -163,6 +188,7 @@ def _machine(entry: Any, where: str, links: Mapping[str, Link], devices: Mapping
         raise ValueError(f"catalogue: {where}.levels is no list; describe one as [[{where}.levels]]")
     for level in described:
         link = find(links, str(_required(level, "link", f"{where}.levels")), "link")
+        _refuse_unknown(level, "level", f"{where}.levels")
         lanes = _positive(level.get("lanes", 1), f"{where}.levels.lanes")
         groups = level.get("groups") or [list(range(count))]
         if not isinstance(groups, list) or not all(

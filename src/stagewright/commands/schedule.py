@@ -36,6 +36,7 @@ def add(commands: Commands) -> None:
 def run(parsed: argparse.Namespace) -> None:
     from rich.console import Console
 
+    from stagewright.foresee import with_plan_file
     from stagewright.report.terminal import draw_timeline, has_blocks
     from stagewright.schedule.check import check
     from stagewright.schedule.lower import program
@@ -46,8 +47,14 @@ def run(parsed: argparse.Namespace) -> None:
         console.print(f"warning: {warning}", markup=False)
 
     console = Console(soft_wrap=True, stderr=parsed.json)
+    config = with_plan_file(read_config(parsed))
+    if config.plan.profile is not None:
+        raise ValueError(
+            f"--profile {config.plan.profile} does not tell a schedule its times; give --forward and --backward, "
+            "or use stagewright simulate --profile"
+        )
     is_timed = parsed.forward is not None or parsed.backward is not None
-    plan = make_plan_for(read_config(parsed), None, warn, partial(_costs, parsed) if is_timed else None)
+    plan = make_plan_for(config, None, warn, partial(_costs, parsed) if is_timed else None)
     require_within("--batches", parsed.batches, least=1, most=max(1, _MOST_SHOWN // plan.microbatches))
     costs = _costs(parsed, plan)
     check(plan)

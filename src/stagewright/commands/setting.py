@@ -13,6 +13,7 @@ from stagewright.config.bounds import require_within
 if TYPE_CHECKING:
     from stagewright.plan.estimate import Setting
     from stagewright.predict import Study
+    from stagewright.profile.profile import Profile
 
 PRECISIONS = ("fp64", "fp32", "ieee", "tf32", "bf16", "fp16")
 
@@ -56,8 +57,12 @@ def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[Study
     if where is not None and parsed.devices is not None:
         where = where.first(parsed.devices)
     if parsed.profile is not None:
+        _require_profile_decides(parsed, cluster)
         profile = read_profile(parsed.profile)
-        profile.require(parsed.model, studied.chain.units)
+        if profile.is_imported:
+            _require_own_names(parsed, profile)
+        else:
+            profile.require(parsed.model, studied.chain.units)
         return studied, profile_setting(profile, where, catalogue, parsed.precision, optimizer=parsed.optimizer)
     assert where is not None
     software = catalogue.system(parsed.software)
@@ -65,6 +70,35 @@ def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[Study
     return studied, analytic_setting(
         catalogue, where, studied.shapes, software, parsed.precision, optimizer=parsed.optimizer, loads=loads
     )
+
+
+def _require_profile_decides(parsed: argparse.Namespace, cluster: str | None) -> None:
+    """An error where an option asks for what a profile does not tell, or has told already."""
+    for name, default in (("software", "stagewright"), ("data", "synthetic")):
+        if (value := getattr(parsed, name)) != default:
+            raise ValueError(
+                f"--{name} {value} goes with the catalogue's times, not with --profile {parsed.profile}; leave one out"
+            )
+    if parsed.devices is not None and cluster is None:
+        raise ValueError(
+            f"--devices {parsed.devices} was given without --cluster, but the profile decides the devices; "
+            f"profile again with --together {parsed.devices}"
+        )
+
+
+def _require_own_names(parsed: argparse.Namespace, profile: Profile) -> None:
+    """An error where an imported profile, which has its own names for units, is asked about those of the model."""
+    if profile.model != parsed.model:
+        raise ValueError(
+            f"the profile was imported as {profile.model} but the model is {parsed.model}; "
+            f"import one with stagewright profile {parsed.model} --pipedream FILE"
+        )
+    for name in ("weights", "cut", "plan", "output"):
+        if (value := getattr(parsed, name, None)) is not None:
+            raise ValueError(
+                f"--{name} {value} goes by the units of {parsed.model} but the imported profile has PipeDream's nodes; "
+                "leave it out"
+            )
 
 
 def device_remark(parsed: argparse.Namespace, settings: Sequence[Setting]) -> str | None:

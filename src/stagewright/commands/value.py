@@ -36,6 +36,7 @@ def run(parsed: argparse.Namespace) -> None:
     require_options(batch=parsed.batch)
     prices = dict(_price(text) for text in parsed.price)
     settings = [read_setting(parsed, text)[1] for text in parsed.cluster]
+    _require_priced(prices, settings)
     rows = [_row(parsed, setting, prices) for setting in settings]
     remark = device_remark(parsed, settings)
     if parsed.json:
@@ -77,6 +78,16 @@ def _price(text: str) -> tuple[str, float]:
     if not name or not 0 < usd < float("inf"):
         raise ValueError(f"--price '{text}' is not DEVICE=USD (for example rtx-4090=1800)")
     return name, usd
+
+
+def _require_priced(prices: dict[str, float], settings: list[Setting]) -> None:
+    """An error where a price is of a device that no cluster has: it would change nothing."""
+    kinds = {setting.cluster.kind_of(device) for setting in settings for device in setting.cluster.devices}
+    for name in prices:
+        if name not in kinds:
+            raise ValueError(
+                f"--price names '{name}' but the clusters have {', '.join(sorted(kinds))}; name one of these"
+            )
 
 
 def _shown(value: float | None, form: str) -> str:

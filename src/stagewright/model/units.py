@@ -63,12 +63,13 @@ class Chain:
         operations, total = len(self.units), sum(weights)
         if min(weights) < 1:
             raise ValueError(f"weights {':'.join(map(str, weights))}: each must be at least 1")
+        self._require_parts(len(weights))
         bounds = [operations * sum(weights[:index]) // total for index in range(len(weights) + 1)]
         for stage, (first, last) in enumerate(itertools.pairwise(bounds)):
             if first == last:
                 raise ValueError(
                     f"weights {':'.join(map(str, weights))} leave stage {stage} without units: the model has "
-                    f"{operations} operations{self._why()}; raise that weight or name the units with --cut"
+                    f"{operations} operations; raise that weight or name the units with --cut"
                 )
         return tuple(self.units[bound] for bound in bounds[1:-1])
 
@@ -80,11 +81,7 @@ class Chain:
         """The model as one piece a stage; `cuts` name the first unit of each stage after the first."""
         if not cuts:
             return (Piece(self.model, self.model, ("input",), ("input",), self.units[0]),)
-        if self.why_whole:
-            raise ValueError(
-                f"{self.why_whole}, so it can't be cut into {len(cuts) + 1} stages; return an nn.Sequential or a "
-                "list of modules from the factory, or use one stage"
-            )
+        self._require_parts(len(cuts) + 1)
         positions = [0, *(self.units.index(name) for name in cuts), len(self.units)]
         for stage, (first, last) in enumerate(itertools.pairwise(positions)):
             if first >= last:
@@ -101,6 +98,13 @@ class Chain:
         )
         _refuse_shared(pieces)
         return pieces
+
+    def _require_parts(self, stages: int) -> None:
+        if self.why_whole and stages > 1:
+            raise ValueError(
+                f"{self.why_whole}, so it can't be cut into {stages} stages; return an nn.Sequential or a "
+                "list of modules from the factory, or use one stage"
+            )
 
     def _find(self, name: str) -> str:
         for unit in self.units:

@@ -107,11 +107,21 @@ class Profile:
             )
         return sizes
 
+    @property
+    def is_imported(self) -> bool:
+        """Whether it was read from PipeDream's file, whose nodes are not the model's own units."""
+        return self.device == "pipedream"
+
     def require(self, model: str, units: Sequence[str]) -> None:
         """Raise unless this is a profile of that model, unit by unit."""
         own = [unit.name for unit in self.tables[0].units]
         if own == list(units):
             return
+        if self.is_imported:
+            raise ValueError(
+                f"the profile of {self.model} was imported, and its {len(own)} nodes are not the {len(units)} units "
+                f"of {model}; measure those with stagewright profile {model}, or use this one with plan or simulate"
+            )
         first = next((a for a, b in zip(own, units, strict=False) if a != b), "the end")
         raise ValueError(
             f"the profile is of {self.model} ({len(own)} units) but the model is {model} ({len(units)} units); "
