@@ -112,7 +112,7 @@ class Chain:
                 return unit
         near = difflib.get_close_matches(name, self.units, 3, 0.3)
         raise ValueError(
-            f"--cut names '{name}' but the model has no such unit{self._why()}; "
+            f"the cut before '{name}', by --cut or a plan file, is at no such unit of the model{self._why()}; "
             f"near names: {', '.join(near or self.units[1:4])}"
         )
 
