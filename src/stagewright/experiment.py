@@ -82,14 +82,17 @@ def run(config: Config, console: Console | None = None) -> Result:
     if site is not None and config.run.emulate:
         raise ValueError(f"--emulate runs every rank in one process but --nodes names {len(site.nodes)}; leave one out")
 
+    warnings: list[str] = []
+
     def warn(warning: str) -> None:
+        warnings.append(warning)
         console.print(f"warning: {warning}", markup=False, soft_wrap=True)
 
     if config.run.export:
         require_target(Path(config.run.export))
     job, per_epoch = prepare(config, warn, is_host=site is None or site.is_host)
     with possess(Path(job.folder)):
-        write_start(job)
+        write_start(job, warnings)
         console.print(headline(job), markup=False, highlight=False, soft_wrap=True)
         if site is not None and not site.is_host:
             return _take_part(job, site, console)
@@ -212,8 +215,8 @@ def _export(job: Job, states: Sequence[dict[str, Tensor]]) -> Path | None:
         raise ValueError(f"{error} (they are in {kept})") from error
 
 
-def write_start(job: Job) -> None:
-    """Leave what the run is about before it begins."""
+def write_start(job: Job, warnings: Sequence[str] = ()) -> None:
+    """Leave what the run is about before it begins, and what there was to say of it."""
     from stagewright.machine.environment import environment
 
     folder = Path(job.folder)
@@ -223,7 +226,8 @@ def write_start(job: Job) -> None:
     (folder / "plan.json").write_text(json.dumps(job.plan.describe(), indent=1))
     known = {"command": sys.argv} | environment().describe()
     (folder / "env.json").write_text(json.dumps(known, indent=1))
-    (folder / "log.txt").touch()
+    with (folder / "log.txt").open("a") as log:
+        log.writelines(f"warning: {warning}\n" for warning in warnings)
 
 
 def headline(job: Job) -> str:

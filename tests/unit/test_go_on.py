@@ -96,6 +96,12 @@ def test_a_rate_that_the_lag_does_not_bear_is_said_when_going_on(half: Path) -> 
     assert len(said) == 1 and "stable up to" in said[0] and "--lr 0.5" in said[0]
 
 
+def test_what_was_warned_of_is_in_the_log(whole: Result, tmp_path: Path) -> None:
+    log = (train(tmp_path, steps=1, clip=1.0).folder / "log.txt").read_text()
+    assert log == "warning: stages lag, so each clips its own gradient norm, not the whole model's\n"
+    assert (whole.folder / "log.txt").read_text() == ""
+
+
 def test_more_steps_go_on_from_the_end(whole: Result, tmp_path: Path) -> None:
     run = Path(shutil.copytree(whole.folder, tmp_path / "whole"))
     result = stagewright.train(resume=str(run), steps=11, export=str(tmp_path / "weights.safetensors"))
