@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,23 +46,31 @@ class Request:
 
     @property
     def command(self) -> str:
-        words = ["stagewright bench", self.suite]
-        words += [] if self.repeats is None else [f"--repeats {self.repeats}"]
-        words += [f"--steps {self.steps}"] if self.steps else []
-        words += [f"--only '{self.only}'"] if self.only else []
-        words += [f"--data {self.data}"] if self.data else []
-        for tables in self.overrides:
-            for section, values in tables.items():
-                words += [f"--set {section}.{name}={json.dumps(value)}" for name, value in values.items()]
-        words += [f"--val {self.val}"] if self.val else []
-        words += [f"--study {self.study}"] if self.study else []
-        words += [f"--seeds {self.seeds}"] if self.seeds is not None else []
-        words += [f"--target {self.target:g}"] if self.target is not None else []
-        words += [f"--reuse {folder}" for folder in self.reuse]
-        words += ["--real"] if self.real else []
-        words += ["--simulate"] if self.simulate else []
-        words += [f"--cluster {self.cluster}"] if self.cluster else []
-        return " ".join([*words, *(["--anonymise"] if self.anonymise else [])])
+        """What a shell takes to ask the same again."""
+        sets = [
+            f"{section}.{name}={json.dumps(value)}"
+            for tables in self.overrides
+            for section, values in tables.items()
+            for name, value in values.items()
+        ]
+        given: list[tuple[str, Any]] = [
+            ("--repeats", self.repeats),
+            ("--steps", self.steps or None),
+            ("--only", self.only or None),
+            ("--data", self.data or None),
+            *(("--set", text) for text in sets),
+            ("--val", self.val or None),
+            ("--study", self.study or None),
+            ("--seeds", self.seeds),
+            ("--target", None if self.target is None else f"{self.target:g}"),
+            *(("--reuse", folder) for folder in self.reuse),
+            ("--cluster", self.cluster or None),
+        ]
+        words = [word for flag, value in given if value is not None for word in (flag, str(value))]
+        asked = {"--real": self.real, "--simulate": self.simulate, "--anonymise": self.anonymise}
+        return shlex.join(
+            ["stagewright", "bench", self.suite, *words, *(flag for flag, is_on in asked.items() if is_on)]
+        )
 
 
 def run_suite(request: Request) -> None:

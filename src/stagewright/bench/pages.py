@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from statistics import median
@@ -265,7 +266,7 @@ def train_command(row: Row) -> str:
     """The command that trains a row's configuration once."""
     from stagewright.config import options
 
-    words = ["stagewright train"]
+    words = ["stagewright", "train"]
     for option in options():
         section, _, name = option.key.partition(".")
         value = row.options.get(section, {}).get(name)
@@ -274,5 +275,5 @@ def train_command(row: Row) -> str:
         if isinstance(value, bool):
             words.append(option.flag if value else option.flag.replace("--", "--no-", 1))
         else:
-            words.append(f"{option.flag} {value}")
-    return " ".join(words)
+            words += [option.flag, str(value)]
+    return shlex.join(words)

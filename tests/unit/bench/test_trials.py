@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import re
+import shlex
 import socket
 import zipfile
 from dataclasses import replace
@@ -178,6 +179,22 @@ def test_a_busy_machine_and_rounds_that_were_not_run_are_told(outcome: Outcome) 
     assert "Only 3 of 5 rounds: the machine was slow, and the suite has a time limit." in lines
     assert "Warning: other processes kept 1.5 of 2 cores busy; repeat on a quiet machine." in lines
     assert not [line for line in verdict(replace(busy, cores=16, repeats=3)) if "rounds" in line or "cores" in line]
+
+
+def test_a_command_in_a_report_is_what_a_shell_takes() -> None:
+    request = Request(
+        "learning",
+        data="tar:/data/a b/*.tar",
+        overrides=({"run": {"device": "cuda"}},),
+        only="lag 1",
+        seeds=2,
+        target=91.5,
+        reuse=("runs/x",),
+        real=True,
+    )
+    asked = ["--only", "lag 1", "--data", "tar:/data/a b/*.tar", "--set", 'run.device="cuda"', "--seeds", "2"]
+    more = ["--target", "91.5", "--reuse", "runs/x", "--real"]
+    assert shlex.split(request.command) == ["stagewright", "bench", "learning", *asked, *more]
 
 
 def test_what_is_shown_fits_80_columns(outcome: Outcome, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
