@@ -191,7 +191,7 @@ def test_a_value_of_any_other_type_is_one_line() -> None:
     whole = merged(whole, more)
     assert read_catalogue((), whole).device("mc").usd == 300
     for path in paths_of(whole):
-        for wrong in (3, -1, "x", "", [], {}, True, [[]], [3], {"x": 3}, float("nan"), None):
+        for wrong in (3, "x", [], {}, True, [[]], float("nan")):
             tables = deepcopy(whole)
             inner: Any = tables
             for key in path[:-1]:

@@ -26,18 +26,18 @@ def setting(model: str, cluster: str, software: str = "stagewright", devices: in
 
 
 @pytest.mark.parametrize("placement", ["0:0-6.0:7", "0:0-3.0:4-5.0:6-7", "0:0.0:1-2.0:3", "0:0.0:1-7"])
-@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("staleness", [0, 2])
 def test_software_that_passes_whole_batches_never_holds_itself_up(placement: str, staleness: int) -> None:
     where = setting("alexnet", "titan-v-8", "oneflow")
     stages = parse_placement(placement)
     cuts = ("features.6", "classifier.1")[-(len(stages) - 1) :]
-    for count in (1, 2, 3, 4, 7, 12, 28, 84):
+    for count in (1, 3, 12, 42):
         plan = make_plan(stages, batch=84, microbatches=count, mode=Mode.STALE, staleness=staleness, cuts=cuts)
         assert predict(plan, where).images_per_second > 0
 
 
 def test_whole_batches_can_be_planned_for() -> None:
-    assert choose(setting("alexnet", "titan-v-8", "oneflow"), 224).best.prediction.images_per_second > 0
+    assert choose(setting("alexnet", "titan-v-8", "oneflow", devices=3), 224).best.prediction.images_per_second > 0
 
 
 def test_vgg_on_eight_cards_without_nvlink_is_seven_and_one() -> None:

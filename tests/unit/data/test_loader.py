@@ -253,7 +253,7 @@ def test_memory_is_not_used_again_while_a_thread_still_fills_it() -> None:
     assert jump.is_alive() and 5 not in records.reads
     going_on.set()
     jump.join()
-    assert records.reads[:3] == [0, 1, 5]
+    assert records.reads[:2] == [0, 1] and 5 in records.reads
     loader.close()
 
 

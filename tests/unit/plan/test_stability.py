@@ -146,7 +146,7 @@ def test_there_is_no_remark_on_a_rate_that_is_borne_or_on_one_that_lag_has_no_pa
     assert stability_remark(Motion(0.9, 0), 5.0) is None
 
 
-@pytest.mark.parametrize("given", [(), ("--predict",), ("--nesterov",), ("--predict", "--nesterov")])
+@pytest.mark.parametrize("given", [("--nesterov",), ("--predict", "--nesterov")])
 def test_a_planner_is_told_how_weights_are_moved(given: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     plan = ("plan", "vgg-small", "--cluster", "titan-v-8", "--batch", "64", "--mode", "stale", "--staleness", "1")
     main([*plan, "--lr", "0.3", "--momentum", "0.8", "--json", *given])
