@@ -20,8 +20,10 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+# Two at a time what starts no ranks of its own; those that do have the machine to themselves.
 tests: $(READY) .venv/.browser
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 tests/unit tests/schedule
+	$(BIN)/python -m pytest --ignore=tests/unit --ignore=tests/schedule tests
 
 # What takes too long for every day: a million mutated inputs a reader, three epochs of a million samples, twenty
 # kills of random ranks under two plans, and two machines in network namespaces with everything that can happen to them.
