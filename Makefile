@@ -20,7 +20,7 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# Two at a time what starts no ranks of its own; those that do have the machine to themselves.
+# Unit tests two at a time; those of many ranks have the machine to themselves.
 tests: $(READY) .venv/.browser
 	$(BIN)/python -m pytest -n 2 tests/unit tests/schedule
 	$(BIN)/python -m pytest --ignore=tests/unit --ignore=tests/schedule tests
