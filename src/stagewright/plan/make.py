@@ -83,7 +83,7 @@ def make_plan(
     require_pieces(batch, microbatches)
     rounds = replicas if mode is Mode.PIPEDREAM else [microbatches] * len(replicas)
     versions = _versions(mode, replicas, staleness, versions)
-    depths = _require_depths(depths or default_depths(replicas), len(replicas))
+    depths = _one_a_stage("depths", depths or default_depths(replicas), len(replicas), _MOST_DEPTH)
     devices = tuple(sorted({device for devices in placement for device in devices}))
     rank_of = {device: rank for rank, device in enumerate(devices)}
     stages = tuple(
@@ -147,13 +147,7 @@ def _versions(
     if versions is not None:
         if mode is not Mode.STALE:
             raise ValueError(f"versions {_join(versions)} were given with mode {mode}; use --mode stale")
-        if len(versions) != num_stages:
-            raise ValueError(
-                f"versions {_join(versions)} name {len(versions)} stages but the placement has {num_stages}; "
-                "give one number a stage"
-            )
-        _require_kept("versions", versions, _MOST_VERSIONS)
-        return versions
+        return _one_a_stage("versions", versions, num_stages, _MOST_VERSIONS)
     if mode is Mode.PIPEDREAM:
         return [-(-sum(replicas[index:]) // replicas[index]) for index in range(num_stages)]
     if mode is Mode.STALE:
@@ -171,18 +165,15 @@ def default_depths(replicas: Sequence[int]) -> list[int]:
     return [-(-sum(replicas[index:]) // replicas[index]) + (last - index) for index in range(len(replicas))]
 
 
-def _require_depths(depths: Sequence[int], num_stages: int) -> Sequence[int]:
-    if len(depths) != num_stages:
+def _one_a_stage(name: str, numbers: Sequence[int], num_stages: int, most: int) -> Sequence[int]:
+    """The numbers, or an error unless each stage has one that it can have."""
+    if len(numbers) != num_stages:
         raise ValueError(
-            f"depths {_join(depths)} name {len(depths)} stages but the placement has {num_stages}; "
+            f"{name} {_join(numbers)} name {len(numbers)} stages but the placement has {num_stages}; "
             "give one number a stage"
         )
-    _require_kept("depths", depths, _MOST_DEPTH)
-    return depths
-
-
-def _require_kept(name: str, numbers: Sequence[int], most: int) -> None:
     if min(numbers) < 1:
         raise ValueError(f"{name} {_join(numbers)}: a stage needs at least 1")
     if max(numbers) > most:
         raise ValueError(f"{name} {_join(numbers)}: a stage has at most {most}; give {most} or less")
+    return numbers
