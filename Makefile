@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: demo test lint types tests soak nightly bench clean
 
 demo: $(READY)
-	$(BIN)/python -m stagewright.recipes.demo
+	$(BIN)/python -m stagewright demo
 
 test: lint types tests
 

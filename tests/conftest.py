@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from stagewright.bench.published import Calibration
+    from stagewright.planning.calibrate import Calibration
     from tests.distributed.pool import Pool
 
 
@@ -25,6 +25,6 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def calibration() -> Calibration:
     """The catalogue fitted to the published runs; it takes a while."""
-    from stagewright.bench.published import measure
+    from stagewright.planning.calibrate import measure
 
     return measure()

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stagewright.metrics import Evaluated, GpuUse, RankUse, Span, Step, Timeline, Use
+from stagewright.events import Evaluated, GpuUse, RankUse, Step, Use
+from stagewright.metrics import Span, Timeline
 
 PLAN = {
     "mode": "stale",

@@ -19,13 +19,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from stagewright.runtime import emulate
-from stagewright.runtime.channels import MemoryTransport
-from stagewright.runtime.emulate import Emulation
+from stagewright.runtime.comm.channel import ChannelName
+from stagewright.runtime.comm.memory import MemoryNetwork, MemoryTransport
+from stagewright.runtime.comm.transport import Collective, Pending, Transport
 from stagewright.runtime.job import Job
-from stagewright.runtime.network import ChannelName, MemoryNetwork
-from stagewright.runtime.pending import Pending, Transport
-from stagewright.runtime.reduce import Collective
+from stagewright.runtime.process import emulate
+from stagewright.runtime.process.emulate import Emulation
 
 
 @dataclass(frozen=True)

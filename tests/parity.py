@@ -18,13 +18,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from stagewright.config import make_config
-from stagewright.experiment import prepare
-from stagewright.runtime import network
-from stagewright.runtime.emulate import Emulation
+from stagewright.config.load import make_config
+from stagewright.run.train import prepare
+from stagewright.runtime.comm import memory
+from stagewright.runtime.comm.memory import MemoryCollective
+from stagewright.runtime.comm.transport import Pending
 from stagewright.runtime.job import Job
-from stagewright.runtime.pending import Pending
-from stagewright.runtime.reduce import MemoryCollective
+from stagewright.runtime.process.emulate import Emulation
 from tests import models, reference
 
 torch.set_num_threads(1)
@@ -228,7 +228,7 @@ def emulate(case: Case, folder: Path, drive: Drive = Emulation.run) -> EmulatedR
     """Run a case with every rank in this process."""
     job = make_job(case, folder)
     events: list[dict[str, Any]] = []
-    with mock.patch.object(network, "MemoryCollective", LendingCollective):
+    with mock.patch.object(memory, "MemoryCollective", LendingCollective):
         emulation = Emulation(job, lambda event: events.append(json.loads(json.dumps(event))))
     drive(emulation)
     return EmulatedRun(job, events, emulation.weights(), emulation)

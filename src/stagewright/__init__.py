@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stagewright.experiment import Result, train
+    from stagewright.api import Result, train
+
 
 __all__ = ["Result", "train"]
 __version__ = "0.1.0"
@@ -14,7 +15,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """Import what is asked for when it is asked for: the command line starts without torch."""
     if name in __all__:
-        from stagewright import experiment
+        from stagewright import api
 
-        return getattr(experiment, name)
+        return getattr(api, name)
     raise AttributeError(f"module 'stagewright' has no attribute '{name}'")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.config import make_config
-from stagewright.experiment import run
-from stagewright.recipes import demo
+from stagewright.cli import demo
+from stagewright.config.load import make_config
+from stagewright.run.train import run
 from tests.browser.conftest import Opened
 from tests.browser.test_report_page import COUNT, colours
 from tests.soak import soak
@@ -35,7 +35,7 @@ def test_the_demo_s_page_of_two_small_runs(tmp_path: Path, visit: Callable[..., 
 @soak
 def test_the_whole_demo(tmp_path: Path, visit: Callable[..., Opened]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "stagewright.recipes.demo"],
+        [sys.executable, "-m", "stagewright", "demo"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

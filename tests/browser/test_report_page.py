@@ -14,10 +14,10 @@ from PIL import Image
 
 from stagewright.metrics import Span, Timeline
 from stagewright.report.html import as_html
+from stagewright.report.live.serve import PageServer
 from stagewright.report.page import Page, Pipeline, Table
-from stagewright.report.serve import PageServer
-from stagewright.reporting import live_page, page_of_runs, write_page
-from stagewright.runtime.possession import possess
+from stagewright.run.folder import possess
+from stagewright.run.report import live_page, page_of_runs, write_page
 from tests.browser.conftest import Opened
 from tests.made_runs import make_run, steps, timeline, uses
 from tests.unit.report.test_html import EVIL, whole

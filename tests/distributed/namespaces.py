@@ -54,7 +54,7 @@ class Machines:
         environment = {key: value for key, value in os.environ.items() if key != "STAGEWRIGHT_TOKEN"}
         if token is not None:
             environment["STAGEWRIGHT_TOKEN"] = token
-        return self.run(machine, [sys.executable, "-m", "stagewright.cli", *arguments], environment)
+        return self.run(machine, [sys.executable, "-m", "stagewright", *arguments], environment)
 
     def run(
         self, machine: int, command: Sequence[str], environment: dict[str, str] | None = None

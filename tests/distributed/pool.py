@@ -23,7 +23,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from stagewright.runtime.job import Job
-from stagewright.runtime.rank import run_rank, state_file
+from stagewright.runtime.process.rank import run_rank, state_file
 from tests.parity import Run
 
 _SIZE = 8

@@ -45,7 +45,7 @@ def raising() -> torch.nn.Module:
 
 
 def command(runs: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "stagewright.cli", "train", *COMMON, "--runs", str(runs), *arguments]
+    return [sys.executable, "-m", "stagewright", "train", *COMMON, "--runs", str(runs), *arguments]
 
 
 def start(runs: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -60,7 +60,9 @@ def ranks_of(runs: Path) -> list[int]:
     for process in Path("/proc").iterdir():
         try:
             words = (process / "cmdline").read_bytes().split(b"\0") if process.name.isdigit() else []
-            if b"stagewright.runtime.rank" in words and any(word.startswith(str(runs).encode()) for word in words):
+            if b"stagewright.runtime.process.rank" in words and any(
+                word.startswith(str(runs).encode()) for word in words
+            ):
                 environment = (process / "environ").read_bytes().split(b"\0")
                 rank = next(int(item[5:]) for item in environment if item.startswith(b"RANK="))
                 found[rank] = int(process.name)

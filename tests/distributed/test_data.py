@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.config import make_config
-from stagewright.experiment import run
+from stagewright.config.load import make_config
+from stagewright.run.train import run
 from tests.distributed.test_command import ROOT
 from tests.pictures import jpeg, message, write_parts
 from tests.soak import soak
@@ -38,7 +38,7 @@ def test_too_many_bad_records_end_a_run_of_real_ranks_in_one_line(tmp_path: Path
     messages = [message(jpeg(index, 32, 32) if index % 4 else b"none", index % 10) for index in range(40)]
     root = write_parts(tmp_path / "data", [messages])
     done = subprocess.run(
-        [sys.executable, "-m", "stagewright.cli", "train", "--model", "resnet8", "--data", f"ofrecord:{root}",
+        [sys.executable, "-m", "stagewright", "train", "--model", "resnet8", "--data", f"ofrecord:{root}",
          "--placement", "0:0.0:1", "--batch", "8", "--steps", "20", "--max-bad", "3", "--runs", str(tmp_path / "runs")],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip

@@ -18,10 +18,10 @@ from unittest import mock
 
 import pytest
 
-from stagewright.config import make_config
+from stagewright.config.load import make_config
 from stagewright.config.sections import Config
-from stagewright.experiment import Result, run
-from stagewright.runtime.ledger import Ledger
+from stagewright.run.train import Result, run
+from stagewright.runtime.process.log import Ledger
 from tests.distributed.test_command import ranks_of
 from tests.keeping import KILLS, same_bits
 from tests.shared import shared_file

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stagewright.export import export_checkpoint
-from stagewright.runtime.checkpoint import Checkpoint
-from stagewright.runtime.emulate import Emulation
+from stagewright.run.export import export_checkpoint
+from stagewright.runtime.checkpoint.folder import Checkpoint
 from stagewright.runtime.job import Job
-from stagewright.runtime.ledger import Ledger
+from stagewright.runtime.process.emulate import Emulation
+from stagewright.runtime.process.log import Ledger
 from tests import models, reference
 from tests.distributed.pool import Pool
 from tests.keeping import emulate_job, keeping, same_bits, saved_at

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stagewright.config import as_toml
+from stagewright.config.load import as_toml
 from tests.distributed.namespaces import TOKEN, Machines, machines
 from tests.distributed.test_command import ranks_of, wait_until
 from tests.parity import TOLERANCE, Case, assert_near, emulate, make_job, refer
@@ -153,7 +153,7 @@ def test_data_parallel_over_two_machines_trains_as_one_process(pair: Machines, t
     environment = {**os.environ, "STAGEWRIGHT_TOKEN": TOKEN, "SLURM_JOB_NODELIST": "10.77.0.[1-2]"}
     both = []
     for machine in range(2):
-        command = [sys.executable, "-m", "stagewright.cli", "train", *runs.arguments, "--nodes", "slurm"]
+        command = [sys.executable, "-m", "stagewright", "train", *runs.arguments, "--nodes", "slurm"]
         own = ["--runs", str(tmp_path / f"machine-{machine}")]
         both.append(pair.run(machine, [*command, *own], environment | {"SLURM_NODEID": str(machine)}))
     for process in both:
@@ -262,7 +262,7 @@ def test_checkpoints_need_a_folder_that_all_see(pair: Machines, tmp_path: Path) 
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     first = pair.start(0, "train", *runs.arguments, "--runs", str(hidden))
-    command = [sys.executable, "-m", "stagewright.cli", "train", *runs.arguments, "--runs", str(tmp_path / "seen")]
+    command = [sys.executable, "-m", "stagewright", "train", *runs.arguments, "--runs", str(tmp_path / "seen")]
     script = f"mount -t tmpfs none {hidden} && exec {shlex.join(command)}"
     second = pair.run(1, ["unshare", "-m", "sh", "-c", script], os.environ | {"STAGEWRIGHT_TOKEN": TOKEN})
     for process in (first, second):

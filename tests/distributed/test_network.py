@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from stagewright.runtime.channels import Inbox, Outbox
-from stagewright.runtime.messages import Field, Layout
-from stagewright.runtime.network import ChannelName, GlooNetwork
-from stagewright.runtime.pending import Transport
-from stagewright.runtime.place import Place
-from stagewright.runtime.stream import StreamTransport
+from stagewright.runtime.comm.channel import ChannelName, Inbox, Outbox
+from stagewright.runtime.comm.gloo import GlooNetwork
+from stagewright.runtime.comm.message import Field, Layout
+from stagewright.runtime.comm.transport import Place, Transport
+from stagewright.runtime.comm.unix_socket import StreamTransport
 
 NAME = ChannelName("act", 0, 0, 1)
 WINDOW = 4

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.runtime.checkpoint import list_folders
+from stagewright.runtime.checkpoint.folder import list_folders
 from stagewright.runtime.job import Job
-from stagewright.runtime.ledger import Ledger
+from stagewright.runtime.process.log import Ledger
 from tests.distributed.pool import Pool
 from tests.keeping import KILLS, going_on, keeping, same_bits, saved_at
 from tests.parity import Case, Run, make_job

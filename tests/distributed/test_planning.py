@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from stagewright.runtime.linktest import measure_links
+from stagewright.runtime.process.link_test import measure_links
 from tests.soak import soak
 
 ROOT = Path(__file__).parents[2]
@@ -15,7 +15,11 @@ ROOT = Path(__file__).parents[2]
 
 def stagewright(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "stagewright.cli", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "stagewright", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

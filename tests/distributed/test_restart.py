@@ -11,8 +11,8 @@ from typing import Any
 from safetensors.torch import load_file
 
 from stagewright.runtime.job import Job
-from stagewright.runtime.launch import launch
-from stagewright.runtime.rank import state_file
+from stagewright.runtime.process.launch import launch
+from stagewright.runtime.process.rank import state_file
 from tests.distributed.test_command import ranks_of
 from tests.parity import Case, assert_same_bits, emulate, make_job
 from tests.parity import Run as Trained

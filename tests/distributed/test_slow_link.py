@@ -32,7 +32,7 @@ count = 2
 
 
 def stagewright(*arguments: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "stagewright.cli", *arguments, "--json"]
+    command = [sys.executable, "-m", "stagewright", *arguments, "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found: dict[str, float] = json.loads(done.stdout)

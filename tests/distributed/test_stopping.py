@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import stagewright
-from stagewright.runtime.checkpoint import list_folders, newest_whole
+from stagewright.runtime.checkpoint.folder import list_folders, newest_whole
 from tests.distributed.test_command import is_training, ranks_of, start, wait_until
 from tests.keeping import KILLS, same_bits
 

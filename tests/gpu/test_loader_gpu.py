@@ -10,13 +10,11 @@ import torch
 
 from stagewright.data.augment import Augmentation, Cropping
 from stagewright.data.datasets import open_records
-from stagewright.data.images import ImageSource
+from stagewright.data.decode import NORMALIZATIONS
 from stagewright.data.loader import make_loaders
-from stagewright.data.loading import Decode, Loading
-from stagewright.data.normalize import NORMALIZATIONS
-from stagewright.data.numbering import Share, Training
+from stagewright.data.microbatches import Decode, Loading, Share, Training
 from stagewright.data.order import Order
-from stagewright.data.sources import SyntheticSource
+from stagewright.data.sources import ImageSource, SyntheticSource
 from tests.pictures import make_ofrecord
 
 pytestmark = [

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from stagewright.api.training import train
 from stagewright.data.order import Order
 from stagewright.data.sources import SyntheticSource
-from stagewright.experiment import Result, train
 from stagewright.model.load import build_model
-from stagewright.runtime.precision import make_precision
-from stagewright.runtime.replica import seed_of
+from stagewright.run.train import Result
+from stagewright.runtime.stage.precision import make_precision
+from stagewright.runtime.stage.replica import seed_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -193,10 +194,9 @@ def test_every_precision_learns(model: str, tmp_path: Path) -> None:
 def test_one_rank_by_nccl() -> None:
     from torch.distributed import HashStore
 
-    from stagewright.runtime.device import Gpu
-    from stagewright.runtime.nccl import NcclCollective, NcclNetwork
-    from stagewright.runtime.place import Place
-    from stagewright.runtime.reduce import Alone
+    from stagewright.runtime.comm.device import Gpu
+    from stagewright.runtime.comm.nccl import NcclCollective, NcclNetwork
+    from stagewright.runtime.comm.transport import Alone, Place
 
     network = NcclNetwork(HashStore(), 0, Place(), 60, Gpu(0))
     collective = NcclCollective(network.group("all", (0,)), Alone())
@@ -206,7 +206,7 @@ def test_one_rank_by_nccl() -> None:
 
 
 def test_memory_that_is_not_there_is_one_message(tmp_path: Path) -> None:
-    from stagewright.runtime.job import RunFailed
+    from stagewright.errors import RunFailed
 
     free = torch.cuda.mem_get_info()[0]
     held = torch.empty(max(0, free - 3 * 2**30), dtype=torch.uint8, device="cuda")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from stagewright.cluster import parse_placement
+from stagewright.cluster.placement import parse_placement
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan
 from stagewright.schedule.action import Action, parse_action, parse_program

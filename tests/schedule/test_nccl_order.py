@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.runtime.network import channels_of
+from stagewright.runtime.comm.channel import channels_of
 from tests.nccl_like import Hang, Launch, Recording, Step, Wait, record, replay
 from tests.parity import Case, make_job
 

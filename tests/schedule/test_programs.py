@@ -1,6 +1,6 @@
 """Literal programs: what each rank does, in order."""
 
-from stagewright.cluster import parse_placement
+from stagewright.cluster.placement import parse_placement
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan
 from stagewright.schedule.action import Op, parse_program

@@ -15,7 +15,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagewright.cluster import Device
+from stagewright.cluster.topology import Device
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan
 from stagewright.schedule.action import Action, Op

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from stagewright.cli import main
-from stagewright.cluster import parse_placement
-from stagewright.config import make_config, options
-from stagewright.equip import within_memory
+from stagewright.cli.main import main
+from stagewright.cluster.placement import parse_placement
+from stagewright.config.load import make_config
+from stagewright.config.options import options
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
+from stagewright.run.prepare import within_memory
 from stagewright.schedule.check import ScheduleError, representative_span
 from tests.unit.test_cli import fails
 

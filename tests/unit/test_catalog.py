@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from stagewright.catalog import open_cluster, price_source, read_catalogue, shipped
-from stagewright.catalog.values import DeviceSpec, calibration_remark
-from stagewright.cluster import Device
-from stagewright.published import published_runs
+from stagewright.cluster.catalog import open_cluster, price_source, read_catalogue, shipped
+from stagewright.cluster.specs import DeviceSpec, calibration_remark
+from stagewright.cluster.topology import Device
+from stagewright.planning.calibrate import published_runs
 
 FILES = ("devices.toml", "links.toml", "software.toml", "clusters.toml", "calibration.toml")
 NAMES = {
@@ -38,7 +38,7 @@ NAMES = {
 
 
 def tables(name: str) -> dict[str, dict[str, object]]:
-    return tomllib.loads(resources.files("stagewright.catalog").joinpath(name).read_text())
+    return tomllib.loads(resources.files("stagewright.cluster").joinpath(name).read_text())
 
 
 def figures(value: object) -> list[list[object]]:

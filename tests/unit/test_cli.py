@@ -15,8 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stagewright.cli import main
-from stagewright.config import as_toml, make_config, options
+from stagewright.cli.main import main
+from stagewright.config.load import as_toml, make_config
+from stagewright.config.options import options
 from stagewright.config.sections import Config
 from tests.made_runs import make_run
 
@@ -457,7 +458,7 @@ def test_a_terminal_without_unicode_gets_ascii() -> None:
     command = ["schedule", "--placement", "0:0.0:1"]
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(
-        [sys.executable, "-m", "stagewright.cli", *command],
+        [sys.executable, "-m", "stagewright", *command],
         env=os.environ | ascii_only,
         capture_output=True,
         timeout=60,

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagewright.cluster import Cluster, Device, Machine, Placement, format_devices, format_placement, parse_placement
+from stagewright.cluster.placement import Placement, format_devices, format_placement, parse_placement
+from stagewright.cluster.topology import Cluster, Device, Machine
 
 ONE = Cluster((Machine(8),))
 TWO = Cluster((Machine(8), Machine(8)))

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from stagewright.cli import main
-from stagewright.config import make_config
+from stagewright.cli.main import main
+from stagewright.config.load import make_config
 from stagewright.data.order import Order
 from stagewright.data.records import PartRecords
-from stagewright.experiment import prepare, run
-from stagewright.runtime.emulate import Emulation
+from stagewright.run.train import prepare, run
+from stagewright.runtime.process.emulate import Emulation
 from tests.pictures import bytes_feature, jpeg, make_ofrecord, message, write_parts
 from tests.shared import shared_file
 from tests.unit.test_cli import fails

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stagewright.cli import main
+from stagewright.cli.main import main
 from tests.docs import COMMANDS, FILES, ROOT, Block, blocks, commands, differs, filled
 
 nightly = pytest.mark.skipif("STAGEWRIGHT_NIGHTLY" not in os.environ, reason="takes long: make nightly")
@@ -69,7 +69,7 @@ def test_commands_of_the_night_work(file: Path, tmp_path: Path) -> None:
     """Blocks run in their order in one folder, those of the day as well, with `stagewright` on the path."""
     shim = tmp_path / "bin" / "stagewright"
     shim.parent.mkdir()
-    shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m stagewright.cli "$@"\n')
+    shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m stagewright "$@"\n')
     shim.chmod(0o755)
     work = tmp_path / "work"
     work.mkdir()

@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from stagewright.cluster import parse_placement
-from stagewright.config import make_config
-from stagewright.equip import require_devices, require_kind
-from stagewright.foresee import what_fits
+from stagewright.cluster.placement import parse_placement
+from stagewright.config.load import make_config
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
-from stagewright.runtime.device import gpu_of
-from stagewright.runtime.nccl import uses_nccl
-from stagewright.runtime.precision import make_precision
-from stagewright.settle import make_plan_for
+from stagewright.planning.build import make_plan_for
+from stagewright.run.prepare import require_devices, require_kind, what_fits
+from stagewright.runtime.comm.device import gpu_of
+from stagewright.runtime.comm.nccl import uses_nccl
+from stagewright.runtime.stage.precision import make_precision
 
 _CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 

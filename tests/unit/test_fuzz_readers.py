@@ -16,16 +16,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stagewright import cli
-from stagewright.catalog import open_cluster
-from stagewright.cluster import Cluster, Machine, parse_placement
-from stagewright.config import as_toml, make_config, parse_assignment, read_toml
-from stagewright.layout import stage_numbers
-from stagewright.model.units import Chain
+from stagewright.cli import main as cli
+from stagewright.cluster.catalog import open_cluster
+from stagewright.cluster.placement import parse_placement
+from stagewright.cluster.topology import Cluster, Machine
+from stagewright.config.load import as_toml, make_config, parse_assignment, read_toml
+from stagewright.model.cut import Chain
 from stagewright.plan.make import make_plan, read_plan
+from stagewright.planning.build import make_plan_for, stage_numbers
 from stagewright.profile.profile import read_profile
-from stagewright.runtime.nodes import expand_hosts, read_nodes
-from stagewright.settle import make_plan_for
+from stagewright.runtime.multinode.nodes import expand_hosts, read_nodes
 
 CASES = int(os.environ.get("STAGEWRIGHT_READER_FUZZ", "400"))  # of each reader; `make soak` asks for many more
 _SHOWN = max(4, CASES // 100)  # of them also go through the command line

@@ -15,16 +15,16 @@ import torch
 from safetensors.torch import load_file
 
 import stagewright
-from stagewright.cli import main
-from stagewright.experiment import Result
-from stagewright.resume import find_checkpoint, resumed_config
-from stagewright.runtime import saver
-from stagewright.runtime.checkpoint import checkpoints_folder, list_folders
-from stagewright.runtime.job import Interrupted
-from stagewright.runtime.keeper import Keeper
-from stagewright.runtime.possession import possess
-from stagewright.runtime.signals import on_signal
-from stagewright.settle import prepare
+from stagewright.cli.main import main
+from stagewright.errors import Interrupted
+from stagewright.run.folder import possess
+from stagewright.run.prepare import prepare
+from stagewright.run.resume import find_checkpoint, resumed_config
+from stagewright.run.train import Result
+from stagewright.runtime.checkpoint import save as saver
+from stagewright.runtime.checkpoint.commit import Keeper
+from stagewright.runtime.checkpoint.folder import checkpoints_folder, list_folders
+from stagewright.runtime.process.signals import on_signal
 from tests.keeping import same_bits
 
 OPTIONS: dict[str, Any] = {
@@ -146,7 +146,7 @@ def test_a_report_says_what_a_run_went_on_from(half: Path, tmp_path: Path) -> No
 
 def test_a_run_that_goes_on_is_not_finished_any_more(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (half / "summary.json").exists()
-    monkeypatch.setattr("stagewright.experiment._execute", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("stagewright.run.train._execute", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         stagewright.train(resume=str(half), export=str(half / "w.safetensors"))
     assert not (half / "summary.json").exists() and "not finished" in told_of(half)[0]

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from stagewright import lag
-from stagewright.cli import main
-from stagewright.cluster import parse_placement
-from stagewright.config import make_config
+from stagewright.cli.main import main
+from stagewright.cluster.placement import parse_placement
+from stagewright.config.load import make_config
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan
+from stagewright.planning import build as lag
 from stagewright.profile.profile import NotProfiled
 
 

@@ -12,10 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stagewright import cli, entry, experiment
-from stagewright.config import make_config
-from stagewright.export import require_target
-from stagewright.report.console import LastingConsole
+import stagewright
+from stagewright import __main__ as entry
+from stagewright.cli import main as cli
+from stagewright.config.load import make_config
+from stagewright.report.live.terminal import LastingConsole
+from stagewright.run import train as experiment
+from stagewright.run.export import require_target
 from tests.unit.test_experiment import make_net
 
 
@@ -40,7 +43,7 @@ def test_weights_that_could_not_be_written_are_refused_before_training(place: st
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="weights can't be written to"):
-        experiment.train(make_net, image=8, samples=16, batch=16, steps=1, emulate=True, runs=str(tmp_path / "runs"),
+        stagewright.train(make_net, image=8, samples=16, batch=16, steps=1, emulate=True, runs=str(tmp_path / "runs"),
                          export=str(tmp_path / place))  # fmt: skip
     assert not (tmp_path / "runs").exists()
     require_target(tmp_path / "new" / "w.safetensors")
@@ -49,7 +52,7 @@ def test_weights_that_could_not_be_written_are_refused_before_training(place: st
 
 def test_weights_that_lose_their_place_stay_in_the_run_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"weights could not be written to /proc/w.safetensors.*they are in (\S+)\)"):
-        experiment.train(make_net, image=8, samples=16, batch=16, steps=1, emulate=True, runs=str(tmp_path),
+        stagewright.train(make_net, image=8, samples=16, batch=16, steps=1, emulate=True, runs=str(tmp_path),
                          export="/proc/w.safetensors")  # fmt: skip
     assert list(tmp_path.glob("*/weights.safetensors"))
 
@@ -70,7 +73,7 @@ def test_sigterm_ends_a_command_as_an_interrupt_does(
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
 
-    monkeypatch.setattr("stagewright.commands.plan.run", run)
+    monkeypatch.setattr("stagewright.cli.plan.run", run)
     with pytest.raises(SystemExit) as caught:
         cli.main(["plan", "vgg-small", "--batch", "8"])
     assert caught.value.code == 2 and "interrupted" in capsys.readouterr().err
@@ -82,10 +85,10 @@ def test_an_interrupt_while_importing_is_one_line(
 ) -> None:
     class Interrupting:
         def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-            if name == "stagewright.cli":
+            if name == "stagewright.cli.main":
                 raise KeyboardInterrupt
 
-    monkeypatch.delitem(sys.modules, "stagewright.cli")
+    monkeypatch.delitem(sys.modules, "stagewright.cli.main")
     monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
     with pytest.raises(SystemExit):
         entry.main()
@@ -93,9 +96,7 @@ def test_an_interrupt_while_importing_is_one_line(
 
 
 def test_a_link_test_does_not_outlive_who_asked_for_it(tmp_path: Path) -> None:
-    program = (
-        "import os, time; from stagewright.runtime.lifetime import die_with; die_with(os.getppid()); time.sleep(60)"
-    )
+    program = "import os, time; from stagewright.runtime.process.signals import die_with; die_with(os.getppid()); time.sleep(60)"
     parent = (
         f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {program!r}]).pid, flush=True); input()"
     )

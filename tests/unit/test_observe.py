@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from stagewright.cluster import Cluster, Machine, parse_placement
-from stagewright.config import make_config
-from stagewright.machine.nvml import Nvml
-from stagewright.observe import _gpus_of, _processes, observed, require_rate
-from stagewright.runtime.recorder import FlightRecorder
-from stagewright.runtime.sight import position_file
+from stagewright.cluster.placement import parse_placement
+from stagewright.cluster.topology import Cluster, Machine
+from stagewright.config.load import make_config
+from stagewright.hardware.gpu import Nvml
+from stagewright.run.observe import _gpus_of, _processes, observed, require_rate
+from stagewright.runtime.stage.recorder import FlightRecorder
+from stagewright.runtime.status_file import position_file
 from tests.nvml_like import Card, Library, uuid
 
 

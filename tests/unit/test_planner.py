@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from stagewright.catalog import shipped
-from stagewright.catalog.values import MIB
-from stagewright.cluster import parse_placement
+from stagewright.cluster.catalog import shipped
+from stagewright.cluster.placement import parse_placement
+from stagewright.cluster.specs import MIB
 from stagewright.plan.estimate import Setting
 from stagewright.plan.make import make_plan, read_plan
 from stagewright.plan.plan import Mode
-from stagewright.planner import choose, explain, microbatch_counts
-from stagewright.predict import analytic_setting, predict, profile_setting, study
+from stagewright.planning.planner import choose, explain, microbatch_counts
+from stagewright.planning.predict import predict
+from stagewright.planning.setting import analytic_setting, profile_setting, study
 from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
 
 

@@ -7,9 +7,8 @@ from importlib import resources
 
 import pytest
 
-from stagewright.bench.published import PARAMETERS, Calibration
-from stagewright.catalog import shipped
-from stagewright.published import predict_run, published_runs
+from stagewright.cluster.catalog import shipped
+from stagewright.planning.calibrate import PARAMETERS, Calibration, predict_run, published_runs
 from tests.shared import shared_file
 
 
@@ -31,7 +30,7 @@ def test_memory_is_within_fifteen_percent(calibration: Calibration) -> None:
 
 
 def test_the_shipped_figures_are_the_fitted_ones(calibration: Calibration) -> None:
-    shipped_tables = tomllib.loads(resources.files("stagewright.catalog").joinpath("calibration.toml").read_text())
+    shipped_tables = tomllib.loads(resources.files("stagewright.cluster").joinpath("calibration.toml").read_text())
     for parameter in PARAMETERS:
         value = shipped_tables
         for key in parameter.path:

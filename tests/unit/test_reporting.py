@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stagewright import reporting
-from stagewright.cli import main
+from stagewright.cli.main import main
 from stagewright.metrics import Timeline
 from tests.made_runs import make_run
 
@@ -70,7 +69,7 @@ def test_a_report_that_can_t_be_made_ends_no_run(
     def fail(*arguments: object) -> Timeline:
         raise RuntimeError("the pen broke\nin many lines")
 
-    monkeypatch.setattr(reporting, "open_run", fail)
+    monkeypatch.setattr("stagewright.run.train.open_run", fail)
     main([*EMULATED, "--steps", "1", "--runs", str(tmp_path)])
     printed = capsys.readouterr()
     folder = json.loads(printed.out)["folder"]

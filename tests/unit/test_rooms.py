@@ -119,8 +119,8 @@ def test_there_is_no_utils() -> None:
 )
 def test_help_imports_neither_torch_nor_numpy_nor_pydantic(command: list[str]) -> None:
     code = (
-        "import sys, stagewright.cli\n"
-        f"try: stagewright.cli.main({[*command, '--help']})\n"
+        "import sys, stagewright.cli.main\n"
+        f"try: stagewright.cli.main.main({[*command, '--help']})\n"
         "except SystemExit: pass\n"
         "print([name for name in ('torch', 'numpy', 'pydantic', 'rich') if name in sys.modules])"
     )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from stagewright.catalog.values import DeviceSpec, Software
-from stagewright.cluster import Cluster, Level, Link, Machine, parse_placement
-from stagewright.config import make_config
+from stagewright.cluster.placement import parse_placement
+from stagewright.cluster.specs import DeviceSpec, Software
+from stagewright.cluster.topology import Cluster, Level, Link, Machine
+from stagewright.config.load import make_config
 from stagewright.plan.estimate import Estimate, Setting
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan
+from stagewright.planning.build import make_plan_for
+from stagewright.planning.simulate import ClusterCosts, StageCosts, balanced_costs, simulate, steady_bubble
 from stagewright.profile.profile import Table, Unit
 from stagewright.schedule.action import Action, Op
-from stagewright.settle import make_plan_for
-from stagewright.simulate import ClusterCosts, StageCosts, balanced_costs, simulate, steady_bubble
 
 
 def plan_of(placement: str, mode: Mode, microbatches: int, **rest: int) -> Plan:

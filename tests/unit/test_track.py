@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from stagewright import track as module
-from stagewright.cli import main
-from stagewright.config import make_config
-from stagewright.metrics import Evaluated, GpuUse, RankUse, Saved, Step, Use
-from stagewright.track import require_tracker, tracked, values_of
+from stagewright.cli.main import main
+from stagewright.config.load import make_config
+from stagewright.events import Evaluated, GpuUse, RankUse, Saved, Step, Use
+from stagewright.run import trackers as module
+from stagewright.run.trackers import require_tracker, tracked, values_of
 
 STEP = Step(4, 0, 2.5, 0.1, 1.0, 300.0)
 USE = Use(1.0, 2.0, 900, (GpuUse("GPU-a", 3, 80, 0.5, 250.0),), (RankUse(1, 70, 0.5, 60),))

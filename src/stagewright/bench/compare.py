@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stagewright.bench.interval import Interval, median_interval, ratio
-from stagewright.bench.outcome import FILE, Outcome, Row, read_outcome
-from stagewright.bench.series import segments
-from stagewright.bench.speed import steady_speed
-from stagewright.report.record import Run
+from stagewright.bench.result import FILE, Outcome, Row, read_outcome
+from stagewright.bench.statistics import Interval, median_interval, ratio, segments, steady_speed
+from stagewright.report.read import Run
+from stagewright.run.report import open_run
 
 _SEGMENTS = 10  # of a run: long ones, as neighbouring batches are alike
 _LAST = 10  # batches over which losses are averaged
@@ -65,8 +64,6 @@ def compare(first: Path, second: Path) -> Comparison:
     if any(are_benches):
         bench, run = (first, second) if are_benches[0] else (second, first)
         raise ValueError(f"{bench} is a bench and {run} is not; compare two runs or two benches")
-    from stagewright.reporting import open_run
-
     return compare_runs(open_run(first), open_run(second))
 
 
@@ -188,8 +185,6 @@ def _row_differences(row: Row, other: Row) -> Sequence[str]:
 
 def describe(comparison: Comparison) -> dict[str, Any]:
     """The comparison as one JSON object."""
-    from dataclasses import asdict
-
     pairs = [
         {**asdict(pair), "is_significant": pair.is_significant, "verdict": pair.verdict} for pair in comparison.pairs
     ]

@@ -1,18 +1,23 @@
-"""A bench's outcome as a page: what to take away, the figures, beside the published ones, and how to repeat it."""
+"""A bench's outcome as a page: what to take away, the figures, beside the published ones, and how to repeat it. Where a bench leaves its files: bench.json, report.md, report.html and the logs of its runs in logs.zip."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from statistics import median
 
-from stagewright.bench.interval import Interval
-from stagewright.bench.layout import devices_of
-from stagewright.bench.outcome import Outcome, PublishedRow, Row
-from stagewright.catalog.values import MIB
-from stagewright.predict import IMAGENET
+from stagewright.bench.forecast import devices_of
+from stagewright.bench.result import Outcome, PublishedRow, Row, write_outcome
+from stagewright.bench.statistics import Interval
+from stagewright.cluster.specs import MIB
+from stagewright.config.options import options
+from stagewright.planning.predict import IMAGENET
 from stagewright.report.page import Bar, Bars, Block, Listing, Page, Table, Verdict
+from stagewright.run.report import write_page
 
 _TOLERANCE = 0.2  # cores
 _CLOSE = 0.03  # what predictions are good for
@@ -264,8 +269,6 @@ def _remarks(outcome: Outcome) -> tuple[tuple[str, str], ...]:
 
 def train_command(row: Row) -> str:
     """The command that trains a row's configuration once."""
-    from stagewright.config import options
-
     words = ["stagewright", "train"]
     for option in options():
         section, _, name = option.key.partition(".")
@@ -277,3 +280,27 @@ def train_command(row: Row) -> str:
         else:
             words += [option.flag, str(value)]
     return shlex.join(words)
+
+
+LOGS = "logs.zip"
+_LEFT_OUT = {"checkpoints", ".lock", "ranks", "report.html"}  # no logs
+
+
+def write_reports(outcome: Outcome, folder: Path) -> None:
+    """The outcome in full, and as a page in both forms."""
+    write_outcome(outcome, folder)
+    write_page(outcome_page(outcome), folder / "report.html")
+
+
+def zip_logs(runs: Path, folder: Path, clean: Callable[[str], str]) -> None:
+    """Move what the runs left into one file; it is whole before they go. Every text and name passes through `clean`."""
+    if not runs.is_dir():
+        return
+    draft = folder / f"{LOGS}.draft"
+    with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as file:
+        for path in sorted(path for path in runs.rglob("*") if path.is_file()):
+            name = path.relative_to(runs)
+            if not _LEFT_OUT & set(name.parts):
+                file.writestr(clean(str(name)), clean(path.read_text(errors="replace")))
+    draft.replace(folder / LOGS)
+    shutil.rmtree(runs)

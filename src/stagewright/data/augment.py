@@ -17,7 +17,6 @@ from torch import Tensor
 from stagewright.data.order import Indices
 
 Whole = TypeVar("Whole", int, Indices)  # of one sample, or of many
-
 _KEY = struct.Struct("<4Q")
 _BLOCK = struct.Struct("<8Q")
 _AREA = (0.08, 1.0)

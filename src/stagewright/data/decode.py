@@ -1,18 +1,22 @@
-"""From encoded bytes to pixels: libjpeg-turbo for JPEG, Pillow for everything else."""
+"""From encoded bytes to pixels: libjpeg-turbo for JPEG, Pillow for everything else. From bytes to what a model takes: subtract a mean, divide by a deviation, on the device. Draws a view of an image into its place in a batch."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import simplejpeg
+import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 
+from stagewright.data.augment import Jitter, View
 from stagewright.data.records import BadRecord, Record, Records
 
 Pixels = NDArray[np.uint8]  # rows, columns, RGB
-
 MOST_PIXELS = 100_000_000  # more is taken for a damaged header, or an attack
 _JPEG = b"\xff\xd8"
 _FORMATS = ("JPEG", "PNG", "PPM", "WEBP", "BMP", "GIF", "TIFF")
@@ -69,3 +73,109 @@ def _decode_other(data: bytes) -> Pixels:
 def _require_size(height: int, width: int) -> None:
     if height * width > MOST_PIXELS:
         raise BadRecord(f"says it has {height}x{width} pixels; {MOST_PIXELS} are read at most")
+
+
+_CHANNELS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Normalization:
+    """Mean and deviation of each channel, on the scale of 0 to 255."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def apply(self, images: Tensor, dtype: torch.dtype) -> Tensor:
+        """uint8 [samples, side, side, RGB] as numbers [samples, RGB, side, side]."""
+        mean, std = (torch.tensor(values, dtype=dtype, device=images.device) for values in (self.mean, self.std))
+        shape = (1, _CHANNELS, 1, 1)
+        numbers = torch.empty(len(images), _CHANNELS, *images.shape[1:3], dtype=dtype, device=images.device)
+        return torch.sub(images.permute(0, 3, 1, 2), mean.view(shape), out=numbers).div_(std.view(shape))
+
+
+NORMALIZATIONS: Mapping[str, Normalization] = {
+    "imagenet": Normalization(
+        tuple(255 * share for share in (0.485, 0.456, 0.406)), tuple(255 * share for share in (0.229, 0.224, 0.225))
+    ),
+    "published": Normalization((123.68, 116.779, 103.939), (58.393, 57.12, 57.375)),
+}
+
+
+def parse_normalization(text: str) -> Normalization:
+    """A name, or `mean,mean,mean/std,std,std` on the scale of 0 to 255."""
+    if text in NORMALIZATIONS:
+        return NORMALIZATIONS[text]
+    try:
+        mean, std = (tuple(float(number) for number in half.split(",")) for half in text.split("/"))
+    except ValueError:
+        mean = std = ()
+    if len(mean) != _CHANNELS or len(std) != _CHANNELS or min(std) <= 0:
+        raise ValueError(
+            f"--normalize '{text}' is none of {', '.join(NORMALIZATIONS)}, nor three means and three deviations above "
+            "0 such as 125,123,114/63,62,67"
+        )
+    return Normalization(mean, std)
+
+
+_GREY = (0.299, 0.587, 0.114)
+
+
+def render(image: Pixels, view: View, target: Tensor) -> None:
+    """Fill `target`, uint8 [side, side, RGB], with a view of an image."""
+    box = torch.from_numpy(image[view.top : view.top + view.height, view.left : view.left + view.width])
+    if view.is_mirrored:
+        box = _mirrored(box)
+    side = len(target)
+    if (view.rows, view.columns, view.down, view.right) == (side, side, 0, 0):
+        _resize(box, target)
+    else:
+        resized = box
+        if (view.rows, view.columns) != (view.height, view.width):
+            resized = torch.empty(view.rows, view.columns, 3, dtype=torch.uint8)
+            _resize(box, resized)
+        _copy_window(resized, view, target)
+    if view.jitter is not None:
+        target.copy_(jittered(target, view.jitter))
+    if view.hole is not None:
+        view.hole.blacken(target)
+
+
+def _resize(box: Tensor, target: Tensor) -> None:
+    """Antialiased bilinear, written straight into `target`."""
+    if box.shape == target.shape:
+        target.copy_(box)
+    else:
+        size = list(target.shape[:2])
+        torch.ops.aten._upsample_bilinear2d_aa.out(_planes(box), size, False, None, None, out=_planes(target))
+
+
+def _planes(pixels: Tensor) -> Tensor:
+    """[rows, columns, RGB] as the batch of one that torch's image operations take, without a copy."""
+    return pixels.permute(2, 0, 1).unsqueeze(0)
+
+
+def _mirrored(box: Tensor) -> Tensor:
+    return _planes(box).flip(3).squeeze(0).permute(1, 2, 0)  # torch mirrors this layout several times faster
+
+
+def _copy_window(resized: Tensor, view: View, target: Tensor) -> None:
+    """A square of the resized image; black where it reaches beyond."""
+    side, (rows, columns) = len(target), resized.shape[:2]
+    top, left = max(view.down, 0), max(view.right, 0)
+    bottom, right = min(view.down + side, rows), min(view.right + side, columns)
+    if (bottom - top, right - left) != (side, side):
+        target.zero_()
+    target[top - view.down : bottom - view.down, left - view.right : right - view.right] = resized[
+        top:bottom, left:right
+    ]
+
+
+def jittered(pixels: Tensor, jitter: Jitter) -> Tensor:
+    """Brightness, contrast against the mean grey, saturation against each pixel's grey; rounded once, at the end."""
+    weights = torch.tensor(_GREY, device=pixels.device)
+    colours = (pixels.float() * jitter.brightness).clamp_(0, 255)
+    mean = (colours @ weights).mean()
+    colours = (colours * jitter.contrast + mean * (1 - jitter.contrast)).clamp_(0, 255)
+    grey = (colours @ weights).unsqueeze(2)
+    colours = (colours * jitter.saturation + grey * (1 - jitter.saturation)).clamp_(0, 255)
+    return colours.round_().to(torch.uint8)

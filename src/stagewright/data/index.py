@@ -21,7 +21,6 @@ _FORMAT = "1"
 _ARRAYS = {"part": np.int32, "offset": np.int64, "length": np.int64, "label": np.int32, "name_end": np.int64}
 _ANYONE_WRITES = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 _SAMPLED = 64  # records whose bytes are part of the fingerprint
-
 Progress = Callable[[int], None]  # told how many records were found so far
 
 

@@ -9,14 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stagewright.data.device import DeviceLoader, torchcodec_decoder
-from stagewright.data.images import ImageSource
-from stagewright.data.kept import KeptLoader
-from stagewright.data.loading import BadRecords, Decode, Loading
-from stagewright.data.numbering import Numbering, Share
+from stagewright.data.microbatches import BadRecords, Decode, Loading, Numbering, Share
+from stagewright.data.on_device import DeviceLoader, KeptLoader, torchcodec_decoder
 from stagewright.data.order import Indices
 from stagewright.data.pool import Batch, Pool
-from stagewright.data.sources import Source, SyntheticSource
+from stagewright.data.sources import ImageSource, Source, SyntheticSource
 
 
 class Loader(Protocol):

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from stagewright.data.decode import Decoder
-from stagewright.data.images import Bad, Draw
 from stagewright.data.order import Indices
+from stagewright.data.sources import Bad, Draw
 
 Load = Callable[[int, Draw | None, Tensor, Decoder], tuple[int, tuple[Bad, ...]]]
 

@@ -11,8 +11,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from stagewright.data.decode import Decoder, decode_at
-from stagewright.data.images import Bad, Draw, ImageSource
 from stagewright.data.records import BadRecord, Records, spread
+from stagewright.data.sources import Bad, Draw, ImageSource
 
 _COLUMNS, _ROWS = 8, 6
 _CAPTION = 14  # pixels below a sample

@@ -19,11 +19,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.func import functional_call
 
-from stagewright.model.output import require_logits
-from stagewright.model.units import Piece
+from stagewright.model.cut import Piece
+from stagewright.model.load import require_logits
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-
 Constant = int | float | bool | str | None | tuple[int, ...]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from stagewright.model.units import Chain
+from stagewright.model.cut import Chain
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,7 +227,6 @@ VGG_BLOCKS: Mapping[str, Blocks] = {
     "vgg16": ((64,) * 2, (128,) * 2, (256,) * 3, (512,) * 3, (512,) * 3),
     "vgg19": ((64,) * 2, (128,) * 2, (256,) * 4, (512,) * 4, (512,) * 4),
 }
-
 ZOO: Mapping[str, Entry] = {
     "alexnet": Entry(AlexNet),
     **{name: Entry(partial(VGG, blocks)) for name, blocks in VGG_BLOCKS.items()},

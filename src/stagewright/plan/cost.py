@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stagewright.cluster import Cluster, Device, Edge, Link
+from stagewright.cluster.topology import Cluster, Device, Edge, Link
 
 Number = Any  # a float, or an array of them
 _SOFTNESS = 4  # how sharply loader and devices take turns in being the bound

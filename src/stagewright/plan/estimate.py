@@ -8,8 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from stagewright.catalog.values import MIB, DeviceSpec, Software
-from stagewright.cluster import Cluster, Device
+from stagewright.cluster.specs import MIB, DeviceSpec, Software
+from stagewright.cluster.topology import Cluster, Device
 from stagewright.plan import cost
 from stagewright.plan.memory import Memory, gradient_copies, microbatches_held, weight_copies
 from stagewright.plan.plan import Plan, Stage

@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from stagewright.cluster import Cluster, Placement, parse_placement
+from stagewright.cluster.placement import Placement, parse_placement
+from stagewright.cluster.topology import Cluster
 from stagewright.plan.plan import Mode, Plan, Stage
 
 _MOST_SAMPLES = 2**31 - 1

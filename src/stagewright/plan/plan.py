@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from stagewright.cluster import Device, Placement, format_placement
+from stagewright.cluster.placement import Placement, format_placement
+from stagewright.cluster.topology import Device
 
 
 class Mode(StrEnum):

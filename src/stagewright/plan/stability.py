@@ -6,8 +6,7 @@ is a = lr*c. With lag d the gradient is that of d updates ago:
     v[t+1] = mu v[t] + a x[t-d]        x[t+1] = x[t] - v[t+1]
 
 Nesterov moves x by the gradient and mu v[t+1] instead; with prediction the gradient is taken where v[t-d] would bring
-x[t-d] in d updates without a gradient. x shrinks while all roots of the rule's polynomial lie within the unit circle.
-"""
+x[t-d] in d updates without a gradient. x shrinks while all roots of the rule's polynomial lie within the unit circle."""
 
 from __future__ import annotations
 

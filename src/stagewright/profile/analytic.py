@@ -3,8 +3,7 @@
 A unit takes the longer of its arithmetic and its memory traffic, and a launch. Convolutions are told apart: a 3x3 of
 stride 1 in plain fp32 may run as Winograd's F(4x4, 3x3), four times fewer products for 2.25 times the traffic of its
 inputs and outputs twice over; larger kernels of stride 1 as FFT tiles of 32x32; everything else directly. The constants
-were checked layer by layer against measured profiles of AlexNet, VGG-16 and ResNet-50 (docs/planning.md).
-"""
+were checked layer by layer against measured profiles of AlexNet, VGG-16 and ResNet-50 (docs/planning.md)."""
 
 from __future__ import annotations
 
@@ -12,9 +11,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from stagewright.catalog.values import DeviceSpec, Software
+from stagewright.cluster.specs import DeviceSpec, Software
 from stagewright.profile.profile import Table, Unit
-from stagewright.profile.shape import Convolution, Kind, Shape
+from stagewright.profile.shapes import Convolution, Kind, Shape
 
 MEMORY_SHARE = 0.8  # of the data sheet's bandwidth that a plain kernel reaches
 LAUNCH_SECONDS = 4e-6

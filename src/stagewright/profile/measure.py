@@ -2,8 +2,7 @@
 
 Forward is timed around each unit's call. Backward runs once through the whole graph; a hook at each unit's output
 notes when its gradient arrived, and the time until the next arrival is the unit's. On a GPU the notes are events in
-the stream, read after everything has run; it gets something else to do first, so that issuing units is not timed.
-"""
+the stream, read after everything has run; it gets something else to do first, so that issuing units is not timed."""
 
 from __future__ import annotations
 
@@ -20,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from stagewright.model.load import build_model
-from stagewright.model.output import require_logits, running
-from stagewright.model.units import Chain
+from stagewright.model.cut import Chain
+from stagewright.model.load import build_model, require_logits, running
 from stagewright.model.walk import Walk
 from stagewright.profile.profile import Ceilings, Profile, Table, Unit
-from stagewright.profile.trace import kind_of, saving
+from stagewright.profile.shapes import kind_of, saving
 
 _WARM = 2
 _REPEATS = 7
@@ -82,7 +80,7 @@ def measure(
 ) -> Profile:
     """Profile a model here, while `together` - 1 other processes do the same."""
     torch.set_num_threads(subject.threads)
-    chain = Chain(_model(subject))
+    chain = Chain(subject_model(subject))
     with _company(subject, together - 1):
         tables = []
         for samples in subject.samples:
@@ -94,7 +92,7 @@ def measure(
     return Profile(subject.model, name, "stagewright", subject.input, together, ceilings, tuple(tables))
 
 
-def _model(subject: Subject) -> nn.Module:
+def subject_model(subject: Subject) -> nn.Module:
     model = build_model(subject.model, subject.seed, subject.classes).to(subject.device)
     if subject.precision == "fp64":
         model = model.double()
@@ -211,7 +209,7 @@ def _typical(clock: Clock, work: Callable[[], Any]) -> float:
 def _company(subject: Subject, others: int) -> Iterator[None]:
     """Other processes that train the same model meanwhile, so that caches and memory are shared as in a run."""
     text = json.dumps({"subject": _as_dict(subject), "samples": max(subject.samples)})
-    command = [sys.executable, "-m", "stagewright.profile.company", text]
+    command = [sys.executable, "-m", "stagewright.profile.background_load", text]
     running: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(others):
@@ -228,30 +226,6 @@ def _company(subject: Subject, others: int) -> Iterator[None]:
 
 def _as_dict(subject: Subject) -> dict[str, Any]:
     return {name: getattr(subject, name) for name in Subject.__slots__}
-
-
-def keep_company(text: str) -> None:
-    """Train the model over and over, until the process that asked for company ends."""
-    asked = json.loads(text)
-    values: dict[str, Any] = asked["subject"]
-    subject = Subject(**{**values, "input": tuple(values["input"]), "samples": tuple(values["samples"])})
-    torch.set_num_threads(subject.threads)
-    model = _model(subject)
-    example = torch.randn(asked["samples"], *subject.input, device=subject.device)
-    for count in _forever():
-        model(example).float().mean().backward()
-        if count == 0:
-            print("under way", flush=True)
-
-
-def _forever() -> Iterator[int]:
-    """Count while standard input is open: the pipe closes with the parent, however that ends."""
-    import select
-
-    count = 0
-    while not select.select([sys.stdin], [], [], 0)[0]:
-        yield count
-        count += 1
 
 
 def sample_sizes(samples: Sequence[int]) -> tuple[int, ...]:

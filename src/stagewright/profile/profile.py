@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 FORMAT = "stagewright-profile-1"
 
 
@@ -135,8 +137,6 @@ class Profile:
 
 def read_profile(path: str | Path) -> Profile:
     """Load a saved profile."""
-    from pydantic import TypeAdapter, ValidationError
-
     try:
         content: Any = json.loads(Path(path).read_text())
     except OSError as error:

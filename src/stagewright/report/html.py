@@ -12,10 +12,19 @@ from html import escape
 from importlib.resources import files
 from itertools import pairwise
 
-from stagewright.report.charts import draw_bars, draw_curves, draw_stacks
-from stagewright.report.encode import MOST_BARS, encode, newest
-from stagewright.report.figures import KINDS, is_numeric, seconds, shown, table_of, thinned
+from stagewright.report.charts import (
+    KINDS,
+    draw_bars,
+    draw_curves,
+    draw_stacks,
+    is_numeric,
+    seconds,
+    shown,
+    table_of,
+    thinned,
+)
 from stagewright.report.page import Bars, Block, Curve, Curves, Listing, Page, Pipeline, Stacks, Table, Verdict
+from stagewright.report.timeline import MOST_BARS, encode, newest
 
 _MOST_POINTS = 400  # of a curve: more than a screen tells apart
 _ALL_POINTS = 5000  # of a page's curves: with the bars of its timelines they keep it below a megabyte
@@ -24,7 +33,6 @@ _HINTS = (
     "Drag to move, pinch or turn the wheel to zoom, touch a bar or point at it to read it. By keyboard: arrows to "
     "move, + and - to zoom, 0 for the whole; full stop and comma from bar to bar, up and down from rank to rank."
 )
-
 _HATCH = (  # what predicted bars are filled with
     '<svg width="0" height="0" class="defined" aria-hidden="true"><pattern id="hatch" width="8" height="8" '
     'patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect class="hatch-back" width="8" height="8"/>'

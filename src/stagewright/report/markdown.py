@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from stagewright.report.figures import is_numeric, seconds, table_of, thinned
+from stagewright.report.charts import is_numeric, seconds, table_of, thinned
 from stagewright.report.page import Block, Curve, Curves, Listing, Page, Pipeline, Table, Verdict
 
 _MOST_POINTS = 12  # of a curve: the page with pictures has them all

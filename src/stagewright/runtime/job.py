@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from stagewright.config.sections import Config
 from stagewright.data.order import Order
 from stagewright.model.probe import Probe
 from stagewright.plan.plan import Plan
-from stagewright.runtime.gate import NEVER
 
 _FEW_RESTARTS = 3
 
 
-class RunFailed(RuntimeError):
-    """A rank failed; the message names it and what it was doing."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """The user stopped the run."""
-
-    def __init__(self, when: str, next_step: str = "") -> None:
-        self.when = when
-        super().__init__(f"{when}; nothing is left running{next_step and f'; {next_step}'}")
+NEVER = sys.maxsize  # a batch or microbatch that never comes
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +83,8 @@ class Job:
         return _FEW_RESTARTS if self.keeps_checkpoints or self.resume else 0
 
     def save(self, path: Path) -> None:
-        from pydantic import TypeAdapter
-
         path.write_bytes(TypeAdapter(Job).dump_json(self, indent=1))
 
     @staticmethod
     def load(path: Path) -> Job:
-        from pydantic import TypeAdapter
-
         return TypeAdapter(Job).validate_json(path.read_bytes())

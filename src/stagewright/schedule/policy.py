@@ -7,8 +7,7 @@ one order of the whole pipeline that respects every dependency, so no two ranks 
 
 Forward of microbatch i at stage s is let in as soon as every microbatch below `barrier(i)` is backward there: early
 enough to fill the depth, late enough for its version to exist. With depth 1 at the last stage that is 1F1B; with a
-depth of a whole batch it is GPipe; where a rank carries several stages their tasks interleave by the same keys.
-"""
+depth of a whole batch it is GPipe; where a rank carries several stages their tasks interleave by the same keys."""
 
 from __future__ import annotations
 

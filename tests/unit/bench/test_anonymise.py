@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.bench import anonymise
-from stagewright.bench.anonymise import cleaned, make_cleaner
+from stagewright.bench import result as anonymise
+from stagewright.bench.result import cleaned, make_cleaner
 
 
 @pytest.fixture

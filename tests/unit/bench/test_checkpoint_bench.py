@@ -7,7 +7,8 @@ import json
 import pytest
 from rich.console import Console
 
-from stagewright.bench import Request, checkpoint, run_suite
+from stagewright.bench.micro import checkpoint
+from stagewright.cli.bench import Request, run_suite
 
 
 def test_both_sides_are_timed_and_the_size_is_told(

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from stagewright.bench.compare import compare_benches
-from stagewright.bench.interval import median_interval
-from stagewright.bench.outcome import Outcome, Repeat, Row, write_outcome
-from stagewright.cli import main
+from stagewright.bench.result import Outcome, Repeat, Row, write_outcome
+from stagewright.bench.statistics import median_interval
+from stagewright.cli.main import main
 
 Make = Callable[..., Path]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stagewright.bench.data import HEIGHT, SIDE, WIDTH, _ours, make_jpegs, measure
-from stagewright.bench.stock import stock_paths
+from stagewright.bench.micro.data import HEIGHT, SIDE, WIDTH, _ours, make_jpegs, measure, stock_paths
 from stagewright.data.augment import Augmentation, Cropping
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from stagewright.bench.interval import Interval, median_interval, paired_ratio, ratio
+from stagewright.bench.statistics import Interval, median_interval, paired_ratio, ratio
 
 DRAWS = 1000
 Draw = Callable[[np.random.Generator, int], np.ndarray]

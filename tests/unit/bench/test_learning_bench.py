@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from stagewright.bench.anonymise import make_cleaner
-from stagewright.bench.learning.earlier import earlier_runs
-from stagewright.bench.learning.finding import Finding, Speed, findings_of, in_points, mean_interval, target_of
-from stagewright.bench.learning.lesson import Inquiry, lessons_of, open_study
-from stagewright.bench.learning.pages import Study, describe, headlines, show, study_page
-from stagewright.bench.learning.runs import Learnt
-from stagewright.cli import main
+from stagewright.bench.learning.findings import Finding, Speed, findings_of, in_points, mean_interval, target_of
+from stagewright.bench.learning.pages import Study, describe_study, headlines, show_study, study_page
+from stagewright.bench.learning.runs import Learnt, earlier_runs
+from stagewright.bench.learning.trials import Inquiry, lessons_of, open_study
+from stagewright.bench.result import make_cleaner
+from stagewright.cli.main import main
 from stagewright.report.html import as_html
 from stagewright.report.markdown import as_markdown
 from stagewright.report.page import Curves
@@ -198,16 +197,16 @@ def test_a_page_has_tables_curves_and_every_run(tmp_path: Path) -> None:
     ):
         assert part in text
     assert "</html>" in as_html(study_page(study))
-    assert json.loads(json.dumps(describe(study)))["findings"][1]["difference"]["value"] == pytest.approx(-0.1)
+    assert json.loads(json.dumps(describe_study(study)))["findings"][1]["difference"]["value"] == pytest.approx(-0.1)
     console = Console(width=80, record=True, file=(tmp_path / "out").open("w"))
-    show(console, study, tmp_path)
+    show_study(console, study, tmp_path)
     assert all(len(line) <= 80 or str(tmp_path) in line for line in console.export_text().splitlines())
 
 
 def write_study(folder: Path, runs: list[Learnt]) -> str:
     study = Study("Lag", "2026-01-01", "stagewright", {"GPU": folder.name}, tuple(found(*runs)), {})
     folder.mkdir()
-    (folder / "learning.json").write_text(json.dumps(describe(study)))
+    (folder / "learning.json").write_text(json.dumps(describe_study(study)))
     return str(folder)
 
 
@@ -236,7 +235,9 @@ def test_runs_with_equal_settings_are_taken_over_under_their_new_names(tmp_path:
         "Environment of runs taken over" in text and "Runs of x, y." in text and "## Environment\n" not in text
     )  # nothing ran here
     (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "learning.json").write_text(json.dumps(describe(replace(study, elsewhere=earlier.machines))))
+    (tmp_path / "c" / "learning.json").write_text(
+        json.dumps(describe_study(replace(study, elsewhere=earlier.machines)))
+    )
     assert earlier_runs([str(tmp_path / "c")], lessons).machines == earlier.machines  # at second hand
     waiting = [lesson for lesson in lessons if lesson.settings not in {run.settings for run in known}]
     assert len(waiting) == len(lessons) - 2

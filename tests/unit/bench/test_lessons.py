@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import pytest
 
 from stagewright.bench.learning import runs
-from stagewright.bench.learning.lesson import Inquiry, Lesson, lessons_of, open_study
 from stagewright.bench.learning.runs import Learnt, run_lessons
 from stagewright.bench.learning.study import _jobs, _measured, _study
+from stagewright.bench.learning.trials import Inquiry, Lesson, lessons_of, open_study
 
 
 class Command:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from stagewright.bench import monitor as module
-from stagewright.bench.monitor import Found, Turns
-from stagewright.metrics import Step
+from stagewright.bench.micro import monitor as module
+from stagewright.bench.micro.monitor import Found, Turns
+from stagewright.events import Step
 
 
 class Counting:

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stagewright.bench import mps
+from stagewright.bench import machine as mps
 
 _DAEMON = """#!/bin/sh
 # a stand-in: -d starts a process and notes its id; an order on stdin is noted, and obeyed unless told otherwise

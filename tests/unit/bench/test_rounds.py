@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.bench import rounds
-from stagewright.bench.case import Terms, cases_of
-from stagewright.bench.outcome import Repeat
-from stagewright.bench.rounds import Length, Turns, run_rounds
-from stagewright.bench.speed import steady_speed
-from stagewright.bench.suitefile import read_suite
-from stagewright.bench.trials import _measured, _with_speedups
-from stagewright.config import make_config
-from stagewright.metrics import Step
+from stagewright.bench import run as rounds
+from stagewright.bench.result import Repeat
+from stagewright.bench.run import Length, Turns, _measured, _with_speedups, run_rounds
+from stagewright.bench.statistics import steady_speed
+from stagewright.bench.suite import Terms, cases_of, read_suite
+from stagewright.config.load import make_config
+from stagewright.events import Step
 
 CONFIGS = {name: make_config() for name in "ABC"}
 

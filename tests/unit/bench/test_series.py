@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stagewright.bench.series import Plateau, find_plateau, outliers, segments
+from stagewright.bench.statistics import Plateau, find_plateau, outliers, segments
 
 NOISE = np.random.default_rng(3).normal(1.0, 0.01, 40)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from stagewright.bench.contests import at_least, at_most, not_slower
-from stagewright.bench.statistics import Ratio, median, median_ratio
+from stagewright.bench.peers.cases import at_least, at_most, not_slower
+from stagewright.bench.statistics import Ratio, median_of, median_ratio
 
 
 def test_median_of_odd_and_even_series() -> None:
-    assert median([3.0, 1.0, 2.0]) == 2.0
-    assert median([4.0, 1.0, 2.0, 3.0]) == 2.5
+    assert median_of([3.0, 1.0, 2.0]) == 2.0
+    assert median_of([4.0, 1.0, 2.0, 3.0]) == 2.5
 
 
 def test_constant_series_have_an_exact_ratio() -> None:

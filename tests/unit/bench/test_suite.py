@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.bench import Request, run_suite
-from stagewright.bench.arena import Segment, open_ranks
-from stagewright.bench.contests import SUITES
-from stagewright.bench.report import Outcome, make_series, show_machine, show_work
+from stagewright.bench.peers.cases import SUITES
+from stagewright.bench.peers.launch import Segment, open_ranks
+from stagewright.bench.peers.run import PeerOutcome, make_series, show_machine, show_work
+from stagewright.cli.bench import Request, run_suite
 
 
 def test_overhead_runs_both_sides_on_the_same_work(capfd: pytest.CaptureFixture[str]) -> None:
@@ -43,7 +43,7 @@ def test_a_table_fits_80_columns(
     suite = SUITES[name]
     segments = [Segment(1.0, 2.0, 0.0), Segment(1.5, 2.0, 1.5)]
     outcomes = [
-        Outcome(
+        PeerOutcome(
             contest,
             heat.work,
             make_series(contest.ours, suite.measure, heat.work, heat.steps, segments),

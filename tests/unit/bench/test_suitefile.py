@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.bench.case import Terms, cases_of
-from stagewright.bench.published import Calibration
-from stagewright.bench.room import Room
-from stagewright.bench.suitefile import read_suite, shipped_names
-from stagewright.bench.trials import nearest_suite
-from stagewright.cli import main
-from stagewright.cluster import Cluster, Machine
-from stagewright.published import published_runs
+from stagewright.bench.forecast import Room
+from stagewright.bench.run import nearest_suite
+from stagewright.bench.suite import Terms, cases_of, read_suite, shipped_names
+from stagewright.cli.main import main
+from stagewright.cluster.topology import Cluster, Machine
+from stagewright.planning.calibrate import Calibration, published_runs
 
 GIB = 1 << 30
 LAPTOP = Room(gpus=0, gpu_memory=0, memory=16 * GIB)
@@ -170,7 +168,7 @@ def test_bad_options_of_a_suite_are_one_line(
 def test_a_suite_that_does_not_fit_names_one_that_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stagewright.bench.trials.here", lambda: LAPTOP)
+    monkeypatch.setattr("stagewright.bench.run.here", lambda: LAPTOP)
     line = fails(capsys, "stages", "--runs", str(tmp_path))
     assert "needs 8 GPUs, this machine has 0" in line and "bench quick runs here" in line and "--simulate" in line
     assert not list(tmp_path.iterdir())
@@ -181,7 +179,7 @@ def simulated(calibration: Calibration, tmp_path_factory: pytest.TempPathFactory
     """`stagewright bench stages --simulate --cluster titan-v-8`, with the calibration that other tests have made."""
     runs = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stagewright.bench.published.measure", lambda tell: calibration)
+        patch.setattr("stagewright.planning.calibrate.measure", lambda tell: calibration)
         main(["bench", "stages", "--simulate", "--cluster", "titan-v-8", "--runs", str(runs)])
     (folder,) = runs.iterdir()
     return folder

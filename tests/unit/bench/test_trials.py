@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.bench import Request, run_suite
-from stagewright.bench.interval import Interval
-from stagewright.bench.outcome import Outcome, PublishedRow, read_outcome
 from stagewright.bench.pages import verdict
-from stagewright.bench.rounds import Turns
-from stagewright.cli import main
+from stagewright.bench.result import Outcome, PublishedRow, read_outcome
+from stagewright.bench.run import Turns
+from stagewright.bench.statistics import Interval
+from stagewright.cli.bench import Request, run_suite
+from stagewright.cli.main import main
 from stagewright.report.html import as_html
 from stagewright.report.page import Page
 
@@ -150,7 +150,7 @@ def test_a_configuration_that_fails_does_not_take_the_others_with_it(
 def test_an_interrupted_bench_keeps_what_it_has(
     suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from stagewright.bench import rounds
+    from stagewright.bench import run as rounds
 
     take, taken = rounds._take, []
 
@@ -200,7 +200,7 @@ def test_a_command_in_a_report_is_what_a_shell_takes() -> None:
 def test_what_is_shown_fits_80_columns(outcome: Outcome, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    from stagewright.bench.show import show
+    from stagewright.cli.bench import show
 
     rows = tuple(replace(row, outliers=(0,)) for row in outcome.rows)
     show(Console(width=80), replace(outcome, rows=rows), Path("runs/x"))
@@ -213,7 +213,7 @@ def test_published_runs_are_shown_beside_what_is_predicted_of_them(
 ) -> None:
     from rich.console import Console
 
-    from stagewright.bench.show import show
+    from stagewright.cli.bench import show
 
     run = PublishedRow(
         "OneFlow dev_ssp", "vgg16", "titan-v-8", "dp", "synthetic", "fp32", "224", 708.4, 727.8, 0.01, False, (), (), ()

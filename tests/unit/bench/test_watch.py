@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from stagewright.bench.watch import Seen, seen, watched
-from stagewright.cluster import parse_placement
-from stagewright.metrics import GpuUse, RankUse, Use
+from stagewright.bench.machine import Seen, seen, watched
+from stagewright.cluster.placement import parse_placement
+from stagewright.events import GpuUse, RankUse, Use
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
 

@@ -12,8 +12,7 @@ import torch
 from PIL import Image
 
 from stagewright.data.augment import Augmentation, Cropping, Hole, Jitter, View, default_cropping
-from stagewright.data.normalize import NORMALIZATIONS, Normalization, parse_normalization
-from stagewright.data.render import jittered, render
+from stagewright.data.decode import NORMALIZATIONS, Normalization, jittered, parse_normalization, render
 from tests.pictures import pixels
 
 RESIZED = Augmentation(224, Cropping.RESIZED)

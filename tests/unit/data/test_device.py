@@ -15,15 +15,13 @@ from torch import Tensor
 
 from stagewright.data.augment import Augmentation, Cropping
 from stagewright.data.datasets import open_records
-from stagewright.data.device import DeviceLoader, draw_view, require_decoder
-from stagewright.data.images import Bad, ImageSource
+from stagewright.data.decode import Normalization, render
 from stagewright.data.loader import Loader, make_loaders
-from stagewright.data.loading import Loading
-from stagewright.data.normalize import Normalization
-from stagewright.data.numbering import Pieces, Share, Training
+from stagewright.data.microbatches import Loading, Pieces, Share, Training
+from stagewright.data.on_device import DeviceLoader, draw_view, require_decoder
 from stagewright.data.order import Order
 from stagewright.data.records import Record
-from stagewright.data.render import render
+from stagewright.data.sources import Bad, ImageSource
 from tests.pictures import Faulty, encoded, jpeg, message, pixels, settled, threads_called, write_parts
 
 PLAIN = Normalization((0.0,) * 3, (1.0,) * 3)  # so that inputs are levels of 0 to 255

@@ -10,11 +10,10 @@ from PIL import Image
 
 from stagewright.data.augment import Augmentation, Cropping
 from stagewright.data.datasets import open_records
-from stagewright.data.images import Bad, ImageSource
+from stagewright.data.decode import Normalization
 from stagewright.data.loader import make_loaders
-from stagewright.data.loading import Loading
-from stagewright.data.normalize import Normalization
-from stagewright.data.numbering import Pieces, Share
+from stagewright.data.microbatches import Loading, Pieces, Share
+from stagewright.data.sources import Bad, ImageSource
 from tests.pictures import encoded, jpeg, pillow, pixels
 from tests.unit.data.test_folder import make_folder
 

@@ -11,13 +11,12 @@ from PIL import Image
 
 from stagewright.data.augment import Augmentation, Cropping
 from stagewright.data.datasets import open_records
-from stagewright.data.images import Bad, ImageSource
-from stagewright.data.kept import require_keepable
+from stagewright.data.decode import Normalization
 from stagewright.data.loader import make_loaders
-from stagewright.data.loading import Decode, Loading
-from stagewright.data.normalize import Normalization
-from stagewright.data.numbering import Pieces, Share, Training
+from stagewright.data.microbatches import Decode, Loading, Pieces, Share, Training
+from stagewright.data.on_device import require_keepable
 from stagewright.data.order import Order
+from stagewright.data.sources import Bad, ImageSource
 from tests.pictures import Faulty, encoded, jpeg, message, pixels, threads_called, write_parts
 
 PLAIN = Normalization((0.0,) * 3, (1.0,) * 3)

@@ -12,16 +12,13 @@ import torch
 
 from stagewright.data.augment import Augmentation, Cropping
 from stagewright.data.datasets import open_records
-from stagewright.data.decode import Decoder
-from stagewright.data.images import Bad, Draw, ImageSource
+from stagewright.data.decode import NORMALIZATIONS, Decoder
 from stagewright.data.loader import ImageLoader, make_loaders
-from stagewright.data.loading import Loading
-from stagewright.data.normalize import NORMALIZATIONS
-from stagewright.data.numbering import Pieces, Share, Training
-from stagewright.data.order import Order
+from stagewright.data.microbatches import Loading, Pieces, Share, Training
+from stagewright.data.order import DataChanged, Order, Position
 from stagewright.data.pool import Pool
-from stagewright.data.position import DataChanged, Position
 from stagewright.data.records import DataError, Limited, Record
+from stagewright.data.sources import Bad, Draw, ImageSource
 from tests.pictures import Faulty, make_ofrecord, settled, threads_called
 
 SAMPLES, BATCH, MICROBATCHES, SEED = 53, 12, 4, 11

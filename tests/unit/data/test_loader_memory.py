@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.data.loading import Loading
+from stagewright.data.microbatches import Loading
 from stagewright.data.order import Order
 from tests.pictures import Faulty
 from tests.unit.data.test_loader import plain

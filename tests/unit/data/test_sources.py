@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from stagewright.data.loader import make_loaders
-from stagewright.data.loading import Loading
-from stagewright.data.numbering import Pieces, Share
+from stagewright.data.microbatches import Loading, Pieces, Share
 from stagewright.data.sources import ImageOptions, LimitedSource, SyntheticSource, TensorSource, open_source
 
 

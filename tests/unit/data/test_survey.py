@@ -9,9 +9,8 @@ from PIL import Image
 
 from stagewright.data.augment import Augmentation, Cropping
 from stagewright.data.datasets import open_records
-from stagewright.data.decode import Decoder
-from stagewright.data.images import Draw, ImageSource
-from stagewright.data.normalize import NORMALIZATIONS
+from stagewright.data.decode import NORMALIZATIONS, Decoder
+from stagewright.data.sources import Draw, ImageSource
 from stagewright.data.survey import draw_sheet, survey
 from tests.pictures import bytes_feature, jpeg, message, write_parts
 

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from stagewright.cli import main
-from stagewright.doctor import examine as module
-from stagewright.doctor.examine import examine
-from stagewright.doctor.measure import Measured
-from stagewright.doctor.show import show
+from stagewright.cli.main import main
+from stagewright.hardware.doctor import examine as module
+from stagewright.hardware.doctor.examine import examine, show
+from stagewright.hardware.doctor.measure import Measured
 from tests.nvml_like import Card, Library
 
 ROOT = Path(__file__).parents[3]
@@ -25,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 def test_without_a_gpu_in_a_pipe_it_measures_what_there_is(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(1 << 20))
     done = subprocess.run(
-        [sys.executable, "-m", "stagewright.cli", "doctor", "--data", str(tmp_path)],
+        [sys.executable, "-m", "stagewright", "doctor", "--data", str(tmp_path)],
         cwd=ROOT, env=os.environ | {"COLUMNS": "80"}, capture_output=True, text=True, timeout=100, check=True,
     )  # fmt: skip
     lines = done.stdout.splitlines()

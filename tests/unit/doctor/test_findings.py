@@ -9,18 +9,14 @@ from typing import Any
 
 import pytest
 
-from stagewright.doctor.disk import DiskRead, read_disk
-from stagewright.doctor.finding import Finding, Grade
-from stagewright.doctor.gpus import State, gpu_findings, topology_findings
-from stagewright.doctor.measure import Measured, memory_copy
-from stagewright.doctor.software import software_findings
-from stagewright.doctor.speeds import disk_finding, speed_findings
-from stagewright.doctor.states import read_states
-from stagewright.doctor.system import Circumstances, read_circumstances, system_findings
-from stagewright.machine.environment import Environment, Libraries
-from stagewright.machine.gpu import Gpu
-from stagewright.machine.host import Host
-from stagewright.machine.topology import SELF, Connection, Topology, Way
+from stagewright.hardware.doctor.finding import Finding, Grade
+from stagewright.hardware.doctor.gpus import State, gpu_findings, read_states, topology_findings
+from stagewright.hardware.doctor.measure import DiskRead, Measured, disk_finding, memory_copy, read_disk, speed_findings
+from stagewright.hardware.doctor.system import Circumstances, read_circumstances, software_findings, system_findings
+from stagewright.hardware.environment import Environment, Libraries
+from stagewright.hardware.gpu import Gpu
+from stagewright.hardware.host import Host
+from stagewright.hardware.topology import SELF, Connection, Topology, Way
 from tests.nvml_like import Card, Library
 
 GIB = 1 << 30

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.machine.environment import _dotted, environment
-from stagewright.machine.gpu import Gpu, visible
-from stagewright.machine.host import read_host
+from stagewright.hardware.environment import _dotted, environment
+from stagewright.hardware.gpu import Gpu, visible
+from stagewright.hardware.host import read_host
 from tests.nvml_like import Card, Library, uuid
 
 

@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagewright.catalog import open_cluster, shipped
-from stagewright.cli import main
-from stagewright.cluster import Device
-from stagewright.machine.box import find_device
-from stagewright.machine.pasted import Pasted
-from stagewright.machine.smitext import Occupant, parse_smi
+from stagewright.cli.main import main
+from stagewright.cluster.catalog import open_cluster, shipped
+from stagewright.cluster.topology import Device
+from stagewright.hardware.cluster_file import find_device
+from stagewright.hardware.smi import Occupant, Pasted, parse_smi
 from tests.nvml_like import Card, Library
 from tests.smi_texts import BRIDGED_4, MESH_8, OLD_SMI, SWITCHED_4, TITAN_8, smi
 

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagewright.machine.nvml import Nvml
-from stagewright.machine.pasted import Pasted
-from stagewright.machine.topology import read_topology
-from stagewright.machine.topotext import parse_topology
+from stagewright.hardware.gpu import Nvml
+from stagewright.hardware.smi import Pasted, parse_topology
+from stagewright.hardware.topology import read_topology
 from tests.nvml_like import Card, Library
 from tests.smi_texts import BRIDGED_4, MESH_8, SWITCHED_4, TITAN_8, topo
 

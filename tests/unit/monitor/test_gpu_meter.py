@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from stagewright.machine.nvml import Nvml
-from stagewright.monitor.gpus import GpuMeter, reasons_of
+from stagewright.hardware.gpu import Nvml
+from stagewright.hardware.meters import GpuMeter, reasons_of
 from tests.nvml_like import Card, Library, uuid
 
 HERE = {100: "python", 101: "python", 7: "other-job", 8: "nvidia-cuda-mps-server"}

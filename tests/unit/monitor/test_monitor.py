@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from stagewright.metrics import Use
-from stagewright.monitor import monitor as module
-from stagewright.monitor.host import HostMeter, RankProcess
-from stagewright.monitor.monitor import Monitor
+from stagewright.events import Use
+from stagewright.hardware import monitor as module
+from stagewright.hardware.meters import HostMeter, RankProcess
+from stagewright.hardware.monitor import Monitor
 from tests.nvml_like import Card, Library, uuid
 
 EVERY = 0.05

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stagewright.metrics import GpuUse, RankUse, Use
-from stagewright.monitor.totals import Totals
+from stagewright.events import GpuUse, RankUse, Use
+from stagewright.hardware.monitor import Totals
 
 
 def use(seconds: float, *gpus: GpuUse, memory: int = 10, held: int | None = None) -> Use:

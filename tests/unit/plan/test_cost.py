@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stagewright.catalog import shipped
-from stagewright.cluster import Cluster, Device, Level, Link, Machine
+from stagewright.cluster.catalog import shipped
+from stagewright.cluster.topology import Cluster, Device, Level, Link, Machine
 from stagewright.plan import cost
 
 

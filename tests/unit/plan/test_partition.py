@@ -11,16 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagewright.catalog import shipped
-from stagewright.catalog.values import DeviceSpec, Software
-from stagewright.cluster import Cluster, Level, Link, Machine
-from stagewright.plan.blocks import make_blocks
+from stagewright.cluster.catalog import shipped
+from stagewright.cluster.specs import DeviceSpec, Software
+from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.plan.estimate import Estimate, Setting, Sums
 from stagewright.plan.make import make_plan
-from stagewright.plan.partition import Search, best_cuts, make_search
 from stagewright.plan.plan import Mode
-from stagewright.plan.rules import pipedream_seconds
-from stagewright.plan.runs import Runs
+from stagewright.plan.search import Search, best_cuts, make_search
+from stagewright.plan.search_space import Runs, make_blocks
+from stagewright.plan.stage_costs import pipedream_seconds
 from stagewright.profile.pipedream import read_pipedream
 from stagewright.profile.profile import Table, Unit
 from tests.shared import shared_file

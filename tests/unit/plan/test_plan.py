@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from stagewright.cluster import Cluster, Machine, format_placement, parse_placement
+from stagewright.cluster.placement import format_placement, parse_placement
+from stagewright.cluster.topology import Cluster, Machine
 from stagewright.plan.make import default_depths, default_microbatches, make_plan
 from stagewright.plan.plan import Mode, Plan
 

@@ -11,10 +11,10 @@ from itertools import islice
 import pytest
 import torch
 
-from stagewright.cli import main
+from stagewright.cli.main import main
 from stagewright.config.sections import OptimizerConfig, ScheduleConfig
 from stagewright.plan.stability import Motion, stability_remark, stable_limit
-from stagewright.runtime.optimize import Optimizer, Rates
+from stagewright.runtime.stage.optimizer import Optimizer, Rates
 
 
 def weights_of(motion: Motion, product: float) -> Iterator[float]:

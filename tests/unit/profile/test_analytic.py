@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from stagewright.catalog import shipped
-from stagewright.catalog.values import DeviceSpec, Software
-from stagewright.predict import study
+from stagewright.cluster.catalog import shipped
+from stagewright.cluster.specs import DeviceSpec, Software
+from stagewright.planning.setting import study
 from stagewright.profile.analytic import analytic_table
 from stagewright.profile.pipedream import read_pipedream
-from stagewright.profile.shape import Convolution, Kind, Shape
+from stagewright.profile.shapes import Convolution, Kind, Shape
 from tests.shared import shared_file
 
 PLAIN = Software("plain", "plain", 1.0)

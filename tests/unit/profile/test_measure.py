@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from stagewright.model.units import Chain
+from stagewright.model.cut import Chain
 from stagewright.profile import measure as room
 from stagewright.profile.measure import Subject, measure, sample_sizes
 
@@ -20,7 +20,7 @@ def subject(model: str, samples: tuple[int, ...] = (2, 4)) -> Subject:
 
 def test_a_profile_has_every_unit_and_the_models_parameters() -> None:
     profile = measure(subject("tests.models:residual"), nullcontext)
-    model = room._model(subject("tests.models:residual"))
+    model = room.subject_model(subject("tests.models:residual"))
     assert [table.samples for table in profile.tables] == [2, 4]
     for table in profile.tables:
         assert [unit.name for unit in table.units] == list(Chain(model).units)
@@ -70,7 +70,7 @@ def test_time_goes_to_the_unit_that_took_it() -> None:
 def test_several_precisions_make_one_profile() -> None:
     from argparse import Namespace
 
-    from stagewright.profiling import profile_here
+    from stagewright.run.profile import profile_here
 
     asked = Namespace(
         model="tests.models:plain",

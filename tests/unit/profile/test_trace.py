@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from stagewright.model.units import Chain
-from stagewright.predict import study
-from stagewright.profile.shape import Kind, Shape
-from stagewright.profile.trace import trace_shapes
+from stagewright.model.cut import Chain
+from stagewright.planning.setting import study
+from stagewright.profile.shapes import Kind, Shape, trace_shapes
 from tests.models import residual
 
 

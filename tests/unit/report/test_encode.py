@@ -8,8 +8,8 @@ import random
 import pytest
 
 from stagewright.metrics import Span, Timeline
-from stagewright.report.encode import encode, newest
-from stagewright.report.figures import kind_of
+from stagewright.report.charts import kind_of
+from stagewright.report.timeline import encode, newest
 from tests.made_runs import timeline
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from stagewright.metrics import Evaluated, Replaced, Restarted, Resumed, Saved, Span, Step, Timeline
+from stagewright.events import Evaluated, Replaced, Restarted, Resumed, Saved, Step
+from stagewright.metrics import Span, Timeline
 from stagewright.report.html import as_html
 from stagewright.report.markdown import as_markdown
 from stagewright.report.page import Bars, Curves, Page, Pipeline, Stacks, Table, Verdict
-from stagewright.reporting import open_run, page_of_runs
+from stagewright.run.report import open_run, page_of_runs
 from tests.made_runs import make_run, steps, timeline, uses
 
 

@@ -15,14 +15,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from stagewright.cli import main
-from stagewright.metrics import Restarted, Step
-from stagewright.report.plot import plot
-from stagewright.report.serve import PageServer
-from stagewright.report.tail import Tail
-from stagewright.report.watch import Watch, as_line, as_screen
-from stagewright.reporting import layout_of, live_page, look_at
-from stagewright.runtime.possession import is_possessed, possess
+from stagewright.cli.main import main
+from stagewright.events import Restarted, Step
+from stagewright.report.live.serve import PageServer
+from stagewright.report.live.terminal import plot
+from stagewright.report.live.watch import Tail, Watch, as_line, as_screen
+from stagewright.run.folder import is_possessed, possess
+from stagewright.run.report import layout_of, live_page, look_at
 from tests.made_runs import make_run, steps, uses
 
 
@@ -221,8 +220,8 @@ def test_watching_needs_no_torch(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps(3), is_finished=False)
     code = (
         "import sys\n"
-        "from stagewright.runtime.possession import possess\n"
-        "from stagewright.cli import main\nfrom pathlib import Path\n"
+        "from stagewright.run.folder import possess\n"
+        "from stagewright.cli.main import main\nfrom pathlib import Path\n"
         f"with possess(Path({str(folder)!r})): main(['watch', {str(folder)!r}, '--json'])\n"
         "print([name for name in ('torch', 'numpy', 'pydantic') if name in sys.modules])"
     )

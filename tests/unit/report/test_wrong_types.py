@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from stagewright.cli import main
-from stagewright.metrics import Evaluated, GpuUse, RankUse, Replaced, Restarted, Resumed, Saved, Step, Unsaved, Use
-from stagewright.report.record import as_record, as_use
+from stagewright.cli.main import main
+from stagewright.events import Evaluated, GpuUse, RankUse, Replaced, Restarted, Resumed, Saved, Step, Unsaved, Use
+from stagewright.report.read import as_record, as_use
 from tests.made_runs import PLAN, make_run, steps, timeline, uses
 
 WRONG: tuple[Any, ...] = (None, "many", inf, nan, -inf, [], [1], {}, True, 10**400, -1, 1.5)

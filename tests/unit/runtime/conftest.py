@@ -7,7 +7,9 @@ from unittest import mock
 
 import pytest
 
-from stagewright.runtime import assemble, precision
+from stagewright.run import prepare
+from stagewright.runtime.process import assemble
+from stagewright.runtime.stage import precision
 
 _SCALED = precision.Precision("fp16", "cpu", is_scaled=True)  # scaled as fp16 is, but computed in fp32: to be compared
 
@@ -16,6 +18,6 @@ _SCALED = precision.Precision("fp16", "cpu", is_scaled=True)  # scaled as fp16 i
 def scaled() -> Iterator[None]:
     with (
         mock.patch.object(assemble, "make_precision", lambda name, device: _SCALED),
-        mock.patch.object(precision, "make_precision", lambda name, device: _SCALED),
+        mock.patch.object(prepare, "make_precision", lambda name, device: _SCALED),
     ):
         yield

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stagewright.runtime.channels import Inbox, MemoryTransport, Outbox
-from stagewright.runtime.messages import Field, Layout, LayoutError
-from stagewright.runtime.network import DictBulletin
+from stagewright.runtime.comm.channel import Inbox, Outbox
+from stagewright.runtime.comm.memory import DictBulletin, MemoryTransport
+from stagewright.runtime.comm.message import Field, Layout, LayoutError
 
 LAYOUT = Layout(
     [Field("x", (2, 3), torch.float64), Field("mask", (5,), torch.bool), Field("labels", (2,), torch.int64)]

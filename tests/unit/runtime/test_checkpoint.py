@@ -20,18 +20,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stagewright.metrics import Saved, Step, Unsaved
-from stagewright.runtime import saver
-from stagewright.runtime.checkpoint import (
+from stagewright.events import Saved, Step, Unsaved
+from stagewright.runtime.checkpoint import save as saver
+from stagewright.runtime.checkpoint.folder import (
     CheckpointError,
     checkpoints_folder,
     list_folders,
     newest_whole,
     open_checkpoint,
 )
+from stagewright.runtime.checkpoint.format import hash_file, write_shard
 from stagewright.runtime.job import Job
-from stagewright.runtime.journal import Journal, Record
-from stagewright.runtime.shards import hash_file, write_shard
+from stagewright.runtime.process.log import Journal, Record
 from tests.keeping import KILLS, emulate_job, emulate_keeping, keeping, same_bits, saved_at
 from tests.parity import Case, EmulatedRun, emulate, make_job
 
@@ -133,7 +133,7 @@ def test_what_an_interrupted_write_left_is_not_seen_and_is_cleared_away(run: Pat
     newest, reasons = newest_whole(run)
     assert newest is not None and newest.batch == 4 and reasons == []
     (root / "8.partial").mkdir()
-    from stagewright.runtime.checkpoint import clear
+    from stagewright.runtime.checkpoint.folder import clear
 
     clear(run)
     assert sorted(path.name for path in root.iterdir()) == ["2", "4"]
@@ -253,7 +253,7 @@ def _put(fields: Any, path: tuple[Any, ...], junk: Any) -> None:
 
 
 def test_junk_in_a_manifest_is_one_line_or_harmless(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from stagewright.commands.checkpoint import run_list
+    from stagewright.cli.checkpoint import run_list
 
     path = checkpoints_folder(run) / "6" / "manifest.json"
     good = path.read_text()

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from stagewright.runtime.crew import Crew, Report, Terms, Verdict
-from stagewright.runtime.door import Door, store_prefix
-from stagewright.runtime.facts import difference
-from stagewright.runtime.job import RunFailed
-from stagewright.runtime.nodes import Node, Site, bound_to
-from stagewright.runtime.sharing import link_checkpoints
-from stagewright.runtime.story import Death
-from stagewright.runtime.watchdog import Hung
+from stagewright.errors import RunFailed
+from stagewright.runtime.faults import Death, Hung
+from stagewright.runtime.multinode.consistency import difference
+from stagewright.runtime.multinode.meeting import Crew, Report, Terms, Verdict
+from stagewright.runtime.multinode.nodes import Node, Site, bound_to
+from stagewright.runtime.multinode.shared_files import link_checkpoints
+from stagewright.runtime.multinode.tunnel import Door, store_prefix
 
 TOKEN, HOST = "a token of tests, long enough", "127.0.0.1"
 

@@ -11,8 +11,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from stagewright.runtime.door import Door, NoEntry, Tunnel, knock, store_prefix
-from stagewright.runtime.nodes import bound_to
+from stagewright.runtime.multinode.nodes import bound_to
+from stagewright.runtime.multinode.tunnel import Door, NoEntry, Tunnel, knock, store_prefix
 
 TOKEN, HOST = "a token of tests, long enough", "127.0.0.1"
 

@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
+from stagewright.api.training import train
 from stagewright.data.sources import ImageOptions, open_source
-from stagewright.experiment import train
-from stagewright.runtime import optimize
-from stagewright.runtime.job import RunFailed
-from stagewright.runtime.versions import Slot, VersionRing
+from stagewright.errors import RunFailed
+from stagewright.runtime.stage import optimizer as optimize
+from stagewright.runtime.stage.versions import Slot, VersionRing
 from tests.shared import shared_file
 
 _SAMPLES = 2048

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from stagewright.runtime.hearing import Hearing
-from stagewright.runtime.journal import Journal, Record
-from stagewright.runtime.ledger import Ledger
-from stagewright.runtime.rank import EVENTS
+from stagewright.runtime.process.event_reader import Hearing
+from stagewright.runtime.process.log import Journal, Ledger, Record
+from stagewright.runtime.process.rank import EVENTS
 from tests.parity import Case, make_job
 
 

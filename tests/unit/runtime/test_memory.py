@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stagewright.runtime.emulate import Emulation
+from stagewright.runtime.process.emulate import Emulation
 from tests.parity import Case, make_job
 
 

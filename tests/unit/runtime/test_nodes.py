@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stagewright.config.sections import NodesConfig
-from stagewright.runtime.nodes import Node, expand_hosts, find_site, interface_of, read_nodes, read_token
+from stagewright.runtime.multinode.nodes import Node, expand_hosts, find_site, interface_of, read_nodes, read_token
 
 TOKEN = {"STAGEWRIGHT_TOKEN": "sixteen letters or more"}
 

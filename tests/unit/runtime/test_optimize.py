@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stagewright.config.sections import OptimizerConfig, ScheduleConfig
-from stagewright.runtime.optimize import Optimizer, Rates, learning_rate
+from stagewright.runtime.stage.optimizer import Optimizer, Rates, learning_rate
 
 
 def rates(schedule: ScheduleConfig, batches: int = 10) -> list[float]:

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagewright.cluster import parse_placement
+from stagewright.cluster.placement import parse_placement
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
-from stagewright.runtime.scaling import LossScale, Scaling
+from stagewright.runtime.stage.loss_scaling import LossScale, Scaling
 from stagewright.schedule.check import check
 from tests.parity import Case, assert_near, emulate, refer
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from stagewright.model.cut import Chain
 from stagewright.model.probe import probe
-from stagewright.model.units import Chain
-from stagewright.runtime.emulate import Emulation
-from stagewright.runtime.precision import make_precision
+from stagewright.runtime.process.emulate import Emulation
+from stagewright.runtime.stage.precision import make_precision
 from tests import models
 from tests.parity import (
     Case,

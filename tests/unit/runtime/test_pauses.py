@@ -9,11 +9,12 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from stagewright.cluster import parse_placement
+from stagewright.cluster.placement import parse_placement
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan
-from stagewright.runtime.gate import NEVER, Gate
-from stagewright.runtime.pauses import STOP, Pauses, pause_batch
+from stagewright.runtime.checkpoint.pauses import STOP, Pauses, pause_batch
+from stagewright.runtime.job import NEVER
+from stagewright.runtime.stage.gate import Gate
 
 MICROBATCHES = 4
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.runtime.checkpoint import Checkpoint
-from stagewright.runtime.emulate import Emulation
+from stagewright.runtime.checkpoint.folder import Checkpoint
+from stagewright.runtime.process.emulate import Emulation
 from tests import reference
 from tests.keeping import emulate_job, keeping, saved_at
 from tests.parity import Case, assert_near, assert_parity, assert_same_bits, assert_statistics, emulate, make_job, refer

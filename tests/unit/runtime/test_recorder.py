@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from stagewright.runtime import recorder as module
-from stagewright.runtime.recorder import FlightRecorder, GpuRecorder
-from stagewright.runtime.sight import State, look, look_at_process
+from stagewright.runtime.stage import recorder as module
+from stagewright.runtime.stage.recorder import FlightRecorder, GpuRecorder
+from stagewright.runtime.status_file import State, look, look_at_process
 from stagewright.schedule.action import Action, Op
 
 UPDATE = Action(Op.UPDATE, 0, 0, None, 4, None)

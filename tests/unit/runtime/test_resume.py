@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from stagewright.runtime.checkpoint import Checkpoint, list_folders
-from stagewright.runtime.emulate import Emulation, take_turns
+from stagewright.runtime.checkpoint.folder import Checkpoint, list_folders
+from stagewright.runtime.checkpoint.save import flats_of
 from stagewright.runtime.job import Job
-from stagewright.runtime.ledger import Ledger
-from stagewright.runtime.saver import flats_of
+from stagewright.runtime.process.emulate import Emulation, take_turns
+from stagewright.runtime.process.log import Ledger
 from tests.keeping import KILLS, emulate_job, emulate_keeping, going_on, keeping, losses_from, same_bits, saved_at
 from tests.parity import Case, EmulatedRun, emulate, make_job
 
@@ -170,8 +170,8 @@ def test_replicas_share_the_writing(tmp_path: Path) -> None:
 
 
 def test_metrics_go_on_without_gap_or_double_count(tmp_path: Path) -> None:
-    from stagewright.metrics import Evaluated, Step
-    from stagewright.runtime.journal import Journal
+    from stagewright.events import Evaluated, Step
+    from stagewright.runtime.process.log import Journal
 
     case = Case("normed", "0:0-1.0:2", "third", mode="stale", staleness=1, microbatches=3, eval_every=3)
     kept = emulate_keeping(case, tmp_path, every=3, keep=0)  # at 3, 6 and 8, and so are evaluations

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from stagewright.cluster import Cluster, Machine, parse_placement
+from stagewright.cluster.placement import parse_placement
+from stagewright.cluster.topology import Cluster, Machine
 from stagewright.plan.make import make_plan
-from stagewright.runtime.story import Death, tell
-from stagewright.runtime.watchdog import Hung
+from stagewright.runtime.faults import Death, Hung, tell
 from stagewright.schedule.action import Action, Op
 
 PLAN = make_plan(parse_placement("0:0-1.1:0", Cluster((Machine(), Machine()))), batch=8)

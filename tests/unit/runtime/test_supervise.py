@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from stagewright.runtime.crew import Crew, Report, Terms, Verdict
+from stagewright.runtime.faults import Death
 from stagewright.runtime.job import Job
-from stagewright.runtime.nodes import Node, Site
-from stagewright.runtime.rank import KEYS
-from stagewright.runtime.restart import Restart
-from stagewright.runtime.sight import position_file
-from stagewright.runtime.story import Death
-from stagewright.runtime.supervise import Supervisor
+from stagewright.runtime.multinode.meeting import Crew, Report, Terms, Verdict
+from stagewright.runtime.multinode.nodes import Node, Site
+from stagewright.runtime.process.rank import KEYS
+from stagewright.runtime.process.supervisor import Restart, Supervisor
+from stagewright.runtime.status_file import position_file
 from tests.parity import Case, make_job
 
 NODES = (Node(0, "10.0.0.1"), Node(1, "10.0.0.2"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stagewright.runtime.versions import VersionRing
+from stagewright.runtime.stage.versions import VersionRing
 
 
 def make(versions: int, model: nn.Module | None = None) -> tuple[nn.Module, VersionRing]:

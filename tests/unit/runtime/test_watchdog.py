@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.runtime.recorder import FlightRecorder
-from stagewright.runtime.sight import State, look, position_file
-from stagewright.runtime.watchdog import Hung, Limits, Watchdog
+from stagewright.runtime.faults import Hung
+from stagewright.runtime.process.watchdog import Limits, Watchdog
+from stagewright.runtime.stage.recorder import FlightRecorder
+from stagewright.runtime.status_file import State, look, position_file
 from stagewright.schedule.action import Action, Op
 
 LIMITS = Limits(timeout=20.0, start=100.0)

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from stagewright.bench.learning.finding import Finding, in_points
+from stagewright.bench.learning.findings import Finding, in_points
 from stagewright.report.page import Block, Curve, Curves, Listing, Page, Point, Table, Verdict
 
 
@@ -34,7 +34,7 @@ class Study:
         return found
 
 
-def describe(study: Study) -> dict[str, Any]:
+def describe_study(study: Study) -> dict[str, Any]:
     return {
         "title": study.title,
         "date": study.date,
@@ -191,7 +191,7 @@ def _every_run(study: Study) -> Table:
     return Table("Every run", ("model", "mode", "seed", "top-1 at the end", "diverged"), rows, " ".join(taken))
 
 
-def show(console: Console, study: Study, folder: Path) -> None:
+def show_study(console: Console, study: Study, folder: Path) -> None:
     """The tables in 80 columns, the verdicts, and where the reports are."""
     for group, findings in study.groups().items():
         target = study.targets.get(group)

@@ -9,20 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from stagewright.bench.anonymise import cleaned, make_cleaner
-from stagewright.bench.folder import zip_logs
-from stagewright.bench.forecast import forecast
-from stagewright.bench.layout import devices_of
-from stagewright.bench.learning.earlier import FILE, earlier_runs
-from stagewright.bench.learning.finding import Speed, findings_of, target_of
-from stagewright.bench.learning.lesson import Inquiry, Lesson, lessons_of, open_study
-from stagewright.bench.learning.pages import Study, describe, study_page
-from stagewright.bench.learning.runs import Learnt, run_lessons
+from stagewright.bench.forecast import devices_of, forecast
+from stagewright.bench.learning.findings import Speed, findings_of, target_of
+from stagewright.bench.learning.pages import Study, describe_study, study_page
+from stagewright.bench.learning.runs import FILE, Learnt, earlier_runs, run_lessons
+from stagewright.bench.learning.trials import Inquiry, Lesson, lessons_of, open_study
 from stagewright.bench.machine import num_cores
-from stagewright.catalog import open_cluster
-from stagewright.machine.environment import environment
-from stagewright.reporting import write_page
-from stagewright.runfolder import new_folder
+from stagewright.bench.pages import zip_logs
+from stagewright.bench.result import cleaned, make_cleaner
+from stagewright.cluster.catalog import open_cluster
+from stagewright.hardware.environment import environment
+from stagewright.run.folder import new_folder
+from stagewright.run.report import write_page
 
 _CLUSTER = "rtx-4090-4"  # whose time is predicted, unless told
 _MOST_ON_GPU = 6  # runs that share one
@@ -48,7 +46,7 @@ def run_study(inquiry: Inquiry, runs: str, command: str, *, anonymise: bool, tel
         elsewhere = {_where(origin): cleaned(dict(machine), clean) for origin, machine in known.machines.items()}
         latest[:] = [replace(study, machine=cleaned(dict(study.machine), clean), elsewhere=elsewhere)]
         draft = folder / f"{FILE}.draft"
-        draft.write_text(json.dumps(describe(latest[0]), indent=1))
+        draft.write_text(json.dumps(describe_study(latest[0]), indent=1))
         draft.replace(folder / FILE)
         write_page(study_page(latest[0]), folder / "report.html")
 

@@ -1,0 +1,30 @@
+"""Chains the rooms: from a configuration to a plan, a job, a run and its files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from stagewright.config.options import options
+from stagewright.run.resume import resumed_config
+from stagewright.run.train import Result, run
+
+if TYPE_CHECKING:
+    pass
+
+
+def train(model: str | Callable[..., object] | None = None, **settings: Any) -> Result:
+    """Train a model: the command line's options as keywords (`placement="0:0-6.0:7"`, `weight_decay=1e-4`, ...).
+
+    A model is a zoo name, `package.module:factory`, or an importable factory itself.
+    """
+    by_keyword = {option.flag.removeprefix("--").replace("-", "_"): option.key for option in options()}
+    if callable(model):
+        model = f"{model.__module__}:{model.__qualname__}"
+    tables: dict[str, dict[str, Any]] = {"model": {} if model is None else {"name": model}}
+    for keyword, value in settings.items():
+        if keyword not in by_keyword:
+            raise ValueError(f"unknown option '{keyword}'; known: {', '.join(by_keyword)}")
+        section, _, name = by_keyword[keyword].partition(".")
+        tables.setdefault(section, {})[name] = value
+    return run(resumed_config(tables))

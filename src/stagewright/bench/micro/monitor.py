@@ -1,0 +1,187 @@
+"""What the monitor costs: the same ranks train on, in turns with it and without; its thread counts its own time."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from stagewright.bench.machine import machine
+from stagewright.bench.statistics import Interval, paired_ratio
+from stagewright.config.load import make_config
+from stagewright.events import Step
+from stagewright.hardware.monitor import Monitor
+from stagewright.run.observe import make_monitor
+from stagewright.run.prepare import prepare
+from stagewright.runtime.job import Job
+from stagewright.runtime.process.launch import launch
+from stagewright.runtime.process.log import Ledger, Record
+
+LIMIT = 0.01  # of throughput
+ROUNDS = 50  # of four segments: with, without, without, with
+SEGMENT_SECONDS = 1.0
+_WARMUP = 40  # batches, which also tell how many a segment has
+_BATCH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Images a second of every segment, and what the monitor's thread used."""
+
+    device: str
+    watched: tuple[float, ...]
+    alone: tuple[float, ...]
+    every: float  # seconds between looks
+    looks: int
+    processor_seconds: float
+    start_seconds: float  # processor time that a process of its own would take to start
+
+    @property
+    def ratio(self) -> Interval:
+        """Over rounds, whose middle is the same on both sides: what else goes on changes from second to second."""
+        watched, alone = (
+            [first + second for first, second in zip(speeds[::2], speeds[1::2], strict=True)]
+            for speeds in (self.watched, self.alone)
+        )
+        return paired_ratio(watched, alone)
+
+    @property
+    def share(self) -> float:
+        """Of one core, at this rate; a turn has a look more than its seconds, since it begins and ends with one."""
+        return self.processor_seconds / self.looks / self.every
+
+
+class Turns:
+    """Hears the steps of a run, and has two of four segments looked at."""
+
+    def __init__(self, job: Job, segment: int, tell: Callable[[str], None]) -> None:
+        self.watched: list[float] = []
+        self.alone: list[float] = []
+        self.monitors: list[Monitor] = []
+        self._job = job
+        self._segment = segment
+        self._tell = tell
+        self._began: Step | None = None
+        self._monitor: Monitor | None = None
+
+    @property
+    def _is_watched(self) -> bool:
+        return self._done % 4 in (0, 3)
+
+    @property
+    def _done(self) -> int:
+        return len(self.watched) + len(self.alone)
+
+    def hear(self, record: Record) -> None:
+        if not isinstance(record, Step) or record.batch < _WARMUP or self._done == 4 * ROUNDS:
+            return
+        if self._began is None:
+            self._begin(record)
+        elif record.batch - self._began.batch == self._segment:
+            self._end(record)
+
+    def _begin(self, step: Step) -> None:
+        self._tell(f"segment {self._done + 1} of {4 * ROUNDS}")
+        self._began = step
+        if self._is_watched:
+            self._monitor = make_monitor(self._job, lambda use: None, self._tell)
+            self._monitor.start()
+
+    def _end(self, step: Step) -> None:
+        assert self._began is not None
+        seconds = step.seconds - self._began.seconds
+        speeds = self.watched if self._is_watched else self.alone
+        if self._monitor is not None:
+            self._monitor.stop()
+            self.monitors.append(self._monitor)
+            self._monitor = None
+        speeds.append(self._segment * self._job.plan.batch / seconds)
+        self._began = None
+
+
+def measure(tell: Callable[[str], None]) -> Found:
+    """Train on two ranks: once to learn how long a batch takes, and once in turns."""
+    with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
+        tell("how long a batch takes")
+        steps: list[Step] = []
+        job, per_epoch = _prepare(folder, 2 * _WARMUP)
+        _train(job, per_epoch, lambda record: steps.append(record) if isinstance(record, Step) else None)
+        batch_seconds = (steps[-1].seconds - steps[_WARMUP].seconds) / (len(steps) - 1 - _WARMUP)
+        segment = max(int(SEGMENT_SECONDS / batch_seconds), 1)
+        job, per_epoch = _prepare(folder, _WARMUP + 4 * ROUNDS * (segment + 1) + 1)
+        turns = Turns(job, segment, tell)
+        _train(job, per_epoch, turns.hear)
+    return Found(
+        job.config.run.device,
+        tuple(turns.watched),
+        tuple(turns.alone),
+        job.config.run.monitor_every,
+        sum(monitor.looks for monitor in turns.monitors),
+        sum(monitor.processor_seconds for monitor in turns.monitors),
+        _start_seconds(),
+    )
+
+
+def _prepare(folder: str, steps: int) -> tuple[Job, int]:
+    device: dict[str, Any] = {"device": "cuda", "share_gpu": True} if torch.cuda.is_available() else {}
+    return prepare(
+        make_config(
+            {
+                "data": {"samples": 1024},
+                "plan": {"placement": "0:0.0:1", "mode": "stale", "batch": _BATCH, "microbatches": 4},
+                "run": {"steps": steps, "runs": folder} | device,
+            }
+        )
+    )
+
+
+def _train(job: Job, per_epoch: int, hear: Callable[[Record], None]) -> None:
+    with Ledger(job, per_epoch, hear) as ledger:
+        launch(job, ledger.hear)
+
+
+def _start_seconds() -> float:
+    """Processor time of a process that gets as far as its first look."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", "import stagewright.hardware.monitor"], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def describe(found: Found) -> dict[str, Any]:
+    return asdict(found) | {
+        "ratio": asdict(found.ratio),
+        "share_of_a_core": found.share,
+        "limit": LIMIT,
+        "machine": machine(),
+    }
+
+
+def show(console: Console, found: Found) -> None:
+    ratio = found.ratio
+    look = found.processor_seconds / found.looks
+    verdict = "met" if ratio.value >= 1 - LIMIT and found.share < LIMIT else "not met"
+    lines = [
+        f"vgg-small on two {found.device} ranks, a look every {found.every:g} s, "
+        f"{len(found.alone)} turns of {SEGMENT_SECONDS:g} s",
+        f"with the monitor     {_spread(found.watched)} images/s",
+        f"without              {_spread(found.alone)} images/s",
+        f"with / without       {ratio.value:.4f} ({ratio.low:.4f} to {ratio.high:.4f})",
+        f"its own thread       {found.share:.3%} of a core, {look * 1e3:.2f} ms a look, {found.looks} looks",
+        f"goal                 costs less than {LIMIT:.0%} of throughput: {verdict}",
+        f"a process instead    would take {found.start_seconds * 1e3:.0f} ms of a core before its first look",
+        ", ".join(machine().values()),
+    ]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def _spread(speeds: tuple[float, ...]) -> str:
+    return f"{median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})"

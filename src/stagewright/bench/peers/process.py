@@ -1,0 +1,96 @@
+"""The process of one rank of one side: `python -m stagewright.bench.peers.process KIND JOB RANK MEETING`.
+
+Commands come as lines on standard input, answers go as lines to standard output; the end of the input is the end of
+the process, whatever it is doing, so no rank outlives whoever started it."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from stagewright.bench.peers.cases import Kind
+from stagewright.bench.peers.sides import Ddp, OneFOneB, Plain, Stagewright, Unconnected
+from stagewright.runtime.job import Job
+from stagewright.runtime.stage.worker import Emit
+
+
+class Runner(Protocol):
+    """One rank of a side, ready to train; it counts batches from 0."""
+
+    loss: float | None  # of the last batch that was trained, where this rank has one
+
+    def train(self, first: int, steps: int) -> None: ...
+
+    def busy(self, start: float, end: float) -> float | None:
+        """The share of a segment's middle in which this rank's GPU worked for it, where that is known."""
+        ...
+
+
+_RUNNERS: dict[Kind, Callable[[Job, int, Path, Emit], Runner]] = {
+    Kind.STAGEWRIGHT: Stagewright,
+    Kind.ONE_F_ONE_B: OneFOneB,
+    Kind.DDP: Ddp,
+    Kind.STOCK: Plain,
+    Kind.BOUND: Unconnected,
+}
+
+
+def main() -> None:
+    """Build one rank, then train a segment for every command."""
+    kind, path, rank, meeting = sys.argv[1:]
+    commands, tell = _listen(), _own_output()
+    job = Job.load(Path(path))
+    torch.set_num_threads(job.config.run.threads)
+    runner = _RUNNERS[Kind(kind)](job, int(rank), Path(meeting), tell)
+    tell({"kind": "ready"})
+    while True:
+        command = commands.get()
+        if "rest" in command:
+            torch.cuda.empty_cache()
+            tell({"kind": "rested"})
+            continue
+        time.sleep(max(0.0, command["at"] - time.monotonic()))  # all ranks of the machine read one clock
+        used = time.process_time()
+        runner.train(command["first"], command["steps"])
+        if job.config.run.device == "cuda":
+            torch.cuda.synchronize()
+        end, used = time.monotonic(), time.process_time() - used
+        busy = runner.busy(command["at"], end)
+        tell({"kind": "timed", "end": end, "used": used, "loss": runner.loss, "busy": busy})
+
+
+def _own_output() -> Emit:
+    """Keep standard output for our lines; what anything else prints goes to standard error."""
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def tell(event: dict[str, Any]) -> None:
+        output.write(json.dumps(event) + "\n")
+        output.flush()
+
+    return tell
+
+
+def _listen() -> queue.SimpleQueue[dict[str, Any]]:
+    commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            commands.put(json.loads(line))
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    return commands
+
+
+if __name__ == "__main__":
+    main()

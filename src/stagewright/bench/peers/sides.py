@@ -1,0 +1,317 @@
+"""Stock PyTorch's sides: what a user would run instead, on the same work. Stagewright's side: the worker that `stagewright train` runs, over the same channels, span after span."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.parallel import DistributedDataParallel
+
+from stagewright.model.cut import Piece
+from stagewright.runtime.comm.channel import ChannelName, Inbox, Network, Outbox
+from stagewright.runtime.comm.device import Device, open_device
+from stagewright.runtime.comm.memory import DictBulletin, MemoryTransport
+from stagewright.runtime.comm.message import Layout, Message
+from stagewright.runtime.comm.nccl import open_network
+from stagewright.runtime.comm.transport import Alone, Collective, Done, Pending, Place, Transport
+from stagewright.runtime.job import Job
+from stagewright.runtime.process.assemble import assemble, open_data, open_pieces, set_up
+from stagewright.runtime.stage.precision import make_precision
+from stagewright.runtime.stage.recorder import make_recorder
+from stagewright.runtime.stage.worker import Emit
+from stagewright.runtime.status_file import position_file
+
+_CPU = torch.device("cpu")
+
+
+def static_batch(job: Job, device: torch.device) -> tuple[Tensor, Tensor]:
+    """One microbatch that stays on the device, as every side of a heat on GPUs has it."""
+    image, classes = job.config.data.image, job.config.model.classes
+    assert image is not None and classes is not None
+    generator = torch.Generator(device).manual_seed(0)
+    inputs = torch.randn(job.plan.samples, 3, image, image, device=device, generator=generator)
+    labels = torch.randint(classes, (job.plan.samples,), device=device, generator=generator)
+    return inputs.contiguous(memory_format=torch.channels_last), labels
+
+
+class _Side:
+    """What stock sides have in common: they tell nothing of when the GPU worked."""
+
+    loss: float | None = None
+
+    def busy(self, start: float, end: float) -> float | None:
+        return None
+
+
+def open_store(meeting: Path, world: int) -> dist.Store:
+    """Where the ranks of one side find each other; each side has a folder of its own."""
+    return dist.FileStore(str(meeting / "store"), world)
+
+
+class OneFOneB(_Side):
+    """torch.distributed.pipelining: one stage a rank, Schedule1F1B, shapes known from the start."""
+
+    def __init__(self, job: Job, rank: int, meeting: Path, emit: Emit) -> None:
+        world = job.plan.world
+        dist.init_process_group("gloo", store=open_store(meeting, world), rank=rank, world_size=world)
+        self._inputs, self._labels = _batches(job)
+        self._is_first, self._is_last = rank == 0, rank == world - 1
+        module = as_sequential(open_pieces(job.config, job.plan.cuts)[rank])
+        values = [self._inputs[0, : job.plan.samples], *_boundaries(job)]
+        stage = PipelineStage(module, rank, world, _CPU, input_args=values[rank], output_args=values[rank + 1])
+        self._schedule = Schedule1F1B(stage, job.plan.microbatches, nn.functional.cross_entropy)
+        self._optimizer = _optimizer(job, module)
+
+    def train(self, first: int, steps: int) -> None:
+        """Train some batches; each drains before its update."""
+        losses: list[Tensor] = []
+        for batch in range(first, first + steps):
+            index = batch % len(self._inputs)
+            self._optimizer.zero_grad()
+            self._schedule.step(
+                *([self._inputs[index]] if self._is_first else []),
+                target=self._labels[index] if self._is_last else None,
+                losses=losses if self._is_last else None,
+                return_outputs=False,
+            )
+            self._optimizer.step()
+        self.loss = float(torch.stack(losses).mean()) if losses else None
+
+
+class Ddp(_Side):
+    """DistributedDataParallel: every rank its share of the batch; on GPUs as fast as stock options make it."""
+
+    def __init__(self, job: Job, rank: int, meeting: Path, emit: Emit) -> None:
+        world, self._precision = job.plan.world, make_precision(job.config.run.precision, job.config.run.device)
+        assert job.plan.microbatches == world, "DDP runs one microbatch a rank"
+        set_up(job.config)
+        device = open_device(job.config.run.device, rank, share=True).device
+        dist.init_process_group("gloo", store=open_store(meeting, world), rank=rank, world_size=world)
+        if device.type == "cuda":
+            inputs, labels = static_batch(job, device)
+            self._inputs, self._labels = inputs[None], labels[None]
+        else:
+            inputs, labels = _batches(job)
+            own = slice(rank * job.plan.samples, (rank + 1) * job.plan.samples)
+            self._inputs, self._labels = inputs[:, own], labels[:, own]
+        (piece,) = open_pieces(job.config, (), device)
+        self._module = DistributedDataParallel(piece.training, gradient_as_bucket_view=True)
+        self._optimizer = _optimizer(job, self._module)
+
+    def train(self, first: int, steps: int) -> None:
+        for batch in range(first, first + steps):
+            index = batch % len(self._inputs)
+            self._optimizer.zero_grad()
+            with self._precision.forward_context():
+                loss = nn.functional.cross_entropy(self._module(self._inputs[index]), self._labels[index])
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._optimizer.step()
+        self.loss = float(loss.detach())
+
+
+class Plain(_Side):
+    """One process on one GPU: the loop that everybody writes, compiled, with torch's own loss scaling in fp16."""
+
+    def __init__(self, job: Job, rank: int, meeting: Path, emit: Emit) -> None:
+        self._precision = make_precision(job.config.run.precision, job.config.run.device)
+        set_up(job.config)
+        device = open_device(job.config.run.device, 0, share=True).device
+        self._inputs, self._labels = static_batch(job, device)
+        (piece,) = open_pieces(job.config, (), device)
+        self._optimizer = _optimizer(job, piece.training)
+        self._model = torch.compile(piece.training, dynamic=False) if job.config.run.compile else piece.training
+        self._scaler = torch.amp.GradScaler(device.type, enabled=self._precision.is_scaled)
+
+    def train(self, first: int, steps: int) -> None:
+        for _ in range(steps):
+            self._optimizer.zero_grad()
+            with self._precision.forward_context():
+                loss = nn.functional.cross_entropy(self._model(self._inputs), self._labels)
+            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+        self.loss = float(loss.detach())
+
+
+def as_sequential(piece: Piece) -> nn.Module:
+    """A piece of a plain chain as a user would write it: its layers one after another, without a graph."""
+    assert isinstance(piece.training, fx.GraphModule)
+    layers: list[nn.Module] = []
+    for node in piece.training.graph.nodes:
+        if node.op == "call_module":
+            layers.append(piece.training.get_submodule(node.target))
+        elif node.op == "call_function":
+            assert node.target is torch.flatten, node
+            layers.append(nn.Flatten(*node.args[1:]))
+    return layers[0] if len(layers) == 1 else nn.Sequential(*layers)
+
+
+def _batches(job: Job) -> tuple[Tensor, Tensor]:
+    """All the data in memory, a row a batch, in the order in which Stagewright reads it."""
+    source = open_data(job.config, job.config.data.source)
+    count = len(source) // job.plan.batch
+    inputs, labels = source.batch(torch.arange(count * job.plan.batch).numpy())
+    shape = (count, job.plan.batch)
+    return inputs.view(*shape, *inputs.shape[1:]), labels.view(*shape)
+
+
+def _boundaries(job: Job) -> list[Tensor]:
+    """Examples of what leaves each stage."""
+    shapes: list[Any] = [value.shape for (value,) in job.training.cuts]
+    return [torch.empty(shape, requires_grad=True) for shape in [*shapes, job.training.output]]
+
+
+def _optimizer(job: Job, module: nn.Module) -> torch.optim.Optimizer:
+    """Fused, as Stagewright's is: the fastest that torch has."""
+    config = job.config.optimizer
+    return torch.optim.SGD(module.parameters(), config.lr, config.momentum, fused=True)
+
+
+_MIDDLE = (0.25, 0.85)  # of a segment: the pipeline neither fills nor drains
+
+
+class Stagewright:
+    """One rank of a job, trained in segments."""
+
+    def __init__(self, job: Job, rank: int, meeting: Path, emit: Emit) -> None:
+        self.loss: float | None = None  # of the last batch, on ranks of the last stage
+        self._emit = emit
+        self._plan = job.plan
+        position = position_file(meeting, rank)
+        position.parent.mkdir(exist_ok=True)
+        set_up(job.config)
+        device = open_device(job.config.run.device, job.plan.devices[rank].index, share=job.config.run.share_gpu)
+        self.recorder = make_recorder(position, device)
+        network = self._network(job, rank, meeting, device)
+        self._worker = assemble(job, rank, network, self._hear, self.recorder, device)
+        if device.device.type == "cuda" and self._worker.loader is not None:
+            self._worker.loader.close()
+            self._worker.loader = _Static(*static_batch(job, device.device))
+
+    def train(self, first: int, steps: int) -> None:
+        """Train some batches, from empty pipeline to empty pipeline."""
+        span = range(self._plan.boundary(first), self._plan.boundary(first + steps))
+        for pending in self._worker.train(span):
+            pending.wait()
+
+    def busy(self, start: float, end: float) -> float | None:
+        """The share of a segment's middle that lies under a compute."""
+        low, high = (start + share * (end - start) for share in _MIDDLE)
+        spans = [span for span in self.recorder.spans() if span[0] == "compute"]
+        inside = sum(max(0.0, min(stop, high) - max(begin, low)) for *_, begin, stop in spans)
+        return inside / (high - low)
+
+    def _network(self, job: Job, rank: int, meeting: Path, device: Device) -> Network:
+        return open_network(
+            job.config, open_store(meeting, job.plan.world), rank, Place(), job.config.run.timeout, device
+        )
+
+    def _hear(self, event: dict[str, Any]) -> None:
+        if event["kind"] == "losses":
+            self.loss = fmean(loss for _, loss in event["losses"])
+        self._emit(event)
+
+
+@dataclass(frozen=True, slots=True)
+class _Static:
+    """One microbatch on the device, again and again: every side has its samples there."""
+
+    inputs: Tensor
+    labels: Tensor
+
+    def microbatch(self, number: int) -> tuple[Tensor, Tensor]:
+        return self.inputs, self.labels
+
+    def close(self) -> None:
+        pass
+
+
+class Unconnected(Stagewright):
+    """The same ranks and kernels without a message or a sum: as fast as this layout could ever be here."""
+
+    def __init__(self, job: Job, rank: int, meeting: Path, emit: Emit) -> None:
+        super().__init__(job, rank, meeting, emit)
+        device = self._worker.loader.inputs.device if isinstance(self._worker.loader, _Static) else torch.device("cuda")
+        for replica in self._worker.replicas.values():
+            own = replica.exchange
+            own.activations_from = {peer: _NoInbox(inbox, device) for peer, inbox in own.activations_from.items()}
+            own.gradients_from = {peer: _NoInbox(inbox, device) for peer, inbox in own.gradients_from.items()}
+            own.activations_to = {peer: _NoOutbox(outbox) for peer, outbox in own.activations_to.items()}
+            own.gradients_to = {peer: _NoOutbox(outbox) for peer, outbox in own.gradients_to.items()}
+
+    def _network(self, job: Job, rank: int, meeting: Path, device: Device) -> Network:
+        return _Nobody()
+
+
+class _Nobody:
+    """A network without other ranks."""
+
+    bulletin = DictBulletin({})
+    posted_ahead = 1
+
+    @property
+    def host(self) -> Network:
+        return self
+
+    def transport(self, name: ChannelName, window: int) -> Transport:
+        return MemoryTransport()
+
+    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
+        return Alone()
+
+    def message(self, layout: Layout) -> Message:
+        raise AssertionError("nobody sends and nobody receives")
+
+
+class _NoOutbox(Outbox):
+    """Sends nothing."""
+
+    def __init__(self, real: Outbox) -> None:
+        super().__init__(real.name, MemoryTransport(), _Nobody.bulletin, 1)
+
+    def send(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
+        pass
+
+
+class _NoInbox(Inbox):
+    """Has something of the right shape whenever it is asked."""
+
+    def __init__(self, real: Inbox, device: torch.device) -> None:
+        super().__init__(real.name, MemoryTransport(), _Nobody.bulletin, 1)
+        self._device = device
+        self._message: Any = None
+
+    def open(self, layout: Layout) -> bool:
+        self._message = _Noise(layout, self._device)
+        return False
+
+    def expect(self, numbers: Iterator[int]) -> None:
+        pass
+
+    @property
+    def next(self) -> Pending:
+        return Done()
+
+    def receive(self, microbatch: int) -> Message:
+        message: Message = self._message
+        return message
+
+    def release(self, message: Message) -> None:
+        pass
+
+
+class _Noise:
+    """A message that nobody sent: small random numbers, and labels of class 0."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.tensors = layout.views(torch.zeros(layout.bytes, dtype=torch.uint8, device=device))
+        for tensor in self.tensors:
+            if tensor.is_floating_point():
+                tensor.normal_(0.0, 0.01)

@@ -1,0 +1,210 @@
+"""What a bench found, as it stands in bench.json: every value of every repeat, and what they were measured on. Takes names of machines and people, paths and addresses out of texts."""
+
+from __future__ import annotations
+
+import getpass
+import ipaddress
+import json
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from stagewright.bench.statistics import Interval
+
+FILE = "bench.json"
+Kind = Literal["measured", "predicted", "left out", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """One run of a configuration, in fresh processes."""
+
+    rate: float  # images a second behind the warm-up
+    warmup: int  # batches that do not count
+    is_steady: bool  # a plateau was found
+    times: tuple[float, ...]  # seconds of a batch, segment by segment, warm-up included
+    loss: float | None
+    run: str  # its folder in logs.zip
+    memory: tuple[int, ...] = ()  # bytes of the fullest rank of each stage, where the monitor told
+    gpu_memory: tuple[int, ...] = ()  # the same as the GPU's driver counts it
+    others: float | None = None  # cores that other processes kept busy
+    throttled: tuple[str, ...] = ()
+    foreign: int = 0  # most processes of others on the GPUs
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One configuration: measured, predicted, or why it is neither."""
+
+    group: str
+    name: str
+    data: str
+    kind: Kind
+    is_baseline: bool
+    model: str
+    mode: str
+    precision: str
+    batch: int
+    placement: str
+    device: str
+    options: Mapping[str, Any]  # every option, as `train --config` reads them
+    cuts: tuple[str, ...] = ()
+    microbatches: int = 0
+    versions: tuple[int, ...] = ()
+    cluster: str | None = None  # where it is predicted
+    reason: str = ""  # why it was left out or failed
+    repeats: tuple[Repeat, ...] = ()
+    rate: Interval | None = None
+    speedup: Interval | None = None  # over the group's baseline with the same data
+    outliers: tuple[int, ...] = ()  # repeats that stand out; they count all the same
+    memory: tuple[float, ...] = ()  # bytes by stage
+    step_lines: tuple[str, ...] = ()  # of its first repeat
+    epoch_seconds: float | None = None  # of ImageNet
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, {self.data}"
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return (self.group, self.name, self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRow:
+    """A published run beside what the simulator says of it, by its own software's efficiency."""
+
+    system: str
+    model: str
+    cluster: str
+    mode: str
+    data: str
+    precision: str
+    batch: str
+    predicted: float  # images a second
+    published: float | None
+    told: float | None  # error when its figures are fitted to the other runs alone
+    is_alone: bool
+    memory: tuple[float, ...]  # MiB
+    published_memory: tuple[float, ...]
+    epochs: tuple[float, ...]  # published seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A whole bench."""
+
+    suite: str
+    title: str
+    command: str
+    date: str
+    repeats: int
+    steps: int
+    machine: Mapping[str, str]
+    rows: tuple[Row, ...]
+    cores: int = 0  # of the machine
+    published: tuple[PublishedRow, ...] = ()
+    topology: str = ""
+    is_anonymised: bool = False
+    is_whole: bool = True  # False where it was interrupted
+
+    def groups(self) -> dict[str, list[Row]]:
+        found: dict[str, list[Row]] = {}
+        for row in self.rows:
+            found.setdefault(row.group, []).append(row)
+        return found
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    return asdict(outcome)
+
+
+def from_json(tables: Any, where: str) -> Outcome:
+    """An outcome as it was written, or one line on what is wrong with the file."""
+    try:
+        return TypeAdapter(Outcome).validate_python(tables)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{where} is no file of a bench: {key}: {first['msg'].lower()}") from error
+
+
+def write_outcome(outcome: Outcome, folder: Path) -> None:
+    draft = folder / f"{FILE}.draft"
+    draft.write_text(json.dumps(as_json(outcome), indent=1))
+    draft.replace(folder / FILE)
+
+
+def read_outcome(folder: Path) -> Outcome:
+    path = folder / FILE
+    try:
+        return from_json(json.loads(path.read_text()), str(path))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; give the folder of a bench") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+_UUID = re.compile(r"\b(?:GPU-|MIG-)?[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b")
+_MAC = re.compile(r"\b[0-9a-fA-F]{2}(?::[0-9a-fA-F]{2}){5}\b")
+_V4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.])")
+_V6 = re.compile(r"(?<![\w:.])(?=[0-9a-fA-F:]*:[0-9a-fA-F:]*:)[0-9a-fA-F:]{3,39}(?:%\w+)?(?![\w:])")
+_PATH = re.compile(r"(?<![\w.)\]>])(?:~?/)(?:[^\s/\"'`:;,<>|()\[\]{}\\]+/)+([^\s/\"'`:;,<>|()\[\]{}\\]*)")
+
+
+def make_cleaner() -> Callable[[str], str]:
+    """A function that takes everything that tells of this machine, its user and its network out of a text."""
+    names = _own_names()
+    known = re.compile("|".join(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])" for name in names), re.IGNORECASE)
+
+    def clean(text: str) -> str:
+        text = _UUID.sub("<uuid>", text)
+        text = _PATH.sub(lambda match: f"<path>/{match[1]}" if "." in match[1] else "<path>", text)
+        text = _MAC.sub("<address>", text)
+        text = _V4.sub(_address, text)
+        text = _V6.sub(_address, text)
+        return known.sub("<name>", text) if names else text
+
+    return clean
+
+
+def _own_names() -> list[str]:
+    """Names of this machine, its user and the user's folder, the longest first."""
+    host = socket.gethostname()
+    found = {host, host.partition(".")[0], socket.getfqdn(), os.uname().nodename, Path.home().name, _user()}
+    found |= {os.environ.get(name, "") for name in ("HOSTNAME", "USER", "LOGNAME", "SUDO_USER")}
+    plain = {"", "localhost", "localhost.localdomain"}
+    return sorted(found - plain, key=len, reverse=True)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user without an entry
+        return ""
+
+
+def _address(match: re.Match[str]) -> str:
+    """An address is left where it is the same everywhere: loopback, or everything."""
+    try:
+        address = ipaddress.ip_address(match[0].partition("%")[0])
+    except ValueError:
+        return match[0]
+    return match[0] if address.is_loopback or address.is_unspecified else "<address>"
+
+
+def cleaned(value: Any, clean: Callable[[str], str]) -> Any:
+    """The same nested value with every text cleaned, keys included."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, dict):
+        return {cleaned(key, clean): cleaned(entry, clean) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [cleaned(entry, clean) for entry in value]
+    return value

@@ -1,0 +1,110 @@
+"""`stagewright data`: look at a data set, index it, write it in another format, measure how fast it loads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from stagewright.bench.micro.data import run
+from stagewright.data.convert import convert
+from stagewright.data.datasets import Kind, open_records
+from stagewright.data.sources import ImageOptions, with_transforms
+from stagewright.data.survey import draw_sheet, survey
+
+if TYPE_CHECKING:
+    from stagewright.data.survey import Survey
+
+
+_MOST_SHOWN = 20
+_MOST_SIDE = 2048  # of a sheet's samples
+
+
+def run_inspect(parsed: argparse.Namespace) -> None:
+    if parsed.most < 0:
+        raise ValueError(f"--most is {parsed.most}; give the records to decode, or 0 for all")
+    if parsed.image > _MOST_SIDE:
+        raise ValueError(f"--image is {parsed.image}; a sheet has samples of at most {_MOST_SIDE} pixels a side")
+    with _progress("indexing") as tell:
+        records = open_records(parsed.path, parsed.class_names, progress=tell)
+    with _progress("decoding") as tell:
+        found = survey(records, parsed.most, tell)
+    side = parsed.image or (32 if 0 < found.heights.high <= 64 else 224)
+    source = with_transforms(records, side, ImageOptions(parsed.crop, jitter=parsed.jitter, cutout=parsed.cutout))
+    if len(found.bad) < found.looked_at:
+        draw_sheet(source, parsed.seed, Path(parsed.sheet))
+    if parsed.json:
+        print(json.dumps(found.describe() | {"sheet": parsed.sheet}))
+    else:
+        _show(Console(soft_wrap=True, highlight=False), found, parsed.sheet)
+
+
+def _show(console: Console, found: Survey, sheet: str) -> None:
+    looked = "all" if found.looked_at == found.records else f"{found.looked_at} of them, evenly spread,"
+    lines = [
+        f"{found.records} records, {found.classes} classes; {looked} were decoded",
+        f"encoded bytes  {found.encoded}   (smallest / median / largest)",
+        f"height         {found.heights}",
+        f"width          {found.widths}",
+    ]
+    lines += [] if found.looked_at == found.records else ["of those, in each class:"]
+    for label, count in list(enumerate(found.per_class))[:_MOST_SHOWN]:
+        lines.append(f"class {label:4} {count:8}  {found.class_names[label] if label < len(found.class_names) else ''}")
+    if found.classes > _MOST_SHOWN:
+        lines.append(f"... and {found.classes - _MOST_SHOWN} more classes; --json has them all")
+    lines.append(f"bad records: {len(found.bad)}")
+    lines += [f"  {bad.index}: {bad.reason}" for bad in found.bad[:_MOST_SHOWN]]
+    lines += [f"fingerprint: {found.fingerprint}", f"samples after augmentation: {sheet}"]
+    console.print("\n".join(line.rstrip() for line in lines), markup=False)
+
+
+def run_index(parsed: argparse.Namespace) -> None:
+    began = time.perf_counter()
+    with _progress("indexing") as tell:
+        records = open_records(parsed.path, parsed.class_names, progress=tell)
+    seconds = time.perf_counter() - began
+    if parsed.json:
+        about = {"records": len(records), "classes": records.classes, "fingerprint": records.fingerprint}
+        print(json.dumps(about | {"seconds": seconds}))
+    else:
+        print(f"{len(records)} records, {records.classes} classes, fingerprint {records.fingerprint}, {seconds:.2f} s")
+
+
+def run_convert(parsed: argparse.Namespace) -> None:
+    kind, _, where = parsed.target.partition(":")
+    if kind not in set(Kind) or not where:
+        raise ValueError(f"target '{parsed.target}' is not one of folder:DIR, tar:DIR, ofrecord:DIR")
+    with _progress("indexing") as tell:
+        records = open_records(parsed.source, parsed.class_names, parsed.limit, tell)
+    with _progress("converting", len(records)) as tell:
+        done = convert(records, Kind(kind), Path(where), parsed.per_part, tell)
+    if parsed.json:
+        print(json.dumps(asdict(done)))
+        return
+    print(f"{done.records} records, {done.classes} classes in {where}")
+    for reason in done.left_out[:_MOST_SHOWN]:
+        print(f"left out: {reason}")
+    if len(done.left_out) > _MOST_SHOWN:
+        print(f"... and {len(done.left_out) - _MOST_SHOWN} more were left out")
+
+
+def run_bench(parsed: argparse.Namespace) -> None:
+    run(repeats=parsed.repeats, images=parsed.images, most_threads=parsed.threads, as_json=parsed.json)
+
+
+@contextmanager
+def _progress(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """A bar on the terminal that follows a count; nothing anywhere else."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done: progress.update(task, completed=done)

@@ -1,0 +1,58 @@
+"""A first look: a small VGG over 2+1 stale stages, beside the same steps on one process."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from stagewright.config.load import make_config
+from stagewright.run.report import page_of_runs, write_page
+from stagewright.run.train import Result
+from stagewright.run.train import run as train
+
+_STEPS = 100
+_COMMON: dict[str, dict[str, Any]] = {
+    "model": {"name": "vgg-small"},
+    "data": {"source": "synthetic", "samples": 2048},
+    "plan": {"batch": 64, "microbatches": 8, "cut": "classifier"},
+    "optimizer": {"lr": 0.02},
+    "run": {"steps": _STEPS, "log_every": 20, "eval_every": 0},
+}
+_PLANS: dict[str, dict[str, Any]] = {
+    "2+1 stages, stale": {"placement": "0:0-1.0:2", "mode": "stale", "staleness": 1},
+    "one process": {"placement": "0:0", "mode": "dp", "cut": None},
+}
+
+
+def run(parsed: argparse.Namespace) -> None:
+    """Train twice, compare, and say where to look."""
+    console = Console()
+    results = {name: train(make_config(_COMMON, {"plan": plan}), console) for name, plan in _PLANS.items()}
+    console.print()
+    console.print(_table(results))
+    console.print("Weights that lag learn a little later; docs/learning.md has what is left of that in the end.")
+    for name, result in results.items():
+        console.print(f"{name}: files in {result.folder}", highlight=False, soft_wrap=True)
+    console.print(f"open in a browser: {write_comparison(results)}", highlight=False, soft_wrap=True)
+
+
+def write_comparison(results: dict[str, Result]) -> Path:
+    """One page of all runs, beside their folders."""
+    folders = [result.folder for result in results.values()]
+    return write_page(page_of_runs(folders, list(results)), folders[0].parent / "demo.html")[0]
+
+
+def _table(results: dict[str, Result]) -> Table:
+    table = Table(title=f"The same {_STEPS} steps, data and initial weights")
+    table.add_column("plan")
+    for figure in ("loss", "top-1", "images/s"):
+        table.add_column(figure, justify="right")
+    for name, result in results.items():
+        evaluated = result.evaluations[-1]
+        speed = result.summary["images_per_second"]
+        table.add_row(name, f"{evaluated.loss:.4f}", f"{evaluated.top1:.1%}", f"{speed:.0f}" if speed else "-")
+    return table

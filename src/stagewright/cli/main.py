@@ -1,0 +1,96 @@
+"""The command line: one file a command, errors as one line, `--json` for machines."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from stagewright.cli.parser import USER_ERROR, make_parser
+from stagewright.config.options import options
+from stagewright.errors import RunFailed
+from stagewright.run.folder import is_run, newest
+
+_MOST_SHOWN = 800  # characters of an error
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command; what a user did wrong becomes one line and exit code 2."""
+    parser = make_parser()
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        _require_one_run(sys.argv[1:] if arguments is None else arguments, parsed)
+        if not unknown[0].startswith("-"):
+            parser.error(f"{unknown[0]} is an argument too many")
+        near = difflib.get_close_matches(unknown[0], [option.flag for option in options()], 1)
+        parser.error(f"unknown option {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
+    try:
+        with _terminated():
+            _handler(parsed.run)(parsed)
+    except ValueError as error:
+        _fail(str(error))
+    except KeyboardInterrupt as error:
+        _fail(f"interrupted{f' {error}' if str(error) else '; nothing is left running'}")
+    except RuntimeError as error:
+        if not isinstance(error, RunFailed):
+            raise
+        _fail(str(error))
+    except BrokenPipeError:
+        sys.exit(USER_ERROR)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _fail(f"{error.filename or 'a file'} could not be written: {error.strerror}; make room on the disk")
+        if error.filename is None:
+            raise
+        _fail(f"{error.filename}: {error.strerror}; give another path")
+
+
+def _handler(name: str) -> Callable[[argparse.Namespace], None]:
+    """The function that runs a command, such as `plan:run` of this folder: imported only now."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before torch is imported: its socket warnings confuse users
+    module, _, function = name.partition(":")
+    handler: Callable[[argparse.Namespace], None] = getattr(import_module(f"stagewright.cli.{module}"), function)
+    return handler
+
+
+@contextmanager
+def _terminated() -> Iterator[None]:
+    """Have SIGTERM end a command as Ctrl-C does, with what it started; training has its own way."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _require_one_run(arguments: Sequence[str], parsed: argparse.Namespace) -> None:
+    """Where a shell has put several runs in the place of one, say which to give."""
+    runs = [Path(argument) for argument in arguments if is_run(Path(argument))]
+    if len(runs) > 1 and "second" not in parsed:  # `compare` takes two
+        _fail(f"{len(runs)} runs match; give one, such as {newest(runs)}")
+
+
+def _fail(message: str) -> NoReturn:
+    """One line, of a length to read, with nothing in it that a terminal would obey."""
+    line = " ".join(message.split())
+    if len(line) > _MOST_SHOWN:
+        line = f"{line[: _MOST_SHOWN // 2]} ... {line[-_MOST_SHOWN // 2 :]}"
+    sys.stderr.write(f"stagewright: {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in line)}\n")
+    sys.exit(USER_ERROR)

@@ -1,0 +1,167 @@
+"""`stagewright plan`: the candidates, why the best one wins, why the others lose."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from stagewright.cli.setting import device_remark, read_setting
+from stagewright.cluster.placement import format_placement
+from stagewright.cluster.specs import MIB
+from stagewright.config.options import require_options
+from stagewright.plan.make import require_pieces
+from stagewright.plan.plan import Mode
+from stagewright.plan.stability import Motion, stability_remark, stable_limit
+from stagewright.planning.build import BUBBLE_GOAL, idle_remark
+from stagewright.planning.planner import choose, explain
+
+if TYPE_CHECKING:
+    from stagewright.plan.estimate import Setting
+    from stagewright.planning.planner import Choice
+
+
+def run(parsed: argparse.Namespace) -> None:
+    require_options(batch=parsed.batch, lr=parsed.lr, momentum=parsed.momentum, staleness=parsed.staleness)
+    if parsed.microbatches is not None and not 1 <= parsed.microbatches <= parsed.batch:
+        raise ValueError(f"--microbatches is {parsed.microbatches}; a batch of {parsed.batch} has 1 to {parsed.batch}")
+    if parsed.microbatches is not None:
+        require_pieces(parsed.batch, parsed.microbatches)
+    _, setting = read_setting(parsed, parsed.cluster)
+    modes = tuple(Mode(mode) for mode in parsed.mode or ("stale", "sync"))
+    errors = Console(stderr=True)
+    with errors.status("planning") as status:
+        tell = status.update if errors.is_terminal else lambda text: None
+        choice = choose(
+            setting, parsed.batch, modes=modes, microbatches=parsed.microbatches, staleness=parsed.staleness, tell=tell
+        )
+    explained = explain(setting, choice.best.plan, parsed.explain) if parsed.explain else None
+    if parsed.output:
+        Path(parsed.output).write_text(json.dumps(choice.best.plan.describe(), indent=1))
+    if parsed.json:
+        remark = {"calibration": device_remark(parsed, [setting]), "remarks": _remarks(parsed, choice)}
+        print(json.dumps(_as_json(parsed.model, setting, choice, explained) | remark | _stability(parsed, choice)))
+        return
+    show(Console(), parsed, setting, choice, explained)
+
+
+def _as_json(model: str, setting: Setting, choice: Choice, explained: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "model": model,
+        "cluster": setting.cluster.name,
+        "precision": setting.precision,
+        "best": choice.candidates.index(choice.best),
+        "candidates": [
+            {**candidate.prediction.describe(), "speedup": candidate.speedup, "why": candidate.why}
+            for candidate in choice.candidates
+        ],
+        "refused": list(choice.refused),
+        "unprofiled": list(choice.unprofiled),
+        "lags": [
+            {"lag": lag, "images_per_second": found.images_per_second, "bubble": found.steady.bubble}
+            for lag, found in enumerate(choice.lags)
+        ],
+        **({"unit": explained} if explained else {}),
+    }
+
+
+def show(
+    console: Console, parsed: argparse.Namespace, setting: Setting, choice: Choice, explained: dict[str, Any] | None
+) -> None:
+    """The table of candidates, the verdict and the command that runs it."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
+    say(f"{parsed.model} on {setting.cluster.name}, {setting.precision}, batch {parsed.batch}")
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "plan", "M", "lag", "images/s", "x dp", "waits", "MiB", "moves MiB"):
+        table.add_column(name, justify="left" if name in ("", "plan", "lag") else "right", no_wrap=True)
+    for candidate in choice.candidates:
+        prediction, plan = candidate.prediction, candidate.plan
+        table.add_row(
+            "*" if candidate is choice.best else "",
+            f"{plan.mode} {candidate.shape}",
+            str(plan.microbatches),
+            ",".join(str(stage.versions - 1) for stage in plan.stages),
+            f"{prediction.images_per_second:,.0f}",
+            f"{candidate.speedup:.2f}",
+            f"{prediction.steady.bubble:.0%}",
+            f"{max(memory.total for memory in prediction.memory) / MIB:,.0f}",
+            f"{prediction.traffic / MIB:,.0f}",
+        )
+    console.print(table)
+    for candidate in choice.candidates:
+        mark = "*" if candidate is choice.best else " "
+        say(f"{mark} {candidate.plan.mode} {candidate.shape}: {candidate.why}")
+    for line in choice.refused:
+        say(f"  does not fit: {line}")
+    if choice.unprofiled:
+        sizes = ",".join(map(str, choice.unprofiled))
+        say(f"  not looked at: microbatches of {sizes} samples; the profile does not cover them (profile --samples)")
+    best = choice.best
+    close = "" if best is choice.fastest else " (fewer stages, within 3 % of the fastest)"
+    cuts = f", cut before {', '.join(best.plan.cuts)}" if best.plan.cuts else ""
+    gain = f"{best.speedup:.2f} x plain data parallel" if best.plan.mode != "dp" else "plain data parallel"
+    say(f"run {best.plan.mode} {format_placement(best.plan.placement)}{cuts}: {gain}{close}")
+    if choice.lags:
+        say(_lag_line(choice))
+    if remark := device_remark(parsed, [setting]):
+        say(remark)
+    for warning in (*_remarks(parsed, choice), _stability(parsed, choice).get("warning")):
+        if warning:
+            say(f"warning: {warning}")
+    if explained:
+        _show_unit(say, explained)
+    if parsed.output:
+        say(f"plan written; run it with: stagewright train --model {parsed.model} --plan {parsed.output}")
+
+
+def _lag_line(choice: Choice) -> str:
+    """What less lag costs, and more gains, in the layout to run."""
+    own = max(stage.versions for stage in choice.best.plan.stages) - 1
+    parts = [
+        f"{lag}{' (this plan)' if lag == own else ''}: {found.images_per_second:,.0f} images/s, "
+        f"waits {found.steady.bubble:.0%}"
+        for lag, found in enumerate(choice.lags)
+    ]
+    return f"by --staleness: {'; '.join(parts)}"
+
+
+def _remarks(parsed: argparse.Namespace, choice: Choice) -> list[str]:
+    """Where the microbatches that were asked for leave devices idle."""
+    if parsed.microbatches is None:  # the search has looked at others
+        return []
+    best = choice.best
+    least = min((found.steady.bubble for found in choice.lags), default=0.0)
+    waiting = (
+        f"ranks would wait {best.prediction.steady.bubble:.0%} of the time; without --microbatches "
+        f"{parsed.microbatches} other numbers are looked at"
+    )
+    return [*filter(None, [idle_remark(best.plan)]), *([waiting] if least > BUBBLE_GOAL else [])]
+
+
+def _stability(parsed: argparse.Namespace, choice: Choice) -> dict[str, Any]:
+    """What the best plan's lag leaves of the learning rate, where one is given and SGD moves the weights."""
+    if parsed.lr is None or parsed.optimizer != "sgd":
+        return {}
+    lag = max(stage.versions for stage in choice.best.plan.stages) - 1
+    motion = Motion(parsed.momentum, lag, parsed.predict, parsed.nesterov)
+    takes_staleness = choice.best.plan.mode is Mode.STALE
+    remark = stability_remark(motion, parsed.lr, takes_staleness=takes_staleness)
+    return {"stable_limit": stable_limit(motion), "warning": remark}
+
+
+def _show_unit(say: Any, unit: dict[str, Any]) -> None:
+    say(
+        f"{unit['unit']} ({unit['kind']}) is in stage {unit['stage']}: forward {unit['forward'] * 1e3:.3f} ms, "
+        f"backward {unit['backward'] * 1e3:.3f} ms for {unit['samples']} samples, {unit['share']:.1%} of the model"
+    )
+    say(
+        f"  {unit['parameters'] * 4 / MIB:,.1f} MiB of weights, keeps {unit['saved'] / MIB:,.1f} MiB; a cut before it "
+        f"carries {unit['cut_before'] / MIB:,.2f} MiB, behind it {unit['cut_behind'] / MIB:,.2f} MiB a microbatch"
+    )

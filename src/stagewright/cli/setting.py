@@ -1,0 +1,83 @@
+"""Options that say where and how a model would run, shared by simulate, plan and value."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from stagewright.cluster.catalog import open_cluster, shipped
+from stagewright.cluster.specs import calibration_remark
+from stagewright.config.options import require_options
+from stagewright.config.sections import require_within
+from stagewright.planning.setting import analytic_setting, profile_setting, study
+from stagewright.profile.profile import read_profile
+
+if TYPE_CHECKING:
+    from stagewright.plan.estimate import Setting
+    from stagewright.planning.setting import Study
+    from stagewright.profile.profile import Profile
+
+
+def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[Study, Setting]:
+    """The model studied, and the setting that the options describe."""
+    require_options(image=parsed.image, classes=parsed.classes)
+    if parsed.devices is not None:
+        require_within("--devices", parsed.devices, least=1)
+    studied = study(parsed.model, parsed.classes, parsed.image)
+    if cluster is None and parsed.profile is None:
+        raise ValueError(f"no cluster: give --cluster NAME ({', '.join(sorted(shipped().clusters))}) or --profile FILE")
+    catalogue, where = open_cluster(cluster) if cluster is not None else (shipped(), None)
+    if where is not None and parsed.devices is not None:
+        where = where.first(parsed.devices)
+    if parsed.profile is not None:
+        _require_profile_decides(parsed, cluster)
+        profile = read_profile(parsed.profile)
+        if profile.is_imported:
+            _require_own_names(parsed, profile)
+        else:
+            profile.require(parsed.model, studied.chain.units)
+        return studied, profile_setting(profile, where, catalogue, parsed.precision, optimizer=parsed.optimizer)
+    assert where is not None
+    software = catalogue.system(parsed.software)
+    loads = parsed.data != "synthetic"
+    return studied, analytic_setting(
+        catalogue, where, studied.shapes, software, parsed.precision, optimizer=parsed.optimizer, loads=loads
+    )
+
+
+def _require_profile_decides(parsed: argparse.Namespace, cluster: str | None) -> None:
+    """An error where an option asks for what a profile does not tell, or has told already."""
+    for name, default in (("software", "stagewright"), ("data", "synthetic")):
+        if (value := getattr(parsed, name)) != default:
+            raise ValueError(
+                f"--{name} {value} goes with the catalogue's times, not with --profile {parsed.profile}; leave one out"
+            )
+    if parsed.devices is not None and cluster is None:
+        raise ValueError(
+            f"--devices {parsed.devices} was given without --cluster, but the profile decides the devices; "
+            f"profile again with --together {parsed.devices}"
+        )
+
+
+def _require_own_names(parsed: argparse.Namespace, profile: Profile) -> None:
+    """An error where an imported profile, which has its own names for units, is asked about those of the model."""
+    if profile.model != parsed.model:
+        raise ValueError(
+            f"the profile was imported as {profile.model} but the model is {parsed.model}; "
+            f"import one with stagewright profile {parsed.model} --pipedream FILE"
+        )
+    for name in ("weights", "cut", "plan", "output"):
+        if (value := getattr(parsed, name, None)) is not None:
+            raise ValueError(
+                f"--{name} {value} goes by the units of {parsed.model} but the imported profile has PipeDream's nodes; "
+                "leave it out"
+            )
+
+
+def device_remark(parsed: argparse.Namespace, settings: Sequence[Setting]) -> str | None:
+    """Which devices' speeds rest on no measurement, or on one; a profile is one itself."""
+    if parsed.profile is not None:
+        return None
+    kinds = [setting.devices(machine.kind) for setting in settings for machine in setting.cluster.machines]
+    return calibration_remark(kinds, parsed.precision)

@@ -1,0 +1,44 @@
+"""`stagewright train`: train a model over stages. Configuration options as flags, and flags as a configuration."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from stagewright.config.load import parse_assignment, read_toml
+from stagewright.config.sections import Config
+from stagewright.report.live.terminal import LastingConsole
+from stagewright.run import train as experiment
+from stagewright.run.resume import resumed_config
+
+
+def run(parsed: argparse.Namespace) -> None:
+    console = LastingConsole(stderr=parsed.json)
+    result = experiment.run(read_config(parsed), console)
+    if parsed.json:
+        print(json.dumps(result.summary))
+        return
+    if result.summary["machine"]:
+        console.print(f"done; metrics and weights are on machine 0, this machine's files in {result.folder}")
+        return
+    speed = result.summary["images_per_second"]
+    lines = [f"done: {result.summary['batches']} steps" + (f", {speed:.0f} images/s" if speed else "")]
+    if speed and (predicted := result.summary["predicted_images_per_second"]):
+        lines.append(f"predicted: {predicted:.0f} images/s, {predicted / speed - 1:+.1%}")
+    if result.exported:
+        lines.append(f"weights: {result.exported}")
+    lines.append(f"files: {result.folder}")
+    if (report := result.folder / "report.html").exists():
+        lines.append(f"report: {report}")
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def read_config(parsed: argparse.Namespace) -> Config:
+    """The run to resume, if any, then the file, then --set, then the flags: later ones win."""
+    layers = [read_toml(parsed.config)] if parsed.config else []
+    layers += [parse_assignment(text) for text in parsed.set]
+    for key, value in vars(parsed).items():
+        section, dot, name = key.partition(".")
+        if dot:
+            layers.append({section: {name: value}})
+    return resumed_config(*layers)

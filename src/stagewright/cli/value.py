@@ -1,0 +1,119 @@
+"""`stagewright value`: what clusters give for their price, their power and their memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from stagewright.cli.setting import device_remark, read_setting
+from stagewright.cluster.catalog import price_source
+from stagewright.config.options import require_options
+from stagewright.planning.planner import choose
+
+if TYPE_CHECKING:
+    from stagewright.plan.estimate import Setting
+
+
+def run(parsed: argparse.Namespace) -> None:
+    if not parsed.cluster:
+        raise ValueError("no cluster: give --cluster once for each to compare")
+    require_options(batch=parsed.batch)
+    prices = dict(_price(text) for text in parsed.price)
+    settings = [read_setting(parsed, text)[1] for text in parsed.cluster]
+    _require_priced(prices, settings)
+    rows = [_row(parsed, setting, prices) for setting in settings]
+    remark = device_remark(parsed, settings)
+    if parsed.json:
+        found = {"model": parsed.model, "precision": parsed.precision, "clusters": rows, "calibration": remark}
+        print(json.dumps(found))
+        return
+    console = Console()
+    console.print(f"{parsed.model}, {parsed.precision}, batch {parsed.batch}", highlight=False, markup=False)
+    table = Table(box=None, pad_edge=False)
+    for name in ("cluster", "plan", "lag", "images/s", "USD", "W", "/USD", "/W", "GiB", "GiB/k$"):
+        table.add_column(name, justify="left" if name in ("cluster", "plan") else "right", no_wrap=name != "plan")
+    for row in rows:
+        table.add_row(
+            row["cluster"],
+            row["plan"],
+            str(row["lag"]),
+            f"{row['images_per_second']:,.0f}",
+            _shown(row["usd"], "{:,.0f}"),
+            _shown(row["watts"], "{:,.0f}"),
+            _shown(row["per_dollar"], "{:.2f}"),
+            _shown(row["per_watt"], "{:.2f}"),
+            f"{row['memory_gib']:.0f}",
+            _shown(row["gib_per_thousand_dollars"], "{:.1f}"),
+        )
+    console.print(table)
+    for row in rows:
+        for note in row["prices"]:
+            console.print(note, highlight=False, markup=False, style="dim")
+    if remark:
+        console.print(remark, highlight=False, markup=False)
+
+
+def _price(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        usd = float(value)
+    except ValueError:
+        usd = -1.0
+    if not name or not 0 < usd < float("inf"):
+        raise ValueError(f"--price '{text}' is not DEVICE=USD (for example rtx-4090=1800)")
+    return name, usd
+
+
+def _require_priced(prices: dict[str, float], settings: list[Setting]) -> None:
+    """An error where a price is of a device that no cluster has: it would change nothing."""
+    kinds = {setting.cluster.kind_of(device) for setting in settings for device in setting.cluster.devices}
+    for name in prices:
+        if name not in kinds:
+            raise ValueError(
+                f"--price names '{name}' but the clusters have {', '.join(sorted(kinds))}; name one of these"
+            )
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _row(parsed: argparse.Namespace, setting: Setting, prices: dict[str, float]) -> dict[str, Any]:
+    best = choose(setting, parsed.batch).best
+    rate = best.prediction.images_per_second
+    usd, watts, notes = _totals(setting, prices)
+    memory = sum(setting.devices(setting.cluster.kind_of(device)).memory for device in setting.cluster.devices) / 2**30
+    return {
+        "cluster": setting.cluster.name,
+        "plan": f"{best.plan.mode} {best.shape}",
+        "lag": max(stage.versions for stage in best.plan.stages) - 1,
+        "images_per_second": rate,
+        "usd": usd,
+        "watts": watts,
+        "per_dollar": rate / usd if usd else None,
+        "per_watt": rate / watts if watts else None,
+        "memory_gib": memory,
+        "gib_per_thousand_dollars": memory / usd * 1000 if usd else None,
+        "prices": notes,
+    }
+
+
+def _totals(setting: Setting, prices: dict[str, float]) -> tuple[float | None, float | None, list[str]]:
+    """Dollars and watts of all devices, and where the prices come from; the rest of the box is not counted."""
+    kinds = [setting.cluster.kind_of(device) for device in setting.cluster.devices]
+    usd = [prices.get(kind, setting.devices(kind).usd) for kind in kinds]
+    watts = [setting.devices(kind).watts for kind in kinds]
+    notes = []
+    for kind in sorted(set(kinds)):
+        price = prices.get(kind, setting.devices(kind).usd)
+        source = "your price" if kind in prices else price_source(kind)
+        notes.append(
+            f"{kind}: no price; give --price {kind}=USD" if price is None else f"{kind}: USD {price:,.0f}, {source}"
+        )
+    whole_usd = sum(value for value in usd if value is not None) if all(usd) else None
+    whole_watts = sum(value for value in watts if value is not None) if all(watts) else None
+    return whole_usd, whole_watts, notes

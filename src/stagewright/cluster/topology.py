@@ -1,0 +1,158 @@
+"""Machines and their devices, and the text that places stages on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Device:
+    """One device of one machine; prints as it stands in a placement."""
+
+    machine: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.machine}:{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What devices talk over: bytes a second one way, and seconds a message."""
+
+    name: str
+    bandwidth: float
+    latency: float
+    staged: bool = False  # copied through host memory: the copy is not hidden behind compute
+    reduction: float | None = None  # bytes a second of a ring, where that differs
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Groups of a machine's devices that reach each other over a link; outer levels hold inner ones."""
+
+    link: Link
+    groups: tuple[tuple[int, ...], ...]
+
+    def group_of(self, device: int) -> int | None:
+        return next((index for index, group in enumerate(self.groups) if device in group), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A host and how many devices it has; None where any index is a process of its own (CPU)."""
+
+    devices: int | None = None
+    kind: str = "cpu"  # the catalogue's name of its devices
+    levels: tuple[Level, ...] = ()
+    cores: int | None = None
+
+    def level_of(self, one: int, other: int) -> int | None:
+        """The innermost level that connects two devices."""
+        for index, level in enumerate(self.levels):
+            group = level.group_of(one)
+            if group is not None and group == level.group_of(other):
+                return index
+        return None
+
+
+Edge = tuple[int, int, int]  # machine, level (-1: a device's own), group or device
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The machines a placement may name, in the order of their numbers."""
+
+    machines: tuple[Machine, ...] = (Machine(),)
+    name: str = "this machine"
+    network: Link | None = None
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Every device, in the order of the topology."""
+        return tuple(
+            Device(number, index)
+            for number, machine in enumerate(self.machines)
+            for index in range(machine.devices or 0)
+        )
+
+    def require(self, device: Device, piece: str) -> None:
+        """Raise if this cluster has no such device; `piece` is the text that named it."""
+        if device.machine >= len(self.machines):
+            raise ValueError(
+                f"placement piece '{piece}' names machine {device.machine} but the cluster has "
+                f"{len(self.machines)} (0-{len(self.machines) - 1})"
+            )
+        limit = self.machines[device.machine].devices
+        if limit is not None and device.index >= limit:
+            raise ValueError(
+                f"placement piece '{piece}' names device {device} but machine {device.machine} has {limit} devices "
+                f"(0-{limit - 1}); did you mean {device.machine}:{limit - 1}?"
+            )
+
+    def first(self, count: int) -> Cluster:
+        """The same cluster cut down to its first devices."""
+        available = len(self.devices)
+        if not 1 <= count <= available:
+            raise ValueError(
+                f"{count} devices were asked for but {self.name} has {available}; ask for 1 to {available}"
+            )
+        machines: list[Machine] = []
+        for machine in self.machines:
+            kept = min(count, machine.devices or 0)
+            if kept:
+                machines.append(_cut_machine(machine, kept))
+            count -= kept
+        return Cluster(tuple(machines), self.name, self.network)
+
+    def kind_of(self, device: Device) -> str:
+        return self.machines[device.machine].kind
+
+    def link(self, one: Device, other: Device) -> Link:
+        """The slowest link on the way between two devices."""
+        return min((link for _, link in self.path(one, other)), key=lambda link: link.bandwidth)
+
+    def path(self, source: Device, target: Device) -> list[tuple[tuple[Edge, bool], Link]]:
+        """The edges a message takes, each with its direction (up: True) and its link; edges are what messages share."""
+        if source.machine != target.machine:
+            if self.network is None:
+                raise ValueError(
+                    f"cluster {self.name} has no network between machines {source.machine} and {target.machine}; "
+                    'add network = "net-10g" to its file'
+                )
+            up = self._climb(source, None, True)
+            down = self._climb(target, None, False)
+            return [*up, *down]
+        machine = self.machines[source.machine]
+        level = machine.level_of(source.index, target.index)
+        if level is None:
+            raise ValueError(
+                f"cluster {self.name} has no link between devices {source} and {target}; "
+                "add a level that holds both to its file"
+            )
+        return [*self._climb(source, level, True), *self._climb(target, level, False)]
+
+    def _climb(self, device: Device, stop: int | None, up: bool) -> list[tuple[tuple[Edge, bool], Link]]:
+        """The edges from a device up to a level of its machine, or out of it."""
+        machine = self.machines[device.machine]
+        levels = machine.levels if stop is None else machine.levels[: stop + 1]
+        edges: list[tuple[tuple[Edge, bool], Link]] = []
+        edge: Edge = (device.machine, -1, device.index)
+        for index, level in enumerate(levels):
+            edges.append(((edge, up), level.link))
+            edge = (device.machine, index, level.group_of(device.index) or 0)
+        if stop is None:
+            assert self.network is not None
+            edges.append((((device.machine, len(machine.levels), 0), up), self.network))
+        return edges
+
+
+def _cut_machine(machine: Machine, devices: int) -> Machine:
+    levels = tuple(
+        Level(
+            level.link,
+            tuple(kept for group in level.groups if (kept := tuple(index for index in group if index < devices))),
+        )
+        for level in machine.levels
+    )
+    return Machine(devices, machine.kind, levels, machine.cores)

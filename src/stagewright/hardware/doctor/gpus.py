@@ -1,0 +1,180 @@
+"""The GPUs: power, slots, company, and how they reach each other. GPUs as they are now, asked of their driver."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from stagewright.hardware.doctor.finding import Finding, Grade, finding
+from stagewright.hardware.environment import Environment
+from stagewright.hardware.gpu import Gpu, NoNvml, Nvml, open_nvml
+from stagewright.hardware.meters import MPS, GpuMeter, name_of
+from stagewright.hardware.topology import Way
+
+_GIB = 1 << 30
+_WEAK_CAP = 0.8  # of the watts it was delivered with
+_HOT = 83.0  # degrees Celsius, where most cards begin to slow down
+_TOPOLOGY = "topology"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A GPU now: who is on it, and how it feels."""
+
+    processes: tuple[str, ...] = ()  # others', as `1234 python`
+    used: int | None = None  # bytes
+    temperature: float | None = None
+    throttled: tuple[str, ...] = ()
+
+
+def gpu_findings(gpus: Sequence[Gpu], states: Mapping[int, State]) -> Iterator[Finding]:
+    for gpu in gpus:
+        area, state = f"GPU {gpu.index}", states.get(gpu.index, State())
+        memory = "" if gpu.memory is None else f", {gpu.memory / _GIB:.1f} GiB"
+        yield finding(
+            area,
+            "card",
+            f"{gpu.name}{memory}",
+            (bool(gpu.is_mig), Grade.NOTE, "cut into MIG instances, which can't reach each other: nvidia-smi -mig 0"),
+        )
+        yield _power(area, gpu)
+        yield _slot(area, gpu)
+        yield _company(area, state)
+        yield _condition(area, state)
+    kinds = Counter(gpu.name for gpu in gpus)
+    if len(kinds) > 1:
+        names = ", ".join(f"{count} x {name}" for name, count in kinds.items())
+        advice = "stages wait for the slowest of their replicas; give each kind stages of its own"
+        yield finding("GPUs", "kinds", names, (True, Grade.NOTE, advice))
+
+
+def _power(area: str, gpu: Gpu) -> Finding:
+    limit, default = gpu.power_limit, gpu.power_default
+    is_capped = limit is not None and default is not None and limit < default - 1
+    value = None if limit is None else f"{limit:.0f} W" + (f" of {default:.0f} W" if default is not None else "")
+    return finding(
+        area,
+        "power cap",
+        value,
+        (
+            is_capped and limit is not None and default is not None and limit < _WEAK_CAP * default,
+            Grade.HURTS,
+            f"clocks will fall under load; nvidia-smi -i {gpu.index} -pl {default or 0:.0f} lifts the cap",
+        ),
+        (is_capped, Grade.NOTE, f"below what it was delivered with; nvidia-smi -i {gpu.index} -pl {default or 0:.0f}"),
+    )
+
+
+def _slot(area: str, gpu: Gpu) -> Finding:
+    generation, best = gpu.pcie_generation, gpu.card_generation
+    width, widest = gpu.pcie_width, gpu.card_width
+    if generation is None and width is None:
+        return finding(area, "PCIe", None)
+    value = f"{generation or '?'}.0 x{width or '?'}, the card's best is {best or '?'}.0 x{widest or '?'}"
+    is_narrow = width is not None and widest is not None and width < widest
+    is_old = generation is not None and best is not None and generation < best
+    share = (width or 1) / (widest or 1) * 2.0 ** ((generation or 0) - (best or generation or 0))
+    advice = f"about {share:.0%} of the bandwidth it could have; " + (
+        "use a slot with all lanes, or check riser and BIOS" if is_narrow else "board, riser or BIOS hold it back"
+    )
+    return finding(
+        area,
+        "PCIe",
+        value,
+        ((is_narrow or is_old) and share <= 0.25, Grade.HURTS, advice),
+        (is_narrow or is_old, Grade.NOTE, advice),
+    )
+
+
+def _company(area: str, state: State) -> Finding:
+    others = ", ".join(state.processes[:3]) + (f" and {len(state.processes) - 3} more" if state.processes[3:] else "")
+    used = "" if state.used is None else f", {state.used / _GIB:.1f} GiB in use"
+    return finding(
+        area,
+        "processes",
+        (others or "none") + used,
+        (bool(state.processes), Grade.HURTS, "others compute on it; wait for them or end them before measuring"),
+    )
+
+
+def _condition(area: str, state: State) -> Finding:
+    warmth = "temperature not known" if state.temperature is None else f"{state.temperature:.0f} C"
+    slowed = [reason for reason in state.throttled if reason != "application clocks"]
+    return finding(
+        area,
+        "condition",
+        ", ".join([warmth, *state.throttled]),
+        (bool(slowed), Grade.NOTE, f"slowed by {' and '.join(slowed)} already; look after cooling and power"),
+        ((state.temperature or 0) > _HOT, Grade.NOTE, "hot before any work; look after cooling"),
+    )
+
+
+def topology_findings(found: Environment, peers: Sequence[Sequence[bool | None]]) -> Iterator[Finding]:
+    """How pairs reach each other, and whether they may do so directly."""
+    topology = found.topology
+    if topology is None or len(topology) < 2:
+        return
+    cells = [cell for index, row in enumerate(topology.rows) for cell in row[:index]]
+    ways = Counter("not known" if cell is None else str(cell) for cell in cells)
+    is_far = any(cell is not None and cell.way is Way.SYSTEM for cell in cells)
+    yield finding(
+        _TOPOLOGY,
+        "pairs",
+        ", ".join(f"{count} x {way}" for way, count in ways.items()),
+        (
+            is_far,
+            Grade.NOTE,
+            "some pairs cross sockets; keep the replicas of a stage on one socket, or let the planner: "
+            "stagewright cluster import --here -o box.toml",
+        ),
+    )
+    allowed = [peers[one][other] for one in range(len(peers)) for other in range(len(peers)) if one != other]
+    known = [value for value in allowed if value is not None]
+    yield finding(
+        _TOPOLOGY,
+        "peer access",
+        f"{sum(known)} of {len(allowed)} pairs" if known else None,
+        (
+            bool(known) and not all(known),
+            Grade.NOTE,
+            "the other pairs copy through host memory, where plans that move few bytes win; GeForce drivers, virtual "
+            "machines and an IOMMU in the way are the usual reasons (docs/hardware.md)",
+        ),
+    )
+
+
+_READ = 0  # NVML's number for reading another GPU's memory; the Python package has a tuple there by mistake
+_ALLOWED = 0
+_UNSUPPORTED = (1, 2, 3, 4, 5)
+Peers = list[list[bool | None]]
+
+
+def read_states() -> tuple[dict[int, State], Peers]:
+    """Every GPU's state by index, and whether each may read each other's memory; nothing without a driver."""
+    try:
+        nvml = open_nvml()
+    except NoNvml:
+        return {}, []
+    with nvml:
+        handles = nvml.handles()
+        uuids = [nvml.ask("nvmlDeviceGetUUID", handle) for handle in handles]
+        uses = GpuMeter(nvml, uuids, name_of).read(())
+        states = {
+            use.index: State(_processes(nvml, handles[use.index]), use.memory, use.temperature, use.throttled)
+            for use in uses
+        }
+        return states, [[_may_read(nvml, one, other) for other in handles] for one in handles]
+
+
+def _processes(nvml: Nvml, handle: object) -> tuple[str, ...]:
+    listed = nvml.ask("nvmlDeviceGetComputeRunningProcesses", handle) or ()
+    names = [(int(entry.pid), name_of(int(entry.pid)) or "of another container") for entry in listed]
+    return tuple(f"{process} {name}" for process, name in names if not name.startswith(MPS))
+
+
+def _may_read(nvml: Nvml, one: object, other: object) -> bool | None:
+    if one is other:
+        return True
+    status = nvml.ask("nvmlDeviceGetP2PStatus", one, other, _READ)
+    return True if status == _ALLOWED else False if status in _UNSUPPORTED else None

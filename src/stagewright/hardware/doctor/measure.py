@@ -1,0 +1,230 @@
+"""Bandwidths of this machine, each within a second or two. How fast the files of a data set come off their disk. What measured bandwidths mean."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from stagewright.hardware.doctor.finding import UNKNOWN, Finding, Grade, finding
+from stagewright.hardware.gpu import Gpu
+from stagewright.runtime.process.link_test import measure_links
+
+_HOST_BYTES = 64 << 20
+_GPU_BYTES = 128 << 20
+_REPEATS = 5
+_MOST_PAIRS = 56  # eight GPUs
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One bandwidth, or why there is none."""
+
+    name: str
+    bandwidth: float | None  # bytes a second
+    latency: float | None = None  # seconds a small message
+    gpu: int | None = None  # whose slot it is
+    trouble: str = ""
+
+
+def memory_copy() -> Measured:
+    """One core copying memory that is larger than caches."""
+    source = torch.zeros(_HOST_BYTES, dtype=torch.uint8).fill_(1)
+    target = torch.zeros_like(source).fill_(2)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return Measured("memory copy, one core", _HOST_BYTES / _best(lambda: target.copy_(source)))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def loopback() -> Measured:
+    """Two rank processes, by the transport that CPU ranks use."""
+    (pair,) = measure_links(2)["transfers"]
+    return Measured("between two ranks", pair["bandwidth"], pair["latency"])
+
+
+def gpu_copies() -> Iterator[tuple[str, Callable[[], Measured]]]:
+    """Copies between pinned memory and each GPU both ways, and between GPUs, by name."""
+    if not torch.cuda.is_available():
+        return
+    count = torch.cuda.device_count()
+    for gpu in range(count):
+        yield (name := f"host to GPU {gpu}"), partial(_host_copy, name, gpu, is_to_gpu=True)
+        yield (name := f"GPU {gpu} to host"), partial(_host_copy, name, gpu, is_to_gpu=False)
+    pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
+    for one, other in pairs[:_MOST_PAIRS]:
+        yield (name := f"GPU {one} to GPU {other}"), partial(_peer_copy, name, one, other)
+
+
+def _host_copy(name: str, gpu: int, *, is_to_gpu: bool) -> Measured:
+    host = torch.zeros(_GPU_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.zeros(_GPU_BYTES, dtype=torch.uint8, device=f"cuda:{gpu}")
+    source, target = (host, there) if is_to_gpu else (there, host)
+    return Measured(name, _GPU_BYTES / _best(lambda: target.copy_(source, non_blocking=True), gpu), gpu=gpu)
+
+
+def _peer_copy(name: str, one: int, other: int) -> Measured:
+    source = torch.zeros(_GPU_BYTES, dtype=torch.uint8, device=f"cuda:{one}")
+    target = torch.zeros(_GPU_BYTES, dtype=torch.uint8, device=f"cuda:{other}")
+    seconds = _best(lambda: target.copy_(source, non_blocking=True), one, other)
+    return Measured(name, _GPU_BYTES / seconds)
+
+
+def _best(work: Callable[[], object], *gpus: int) -> float:
+    """Seconds of the quickest of a few: what the hardware can do, whatever else is going on."""
+    times = []
+    for _ in range(_REPEATS + 1):
+        began = time.perf_counter()
+        work()
+        for gpu in gpus:
+            torch.cuda.synchronize(gpu)
+        times.append(time.perf_counter() - began)
+    return min(times[1:])
+
+
+_BLOCK = 4 << 20
+_MOST_BYTES = 512 << 20
+_MOST_SECONDS = 2.0
+_MOST_FILES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRead:
+    """What was read, and how long that took."""
+
+    path: str
+    bytes: int
+    files: int
+    seconds: float
+    free: int  # bytes left on that disk
+    is_cold: bool  # the system was asked to forget the files first
+
+
+def read_disk(path: Path) -> DiskRead:
+    """Read files below a folder for a second or two, from the disk and not from memory where the system lets us."""
+    done = files = 0
+    is_cold = hasattr(os, "posix_fadvise")
+    names = list(_files(path))
+    if not names:
+        raise ValueError(f"--data {path} holds 0 files to read; name the folder or file that runs will read")
+    began = time.perf_counter()
+    for name in names:
+        files += 1
+        done += _read(name, is_cold, began, _MOST_BYTES - done)
+        if done >= _MOST_BYTES or time.perf_counter() - began > _MOST_SECONDS:
+            break
+    return DiskRead(str(path), done, files, time.perf_counter() - began, shutil.disk_usage(path).free, is_cold)
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """Some files of a folder, or the file itself."""
+    if not path.exists():
+        raise ValueError(f"--data {path}: no such file or folder; name the one that runs will read")
+    if not path.is_dir():
+        if not _holds_bytes(path):
+            raise ValueError(f"--data {path} is not a file with content or a folder; name the one that runs will read")
+        yield path
+        return
+    found = 0
+    for folder, _, names in os.walk(path):
+        for file in (Path(folder) / name for name in sorted(names)):
+            if not _holds_bytes(file):
+                continue
+            yield file
+            found += 1
+            if found == _MOST_FILES:
+                return
+
+
+def _holds_bytes(path: Path) -> bool:
+    """Whether a path is a regular file on a disk: pipes, devices and the kernel's own files may never end."""
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_size > 0
+
+
+def _read(path: Path, is_cold: bool, began: float, room: int) -> int:
+    done = 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            if is_cold:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while done < room and time.perf_counter() - began < _MOST_SECONDS and (block := file.read(_BLOCK)):
+                done += len(block)
+    except OSError:
+        return done  # what can't be read here is what `stagewright data inspect` tells of
+    return done
+
+
+_AREA = "measured"
+_GB = 1e9
+_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.56e9}  # bytes a second of one PCIe lane
+_POOR, _BAD = 0.6, 0.4  # of what a slot carries
+_SLOW_MEMORY, _SLOW_RANKS = 2 * _GB, 0.3 * _GB
+_PHOTO = 110_000  # bytes of an ImageNet file
+
+
+def speed_findings(measured: Iterable[Measured], gpus: Mapping[int, Gpu]) -> Iterator[Finding]:
+    for one in measured:
+        if one.bandwidth is None:
+            yield Finding(_AREA, one.name, UNKNOWN, Grade.NOTE, f"it could not be measured: {one.trouble}")
+        elif one.gpu is not None:
+            yield _slot_speed(one, gpus.get(one.gpu))
+        else:
+            yield _host_speed(one)
+
+
+def _host_speed(one: Measured) -> Finding:
+    assert one.bandwidth is not None
+    latency = "" if one.latency is None else f", {one.latency * 1e6:.0f} us a message"
+    slow = {"memory copy, one core": _SLOW_MEMORY, "between two ranks": _SLOW_RANKS}.get(one.name, 0.0)
+    return finding(
+        _AREA,
+        one.name,
+        f"{one.bandwidth / _GB:.1f} GB/s{latency}",
+        (one.bandwidth < slow, Grade.NOTE, "slow for any machine of today; is something else busy here?"),
+    )
+
+
+def _slot_speed(one: Measured, gpu: Gpu | None) -> Finding:
+    assert one.bandwidth is not None
+    lane = None if gpu is None else _LANE.get(gpu.pcie_generation or 0)
+    full = None if lane is None or gpu is None or gpu.pcie_width is None else lane * gpu.pcie_width
+    value = f"{one.bandwidth / _GB:.1f} GB/s, pinned"
+    if full is None:
+        return finding(_AREA, one.name, value)
+    share = one.bandwidth / full
+    advice = "the slot should carry more; other work on the host, a virtual machine or a riser may take it"
+    return finding(
+        _AREA,
+        one.name,
+        f"{value}, {share:.0%} of the slot's",
+        (share < _BAD, Grade.HURTS, advice),
+        (share < _POOR, Grade.NOTE, advice),
+    )
+
+
+def disk_finding(read: DiskRead) -> Finding:
+    """A disk's speed, in bytes and in photographs."""
+    rate, each = read.bytes / max(read.seconds, 1e-9), read.bytes / read.files
+    photos = min(rate / _PHOTO, read.files / max(read.seconds, 1e-9) if each < _PHOTO else rate / _PHOTO)
+    warm = "" if read.is_cold else ", perhaps from memory"
+    return finding(
+        _AREA,
+        "data",
+        f"{rate / 1e6:.0f} MB/s{warm}, {read.files} files, {read.free / 1e9:.0f} GB free; "
+        f"about {photos:.0f} photographs/s",
+        (rate < 100e6, Grade.HURTS, "slower than one GPU reads ImageNet; copy the data to a local disk or into memory"),
+        (rate < 500e6, Grade.NOTE, "enough for few GPUs; many want a faster disk, or data that stays in memory"),
+    )

@@ -1,0 +1,248 @@
+"""The host: system, processor, memory, virtualisation, limits and ports. Python, torch and the libraries below it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from stagewright.hardware.doctor.finding import Finding, Grade, finding
+from stagewright.hardware.environment import Environment
+
+_SYSTEM = "system"
+_GIB = 1 << 30
+_SMALL_SHM = 1 << 30  # NCCL's rings of several GPUs need more than a container's 64 MiB
+_FEW_FILES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What the system's files and limits say; None where they say nothing."""
+
+    iommu_groups: int | None
+    iommu_option: str | None  # of the kernel's command line
+    shared_memory: int | None  # bytes of /dev/shm
+    open_files: int | None
+    load: float | None  # processes that want a core, over a minute
+    port: int
+    port_trouble: str | None  # why a socket can't listen on it
+    loopback_trouble: str | None
+
+
+def read_circumstances(port: int, root: Path = Path("/")) -> Circumstances:
+    """This system's; `root` is where its files are."""
+    groups = root / "sys/kernel/iommu_groups"
+    return Circumstances(
+        len(list(groups.iterdir())) if groups.is_dir() else None,
+        _iommu_option(root),
+        _room(root / "dev/shm"),
+        resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        port,
+        _listen_trouble("0.0.0.0", port),
+        _listen_trouble("127.0.0.1", 0),
+    )
+
+
+def _iommu_option(root: Path) -> str | None:
+    try:
+        words = (root / "proc/cmdline").read_text().split()
+    except OSError:
+        return None
+    return next((word for word in words if "iommu" in word), None)
+
+
+def _room(path: Path) -> int | None:
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    return found.f_blocks * found.f_frsize
+
+
+def _listen_trouble(address: str, port: int) -> str | None:
+    try:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, port))
+            listener.listen(1)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def system_findings(found: Environment, around: Circumstances) -> Iterator[Finding]:
+    host = found.host
+    yield finding(_SYSTEM, "system", f"{host.system}, kernel {host.kernel}")
+    load = around.load or 0.0
+    yield finding(
+        _SYSTEM,
+        "processor",
+        f"{host.cpu}, {host.cores} cores, load {load:.1f}",
+        (load > 0.5 * host.cores, Grade.NOTE, "other work keeps cores busy; figures taken now will be low and spread"),
+        (
+            len(found.gpus) > 0 and host.cores < 2 * len(found.gpus),
+            Grade.NOTE,
+            f"{host.cores} cores for {len(found.gpus)} GPUs; each rank wants one, and decoding images several more",
+        ),
+    )
+    memory = None if host.memory is None else f"{host.memory / _GIB:.1f} GiB"
+    least = sum(gpu.memory or 0 for gpu in found.gpus)
+    yield finding(
+        _SYSTEM,
+        "memory",
+        memory,
+        (
+            host.memory is not None and 0 < host.memory < least,
+            Grade.NOTE,
+            f"less than the {least / _GIB:.0f} GiB of its GPUs; pinned buffers and checkpoints share it",
+        ),
+    )
+    yield _virtual(found, around)
+    yield _iommu(found, around)
+    yield from _limits(found, around)
+
+
+def _virtual(found: Environment, around: Circumstances) -> Finding:
+    is_passed = any(gpu.virtual == "passthrough" for gpu in found.gpus)
+    virtual = found.host.virtual or "none seen"
+    return finding(
+        _SYSTEM,
+        "virtualisation",
+        f"{virtual}, GPUs passed through" if is_passed else virtual,
+        (
+            len(found.gpus) > 1 and "virtual machine" in virtual,
+            Grade.NOTE,
+            "virtual machines often show every GPU at PHB and refuse peer access, and copies between GPUs then go "
+            "through host memory; compare with the host's own nvidia-smi topo -m (docs/hardware.md)",
+        ),
+    )
+
+
+def _iommu(found: Environment, around: Circumstances) -> Finding:
+    groups, option = around.iommu_groups, around.iommu_option
+    value = None if groups is None else f"{groups} groups" if groups else "off, or hidden"
+    value = f"{value or 'groups not known'}, {option}" if option else value
+    return finding(
+        _SYSTEM,
+        "IOMMU",
+        value,
+        (
+            bool(groups) and found.host.virtual is None and len(found.gpus) > 1 and option != "iommu=pt",
+            Grade.NOTE,
+            "on bare metal an IOMMU can slow or hang copies between GPUs; boot with iommu=pt, or switch it off",
+        ),
+    )
+
+
+def _limits(found: Environment, around: Circumstances) -> Iterator[Finding]:
+    shared = around.shared_memory
+    yield finding(
+        _SYSTEM,
+        "shared memory",
+        None if shared is None else f"{shared / _GIB:.2f} GiB at /dev/shm",
+        (
+            shared is not None and shared < _SMALL_SHM and len(found.gpus) > 1,
+            Grade.HURTS,
+            "NCCL keeps its buffers there and fails without room; start the container with --shm-size 1g or --ipc host",
+        ),
+    )
+    files = around.open_files
+    yield finding(
+        _SYSTEM,
+        "open files",
+        files,
+        (files is not None and 0 < files < 1024, Grade.NOTE, f"few for many ranks; raise it: ulimit -n {_FEW_FILES}"),
+    )
+    yield finding(
+        _SYSTEM,
+        "loopback",
+        around.loopback_trouble or "ranks can listen",
+        (around.loopback_trouble is not None, Grade.HURTS, "ranks of one machine meet there; ask for 127.0.0.1"),
+    )
+    yield finding(
+        _SYSTEM,
+        f"port {around.port}",
+        around.port_trouble or "free",
+        (
+            around.port_trouble is not None,
+            Grade.NOTE,
+            "--nodes meets there by default; give another: --nodes HOST:PORT,...",
+        ),
+    )
+
+
+_SOFTWARE = "software"
+
+
+def software_findings(found: Environment) -> Iterator[Finding]:
+    libraries, has_gpus = found.libraries, bool(found.gpus)
+    is_cpu_build = libraries.torch is not None and libraries.cuda is None
+    yield finding(_SOFTWARE, "Python", libraries.python)
+    yield finding(
+        _SOFTWARE,
+        "torch",
+        libraries.torch or "not there",
+        (libraries.torch is None, Grade.HURTS, "pip install torch"),
+        (
+            is_cpu_build and has_gpus,
+            Grade.HURTS,
+            "this build knows no GPU; install one for the driver's CUDA: https://pytorch.org/get-started/locally",
+        ),
+    )
+    yield _driver_finding(found)
+    if has_gpus or libraries.cuda:
+        yield finding(_SOFTWARE, "CUDA", libraries.cuda or "not in this torch")
+        yield finding(_SOFTWARE, "cuDNN", libraries.cudnn or "not there")
+        yield finding(
+            _SOFTWARE,
+            "NCCL",
+            libraries.nccl or "not there",
+            (
+                libraries.nccl is None and len(found.gpus) > 1 and libraries.cuda is not None,
+                Grade.NOTE,
+                "without it ranks talk through host memory: --backend gloo",
+            ),
+        )
+
+
+def _driver_finding(found: Environment) -> Finding:
+    libraries = found.libraries
+    is_too_new = _is_newer(libraries.cuda, found.driver_cuda)
+    return finding(
+        _SOFTWARE,
+        "driver",
+        _driver(found),
+        (
+            found.nvml is not None and "mismatch" in found.nvml,
+            Grade.HURTS,
+            "driver and library are of different versions; reboot, or load the kernel module again",
+        ),
+        (
+            is_too_new,
+            Grade.HURTS,
+            f"torch was built for CUDA {libraries.cuda} but the driver runs up to {found.driver_cuda}; update the "
+            "driver, or install an older build of torch",
+        ),
+        (
+            not found.gpus and libraries.cuda is not None,
+            Grade.NOTE,
+            "torch could use GPUs but no driver shows one; install it, or start the container with --gpus all",
+        ),
+    )
+
+
+def _driver(found: Environment) -> str:
+    if found.nvml is not None:
+        return f"no GPU: {found.nvml}"
+    return f"{found.driver or 'not known'}, CUDA up to {found.driver_cuda or 'not known'}"
+
+
+def _is_newer(one: str | None, other: str | None) -> bool:
+    """Whether a CUDA is of a later major release; minor ones of a release run on each other's drivers."""
+    if one is None or other is None:
+        return False
+    return int(one.partition(".")[0]) > int(other.partition(".")[0])

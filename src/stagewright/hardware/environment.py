@@ -1,0 +1,124 @@
+"""All that a figure depends on beside the plan: host, GPUs, drivers and libraries."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from stagewright.hardware.gpu import Gpu, NoNvml, Nvml, open_nvml, read_gpus
+from stagewright.hardware.host import Host, read_host
+from stagewright.hardware.topology import Topology, read_topology
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Libraries:
+    """Versions of what computes; None where it is not there."""
+
+    python: str
+    torch: str | None
+    cuda: str | None  # that torch was built for
+    cudnn: str | None
+    nccl: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A machine and its software."""
+
+    host: Host
+    libraries: Libraries
+    gpus: tuple[Gpu, ...] = ()
+    driver: str | None = None
+    driver_cuda: str | None = None  # the newest that the driver runs
+    topology: Topology | None = None
+    nvml: str | None = None  # why nothing is known of GPUs, where nothing is
+
+    def describe(self) -> dict[str, Any]:
+        """Everything, as JSON takes it; what is not known is null."""
+        described = asdict(self)
+        described["topology"] = None if self.topology is None else self.topology.texts()
+        return described
+
+    def words(self) -> dict[str, str]:
+        """The machine in a few words."""
+        known = {"cpu": self.host.cpu, "cores": f"{self.host.cores} cores"}
+        if self.gpus:
+            known["gpus"] = ", ".join(
+                f"{count} x {name}" for name, count in Counter(gpu.name for gpu in self.gpus).items()
+            )
+        return known | {"torch": f"torch {self.libraries.torch}", "python": f"Python {self.libraries.python}"}
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Names and values as a report's table shows them; "not known" where that is so."""
+        host, libraries = self.host, self.libraries
+        memory = "not known" if host.memory is None else f"{host.memory / _GIB:.1f} GiB"
+        rows = [
+            ("system", f"{host.system}, kernel {host.kernel}"),
+            ("processor", f"{host.cpu}, {host.cores} cores"),
+            ("memory", memory),
+            ("virtualisation", host.virtual or "none seen"),
+        ]
+        rows += [(f"GPU {gpu.index}", _gpu_words(gpu)) for gpu in self.gpus] or [("GPUs", f"none ({self.nvml})")]
+        if self.gpus:
+            cuda = f", CUDA up to {self.driver_cuda}" if self.driver_cuda else ""
+            rows.append(("driver", f"{self.driver or 'not known'}{cuda}"))
+        named = ("python", "Python"), ("torch", "torch"), ("cuda", "CUDA"), ("cudnn", "cuDNN"), ("nccl", "NCCL")
+        return rows + [(label, getattr(libraries, name) or "not there") for name, label in named]
+
+
+def environment() -> Environment:
+    """This machine and its software, as they are now."""
+    host, libraries = read_host(), read_libraries()
+    try:
+        nvml = open_nvml()
+    except NoNvml as error:
+        return Environment(host, libraries, nvml=str(error))
+    with nvml:
+        return Environment(
+            host,
+            libraries,
+            read_gpus(nvml),
+            nvml.ask("nvmlSystemGetDriverVersion"),
+            _cuda_version(nvml),
+            read_topology(nvml),
+        )
+
+
+def read_libraries() -> Libraries:
+    python = platform.python_version()
+    try:
+        installed = version("torch")
+    except PackageNotFoundError:
+        return Libraries(python, None, None, None, None)
+    nccl = None
+    with suppress(AttributeError):  # a torch that was built without it
+        if torch.cuda.is_available():
+            nccl = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+    cudnn = torch.backends.cudnn.version() if torch.version.cuda else None  # type: ignore[no-untyped-call]
+    return Libraries(python, installed, torch.version.cuda, None if cudnn is None else _dotted(cudnn), nccl)
+
+
+def _dotted(cudnn: int) -> str:
+    """9.1.2 from 90102, 8.9.7 from 8907."""
+    thousand = 10_000 if cudnn >= 90_000 else 1_000
+    return f"{cudnn // thousand}.{cudnn % thousand // 100}.{cudnn % 100}"
+
+
+def _cuda_version(nvml: Nvml) -> str | None:
+    number = nvml.ask("nvmlSystemGetCudaDriverVersion_v2")
+    return None if number is None else f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _gpu_words(gpu: Gpu) -> str:
+    memory = "" if gpu.memory is None else f", {gpu.memory / _GIB:.1f} GiB"
+    power = "" if gpu.power_limit is None else f", {gpu.power_limit:.0f} W"
+    pcie = "" if gpu.pcie_generation is None else f", PCIe {gpu.pcie_generation}.0 x{gpu.pcie_width or '?'}"
+    return f"{gpu.name}{memory}{power}{pcie}"

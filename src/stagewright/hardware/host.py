@@ -1,0 +1,87 @@
+"""The machine without its GPUs: system, processor, memory, and whether it is a virtual one."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What a run's processes share; None where the system does not say."""
+
+    name: str
+    system: str  # its name and release
+    kernel: str
+    cpu: str
+    sockets: int | None
+    cores: int  # that this process may use, threads of one core counted apart
+    physical_cores: int | None
+    memory: int | None  # bytes that this process may use
+    virtual: str | None  # the virtual machine or container that it is
+
+
+def read_host(root: Path = Path("/")) -> Host:
+    """This machine; `root` is where the system's files are."""
+    lines = _lines(root / "proc/cpuinfo")
+    sockets = {line for line in lines if line.startswith("physical id")}
+    return Host(
+        platform.node(),
+        _system(root),
+        platform.release(),
+        _cpu(lines),
+        len(sockets) or None,
+        num_cores(),
+        psutil.cpu_count(logical=False),
+        _memory(root, psutil.virtual_memory().total),
+        _virtual(root, lines),
+    )
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _system(root: Path) -> str:
+    for line in _lines(root / "etc/os-release"):
+        if line.startswith("PRETTY_NAME="):
+            return line.partition("=")[2].strip().strip('"')
+    return f"{platform.system()} {platform.release()}"
+
+
+def _cpu(lines: list[str]) -> str:
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _memory(root: Path, total: int) -> int:
+    """The machine's, or as much of it as a container may use."""
+    for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = "".join(_lines(root / name)).strip()
+        if text.isdigit():
+            return min(total, int(text))
+    return total
+
+
+def _virtual(root: Path, lines: list[str]) -> str | None:
+    """What the processor's flags, the firmware's names and a container's marks say."""
+    found: list[str] = []
+    if any("hypervisor" in line.split() for line in lines if line.startswith("flags")):
+        vendor = "".join(_lines(root / "sys/class/dmi/id/sys_vendor")).strip()
+        found.append(f"virtual machine ({vendor})" if vendor else "virtual machine")
+    cgroup = " ".join(_lines(root / "proc/1/cgroup"))
+    marks = (root / ".dockerenv", root / "run/.containerenv")
+    if any(mark.exists() for mark in marks) or "docker" in cgroup or "kubepods" in cgroup:
+        found.append("container")
+    return ", ".join(found) or None

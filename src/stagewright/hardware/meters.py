@@ -1,0 +1,181 @@
+"""GPUs at a moment: what the driver counts, and who else is on them. Processes and the whole machine at a moment."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from stagewright.events import GpuUse, RankUse
+from stagewright.hardware.gpu import Nvml
+
+# Reasons for a lower clock, by NVML's bits; an idle GPU (bit 0) lacks nothing.
+_REASONS = {
+    0x002: "application clocks",
+    0x004: "power cap",
+    0x008: "hardware slowdown",
+    0x010: "sync boost",
+    0x020: "software thermal",
+    0x040: "hardware thermal",
+    0x080: "power brake",
+    0x100: "display clocks",
+}
+MPS = "nvidia-cuda-mps"  # serves our own ranks
+_MEMORY_AS_SMI = "nvmlMemory_v2"  # without what the driver keeps for itself
+_HZ = 1e6  # of a MHz
+
+
+class GpuMeter:
+    """Some GPUs of this machine, looked at again and again."""
+
+    def __init__(self, nvml: Nvml, uuids: Collection[str], name_of: Callable[[int], str | None]) -> None:
+        self._nvml = nvml
+        self._name_of = name_of  # a process's name; None where there is none of that number
+        named = [(index, handle, nvml.ask("nvmlDeviceGetUUID", handle)) for index, handle in enumerate(nvml.handles())]
+        self._gpus = [(index, handle, uuid) for index, handle, uuid in named if uuid in uuids]
+        self._sm = nvml.constant("NVML_CLOCK_SM")
+        self._core = nvml.constant("NVML_TEMPERATURE_GPU")
+        self._version = nvml.constant(_MEMORY_AS_SMI)
+
+    def read(self, ours: Collection[int]) -> tuple[GpuUse, ...]:
+        """Every GPU now; `ours` are the ranks of this run, whose supervisor is no stranger either."""
+        allowed = {os.getpid()} - set(ours)
+        listed = [self._processes(handle, allowed) for _, handle, _ in self._gpus]
+        seen = {process for processes in listed for process in processes}
+        strangers = _strangers(listed, ours, len(set(ours) - seen), self._name_of)
+        return tuple(
+            self._read(index, handle, uuid, foreign)
+            for (index, handle, uuid), foreign in zip(self._gpus, strangers, strict=True)
+        )
+
+    def _read(self, index: int, handle: Any, uuid: str, foreign: int) -> GpuUse:
+        ask = self._nvml.ask
+        rates = ask("nvmlDeviceGetUtilizationRates", handle)
+        return GpuUse(
+            uuid,
+            index,
+            self._memory(handle),
+            None if rates is None else rates.gpu / 100,
+            _scaled(ask("nvmlDeviceGetPowerUsage", handle), 1e-3),
+            _scaled(ask("nvmlDeviceGetTotalEnergyConsumption", handle), 1e-3),
+            _scaled(ask("nvmlDeviceGetTemperature", handle, self._core), 1),
+            _scaled(ask("nvmlDeviceGetClockInfo", handle, self._sm), _HZ),
+            reasons_of(self._reasons(handle)),
+            foreign,
+        )
+
+    def _memory(self, handle: Any) -> int | None:
+        info = None
+        if self._version is not None:
+            info = self._nvml.ask("nvmlDeviceGetMemoryInfo", handle, self._version)
+        info = info or self._nvml.ask("nvmlDeviceGetMemoryInfo", handle)
+        return None if info is None else int(info.used)
+
+    def _reasons(self, handle: Any) -> int:
+        names = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+        answers = (self._nvml.ask(name, handle) for name in names)
+        return next((int(answer) for answer in answers if answer is not None), 0)
+
+    def _processes(self, handle: Any, allowed: Collection[int]) -> list[int]:
+        entries = self._nvml.ask("nvmlDeviceGetComputeRunningProcesses", handle) or ()
+        return [int(entry.pid) for entry in entries if int(entry.pid) not in allowed]
+
+
+def reasons_of(bits: int) -> tuple[str, ...]:
+    """Why a GPU is slower than it could be, in words."""
+    return tuple(reason for bit, reason in _REASONS.items() if bits & bit)
+
+
+def _strangers(
+    listed: list[list[int]], ours: Collection[int], unlisted: int, name_of: Callable[[int], str | None]
+) -> Iterator[int]:
+    """Processes of each GPU that are not of this run.
+
+    In a container the driver lists processes by the host's numbers. One that has no name here may be a rank of ours,
+    so as many of those as there are ranks that no GPU lists are not counted.
+    """
+    for processes in listed:
+        names = {process: name_of(process) for process in processes if process not in ours}
+        known = sum(name is not None and not name.startswith(MPS) for name in names.values())
+        nameless = sum(name is None for name in names.values())
+        excused = min(nameless, unlisted)
+        unlisted -= excused
+        yield known + nameless - excused
+
+
+def _scaled(value: Any, factor: float) -> float | None:
+    return None if value is None else float(value) * factor
+
+
+_SHORTEST = 0.1  # seconds; the kernel counts in hundredths
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """The process of a rank, and what torch holds on its device, where it says."""
+
+    rank: int
+    process: int
+    torch_memory: int | None = None
+
+
+class _Clock:
+    """Cores kept busy, from processor seconds at two moments that are far enough apart to tell."""
+
+    def __init__(self, spent: float) -> None:
+        self._spent, self._at, self._cores = spent, time.monotonic(), 0.0
+
+    def cores(self, spent: float) -> float:
+        now = time.monotonic()
+        if now - self._at >= _SHORTEST:
+            self._cores = max(spent - self._spent, 0.0) / (now - self._at)
+            self._spent, self._at = spent, now
+        return self._cores
+
+
+class HostMeter:
+    """Looks at memory and at processor time, and remembers the look before."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, psutil.Process] = {}
+        self._clocks: dict[int, _Clock] = {}
+        self._machine = _Clock(_busy_seconds())
+
+    def read(self, ranks: Iterable[RankProcess]) -> tuple[float, int, tuple[RankUse, ...]]:
+        """Cores that everything kept busy since the last look, bytes that it uses, and the same of each rank."""
+        memory = psutil.virtual_memory()
+        uses = [use for rank in ranks if (use := self._rank(rank)) is not None]
+        return self._machine.cores(_busy_seconds()), memory.total - memory.available, tuple(uses)
+
+    def _rank(self, rank: RankProcess) -> RankUse | None:
+        try:
+            known = self._known.get(rank.process)
+            if known is None:
+                known = self._known[rank.process] = psutil.Process(rank.process)
+            times, memory = known.cpu_times(), known.memory_info().rss
+        except (psutil.Error, OSError):
+            self._known.pop(rank.process, None)  # it has ended
+            return None
+        spent = times.user + times.system
+        clock = self._clocks.setdefault(rank.process, _Clock(spent))
+        return RankUse(rank.rank, memory, clock.cores(spent), rank.torch_memory)
+
+
+def name_of(process: int) -> str | None:
+    """A process's name; None where this machine, or this container, has none of that number."""
+    try:
+        return str(psutil.Process(process).name())
+    except psutil.AccessDenied:
+        return "not known"
+    except (psutil.Error, OSError):
+        return None
+
+
+def _busy_seconds() -> float:
+    """Processor time that everything on this machine has used so far."""
+    times = psutil.cpu_times()
+    return float(times.user + times.system + sum(getattr(times, name, 0.0) for name in ("nice", "irq", "softirq")))

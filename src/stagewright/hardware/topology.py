@@ -1,0 +1,115 @@
+"""How the GPUs of a machine reach each other: the matrix that `nvidia-smi topo -m` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from stagewright.hardware.gpu import Nvml, bus_of
+
+_MOST_LINKS = 36
+_SWITCH = 2  # NVML's number of a switch at the far end of a link
+
+
+class Way(StrEnum):
+    """The kind of connection, the nearest first."""
+
+    SELF = "X"
+    NVLINK = "NV"
+    BRIDGE = "PIX"  # at most one PCIe bridge
+    BRIDGES = "PXB"  # several bridges, not the host's
+    HOST = "PHB"  # a PCIe host bridge, usually the CPU
+    NODE = "NODE"  # host bridges of one NUMA node
+    SYSTEM = "SYS"  # the link between sockets
+
+
+_ANCESTORS = {0: Way.BRIDGE, 10: Way.BRIDGE, 20: Way.BRIDGES, 30: Way.HOST, 40: Way.NODE, 50: Way.SYSTEM}
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """How one GPU reaches another; prints as in the matrix."""
+
+    way: Way
+    links: int = 0  # NVLinks side by side
+
+    def __str__(self) -> str:
+        return f"{self.way}{self.links}" if self.way is Way.NVLINK else str(self.way)
+
+
+SELF = Connection(Way.SELF)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Every pair of a machine's GPUs; None where the driver does not say."""
+
+    rows: tuple[tuple[Connection | None, ...], ...]
+    processors: int | None = None  # that the GPUs are near to, where the text tells
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def only(self, indices: Sequence[int]) -> Topology:
+        """The same matrix of some of the GPUs."""
+        return Topology(tuple(tuple(self.rows[one][other] for other in indices) for one in indices), self.processors)
+
+    def texts(self) -> list[list[str]]:
+        """The matrix as words."""
+        return [["?" if cell is None else str(cell) for cell in row] for row in self.rows]
+
+    def table(self) -> list[str]:
+        """The matrix as lines, as wide as it must be."""
+        names = [f"GPU{index}" for index in range(len(self))]
+        width = max((len(name) for name in names), default=4)
+        lines = ["  ".join([" " * width, *(name.rjust(width) for name in names)])]
+        return lines + [
+            "  ".join([name.ljust(width), *(cell.rjust(width) for cell in row)]).rstrip()
+            for name, row in zip(names, self.texts(), strict=True)
+        ]
+
+
+def read_topology(nvml: Nvml) -> Topology:
+    """The matrix of this machine."""
+    handles = nvml.handles()
+    buses = [bus_of(nvml, handle) for handle in handles]
+    links = [_links(nvml, handle) for handle in handles]
+    rows = []
+    for one, handle in enumerate(handles):
+        row: list[Connection | None] = []
+        for other, target in enumerate(handles):
+            shared = _shared_links(links[one], links[other], buses[other])
+            row.append(
+                SELF
+                if one == other
+                else Connection(Way.NVLINK, shared)
+                if shared
+                else _ancestor(nvml.ask("nvmlDeviceGetTopologyCommonAncestor", handle, target))
+            )
+        rows.append(tuple(row))
+    return Topology(tuple(rows))
+
+
+def _links(nvml: Nvml, handle: Any) -> list[str]:
+    """What is at the far end of each NVLink that is up: a PCI address, or a switch."""
+    ends: list[str] = []
+    for link in range(_MOST_LINKS):
+        if nvml.ask("nvmlDeviceGetNvLinkState", handle, link) != 1:
+            continue
+        info = nvml.ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
+        is_switch = nvml.ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link) == _SWITCH
+        bus = "" if info is None else info.busId
+        ends.append("switch" if is_switch else (bus.decode() if isinstance(bus, bytes) else bus).lower())
+    return ends
+
+
+def _shared_links(ours: Sequence[str], theirs: Sequence[str], their_bus: str | None) -> int:
+    direct = 0 if their_bus is None else sum(end == their_bus for end in ours)
+    return direct or min(ours.count("switch"), theirs.count("switch"))
+
+
+def _ancestor(level: int | None) -> Connection | None:
+    way = None if level is None else _ANCESTORS.get(level)
+    return None if way is None else Connection(way)

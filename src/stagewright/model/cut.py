@@ -1,0 +1,184 @@
+"""Any model as a chain of units, and the cutting of that chain into stages."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from stagewright.model.trace import calls, trace, unit_names
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One stage's part of a model: the live values that enter it, and those that leave it.
+
+    `training` and `evaluation` share their modules and parameters; they differ where the model's own code asks
+    `self.training`. Parameter names are those of the whole model.
+    """
+
+    training: nn.Module
+    evaluation: nn.Module
+    inputs: tuple[str, ...]
+    evaluation_inputs: tuple[str, ...]
+    first_unit: str
+
+    @property
+    def modules(self) -> tuple[nn.Module, nn.Module]:
+        return (self.training, self.evaluation)
+
+
+class Chain:
+    """A model traced into units: one call of the forward each, in the order they run."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.why_whole: str | None = None
+        was_training = model.training
+        try:
+            self._training = trace(model.train())
+            self._evaluation = trace(model.eval())
+        except Exception as error:  # the model's own code ran: whatever it raises means that it can't be traced
+            self.why_whole = f"{type(model).__name__} can't be traced ({_first_line(error)})"
+        model.train(was_training)
+        nodes = [] if self.why_whole else calls(self._training)
+        self.units = tuple(unit_names(nodes)) or (type(model).__name__,)
+        self._first_nodes = {name: node.name for name, node in zip(self.units, nodes, strict=False)}
+
+    @property
+    def training_graph(self) -> fx.Graph | None:
+        """The trace of the training forward; None where the model stays whole."""
+        return None if self.why_whole else self._training
+
+    def by_weights(self, weights: Sequence[int]) -> tuple[str, ...]:
+        """The first unit of each later stage when operations are shared out by weights.
+
+        The boundary after a prefix of the weights is floor(operations * prefix / total).
+        """
+        operations, total = len(self.units), sum(weights)
+        if min(weights) < 1:
+            raise ValueError(f"weights {':'.join(map(str, weights))}: each must be at least 1")
+        self._require_parts(len(weights))
+        bounds = [operations * sum(weights[:index]) // total for index in range(len(weights) + 1)]
+        for stage, (first, last) in enumerate(itertools.pairwise(bounds)):
+            if first == last:
+                raise ValueError(
+                    f"weights {':'.join(map(str, weights))} leave stage {stage} without units: the model has "
+                    f"{operations} operations; raise that weight or name the units with --cut"
+                )
+        return tuple(self.units[bound] for bound in bounds[1:-1])
+
+    def by_names(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The first unit of each later stage, from unit names or the names of modules that contain them."""
+        return tuple(self._find(name) for name in names)
+
+    def cut(self, cuts: Sequence[str]) -> tuple[Piece, ...]:
+        """The model as one piece a stage; `cuts` name the first unit of each stage after the first."""
+        if not cuts:
+            return (Piece(self.model, self.model, ("input",), ("input",), self.units[0]),)
+        self._require_parts(len(cuts) + 1)
+        positions = [0, *(self.units.index(name) for name in cuts), len(self.units)]
+        for stage, (first, last) in enumerate(itertools.pairwise(positions)):
+            if first >= last:
+                raise ValueError(
+                    f"cut {','.join(cuts)} leaves stage {stage} without units; the units run in the order "
+                    f"{self.units[0]} ... {self.units[-1]}"
+                )
+        first_nodes = [self._first_nodes[name] for name in cuts]
+        training = _slices(self.model, self._training, first_nodes)
+        evaluation = _slices(self.model, self._evaluation, first_nodes)
+        pieces = tuple(
+            Piece(train[0], evaluate[0], train[1], evaluate[1], first_unit)
+            for train, evaluate, first_unit in zip(training, evaluation, (self.units[0], *cuts), strict=True)
+        )
+        _refuse_shared(pieces)
+        return pieces
+
+    def _require_parts(self, stages: int) -> None:
+        if self.why_whole and stages > 1:
+            raise ValueError(
+                f"{self.why_whole}, so it can't be cut into {stages} stages; return an nn.Sequential or a "
+                "list of modules from the factory, or use one stage"
+            )
+
+    def _find(self, name: str) -> str:
+        for unit in self.units:
+            if unit == name or unit.startswith(name + "."):
+                return unit
+        near = difflib.get_close_matches(name, self.units, 3, 0.3)
+        raise ValueError(
+            f"the cut before '{name}', by --cut or a plan file, is at no such unit of the model{self._why()}; "
+            f"near names: {', '.join(near or self.units[1:4])}"
+        )
+
+    def _why(self) -> str:
+        return f" ({self.why_whole})" if self.why_whole else ""
+
+
+def _slices(model: nn.Module, graph: fx.Graph, first_nodes: Sequence[str]) -> list[tuple[nn.Module, tuple[str, ...]]]:
+    """The graph as one module a stage, each with the names of the live values that enter it."""
+    nodes = calls(graph)
+    position = {node.name: index for index, node in enumerate(nodes)}
+    missing = [name for name in first_nodes if name not in position]
+    if missing:
+        raise ValueError(
+            f"the forward runs '{missing[0]}' in training but not in evaluation, so no stage can begin there; "
+            "cut at another unit"
+        )
+    bounds = [0, *(position[name] for name in first_nodes), len(nodes)]
+    (returned,) = (node for node in graph.nodes if node.op == "output")
+    if not isinstance(returned.args[0], fx.Node):
+        raise ValueError(f"the model returns {type(returned.args[0]).__name__}, not one tensor")
+    live = [_live(graph, nodes[:bound], nodes[bound:], returned) for bound in bounds[:-1]] + [[returned.args[0]]]
+    stages: list[tuple[nn.Module, tuple[str, ...]]] = []
+    for stage, (first, last) in enumerate(itertools.pairwise(bounds)):
+        part = _slice(nodes[first:last], live[stage], live[stage + 1], is_last=stage == len(bounds) - 2)
+        stages.append((fx.GraphModule(model, part), tuple(node.name for node in live[stage])))
+    return stages
+
+
+def _live(graph: fx.Graph, before: Sequence[fx.Node], behind: Sequence[fx.Node], returned: fx.Node) -> list[fx.Node]:
+    """Values made before a boundary and used behind it; attributes are fetched where they are used."""
+    later = {*behind, returned}
+    made = [*(node for node in graph.nodes if node.op == "placeholder"), *before]
+    return [node for node in made if any(user in later for user in node.users)]
+
+
+def _slice(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], is_last: bool) -> fx.Graph:
+    part = fx.Graph()
+    values = {node: part.placeholder(node.name) for node in inputs}
+
+    def value(node: fx.Node) -> fx.Node:
+        if node not in values:
+            assert node.op == "get_attr", node
+            values[node] = part.node_copy(node)
+        return values[node]
+
+    for node in nodes:
+        values[node] = part.node_copy(node, value)
+    part.output(value(outputs[0]) if is_last else tuple(value(node) for node in outputs))
+    return part
+
+
+def _refuse_shared(pieces: Sequence[Piece]) -> None:
+    """Parameters and statistics have one home: nothing that training changes may be used by two stages."""
+    users: dict[int, tuple[int, str]] = {}
+    for stage, piece in enumerate(pieces):
+        named = piece.training.named_parameters()
+        parameters = [(name, tensor) for name, tensor in named if tensor.requires_grad]
+        buffers = piece.training.named_buffers()
+        statistics = [(name, tensor) for name, tensor in buffers if name.endswith("running_mean")]
+        for name, tensor in parameters + statistics:
+            other, other_name = users.setdefault(id(tensor), (stage, name))
+            if other != stage:
+                raise ValueError(
+                    f"'{name}' is used by stage {other}{f' (as {other_name})' if other_name != name else ''} and by "
+                    f"stage {stage}, on both sides of a cut; move the cut so that one stage holds both uses"
+                )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

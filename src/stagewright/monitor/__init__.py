@@ -1,1 +1,0 @@
-"""What a run uses of its machine while it lasts: memory, cores, GPUs, power."""

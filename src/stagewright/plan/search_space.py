@@ -1,0 +1,185 @@
+"""Every contiguous block of a cluster's devices: what a stage could run on. Every contiguous run of a model's units, as arrays: what a stage could be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from stagewright.cluster.specs import Software
+from stagewright.cluster.topology import Cluster, Device
+from stagewright.plan import cost
+from stagewright.plan.estimate import Sums
+
+Array = Any  # a numpy array
+_MANY = 64  # devices from which on large blocks come in steps
+_STEPS = 128
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Blocks that cost alike, as columns."""
+
+    size: Array
+    bandwidth: Array  # of the block's ring
+    latency: Array
+    staged: Array
+    front: Array  # bandwidth of the link to the device before it
+    back: Array  # and to the one behind
+    device: Array  # the slowest kind of device in it
+
+    def borderless(self) -> tuple[Kinds, Array]:
+        """The kinds that differ in more than their borders, and which of them each is."""
+        inner = list(zip(self.size, self.bandwidth, self.latency, self.staged, self.device, strict=True))
+        first = {found: inner.index(found) for found in dict.fromkeys(inner)}
+        order = {found: number for number, found in enumerate(first)}
+        columns = (getattr(self, field.name)[list(first.values())] for field in fields(self))
+        return Kinds(*columns), np.array([order[found] for found in inner])
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Every contiguous block of devices a stage may take, by where it ends and how large it is."""
+
+    devices: tuple[Device, ...]
+    period: int  # devices after which positions repeat
+    offset: Array  # devices behind the block, modulo the period
+    size: Array
+    signature: Array  # which of the kinds it is
+    kinds: Kinds
+
+    def take(self, behind: int, size: int) -> tuple[Device, ...]:
+        end = len(self.devices) - behind
+        return self.devices[end - size : end]
+
+
+def make_blocks(cluster: Cluster, kinds: Sequence[str]) -> Blocks:
+    """The blocks of a cluster; `kinds` name its devices from the fastest to the slowest."""
+    devices = cluster.devices
+    period = _period(cluster)
+    places: list[tuple[int, int, int]] = []
+    signatures: dict[tuple[float, ...], int] = {}
+    for offset in range(min(period, len(devices))):
+        for size in _sizes(len(devices), period, offset):
+            signature = (size, *_block(cluster, offset, size, period, kinds))
+            places.append((offset, size, signatures.setdefault(signature, len(signatures))))
+    offsets, sizes, numbers = (np.array(column) for column in zip(*places, strict=True))
+    columns = Kinds(*(np.array(column) for column in zip(*signatures, strict=True)))
+    return Blocks(devices, period, offsets, sizes, numbers, columns)
+
+
+def _period(cluster: Cluster) -> int:
+    """Positions repeat from machine to machine where all are alike, and from device to device where all links are."""
+    machine = cluster.machines[0]
+    if any(other != machine for other in cluster.machines):
+        return len(cluster.devices)
+    if len(machine.levels) <= 1 and (len(cluster.machines) == 1 or machine.devices == 1):
+        return 1
+    return machine.devices or 1
+
+
+def _sizes(devices: int, period: int, offset: int) -> Iterator[int]:
+    """Every size; from many devices on, large blocks are whole machines, or whole steps of a flat cluster."""
+    step = max(period, -(-devices // _STEPS))
+    for size in range(1, devices - offset + 1):
+        if devices <= _MANY or size <= 2 * step or (offset == 0 and size % step == 0):
+            yield size
+
+
+def _block(
+    cluster: Cluster, offset: int, size: int, period: int, kinds: Sequence[str]
+) -> tuple[float, float, bool, float, float, int]:
+    devices = cluster.devices
+    end = len(devices) - offset
+    block = devices[end - size : end]
+    fabric = cost.ring_fabric(cluster, block)
+
+    def border(device: int) -> float:
+        """The link between a device and the one before it; nothing crosses the cluster's ends."""
+        within = 0 < device < len(devices)
+        return cluster.link(devices[device - 1], devices[device]).bandwidth if within else float("inf")
+
+    kind = max(kinds.index(cluster.kind_of(device)) for device in block)
+    back = border(end if offset else end - period)  # the same position, where something may follow
+    return fabric.bandwidth, fabric.latency, fabric.staged, border(end - size), back, kind
+
+
+def as_kind(cluster: Cluster, devices: Sequence[Device], kinds: Sequence[str]) -> Kinds:
+    fabric = cost.ring_fabric(cluster, devices)
+    others = [device for device in cluster.devices if device not in set(devices)]
+    border = max((cluster.link(devices[0], other).bandwidth for other in others), default=float("inf"))
+    kind = max(kinds.index(cluster.kind_of(device)) for device in devices)
+    values = (len(devices), fabric.bandwidth, fabric.latency, fabric.staged, border, border, kind)
+    return Kinds(*(np.array([value]) for value in values))
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Every contiguous run of units, as arrays over pairs (first, last); runs that begin alike stand together.
+
+    Runs begin and end at points, which are all units unless only some are looked at.
+    """
+
+    units: int  # pieces between points
+    points: Array
+    first: Array  # numbers of points
+    last: Array
+    compute: Array  # kinds of devices x pairs, seconds of a microbatch
+    backward: Array
+    parameters: Array
+    saved: Array
+    before: Array  # bytes of activations that enter
+    behind: Array  # bytes of activations that leave
+    entering: Array  # bytes that come in over both borders for a microbatch, forward and backward
+    leaving: Array
+    transient: Array  # bytes of message buffers, of gradients of activations, and of workspace
+
+    @staticmethod
+    def of(sums: Sequence[Sums], software: Software, points: Array | None = None) -> Runs:
+        """From one table a kind of device."""
+        points = np.arange(sums[0].count + 1) if points is None else points
+        first, last = np.triu_indices(len(points), 1)
+        begin, end = points[first], points[last]
+
+        def between(prefix: Array) -> Array:
+            return prefix[end] - prefix[begin]
+
+        def largest(values: Array) -> Array:
+            pieces = np.maximum.reduceat(values, points[:-1])
+            return np.concatenate([np.maximum.accumulate(pieces[piece:]) for piece in range(len(pieces))])
+
+        own = sums[0]
+        borrowed = largest(own.workspaces)
+        workspace = np.full_like(borrowed, float(software.workspace))
+        if not software.keeps_workspace:
+            workspace = np.minimum(borrowed, workspace)
+        messages = 2 * (own.live[begin] + own.live[end])
+        return Runs(
+            len(points) - 1,
+            points,
+            first,
+            last,
+            np.array([between(kind.forward) + between(kind.backward) for kind in sums]),
+            np.array([between(kind.backward) for kind in sums]),
+            between(own.parameters),
+            between(own.saved),
+            own.live[begin],
+            own.live[end],
+            own.live[begin] + own.live_gradient[end],
+            own.live[end] + own.live_gradient[begin],
+            messages + 2 * largest(own.outputs) + workspace,
+        )
+
+    def beginning(self, unit: int) -> slice:
+        """The runs that begin at a unit."""
+        start = unit * self.units - unit * (unit - 1) // 2
+        return slice(start, start + self.units - unit)
+
+
+def narrow_points(sums: Sums) -> Array:
+    """Where a chain is narrow: no more bytes are alive than at the points on either side. The ends are always there."""
+    live = np.concatenate(([np.inf], sums.live[1:-1], [np.inf]))
+    inner = [unit for unit in range(1, sums.count) if live[unit] <= live[unit - 1] and live[unit] < live[unit + 1]]
+    return np.array([0, *inner, sums.count])

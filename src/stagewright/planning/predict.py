@@ -1,0 +1,145 @@
+"""What a plan would do on a cluster: images a second, memory, bubble; from a profile or from the catalogue. What planning gives a run: the plan of a file, the cuts of the planner, the speed that a profile predicts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from stagewright.cluster.catalog import shipped
+from stagewright.cluster.specs import MIB
+from stagewright.cluster.topology import Cluster, Machine
+from stagewright.config.sections import Config
+from stagewright.plan import cost
+from stagewright.plan.estimate import Estimate, Setting, holding_batches
+from stagewright.plan.memory import Memory
+from stagewright.plan.plan import Plan
+from stagewright.planning.setting import measured_cluster, memory_setting, profile_setting
+from stagewright.planning.simulate import ClusterCosts, Steady, steady
+from stagewright.profile.profile import read_profile
+
+if TYPE_CHECKING:
+    pass
+
+
+IMAGENET = 1_281_167
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A plan in numbers, before it runs."""
+
+    plan: Plan
+    images_per_second: float
+    steady: Steady
+    memory: tuple[Memory, ...]  # of each rank
+    limits: tuple[int, ...]
+    traffic: float  # bytes a batch moves between devices
+    bound: str  # what the time goes to
+
+    @property
+    def epoch_seconds(self) -> float:
+        return IMAGENET / self.images_per_second
+
+    @property
+    def fits(self) -> bool:
+        return all(memory.total <= limit for memory, limit in zip(self.memory, self.limits, strict=True))
+
+    def describe(self) -> dict[str, Any]:
+        """The prediction as it stands in JSON."""
+        return {
+            "plan": self.plan.describe(),
+            "images_per_second": self.images_per_second,
+            "epoch_seconds": self.epoch_seconds,
+            "batch_seconds": self.plan.batch / self.images_per_second,
+            "bubble": self.steady.bubble,
+            "utilisation": list(self.steady.busy),
+            "memory_mib": [memory.total / MIB for memory in self.memory],
+            "memory_limit_mib": [limit / MIB for limit in self.limits],
+            "memory_largest": [memory.largest for memory in self.memory],
+            "traffic": self.traffic,
+            "bound": self.bound,
+            "fits": self.fits,
+        }
+
+
+def predict(plan: Plan, setting: Setting) -> Prediction:
+    """Simulate a plan in a setting."""
+    plan = holding_batches(plan, setting.software)
+    estimate = Estimate(plan, setting)
+    found = steady(plan, ClusterCosts(estimate))
+    rate = plan.batch / found.batch_seconds
+    bound = _bound(estimate, found)
+    if setting.loader is not None:
+        machines = {plan.devices[rank].machine for rank in plan.stages[0].ranks}
+        loader = setting.loader * len(machines)
+        if loader < rate:
+            bound = "loading data"
+        rate = cost.loaded_rate(rate, loader)
+    memory = tuple(estimate.memory(rank) for rank in range(plan.world))
+    limits = tuple(estimate.limit(rank) for rank in range(plan.world))
+    return Prediction(plan, rate, found, memory, limits, traffic(estimate), bound)
+
+
+def traffic(estimate: Estimate) -> float:
+    """Bytes that devices send each other for one batch."""
+    plan = estimate.plan
+    total = 0.0
+    for stage in plan.stages:
+        rounds = plan.microbatches / stage.round
+        total += 2 * (stage.replicas - 1) * estimate.parameters(stage.index) * cost.GRADIENT_BYTES * rounds
+        if not stage.is_last:
+            both = sum(estimate.boundary(stage.index, backward=backward) for backward in (False, True))
+            apart = sum(
+                stage.rank_of(microbatch) != plan.stages[stage.index + 1].rank_of(microbatch)
+                for microbatch in range(plan.microbatches)
+            )
+            total += both * apart
+    return total
+
+
+def _bound(estimate: Estimate, found: Steady) -> str:
+    """What the time of a batch goes to, in a few words."""
+    plan = estimate.plan
+    exposed = max(
+        estimate.exposed(stage.index) * plan.microbatches / stage.round if stage.replicas > 1 else 0.0
+        for stage in plan.stages
+    )
+    if len(plan.stages) == 1 or plan.is_synchronous:
+        share = exposed / found.batch_seconds
+        if share > 0.1:
+            return f"all-reduce ({share:.0%})"
+    busiest = max(range(plan.world), key=lambda rank: found.busy[rank])
+    stage = plan.stages_of(busiest)[-1].index
+    if found.busy[busiest] > 0.85:
+        return "compute" if len(plan.stages) == 1 else f"compute of stage {stage}"
+    return "waiting between stages" if len(plan.stages) > 1 else "all-reduce"
+
+
+def predict_job(config: Config, plan: Plan) -> Prediction | None:
+    """What the profile says the run will do; None without a profile."""
+    if config.plan.profile is None:
+        return None
+    profile = read_profile(config.plan.profile)
+    cluster = None
+    if plan.world == 1:
+        cluster = Cluster((Machine(1, "cpu"),), "profiled")
+    elif plan.world > profile.together:
+        raise ValueError(
+            f"the profile was taken with {profile.together} processes at once but the plan has {plan.world} ranks; "
+            f"profile again with --together {plan.world}"
+        )
+    else:
+        cluster = measured_cluster(profile)
+    setting = profile_setting(profile, cluster, shipped(), config.run.precision, optimizer=config.optimizer.name)
+    return predict(plan, setting)
+
+
+def modelled_memory(config: Config, plan: Plan) -> tuple[Memory, ...]:
+    """What each rank should hold, by part; nothing for a model that is not of the zoo, and would have to be built."""
+    if ":" in config.model.name:
+        return ()
+    try:
+        estimate = Estimate(plan, memory_setting(config, plan))
+        return tuple(estimate.memory(rank) for rank in range(plan.world))
+    except ValueError:
+        return ()

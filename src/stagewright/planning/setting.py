@@ -1,0 +1,160 @@
+"""What a plan would do on a cluster: images a second, memory, bubble; from a profile or from the catalogue. What planning gives a run: the plan of a file, the cuts of the planner, the speed that a profile predicts."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+from stagewright.cluster.catalog import shipped
+from stagewright.cluster.specs import Catalogue, DeviceSpec, Software
+from stagewright.cluster.topology import Cluster, Level, Link, Machine
+from stagewright.config.sections import Config
+from stagewright.model.cut import Chain
+from stagewright.model.load import build_model, running
+from stagewright.model.zoo import ZOO, build
+from stagewright.plan.estimate import Setting
+from stagewright.plan.plan import Plan
+from stagewright.profile.analytic import analytic_table
+from stagewright.profile.profile import Profile, Table, read_profile
+from stagewright.profile.shapes import Shape, on_meta, trace_shapes
+
+if TYPE_CHECKING:
+    from stagewright.cluster.placement import Placement
+
+
+def analytic_setting(
+    catalogue: Catalogue,
+    cluster: Cluster,
+    shapes: Sequence[Shape],
+    software: Software,
+    precision: str,
+    *,
+    optimizer: str = "sgd",
+    loads: bool = False,
+) -> Setting:
+    """A model on hardware of the catalogue."""
+    kept: dict[tuple[str, int], Table] = {}
+
+    def tables(kind: str, samples: int) -> Table:
+        if (kind, samples) not in kept:
+            kept[kind, samples] = analytic_table(shapes, catalogue.device(kind), precision, samples, software)
+        return kept[kind, samples]
+
+    cores = min((machine.cores or 1 for machine in cluster.machines), default=1)
+    loader = catalogue.decode * cores if loads else None
+    return Setting(cluster, catalogue.device, software, precision, tables, optimizer, shapes[0].inputs, loader)
+
+
+@dataclass(frozen=True)
+class Study:
+    """A model looked at without running it: its chain of units, and each unit for one sample."""
+
+    name: str
+    chain: Chain
+    input: tuple[int, ...]
+    shapes: tuple[Shape, ...]
+
+
+@cache
+def study(name: str, classes: int | None = None, image: int | None = None) -> Study:
+    """Trace a zoo model or a user's own, on tensors without storage."""
+    side = image or (ZOO[name].image if name in ZOO else 32)
+    sample = (3, side, side)
+    module = build_model(name, 0, classes).to("meta") if ":" in name else on_meta(lambda: build(name, classes))
+    chain = Chain(module)
+    with running(name, sample):
+        shapes = trace_shapes(chain, sample)
+    return Study(name, chain, sample, shapes)
+
+
+def profile_setting(
+    profile: Profile, cluster: Cluster | None, catalogue: Catalogue, precision: str, *, optimizer: str = "sgd"
+) -> Setting:
+    """A measured model, on the machine it was measured on or on a cluster of devices like it."""
+    software = catalogue.system("stagewright" if profile.software == "stagewright" else profile.software)
+    if cluster is None:
+        cluster = measured_cluster(profile)
+
+    def tables(kind: str, samples: int) -> Table:
+        return profile.at(precision, samples)
+
+    device: Callable[[str], DeviceSpec] = catalogue.device
+    ceilings = profile.ceilings
+    if ceilings is not None:
+        software = replace(software, update_passes=ceilings.copy / ceilings.update, context=0, workspace=0)
+
+        def measured(kind: str) -> DeviceSpec:
+            memory = _own_memory() if kind == "cpu" else catalogue.device(kind).memory
+            return DeviceSpec(kind, kind, memory, ceilings.copy, {"fp32": ceilings.matrix.get("fp32", 1.0)}, {})
+
+        device = measured
+    values = math.prod(profile.input) if profile.input else 0
+    overhead = ceilings.overhead if ceilings else 0.0
+    covered = profile.covered(precision)
+    return Setting(cluster, device, software, precision, tables, optimizer, values, None, overhead, covered)
+
+
+def measured_cluster(profile: Profile) -> Cluster:
+    """The machine a profile was taken on: as many devices as ran together, over the links it measured."""
+    ceilings = profile.ceilings
+    if ceilings is None or not ceilings.transfers:
+        raise ValueError(
+            f"the profile of {profile.model} has no links; profile again with --together 2 "
+            "(plan and simulate also take --cluster instead)"
+        )
+    slowest = min(ceilings.transfers, key=lambda transfer: transfer.bandwidth)
+    on_cpu = profile.device == "cpu"
+    link = Link("measured", slowest.bandwidth, slowest.latency, staged=on_cpu, reduction=ceilings.reduce)
+    level = Level(link, (tuple(range(profile.together)),))
+    return Cluster((Machine(profile.together, "cpu" if on_cpu else profile.device, (level,)),), "profiled")
+
+
+def _own_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+_ANY_GPU = "h200"  # whose memory does not matter here, and which has every precision
+
+
+def memory_setting(config: Config, plan: Plan) -> Setting:
+    """The model on devices of the run's kind, as far as memory goes; an error where its shapes can't be found."""
+    kind, software = _ANY_GPU, shipped().system("stagewright")
+    if config.run.device == "cpu":  # has no context and no workspaces
+        kind, software = "cpu", replace(software, context=0, workspace=0)
+    count = 1 + max(device.index for device in plan.devices)
+    machines = 1 + max(device.machine for device in plan.devices)
+    cluster = Cluster((Machine(count, kind),) * machines, "this machine")
+    shapes = study(config.model.name, config.model.classes, config.data.image).shapes
+    return analytic_setting(shipped(), cluster, shapes, software, config.run.precision, optimizer=config.optimizer.name)
+
+
+class Untraceable(Exception):
+    """The model's units have no shapes that arithmetic can follow."""
+
+
+def planning_setting(config: Config, chain: Chain, placement: Placement) -> Setting:
+    """Where the run will be, as the planner sees it."""
+    cluster = _local_cluster(placement)
+    if config.plan.profile is not None:
+        profile = read_profile(config.plan.profile)
+        profile.require(config.model.name, chain.units)
+        return profile_setting(profile, None, shipped(), config.run.precision, optimizer=config.optimizer.name)
+    try:
+        shapes = study(config.model.name, config.model.classes, config.data.image).shapes
+    except ValueError as error:
+        raise Untraceable from error
+    software = shipped().system("stagewright")
+    return analytic_setting(shipped(), cluster, shapes, software, config.run.precision, optimizer=config.optimizer.name)
+
+
+def _local_cluster(placement: Placement) -> Cluster:
+    """Processes of CPU machines, as many as the placement's highest index, on an ordinary network."""
+    devices = [device for stage in placement for device in stage]
+    count = 1 + max(device.index for device in devices)
+    level = Level(shipped().links["memory"], (tuple(range(count)),))
+    machines = (Machine(count, "cpu", (level,)),) * (1 + max(device.machine for device in devices))
+    return Cluster(machines, "these machines", shipped().links["net-10g"] if len(machines) > 1 else None)

@@ -1,0 +1,252 @@
+"""Times a schedule with a cost model: the same programs that ranks run, on lanes instead of devices."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from stagewright.cluster.topology import Link
+from stagewright.metrics import Span, Timeline
+from stagewright.plan import cost
+from stagewright.plan.estimate import Estimate
+from stagewright.plan.plan import Plan, Stage
+from stagewright.schedule.action import Action, Op
+from stagewright.schedule.check import representative_span
+from stagewright.schedule.lower import program
+from stagewright.schedule.requires import requires
+
+COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.UPDATE)
+_SENDS = (Op.SEND_ACT, Op.SEND_GRAD)
+_TRANSFERS = (*_SENDS, Op.REDUCE)
+Times = Mapping[Action, tuple[float, float]]
+
+
+class Costs(Protocol):
+    """How long an action takes once it runs, what it needs to itself meanwhile, and what else it waits for."""
+
+    def seconds(self, action: Action) -> float: ...
+
+    def lanes(self, action: Action) -> Sequence[Hashable]: ...
+
+    def waits(self, action: Action) -> Iterable[Action]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """Fixed times by stage; what is not named is free."""
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    transfer: float = 0.0
+    reduce: float = 0.0
+
+    def seconds(self, action: Action) -> float:
+        if action.op is Op.FORWARD:
+            return self.forward[action.stage]
+        if action.op is Op.BACKWARD:
+            return self.backward[action.stage]
+        if action.op is Op.REDUCE:
+            return self.reduce
+        return self.transfer if action.op in _SENDS else 0.0
+
+    def lanes(self, action: Action) -> Sequence[Hashable]:
+        return (action.rank,)
+
+    def waits(self, action: Action) -> Iterable[Action]:
+        return ()
+
+
+def balanced_costs(plan: Plan) -> StageCosts:
+    """What a plan means to be: every stage takes as long as it has replicas, backward twice a forward."""
+    return StageCosts([float(stage.replicas) for stage in plan.stages], [2.0 * stage.replicas for stage in plan.stages])
+
+
+class ClusterCosts:
+    """A plan's costs on a cluster: units on devices, messages on the edges of its topology."""
+
+    def __init__(self, estimate: Estimate) -> None:
+        self._estimate = estimate
+        self._plan = estimate.plan
+        self._seconds: dict[tuple[Op, int, int], float] = {}
+        self._paths: dict[tuple[int, int], tuple[tuple[Hashable, ...], Link]] = {}
+
+    def seconds(self, action: Action) -> float:
+        if action.op in _SENDS:
+            return self._message(action)
+        key = (action.op, action.stage, action.rank)
+        if key not in self._seconds:
+            self._seconds[key] = self._other(action)
+        return self._seconds[key]
+
+    def _other(self, action: Action) -> float:
+        estimate = self._estimate
+        if action.op is Op.FORWARD:
+            return estimate.forward(action.stage, action.rank)
+        if action.op is Op.BACKWARD:
+            return estimate.backward(action.stage, action.rank)
+        if action.op is Op.UPDATE:
+            return estimate.update(action.stage, action.rank)
+        return estimate.exposed(action.stage) if action.op is Op.REDUCE else 0.0
+
+    def _message(self, action: Action) -> float:
+        backward = action.op is Op.SEND_GRAD
+        size = self._estimate.boundary(action.stage - backward, backward=backward)
+        link = self._path(action)[1]
+        return float(cost.transfer_seconds(size, link.bandwidth, link.latency))
+
+    def lanes(self, action: Action) -> Sequence[Hashable]:
+        return self._path(action)[0] if action.op in _SENDS else (action.rank,)
+
+    def _path(self, action: Action) -> tuple[tuple[Hashable, ...], Link]:
+        assert action.peer is not None
+        pair = (action.rank, action.peer)
+        if pair not in self._paths:
+            source, target = self._plan.devices[action.rank], self._plan.devices[action.peer]
+            path = self._estimate.setting.cluster.path(source, target)
+            software = self._estimate.setting.software
+            links = [link for _, link in path]
+            if software.handover and not software.blocking:
+                links.append(software.handover)
+            self._paths[pair] = (tuple(edge for edge, _ in path), min(links, key=lambda link: link.bandwidth))
+        return self._paths[pair]
+
+    def waits(self, action: Action) -> Iterator[Action]:
+        """Where a software passes whole batches, a stage begins when all of one has come and sends when all is done."""
+        if not self._estimate.setting.software.whole_batches or action.microbatch is None:
+            return
+        stage = self._plan.stages[action.stage]
+        update = stage.update_of(action.microbatch)
+        batch = range(update * stage.round, (update + 1) * stage.round)
+        if action.op in _SENDS:
+            op = Op.FORWARD if action.op is Op.SEND_ACT else Op.BACKWARD
+            for own in stage.own(action.rank, batch):
+                yield Action(op, action.rank, stage.index, own, stage.version_of(own))
+        elif action.op is Op.FORWARD and not stage.is_first:
+            yield from self._messages(Op.SEND_ACT, self._plan.stages[stage.index - 1], stage, batch)
+        elif action.op is Op.BACKWARD and not stage.is_last:
+            yield from self._messages(Op.SEND_GRAD, self._plan.stages[stage.index + 1], stage, batch)
+
+    def _messages(self, op: Op, source: Stage, target: Stage, batch: range) -> Iterator[Action]:
+        for microbatch in batch:
+            sender, receiver = source.rank_of(microbatch), target.rank_of(microbatch)
+            if sender != receiver:
+                yield Action(op, sender, source.index, microbatch, None, receiver)
+
+
+def simulate(plan: Plan, costs: Costs, span: range) -> Timeline:
+    """The timeline of a span: each rank runs its program in order; messages and reductions go beside its computes."""
+    programs = {rank: list(program(plan, rank, span)) for rank in range(plan.world)}
+    return _timeline(programs, Simulation(plan, costs, programs, span.start).run())
+
+
+def _timeline(programs: Mapping[int, Sequence[Action]], times: Times) -> Timeline:
+    return Timeline(
+        tuple(
+            Span(rank, "compute" if action.op in COMPUTES else "transfer", str(action.op), str(action), *times[action])
+            for rank, actions in programs.items()
+            for action in actions
+            if action.op in COMPUTES or (action.op in _TRANSFERS and times[action][0] < times[action][1])
+        )
+    )
+
+
+class Simulation:
+    """Runs programs in the order of time: what can begin first begins first, so shared lanes are taken in turn."""
+
+    def __init__(self, plan: Plan, costs: Costs, programs: Mapping[int, Sequence[Action]], start: int) -> None:
+        self._plan = plan
+        self._costs = costs
+        self._start = start
+        self._programs = {rank: iter(actions) for rank, actions in programs.items()}
+        self._times: dict[Action, tuple[float, float]] = {}
+        self._events: list[tuple[float, int, Action]] = []  # what can begin, by when
+        self._number = itertools.count()
+        self._compute: dict[int, float] = defaultdict(float)
+        self._lanes: dict[Hashable, float] = defaultdict(float)
+        self._waiting: dict[Action, list[tuple[Action, Iterator[Action], float]]] = defaultdict(list)
+
+    def run(self) -> Times:
+        """When each action begins and ends."""
+        for rank in self._programs:
+            self._advance(rank)
+        while self._events:
+            ready, _, action = heapq.heappop(self._events)
+            self._begin(ready, action)
+        assert not any(self._waiting.values()), "the schedule deadlocks"
+        return self._times
+
+    def _advance(self, rank: int) -> None:
+        """Take a rank on to its next compute; messages on the way there fly beside it."""
+        for action in self._programs[rank]:
+            self._issue(action)
+            if action.op not in _TRANSFERS:
+                return
+
+    def _issue(self, action: Action) -> None:
+        """Enter an action once all it needs has a time."""
+        needs = itertools.chain(requires(self._plan, action, self._start), self._costs.waits(action))
+        self._collect(action, needs, self._compute[action.rank])
+
+    def _collect(self, action: Action, needs: Iterator[Action], ready: float) -> None:
+        """Go through what an action needs; where that has no time yet, wait for it and go on from there."""
+        for needed in needs:
+            known = self._times.get(needed)
+            if known is None:
+                self._waiting[needed].append((action, needs, ready))
+                return
+            ready = max(ready, known[1])
+        heapq.heappush(self._events, (ready, next(self._number), action))
+
+    def _begin(self, ready: float, action: Action) -> None:
+        seconds = self._costs.seconds(action)
+        if action.op in _TRANSFERS:
+            lanes = self._costs.lanes(action)
+            begin = max(ready, *(self._lanes[lane] for lane in lanes))
+            for lane in lanes:
+                self._lanes[lane] = begin + seconds
+        else:
+            begin = ready
+            self._compute[action.rank] = begin + seconds
+        self._times[action] = (begin, begin + seconds)
+        for waiting, needs, since in self._waiting.pop(action, ()):
+            self._collect(waiting, needs, max(since, begin + seconds))
+        if action.op not in _TRANSFERS:
+            self._advance(action.rank)
+
+
+def steady_bubble(plan: Plan, costs: Costs) -> float:
+    """Share of the ranks' time that is not compute, once the pipeline is full."""
+    return steady(plan, costs).bubble
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """A pipeline once it is full: how long a batch takes, how busy each rank is, and the timeline of the window."""
+
+    batch_seconds: float
+    busy: tuple[float, ...]  # share of each rank's time
+    timeline: Timeline
+    window: tuple[float, float]
+
+    @property
+    def bubble(self) -> float:
+        return 1 - sum(self.busy) / len(self.busy)
+
+
+def steady(plan: Plan, costs: Costs) -> Steady:
+    """Simulate fill, two periods and drain; read the second period."""
+    period = representative_span(plan).stop
+    timeline = simulate(plan, costs, range(3 * period))
+    last_stage = plan.stages[-1].index
+    ends = {
+        int(span.name.partition("B")[2].partition("@")[0]): span.end
+        for span in timeline.spans
+        if span.kind == "B" and span.name.startswith(f"{last_stage}B")
+    }
+    window = (ends[period - 1], ends[2 * period - 1])
+    busy = timeline.busy_shares(plan.world, *window)
+    return Steady((window[1] - window[0]) * plan.microbatches / period, busy, timeline, window)

@@ -1,0 +1,162 @@
+"""What a unit does to one sample, whatever runs it: operations, bytes and the geometry of its convolution. Shapes of a model's units, from one run of its trace on tensors without storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from stagewright.model.cut import Chain
+from stagewright.model.load import require_logits
+from stagewright.model.walk import Visit, Walk
+
+
+class Kind(StrEnum):
+    """Units that hardware runs differently."""
+
+    CONVOLUTION = "convolution"
+    LINEAR = "linear"
+    NORM = "norm"
+    POOL = "pool"
+    POINTWISE = "pointwise"
+    VIEW = "view"  # no work: shapes, flattening
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """The geometry that decides which algorithm runs a convolution."""
+
+    kernel: int  # taps: height x width
+    stride: int
+    groups: int
+    channels: int
+    filters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One unit, for one sample; elements, not bytes, so that any precision can read it."""
+
+    name: str
+    kind: Kind
+    operations: float  # of forward, two a multiply-add
+    inputs: int
+    outputs: int
+    parameters: int
+    saved: float  # elements kept for backward, 8-byte indices counted twice
+    live: int
+    live_gradient: int
+    input_gradient: bool  # whether backward goes on to what is before it
+    inplace: bool = False
+    convolution: Convolution | None = None
+
+
+_PROBE_SAMPLES = 4
+_ELEMENT = 4  # bytes of the fp32 elements a shape counts in
+_KINDS: tuple[tuple[tuple[type[nn.Module], ...], Kind], ...] = (
+    ((nn.modules.conv._ConvNd,), Kind.CONVOLUTION),
+    ((nn.Linear,), Kind.LINEAR),
+    ((nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm), Kind.NORM),
+    ((nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd), Kind.POOL),
+    ((nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd), Kind.POOL),
+    ((nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.modules.dropout._DropoutNd), Kind.POINTWISE),
+    ((nn.Flatten, nn.Identity), Kind.VIEW),
+)
+_VIEWS = {"flatten", "view", "reshape", "size", "getattr", "getitem", "permute", "transpose", "contiguous", "unsqueeze"}
+
+
+def trace_shapes(chain: Chain, sample: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[Shape, ...]:
+    """The shape of every unit for one sample of the given shape."""
+    was_training = chain.model.training
+    chain.model.train()
+    try:
+        with torch.enable_grad():
+            return tuple(_shapes(chain, torch.zeros(_PROBE_SAMPLES, *sample, dtype=dtype, device="meta")))
+    finally:
+        chain.model.train(was_training)
+
+
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model without storage."""
+    with torch.device("meta"):
+        return build()
+
+
+def _shapes(chain: Chain, example: Tensor) -> Iterator[Shape]:
+    owned = {tensor.untyped_storage()._cdata for tensor in (*chain.model.parameters(), *chain.model.buffers())}
+    kept: list[UntypedStorage] = []
+    counted: set[int] = set()
+    walk = Walk(chain, example)
+    for visit in walk:
+        with saving(kept, owned) as saved, FlopCounterMode(display=False) as operations:
+            output = visit.call()
+        trained = [p for p in visit.parameters if p.requires_grad and id(p) not in counted]
+        counted |= {id(parameter) for parameter in trained}
+        yield _partial(visit, output, saved, operations.get_total_flops(), sum(p.numel() for p in trained), walk)
+    require_logits(walk.output)
+
+
+def _partial(visit: Visit, output: Any, saved: Sequence[int], operations: float, parameters: int, walk: Walk) -> Shape:
+    live = [value for value in walk.live_behind(output) if isinstance(value, Tensor)]
+    return Shape(
+        name=visit.name,
+        kind=kind_of(visit),
+        operations=operations / _PROBE_SAMPLES,
+        inputs=sum(map(_elements, visit.inputs)) // _PROBE_SAMPLES,
+        outputs=_elements(output) // _PROBE_SAMPLES,
+        parameters=parameters,
+        saved=sum(saved) / _ELEMENT / _PROBE_SAMPLES,
+        live=sum(map(_elements, live)) // _PROBE_SAMPLES,
+        live_gradient=sum(_elements(value) for value in live if value.requires_grad) // _PROBE_SAMPLES,
+        input_gradient=any(value.requires_grad for value in visit.inputs if isinstance(value, Tensor)),
+        inplace=bool(getattr(visit.module, "inplace", False)),
+        convolution=_convolution(visit.module),
+    )
+
+
+@contextmanager
+def saving(kept: list[UntypedStorage], owned: set[int]) -> Iterator[list[int]]:
+    """Collect the bytes of tensors that autograd keeps for backward, each storage once, the model's own apart."""
+    sizes: list[int] = []
+    seen = {storage._cdata for storage in kept}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in owned and storage._cdata not in seen:
+            seen.add(storage._cdata)
+            kept.append(storage)  # held, so that no other storage takes its address
+            sizes.append(storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield sizes
+
+
+def _elements(value: Any) -> int:
+    return value.numel() if isinstance(value, Tensor) else 0
+
+
+def kind_of(visit: Visit) -> Kind:
+    """What hardware will see in a unit."""
+    if visit.module is not None:
+        return next((kind for types, kind in _KINDS if isinstance(visit.module, types)), Kind.OTHER)
+    return Kind.VIEW if visit.target in _VIEWS else Kind.POINTWISE
+
+
+def _convolution(module: nn.Module | None) -> Convolution | None:
+    if not isinstance(module, nn.Conv2d):
+        return None
+    return Convolution(
+        module.kernel_size[0] * module.kernel_size[1],
+        module.stride[0],
+        module.groups,
+        module.in_channels,
+        module.out_channels,
+    )

@@ -1,0 +1,209 @@
+"""A timeline as text: one row a rank, time to the right. A curve as text: columns of blocks, the scale at their left. A run's progress: a live bar on a terminal, plain lines anywhere else. Measures: suites of configurations in turns, Stagewright beside stock PyTorch, and parts of it by themselves."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from stagewright.events import Evaluated, Replaced, Restarted, Resumed, Saved, Step, Unsaved
+from stagewright.metrics import Span, Timeline
+
+_STYLES = {"F": "black on bright_cyan", "B": "black on bright_green", "U": "black on bright_yellow"}
+
+
+def has_blocks(console: Console) -> bool:
+    """Whether what is printed may hold more than ASCII."""
+    return "utf" in console.encoding.lower()
+
+
+def draw_timeline(timeline: Timeline, ranks: int, width: int, dot: str = "·") -> list[Text]:
+    """One line a rank; a compute shows its microbatch number where all of it has room, dots are waiting."""
+    end = timeline.end
+    margin = len(f"rank {ranks - 1} ")
+    columns = max(8, width - margin - 1)
+    scale = _scale(timeline, end, columns)
+    rows = []
+    for rank in range(ranks):
+        row = Text(f"rank {rank}".ljust(margin))
+        row.append_text(_row([s for s in timeline.spans if s.rank == rank and s.lane == "compute"], end, scale, dot))
+        rows.append(row)
+    return rows
+
+
+def _scale(timeline: Timeline, end: float, columns: int) -> float:
+    """Characters a second: whole ones for each shortest compute where that fits."""
+    lengths = [span.end - span.start for span in timeline.spans if span.kind in "FB" and span.end > span.start]
+    shortest = min(lengths, default=end or 1.0)
+    widest = max((len(_label(span)) for span in timeline.spans if span.kind in "FB"), default=1)
+    roomy = (widest + 1) / shortest
+    return roomy if end * roomy <= columns else columns / end
+
+
+def _label(span: Span) -> str:
+    """`F3` from `0F3@2`."""
+    return span.name.lstrip("0123456789").partition("@")[0]
+
+
+def _row(spans: list[Span], end: float, scale: float, dot: str) -> Text:
+    row = Text()
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+        first, last = round(span.start * scale), round(min(span.end, end) * scale)
+        if span.start >= end or last <= max(first, row.cell_len):
+            continue
+        row.append(dot * (first - row.cell_len), style="dim")
+        room = last - row.cell_len
+        label = _label(span)
+        row.append((label if len(label) <= room else label[0]).ljust(room), style=_STYLES.get(span.kind, ""))
+    row.append(dot * (round(end * scale) - row.cell_len), style="dim")
+    return row
+
+
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+
+
+def plot(values: Sequence[float], width: int, height: int = 6) -> list[str]:
+    """Lines of text; each column is the mean of its share of the values."""
+    known = [value for value in values if abs(value) < 1e300]  # neither endless nor no number
+    if not known or width < 16:
+        return []
+    low, high = min(known), max(known)
+    labels = [f"{high:.4g}", f"{low:.4g}"]
+    margin = max(map(len, labels)) + 1
+    columns = min(len(known), width - margin)
+    means = []
+    for number in range(columns):
+        share = known[len(known) * number // columns : len(known) * (number + 1) // columns]
+        means.append(sum(share) / len(share))
+    levels = [round((mean - low) / ((high - low) or 1.0) * (8 * height - 1)) + 1 for mean in means]
+    rows = []
+    for row in reversed(range(height)):
+        label = labels[0] if row == height - 1 else labels[1] if row == 0 else ""
+        rows.append(
+            label.rjust(margin - 1) + " " + "".join(_EIGHTHS[min(8, max(0, level - 8 * row))] for level in levels)
+        )
+    return rows
+
+
+class LastingConsole(Console):
+    """One whose reader may leave (`| head`): what is said then is lost, and nothing else."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())
+        os.close(nowhere)
+
+
+class RunConsole:
+    """Shows steps and evaluations as they come."""
+
+    def __init__(self, console: Console, batches: int, batch_size: int, log_every: int) -> None:
+        self._console = console
+        self._batches = batches
+        self._batch_size = batch_size
+        self._log_every = log_every
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.completed}/{task.total}"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self._task = self._progress.add_task("training", total=batches)
+        self._shown: tuple[int, float] | None = None
+
+    def __enter__(self) -> RunConsole:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def say(self, line: str) -> None:
+        """A line that is no record."""
+        self._print(line)
+
+    def warn(self, warning: str) -> None:
+        self._print(f"warning: {warning}")
+
+    def show(self, record: Step | Evaluated | Replaced | Saved | Unsaved | Restarted | Resumed) -> None:
+        if isinstance(record, Restarted | Resumed):
+            self._shown = None  # what it was about has been said
+            return
+        if isinstance(record, Unsaved):
+            self._print(f"warning: no checkpoint after step {record.batch}: {record.reason}; training goes on")
+            return
+        if isinstance(record, Saved):
+            self._print(
+                f"checkpoint after step {record.batch}: {record.bytes / 2**20:.1f} MiB, "
+                f"training stood still for {record.seconds * 1e3:.0f} ms"
+            )
+            return
+        if isinstance(record, Replaced):
+            self._print(f"warning: bad record replaced by the next: {record.reason}")
+            return
+        if isinstance(record, Evaluated):
+            self._print(
+                f"evaluation after step {record.batch}: loss {record.loss:.4f}  top-1 {record.top1:.2%}  "
+                f"top-5 {record.top5:.2%}  ({record.samples} samples)"
+            )
+            self._shown = None  # the pause does not count as training time
+            return
+        done = record.batch + 1
+        self._progress.update(self._task, completed=done, description=f"loss {record.loss:.4f}")
+        if done % self._log_every == 0 or done in (1, self._batches):
+            self._print(
+                f"epoch {record.epoch + 1}  step {done}/{self._batches}  loss {record.loss:.4f}  "
+                f"lr {record.lr:.4g}{self._speed(done)}"
+            )
+
+    def _speed(self, done: int) -> str:
+        now, shown = time.monotonic(), self._shown
+        self._shown = (done, now)
+        if shown is None or done == shown[0]:
+            return ""
+        return f"  {(done - shown[0]) * self._batch_size / (now - shown[1]):.0f} images/s"
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+class ProgressLine:
+    """What is going on: a line that changes on a terminal, a line each anywhere else."""
+
+    def __init__(self, name: str) -> None:
+        self._errors = Console(stderr=True)
+        self._status = self._errors.status(name)
+
+    def __enter__(self) -> ProgressLine:
+        self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._status.stop()
+
+    def __call__(self, text: str) -> None:
+        if self._errors.is_terminal:
+            self._status.update(text)
+        else:
+            self._errors.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Make room for lines on the same terminal."""
+        self._status.stop()
+        yield
+        self._status.start()

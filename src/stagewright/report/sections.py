@@ -1,0 +1,240 @@
+"""What a run was: its configuration, plan, epochs, environment, topology and command, as tables and listings. What a run used of its machines, over time and in total."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from stagewright.events import GpuUse, Use
+from stagewright.report.charts import seconds, shown
+from stagewright.report.page import Block, Curve, Curves, Listing, Point, Stack, Stacks, Table
+from stagewright.report.read import Run
+from stagewright.report.summary import peak_memory
+
+_MIB, _GIB = 2**20, 2**30
+_MOST_EPOCHS = 100
+_CONFIGURED = (
+    ("model", "model", "name"),
+    ("data", "data", "source"),
+    ("image side", "data", "image"),
+    ("precision", "run", "precision"),
+    ("device", "run", "device"),
+    ("optimizer", "optimizer", "name"),
+    ("learning rate", "optimizer", "lr"),
+    ("momentum", "optimizer", "momentum"),
+    ("weight decay", "optimizer", "weight_decay"),
+    ("schedule", "schedule", "kind"),
+    ("seed", "run", "seed"),
+    ("machines", "nodes", "list"),
+)
+
+
+def configuration(run: Run) -> Table:
+    """What a reader must know to compare the run with another."""
+    rows = [
+        (label, str(run.section(section)[name]))
+        for label, section, name in _CONFIGURED
+        if run.section(section).get(name) not in (None, "")
+    ]
+    plan = run.plan
+    rows[1:1] = [
+        ("mode", run.mode),
+        ("placement", str(plan.get("placement", "?"))),
+        ("batch", f"{run.batch} samples in {plan.get('microbatches', '?')} microbatches"),
+    ]
+    for word in ("dynamic", "emulate", "compile", "deterministic", "share_gpu"):
+        if run.section("run").get(word) is True:
+            rows.append((word.replace("_", " "), "yes"))
+    return Table("Configuration", ("what", "value"), tuple(rows))
+
+
+def stages(run: Run) -> Table:
+    """The plan and the memory of each stage: of its rank that holds most, where ranks are processes."""
+    peaks = {} if run.is_emulated else peak_memory(run)
+    cuts = run.plan.get("cuts") or []
+    rows = []
+    for stage, ranks in enumerate(run.layout.stages):
+        first = "" if stage == 0 else str(cuts[stage - 1]) if stage <= len(cuts) else "?"
+        row = [
+            str(stage),
+            run.layout.devices[stage],
+            first,
+            *(_of_stage(run, name, stage) for name in ("versions", "depths")),
+        ]
+        if run.memory:
+            modelled = [sum(run.memory[rank].values()) for rank in ranks if rank < len(run.memory)]
+            row.append(shown(max(modelled) / _MIB) if modelled else "-")
+        if peaks:
+            known = [peaks[rank] for rank in ranks if rank in peaks]
+            row.append(shown(max(known) / _MIB) if known else "-")
+        rows.append(tuple(row))
+    extra = [("memory MiB, by the model", run.memory), ("peak MiB, measured", peaks)]
+    columns = ("stage", "devices", "from", "versions", "depth", *(name for name, known in extra if known))
+    return Table("Stages", columns, tuple(rows))
+
+
+def _of_stage(run: Run, name: str, stage: int) -> str:
+    values = run.plan.get(name)
+    return str(values[stage]) if isinstance(values, list) and stage < len(values) else "?"
+
+
+def memory(run: Run) -> Iterator[Block]:
+    """Memory by part and rank, and what the monitor saw beside it."""
+    peaks = peak_memory(run)
+    if run.memory:
+        stacks = tuple(
+            Stack(label, tuple((name, size / _MIB) for name, size in parts.items() if size))
+            for label, parts in zip(run.layout.ranks, run.memory, strict=False)
+        )
+        yield Stacks("Memory by part, by the planner's model", "MiB", stacks)
+    if peaks:
+        held = any(rank.torch_memory is not None for use in run.own_uses for rank in use.ranks)
+        title = (
+            "Memory, measured peak: what torch held"
+            if held
+            else "Memory, measured peak: resident, with Python and torch"
+        )
+        stacks = tuple(Stack(run.label(rank), (("peak", size / _MIB),)) for rank, size in sorted(peaks.items()))
+        yield Stacks(title, "MiB", stacks)
+
+
+def epochs(run: Run) -> Table | None:
+    """How long each epoch took, pauses left out."""
+    grouped: dict[int, list[Any]] = {}
+    for step in run.steps:
+        grouped.setdefault(step.epoch, []).append(step)
+    rows = []
+    for epoch, steps in sorted(grouped.items()):
+        spent = sum(run.batch / step.images_per_second for step in steps if step.images_per_second > 0)
+        rate = len(steps) * run.batch / spent if spent else 0.0
+        mean = sum(step.loss for step in steps) / len(steps)
+        rows.append((str(epoch + 1), str(len(steps)), seconds(spent), shown(rate), f"{mean:.4g}"))
+    left_out = max(0, len(rows) - _MOST_EPOCHS)
+    note = f"{left_out:,} epochs before these are left out; metrics.jsonl has their steps." if left_out else ""
+    columns = ("epoch", "steps", "time", "images/s", "mean loss")
+    return Table("Epochs", columns, tuple(rows[left_out:]), note) if rows else None
+
+
+def environment(run: Run) -> Iterator[Block]:
+    """The machine and its software, how its GPUs reach each other, and the command."""
+    rows = tuple(
+        _flat("", {name: value for name, value in run.environment.items() if name not in ("command", "topology")})
+    )
+    if rows:
+        yield Table("Environment", ("what", "value"), rows)
+    matrix = run.environment.get("topology")
+    if isinstance(matrix, list) and matrix and all(isinstance(row, list) for row in matrix):
+        yield Listing("Topology", _matrix([[str(cell) for cell in row] for row in matrix]))
+    elif isinstance(matrix, str) and matrix:
+        yield Listing("Topology", matrix)
+    command = run.environment.get("command")
+    if isinstance(command, list) and command:
+        program, *rest = map(str, command)
+        if os.path.basename(program) in ("cli.py", "stagewright"):  # noqa: PTH119
+            program = "stagewright"
+        yield Listing("Command", shlex.join([program, *rest]))
+
+
+def _matrix(rows: list[list[str]]) -> str:
+    names = [f"GPU{index}" for index in range(len(rows))]
+    width = max(len(cell) for row in [names, *rows] for cell in row)
+    lines = ["  ".join([" " * width, *(name.rjust(width) for name in names)])]
+    lines += [
+        "  ".join([name.ljust(width), *(cell.rjust(width) for cell in row)])
+        for name, row in zip(names, rows, strict=True)
+    ]
+    return "\n".join(lines)
+
+
+def _flat(before: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Nested facts as rows; what is not known is left out."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _flat(f"{before}, {name}" if before else str(name).replace("_", " "), inner)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _flat(f"{before} {index}", inner)
+    elif value is not None:
+        is_size = before.endswith("memory") and isinstance(value, int)
+        yield before, f"{value / _GIB:.1f} GiB" if is_size else str(value)
+
+
+_MOST_CURVES = 16
+_MOST_MOMENTS = 2000  # that curves are drawn from; totals are over all
+_MIB = 2**20
+
+
+def uses_of(run: Run) -> Iterator[Block]:
+    """Cores and GPUs over time, then totals; nothing where no monitor looked on."""
+    for number, all_uses in enumerate(run.uses):
+        uses = all_uses[:: 1 + len(all_uses) // _MOST_MOMENTS]
+        where = f", machine {number}" if len(run.uses) > 1 else ""
+        ranks = sorted({rank.rank for use in uses for rank in use.ranks})
+        cores = [Curve(run.label(rank), _points(uses, partial(_cores, rank=rank))) for rank in ranks[:_MOST_CURVES]]
+        whole = Curve("everything on the machine", _points(uses, lambda use: use.cores))
+        if len(uses) > 1:
+            yield Curves(f"Cores kept busy{where}", "seconds", "cores", (*cores, whole))
+        yield from _gpu_blocks(uses, where)
+        if any(use.gpus for use in all_uses):
+            yield _gpu_table(all_uses, where)
+
+
+def _gpu_blocks(uses: Sequence[Use], where: str) -> Iterator[Block]:
+    indices = sorted({gpu.index for use in uses for gpu in use.gpus})
+    for title, y, read in (
+        ("GPU utilisation", "% of the time", lambda gpu: None if gpu.utilisation is None else 100 * gpu.utilisation),
+        ("GPU memory in use", "MiB", lambda gpu: None if gpu.memory is None else gpu.memory / _MIB),
+        ("GPU power", "watts", lambda gpu: gpu.power),
+    ):
+        curves = tuple(
+            Curve(f"GPU {index}", _points(uses, partial(_of_gpu, index=index, read=read)))
+            for index in indices[:_MOST_CURVES]
+        )
+        if any(len(curve.points) > 1 for curve in curves):
+            yield Curves(f"{title}{where}", "seconds", y, curves)
+
+
+def _gpu_table(uses: Sequence[Use], where: str) -> Table:
+    indices = sorted({gpu.index for use in uses for gpu in use.gpus})
+    return Table(
+        f"GPUs over the run{where}",
+        ("GPU", "utilisation", "peak MiB", "watts", "kJ", "hottest", "slowed down by", "others"),
+        tuple(_gpu_row(uses, index) for index in indices),
+        "Utilisation and watts are means over the moments that the monitor looked; others: processes not of this run.",
+    )
+
+
+def _gpu_row(uses: Sequence[Use], index: int) -> tuple[str, ...]:
+    seen = [gpu for use in uses for gpu in use.gpus if gpu.index == index]
+    utilisation, power = (_known(getattr(gpu, name) for gpu in seen) for name in ("utilisation", "power"))
+    memory, heat, energy = (_known(getattr(gpu, name) for gpu in seen) for name in ("memory", "temperature", "energy"))
+    reasons = sorted({reason for gpu in seen for reason in gpu.throttled})
+    return (
+        str(index),
+        f"{sum(utilisation) / len(utilisation):.0%}" if utilisation else "-",
+        shown(max(memory) / _MIB) if memory else "-",
+        f"{sum(power) / len(power):.0f}" if power else "-",
+        f"{(energy[-1] - energy[0]) / 1e3:.2f}" if len(energy) > 1 else "-",
+        f"{max(heat):.0f} °C" if heat else "-",
+        ", ".join(reasons) or "nothing",
+        str(max(gpu.foreign for gpu in seen)),
+    )
+
+
+def _known(values: Iterator[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _points(uses: Sequence[Use], read: Callable[[Use], float | None]) -> tuple[Point, ...]:
+    return tuple(Point(use.seconds, value) for use in uses if (value := read(use)) is not None)
+
+
+def _cores(use: Use, rank: int) -> float | None:
+    return next((one.cores for one in use.ranks if one.rank == rank), None)
+
+
+def _of_gpu(use: Use, index: int, read: Callable[[GpuUse], float | None]) -> float | None:
+    return next((read(gpu) for gpu in use.gpus if gpu.index == index), None)

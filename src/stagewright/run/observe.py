@@ -1,0 +1,96 @@
+"""Who looks on while a run lasts: its monitor, and the tracker it was asked for."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stagewright.config.sections import Config
+from stagewright.hardware.gpu import read_gpus, visible
+from stagewright.hardware.meters import RankProcess
+from stagewright.hardware.monitor import Monitor
+from stagewright.runtime.comm.device import gpu_of
+from stagewright.runtime.status_file import look_at_process, position_file
+
+if TYPE_CHECKING:
+    from stagewright.events import Use
+    from stagewright.hardware.gpu import Nvml
+    from stagewright.runtime.job import Job
+
+
+_SHORTEST = 0.05  # seconds; more often would be a load of its own
+
+
+def require_rate(config: Config) -> None:
+    """An error where a run asks for a monitor that can't be."""
+    every = config.run.monitor_every
+    if not (every == 0 or _SHORTEST <= every < math.inf):
+        raise ValueError(f"--monitor-every is {every:g}; give at least {_SHORTEST:g} seconds, or 0 for no monitor")
+
+
+@contextmanager
+def observed(
+    job: Job, listen: Callable[[Use], None], warn: Callable[[str], None], machine: int = 0
+) -> Iterator[Monitor | None]:
+    """Have this machine's ranks looked at, as often as the configuration says."""
+    if not job.config.run.monitor_every:
+        yield None
+        return
+    with make_monitor(job, listen, warn, machine) as monitor:
+        yield monitor
+
+
+def make_monitor(job: Job, listen: Callable[[Use], None], warn: Callable[[str], None], machine: int = 0) -> Monitor:
+    """A monitor of this machine's ranks that has not begun."""
+    name = "monitor.jsonl" if machine == 0 else f"monitor-{machine}.jsonl"
+    find = (lambda nvml: _gpus_of(job, machine, nvml)) if job.config.run.device == "cuda" else None
+    every = job.config.run.monitor_every
+    return Monitor(Path(job.folder) / name, every, lambda: _processes(job, machine), find, listen, warn, job.start)
+
+
+def each_to(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:
+    """One listener that tells them all, in their order."""
+
+    def tell(record: Any) -> None:
+        for listen in listeners:
+            listen(record)
+
+    return tell
+
+
+def used(monitor: Monitor | None) -> dict[str, Any] | None:
+    """What a run used, for its summary."""
+    return None if monitor is None else monitor.totals.describe()
+
+
+def _processes(job: Job, machine: int) -> Sequence[RankProcess]:
+    """The rank processes of this machine that are there now; an emulated run is one process."""
+    if job.config.run.emulate:
+        return [RankProcess(0, os.getpid(), _own_torch_memory(job.config))]
+    found = []
+    for rank, device in enumerate(job.plan.devices):
+        if device.machine == machine:
+            process, held = look_at_process(position_file(Path(job.folder), rank))
+            if process:
+                found.append(RankProcess(rank, process, held))
+    return found
+
+
+def _own_torch_memory(config: Config) -> int | None:
+    return torch.cuda.memory_reserved() if config.run.device == "cuda" else None
+
+
+def _gpus_of(job: Job, machine: int, nvml: Nvml) -> Collection[str]:
+    """The GPUs that this machine's ranks are on."""
+    shown, run = visible(read_gpus(nvml)), job.config.run
+    if not shown:
+        return ()
+    here = [0 if run.emulate else device.index for device in job.plan.devices if device.machine == machine]
+    indices = {gpu_of(index, len(shown), share=run.share_gpu) for index in here}
+    return {shown[index].uuid for index in indices if index < len(shown)}

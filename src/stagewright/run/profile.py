@@ -1,0 +1,84 @@
+"""Takes a profile: the model here and now, with the links between ranks, or one that was taken elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from stagewright.config.options import require_options
+from stagewright.config.sections import require_within
+from stagewright.hardware.host import num_cores
+from stagewright.model.zoo import ZOO
+from stagewright.profile.measure import Subject, measure, sample_sizes
+from stagewright.profile.pipedream import read_pipedream
+from stagewright.profile.profile import Profile, Transfer
+from stagewright.run.prepare import within_memory
+from stagewright.runtime.process.link_test import measure_links
+from stagewright.runtime.stage.precision import make_precision
+
+_MOST_A_CORE = 16  # processes at once
+
+
+def profile_here(options: Any, tell: Callable[[str], None]) -> Profile:
+    """Measure on this machine."""
+    require_options(threads=options.threads, image=options.image, classes=options.classes)
+    require_within("--together", options.together, least=1, most=_MOST_A_CORE * num_cores())
+    if options.device == "cuda":
+        _require_cuda()
+    side = options.image or (ZOO[options.model].image if options.model in ZOO else 32)
+    sizes = sample_sizes(read_sizes(options.samples))
+    names = [name.strip() for name in options.precision.split(",")]
+    precisions = [make_precision(name, options.device) for name in names]
+    profiles = []
+    for name, precision in zip(names, precisions, strict=True):
+        subject = Subject(
+            options.model, 0, options.classes, (3, side, side), name, options.device, options.threads, sizes
+        )
+        with within_memory(image=side, classes=options.classes, samples=sizes[-1], together=options.together):
+            profiles.append(measure(subject, precision.forward_context, options.together, tell))
+    profile = _merged(profiles)
+    if options.together > 1 and options.device == "cpu":
+        tell("links between ranks")
+        profile = _with_links(profile, options.together)
+    return profile
+
+
+def _merged(profiles: Sequence[Profile]) -> Profile:
+    """One profile of several precisions: their tables and their matrix rates together."""
+    first = profiles[0]
+    matrix: dict[str, float] = {}
+    for profile in profiles:
+        matrix |= profile.ceilings.matrix if profile.ceilings else {}
+    assert first.ceilings is not None
+    tables = tuple(table for profile in profiles for table in profile.tables)
+    return replace(first, tables=tables, ceilings=replace(first.ceilings, matrix=matrix))
+
+
+def _with_links(profile: Profile, ranks: int) -> Profile:
+    found = measure_links(ranks)
+    assert profile.ceilings is not None
+    transfers = tuple(Transfer(**entry) for entry in found["transfers"])
+    return replace(profile, ceilings=replace(profile.ceilings, transfers=transfers, reduce=found["reduce"]))
+
+
+def profile_imported(options: Any) -> Profile:
+    """Read PipeDream's graph.txt."""
+    sizes = read_sizes(options.samples)
+    if len(sizes) != 1:
+        raise ValueError(f"--samples {options.samples} names {len(sizes)} sizes; give the one the file was taken at")
+    return read_pipedream(options.pipedream, options.model, sizes[0])
+
+
+def read_sizes(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--samples '{text}' are not numbers between ',' (for example 8,16)") from None
+
+
+def _require_cuda() -> None:
+    if not torch.cuda.is_available():
+        raise ValueError("--device cuda was asked for, but torch sees no CUDA device here; use --device cpu")

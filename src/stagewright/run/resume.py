@@ -1,0 +1,148 @@
+"""Going on with a run: which checkpoint, with which options, under which plan, from which batch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stagewright.config.load import make_config
+from stagewright.config.sections import Config
+from stagewright.runtime.checkpoint.folder import list_folders, newest_whole, open_checkpoint
+from stagewright.runtime.checkpoint.format import MANIFEST
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from stagewright.data.order import Order
+    from stagewright.plan.plan import Plan
+    from stagewright.runtime.checkpoint.folder import Checkpoint
+
+
+Tables = Mapping[str, Mapping[str, Any]]
+
+
+# What describes a layout: where one of the first is given anew, the rest of the old layout does not go with it.
+_LAYOUT = ("placement", "mode", "file")
+_OF_LAYOUT = ("cut", "weights", "versions", "staleness", "depths", "microbatches", "policy", "file")
+_EITHER = (("run", "steps", "epochs"), ("plan", "cut", "weights"), ("plan", "versions", "staleness"))
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A checkpoint to go on from, and the run it belongs to."""
+
+    checkpoint: Checkpoint
+    run: Path
+    is_newest: bool  # of its run
+    remarks: tuple[str, ...] = ()
+
+
+def find_checkpoint(text: str) -> Resume:
+    """The checkpoint that `--resume` names, or the newest whole one of the run that it names."""
+    folder = Path(text).absolute()
+    if (folder / MANIFEST).is_file():
+        checkpoint = open_checkpoint(folder)
+        checkpoint.verify()
+        run = folder.parent.parent
+        return Resume(checkpoint, run, folder in list_folders(run)[-1:])
+    if not folder.is_dir():
+        raise ValueError(f"{text}: no such folder; name a run folder, or one of its checkpoints")
+    newest, reasons = newest_whole(folder)
+    if newest is None:
+        why = f" ({reasons[0]})" if reasons else ""
+        raise ValueError(f"{text}: the run has no whole checkpoint{why}; train it anew")
+    return Resume(newest, folder, True, tuple(f"{reason}; not used" for reason in reasons))
+
+
+def resumed_config(*layers: Tables) -> Config:
+    """The configuration of the layers; where they name a run to resume, over that run's own."""
+    config = make_config(*layers)  # what is wrong with the options is said before anything is looked for
+    if not config.run.resume:
+        return config
+    return make_config(
+        _without_conflicts(find_checkpoint(config.run.resume).checkpoint.manifest.config, layers), *layers
+    )
+
+
+def _without_conflicts(before: Tables, layers: tuple[Tables, ...]) -> dict[str, dict[str, Any]]:
+    """The old options that still mean something beside the new ones; which machines take part is said anew."""
+    tables = {section: dict(values) for section, values in before.items() if section != "nodes"}
+    given = {(section, name) for layer in layers for section, values in layer.items() for name in values}
+    if any(("plan", name) in given for name in _LAYOUT):
+        for name in _OF_LAYOUT:
+            tables.get("plan", {}).pop(name, None)
+    if ("plan", "file") in given:
+        tables["plan"] = {}
+    for section, *names in _EITHER:
+        if any((section, name) in given for name in names):
+            for name in names:
+                tables.get(section, {}).pop(name, None)
+    return tables
+
+
+def resumed_plan(made: Plan, resume: Resume) -> Plan:
+    """A plan that was made anew, as the one of the checkpoint where it computes the same."""
+    before = resume.checkpoint.manifest.plan
+    if len(made.stages) != len(before.stages):
+        return made
+    stages = tuple(replace(stage, origin=old.origin) for stage, old in zip(made.stages, before.stages, strict=True))
+    same = replace(made, stages=stages)
+    return same if same.computes_as(before) else made
+
+
+def keeps_plan(config: Config, resume: Resume) -> bool:
+    """Whether the options describe the layout that the checkpoint was made with."""
+    before = make_config(resume.checkpoint.manifest.config)
+    return config.plan == before.plan and config.optimizer.clip == before.optimizer.clip
+
+
+def start_batch(resume: Resume, order: Order, fingerprint: str) -> int:
+    """The batch to go on with; an error where the samples would be others."""
+    manifest = resume.checkpoint.manifest
+    return manifest.position.counted_by(manifest.plan.batch, order).resume(order, fingerprint)
+
+
+def require_start(plan: Plan, start: int, batches: int) -> None:
+    """Whether a plan can begin at a batch, with something left to do."""
+    if start >= batches:
+        raise ValueError(
+            f"the checkpoint is at batch {start} and the run ends at {batches}; give more with --steps or --epochs"
+        )
+    if start % plan.pause_step:
+        raise ValueError(
+            f"the checkpoint is at batch {start}, but with mode {plan.mode} on this placement rounds end together only "
+            f"every {plan.pause_step} batches; use another placement, or a checkpoint at such a batch"
+        )
+
+
+def require_model(resume: Resume, model: nn.Module, reached: Collection[str]) -> None:
+    """Whether the checkpoint holds every parameter that is trained, in its shape."""
+    checkpoint, shapes = resume.checkpoint, resume.checkpoint.shapes()
+    made_with = f"it was made with model {checkpoint.manifest.config['model']['name']}"
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in reached:
+            names.setdefault(id(parameter), []).append(name)
+    for tied in names.values():
+        held = next((name for name in tied if name in shapes), None)
+        if held is None:
+            raise ValueError(f"checkpoint {checkpoint.folder} has no parameter '{tied[0]}'; {made_with}")
+        if shapes[held] != (wanted := list(model.get_parameter(held).shape)):
+            raise ValueError(
+                f"checkpoint {checkpoint.folder} has parameter '{held}' of shape {shapes[held]}, the model {wanted}; "
+                f"{made_with}"
+            )
+
+
+def remarks(config: Config, resume: Resume, plan: Plan) -> list[str]:
+    """What a user should know about going on this way."""
+    said = list(resume.remarks)
+    manifest = resume.checkpoint.manifest
+    old = make_config(manifest.config)
+    if not plan.computes_as(manifest.plan):
+        said.append("the plan is another one: going on from the newest weights, lag builds up anew")
+    if old.optimizer.name != config.optimizer.name:
+        said.append(f"the checkpoint has the state of {old.optimizer.name}; {config.optimizer.name} starts without any")
+    return said

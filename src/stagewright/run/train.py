@@ -1,0 +1,237 @@
+"""Chains the rooms: from a configuration to a plan, a job, a run and its files."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from stagewright.cluster.placement import format_devices
+from stagewright.config.load import as_toml
+from stagewright.config.sections import Config
+from stagewright.errors import Interrupted, RunFailed
+from stagewright.hardware.environment import environment
+from stagewright.planning.predict import modelled_memory, predict_job
+from stagewright.report.live.terminal import RunConsole
+from stagewright.report.run import page_of
+from stagewright.run.export import export_states, require_target
+from stagewright.run.folder import possess
+from stagewright.run.observe import each_to, observed, require_rate, used
+from stagewright.run.prepare import prepare, what_fits
+from stagewright.run.report import open_run, write_page
+from stagewright.run.trackers import require_tracker, tracked
+from stagewright.runtime.checkpoint.folder import list_folders
+from stagewright.runtime.multinode.nodes import find_site
+from stagewright.runtime.process.emulate import Emulation
+from stagewright.runtime.process.launch import launch
+from stagewright.runtime.process.log import Ledger
+from stagewright.runtime.process.rank import state_file
+from stagewright.runtime.process.signals import on_signal
+from stagewright.runtime.process.supervisor import FromCheckpoint
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stagewright.events import Evaluated, Step
+    from stagewright.plan.plan import Plan
+    from stagewright.runtime.job import Job
+    from stagewright.runtime.multinode.nodes import Site
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run: where its files are, and what they say."""
+
+    folder: Path
+    plan: Plan
+    steps: tuple[Step, ...]
+    evaluations: tuple[Evaluated, ...]
+    summary: dict[str, Any]
+    exported: Path | None
+
+    def weights(self) -> dict[str, Tensor]:
+        """The trained weights by the parameter names of the whole model; needs `export`."""
+        if self.exported is None:
+            raise ValueError("the run exported no weights; train with export='FILE.safetensors'")
+        return load_file(self.exported)
+
+
+def run(config: Config, console: Console | None = None) -> Result:
+    """Plan, check and run a configuration; leave a run folder behind."""
+    console = console or Console(quiet=True)
+    require_rate(config)
+    require_tracker(config)
+    site = find_site(config.nodes)
+    if site is not None and config.run.emulate:
+        raise ValueError(f"--emulate runs every rank in one process but --nodes names {len(site.nodes)}; leave one out")
+
+    warnings: list[str] = []
+
+    def warn(warning: str) -> None:
+        warnings.append(warning)
+        console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+
+    if config.run.export:
+        require_target(Path(config.run.export))
+    job, per_epoch = prepare(config, warn, is_host=site is None or site.is_host)
+    with possess(Path(job.folder)):
+        write_start(job, warnings)
+        console.print(headline(job), markup=False, highlight=False, soft_wrap=True)
+        if site is not None and not site.is_host:
+            return _take_part(job, site, console)
+        predicted = predict_job(job.config, job.plan)
+        if predicted is not None:
+            console.print(f"predicted: {predicted.images_per_second:.0f} images/s", markup=False, highlight=False)
+        try:
+            return _run(job, per_epoch, console, site, None if predicted is None else predicted.images_per_second)
+        finally:
+            leave_report(job, warn)
+
+
+def _run(job: Job, per_epoch: int, console: Console, site: Site | None, predicted: float | None) -> Result:
+    """Run a job's ranks, and leave what they tell in its folder."""
+    folder, began = Path(job.folder), time.time()
+    with (
+        RunConsole(console, job.batches, job.plan.batch, job.config.run.log_every) as progress,
+        tracked(job.config, folder, progress.warn) as track,
+        Ledger(job, per_epoch, each_to(track, progress.show)) as ledger,
+        observed(job, track, progress.warn) as monitor,
+    ):
+        try:
+            exported = _execute(job, ledger, site, progress.say)
+        except RunFailed as error:
+            advice = what_fits(job.config, job.plan, *short) if (short := ledger.collector.shortage) else None
+            raise RunFailed("; ".join(filter(None, (str(error), advice, _how_to_go_on(folder))))) from error
+    collector = ledger.collector
+    if collector.stopped_at is not None:
+        raise Interrupted(f"after step {collector.stopped_at}", _how_to_go_on(folder, collector.stopped_at))
+    (folder / "trace.json").write_text(json.dumps(collector.timeline.chrome_trace()))
+    summary = {
+        "folder": str(folder),
+        "plan": job.plan.describe(),
+        "batches": len(collector.steps),
+        "images_per_second": collector.images_per_second(),
+        "predicted_images_per_second": predicted,
+        "loss": collector.steps[-1].loss if collector.steps else None,
+        "loss_scale": collector.steps[-1].loss_scale if collector.steps else None,
+        "skipped_updates": collector.skipped,  # by stage
+        "bad_records": len(collector.replaced),
+        "evaluations": [asdict(evaluated) for evaluated in collector.evaluations],
+        "seconds": time.time() - began,
+        "use": used(monitor),
+        "machine": 0,
+        "exported": None if exported is None else str(exported),
+    }
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1))
+    return Result(folder, job.plan, tuple(collector.steps), tuple(collector.evaluations), summary, exported)
+
+
+def _how_to_go_on(folder: Path, done: int = 0) -> str:
+    """The next step of a run that did not end, where it has something to go on from."""
+    kept = max((int(path.name) for path in list_folders(folder)), default=0)
+    lost = f"what came after step {kept} could not be kept; " if kept < done else ""
+    return lost.rstrip("; ") if not kept else f"{lost}go on with stagewright train --resume {folder}"
+
+
+def _take_part(job: Job, site: Site, console: Console) -> Result:
+    """Run this machine's ranks; the first machine hears of them."""
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    with observed(job, lambda use: None, lambda warning: say(f"warning: {warning}"), site.index) as monitor:
+        is_stopping = launch(job, lambda event: None, FromCheckpoint(job), site, say)
+    if is_stopping:
+        raise Interrupted("with the other machines")
+    summary = {"folder": job.folder, "plan": job.plan.describe(), "machine": site.index, "use": used(monitor)}
+    return Result(Path(job.folder), job.plan, (), (), summary, None)
+
+
+def _execute(job: Job, ledger: Ledger, site: Site | None, say: Callable[[str], None]) -> Path | None:
+    """Run the job's ranks of this machine, and gather the weights that all were asked for."""
+    if job.config.run.emulate:
+        torch.set_num_threads(job.config.run.threads)
+        emulation = Emulation(job, ledger.hear)
+        with on_signal(emulation.pauses.stop):
+            emulation.run()
+        is_whole = ledger.collector.stopped_at is None
+        return _export(job, [emulation.weights()]) if is_whole else None
+    launch(job, ledger.hear, FromCheckpoint(job), site, say)
+    if not job.config.run.export or ledger.collector.stopped_at is not None:
+        return None
+    files = [state_file(Path(job.folder), stage.index) for stage in job.plan.stages]
+    exported = _export(job, [load_file(file) for file in files])
+    for file in files:
+        file.unlink()
+    return exported
+
+
+def _export(job: Job, states: Sequence[dict[str, Tensor]]) -> Path | None:
+    """Write the weights where they were asked for; where that fails by now, into the run folder."""
+    if not job.config.run.export:
+        return None
+    path = Path(job.config.run.export)
+    try:
+        return export_states(job.config, states, path)
+    except ValueError as error:
+        kept = export_states(job.config, states, Path(job.folder) / "weights.safetensors")
+        raise ValueError(f"{error} (they are in {kept})") from error
+
+
+def write_start(job: Job, warnings: Sequence[str] = ()) -> None:
+    """Leave what the run is about before it begins, and what there was to say of it."""
+    folder = Path(job.folder)
+    for name in ("summary.json", "trace.json"):  # of the run that it goes on from
+        (folder / name).unlink(missing_ok=True)
+    (folder / "config.toml").write_text(as_toml(job.config))
+    (folder / "plan.json").write_text(json.dumps(job.plan.describe(), indent=1))
+    known = {"command": sys.argv} | environment().describe()
+    (folder / "env.json").write_text(json.dumps(known, indent=1))
+    with (folder / "log.txt").open("a") as log:
+        log.writelines(f"warning: {warning}\n" for warning in warnings)
+
+
+def headline(job: Job) -> str:
+    """What is about to run, in a line or two."""
+    plan = job.plan
+    parts = []
+    for stage, devices in zip(plan.stages, plan.placement, strict=True):
+        first = f" from {plan.cuts[stage.index - 1]}" if stage.index else ""
+        lag = f", lag {stage.versions - 1}" if stage.versions > 1 else ""
+        parts.append(f"stage {stage.index} on {format_devices(devices)}{first}{lag}")
+    pieces = "1 microbatch" if plan.microbatches == 1 else f"{plan.microbatches} microbatches"
+    return (
+        f"{job.config.model.name}, mode {plan.mode}: {'; '.join(parts)}\n"
+        f"batch {plan.batch} in {pieces}, {job.batches} steps, files in {job.folder}"
+    )
+
+
+def leave_report(job: Job, warn: Callable[[str], None]) -> Path | None:
+    """The report of a run that has ended, however it did; what goes wrong here is no fault of the run."""
+    folder = Path(job.folder)
+    try:
+        _leave_memory(job)
+        run = open_run(folder)
+        if run.summary is None and not run.steps:
+            return None
+        return write_page(page_of(run), folder / "report.html")[0]
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        warn(f"no report: {first[:200]}; make it later with stagewright report {folder}")
+        return None
+
+
+def _leave_memory(job: Job) -> None:
+    """What the planner's model says of each rank's memory, for models whose shapes cost nothing to find."""
+    memory = modelled_memory(job.config, job.plan)
+    if memory:
+        parts = {"ranks": [asdict(rank) for rank in memory]}
+        (Path(job.folder) / "memory.json").write_text(json.dumps(parts))

@@ -1,0 +1,198 @@
+"""What a checkpoint holds: one JSON file that names every other file of its folder, with its size and its hash. Files of tensors: safetensors, written in pieces and hashed on the way, so that no thread is held up for long."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from stagewright.data.order import Position
+from stagewright.plan.plan import Plan, Stage
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+MASTER = "master"
+_HASH = "blake2b"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that can't be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One file of tensors, by the parameter names of the whole model."""
+
+    name: str
+    stage: int
+    kind: str  # master, slot/0, optimizer/exp_avg, buffers/0
+    bytes: int
+    blake2b: str
+
+
+@dataclass(frozen=True, slots=True)
+class StageState:
+    """What is kept of a stage besides its tensors."""
+
+    index: int
+    counts: tuple[int, ...]  # microbatches that have moved each replica's statistics
+    optimizer: Mapping[str, float] = field(default_factory=dict)  # its single numbers
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One checkpoint."""
+
+    format: int
+    batch: int  # batches trained
+    plan: Plan
+    position: Position
+    config: Mapping[str, Mapping[str, Any]]
+    stages: tuple[StageState, ...]
+    files: tuple[File, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+    def as_json(self) -> str:
+        """The text of the file, which ends with a hash of the rest."""
+        fields = _adapter().dump_python(self, mode="json")
+        return json.dumps(fields | {_HASH: _hash(fields)}, indent=1)
+
+
+@cache
+def _adapter() -> Any:
+    return TypeAdapter(Manifest)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint's folder, or an error that says what is wrong with it."""
+    damaged = f"checkpoint {folder} is damaged: {MANIFEST}"
+    try:
+        fields = json.loads((folder / MANIFEST).read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{damaged}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{damaged} is not JSON") from error
+    if not isinstance(fields, dict) or fields.pop(_HASH, None) != _hash(fields):
+        raise CheckpointError(f"{damaged} does not match its hash")
+    if fields.get("format") != FORMAT:
+        raise CheckpointError(f"checkpoint {folder} has format {fields.get('format')}, this version reads {FORMAT}")
+    try:
+        manifest: Manifest = _adapter().validate_python(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CheckpointError(f"{damaged}: {'.'.join(map(str, first['loc']))}: {first['msg'].lower()}") from error
+    for file in manifest.files:
+        if Path(file.name).name != file.name:
+            raise CheckpointError(f"{damaged} names '{file.name}', no file of its folder")
+    if not _is_consistent(manifest):
+        raise CheckpointError(f"{damaged} describes a plan that can't be")
+    return manifest
+
+
+def _is_consistent(manifest: Manifest) -> bool:
+    """Whether its numbers go together, so that nobody who reads it has to ask again."""
+    plan, world = manifest.plan, len(manifest.plan.devices)
+    return (
+        min(plan.batch, plan.microbatches, len(plan.stages), world) >= 1
+        and plan.batch % plan.microbatches == 0
+        and min(manifest.batch, manifest.position.epoch, manifest.position.batch) >= 0
+        and len(plan.cuts) == len(plan.stages) - 1
+        and [len(state.counts) for state in manifest.stages] == [len(stage.ranks) for stage in plan.stages]
+        and all(_is_possible(stage, index, plan) for index, stage in enumerate(plan.stages))
+        and {"name"} <= manifest.config.get("model", {}).keys() & manifest.config.get("optimizer", {}).keys()
+    )
+
+
+def _is_possible(stage: Stage, index: int, plan: Plan) -> bool:
+    return (
+        (stage.index, stage.count) == (index, len(plan.stages))
+        and set(stage.ranks) <= set(range(len(plan.devices)))
+        and len(set(stage.ranks)) == len(stage.ranks) >= 1
+        and min(stage.round, stage.versions, stage.depth) >= 1
+        and stage.origin >= 0
+    )
+
+
+def _hash(fields: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=32).hexdigest()
+
+
+_PIECE = 4 * 2**20  # bytes
+_ALIGNMENT = 8
+_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
+    """Write tensors to a file that is on the disk afterwards; its size and its hash."""
+    digest = hashlib.blake2b(digest_size=32)
+    size = 0
+    with path.open("wb", buffering=0) as file:
+        for piece in _pieces(tensors):
+            view = memoryview(piece)
+            while view:  # an unbuffered write may take less than all
+                view = view[file.write(view) :]
+            digest.update(piece)
+            size += len(piece)
+        os.fsync(file.fileno())
+    return size, digest.hexdigest()
+
+
+def hash_file(path: Path) -> str:
+    """The hash that `write_shard` gave."""
+    digest = hashlib.blake2b(digest_size=32)
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def sync_folder(path: Path) -> None:
+    """Have the folder's names on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    header: dict[str, object] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        header[name] = {
+            "dtype": _TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors.values():
+        content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        for first in range(0, len(content), _PIECE):
+            yield content[first : first + _PIECE]

@@ -1,0 +1,83 @@
+"""Puts a checkpoint back into a rank's replicas: bit for bit under its own plan, by name under another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from stagewright.runtime.checkpoint.folder import Checkpoint
+from stagewright.runtime.checkpoint.format import MASTER, CheckpointError
+from stagewright.runtime.stage.batch_norm import SUMMED
+from stagewright.runtime.stage.replica import Replica
+from stagewright.runtime.stage.worker import Worker
+
+
+def restore(worker: Worker, checkpoint: Checkpoint) -> None:
+    """Have a worker's replicas go on where the checkpoint's did."""
+    is_same = checkpoint.manifest.plan.computes_as(worker.plan)
+    for replica in worker.replicas.values():
+        _restore_flats(replica, checkpoint)
+        if is_same:
+            _restore_exactly(replica, checkpoint, replica.stage.ranks.index(worker.rank))
+            replica.go_on(worker.plan.boundary(checkpoint.batch) // replica.stage.round)
+        else:
+            _restore_fairly(replica, checkpoint, replica.stage.ranks.index(worker.rank))
+    worker.overflow.go_on(checkpoint.manifest.stages[-1].extra, checkpoint.batch, is_same=is_same)
+
+
+def _restore_flats(replica: Replica, checkpoint: Checkpoint) -> None:
+    """The newest weights, and the optimizer's tensors."""
+    _write_flat(replica, replica.ring.master, MASTER, checkpoint)
+    for name, flat in replica.optimizer.state.items():
+        if flat.dim() and checkpoint.has(f"optimizer/{name}"):
+            _write_flat(replica, flat, f"optimizer/{name}", checkpoint)
+
+
+def _restore_exactly(replica: Replica, checkpoint: Checkpoint, index: int) -> None:
+    """Every version in its slot, and the replica's own statistics."""
+    stage = replica.stage.index
+    if len(replica.ring.slots) > 1:
+        for number, slot in enumerate(replica.ring.slots):
+            _write_flat(replica, slot.flat, f"slot/{number}", checkpoint, stage)
+    state = checkpoint.manifest.stages[stage]
+    _write_numbers(replica, state.optimizer)
+    _write_buffers(replica, checkpoint.read(f"buffers/{index}", stage=stage))
+    replica.statistics.count = state.counts[index]
+
+
+def _restore_fairly(replica: Replica, checkpoint: Checkpoint, index: int) -> None:
+    """Every slot from the newest weights; the mean statistics, with an equal share of what they are worth."""
+    states, replicas = checkpoint.manifest.stages, replica.stage.replicas
+    names = {name for state in states for name in state.optimizer}
+    _write_numbers(replica, {name: max(state.optimizer.get(name, 0.0) for state in states) for name in names})
+    replica.start_over()
+    buffers = checkpoint.mean_buffers()
+    for name, buffer in buffers.items():
+        if name.rpartition(".")[2] in SUMMED:
+            buffers[name] = (buffer + replicas - 1 - index) // replicas  # the shares add up to the sum again
+    _write_buffers(replica, buffers)
+    replica.statistics.count = (sum(states[0].counts) + replicas - 1 - index) // replicas
+
+
+def _write_flat(replica: Replica, flat: Tensor, kind: str, checkpoint: Checkpoint, stage: int | None = None) -> None:
+    parameters = {parameter.names[0]: parameter for parameter in replica.ring.parameters}
+    found = checkpoint.read(kind, parameters, stage)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if name not in found:
+                raise CheckpointError(f"checkpoint {checkpoint.folder} has no {kind} of parameter '{name}'")
+            parameter.view(flat).copy_(found[name])
+
+
+def _write_buffers(replica: Replica, found: Mapping[str, Tensor]) -> None:
+    for name, buffer in replica.piece.training.named_buffers():
+        if name in found and found[name].shape == buffer.shape:
+            buffer.copy_(found[name])
+
+
+def _write_numbers(replica: Replica, numbers: Mapping[str, float]) -> None:
+    for name, value in replica.optimizer.state.items():
+        if not value.dim() and name in numbers:
+            value.fill_(numbers[name])

@@ -1,0 +1,140 @@
+"""A rank's share of a checkpoint: copied in memory while training stands still, written while it goes on.
+
+Replicas of a stage hold the same weights, so each writes its share of the files: file j is replica j mod r's. What they
+do not share, their buffers, each writes itself."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stagewright.errors import first_line
+from stagewright.runtime.checkpoint.folder import partial_folder
+from stagewright.runtime.checkpoint.format import MASTER, File, sync_folder, write_shard
+from stagewright.runtime.job import Job
+from stagewright.runtime.stage.replica import Replica
+from stagewright.runtime.stage.versions import Parameter
+from stagewright.runtime.stage.worker import Emit, Saver, Worker
+
+_NICENESS = 10
+Shard = tuple[int, str, Callable[[], Mapping[str, Tensor]]]  # stage, kind, what gives the tensors by name
+
+
+def flats_of(replica: Replica) -> Iterator[tuple[str, Tensor]]:
+    """The flat tensors that make up a stage's state, by kind; the same on every replica."""
+    yield MASTER, replica.ring.master
+    for name, tensor in sorted(replica.optimizer.state.items()):
+        if tensor.dim():
+            yield f"optimizer/{name}", tensor
+    if len(replica.ring.slots) > 1:
+        for index, slot in enumerate(replica.ring.slots):
+            yield f"slot/{index}", slot.flat
+
+
+def own_flats(replica: Replica, rank: int) -> list[tuple[str, Tensor]]:
+    """Those that this rank writes."""
+    index = replica.stage.ranks.index(rank)
+    return [flat for number, flat in enumerate(flats_of(replica)) if number % replica.stage.replicas == index]
+
+
+class DiskSaver(Saver):
+    """Copies the state of a rank's replicas and has a thread write it; tells when it is on the disk, or why not."""
+
+    def __init__(self, job: Job, worker: Worker, emit: Emit) -> None:
+        self._folder = Path(job.folder)
+        self._rank = worker.rank
+        self._replicas = worker.replicas
+        self._overflow = worker.overflow
+        self._emit = emit
+        self._copies: dict[tuple[int, str], Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._last: int | None = None
+        if job.keeps_checkpoints:
+            self._make_room(is_early=True)
+
+    def save(self, batch: int) -> None:
+        if batch == self._last:
+            return
+        began = time.monotonic()
+        self.close()
+        self._last = batch
+        shards = list(self._copied())
+        about = [self._about(replica) for replica in self._replicas.values()]
+        seconds = time.monotonic() - began
+        self._thread = threading.Thread(target=self._write, args=(batch, shards, about, seconds), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _make_room(self, *, is_early: bool = False) -> None:
+        """Have memory for the copies, touched: early on, so that the first checkpoint is as quick as the others."""
+        for stage, replica in self._replicas.items():
+            for kind, flat in own_flats(replica, self._rank):
+                is_pinned = is_early and flat.is_cuda  # later a receive may occupy the GPU, and pinning wait for it
+                room = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=is_pinned)
+                self._copies[stage, kind] = room.fill_(0)
+
+    def _copied(self) -> Iterator[Shard]:
+        """The rank's share of the state, in memory of its own."""
+        if not self._copies:
+            self._make_room()
+        for stage, replica in self._replicas.items():
+            for kind, flat in own_flats(replica, self._rank):
+                copy = self._copies[stage, kind]
+                copy.copy_(flat.detach(), non_blocking=True)
+                yield stage, kind, partial(_by_name, replica.ring.parameters, copy)
+            buffers = dict(replica.piece.training.named_buffers())
+            if buffers:
+                index = replica.stage.ranks.index(self._rank)
+                copies = {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}
+                yield stage, f"buffers/{index}", copies.copy
+        if any(replica.ring.master.is_cuda for replica in self._replicas.values()):
+            torch.cuda.current_stream().synchronize()  # not the device: a posted receive ends only after the pause
+
+    def _about(self, replica: Replica) -> dict[str, Any]:
+        numbers = {name: float(value) for name, value in replica.optimizer.state.items() if not value.dim()}
+        return {
+            "stage": replica.stage.index,
+            "replica": replica.stage.ranks.index(self._rank),
+            "count": replica.statistics.count,
+            "optimizer": numbers,
+            "extra": self._overflow.state() if replica.stage.is_last else {},
+        }
+
+    def _write(self, batch: int, shards: list[Shard], about: list[dict[str, Any]], seconds: float) -> None:
+        event = {"kind": "saved", "rank": self._rank, "batch": batch, "stages": about, "seconds": seconds}
+        folder = partial_folder(self._folder, batch)
+        with suppress(OSError, AttributeError):  # training goes first where there are too few cores for both
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            files = [_write_file(folder, stage, kind, tensors()) for stage, kind, tensors in shards]
+            sync_folder(folder)
+        except Exception as error:  # whatever it is: the run goes on, and the user hears of it
+            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {first_line(error)}"
+            self._emit(event | {"files": [], "error": reason})
+        else:
+            self._emit(event | {"files": [asdict(file) for file in files]})
+
+
+def _by_name(parameters: Sequence[Parameter], flat: Tensor) -> Mapping[str, Tensor]:
+    return {parameter.names[0]: parameter.view(flat) for parameter in parameters}
+
+
+def _write_file(folder: Path, stage: int, kind: str, tensors: Mapping[str, Tensor]) -> File:
+    name = f"stage-{stage}.{kind.replace('/', '-')}.safetensors"
+    size, digest = write_shard(folder / name, tensors)
+    return File(name, stage, kind, size, digest)

@@ -1,0 +1,254 @@
+"""The machines of a run: where each one is reached, which one this is, and the token that they share."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import re
+import socket
+import stat
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stagewright.config.sections import NodesConfig
+
+DEFAULT_PORT = 29600
+TOKEN = "STAGEWRIGHT_TOKEN"
+SLURM = "slurm"
+_LEAST_TOKEN = 16
+_MOST_NODES = 4096
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine as `--nodes` names it."""
+
+    index: int
+    host: str
+    port: int = DEFAULT_PORT
+
+    def __str__(self) -> str:
+        return f"machine {self.index} ({self.host})"
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """All machines of a run, and which of them this is."""
+
+    nodes: tuple[Node, ...]
+    index: int
+    address: str  # of this machine, on the interface that the others reach
+    token: str
+
+    @property
+    def is_host(self) -> bool:
+        """Whether this machine holds the store and collects what ranks tell."""
+        return self.index == 0
+
+
+def find_site(config: NodesConfig, environment: Mapping[str, str] = os.environ) -> Site | None:
+    """Where a run takes place; None on one machine."""
+    if config.list is None:
+        if config.index is not None:
+            raise ValueError(f"--node-index {config.index} was given without --nodes; name all machines with it")
+        return None
+    nodes, index = read_nodes(config.list, environment), config.index
+    if config.list == SLURM and index is None:
+        index = _slurm_number("SLURM_NODEID", environment)
+    index = _own_index(nodes) if index is None else index
+    if not 0 <= index < len(nodes):
+        raise ValueError(f"--node-index is {index} but --nodes names {len(nodes)} machines (0-{len(nodes) - 1})")
+    return Site(nodes, index, _own_address(nodes, index), read_token(config.token, environment))
+
+
+def read_nodes(text: str, environment: Mapping[str, str] = os.environ) -> tuple[Node, ...]:
+    """The machines that `--nodes` names: addresses or host names between commas, or those of SLURM's job."""
+    if text == SLURM:
+        listed = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+        if not listed:
+            raise ValueError("--nodes slurm was given but SLURM_JOB_NODELIST is not set; start it with srun")
+        nodes = tuple(_read_node(index, host, listed) for index, host in enumerate(expand_hosts(listed)))
+    else:
+        nodes = tuple(_read_node(index, piece.strip(), text) for index, piece in enumerate(text.split(",")))
+    places = [(node.host, node.port) for node in nodes]
+    for index, place in enumerate(places):
+        if place in places[:index]:
+            raise ValueError(f"--nodes {_short(text)} names {place[0]}:{place[1]} twice; name each machine once")
+    return nodes
+
+
+def _read_node(index: int, piece: str, text: str) -> Node:
+    """`10.0.0.1`, `10.0.0.1:29600`, `fd00::1`, `[fd00::1]:29600`, `name` or `name:29600`."""
+    match = re.fullmatch(r"\[([^][]+)\](?::([0-9]+))?|([^][:]+)(?::([0-9]+))?", piece)
+    host = match and (match[1] or match[3])
+    port = match and (match[2] or match[4])
+    if match is None and piece.count(":") > 1:
+        host, port = piece, None
+    bad = f"--nodes piece {_short(piece)} of {_short(text)}"
+    if not host or (":" in host and not _is_address(host)):
+        raise ValueError(f"{bad} is no address or host name; write 10.0.0.1, 10.0.0.1:29600, [fd00::1]:29600 or a name")
+    if not _is_address(host) and not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?", host):
+        raise ValueError(f"{bad} is no host name; a name has letters, digits, dots and hyphens")
+    if port is not None and (len(port) > 5 or not 0 < int(port) < 65536):
+        raise ValueError(f"{bad} has port {port[:8]}; a port is 1 to 65535")
+    return Node(index, host, DEFAULT_PORT if port is None else int(port))
+
+
+def expand_hosts(text: str) -> Iterator[str]:
+    """The hosts of SLURM's short form: `a[1-3,07],b` is a1, a2, a3, a07, b."""
+    count = 0
+    if re.search(r"[][]", re.sub(r"\[[^][]*\]", "", text)):
+        raise ValueError(
+            f"SLURM's node list {_short(text)} can't be read: its brackets do not match; use --nodes A,B,..."
+        )
+    for piece in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        for host in _expand_piece(piece.strip(), text):
+            count += 1
+            if count > _MOST_NODES:
+                raise ValueError(f"SLURM's node list {_short(text)} names more than {_MOST_NODES} machines")
+            yield host
+
+
+def _expand_piece(piece: str, text: str) -> Iterator[str]:
+    before, bracket, rest = piece.partition("[")
+    if not bracket:
+        yield piece
+        return
+    inside, _, behind = rest.partition("]")
+    for part in inside.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise ValueError(f"SLURM's node list {_short(text)} can't be read at {_short(piece)}; use --nodes A,B,...")
+        first, last = match[1], match[2] or match[1]
+        for number in range(int(first), int(last) + 1):
+            for end in _expand_piece(behind, text):
+                yield f"{before}{number:0{len(first)}d}{end}"
+
+
+def _slurm_number(name: str, environment: Mapping[str, str]) -> int:
+    try:
+        return int(environment[name])
+    except (KeyError, ValueError):
+        found = environment.get(name)
+        raise ValueError(
+            f"--nodes slurm was given but {name} is {found!r}; start it with srun, or give --node-index"
+        ) from None
+
+
+def _own_index(nodes: Sequence[Node]) -> int:
+    """The one machine of the list whose address is this machine's."""
+    own = [node.index for node in nodes if any(is_own(address) for address in _addresses(node, quiet=True))]
+    if len(own) == 1:
+        return own[0]
+    listed = ", ".join(node.host for node in nodes[:8])
+    found = "none of them is" if not own else f"{len(own)} of them ({', '.join(nodes[i].host for i in own)}) are"
+    raise ValueError(f"--nodes names {listed}, and {found} this machine's; say which it is with --node-index")
+
+
+def _own_address(nodes: Sequence[Node], index: int) -> str:
+    """An address of this machine that others can reach too."""
+    node = nodes[index]
+    addresses = [address for address in _addresses(node) if is_own(address)]
+    if not addresses:
+        raise ValueError(
+            f"--nodes gives {node}, but that is no address of this machine; "
+            "check --node-index, or name the address of the interface to use"
+        )
+    reachable = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
+    if not reachable and any(not _is_loopback_host(other) for other in nodes):
+        raise ValueError(
+            f"--nodes gives {node}, which is {addresses[0]} here, and that no other machine can reach; "
+            "name the address of the interface to use"
+        )
+    return (reachable or addresses)[0]
+
+
+def _addresses(node: Node, quiet: bool = False) -> list[str]:
+    try:
+        found = socket.getaddrinfo(node.host, node.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        if quiet:
+            return []
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"--nodes gives {node}, which can't be found: {reason}; name its address") from error
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def is_own(address: str) -> bool:
+    """Whether an address is one of this machine's: only then can a socket be bound to it."""
+    try:
+        with bound_to(address, 0):
+            return True
+    except OSError:
+        return False
+
+
+def bound_to(address: str, port: int) -> socket.socket:
+    """A socket on one interface alone."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    bound = socket.socket(family)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((address, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def read_token(path: str | None, environment: Mapping[str, str] = os.environ) -> str:
+    """The secret that machines show each other: from a file that nobody else reads, or from the environment."""
+    if path is None:
+        token, where = environment.get(TOKEN, ""), f"environment variable {TOKEN}"
+        if not token:
+            raise ValueError(f"several machines need a token; give --token FILE or {TOKEN}, the same on each")
+    else:
+        where = f"--token {path}"
+        try:
+            if stat.S_IMODE(Path(path).stat().st_mode) & 0o077:
+                raise ValueError(f"{where} can be read by others; chmod 600 {path}")
+            token = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{where}: {getattr(error, 'strerror', None) or 'not text'}") from error
+    token = token.strip()
+    if len(token) < _LEAST_TOKEN:
+        raise ValueError(f"{where} has {len(token)} characters; a token has at least {_LEAST_TOKEN}")
+    return token
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has an address; None where the system does not say."""
+    for _, name in socket.if_nameindex():
+        with socket.socket() as probe:
+            try:
+                answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+            except OSError:
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return None
+    packed = ipaddress.ip_address(address).packed.hex()
+    return next((line.split()[-1] for line in lines if line.startswith(packed)), None)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback_host(node: Node) -> bool:
+    return node.host == "localhost" or (_is_address(node.host) and ipaddress.ip_address(node.host).is_loopback)
+
+
+def _short(text: str) -> str:
+    return repr(text[:80])

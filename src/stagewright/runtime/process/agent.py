@@ -1,0 +1,156 @@
+"""Where machines meet before every start: a store that we made, and an order that the plan gives. torch's elastic agent, with our ranks, our watchdog and less patience."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import Store
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from stagewright.runtime.comm.transport import LOOPBACK
+from stagewright.runtime.faults import Death, Hung
+from stagewright.runtime.multinode.meeting import Crew
+from stagewright.runtime.process.signals import kept_signals
+from stagewright.runtime.process.watchdog import Watchdog
+
+
+class Rendezvous(RendezvousHandler):
+    """Asks the supervisor before every start; that may refuse by raising."""
+
+    def __init__(self, begin: Callable[[], Store], machine: int, machines: int, port: int) -> None:
+        self._begin = begin
+        self._machine = machine
+        self._machines = machines
+        self._port = port
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "stagewright"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = self._begin()
+        return RendezvousInfo(store, self._machine, self._machines, RendezvousStoreInfo(LOOPBACK, self._port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return "rank"  # torch names folders by it, so the token stays out of it
+
+    def shutdown(self) -> bool:
+        return True
+
+
+_PATIENCE_SECONDS = 2
+_TORCH_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+
+
+class Agent(LocalElasticAgent):
+    """Starts the ranks of one machine, and ends them all as soon as one is dead or hangs.
+
+    What it saw stays in `deaths`, `hung` and `lost` until the next start; the rendezvous decides whether there is one.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        folder: Path,
+        ranks: Sequence[int],
+        world: int,
+        make_watchdog: Callable[[], Watchdog],
+        environment: Callable[[], Mapping[str, str]],
+        crew: Crew,
+    ) -> None:
+        super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL))
+        self.deaths: list[Death] = []
+        self.hung: list[Hung] = []
+        self.lost: list[int] = []
+        self._folder = folder
+        self._ranks = ranks
+        self._world = world
+        self._make_watchdog = make_watchdog
+        self._watchdog = make_watchdog()
+        self._environment = environment
+        self._crew = crew
+
+    def _assign_worker_ranks(
+        self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """The plan says which rank a device is, whoever comes first."""
+        return [Worker(index, rank, rank, self._world, self._world) for index, rank in enumerate(self._ranks)]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.deaths, self.hung, self.lost = [], [], []
+        self._watchdog = self._make_watchdog()
+        os.environ[_TORCH_SIGNALS] = "SIGHUP,SIGQUIT"  # a handler of torch's would raise while processes are made
+        with kept_signals(), _in_environment(self._environment()):
+            started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        codes = {rank: process.poll() for rank, process in self._processes().items()}
+        if any(codes.values()):
+            self.deaths = [Death.of(self._folder, rank, code) for rank, code in codes.items() if code]
+            return self._stop()
+        if (other := self._crew.trouble()) is not None:
+            self.lost = [other] if other >= 0 else []
+            return self._stop()
+        running = {rank: process.pid for rank, process in self._processes().items() if codes[rank] is None}
+        hung = self._watchdog.look(running) if running else None
+        if hung is not None:
+            self.hung = [hung]
+            os.kill(running[hung.rank], signal.SIGKILL)  # it would not hear anything else
+            return self._stop()
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.SUCCEEDED and not self._crew.is_over():
+            return RunResult(WorkerState.HEALTHY)
+        return result
+
+    def _exit_barrier(self) -> None:
+        """All machines are done already: the last look said so."""
+
+    def _processes(self) -> dict[int, Any]:
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        return {rank: handlers[index].proc for index, rank in enumerate(self._ranks) if index in handlers}
+
+    def _stop(self) -> RunResult:
+        self._crew.alarm()
+        self._shutdown()
+        return RunResult(WorkerState.FAILED)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _PATIENCE_SECONDS) -> None:
+        if self._pcontext is not None:  # here, since not every torch takes a timeout
+            self._pcontext.close(death_sig, min(timeout, _PATIENCE_SECONDS))
+        super()._shutdown(death_sig)
+
+
+@contextmanager
+def _in_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Have variables in this process's environment, which ranks inherit."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

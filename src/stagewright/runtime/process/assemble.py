@@ -1,0 +1,176 @@
+"""Builds one rank's worker from the job: its pieces of the model, its channels, its share of the data."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+from stagewright.config.sections import Config
+from stagewright.data.datasets import is_images
+from stagewright.data.loader import Loader, make_loaders
+from stagewright.data.microbatches import Decode, Loading, Pieces, Share, Training
+from stagewright.data.on_device import require_decoder, require_keepable
+from stagewright.data.order import Order
+from stagewright.data.sources import ImageOptions, ImageSource, Source, open_source
+from stagewright.model.cut import Chain, Piece
+from stagewright.model.deterministic import make_repeatable
+from stagewright.model.load import build_model
+from stagewright.plan.plan import Plan, Stage
+from stagewright.runtime.comm.boundary import Exchange, Form
+from stagewright.runtime.comm.channel import Inbox, Network, Outbox, channels_of
+from stagewright.runtime.comm.device import Cpu, Device
+from stagewright.runtime.comm.transport import Collective
+from stagewright.runtime.job import Job
+from stagewright.runtime.stage.compute import Computing
+from stagewright.runtime.stage.gradients import Reducer
+from stagewright.runtime.stage.loss_scaling import Scaling, make_overflow
+from stagewright.runtime.stage.optimizer import Optimizer, Rates
+from stagewright.runtime.stage.precision import make_precision
+from stagewright.runtime.stage.recorder import Recorder
+from stagewright.runtime.stage.replica import Replica, Rules
+from stagewright.runtime.stage.versions import VersionRing
+from stagewright.runtime.stage.worker import Emit, Worker
+
+
+def open_data(config: Config, text: str) -> Source:
+    """The source a configuration names; its model and image size must be settled."""
+    data = config.data
+    assert config.model.classes is not None and data.image is not None
+    if is_images(text):
+        require_decoder(data.decode, config.run.device)
+    limit = data.limit if text == data.source else None
+    options = ImageOptions(data.crop, data.normalize, data.jitter, data.cutout, data.class_names, limit, data.learnable)
+    source = open_source(
+        text,
+        samples=data.samples,
+        classes=config.model.classes,
+        image=data.image,
+        seed=config.run.seed,
+        options=options,
+    )
+    if Decode(data.decode) is Decode.ONCE and isinstance(source, ImageSource):
+        require_keepable(source)
+    return source
+
+
+def set_up(config: Config) -> None:
+    """Set this process's rules for arithmetic; on a GPU the fastest convolutions, unless bits must repeat."""
+    if config.run.device != "cuda":
+        return
+    make_precision(config.run.precision, config.run.device).set_up()
+    torch.backends.cudnn.benchmark = not config.run.deterministic
+    if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def open_pieces(config: Config, cuts: tuple[str, ...], device: torch.device | None = None) -> tuple[Piece, ...]:
+    """The model's pieces with their initial weights, in the run's precision."""
+    precision = make_precision(config.run.precision, config.run.device)
+    model = build_model(config.model.name, config.run.seed, config.model.classes).to(precision.weights)
+    if config.run.deterministic:
+        model = make_repeatable(model)
+    if device is not None:
+        order = torch.channels_last if has_channels_last(config, model) else torch.preserve_format
+        model = model.to(device=device, memory_format=order)  # type: ignore[call-overload]
+    return Chain(model.train()).cut(cuts)
+
+
+def has_channels_last(config: Config, model: nn.Module) -> bool:
+    """Whether images lie with their channels last: convolutions on GPUs are faster so."""
+    is_convolutional = any(isinstance(module, nn.Conv2d) for module in model.modules())
+    return config.run.device == "cuda" and config.run.channels_last and is_convolutional
+
+
+def assemble(
+    job: Job, rank: int, network: Network, emit: Emit, recorder: Recorder | None = None, device: Device | None = None
+) -> Worker:
+    """One rank's worker, connected and ready to run."""
+    plan, config = job.plan, job.config
+    device = device or Cpu()
+    pieces = open_pieces(config, plan.cuts, device.device)
+    exchanges = _connect(plan, rank, network)
+    collectives = {
+        stage.index: network.collective(f"reduce/{stage.index}", stage.ranks) for stage in plan.stages_of(rank)
+    }
+    everyone = tuple(range(plan.world)) if plan.agree else (rank,)
+    replicas = {
+        stage.index: _replica(job, stage, pieces[stage.index], exchanges[stage.index], collectives[stage.index], device)
+        for stage in plan.stages_of(rank)
+    }
+
+    def skipped(stage: int, update: int) -> None:
+        if plan.stages[stage].ranks[0] == rank:
+            emit({"kind": "skipped", "stage": stage, "batch": update})
+
+    overflow = make_overflow(plan, rank, network.bulletin, _scaling(job), skipped)
+    world = network.collective("agree", everyone)
+    worker = Worker(job, rank, replicas, collectives, world, overflow, emit, recorder)
+    if rank in plan.stages[0].ranks:
+        worker.loader, worker.evaluation_loader = _loaders(job, emit, device.device)
+    return worker
+
+
+def _scaling(job: Job) -> Scaling | None:
+    config = job.config.run
+    if not make_precision(config.precision, config.device).is_scaled:
+        return None
+    return Scaling(config.loss_scale, config.growth_interval, job.plan.verdict_delay)
+
+
+def _loaders(job: Job, emit: Emit, device: torch.device) -> tuple[Loader, Loader]:
+    """What gives a rank of the first stage its samples, in training and in evaluation."""
+    plan, config = job.plan, job.config
+    source = open_data(config, config.data.source)
+    val = open_data(config, config.data.val) if config.data.val else source
+    order = Order(len(source), plan.batch, config.run.seed, config.data.shuffle)
+    loading = Loading(
+        make_precision(config.run.precision, config.run.device).weights,
+        config.data.loader_threads,
+        config.data.ahead,
+        config.data.max_bad,
+        lambda bad: emit({"kind": "bad", "index": bad.index, "reason": bad.reason}),
+        device=device,
+        decode=Decode(config.data.decode),
+    )
+    training = Share(Training(order, plan.microbatches), plan.stages[0].replicas, plan.boundary(job.batches))
+    pieces = Share(Pieces(len(val), plan.samples), plan.stages[0].replicas, -(-len(val) // plan.samples))
+    loader, evaluation_loader = make_loaders(loading, (source, training), (val, pieces))
+    return loader, evaluation_loader
+
+
+def _connect(plan: Plan, rank: int, network: Network) -> dict[int, Exchange]:
+    exchanges = {stage.index: Exchange() for stage in plan.stages_of(rank)}
+    for name in channels_of(plan):
+        is_forward = name.kind == "act"
+        receiving = name.stage + (1 if is_forward else -1)
+        window = plan.stages[min(name.stage, receiving)].depth + 1  # no more than that can be under way in training
+        if rank == name.source:
+            outbox = Outbox(str(name), network.transport(name, window), network.bulletin, window, network.message)
+            own = exchanges[name.stage]
+            (own.activations_to if is_forward else own.gradients_to)[name.target] = outbox
+        elif rank == name.target:
+            inbox = Inbox(
+                str(name), network.transport(name, window), network.bulletin, network.posted_ahead, network.message
+            )
+            own = exchanges[receiving]
+            (own.activations_from if is_forward else own.gradients_from)[name.source] = inbox
+    return exchanges
+
+
+def _replica(
+    job: Job, stage: Stage, piece: Piece, exchange: Exchange, collective: Collective, device: Device
+) -> Replica:
+    config = job.config
+    precision = make_precision(config.run.precision, config.run.device)
+    ring = VersionRing(piece.modules, job.training.reached, stage.versions, stage.num_gradients)
+    reducer = Reducer(collective, ring.parameters, ring.master.itemsize, config.run.bucket * 2**20)
+    form = Form(job.channels_last, precision.is_scaled)
+    share = job.plan.stages[-1].round / stage.round
+    computing = Computing(config.run.compile, config.run.cuda_graph, stage.replicas > 1)
+    rules = Rules(config.run.seed, precision, config.optimizer.label_smoothing, share, form, computing)
+    rates = Rates(config.optimizer.lr, config.schedule, job.batches, stage.round, job.plan.microbatches)
+    optimizer = Optimizer(config.optimizer, ring.master, rates)
+    return Replica(stage, piece, ring, reducer, optimizer, exchange, rules, device)

@@ -1,0 +1,102 @@
+"""Every rank's program in one process, through memory: the same workers, taken in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from stagewright.errors import RunFailed, first_line
+from stagewright.runtime.checkpoint.folder import open_checkpoint
+from stagewright.runtime.checkpoint.load import restore
+from stagewright.runtime.checkpoint.pauses import EmulatedPauses
+from stagewright.runtime.checkpoint.save import DiskSaver
+from stagewright.runtime.comm.device import open_device
+from stagewright.runtime.comm.memory import Memory, MemoryNetwork
+from stagewright.runtime.comm.transport import Pending
+from stagewright.runtime.job import Job
+from stagewright.runtime.process.assemble import assemble, set_up
+from stagewright.runtime.stage.recorder import Recorder
+from stagewright.runtime.stage.worker import Emit, Worker
+from stagewright.schedule.action import Action
+
+
+class Emulation:
+    """All the workers of a job."""
+
+    def __init__(self, job: Job, emit: Emit) -> None:
+        memory = Memory()
+        device = open_device(job.config.run.device, 0, share=True)
+        set_up(job.config)
+        self.workers = [
+            assemble(job, rank, MemoryNetwork(memory, rank, device), emit, _Place(), device)
+            for rank in range(job.plan.world)
+        ]
+        self.pauses = EmulatedPauses(job.plan, job.config.checkpoint.minutes)
+        for worker in self.workers:
+            worker.gate = self.pauses.gate()
+            worker.saver = DiskSaver(job, worker, emit)
+            if job.resume is not None:
+                restore(worker, open_checkpoint(Path(job.resume)))
+        self._emit = emit
+
+    def run(self) -> None:
+        """Run the whole job, or until it is asked to stop."""
+        take_turns([_named_failures(worker) for worker in self.workers])
+        if self.workers[0].is_stopped:
+            self._emit({"kind": "stopped", "rank": 0, "batch": self.workers[0].done})
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every stage's newest weights and mean statistics, by the names of the whole model."""
+        states: dict[str, Tensor] = {}
+        take_turns([_collect(worker, states) for worker in self.workers])
+        return states
+
+
+class _Place(Recorder):
+    """Where a worker is."""
+
+    action: Action | None = None
+
+    def begin(self, action: Action) -> None:
+        self.action = action
+
+
+def _named_failures(worker: Worker) -> Iterator[Pending]:
+    """A worker's run, whose errors name the replica and the action; a user's own are plain enough."""
+    try:
+        yield from worker.run()
+    except ValueError:
+        raise
+    except Exception as error:
+        action = worker.recorder.action if isinstance(worker.recorder, _Place) else None
+        replica = worker.plan.name_replica(worker.rank, None if action is None else action.stage)
+        cause = f"{type(error).__name__}: {first_line(error)}"
+        raise RunFailed(f"{replica} failed at {action or 'start'}: {cause}") from error
+
+
+def _collect(worker: Worker, states: dict[str, Tensor]) -> Iterator[Pending]:
+    for item in worker.states():
+        if isinstance(item, tuple):
+            states |= {name: tensor.clone() for name, tensor in item[1].items()}
+        else:
+            yield item
+
+
+def take_turns(runs: list[Iterator[Pending]]) -> None:
+    """Let each go on until it must wait for something that is not over; raise if all must."""
+    waiting = {run: next(run, None) for run in runs}
+    while waiting:
+        moved = False
+        for run, pending in list(waiting.items()):
+            while pending is not None and pending.is_completed():
+                pending.wait()
+                pending = next(run, None)
+                moved = True
+            waiting[run] = pending
+            if pending is None:
+                del waiting[run]
+                moved = True
+        if not moved:
+            raise RuntimeError(f"{len(waiting)} of {len(runs)} emulated ranks wait for each other")

@@ -1,0 +1,123 @@
+"""Runs a job's rank processes from this one: hosts their store, supervises them, and ends them together."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from stagewright.errors import Interrupted
+from stagewright.runtime.comm.transport import LOOPBACK
+from stagewright.runtime.job import Job
+from stagewright.runtime.multinode.meeting import Crew, Say, Terms
+from stagewright.runtime.multinode.nodes import Site, bound_to
+from stagewright.runtime.multinode.tunnel import Door, Tunnel, store_prefix
+from stagewright.runtime.process.event_reader import Listen
+from stagewright.runtime.process.signals import kept_signals, on_signal
+from stagewright.runtime.process.supervisor import Restart, Supervisor
+
+
+def launch(
+    job: Job, listen: Listen, restart: Restart | None = None, site: Site | None = None, say: Say = lambda line: None
+) -> bool:
+    """Run a job's ranks of this machine, one process each; on machine 0 `listen` hears every event, one at a time.
+
+    Whether it was asked to stop.
+    """
+    folder = Path(job.folder)
+    (folder / "ranks").mkdir(exist_ok=True)
+    with _agent_log(folder), kept_signals(signal.SIGHUP, signal.SIGQUIT), _meeting_place(job, site, folder) as terms:
+        crew = Crew(terms, say)
+        supervisor = Supervisor(job, listen, restart or Restart(), crew)
+        ended: str | None = None
+        try:
+            with on_signal(supervisor.stop):
+                supervisor.run()
+        except SignalException as error:
+            ended = f"interrupted by {signal.Signals(error.sigval).name}"
+            raise Interrupted(f"by {signal.Signals(error.sigval).name}") from error
+        except Interrupted as error:
+            ended = f"interrupted {error.when}"
+            raise
+        finally:
+            crew.leave(ended)
+    return supervisor.is_stopping
+
+
+@contextmanager
+def _meeting_place(job: Job, site: Site | None, folder: Path) -> Iterator[Terms]:
+    """A store on this machine's loopback, behind a door if there are others; or the way to machine 0's."""
+    nodes = job.config.nodes
+    keys = store_prefix(site.token) if site else secrets.token_hex(16)
+    terms = Terms(0, keys, folder, nodes.join_timeout, nodes.lost_timeout, site)
+    if site is not None and not site.is_host:
+        host = site.nodes[0]
+        tunnel = Tunnel((host.host, host.port), site.address, site.token, nodes.lost_timeout)
+        try:
+            yield replace(terms, port=tunnel.port)
+        finally:
+            tunnel.close()
+        return
+    with ExitStack() as stack:
+        listener, port = stack.enter_context(bound_socket())
+        store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        if site is not None:
+            stack.callback(_open_door(site, port, nodes.lost_timeout, folder / "log.txt").close)
+        yield replace(terms, port=port)
+        del store
+
+
+def _open_door(site: Site, port: int, lost: float, log: Path) -> Door:
+    def refused(peer: str) -> None:
+        with log.open("a") as file:
+            file.write(f"refused {peer}: it did not prove that it knows the token\n")
+
+    node = site.nodes[0]
+    try:
+        listener = bound_to(site.address, node.port)
+    except OSError as error:
+        raise ValueError(
+            f"can't listen on {site.address} port {node.port}: {error.strerror}; "
+            f"give another port on each machine: --nodes {node.host}:{node.port + 1},..."
+        ) from error
+    return Door(listener, port, site.token, lost, refused)
+
+
+@contextmanager
+def bound_socket() -> Iterator[tuple[socket.socket, int]]:
+    """A listening socket on loopback: torch's store would listen on every interface by itself."""
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        listener.listen(1024)
+        yield listener, listener.getsockname()[1]
+
+
+@contextmanager
+def _agent_log(folder: Path) -> Iterator[None]:
+    """Send what torch's agent logs to the run's own log instead of the screen."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    handler = logging.FileHandler(folder / "log.txt")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    handlers, propagate = logger.handlers[:], logger.propagate
+    children = [
+        logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(logger.name + ".")
+    ]
+    kept = {child: (child.handlers[:], child.propagate) for child in children}
+    for child in children:
+        child.handlers[:], child.propagate = [], True
+    logger.handlers[:], logger.propagate = [handler], False
+    try:
+        yield
+    finally:
+        logger.handlers[:], logger.propagate = handlers, propagate
+        for child, (child_handlers, child_propagate) in kept.items():
+            child.handlers[:], child.propagate = child_handlers, child_propagate
+        handler.close()

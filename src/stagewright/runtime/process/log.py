@@ -1,0 +1,274 @@
+"""metrics.jsonl: a record a line, in their order; a run that goes back to a checkpoint takes back what came after. Puts together what ranks tell: batches from their microbatches, evaluations from their replicas. Everything that ranks tell goes through here: to the journal, the screen and the checkpoints, one at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from stagewright.events import Evaluated, Replaced, Restarted, Resumed, Saved, Score, Step, Unsaved
+from stagewright.metrics import Span, Timeline
+from stagewright.runtime.checkpoint.commit import Keeper, leave_out
+from stagewright.runtime.checkpoint.folder import clear, open_checkpoint
+from stagewright.runtime.job import Job
+from stagewright.runtime.stage.optimizer import learning_rate
+
+Record = Step | Evaluated | Replaced | Saved | Unsaved | Restarted | Resumed
+_KINDS: dict[str, type[Record]] = {
+    kind.__name__.lower(): kind for kind in (Step, Evaluated, Replaced, Saved, Unsaved, Restarted, Resumed)
+}
+
+
+class Journal:
+    """The records of a run, handed to the system as soon as they are written; where there is no room, a bit later."""
+
+    def __init__(self, path: Path, start: int) -> None:
+        self._path = path
+        path.touch()
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""  # for room on the disk
+        self.records: tuple[Record, ...] = ()  # of what was trained before
+        self.rewind(start)
+
+    def write(self, record: Record) -> None:
+        kind = type(record).__name__.lower()
+        known = {name: value for name, value in asdict(record).items() if value is not None}
+        self._waiting += json.dumps({"kind": kind, **known}).encode() + b"\n"
+        with suppress(OSError):
+            self._hand_over()
+            if isinstance(record, Saved):
+                os.fsync(self._file.fileno())
+
+    def rewind(self, batch: int) -> None:
+        """Keep what `batch` batches have left, and nothing else."""
+        with suppress(OSError):
+            self._hand_over()
+        self._file.close()
+        lines = [*self._path.read_bytes().splitlines(), *self._waiting.splitlines()]
+        kept = [(line, record) for line, record in _read(lines) if _is_before(record, batch)]
+        draft = self._path.with_suffix(".draft")
+        with draft.open("wb") as file:
+            file.writelines(line + b"\n" for line, _ in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(self._path)
+        self.records = tuple(record for _, record in kept)
+        self._waiting = b""
+        self._file = self._path.open("ab", buffering=0)
+
+    def close(self) -> None:
+        try:
+            self._hand_over()
+        except OSError as error:
+            lost = self._waiting.count(b"\n")
+            raise ValueError(
+                f"{lost} records could not be written to {self._path}: {error.strerror}; make room on the disk"
+            ) from error
+        finally:
+            self._file.close()
+
+    def _hand_over(self) -> None:
+        """Write what waits, whole lines or nothing."""
+        size = self._path.stat().st_size
+        try:
+            view = memoryview(self._waiting)
+            while view:
+                view = view[self._file.write(view) :]
+        except OSError:
+            os.truncate(self._path, size)
+            raise
+        self._waiting = b""
+
+
+def _read(lines: Iterable[bytes]) -> Iterator[tuple[bytes, Record]]:
+    """The lines that are whole, and what they say; a run that was killed may leave a torn one."""
+    for line in lines:
+        try:
+            fields: dict[str, Any] = json.loads(line)
+            yield line, _KINDS[fields.pop("kind")](**fields)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+
+
+def _is_before(record: Record, batch: int) -> bool:
+    if isinstance(record, Replaced):
+        return True
+    return record.batch < batch if isinstance(record, Step) else record.batch <= batch
+
+
+class Collector:
+    """Hears the ranks' events in any order; tells of steps and evaluations in theirs."""
+
+    def __init__(
+        self, job: Job, batches_per_epoch: int, tell: Callable[[Record], None], before: Iterable[Record] = ()
+    ) -> None:
+        before = tuple(before)
+        self._job = job
+        self._per_epoch = batches_per_epoch
+        self._tell = tell
+        self._losses: dict[int, dict[int, float]] = {}
+        self._scores: dict[int, dict[int, Score]] = {}
+        self._ready: set[int] = set()
+        self._spans: list[Span] = []
+        self._next = job.start  # the batch to tell of next
+        self.steps = [record for record in before if isinstance(record, Step)]
+        self.evaluations = [record for record in before if isinstance(record, Evaluated)]
+        self.replaced = {record for record in before if isinstance(record, Replaced)}
+        self.skipped = [0] * len(job.plan.stages)  # updates that overflowed, by stage
+        self._scales: dict[int, float] = {}
+        self.stopped_at: int | None = None
+        self.shortage: tuple[int, int] | None = None  # the rank that ran out of memory, and what it could have had
+        self._start_clock()
+
+    def rewind(self, batch: int) -> None:
+        """The ranks begin again after `batch` batches."""
+        self._next = batch
+        self._losses.clear()
+        self._scores.clear()
+        self._scales.clear()
+        self._ready.clear()
+        self._spans.clear()
+        self.steps = [step for step in self.steps if step.batch < batch]
+        self.evaluations = [evaluated for evaluated in self.evaluations if evaluated.batch <= batch]
+
+    def hear(self, event: dict[str, Any]) -> None:
+        """Take one event of one rank."""
+        match event["kind"]:
+            case "ready":
+                self._ready.add(event["rank"])
+                if len(self._ready) == self._job.plan.world:
+                    self._start_clock()
+            case "losses":
+                self._hear_losses(event["losses"], event.get("time", time.monotonic()), event.get("scale"))
+            case "score":
+                self._hear_score(event["batch"], event["rank"], Score(*event["score"]))
+            case "skipped":
+                self.skipped[event["stage"]] += 1
+            case "bad":
+                self._hear_bad(Replaced(event["index"], event["reason"]))
+            case "shortage":
+                self.shortage = (event["rank"], event["room"])
+            case "stopped":
+                self.stopped_at = event["batch"]
+            case "done":
+                self._spans += [Span(event["rank"], *span) for span in event.get("spans", ())]
+
+    @property
+    def timeline(self) -> Timeline:
+        """The last actions of every rank, from the first of them on."""
+        first = min((span.start for span in self._spans), default=0.0)
+        return Timeline(
+            tuple(
+                Span(span.rank, span.lane, span.kind, span.name, span.start - first, span.end - first)
+                for span in self._spans
+            )
+        )
+
+    def images_per_second(self) -> float | None:
+        """Throughput of the steady state since the job began: without its first batches, nor those after a pause."""
+        pauses, start = set(self._job.pauses), self._job.start
+        own = [step for step in self.steps if step.batch >= start]
+        warmup = min(2, len(own) - 1)
+        steady = [step for step in own[warmup:] if step.batch not in pauses and step.batch > start]
+        seconds = sum(self._job.plan.batch / step.images_per_second for step in steady)
+        return len(steady) * self._job.plan.batch / seconds if seconds else None
+
+    def _start_clock(self) -> None:
+        """Training begins now, or goes on."""
+        self._last = time.monotonic()
+        self._began = self._last - (self.steps[-1].seconds if self.steps else 0.0)
+
+    def _hear_bad(self, replaced: Replaced) -> None:
+        """Tell of a bad record once, however many ranks or epochs met it."""
+        if replaced not in self.replaced:
+            self.replaced.add(replaced)
+            self._tell(replaced)
+
+    def _hear_losses(self, losses: list[tuple[int, float]], at: float, scale: float | None) -> None:
+        microbatches = self._job.plan.microbatches
+        for number, loss in losses:
+            self._losses.setdefault(number // microbatches, {})[number] = loss
+            if scale is not None:
+                self._scales[number // microbatches] = scale
+        while len(self._losses.get(self._next, {})) == microbatches and self._next < self._job.batches:
+            ordered = [loss for _, loss in sorted(self._losses.pop(self._next).items())]
+            self._step(self._next, sum(ordered) / microbatches, at)
+            self._next += 1
+
+    def _step(self, batch: int, loss: float, at: float) -> None:
+        config = self._job.config
+        rate = learning_rate(config.optimizer.lr, config.schedule, batch, self._job.batches)
+        speed = self._job.plan.batch / max(at - self._last, 1e-9)
+        self._last = at
+        scale = self._scales.pop(batch, None)
+        step = Step(batch, batch // self._per_epoch, loss, rate, at - self._began, speed, scale)
+        self.steps.append(step)
+        self._tell(step)
+
+    def _hear_score(self, batch: int, rank: int, score: Score) -> None:
+        scores = self._scores.setdefault(batch, {})
+        scores[rank] = score
+        last_ranks = self._job.plan.stages[-1].ranks
+        if len(scores) == len(last_ranks):
+            evaluated = Evaluated.of(batch, [scores[rank] for rank in last_ranks])
+            self.evaluations.append(evaluated)
+            self._tell(evaluated)
+
+
+class Ledger:
+    """Hears the events of a run, whichever thread they come from; what a run left before is there already."""
+
+    def __init__(self, job: Job, batches_per_epoch: int, show: Callable[[Record], None]) -> None:
+        self._folder = folder = Path(job.folder)
+        clear(folder)
+        leave_out(folder, job.start)
+        self._lock = threading.Lock()
+        self._show = show
+        self._journal = Journal(folder / "metrics.jsonl", job.start)
+        self._keeper = Keeper(job, self._tell)
+        self.collector = Collector(job, batches_per_epoch, self._tell, self._journal.records)
+        if job.resume is not None:
+            plan = open_checkpoint(Path(job.resume)).manifest.plan
+            self._tell(Resumed(job.start, job.resume, f"{plan.mode} {plan.shape}"))
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._journal.close()
+
+    def hear(self, event: dict[str, Any]) -> None:
+        """Take one event of one rank."""
+        with self._lock:
+            match event["kind"]:
+                case "saved":
+                    self._keeper.hear(event)
+                case "restarted":
+                    self._rewind(Restarted(event["batch"], event["cause"]))
+                case _:
+                    self.collector.hear(event)
+
+    def _rewind(self, restarted: Restarted) -> None:
+        """The ranks have ended, and begin again."""
+        self._keeper.forget()
+        clear(self._folder)
+        leave_out(self._folder, restarted.batch)
+        self._journal.rewind(restarted.batch)
+        self.collector.rewind(restarted.batch)
+        self._tell(restarted)
+
+    def _tell(self, record: Record) -> None:
+        self._journal.write(record)
+        try:
+            self._show(record)
+        except OSError:  # nobody looks any more; the run goes on
+            self._show = lambda record: None

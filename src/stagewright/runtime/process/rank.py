@@ -1,0 +1,154 @@
+"""The process of one rank: `python -m stagewright.runtime.process.rank JOB`, started by the supervisor."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from stagewright.errors import first_line
+from stagewright.runtime.checkpoint.folder import open_checkpoint
+from stagewright.runtime.checkpoint.load import restore
+from stagewright.runtime.checkpoint.pauses import Pauses
+from stagewright.runtime.checkpoint.save import DiskSaver
+from stagewright.runtime.comm.channel import Network
+from stagewright.runtime.comm.device import open_device
+from stagewright.runtime.comm.message import LayoutError
+from stagewright.runtime.comm.nccl import open_network
+from stagewright.runtime.comm.transport import LostPeer, Pending, Place
+from stagewright.runtime.faults import describe_shortage, shortage_event
+from stagewright.runtime.job import Job
+from stagewright.runtime.multinode.shared_files import is_far, receive_state, send_state
+from stagewright.runtime.process.assemble import assemble, set_up
+from stagewright.runtime.process.signals import die_with
+from stagewright.runtime.stage.recorder import make_recorder
+from stagewright.runtime.stage.worker import Worker
+from stagewright.runtime.status_file import last_action, position_file
+
+EVENTS = "events"
+SUPERVISOR = "STAGEWRIGHT_SUPERVISOR"  # the environment variable that holds its process id
+KEYS = "STAGEWRIGHT_KEYS"  # the environment variable that holds the prefix of a start's store keys
+_LOOK_SECONDS = 0.5
+
+
+def main() -> None:
+    """Run one rank of a job to its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells every process; the supervisor tells the ranks
+    die_with(int(os.environ[SUPERVISOR]))  # which may have ended while this process was still importing
+    job = Job.load(Path(sys.argv[1]))
+    rank, keys = int(os.environ["RANK"]), os.environ[KEYS]
+    torch.set_num_threads(job.config.run.threads)
+    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    store, events = (
+        PrefixStore(keys, TCPStore(*address, is_master=False, timeout=timedelta(seconds=job.patience)))
+        for _ in range(2)
+    )
+
+    def emit(event: dict[str, Any]) -> None:
+        events.queue_push(EVENTS, json.dumps(event))
+
+    try:
+        run_rank(job, rank, store, emit, events)
+    except BaseException as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            emit(shortage_event(rank))
+        emit(_failure(job, rank, error))
+        if isinstance(error, LostPeer):
+            time.sleep(4 * _LOOK_SECONDS)  # let the supervisor see the rank that caused it first
+        traceback.print_exc()
+        _leave(1)
+    _leave(0)
+
+
+def _leave(code: int) -> None:
+    """End without tidying up: that takes seconds on a busy machine, and a thread of gloo may abort it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_rank(job: Job, rank: int, store: Store, emit: Any, control: Store | None = None) -> None:
+    """Build a rank's worker, run its job, leave its weights and its trace; `control` is where pauses are asked for."""
+    folder = Path(job.folder)
+    set_up(job.config)
+    device = open_device(job.config.run.device, job.plan.devices[rank].index, share=job.config.run.share_gpu)
+    network = open_network(job.config, store, rank, Place.of(job.plan, rank), job.patience, device)
+    recorder = make_recorder(position_file(folder, rank), device)
+    worker = assemble(job, rank, network, emit, recorder, device)
+    worker.saver = DiskSaver(job, worker, emit)
+    if job.resume is not None:
+        restore(worker, open_checkpoint(Path(job.resume)))
+    emit({"kind": "ready", "rank": rank})
+    pauses = Pauses(control, rank, job.plan, worker.gate, job.config.checkpoint.minutes) if control else None
+    drive(worker)
+    if pauses is not None:
+        pauses.close()
+    recorder.save()
+    if worker.is_stopped:
+        emit({"kind": "stopped", "rank": rank, "batch": worker.done})
+    elif job.config.run.export:
+        _save_states(worker, folder, network.host)
+    emit({"kind": "done", "rank": rank, "spans": recorder.spans()})
+
+
+def drive(worker: Worker) -> None:
+    """Run a worker's job, waiting for whatever it waits for."""
+    for pending in worker.run():
+        _wait(pending)
+
+
+def state_file(folder: Path, stage: int) -> Path:
+    return folder / "ranks" / f"stage-{stage}.safetensors"
+
+
+def _wait(pending: Pending) -> None:
+    try:
+        pending.wait()
+    except LayoutError:
+        raise
+    except RuntimeError as error:
+        raise LostPeer(first_line(error)) from error
+
+
+def _save_states(worker: Worker, folder: Path, network: Network) -> None:
+    """Leave every stage's weights on the first machine: by the stage's first replica, or sent by it to rank 0."""
+    for item in worker.states():
+        if not isinstance(item, tuple):
+            _wait(item)
+            continue
+        stage, state = item
+        tensors = {name: tensor.contiguous().clone().cpu() for name, tensor in state.items()}
+        if is_far(worker.plan, stage):
+            send_state(network, stage, tensors)
+        else:
+            save_file(tensors, state_file(folder, stage.index))
+    for stage in filter(lambda stage: worker.rank == 0 and is_far(worker.plan, stage), worker.plan.stages):
+        save_file(receive_state(network, stage), state_file(folder, stage.index))
+
+
+def _failure(job: Job, rank: int, error: BaseException) -> dict[str, Any]:
+    action = last_action(position_file(Path(job.folder), rank), rank)
+    cause = f"{type(error).__name__}: {first_line(error)}"
+    return {
+        "kind": "failure",
+        "rank": rank,
+        "action": None if action is None else [str(action), action.stage],
+        "cause": describe_shortage(error, job.plan.samples) if isinstance(error, torch.OutOfMemoryError) else cause,
+        "is_secondary": isinstance(error, LostPeer),
+        "is_users": isinstance(error, ValueError | torch.OutOfMemoryError),
+        "traceback": traceback.format_exc(),
+    }
+
+
+if __name__ == "__main__":
+    main()

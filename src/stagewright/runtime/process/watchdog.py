@@ -1,0 +1,102 @@
+"""Sees ranks that hang: a process that is stopped, an action that does not end, a message that does not come.
+
+limit            applies to
+10 s             a process that the kernel shows as stopped (SIGSTOP)
+--timeout        an action that a rank works at; half as long again for one that it waits in, so that the rank that
+                 others wait for is named first
+--start-timeout  the start (data index, connections, compilation) until every rank here has made its first update,
+                 and saving at the end"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from stagewright.runtime.faults import Hung
+from stagewright.runtime.status_file import Sight, State, look, position_file
+
+_STOPPED_SECONDS = 10.0
+_WAITING_FACTOR = 1.5
+_LONGEST_TICK = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds without progress that are still well."""
+
+    timeout: float
+    start: float
+
+    def of(self, sight: Sight, is_started: bool) -> float:
+        if not is_started or sight.state is State.SAVING:
+            return self.start
+        return self.timeout if sight.state is State.WORKING else self.timeout * _WAITING_FACTOR
+
+
+class Watchdog:
+    """Looks at the position files of this machine's ranks, and at the state that the kernel gives their processes."""
+
+    def __init__(
+        self,
+        folder: Path,
+        limits: Limits,
+        is_stopped: Callable[[int], bool] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder = folder
+        self._limits = limits
+        self._is_stopped = is_stopped or _is_stopped
+        self._clock = clock
+        self._read = clock()
+        self._now = 0.0
+        self._seen: dict[int, tuple[Sight, float]] = {}
+        self._running: dict[int, float] = {}  # when a process was last seen not to be stopped
+
+    def look(self, processes: Mapping[int, int]) -> Hung | None:
+        """The rank to blame, if one of these (rank to process id) hangs."""
+        self._tick()
+        sights = {rank: look(position_file(self._folder, rank), rank) for rank in processes}
+        for rank, sight in sights.items():
+            if rank not in self._seen or self._seen[rank][0] != sight:
+                self._seen[rank] = (sight, self._now)
+            if rank not in self._running or not self._is_stopped(processes[rank]):
+                self._running[rank] = self._now
+        return self._stopped(sights) or self._stuck(sights)
+
+    def _tick(self) -> None:
+        """Count only time in which this process ran too: a suspended machine is no reason to blame a rank."""
+        read = self._clock()
+        self._now += min(read - self._read, _LONGEST_TICK)
+        self._read = read
+
+    def _stopped(self, sights: Mapping[int, Sight]) -> Hung | None:
+        limit = min(_STOPPED_SECONDS, self._limits.timeout)
+        rank = min(sights, key=lambda rank: self._running[rank])
+        still = self._now - self._running[rank]
+        if still < limit:
+            return None
+        return Hung.at(rank, sights[rank].action, f"its process has been stopped for {still:.0f} s")
+
+    def _stuck(self, sights: Mapping[int, Sight]) -> Hung | None:
+        is_started = all(sight.is_settled for sight in sights.values())
+        late: list[tuple[bool, float, int]] = []
+        for rank, sight in sights.items():
+            since = self._seen[rank][1]
+            if self._now - since > self._limits.of(sight, is_started):
+                late.append((sight.state is not State.WORKING, since, rank))
+        if not late:
+            return None
+        waits, since, rank = min(late)
+        doing = "waited" if waits and is_started else "made no progress"
+        option = "--timeout" if is_started and sights[rank].state is not State.SAVING else "--start-timeout"
+        return Hung.at(rank, sights[rank].action, f"it has {doing} for {self._now - since:.0f} s (see {option})")
+
+
+def _is_stopped(process: int) -> bool:
+    """Whether the kernel shows a process as stopped; never where it does not say."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False

@@ -1,0 +1,251 @@
+"""How a stage's forward is run: by its module, by a compiled one, or by replaying what a GPU was asked to do once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from stagewright.runtime.comm.device import Device, mark
+from stagewright.runtime.stage.precision import Precision
+
+Release = Callable[[], None]
+_Call = Callable[[Sequence[object]], Any]
+_EAGER_FORWARDS = 3  # before anything is captured: kernels are chosen and compiled by then
+_TRIALS = 5
+_WORTHWHILE = 1.05  # how much faster replaying must be to be worth its memory
+_NOISE = 10.0  # times that two eager runs differ
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """What a run asks of its stages' compute."""
+
+    is_compiled: bool = False
+    graph: str = "off"  # auto, on or off
+    overlaps: bool = False  # sums begin during backward; a replayed backward has all its gradients at its end
+
+
+class Compute(Protocol):
+    """Runs a stage."""
+
+    def forward(self, slot: int, arguments: Sequence[object]) -> tuple[Any, Release]:
+        """What the stage makes of its arguments, and what to call once its backward is over."""
+        ...
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether gradients of its inputs lie in memory that a later backward uses again."""
+        ...
+
+    def story(self) -> str | None:
+        """What was decided while running, for the log."""
+        ...
+
+
+class Calls:
+    """Calls the module; all versions of the weights share it."""
+
+    overwrites = False
+
+    def __init__(self, module: nn.Module, precision: Precision, *, is_compiled: bool) -> None:
+        self.module = module
+        self._precision = precision
+        self.bare: Callable[..., Any] = torch.compile(module, dynamic=False) if is_compiled else module
+
+    def forward(self, slot: int, arguments: Sequence[object]) -> tuple[Any, Release]:
+        return self(arguments), _nothing
+
+    def __call__(self, arguments: Sequence[object]) -> Any:
+        with self._precision.forward_context():
+            return self.bare(*arguments)
+
+    def story(self) -> str | None:
+        return None
+
+
+def _nothing() -> None:
+    pass
+
+
+class Replays:
+    """Captures forward and backward of a stage, once for each version slot and microbatch in flight, and replays them.
+
+    A capture holds its activations, so its memory is that of the depth for every version. Unless it is forced, a few
+    microbatches decide: it is given up where results differ or little is gained.
+    """
+
+    def __init__(self, eager: Calls, precision: Precision, device: Device, *, is_forced: bool) -> None:
+        self._eager = eager
+        self._precision = precision
+        self._device = device
+        self._is_forced = is_forced
+        self._forwards = 0
+        self._is_on = True
+        self._story: str | None = None
+        self._captured: dict[int, list[_Call]] = {}
+        self._free: dict[int, list[int]] = {}
+
+    @property
+    def overwrites(self) -> bool:
+        return self._is_on
+
+    def story(self) -> str | None:
+        return self._story
+
+    def forward(self, slot: int, arguments: Sequence[object]) -> tuple[Any, Release]:
+        self._forwards += 1
+        if self._forwards == _EAGER_FORWARDS + 1:
+            self._is_on = self._try(arguments)
+        if not self._is_on or self._forwards <= _EAGER_FORWARDS:
+            return self._eager.forward(slot, arguments)
+        free = self._free.setdefault(slot, [])
+        if not free:
+            captured = self._captured.setdefault(slot, [])
+            captured.append(self._capture(arguments))
+            free.append(len(captured) - 1)
+        lane = free.pop()
+        made = self._captured[slot][lane](arguments)
+        return _copied(made), lambda: free.append(lane)
+
+    def _try(self, arguments: Sequence[object]) -> bool:
+        """Whether to replay from here on."""
+        try:
+            with _kept_state(self._eager.module):
+                replay = self._capture(arguments)
+                trial = _Trial(self._eager.module, self._device, arguments)
+                first, again = trial.result(self._eager), trial.result(self._eager)
+                replayed = trial.result(replay)
+                eager, seconds = trial.seconds(self._eager), trial.seconds(replay)
+        except torch.OutOfMemoryError:
+            if self._is_forced:
+                raise
+            self._story = "CUDA graphs are off: a capture does not fit into memory"
+            return False
+        gain, apart, noise = eager / seconds, _apart(first, replayed), _apart(first, again)
+        is_equal = apart <= _NOISE * noise + torch.finfo(torch.float32).eps
+        is_on = self._is_forced or (is_equal and gain >= _WORTHWHILE)
+        facts = f"{gain:.2f}x the speed, results {'equal' if is_equal else f'apart by {apart:.1e}'}"
+        self._story = f"CUDA graphs are {'on' if is_on else 'off'}: {facts}"
+        return is_on
+
+    def _capture(self, arguments: Sequence[object]) -> _Call:
+        """A replay of forward, whose backward is a replay too; it takes the weights that are in the module now.
+
+        Weights are arguments of what is captured. Their own leaves would tie the capture to streams outside it.
+        """
+        module = self._eager.module
+        weights = {name: leaf for name, leaf in module.named_parameters() if leaf.requires_grad}
+        is_tensor = [isinstance(argument, Tensor) for argument in arguments]
+        is_changed = [_is_changed(tensor) for tensor in _tensors(arguments)]
+
+        def stage(*tensors: Tensor) -> Any:
+            given, own = tensors[: len(is_changed)], tensors[len(is_changed) :]
+            copies = iter([t.clone() if changed else t for t, changed in zip(given, is_changed, strict=True)])
+            pairs = zip(arguments, is_tensor, strict=True)
+            values = tuple(next(copies) if is_one else constant for constant, is_one in pairs)
+            return functional_call(module, dict(zip(weights, own, strict=True)), values)
+
+        samples = [_sample(tensor) for tensor in _tensors(arguments)]
+        aliases = [
+            leaf.detach().requires_grad_() for leaf in weights.values()
+        ]  # where the leaves are, so none is copied
+        with _kept_state(module), self._uncached():
+            replay = torch.cuda.make_graphed_callables(stage, (*samples, *aliases), allow_unused_input=True)
+        leaves = list(weights.values())
+        return lambda given: replay(*_tensors(given), *leaves)
+
+    def _uncached(self) -> AbstractContextManager[Any]:
+        """Autocast whose casts are part of the capture."""
+        if self._precision.autocast is None:
+            return nullcontext()
+        return torch.autocast(self._precision.device, self._precision.autocast, cache_enabled=False)
+
+
+class _Trial:
+    """Runs forward and backward of one microbatch again and again, leaving nothing behind."""
+
+    def __init__(self, module: nn.Module, device: Device, arguments: Sequence[object]) -> None:
+        self._device = device
+        self._arguments = [_sample(a) if isinstance(a, Tensor) else a for a in arguments]
+        self._is_changed = [isinstance(a, Tensor) and _is_changed(a) for a in arguments]
+        inputs = [a for a in self._arguments if isinstance(a, Tensor) and a.requires_grad]
+        self._wanted = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
+
+    def result(self, call: _Call) -> list[Tensor]:
+        """Outputs and gradients, copied."""
+        self._device.seed(0)
+        pairs = zip(self._arguments, self._is_changed, strict=True)
+        made = call([a.clone() if is_changed and isinstance(a, Tensor) else a for a, is_changed in pairs])
+        outputs = [made] if isinstance(made, Tensor) else [tensor for tensor in made if isinstance(tensor, Tensor)]
+        roots = [tensor for tensor in outputs if tensor.requires_grad]
+        seeds = [torch.ones_like(root) for root in roots]
+        gradients = torch.autograd.grad(roots, self._wanted, seeds, allow_unused=True)
+        return [t.detach().clone() for t in (*outputs, *gradients) if t is not None]
+
+    def seconds(self, call: _Call) -> float:
+        self.result(call)
+        mark().synchronize()
+        begun = time.perf_counter()
+        for _ in range(_TRIALS):
+            self.result(call)
+        mark().synchronize()
+        return time.perf_counter() - begun
+
+
+@contextmanager
+def _kept_state(module: nn.Module) -> Iterator[None]:
+    """Running statistics and random state as they were, whatever runs meanwhile."""
+    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    random_state = torch.cuda.get_rng_state()
+    try:
+        yield
+    finally:
+        for buffer, before in kept:
+            buffer.copy_(before)
+        torch.cuda.set_rng_state(random_state)
+
+
+def _tensors(arguments: Sequence[object]) -> list[Tensor]:
+    return [argument for argument in arguments if isinstance(argument, Tensor)]
+
+
+def _is_changed(tensor: Tensor) -> bool:
+    """Whether the stage changes an argument in place, and is given a copy for that."""
+    return tensor.requires_grad and not tensor.is_leaf
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """A leaf of its own like it."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _copied(made: Any) -> Any:
+    """What leaves a replay lies in memory that the next replay overwrites; messages may still be reading it."""
+    if isinstance(made, Tensor):
+        return made
+    return type(made)(value.clone() if isinstance(value, Tensor) else value for value in made)
+
+
+def _apart(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """How far two results are apart, relative to the first."""
+    difference = sum(float((a - b).double().square().sum()) for a, b in zip(some, others, strict=True))
+    size = sum(float(a.double().square().sum()) for a in some)
+    return float((difference / size) ** 0.5) if size else 0.0
+
+
+def make_compute(module: nn.Module, precision: Precision, device: Device, computing: Computing) -> Compute:
+    """What runs a stage of a run."""
+    eager = Calls(module, precision, is_compiled=computing.is_compiled)
+    is_forced = computing.graph == "on"
+    if device.device.type != "cuda" or computing.graph == "off" or computing.is_compiled:
+        return eager
+    if computing.overlaps and not is_forced:
+        return eager
+    return Replays(eager, precision, device, is_forced=is_forced)

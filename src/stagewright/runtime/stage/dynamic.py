@@ -1,0 +1,113 @@
+"""Dynamic scheduling: a rank takes whichever of its next tasks can run, backward first, within depth.
+
+Streams keep their order, so channels, sums and reduces keep theirs; only the choice between streams is made at run
+time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from stagewright.plan.plan import Plan
+from stagewright.runtime.comm.transport import Pending
+from stagewright.runtime.stage.gate import Gate
+from stagewright.schedule.action import Action, Op
+from stagewright.schedule.lower import Task, last_of, streams
+from stagewright.schedule.requires import requires
+
+_POLL_SECONDS = 2e-5
+_PREFERENCE = {Op.UPDATE: 0, Op.REDUCE: 1, Op.AGREE: 2, Op.BACKWARD: 3, Op.FORWARD: 4}
+_COMPUTES = (Op.FORWARD, Op.BACKWARD)
+
+
+def _main(task: Task) -> Action:
+    """What a task is for, apart from its transfers."""
+    return next(action for action in task.actions if action.op in _PREFERENCE)
+
+
+class Chooser:
+    """The tasks of a rank in a span, in an order chosen as they become possible; waiting for it waits for one."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        span: range,
+        awaits: Callable[[Action], Pending | None],
+        timeout: float,
+        gate: Gate | None = None,
+    ) -> None:
+        self._gate = gate or Gate(plan.microbatches)
+        self._plan = plan
+        self._rank = rank
+        self._start = span.start
+        self._awaits = awaits
+        self._timeout = timeout
+        self._streams = streams(plan, rank, span, lambda: self._gate.limit)
+        self._heads = [next(stream, None) for stream in self._streams]
+        self._progress: dict[tuple[Op, int], int] = {}
+        self._held = dict.fromkeys(range(len(plan.stages)), 0)
+
+    @property
+    def is_finished(self) -> bool:
+        return not any(task and self._last_of(task) < self._gate.limit for task in self._heads)
+
+    def is_completed(self) -> bool:
+        """Whether a task can run now, or none is left."""
+        return self._choice() is not None or self.is_finished
+
+    def wait(self) -> None:
+        """Wait until a task can run."""
+        limit = time.monotonic() + self._timeout
+        while not self.is_completed():
+            if time.monotonic() > limit:
+                raise RuntimeError(f"nothing could run for {self._timeout:g} s")
+            time.sleep(_POLL_SECONDS)
+
+    def take(self) -> tuple[Action, ...]:
+        """The task to run now, if there is one left; it counts as done from here on."""
+        index = self._choice()
+        if index is None:
+            return ()
+        task = self._heads[index]
+        assert task is not None
+        main = _main(task)
+        number = main.microbatch if main.op in _COMPUTES else main.version
+        assert number is not None
+        self._progress[main.op, main.stage] = number
+        self._held[main.stage] += (main.op is Op.FORWARD) - (main.op is Op.BACKWARD)
+        self._heads[index] = next(self._streams[index], None)
+        return task.actions
+
+    def _choice(self) -> int | None:
+        """The stream whose head can run; backward before forward, later stages before earlier ones."""
+        candidates = [(index, _main(task)) for index, task in enumerate(self._heads) if task is not None]
+        candidates.sort(key=lambda candidate: (_PREFERENCE[candidate[1].op], -candidate[1].stage))
+        return next((index for index, _ in candidates if self._can_run(self._heads[index])), None)
+
+    def _can_run(self, task: Task | None) -> bool:
+        assert task is not None
+        main = _main(task)
+        if main.op is Op.FORWARD and self._held[main.stage] >= self._plan.stages[main.stage].depth:
+            return False
+        if self._last_of(task) >= self._gate.limit:
+            return False
+        if not all(self._is_possible(action, task) for action in task.actions):
+            return False
+        return self._gate.enter(self._last_of(task))  # last: from here on it has begun
+
+    def _last_of(self, task: Task) -> int:
+        return last_of(self._plan, task.actions[0])
+
+    def _is_possible(self, action: Action, task: Task) -> bool:
+        for needed in requires(self._plan, action, self._start):
+            if needed.rank == self._rank and needed not in task.actions and not self._is_done(needed):
+                return False
+        pending = self._awaits(action)
+        return pending is None or pending.is_completed()
+
+    def _is_done(self, action: Action) -> bool:
+        """Streams keep their order, so whatever has a smaller number is done as well."""
+        number = action.microbatch if action.op in _COMPUTES else action.version
+        assert number is not None
+        return self._progress.get((action.op, action.stage), -1) >= number

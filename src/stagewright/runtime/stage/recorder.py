@@ -1,0 +1,149 @@
+"""Where a rank is, for whoever asks after its death, and what it did last, for the trace."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections import deque
+from pathlib import Path
+
+import torch
+
+from stagewright.runtime.comm.device import Device
+from stagewright.runtime.status_file import ABSENT, OPS, PROCESS, PROCESS_AT, RECORD, SETTLED_AT, SIZE, STATE_AT, State
+from stagewright.schedule.action import Action, Op
+
+_WEIGH_SECONDS = 0.5  # between two questions for torch's memory
+_SHORTEST_WAIT = 5e-5  # seconds; shorter ones would only fill the trace
+_COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.UPDATE)
+_LANES = {Op.SEND_ACT: "transfer", Op.SEND_GRAD: "transfer", Op.REDUCE: "transfer"}
+
+
+class Recorder:
+    """Told of every action; the default forgets."""
+
+    def begin(self, action: Action) -> None:
+        """The worker is at this action, and may wait for others."""
+
+    def ready(self, action: Action) -> None:
+        """It waits no more."""
+
+    def end(self, action: Action) -> None:
+        """The action is done."""
+
+    def save(self) -> None:
+        """What the worker does next is to keep its state."""
+
+
+class FlightRecorder(Recorder):
+    """Keeps the current action in a small file mapped into memory, and the last spans.
+
+    The file outlives the process, so the supervisor can name the action at which a rank was killed; it counts actions,
+    so the supervisor can see one that hangs.
+    """
+
+    def __init__(self, path: Path, spans: int = 4096) -> None:
+        path.write_bytes(bytes(PROCESS_AT) + PROCESS.pack(os.getpid(), ABSENT))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), SIZE)
+        self._spans: deque[tuple[Action, float, float]] = deque(maxlen=spans)
+        self._waits: deque[tuple[Action, float, float]] = deque(maxlen=spans)
+        self._begun = self._ready = 0.0
+        self._count = 0
+
+    def begin(self, action: Action) -> None:
+        op, _, stage, microbatch, version, peer = action
+        self._count += 1
+        RECORD.pack_into(
+            self._map,
+            0,
+            1 + OPS.index(op),
+            stage,
+            ABSENT if microbatch is None else microbatch,
+            ABSENT if version is None else version,
+            ABSENT if peer is None else peer,
+            self._count,
+            State.WAITING,
+            self._map[SETTLED_AT],
+        )
+        self._begun = time.monotonic()
+
+    def ready(self, action: Action) -> None:
+        self._map[STATE_AT] = State.WORKING
+        self._ready = time.monotonic()
+        if self._ready - self._begun > _SHORTEST_WAIT:
+            self._waits.append((action, self._begun, self._ready))
+
+    def end(self, action: Action) -> None:
+        self._spans.append((action, self._ready, time.monotonic()))
+        self._pass(action)
+
+    def _pass(self, action: Action) -> None:
+        self._map[STATE_AT] = State.BETWEEN
+        if action.op is Op.UPDATE:
+            self._map[SETTLED_AT] = 1
+
+    def save(self) -> None:
+        """The rank writes what it leaves behind: that takes as long as it takes."""
+        self._map[STATE_AT] = State.SAVING
+
+    def spans(self) -> list[tuple[str, str, str, float, float]]:
+        """Lane, kind, name, start and end of the last actions, and of the times that the host waited before one."""
+        done = [
+            (_LANES.get(action.op, "compute"), str(action.op), str(action), start, end)
+            for action, start, end in self._spans
+            if action.op not in (Op.RECV_ACT, Op.RECV_GRAD)
+        ]
+        waits = [("wait", str(action.op), str(action), start, end) for action, start, end in self._waits]
+        return done + waits
+
+
+class GpuRecorder(FlightRecorder):
+    """Times computes by events on the GPU's own clock: the host is done long before."""
+
+    def __init__(self, path: Path, spans: int = 4096) -> None:
+        super().__init__(path, spans)
+        self._computes: deque[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=spans)
+        self._began = _timed()
+        self._began.synchronize()
+        self._origin = time.monotonic()
+        self._event = self._began
+        self._weighed = 0.0
+
+    def ready(self, action: Action) -> None:
+        super().ready(action)
+        if action.op in _COMPUTES:
+            self._event = _timed()
+
+    def end(self, action: Action) -> None:
+        if action.op in _COMPUTES:
+            self._computes.append((action, self._event, _timed()))
+            self._pass(action)
+        else:
+            super().end(action)
+        if action.op is Op.UPDATE and time.monotonic() - self._weighed > _WEIGH_SECONDS:
+            self._weighed = time.monotonic()
+            PROCESS.pack_into(self._map, PROCESS_AT, os.getpid(), torch.cuda.memory_reserved())
+
+    def spans(self) -> list[tuple[str, str, str, float, float]]:
+        computes = [
+            ("compute", str(action.op), str(action), self._at(start), self._at(end))
+            for action, start, end in self._computes
+        ]
+        return computes + super().spans()
+
+    def _at(self, event: torch.cuda.Event) -> float:
+        event.synchronize()
+        return float(self._origin + self._began.elapsed_time(event) / 1e3)
+
+
+def _timed() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def make_recorder(path: Path, device: Device) -> FlightRecorder:
+    """What keeps a rank's actions."""
+    return FlightRecorder(path) if device.device.type == "cpu" else GpuRecorder(path)
