@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 
+MIB, GIB = 2**20, 2**30  # bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """One action of one rank, from when it began to when it ended."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 from stagewright.events import Evaluated, Replaced, Restarted, Resumed, Saved, Step, Unsaved
@@ -207,3 +208,11 @@ class ProgressLine:
         self._status.stop()
         yield
         self._status.start()
+
+
+def plain_table(*columns: str, left: Collection[str] = ()) -> Table:
+    """A table without lines; numbers are the rule, so columns are right-justified unless named in `left`."""
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right")
+    return table
