@@ -31,7 +31,7 @@ soak: $(READY)
 	STAGEWRIGHT_FUZZ=1000000 STAGEWRIGHT_EPOCH_SAMPLES=1000000 \
 		$(BIN)/python -m pytest -s tests/unit/data/test_fuzz.py tests/unit/data/test_loader_memory.py
 	STAGEWRIGHT_KILLS=20 $(BIN)/python -m pytest -s tests/distributed/test_kill.py tests/distributed/test_stopping.py \
-		tests/distributed/test_pauses_gloo.py tests/unit/runtime/test_resume.py tests/unit/runtime/test_checkpoint.py
+		tests/distributed/test_pauses_gloo.py tests/unit/runtime/checkpoint
 	STAGEWRIGHT_READER_FUZZ=8000 $(BIN)/python -m pytest -s tests/unit/test_fuzz_readers.py
 	STAGEWRIGHT_SOAK=1 $(BIN)/python -m pytest -s tests/distributed/test_machines.py tests/distributed/test_slow_link.py \
 		tests/distributed/test_planning.py tests/distributed/test_command.py tests/distributed/test_data.py \

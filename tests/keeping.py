@@ -41,7 +41,7 @@ def emulate_job(job: Job, records: list[Record] | None = None) -> EmulatedRun:
 
         def hear(event: dict[str, Any]) -> None:
             events.append(json.loads(json.dumps(event)))
-            ledger.hear(event)
+            ledger.handle(event)
 
         emulation = Emulation(job, hear)
         emulation.run()

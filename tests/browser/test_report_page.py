@@ -16,7 +16,7 @@ from stagewright.metrics import Span, Timeline
 from stagewright.report.html import as_html
 from stagewright.report.live.serve import PageServer
 from stagewright.report.page import Page, Pipeline, Table
-from stagewright.run.folder import possess
+from stagewright.run.folder import run_lock
 from stagewright.run.report import live_page, page_of_runs, write_page
 from tests.browser.conftest import Opened
 from tests.made_runs import make_run, steps, timeline, uses
@@ -332,7 +332,7 @@ def test_a_served_page_follows_the_run(tmp_path: Path, visit: Visit) -> None:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            with possess(folder):
+            with run_lock(folder):
                 opened = visit(server.url)
                 first = opened.page.locator(".verdict p").first
                 assert "5 of 20 steps" in first.inner_text()

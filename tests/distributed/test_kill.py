@@ -99,13 +99,13 @@ def test_killed_ranks_leave_no_trace_in_the_result(placement: str, tmp_path: Pat
     undisturbed = run(replace(before, run=replace(before.run, emulate=is_exact and not KILLS)))
     runs = tmp_path / "killed"
     killer = Killer(runs, KILLS or 2, seed=len(placement))
-    hear = Ledger.hear
+    hear = Ledger.handle
 
     def overhear(self: Ledger, event: dict[str, Any]) -> None:
         hear(self, event)
         killer.hear(event)
 
-    with mock.patch.object(Ledger, "hear", overhear):
+    with mock.patch.object(Ledger, "handle", overhear):
         result = run(config(placement, runs, every=3))
     print(f"\n{placement}: {len(killer.killed)} kills: {', '.join(killer.killed)}")
     assert len(killer.killed) == (KILLS or 2) and any(text.startswith("in a write") for text in killer.killed)

@@ -71,7 +71,7 @@ def on_pool(pool: Pool) -> Execute:
             run = pool.run(job)
             for event in run.events:
                 if event["kind"] == "saved":
-                    ledger.hear(dict(event))
+                    ledger.handle(dict(event))
         return run
 
     return execute

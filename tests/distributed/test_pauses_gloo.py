@@ -27,7 +27,7 @@ def run(pool: Pool, job: Job) -> Run:
         done = pool.run(job)
         for event in done.events:
             if event["kind"] == "saved":
-                ledger.hear(dict(event))
+                ledger.handle(dict(event))
     return done
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import stagewright
-from stagewright.runtime.checkpoint.folder import list_folders, newest_whole
+from stagewright.runtime.checkpoint.folder import list_folders, newest_intact
 from tests.distributed.test_command import is_training, ranks_of, start, wait_until
 from tests.keeping import KILLS, same_bits
 
@@ -29,7 +29,7 @@ def steps_of(run: Path) -> list[int]:
 
 def assert_goes_on(run: Path, tmp_path: Path) -> None:
     """The run ends with the bits of one that was never stopped, and with every step once."""
-    newest, _ = newest_whole(run)
+    newest, _ = newest_intact(run)
     assert newest is not None
     goal = newest.batch + 3
     options = {"steps": goal, "checkpoint_every": 0}

@@ -96,7 +96,7 @@ def test_an_interrupt_while_importing_is_one_line(
 
 
 def test_a_link_test_does_not_outlive_who_asked_for_it(tmp_path: Path) -> None:
-    program = "import os, time; from stagewright.runtime.process.signals import die_with; die_with(os.getppid()); time.sleep(60)"
+    program = "import os, time; from stagewright.runtime.process.signals import exit_with_parent; exit_with_parent(os.getppid()); time.sleep(60)"
     parent = (
         f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {program!r}]).pid, flush=True); input()"
     )

@@ -15,7 +15,7 @@ from stagewright.config.load import make_config
 from stagewright.hardware.gpu import Nvml
 from stagewright.run.observe import _gpus_of, _processes, observed, require_rate
 from stagewright.runtime.stage.recorder import FlightRecorder
-from stagewright.runtime.status_file import position_file
+from stagewright.runtime.status_file import status_path
 from tests.nvml_like import Card, Library, uuid
 
 
@@ -55,8 +55,8 @@ def test_cuda_may_show_them_in_another_order(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_ranks_that_have_begun_are_found_by_their_files(tmp_path: Path) -> None:
     (tmp_path / "ranks").mkdir()
-    FlightRecorder(position_file(tmp_path, 1))
-    FlightRecorder(position_file(tmp_path, 2))  # of another machine
+    FlightRecorder(status_path(tmp_path, 1))
+    FlightRecorder(status_path(tmp_path, 2))  # of another machine
     found = _processes(job("0:0-1.1:0", tmp_path), 0)
     assert [(rank.rank, rank.process) for rank in found] == [(1, os.getpid())]
 

@@ -61,7 +61,7 @@ def new_folder(runs: str, name: str) -> Path:
 
 
 @contextmanager
-def possess(folder: Path) -> Iterator[None]:
+def run_lock(folder: Path) -> Iterator[None]:
     """Have a run folder to oneself while the context is open; the system gives it back however the process ends."""
     with (folder / ".lock").open("w") as file:
         try:
@@ -71,7 +71,7 @@ def possess(folder: Path) -> Iterator[None]:
         yield
 
 
-def is_possessed(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     """Whether a supervisor has this run folder now."""
     try:
         with (folder / ".lock").open() as file:

@@ -16,7 +16,7 @@ from stagewright.hardware.gpu import read_gpus, visible
 from stagewright.hardware.meters import RankProcess
 from stagewright.hardware.monitor import Monitor
 from stagewright.runtime.comm.device import gpu_of
-from stagewright.runtime.status_file import look_at_process, position_file
+from stagewright.runtime.status_file import read_process, status_path
 
 if TYPE_CHECKING:
     from stagewright.events import Use
@@ -76,7 +76,7 @@ def _processes(job: Job, machine: int) -> Sequence[RankProcess]:
     found = []
     for rank, device in enumerate(job.plan.devices):
         if device.machine == machine:
-            process, held = look_at_process(position_file(Path(job.folder), rank))
+            process, held = read_process(status_path(Path(job.folder), rank))
             if process:
                 found.append(RankProcess(rank, process, held))
     return found

@@ -19,8 +19,8 @@ from stagewright.report.markdown import as_markdown
 from stagewright.report.page import Table
 from stagewright.report.read import Layout, read_run
 from stagewright.report.run import Outlook, page_of, page_of_outlook
-from stagewright.run.folder import is_possessed
-from stagewright.runtime.status_file import State, look, position_file
+from stagewright.run.folder import is_locked
+from stagewright.runtime.status_file import State, read_status, status_path
 
 if TYPE_CHECKING:
     from stagewright.plan.plan import Plan
@@ -96,7 +96,7 @@ def page_of_prediction(name: str, prediction: Prediction) -> Page:
 
 def look_at(watch: Watch, folder: Path) -> Moment:
     """A watched run as it is now, with what each rank is at while it runs."""
-    is_running = is_possessed(folder)
+    is_running = is_locked(folder)
     return watch.look(is_running, what_ranks_do(folder) if is_running else ())
 
 
@@ -104,7 +104,7 @@ def what_ranks_do(folder: Path) -> tuple[str, ...]:
     """The current action of each rank, by the small files that they keep."""
     doing = []
     for rank in range(len(layout_of(folder).ranks)):
-        sight = look(position_file(folder, rank), rank)
+        sight = read_status(status_path(folder, rank), rank)
         waits = "waits for " if sight.state is State.WAITING else ""
         doing.append(sight.state.name.lower() if sight.action is None else f"{waits}{sight.action}")
     return tuple(doing)
@@ -114,7 +114,7 @@ def live_page(folder: Path) -> str:
     """The page of a run as it is now; while it runs, one that asks for news."""
     run = open_run(folder)
     page = page_of(run)
-    if not is_possessed(folder):
+    if not is_locked(folder):
         return as_html(page)
     rows = tuple(zip(run.layout.ranks, what_ranks_do(folder), strict=True))
     now = Table("Now", ("rank", "action"), rows, "The page asks for news every two seconds.")

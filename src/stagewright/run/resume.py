@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagewright.config.load import make_config
 from stagewright.config.sections import Config
-from stagewright.runtime.checkpoint.folder import list_folders, newest_whole, open_checkpoint
+from stagewright.runtime.checkpoint.folder import list_folders, newest_intact, open_checkpoint
 from stagewright.runtime.checkpoint.format import MANIFEST
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def find_checkpoint(text: str) -> Resume:
         return Resume(checkpoint, run, folder in list_folders(run)[-1:])
     if not folder.is_dir():
         raise ValueError(f"{text}: no such folder; name a run folder, or one of its checkpoints")
-    newest, reasons = newest_whole(folder)
+    newest, reasons = newest_intact(folder)
     if newest is None:
         why = f" ({reasons[0]})" if reasons else ""
         raise ValueError(f"{text}: the run has no whole checkpoint{why}; train it anew")

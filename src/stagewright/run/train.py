@@ -23,7 +23,7 @@ from stagewright.planning.predict import modelled_memory, predict_job
 from stagewright.report.live.terminal import RunConsole
 from stagewright.report.run import page_of
 from stagewright.run.export import export_states, require_target
-from stagewright.run.folder import possess
+from stagewright.run.folder import run_lock
 from stagewright.run.observe import each_to, observed, require_rate, used
 from stagewright.run.prepare import prepare, what_fits
 from stagewright.run.report import open_run, write_page
@@ -34,8 +34,8 @@ from stagewright.runtime.process.emulate import Emulation
 from stagewright.runtime.process.launch import launch
 from stagewright.runtime.process.log import Ledger
 from stagewright.runtime.process.rank import state_file
-from stagewright.runtime.process.signals import on_signal
-from stagewright.runtime.process.supervisor import FromCheckpoint
+from stagewright.runtime.process.signals import stop_on_signal
+from stagewright.runtime.process.supervisor import NewestCheckpoint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +82,7 @@ def run(config: Config, console: Console | None = None) -> Result:
     if config.run.export:
         require_target(Path(config.run.export))
     job, per_epoch = prepare(config, warn, is_host=site is None or site.is_host)
-    with possess(Path(job.folder)):
+    with run_lock(Path(job.folder)):
         write_start(job, warnings)
         console.print(headline(job), markup=False, highlight=False, soft_wrap=True)
         if site is not None and not site.is_host:
@@ -148,7 +148,7 @@ def _take_part(job: Job, site: Site, console: Console) -> Result:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     with observed(job, lambda use: None, lambda warning: say(f"warning: {warning}"), site.index) as monitor:
-        is_stopping = launch(job, lambda event: None, FromCheckpoint(job), site, say)
+        is_stopping = launch(job, lambda event: None, NewestCheckpoint(job), site, say)
     if is_stopping:
         raise Interrupted("with the other machines")
     summary = {"folder": job.folder, "plan": job.plan.describe(), "machine": site.index, "use": used(monitor)}
@@ -159,12 +159,12 @@ def _execute(job: Job, ledger: Ledger, site: Site | None, say: Callable[[str], N
     """Run the job's ranks of this machine, and gather the weights that all were asked for."""
     if job.config.run.emulate:
         torch.set_num_threads(job.config.run.threads)
-        emulation = Emulation(job, ledger.hear)
-        with on_signal(emulation.pauses.stop):
+        emulation = Emulation(job, ledger.handle)
+        with stop_on_signal(emulation.pauses.stop):
             emulation.run()
         is_whole = ledger.collector.stopped_at is None
         return _export(job, [emulation.weights()]) if is_whole else None
-    launch(job, ledger.hear, FromCheckpoint(job), site, say)
+    launch(job, ledger.handle, NewestCheckpoint(job), site, say)
     if not job.config.run.export or ledger.collector.stopped_at is not None:
         return None
     files = [state_file(Path(job.folder), stage.index) for stage in job.plan.stages]

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from stagewright.plan.plan import Plan
-from stagewright.runtime.status_file import last_action, position_file
+from stagewright.runtime.status_file import last_action, status_path
 from stagewright.schedule.action import Action
 
 
 @dataclass(frozen=True, slots=True)
-class Hung:
+class HungRank:
     """A rank that made no progress in time, and what it was at."""
 
     rank: int
@@ -33,12 +33,12 @@ class Hung:
     cause: str
 
     @staticmethod
-    def at(rank: int, action: Action | None, cause: str) -> Hung:
-        return Hung(rank, None if action is None else str(action), None if action is None else action.stage, cause)
+    def at(rank: int, action: Action | None, cause: str) -> HungRank:
+        return HungRank(rank, None if action is None else str(action), None if action is None else action.stage, cause)
 
 
 @dataclass(frozen=True, slots=True)
-class Death:
+class RankExit:
     """A rank process that ended, and the action that it was at."""
 
     rank: int
@@ -47,9 +47,9 @@ class Death:
     stage: int | None
 
     @staticmethod
-    def of(folder: Path, rank: int, code: int) -> Death:
-        action = last_action(position_file(folder, rank), rank)
-        return Death(rank, code, None if action is None else str(action), None if action is None else action.stage)
+    def of(folder: Path, rank: int, code: int) -> RankExit:
+        action = last_action(status_path(folder, rank), rank)
+        return RankExit(rank, code, None if action is None else str(action), None if action is None else action.stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +60,23 @@ class Fault:
     is_final: bool  # what it is will not go away by trying again
 
 
-def tell(
+def describe_fault(
     plan: Plan,
     failures: Sequence[Mapping[str, Any]],
-    deaths: Sequence[Death],
-    hung: Sequence[Hung] = (),
+    exits: Sequence[RankExit],
+    hung: Sequence[HungRank] = (),
     lost: Sequence[str] = (),
 ) -> Fault:
     """Who failed first, where, at what, and why."""
     primary = [failure for failure in failures if not failure["is_secondary"]]
-    killed = sorted((death for death in deaths if death.code < 0), key=lambda death: death.rank)
+    killed = sorted((exit for exit in exits if exit.code < 0), key=lambda exit: exit.rank)
     users = [failure for failure in primary if failure["is_users"]]
-    if users or (primary and not killed):  # losing a rank that was killed may also look like an error of one's own
+    if users or (primary and not killed):  # losing a rank that was killed may also look like an error of another rank
         return _raised(plan, (users or primary)[0])
     if killed:
-        death = killed[0]
-        name = _signal_name(-death.code)
-        return Fault(f"{plan.name_replica(death.rank, death.stage)} was killed by {name} at {_at(death.action)}", False)
+        exit = killed[0]
+        name = _signal_name(-exit.code)
+        return Fault(f"{plan.name_replica(exit.rank, exit.stage)} was killed by {name} at {_at(exit.action)}", False)
     if hung:
         name = plan.name_replica(hung[0].rank, hung[0].stage)
         return Fault(f"{name} hangs at {_at(hung[0].action)}: {hung[0].cause}", False)
@@ -85,9 +85,9 @@ def tell(
     if failures:
         failure = failures[0]
         return Fault(f"{plan.name_replica(failure['rank'])} failed: {failure['cause']}", False)
-    for death in deaths:
-        name = plan.name_replica(death.rank, death.stage)
-        return Fault(f"{name} ended with code {death.code} at {_at(death.action)}, without a word", False)
+    for exit in exits:
+        name = plan.name_replica(exit.rank, exit.stage)
+        return Fault(f"{name} ended with code {exit.code} at {_at(exit.action)}, without a word", False)
     return Fault("a rank ended without a word", False)
 
 

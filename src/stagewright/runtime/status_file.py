@@ -11,7 +11,7 @@ from stagewright.schedule.action import Action, Op
 
 OPS = tuple(Op)
 RECORD = struct.Struct("<6q2B")
-STATE_AT, SETTLED_AT = RECORD.size - 2, RECORD.size - 1
+STATE_AT, UPDATED_AT = RECORD.size - 2, RECORD.size - 1
 PROCESS = struct.Struct("<2q")  # its number, and the bytes that torch holds on its device, or -1
 PROCESS_AT = 56
 SIZE = PROCESS_AT + PROCESS.size
@@ -29,38 +29,38 @@ class State(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class RankStatus:
     """What a rank's file shows from outside."""
 
     action: Action | None = None
     count: int = 0  # of the actions begun
     state: State = State.STARTING
-    is_settled: bool = False  # it has made its first update
+    has_updated: bool = False  # it has made its first update
 
 
-def position_file(folder: Path, rank: int) -> Path:
+def status_path(folder: Path, rank: int) -> Path:
     return folder / "ranks" / f"{rank}.at"
 
 
-def look(path: Path, rank: int) -> Sight:
+def read_status(path: Path, rank: int) -> RankStatus:
     """Where a rank was when it last wrote to its file."""
     try:
         op, stage, *numbers, count, state, settled = RECORD.unpack_from(path.read_bytes())
         state = State(state)
     except (OSError, struct.error, ValueError):
-        return Sight()
+        return RankStatus()
     if not 0 < op <= len(OPS):
-        return Sight(None, count, state, bool(settled))
+        return RankStatus(None, count, state, bool(settled))
     microbatch, version, peer = (None if number == ABSENT else number for number in numbers)
-    return Sight(Action(OPS[op - 1], rank, stage, microbatch, version, peer), count, state, bool(settled))
+    return RankStatus(Action(OPS[op - 1], rank, stage, microbatch, version, peer), count, state, bool(settled))
 
 
 def last_action(path: Path, rank: int) -> Action | None:
     """The action that a rank was at when it last wrote to its file."""
-    return look(path, rank).action
+    return read_status(path, rank).action
 
 
-def look_at_process(path: Path) -> tuple[int, int | None]:
+def read_process(path: Path) -> tuple[int, int | None]:
     """The process of a rank and the bytes that torch holds on its device; 0 and None before it has begun."""
     try:
         process, held = PROCESS.unpack_from(path.read_bytes(), PROCESS_AT)

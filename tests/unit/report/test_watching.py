@@ -20,7 +20,7 @@ from stagewright.events import Restarted, Step
 from stagewright.report.live.serve import PageServer
 from stagewright.report.live.terminal import plot
 from stagewright.report.live.watch import Tail, Watch, as_line, as_screen
-from stagewright.run.folder import is_possessed, possess
+from stagewright.run.folder import is_locked, run_lock
 from stagewright.run.report import layout_of, live_page, look_at
 from tests.made_runs import make_run, steps, uses
 
@@ -127,15 +127,15 @@ def test_watch_takes_the_newest_run(
 def test_a_run_in_hands_is_running(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps(3), is_finished=False)
     watch = Watch(folder, layout_of(folder))
-    assert not is_possessed(folder)
-    with possess(folder):
-        assert is_possessed(folder)
+    assert not is_locked(folder)
+    with run_lock(folder):
+        assert is_locked(folder)
         assert look_at(watch, folder).state == "running"
         page = live_page(folder)
         assert 'data-poll="2"' in page and ">Now<" in page
     assert look_at(watch, folder).state == "stopped"
     assert "data-poll" not in live_page(folder)
-    with possess(folder):
+    with run_lock(folder):
         pass  # looking has left nothing behind
 
 
@@ -220,9 +220,9 @@ def test_watching_needs_no_torch(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps(3), is_finished=False)
     code = (
         "import sys\n"
-        "from stagewright.run.folder import possess\n"
+        "from stagewright.run.folder import run_lock\n"
         "from stagewright.cli.main import main\nfrom pathlib import Path\n"
-        f"with possess(Path({str(folder)!r})): main(['watch', {str(folder)!r}, '--json'])\n"
+        f"with run_lock(Path({str(folder)!r})): main(['watch', {str(folder)!r}, '--json'])\n"
         "print([name for name in ('torch', 'numpy', 'pydantic') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -10,7 +10,7 @@ import torch
 
 from stagewright.runtime.stage import recorder as module
 from stagewright.runtime.stage.recorder import FlightRecorder, GpuRecorder
-from stagewright.runtime.status_file import State, look, look_at_process
+from stagewright.runtime.status_file import State, read_process, read_status
 from stagewright.schedule.action import Action, Op
 
 UPDATE = Action(Op.UPDATE, 0, 0, None, 4, None)
@@ -32,25 +32,25 @@ def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GpuRecorder:
 
 def test_a_file_names_its_process_from_the_start(tmp_path: Path) -> None:
     path = tmp_path / "0.at"
-    assert look_at_process(path) == (0, None)
+    assert read_process(path) == (0, None)
     path.write_bytes(b"short")
-    assert look_at_process(path) == (0, None)
+    assert read_process(path) == (0, None)
     recorder = FlightRecorder(path)
-    assert look_at_process(path) == (os.getpid(), None)
+    assert read_process(path) == (os.getpid(), None)
     recorder.begin(UPDATE)
     recorder.ready(UPDATE)
     recorder.end(UPDATE)
-    assert look_at_process(path) == (os.getpid(), None)
+    assert read_process(path) == (os.getpid(), None)
 
 
 def test_a_gpu_rank_leaves_what_torch_holds_and_its_first_update_settles_it(
     on_gpu: GpuRecorder, tmp_path: Path
 ) -> None:
-    for is_settled in (False, True):
-        assert look(tmp_path / "0.at", 0).is_settled is is_settled
+    for has_updated in (False, True):
+        assert read_status(tmp_path / "0.at", 0).has_updated is has_updated
         on_gpu.begin(UPDATE)
         on_gpu.ready(UPDATE)
         on_gpu.end(UPDATE)
-    sight = look(tmp_path / "0.at", 0)
+    sight = read_status(tmp_path / "0.at", 0)
     assert sight.state is State.BETWEEN and sight.action == UPDATE and sight.count == 2
-    assert look_at_process(tmp_path / "0.at") == (os.getpid(), 123 << 20)
+    assert read_process(tmp_path / "0.at") == (os.getpid(), 123 << 20)

@@ -64,7 +64,7 @@ def measure(tell: Callable[[str], None]) -> Found:
         )
         saved: list[Record] = []
         with Ledger(job, per_epoch, saved.append) as ledger:
-            (worker,) = Emulation(job, ledger.hear).workers
+            (worker,) = Emulation(job, ledger.handle).workers
             found = _take_turns(worker, tell)
         size = next(record.bytes for record in saved if isinstance(record, Saved))
         return Found(**found, size=size)

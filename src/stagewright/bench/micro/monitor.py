@@ -145,7 +145,7 @@ def _prepare(folder: str, steps: int) -> tuple[Job, int]:
 
 def _train(job: Job, per_epoch: int, hear: Callable[[Record], None]) -> None:
     with Ledger(job, per_epoch, hear) as ledger:
-        launch(job, ledger.hear)
+        launch(job, ledger.handle)
 
 
 def _start_seconds() -> float:

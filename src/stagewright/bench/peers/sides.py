@@ -26,7 +26,7 @@ from stagewright.runtime.process.assemble import assemble, open_data, open_piece
 from stagewright.runtime.stage.precision import make_precision
 from stagewright.runtime.stage.recorder import make_recorder
 from stagewright.runtime.stage.worker import Emit
-from stagewright.runtime.status_file import position_file
+from stagewright.runtime.status_file import status_path
 
 _CPU = torch.device("cpu")
 
@@ -184,7 +184,7 @@ class Stagewright:
         self.loss: float | None = None  # of the last batch, on ranks of the last stage
         self._emit = emit
         self._plan = job.plan
-        position = position_file(meeting, rank)
+        position = status_path(meeting, rank)
         position.parent.mkdir(exist_ok=True)
         set_up(job.config)
         device = open_device(job.config.run.device, job.plan.devices[rank].index, share=job.config.run.share_gpu)

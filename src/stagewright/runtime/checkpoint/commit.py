@@ -18,7 +18,7 @@ from stagewright.runtime.job import Job
 _Events = Mapping[int, Mapping[str, Any]]
 
 
-class Keeper:
+class Committer:
     """Hears which shares of a checkpoint are on the disk; the manifest comes when all are."""
 
     def __init__(self, job: Job, tell: Callable[[Saved | Unsaved], None]) -> None:
@@ -26,7 +26,7 @@ class Keeper:
         self._tell = tell
         self._shares: dict[int, dict[int, Mapping[str, Any]]] = {}
 
-    def hear(self, event: Mapping[str, Any]) -> None:
+    def add(self, event: Mapping[str, Any]) -> None:
         """Take one rank's word on its share."""
         batch = int(event["batch"])
         shares = self._shares.setdefault(batch, {})
@@ -45,7 +45,7 @@ class Keeper:
         shutil.rmtree(folder, ignore_errors=True)
         self._tell(Unsaved(batch, str(reason)))
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """The ranks have ended; what they had not finished will not be."""
         self._shares.clear()
 
@@ -108,7 +108,7 @@ def _stage_state(index: int, stages: list[dict[str, Any]]) -> StageState:
     return StageState(index, tuple(about["count"] for about in replicas), first["optimizer"], first["extra"])
 
 
-def leave_out(run: Path, batch: int) -> None:
+def set_aside_after(run: Path, batch: int) -> None:
     """Put aside what is damaged after a batch that a run goes on from: its place will be needed."""
     for folder in list_folders(run):
         if int(folder.name) > batch:

@@ -106,7 +106,7 @@ def list_folders(run: Path) -> list[Path]:
     return sorted(folders, key=lambda path: int(path.name))
 
 
-def newest_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
+def newest_intact(run: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that is whole, and what is wrong with those after it."""
     reasons: list[str] = []
     for folder in reversed(list_folders(run)):

@@ -36,7 +36,7 @@ _OWN = {
 _MISSING = "nothing"
 
 
-def facts_of(job: Job) -> dict[str, Any]:
+def consistency_values(job: Job) -> dict[str, Any]:
     """Versions, options, the data's fingerprint and the plan, each under a name that a user knows."""
     facts: dict[str, Any] = {"stagewright": __version__, "torch": torch.__version__}
     for section, values in as_tables(job.config).items():

@@ -3,7 +3,7 @@
 machine 0 hosts the store and decides          others
 round n ────────────────────────────────────►  wait for a round that is new to them
 report of each machine  ◄────────────────────  facts, batches to begin with, who died
-verdict n: begin with batch p, or the story ►  start, or end with the same story"""
+decision n: begin with batch p, or the story ►  start, or end with the same story"""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from stagewright.errors import RunFailed
 from stagewright.runtime.comm.transport import LOOPBACK
-from stagewright.runtime.faults import Death, Hung
+from stagewright.runtime.faults import HungRank, RankExit
 from stagewright.runtime.multinode.nodes import Site
-from stagewright.runtime.multinode.shared_files import link_checkpoints, post_folder
-from stagewright.runtime.multinode.tunnel import NoEntry, knock
+from stagewright.runtime.multinode.shared_files import announce_folder, link_checkpoints
+from stagewright.runtime.multinode.tunnel import AccessDenied, check_access
 
 _BEAT_SECONDS = 0.25
 _LONGEST_TICK = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class PeerWatch:
     """Who watches whom, and for how long it may be silent."""
 
     machine: int
@@ -45,10 +45,10 @@ class Watch:
         return range(1, self.machines) if self.machine == 0 else (0,)
 
 
-class Line:
+class Heartbeat:
     """Beats for this machine and sees the beats of others, a fault told by another machine, and the common end."""
 
-    def __init__(self, open_store: Callable[[], Store], watch: Watch, start: int) -> None:
+    def __init__(self, open_store: Callable[[], Store], watch: PeerWatch, start: int) -> None:
         self.lost: int | None = None  # a machine that is silent
         self.is_faulty = False  # another machine told of a fault
         self.ended: str | None = None  # somebody stopped the run, and how
@@ -109,34 +109,34 @@ _CONNECT = timedelta(seconds=10)
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class MachineReport:
     """What one machine brings to a meeting."""
 
     facts: Mapping[str, Any]
     batches: tuple[int, ...]
     sees: bool = True  # the run folder of machine 0
-    deaths: tuple[Death, ...] = ()
-    hung: tuple[Hung, ...] = ()
+    exits: tuple[RankExit, ...] = ()
+    hung: tuple[HungRank, ...] = ()
     lost: tuple[int, ...] = ()
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: bytes) -> Report:
+    def from_json(text: bytes) -> MachineReport:
         found = json.loads(text)
-        return Report(
+        return MachineReport(
             found["facts"],
             tuple(found["batches"]),
             found["sees"],
-            tuple(Death(**death) for death in found["deaths"]),
-            tuple(Hung(**hung) for hung in found["hung"]),
+            tuple(RankExit(**exit) for exit in found["exits"]),
+            tuple(HungRank(**hung) for hung in found["hung"]),
             tuple(found["lost"]),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class StartDecision:
     """What machine 0 decided: where to begin, or why there is no start."""
 
     batch: int = 0
@@ -146,7 +146,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class MeetingConfig:
     """Where the store is, what its keys begin with, and how long machines wait for each other."""
 
     port: int
@@ -157,50 +157,52 @@ class Terms:
     site: Site | None = None
 
 
-Decide = Callable[[Mapping[int, Report], float], Verdict | None]
+Decide = Callable[[Mapping[int, MachineReport], float], StartDecision | None]
 
 
 @dataclass
-class Crew:
+class Meeting:
     """One machine's place among the machines of a run."""
 
-    terms: Terms
+    config: MeetingConfig
     say: Say = lambda line: None
     start: int = 0  # number of the start that is under way
-    _session: str = field(default_factory=lambda: secrets.token_hex(8))
-    _line: Line | None = None
+    session: str = field(default_factory=lambda: secrets.token_hex(8))
+    _heartbeat: Heartbeat | None = None
     _is_done: bool = False
     _seen: tuple[str, int] = ("", 0)  # the last round of machine 0 that was new
 
     @property
     def machine(self) -> int:
-        return self.terms.site.index if self.terms.site else 0
+        return self.config.site.index if self.config.site else 0
 
     @property
     def machines(self) -> int:
-        return len(self.terms.site.nodes) if self.terms.site else 1
+        return len(self.config.site.nodes) if self.config.site else 1
 
     def open_store(self) -> Store:
         """A connection of its own to the keys of this run."""
-        return PrefixStore(self.terms.keys, TCPStore(LOOPBACK, self.terms.port, is_master=False, timeout=_CONNECT))
+        return PrefixStore(self.config.keys, TCPStore(LOOPBACK, self.config.port, is_master=False, timeout=_CONNECT))
 
     def name(self, machine: int) -> str:
-        return str(self.terms.site.nodes[machine]) if self.terms.site else f"machine {machine}"
+        return str(self.config.site.nodes[machine]) if self.config.site else f"machine {machine}"
 
-    def meet(self, report: Report, decide: Decide) -> Verdict:
+    def meet(self, report: MachineReport, decide: Decide) -> StartDecision:
         """Wait for the others; then do what machine 0 decides."""
-        self._hang_up()
-        verdict = self._host(report, decide) if self.machine == 0 else self._attend(report)
-        if verdict.failed is not None:
-            raise RunFailed(verdict.failed)
+        self.stop_heartbeat()
+        decision = self._host(report, decide) if self.machine == 0 else self._attend(report)
+        if decision.failed is not None:
+            raise RunFailed(decision.failed)
         self._is_done = False
         if self.machines > 1:
-            self._line = Line(self.open_store, Watch(self.machine, self.machines, self.terms.lost), self.start)
-        return verdict
+            self._heartbeat = Heartbeat(
+                self.open_store, PeerWatch(self.machine, self.machines, self.config.lost), self.start
+            )
+        return decision
 
-    def trouble(self) -> int | None:
+    def peer_fault(self) -> int | None:
         """Whether to stop because of another machine: its number if it is lost, -1 if it told of a fault."""
-        line = self._line
+        line = self._heartbeat
         if line is None:
             return None
         if line.ended is not None:
@@ -209,19 +211,19 @@ class Crew:
             return line.lost
         return -1 if line.is_faulty else None
 
-    def alarm(self) -> None:
+    def announce_fault(self) -> None:
         """Tell the other machines to stop; one that can't be reached will notice by itself."""
         if self.machines > 1:
             self._tell(f"fault/{self.start}", str(self.machine))
 
-    def is_over(self) -> bool:
+    def all_done(self) -> bool:
         """Tell that the ranks here are done; whether all are."""
-        if self._line is None:
+        if self._heartbeat is None:
             return True
         if not self._is_done:
             self.open_store().add(f"done/{self.start}", 1)
             self._is_done = True
-        return self._line.done >= self.machines
+        return self._heartbeat.done >= self.machines
 
     def leave(self, ended: str | None = None) -> None:
         """Go, after the others know why."""
@@ -229,7 +231,7 @@ class Crew:
             return
         if ended is not None:
             self._tell("end", f"{ended} on {self.name(self.machine)}")
-        self._hang_up()
+        self.stop_heartbeat()
         try:
             store = self._near_store()
             left, limit = store.add("left", 1), time.monotonic() + _FAREWELL_SECONDS
@@ -239,10 +241,10 @@ class Crew:
         except (RuntimeError, OSError):
             pass  # they have to find out by themselves
 
-    def _hang_up(self) -> None:
-        if self._line is not None:
-            self._line.close()
-            self._line = None
+    def stop_heartbeat(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
 
     def _tell(self, key: str, text: str) -> None:
         with contextlib.suppress(RuntimeError, OSError):
@@ -253,50 +255,50 @@ class Crew:
     def _near_store(self) -> Store:
         """The store, or an error at once where it is out of reach."""
         if self.machine:
-            self._knock(_SHORT_SECONDS)
+            self._check_access(_SHORT_SECONDS)
         return self.open_store()
 
-    def _host(self, report: Report, decide: Decide) -> Verdict:
+    def _host(self, report: MachineReport, decide: Decide) -> StartDecision:
         self.start += 1
         store, here = self.open_store(), {0: report}
         if self.machines > 1:
-            post_folder(store, self.terms.folder, self._session)
-        store.set("round", json.dumps([self._session, self.start]))
-        waiting = _Waiting(self.say, self.terms.join)
-        while (verdict := decide(here, waiting.seconds)) is None:
+            announce_folder(store, self.config.folder, self.session)
+        store.set("round", json.dumps([self.session, self.start]))
+        waiting = _Waiting(self.say, self.config.join)
+        while (decision := decide(here, waiting.seconds)) is None:
             for machine in range(1, self.machines):
                 key = f"here/{self.start}/{machine}"
                 if machine not in here and store.check([key]):
-                    here[machine] = Report.from_json(store.get(key))
+                    here[machine] = MachineReport.from_json(store.get(key))
             missing = [self.name(machine) for machine in range(self.machines) if machine not in here]
             if late := waiting.for_whom(missing):
-                verdict = Verdict(failed=late)
+                decision = StartDecision(failed=late)
                 break
-        store.set(f"go/{self.start}", json.dumps(asdict(verdict)))
-        return verdict
+        store.set(f"go/{self.start}", json.dumps(asdict(decision)))
+        return decision
 
-    def _attend(self, report: Report) -> Verdict:
-        waiting = _Waiting(self.say, self.terms.join)
+    def _attend(self, report: MachineReport) -> StartDecision:
+        waiting = _Waiting(self.say, self.config.join)
         host = [self.name(0)]
         while True:
             try:
-                self._knock()
+                self._check_access()
                 store = self.open_store()
                 while (found := self._new_round(store)) is None:
                     if late := waiting.for_whom(host):
-                        return Verdict(failed=late)
+                        return StartDecision(failed=late)
                 self._seen, self.start = found, found[1]
-                seen = replace(report, sees=link_checkpoints(store, self.terms.folder, found[0]))
+                seen = replace(report, sees=link_checkpoints(store, self.config.folder, found[0]))
                 store.set(f"here/{self.start}/{self.machine}", seen.as_json())
                 while not store.check([f"go/{self.start}"]):
                     if late := waiting.for_whom(["the other machines"]):
-                        return Verdict(failed=late)
-                return Verdict(**json.loads(store.get(f"go/{self.start}")))
+                        return StartDecision(failed=late)
+                return StartDecision(**json.loads(store.get(f"go/{self.start}")))
             except (OSError, TimeoutError, RuntimeError) as error:
                 if isinstance(error, RunFailed):
                     raise
                 if late := waiting.for_whom(host):
-                    return Verdict(failed=late)
+                    return StartDecision(failed=late)
 
     def _new_round(self, store: Store) -> tuple[str, int] | None:
         """The round that machine 0 is at, once this machine is not in it yet."""
@@ -308,13 +310,13 @@ class Crew:
             return None
         return session, start
 
-    def _knock(self, seconds: float | None = None) -> None:
-        site = self.terms.site
+    def _check_access(self, seconds: float | None = None) -> None:
+        site = self.config.site
         assert site is not None
         host = site.nodes[0]
         try:
-            knock((host.host, host.port), site.address, site.token, seconds or _CONNECT.total_seconds())
-        except NoEntry:
+            check_access((host.host, host.port), site.address, site.token, seconds or _CONNECT.total_seconds())
+        except AccessDenied:
             raise RunFailed(
                 f"{host} at port {host.port} does not know this machine's token; use the same token on each machine"
             ) from None

@@ -21,7 +21,7 @@ _KEY = "folder"
 _MARK = ".session"
 
 
-def post_folder(store: Store, folder: Path, session: str) -> None:
+def announce_folder(store: Store, folder: Path, session: str) -> None:
     """Tell where the run folder is, and leave a mark in it by which it is known."""
     checkpoints_folder(folder).mkdir(exist_ok=True)
     (checkpoints_folder(folder) / _MARK).write_text(session)
@@ -44,12 +44,12 @@ def link_checkpoints(store: Store, folder: Path, session: str) -> bool:
 _PIECE = 64 << 20  # bytes
 
 
-def is_far(plan: Plan, stage: Stage) -> bool:
+def is_remote(plan: Plan, stage: Stage) -> bool:
     """Whether a stage's first replica is on another machine than rank 0."""
     return plan.devices[stage.ranks[0]].machine != plan.devices[0].machine
 
 
-def send_state(network: Network, stage: Stage, state: Mapping[str, Tensor]) -> None:
+def send_weights(network: Network, stage: Stage, state: Mapping[str, Tensor]) -> None:
     """Send a stage's weights to rank 0, which must receive them."""
     content = torch.frombuffer(bytearray(save(dict(state))), dtype=torch.uint8)
     name = _channel(stage)
@@ -59,7 +59,7 @@ def send_state(network: Network, stage: Stage, state: Mapping[str, Tensor]) -> N
         transport.send(piece).wait()
 
 
-def receive_state(network: Network, stage: Stage) -> dict[str, Tensor]:
+def receive_weights(network: Network, stage: Stage) -> dict[str, Tensor]:
     """The weights that a stage's first replica sends."""
     name = _channel(stage)
     transport = network.transport(name, 1)

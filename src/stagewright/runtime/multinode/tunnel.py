@@ -1,6 +1,6 @@
 """The door of the store: torch's store asks nobody for a name, so between machines only those with the token reach it.
 
-    rank ─► loopback ─► Tunnel ═══ both sides prove that they know the token ═══► Door ─► loopback ─► store
+    rank ─► loopback ─► Tunnel ═══ both sides prove that they know the token ═══► TunnelServer ─► loopback ─► store
 
 The store itself listens on loopback. A proof is a keyed hash of what both sides made up for this connection, so nothing
 that was overheard opens the door again."""
@@ -28,11 +28,11 @@ _GREETING = b"stagewright door 1\n"
 Refused = Callable[[str], None]
 
 
-class NoEntry(ValueError):
+class AccessDenied(ValueError):
     """The other machine does not know the token, or this one does not."""
 
 
-class Loop:
+class LoopThread:
     """An event loop on a thread of its own, and a server on it."""
 
     def __init__(self, listener: socket.socket, serve: Callable[[Any, Any], Awaitable[None]]) -> None:
@@ -76,7 +76,7 @@ class Loop:
         self._thread.join(5)
 
 
-class Door:
+class TunnelServer:
     """Lets those who know the token through to a port of this machine's loopback."""
 
     def __init__(self, listener: socket.socket, target: int, token: str, lost: float, refused: Refused) -> None:
@@ -85,7 +85,7 @@ class Door:
         self._lost = lost
         self._refused = refused
         self._strangers = 0
-        self._loop = Loop(listener, self._serve)
+        self._loop = LoopThread(listener, self._serve)
         self.close = self._loop.close
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -126,21 +126,21 @@ class Tunnel:
         self._lost = lost
         listener = socket.socket()
         listener.bind((LOOPBACK, 0))
-        self._loop = Loop(listener, self._serve)
+        self._loop = LoopThread(listener, self._serve)
         self.port = self._loop.port
         self.close = self._loop.close
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             far = await asyncio.wait_for(_enter(self._address, self._source, self._token), _HANDSHAKE_SECONDS)
-        except NoEntry:
+        except AccessDenied:
             return
         _watch(far[1], self._lost)
         await _join(reader, writer, *far)
 
 
-def knock(address: tuple[str, int], source: str, token: str, seconds: float = _HANDSHAKE_SECONDS) -> None:
-    """Pass through a door once: OSError where there is none yet, NoEntry where the token is not the same."""
+def check_access(address: tuple[str, int], source: str, token: str, seconds: float = _HANDSHAKE_SECONDS) -> None:
+    """Pass through a door once: OSError where there is none yet, AccessDenied where the token is not the same."""
 
     async def visit() -> None:
         _, writer = await asyncio.wait_for(_enter(address, source, token), seconds)
@@ -163,9 +163,9 @@ async def _enter(address: tuple[str, int], source: str, token: str) -> tuple[Any
         try:
             proof = await reader.readexactly(_PROOF)
         except EOFError as error:
-            raise NoEntry from error
+            raise AccessDenied from error
         if not hmac.compare_digest(proof, _proof(token, b"host", theirs, own)):
-            raise NoEntry
+            raise AccessDenied
     except BaseException:
         writer.close()
         raise

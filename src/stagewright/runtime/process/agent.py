@@ -16,9 +16,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from stagewright.runtime.comm.transport import LOOPBACK
-from stagewright.runtime.faults import Death, Hung
-from stagewright.runtime.multinode.meeting import Crew
-from stagewright.runtime.process.signals import kept_signals
+from stagewright.runtime.faults import HungRank, RankExit
+from stagewright.runtime.multinode.meeting import Meeting
+from stagewright.runtime.process.signals import preserve_signals
 from stagewright.runtime.process.watchdog import Watchdog
 
 
@@ -65,7 +65,7 @@ _TORCH_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 class Agent(LocalElasticAgent):
     """Starts the ranks of one machine, and ends them all as soon as one is dead or hangs.
 
-    What it saw stays in `deaths`, `hung` and `lost` until the next start; the rendezvous decides whether there is one.
+    What it saw stays in `exits`, `hung` and `lost` until the next start; the rendezvous decides whether there is one.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Agent(LocalElasticAgent):
         world: int,
         make_watchdog: Callable[[], Watchdog],
         environment: Callable[[], Mapping[str, str]],
-        crew: Crew,
+        meeting: Meeting,
     ) -> None:
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL))
-        self.deaths: list[Death] = []
-        self.hung: list[Hung] = []
+        self.exits: list[RankExit] = []
+        self.hung: list[HungRank] = []
         self.lost: list[int] = []
         self._folder = folder
         self._ranks = ranks
@@ -88,7 +88,7 @@ class Agent(LocalElasticAgent):
         self._make_watchdog = make_watchdog
         self._watchdog = make_watchdog()
         self._environment = environment
-        self._crew = crew
+        self._meeting = meeting
 
     def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
@@ -97,29 +97,29 @@ class Agent(LocalElasticAgent):
         return [Worker(index, rank, rank, self._world, self._world) for index, rank in enumerate(self._ranks)]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self.deaths, self.hung, self.lost = [], [], []
+        self.exits, self.hung, self.lost = [], [], []
         self._watchdog = self._make_watchdog()
         os.environ[_TORCH_SIGNALS] = "SIGHUP,SIGQUIT"  # a handler of torch's would raise while processes are made
-        with kept_signals(), _in_environment(self._environment()):
+        with preserve_signals(), _in_environment(self._environment()):
             started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = {rank: process.poll() for rank, process in self._processes().items()}
         if any(codes.values()):
-            self.deaths = [Death.of(self._folder, rank, code) for rank, code in codes.items() if code]
+            self.exits = [RankExit.of(self._folder, rank, code) for rank, code in codes.items() if code]
             return self._stop()
-        if (other := self._crew.trouble()) is not None:
+        if (other := self._meeting.peer_fault()) is not None:
             self.lost = [other] if other >= 0 else []
             return self._stop()
         running = {rank: process.pid for rank, process in self._processes().items() if codes[rank] is None}
-        hung = self._watchdog.look(running) if running else None
+        hung = self._watchdog.find_hung(running) if running else None
         if hung is not None:
             self.hung = [hung]
             os.kill(running[hung.rank], signal.SIGKILL)  # it would not hear anything else
             return self._stop()
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.state is WorkerState.SUCCEEDED and not self._crew.is_over():
+        if result.state is WorkerState.SUCCEEDED and not self._meeting.all_done():
             return RunResult(WorkerState.HEALTHY)
         return result
 
@@ -131,7 +131,7 @@ class Agent(LocalElasticAgent):
         return {rank: handlers[index].proc for index, rank in enumerate(self._ranks) if index in handlers}
 
     def _stop(self) -> RunResult:
-        self._crew.alarm()
+        self._meeting.announce_fault()
         self._shutdown()
         return RunResult(WorkerState.FAILED)
 

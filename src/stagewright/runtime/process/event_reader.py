@@ -15,7 +15,7 @@ Listen = Callable[[dict[str, Any]], None]
 _POLL_SECONDS = 0.02
 
 
-class Hearing:
+class EventReader:
     """A thread that takes one generation's events off the store, keeps the failures and passes on the rest."""
 
     def __init__(self, store: Store, listen: Listen) -> None:

@@ -17,16 +17,16 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from stagewright.errors import Interrupted
 from stagewright.runtime.comm.transport import LOOPBACK
 from stagewright.runtime.job import Job
-from stagewright.runtime.multinode.meeting import Crew, Say, Terms
+from stagewright.runtime.multinode.meeting import Meeting, MeetingConfig, Say
 from stagewright.runtime.multinode.nodes import Site, bound_to
-from stagewright.runtime.multinode.tunnel import Door, Tunnel, store_prefix
+from stagewright.runtime.multinode.tunnel import Tunnel, TunnelServer, store_prefix
 from stagewright.runtime.process.event_reader import Listen
-from stagewright.runtime.process.signals import kept_signals, on_signal
-from stagewright.runtime.process.supervisor import Restart, Supervisor
+from stagewright.runtime.process.signals import preserve_signals, stop_on_signal
+from stagewright.runtime.process.supervisor import StartPoint, Supervisor
 
 
 def launch(
-    job: Job, listen: Listen, restart: Restart | None = None, site: Site | None = None, say: Say = lambda line: None
+    job: Job, listen: Listen, restart: StartPoint | None = None, site: Site | None = None, say: Say = lambda line: None
 ) -> bool:
     """Run a job's ranks of this machine, one process each; on machine 0 `listen` hears every event, one at a time.
 
@@ -34,12 +34,16 @@ def launch(
     """
     folder = Path(job.folder)
     (folder / "ranks").mkdir(exist_ok=True)
-    with _agent_log(folder), kept_signals(signal.SIGHUP, signal.SIGQUIT), _meeting_place(job, site, folder) as terms:
-        crew = Crew(terms, say)
-        supervisor = Supervisor(job, listen, restart or Restart(), crew)
+    with (
+        _agent_log(folder),
+        preserve_signals(signal.SIGHUP, signal.SIGQUIT),
+        _meeting_place(job, site, folder) as terms,
+    ):
+        meeting = Meeting(terms, say)
+        supervisor = Supervisor(job, listen, restart or StartPoint(), meeting)
         ended: str | None = None
         try:
-            with on_signal(supervisor.stop):
+            with stop_on_signal(supervisor.stop):
                 supervisor.run()
         except SignalException as error:
             ended = f"interrupted by {signal.Signals(error.sigval).name}"
@@ -48,16 +52,16 @@ def launch(
             ended = f"interrupted {error.when}"
             raise
         finally:
-            crew.leave(ended)
+            meeting.leave(ended)
     return supervisor.is_stopping
 
 
 @contextmanager
-def _meeting_place(job: Job, site: Site | None, folder: Path) -> Iterator[Terms]:
+def _meeting_place(job: Job, site: Site | None, folder: Path) -> Iterator[MeetingConfig]:
     """A store on this machine's loopback, behind a door if there are others; or the way to machine 0's."""
     nodes = job.config.nodes
     keys = store_prefix(site.token) if site else secrets.token_hex(16)
-    terms = Terms(0, keys, folder, nodes.join_timeout, nodes.lost_timeout, site)
+    terms = MeetingConfig(0, keys, folder, nodes.join_timeout, nodes.lost_timeout, site)
     if site is not None and not site.is_host:
         host = site.nodes[0]
         tunnel = Tunnel((host.host, host.port), site.address, site.token, nodes.lost_timeout)
@@ -75,7 +79,7 @@ def _meeting_place(job: Job, site: Site | None, folder: Path) -> Iterator[Terms]
         del store
 
 
-def _open_door(site: Site, port: int, lost: float, log: Path) -> Door:
+def _open_door(site: Site, port: int, lost: float, log: Path) -> TunnelServer:
     def refused(peer: str) -> None:
         with log.open("a") as file:
             file.write(f"refused {peer}: it did not prove that it knows the token\n")
@@ -88,7 +92,7 @@ def _open_door(site: Site, port: int, lost: float, log: Path) -> Door:
             f"can't listen on {site.address} port {node.port}: {error.strerror}; "
             f"give another port on each machine: --nodes {node.host}:{node.port + 1},..."
         ) from error
-    return Door(listener, port, site.token, lost, refused)
+    return TunnelServer(listener, port, site.token, lost, refused)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from stagewright.runtime.comm.channel import ChannelName
 from stagewright.runtime.comm.gloo import GlooNetwork
 from stagewright.runtime.comm.transport import LOOPBACK, Place
 from stagewright.runtime.process.launch import bound_socket
-from stagewright.runtime.process.signals import die_with
+from stagewright.runtime.process.signals import exit_with_parent
 
 _SMALL, _LARGE = 4 << 10, 16 << 20
 _REPEATS = 7
@@ -57,7 +57,7 @@ def measure_links(ranks: int) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> None:
     """One process of the test."""
     rank, world, port, parent = (int(arguments[place]) for place in (0, 1, 2, 4))
-    die_with(parent)
+    exit_with_parent(parent)
     torch.set_num_threads(1)
     store = PrefixStore(arguments[3], TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=_TIMEOUT)))
     network = GlooNetwork(store, rank, Place(), _TIMEOUT)

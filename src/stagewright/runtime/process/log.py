@@ -15,7 +15,7 @@ from typing import Any
 
 from stagewright.events import Evaluated, Replaced, Restarted, Resumed, Saved, Score, Step, Unsaved
 from stagewright.metrics import Span, Timeline
-from stagewright.runtime.checkpoint.commit import Keeper, leave_out
+from stagewright.runtime.checkpoint.commit import Committer, set_aside_after
 from stagewright.runtime.checkpoint.folder import clear, open_checkpoint
 from stagewright.runtime.job import Job
 from stagewright.runtime.stage.optimizer import learning_rate
@@ -138,7 +138,7 @@ class Collector:
         self.steps = [step for step in self.steps if step.batch < batch]
         self.evaluations = [evaluated for evaluated in self.evaluations if evaluated.batch <= batch]
 
-    def hear(self, event: dict[str, Any]) -> None:
+    def handle(self, event: dict[str, Any]) -> None:
         """Take one event of one rank."""
         match event["kind"]:
             case "ready":
@@ -146,13 +146,13 @@ class Collector:
                 if len(self._ready) == self._job.plan.world:
                     self._start_clock()
             case "losses":
-                self._hear_losses(event["losses"], event.get("time", time.monotonic()), event.get("scale"))
+                self._add_losses(event["losses"], event.get("time", time.monotonic()), event.get("scale"))
             case "score":
-                self._hear_score(event["batch"], event["rank"], Score(*event["score"]))
+                self._add_score(event["batch"], event["rank"], Score(*event["score"]))
             case "skipped":
                 self.skipped[event["stage"]] += 1
             case "bad":
-                self._hear_bad(Replaced(event["index"], event["reason"]))
+                self._add_bad(Replaced(event["index"], event["reason"]))
             case "shortage":
                 self.shortage = (event["rank"], event["room"])
             case "stopped":
@@ -185,13 +185,13 @@ class Collector:
         self._last = time.monotonic()
         self._began = self._last - (self.steps[-1].seconds if self.steps else 0.0)
 
-    def _hear_bad(self, replaced: Replaced) -> None:
+    def _add_bad(self, replaced: Replaced) -> None:
         """Tell of a bad record once, however many ranks or epochs met it."""
         if replaced not in self.replaced:
             self.replaced.add(replaced)
             self._tell(replaced)
 
-    def _hear_losses(self, losses: list[tuple[int, float]], at: float, scale: float | None) -> None:
+    def _add_losses(self, losses: list[tuple[int, float]], at: float, scale: float | None) -> None:
         microbatches = self._job.plan.microbatches
         for number, loss in losses:
             self._losses.setdefault(number // microbatches, {})[number] = loss
@@ -212,7 +212,7 @@ class Collector:
         self.steps.append(step)
         self._tell(step)
 
-    def _hear_score(self, batch: int, rank: int, score: Score) -> None:
+    def _add_score(self, batch: int, rank: int, score: Score) -> None:
         scores = self._scores.setdefault(batch, {})
         scores[rank] = score
         last_ranks = self._job.plan.stages[-1].ranks
@@ -228,11 +228,11 @@ class Ledger:
     def __init__(self, job: Job, batches_per_epoch: int, show: Callable[[Record], None]) -> None:
         self._folder = folder = Path(job.folder)
         clear(folder)
-        leave_out(folder, job.start)
+        set_aside_after(folder, job.start)
         self._lock = threading.Lock()
         self._show = show
         self._journal = Journal(folder / "metrics.jsonl", job.start)
-        self._keeper = Keeper(job, self._tell)
+        self._committer = Committer(job, self._tell)
         self.collector = Collector(job, batches_per_epoch, self._tell, self._journal.records)
         if job.resume is not None:
             plan = open_checkpoint(Path(job.resume)).manifest.plan
@@ -246,22 +246,22 @@ class Ledger:
     ) -> None:
         self._journal.close()
 
-    def hear(self, event: dict[str, Any]) -> None:
+    def handle(self, event: dict[str, Any]) -> None:
         """Take one event of one rank."""
         with self._lock:
             match event["kind"]:
                 case "saved":
-                    self._keeper.hear(event)
+                    self._committer.add(event)
                 case "restarted":
                     self._rewind(Restarted(event["batch"], event["cause"]))
                 case _:
-                    self.collector.hear(event)
+                    self.collector.handle(event)
 
     def _rewind(self, restarted: Restarted) -> None:
         """The ranks have ended, and begin again."""
-        self._keeper.forget()
+        self._committer.discard()
         clear(self._folder)
-        leave_out(self._folder, restarted.batch)
+        set_aside_after(self._folder, restarted.batch)
         self._journal.rewind(restarted.batch)
         self.collector.rewind(restarted.batch)
         self._tell(restarted)

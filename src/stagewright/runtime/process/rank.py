@@ -28,12 +28,12 @@ from stagewright.runtime.comm.nccl import open_network
 from stagewright.runtime.comm.transport import LostPeer, Pending, Place
 from stagewright.runtime.faults import describe_shortage, shortage_event
 from stagewright.runtime.job import Job
-from stagewright.runtime.multinode.shared_files import is_far, receive_state, send_state
+from stagewright.runtime.multinode.shared_files import is_remote, receive_weights, send_weights
 from stagewright.runtime.process.assemble import assemble, set_up
-from stagewright.runtime.process.signals import die_with
+from stagewright.runtime.process.signals import exit_with_parent
 from stagewright.runtime.stage.recorder import make_recorder
 from stagewright.runtime.stage.worker import Worker
-from stagewright.runtime.status_file import last_action, position_file
+from stagewright.runtime.status_file import last_action, status_path
 
 EVENTS = "events"
 SUPERVISOR = "STAGEWRIGHT_SUPERVISOR"  # the environment variable that holds its process id
@@ -44,7 +44,7 @@ _LOOK_SECONDS = 0.5
 def main() -> None:
     """Run one rank of a job to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells every process; the supervisor tells the ranks
-    die_with(int(os.environ[SUPERVISOR]))  # which may have ended while this process was still importing
+    exit_with_parent(int(os.environ[SUPERVISOR]))  # which may have ended while this process was still importing
     job = Job.load(Path(sys.argv[1]))
     rank, keys = int(os.environ["RANK"]), os.environ[KEYS]
     torch.set_num_threads(job.config.run.threads)
@@ -83,7 +83,7 @@ def run_rank(job: Job, rank: int, store: Store, emit: Any, control: Store | None
     set_up(job.config)
     device = open_device(job.config.run.device, job.plan.devices[rank].index, share=job.config.run.share_gpu)
     network = open_network(job.config, store, rank, Place.of(job.plan, rank), job.patience, device)
-    recorder = make_recorder(position_file(folder, rank), device)
+    recorder = make_recorder(status_path(folder, rank), device)
     worker = assemble(job, rank, network, emit, recorder, device)
     worker.saver = DiskSaver(job, worker, emit)
     if job.resume is not None:
@@ -128,16 +128,16 @@ def _save_states(worker: Worker, folder: Path, network: Network) -> None:
             continue
         stage, state = item
         tensors = {name: tensor.contiguous().clone().cpu() for name, tensor in state.items()}
-        if is_far(worker.plan, stage):
-            send_state(network, stage, tensors)
+        if is_remote(worker.plan, stage):
+            send_weights(network, stage, tensors)
         else:
             save_file(tensors, state_file(folder, stage.index))
-    for stage in filter(lambda stage: worker.rank == 0 and is_far(worker.plan, stage), worker.plan.stages):
-        save_file(receive_state(network, stage), state_file(folder, stage.index))
+    for stage in filter(lambda stage: worker.rank == 0 and is_remote(worker.plan, stage), worker.plan.stages):
+        save_file(receive_weights(network, stage), state_file(folder, stage.index))
 
 
 def _failure(job: Job, rank: int, error: BaseException) -> dict[str, Any]:
-    action = last_action(position_file(Path(job.folder), rank), rank)
+    action = last_action(status_path(Path(job.folder), rank), rank)
     cause = f"{type(error).__name__}: {first_line(error)}"
     return {
         "kind": "failure",

@@ -19,9 +19,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def on_signal(stop: Callable[[], None]) -> Iterator[None]:
+def stop_on_signal(stop: Callable[[], None]) -> Iterator[None]:
     """Have the first signal call `stop` and the second raise, while the context is open."""
-    with kept_signals():
+    with preserve_signals():
         if threading.current_thread() is threading.main_thread():
             handler = _polite_handler(stop)
             for number in SIGNALS:
@@ -30,7 +30,7 @@ def on_signal(stop: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def kept_signals(*numbers: signal.Signals) -> Iterator[None]:
+def preserve_signals(*numbers: signal.Signals) -> Iterator[None]:
     """Put handlers back that others replace while the context is open: of SIGINT and SIGTERM, and of these signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -62,7 +62,7 @@ _PARENT_DEATH_SIGNAL = 1  # of prctl
 _LOOK_SECONDS = 0.5
 
 
-def die_with(parent: int) -> None:
+def exit_with_parent(parent: int) -> None:
     """End this process soon after its supervisor, however that ended; Linux does it even for one that is stopped."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))

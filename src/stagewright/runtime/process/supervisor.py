@@ -13,22 +13,22 @@ from torch.distributed import PrefixStore, Store
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from stagewright.errors import RunFailed
-from stagewright.runtime.checkpoint.folder import checkpoints_folder, newest_whole
+from stagewright.runtime.checkpoint.folder import checkpoints_folder, newest_intact
 from stagewright.runtime.checkpoint.pauses import STOP
 from stagewright.runtime.comm.transport import ADDRESS, LOOPBACK
-from stagewright.runtime.faults import Fault, log_fault, tell
+from stagewright.runtime.faults import Fault, describe_fault, log_fault
 from stagewright.runtime.job import Job
-from stagewright.runtime.multinode.consistency import difference, facts_of
-from stagewright.runtime.multinode.meeting import Crew, Report, Verdict
+from stagewright.runtime.multinode.consistency import consistency_values, difference
+from stagewright.runtime.multinode.meeting import MachineReport, Meeting, StartDecision
 from stagewright.runtime.multinode.nodes import interface_of
 from stagewright.runtime.process.agent import Agent, Rendezvous
-from stagewright.runtime.process.event_reader import Hearing, Listen
+from stagewright.runtime.process.event_reader import EventReader, Listen
 from stagewright.runtime.process.rank import KEYS, SUPERVISOR
 from stagewright.runtime.process.watchdog import Limits, Watchdog
-from stagewright.runtime.status_file import position_file
+from stagewright.runtime.status_file import status_path
 
 
-class Restart:
+class StartPoint:
     """Decides before every start where ranks begin; this one knows no other place than the beginning."""
 
     def batches(self) -> Sequence[int]:
@@ -40,7 +40,7 @@ class Restart:
         return job
 
 
-class FromCheckpoint(Restart):
+class NewestCheckpoint(StartPoint):
     """Begins with the newest whole checkpoint of a run, or where the run itself began."""
 
     def __init__(self, job: Job) -> None:
@@ -49,7 +49,7 @@ class FromCheckpoint(Restart):
         self._starts = 0
 
     def batches(self) -> Sequence[int]:
-        newest, _ = newest_whole(self._folder) if self._starts else (None, [])
+        newest, _ = newest_intact(self._folder) if self._starts else (None, [])
         self._starts += 1
         return (self._start,) if newest is None else (self._start, newest.batch)
 
@@ -71,16 +71,16 @@ class Supervisor:
                                             └──► start 2, from the last batch that every machine knows of
     """
 
-    def __init__(self, job: Job, listen: Listen, restart: Restart, crew: Crew) -> None:
+    def __init__(self, job: Job, listen: Listen, restart: StartPoint, meeting: Meeting) -> None:
         self._job = job
         self._listen = listen
         self._restart = restart
-        self._crew = crew
+        self._meeting = meeting
         self._restarts = 0
         self.is_stopping = False
         self._fault: Fault | None = None  # of the start before, once it is told
         self._last: Fault | None = None
-        self._hearing: Hearing | None = None
+        self._hearing: EventReader | None = None
         self._folder = Path(job.folder)
         self._agent = self._make_agent()
 
@@ -104,14 +104,14 @@ class Supervisor:
     def _make_agent(self) -> Agent:
         plan, run = self._job.plan, self._job.config.run
         limits = Limits(run.timeout, run.start_timeout)
-        ranks = [rank for rank, device in enumerate(plan.devices) if device.machine == self._crew.machine]
-        port = self._crew.terms.port
+        ranks = [rank for rank, device in enumerate(plan.devices) if device.machine == self._meeting.machine]
+        port = self._meeting.config.port
         spec = WorkerSpec(
             role="rank",
             local_world_size=len(ranks),
             entrypoint=sys.executable,
             args=("-m", "stagewright.runtime.process.rank", str(self._folder / "job.json")),
-            rdzv_handler=Rendezvous(self._begin, self._crew.machine, self._crew.machines, port),
+            rdzv_handler=Rendezvous(self.begin, self._meeting.machine, self._meeting.machines, port),
             max_restarts=_MANY,  # the meeting of machines counts them
             monitor_interval=0.1,
             master_addr=LOOPBACK,
@@ -123,119 +123,119 @@ class Supervisor:
             ranks,
             plan.world,
             lambda: Watchdog(self._folder, limits),
-            self._environment,
-            self._crew,
+            self.environment,
+            self._meeting,
         )
 
-    def _environment(self) -> Mapping[str, str]:
+    def environment(self) -> Mapping[str, str]:
         """What ranks are told beside their job: the keys of this start, and the interface to use."""
-        site = self._crew.terms.site
-        told = {KEYS: f"{self._crew.terms.keys}/{self._crew.start}", ADDRESS: site.address if site else LOOPBACK}
+        site = self._meeting.config.site
+        told = {KEYS: f"{self._meeting.config.keys}/{self._meeting.start}", ADDRESS: site.address if site else LOOPBACK}
         told[SUPERVISOR] = str(os.getpid())
         interface = interface_of(site.address) if site else None
         if interface is not None and _NCCL_INTERFACE not in os.environ:
             told[_NCCL_INTERFACE] = f"={interface}"  # this one, not all whose names begin like it
         return told
 
-    def _begin(self) -> Store:
+    def begin(self) -> Store:
         """Before every start: account for the one before, agree where to begin, and listen."""
         self.close()
         agent = self._agent
-        report = Report(
-            facts_of(self._job) if self._crew.machines > 1 else {},
+        report = MachineReport(
+            consistency_values(self._job) if self._meeting.machines > 1 else {},
             tuple(self._restart.batches()),
-            deaths=tuple(agent.deaths),
+            exits=tuple(agent.exits),
             hung=tuple(agent.hung),
             lost=tuple(agent.lost),
         )
-        if self._crew.machine and self._crew.start and agent.lost and self._restarts >= self._most_restarts:
+        if self._meeting.machine and self._meeting.start and agent.lost and self._restarts >= self._most_restarts:
             raise RunFailed(self._lost_text(agent.lost[0]))  # nobody is there to decide it
         self._fault = None
-        verdict = self._crew.meet(report, self._decide)
-        if verdict.cause is not None:
-            self._restarts = verdict.restart
-            self._note(verdict)
+        decision = self._meeting.meet(report, self.decide)
+        if decision.cause is not None:
+            self._restarts = decision.restart
+            self._note(decision)
         for rank in range(self._job.plan.world):
-            position_file(self._folder, rank).unlink(missing_ok=True)  # where the last start was is no news of this one
-        self._restart.job(self._job, verdict.batch).save(self._folder / "job.json")
-        if self._crew.machine == 0:
-            self._hearing = Hearing(PrefixStore(str(self._crew.start), self._crew.open_store()), self._listen)
+            status_path(self._folder, rank).unlink(missing_ok=True)  # where the last start was is no news of this one
+        self._restart.job(self._job, decision.batch).save(self._folder / "job.json")
+        if self._meeting.machine == 0:
+            self._hearing = EventReader(PrefixStore(str(self._meeting.start), self._meeting.open_store()), self._listen)
         if self.is_stopping:
             self.stop()  # it was asked for before there was anybody to ask
-        return PrefixStore(f"{self._crew.start}/agent", self._crew.open_store())
+        return PrefixStore(f"{self._meeting.start}/agent", self._meeting.open_store())
 
-    def _note(self, verdict: Verdict) -> None:
+    def _note(self, decision: StartDecision) -> None:
         told: dict[str, Any] = {
             "kind": "restarted",
-            "batch": verdict.batch,
-            "restart": verdict.restart,
-            "cause": verdict.cause,
+            "batch": decision.batch,
+            "restart": decision.restart,
+            "cause": decision.cause,
         }
-        self._crew.say(f"{verdict.cause}; restart {verdict.restart} from batch {verdict.batch}")
+        self._meeting.say(f"{decision.cause}; restart {decision.restart} from batch {decision.batch}")
         self._listen(told)
 
     def stop(self) -> None:
         """Have all ranks, of every machine, keep a checkpoint as soon as they can, and end."""
         self.is_stopping = True
-        if self._crew.start:
-            PrefixStore(str(self._crew.start), self._crew.open_store()).set(STOP, STOP)
+        if self._meeting.start:
+            PrefixStore(str(self._meeting.start), self._meeting.open_store()).set(STOP, STOP)
 
     def _was_stopped(self) -> bool:
         """Whether another machine asked all to stop."""
-        start = PrefixStore(str(self._crew.start), self._crew.open_store())
-        return self._crew.machine > 0 and bool(start.check([STOP]))
+        start = PrefixStore(str(self._meeting.start), self._meeting.open_store())
+        return self._meeting.machine > 0 and bool(start.check([STOP]))
 
     @property
     def _most_restarts(self) -> int:
         return self._job.max_restarts
 
-    def _decide(self, reports: Mapping[int, Report], waited: float) -> Verdict | None:
-        """Machine 0's verdict on what the machines report; None to wait for more of them."""
+    def decide(self, reports: Mapping[int, MachineReport], waited: float) -> StartDecision | None:
+        """Machine 0's decision on what the machines report; None to wait for more of them."""
         for machine, report in reports.items():
             if differs := difference(reports[0].facts, report.facts):
                 name, here, there = differs
-                return Verdict(
-                    failed=f"{self._crew.name(machine)} has {name} = {there} but machine 0 has {here}; "
+                return StartDecision(
+                    failed=f"{self._meeting.name(machine)} has {name} = {there} but machine 0 has {here}; "
                     "run the same command, with the same code and data, on each machine"
                 )
         lost = {number for report in reports.values() for number in report.lost}
-        is_complete = len(reports) == self._crew.machines
-        if self._crew.start > 1 and self._fault is None:
+        is_complete = len(reports) == self._meeting.machines
+        if self._meeting.start > 1 and self._fault is None:
             if (
                 not is_complete
-                and len(reports) + len(lost - set(reports)) < self._crew.machines
+                and len(reports) + len(lost - set(reports)) < self._meeting.machines
                 and waited < _REPORT_SECONDS
             ):
                 return None
             self._fault = self._account(reports)
         if self._fault is not None and (final := self._final(self._fault)):
-            return Verdict(failed=final)
+            return StartDecision(failed=final)
         if not is_complete:
             return None
         blind = [machine for machine, report in reports.items() if not report.sees]
         if blind and self._job.keeps_checkpoints:
-            return Verdict(
-                failed=f"{self._crew.name(blind[0])} does not see {self._folder}, where machine 0 keeps checkpoints; "
+            return StartDecision(
+                failed=f"{self._meeting.name(blind[0])} does not see {self._folder}, where machine 0 keeps checkpoints; "
                 "choose --runs on a file system that they share, or leave out --checkpoint-every"
             )
         batches = reports[0].batches
         batch = min(batches) if blind else max(batches)
         if self._fault is None:
-            return Verdict(batch)
+            return StartDecision(batch)
         self._last = self._fault
-        return Verdict(batch, self._restarts + 1, self._fault.text)
+        return StartDecision(batch, self._restarts + 1, self._fault.text)
 
-    def _account(self, reports: Mapping[int, Report]) -> Fault:
+    def _account(self, reports: Mapping[int, MachineReport]) -> Fault:
         """What went wrong, from all that is known; every account goes into the log."""
         failures = self._hearing.failures if self._hearing else []
-        silent = [machine for machine in range(self._crew.machines) if machine not in reports]
-        fault = tell(
+        silent = [machine for machine in range(self._meeting.machines) if machine not in reports]
+        fault = describe_fault(
             self._job.plan,
             failures,
-            [death for report in reports.values() for death in report.deaths],
+            [exit for report in reports.values() for exit in report.exits],
             [hung for report in reports.values() for hung in report.hung],
             [self._lost_text(machine) for report in reports.values() for machine in report.lost]
-            + [f"lost {self._crew.name(machine)}: it does not say what happened" for machine in silent],
+            + [f"lost {self._meeting.name(machine)}: it does not say what happened" for machine in silent],
         )
         log_fault(self._folder, fault, failures)
         return fault
@@ -248,4 +248,4 @@ class Supervisor:
         return f"{fault.text}, again after {self._restarts} restarts" if is_same else fault.text
 
     def _lost_text(self, machine: int) -> str:
-        return f"lost {self._crew.name(machine)}: no sign of it for {self._crew.terms.lost:g} s (see --lost-timeout)"
+        return f"lost {self._meeting.name(machine)}: no sign of it for {self._meeting.config.lost:g} s (see --lost-timeout)"

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from stagewright.runtime.faults import Hung
-from stagewright.runtime.status_file import Sight, State, look, position_file
+from stagewright.runtime.faults import HungRank
+from stagewright.runtime.status_file import RankStatus, State, read_status, status_path
 
 _STOPPED_SECONDS = 10.0
 _WAITING_FACTOR = 1.5
@@ -29,10 +29,10 @@ class Limits:
     timeout: float
     start: float
 
-    def of(self, sight: Sight, is_started: bool) -> float:
-        if not is_started or sight.state is State.SAVING:
+    def of(self, status: RankStatus, is_started: bool) -> float:
+        if not is_started or status.state is State.SAVING:
             return self.start
-        return self.timeout if sight.state is State.WORKING else self.timeout * _WAITING_FACTOR
+        return self.timeout if status.state is State.WORKING else self.timeout * _WAITING_FACTOR
 
 
 class Watchdog:
@@ -51,19 +51,19 @@ class Watchdog:
         self._clock = clock
         self._read = clock()
         self._now = 0.0
-        self._seen: dict[int, tuple[Sight, float]] = {}
+        self._seen: dict[int, tuple[RankStatus, float]] = {}
         self._running: dict[int, float] = {}  # when a process was last seen not to be stopped
 
-    def look(self, processes: Mapping[int, int]) -> Hung | None:
+    def find_hung(self, processes: Mapping[int, int]) -> HungRank | None:
         """The rank to blame, if one of these (rank to process id) hangs."""
         self._tick()
-        sights = {rank: look(position_file(self._folder, rank), rank) for rank in processes}
-        for rank, sight in sights.items():
-            if rank not in self._seen or self._seen[rank][0] != sight:
-                self._seen[rank] = (sight, self._now)
+        statuses = {rank: read_status(status_path(self._folder, rank), rank) for rank in processes}
+        for rank, status in statuses.items():
+            if rank not in self._seen or self._seen[rank][0] != status:
+                self._seen[rank] = (status, self._now)
             if rank not in self._running or not self._is_stopped(processes[rank]):
                 self._running[rank] = self._now
-        return self._stopped(sights) or self._stuck(sights)
+        return self._stopped(statuses) or self._stuck(statuses)
 
     def _tick(self) -> None:
         """Count only time in which this process ran too: a suspended machine is no reason to blame a rank."""
@@ -71,27 +71,27 @@ class Watchdog:
         self._now += min(read - self._read, _LONGEST_TICK)
         self._read = read
 
-    def _stopped(self, sights: Mapping[int, Sight]) -> Hung | None:
+    def _stopped(self, statuses: Mapping[int, RankStatus]) -> HungRank | None:
         limit = min(_STOPPED_SECONDS, self._limits.timeout)
-        rank = min(sights, key=lambda rank: self._running[rank])
+        rank = min(statuses, key=lambda rank: self._running[rank])
         still = self._now - self._running[rank]
         if still < limit:
             return None
-        return Hung.at(rank, sights[rank].action, f"its process has been stopped for {still:.0f} s")
+        return HungRank.at(rank, statuses[rank].action, f"its process has been stopped for {still:.0f} s")
 
-    def _stuck(self, sights: Mapping[int, Sight]) -> Hung | None:
-        is_started = all(sight.is_settled for sight in sights.values())
+    def _stuck(self, statuses: Mapping[int, RankStatus]) -> HungRank | None:
+        is_started = all(status.has_updated for status in statuses.values())
         late: list[tuple[bool, float, int]] = []
-        for rank, sight in sights.items():
+        for rank, status in statuses.items():
             since = self._seen[rank][1]
-            if self._now - since > self._limits.of(sight, is_started):
-                late.append((sight.state is not State.WORKING, since, rank))
+            if self._now - since > self._limits.of(status, is_started):
+                late.append((status.state is not State.WORKING, since, rank))
         if not late:
             return None
         waits, since, rank = min(late)
         doing = "waited" if waits and is_started else "made no progress"
-        option = "--timeout" if is_started and sights[rank].state is not State.SAVING else "--start-timeout"
-        return Hung.at(rank, sights[rank].action, f"it has {doing} for {self._now - since:.0f} s (see {option})")
+        option = "--timeout" if is_started and statuses[rank].state is not State.SAVING else "--start-timeout"
+        return HungRank.at(rank, statuses[rank].action, f"it has {doing} for {self._now - since:.0f} s (see {option})")
 
 
 def _is_stopped(process: int) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from stagewright.runtime.comm.device import Device
-from stagewright.runtime.status_file import ABSENT, OPS, PROCESS, PROCESS_AT, RECORD, SETTLED_AT, SIZE, STATE_AT, State
+from stagewright.runtime.status_file import ABSENT, OPS, PROCESS, PROCESS_AT, RECORD, SIZE, STATE_AT, UPDATED_AT, State
 from stagewright.schedule.action import Action, Op
 
 _WEIGH_SECONDS = 0.5  # between two questions for torch's memory
@@ -65,7 +65,7 @@ class FlightRecorder(Recorder):
             ABSENT if peer is None else peer,
             self._count,
             State.WAITING,
-            self._map[SETTLED_AT],
+            self._map[UPDATED_AT],
         )
         self._begun = time.monotonic()
 
@@ -82,7 +82,7 @@ class FlightRecorder(Recorder):
     def _pass(self, action: Action) -> None:
         self._map[STATE_AT] = State.BETWEEN
         if action.op is Op.UPDATE:
-            self._map[SETTLED_AT] = 1
+            self._map[UPDATED_AT] = 1
 
     def save(self) -> None:
         """The rank writes what it leaves behind: that takes as long as it takes."""

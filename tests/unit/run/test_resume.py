@@ -17,14 +17,14 @@ from safetensors.torch import load_file
 import stagewright
 from stagewright.cli.main import main
 from stagewright.errors import Interrupted
-from stagewright.run.folder import possess
+from stagewright.run.folder import run_lock
 from stagewright.run.prepare import prepare
 from stagewright.run.resume import find_checkpoint, resumed_config
 from stagewright.run.train import Result
 from stagewright.runtime.checkpoint import save as saver
-from stagewright.runtime.checkpoint.commit import Keeper
+from stagewright.runtime.checkpoint.commit import Committer
 from stagewright.runtime.checkpoint.folder import checkpoints_folder, list_folders
-from stagewright.runtime.process.signals import on_signal
+from stagewright.runtime.process.signals import stop_on_signal
 from tests.keeping import same_bits
 
 OPTIONS: dict[str, Any] = {
@@ -180,9 +180,9 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--steps", "6"], ["at batch 6", "ends at 6", "--steps"]),
         (["--mode", "pipedream", "--placement", "0:0-3.0:4", "--cut", "3", "--microbatches", "1"],
          ["at batch 6", "every 4 batches"]),
-        (["--model", "tests.unit.test_go_on:other", "--placement", "0:0", "--mode", "dp"],
+        (["--model", "tests.unit.run.test_resume:other", "--placement", "0:0", "--mode", "dp"],
          ["no parameter '2.weight'", "made with model", "net"]),
-        (["--model", "tests.unit.test_go_on:wider"], ["'0.weight' of shape [4, 3, 3, 3]", "[5, 3, 3, 3]"]),
+        (["--model", "tests.unit.run.test_resume:wider"], ["'0.weight' of shape [4, 3, 3, 3]", "[5, 3, 3, 3]"]),
         (["--keep", "-1"], ["--keep is -1"]),
         (["--checkpoint-every", "-1"], ["--checkpoint-every is -1"]),
     ],
@@ -205,7 +205,7 @@ def test_resume_needs_a_run_with_a_whole_checkpoint(capsys: pytest.CaptureFixtur
 
 
 def test_a_run_that_is_being_trained_is_not_resumed(capsys: pytest.CaptureFixture[str], half: Path) -> None:
-    with possess(half):
+    with run_lock(half):
         assert "another process" in fails(capsys, "train", "--resume", str(half))
 
 
@@ -238,13 +238,13 @@ def test_an_interrupt_on_a_full_disk_says_what_is_lost(tmp_path: Path, monkeypat
             raise OSError(28, "No space left on device")
         return written(folder, *shard)
 
-    def stop_at(self: Keeper, event: Any) -> None:
+    def stop_at(self: Committer, event: Any) -> None:
         heard(self, event)
         os.kill(os.getpid(), signal.SIGTERM) if event["batch"] == 6 and event["rank"] == 0 else None
 
-    heard = Keeper.hear
+    heard = Committer.add
     monkeypatch.setattr(saver, "_write_file", fail)
-    monkeypatch.setattr(Keeper, "hear", stop_at)
+    monkeypatch.setattr(Committer, "add", stop_at)
     with pytest.raises(Interrupted, match="what came after step 3 could not be kept; go on with"):
         train(tmp_path, steps=1_000_000)
 
@@ -252,7 +252,7 @@ def test_an_interrupt_on_a_full_disk_says_what_is_lost(tmp_path: Path, monkeypat
 def test_the_second_signal_does_not_wait() -> None:
     asked: list[str] = []
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(Interrupted, match="by SIGINT"), on_signal(lambda: asked.append("stop")):
+    with pytest.raises(Interrupted, match="by SIGINT"), stop_on_signal(lambda: asked.append("stop")):
         os.kill(os.getpid(), signal.SIGTERM)
         assert asked == ["stop"]
         os.kill(os.getpid(), signal.SIGINT)

@@ -26,7 +26,7 @@ from stagewright.runtime.checkpoint.folder import (
     CheckpointError,
     checkpoints_folder,
     list_folders,
-    newest_whole,
+    newest_intact,
     open_checkpoint,
 )
 from stagewright.runtime.checkpoint.format import hash_file, write_shard
@@ -120,7 +120,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 def test_a_damaged_checkpoint_is_named_and_never_chosen(damage: str, run: Path) -> None:
     name, deed, words = DAMAGES[damage]
     deed(checkpoints_folder(run) / "6" / name)
-    newest, (reason,) = newest_whole(run)
+    newest, (reason,) = newest_intact(run)
     assert newest is not None and newest.batch == 4
     assert words in reason and "\n" not in reason and str(checkpoints_folder(run) / "6") in reason
     with pytest.raises(CheckpointError):
@@ -130,7 +130,7 @@ def test_a_damaged_checkpoint_is_named_and_never_chosen(damage: str, run: Path) 
 def test_what_an_interrupted_write_left_is_not_seen_and_is_cleared_away(run: Path) -> None:
     root = checkpoints_folder(run)
     (root / "6").rename(root / "6.partial")  # everything is there but the name, which comes last
-    newest, reasons = newest_whole(run)
+    newest, reasons = newest_intact(run)
     assert newest is not None and newest.batch == 4 and reasons == []
     (root / "8.partial").mkdir()
     from stagewright.runtime.checkpoint.folder import clear
@@ -140,7 +140,7 @@ def test_what_an_interrupted_write_left_is_not_seen_and_is_cleared_away(run: Pat
 
 
 def test_a_run_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
-    assert newest_whole(tmp_path) == (None, [])
+    assert newest_intact(tmp_path) == (None, [])
 
 
 # --- Keeping ----------------------------------------------------------------------------------------------------------

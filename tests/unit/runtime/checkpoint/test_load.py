@@ -145,7 +145,7 @@ def run_all(job: Job) -> list[dict[str, Any]]:
 
         def hear(event: dict[str, Any]) -> None:
             events.append(event)
-            ledger.hear(event)
+            ledger.handle(event)
 
         Emulation(job, hear).run()
     return events

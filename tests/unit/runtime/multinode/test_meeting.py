@@ -11,12 +11,12 @@ import pytest
 from torch.distributed import TCPStore
 
 from stagewright.errors import RunFailed
-from stagewright.runtime.faults import Death, Hung
+from stagewright.runtime.faults import HungRank, RankExit
 from stagewright.runtime.multinode.consistency import difference
-from stagewright.runtime.multinode.meeting import Crew, Report, Terms, Verdict
+from stagewright.runtime.multinode.meeting import MachineReport, Meeting, MeetingConfig, StartDecision
 from stagewright.runtime.multinode.nodes import Node, Site, bound_to
 from stagewright.runtime.multinode.shared_files import link_checkpoints
-from stagewright.runtime.multinode.tunnel import Door, store_prefix
+from stagewright.runtime.multinode.tunnel import TunnelServer, store_prefix
 
 TOKEN, HOST = "a token of tests, long enough", "127.0.0.1"
 
@@ -33,12 +33,12 @@ class Office:
         listener = bound_to(HOST, 0)
         port = int(listener.getsockname()[1])
         self.nodes = (Node(0, HOST, port), Node(1, "127.0.0.2", port))
-        self.door = Door(listener, self._store.port, TOKEN, 5.0, lambda peer: None)
+        self.door = TunnelServer(listener, self._store.port, TOKEN, 5.0, lambda peer: None)
 
-    def crew(self, machine: int, token: str = TOKEN, lost: float = 5.0, join: float = 5.0) -> Crew:
+    def meeting(self, machine: int, token: str = TOKEN, lost: float = 5.0, join: float = 5.0) -> Meeting:
         site = Site(self.nodes, machine, (HOST, "127.0.0.2")[machine], token)
-        return Crew(
-            Terms(self._store.port, store_prefix(TOKEN), self.folders[machine], join, lost, site),
+        return Meeting(
+            MeetingConfig(self._store.port, store_prefix(TOKEN), self.folders[machine], join, lost, site),
             self.said[machine].append,
         )
 
@@ -50,8 +50,8 @@ def office(tmp_path: Path) -> Iterator[Office]:
     found.door.close()
 
 
-def when_all(batch: int = 3) -> Callable[[Mapping[int, Report], float], Verdict | None]:
-    return lambda here, waited: Verdict(batch) if len(here) == 2 else None
+def when_all(batch: int = 3) -> Callable[[Mapping[int, MachineReport], float], StartDecision | None]:
+    return lambda here, waited: StartDecision(batch) if len(here) == 2 else None
 
 
 def together(*functions: Callable[[], object]) -> list[object]:
@@ -81,41 +81,43 @@ def until(condition: Callable[[], object], seconds: float = 5.0) -> object:
     return found
 
 
-REPORT = Report({"lr": 1}, (0, 3), True, (Death(1, -9, "0F3@2", 0),), (Hung(0, None, None, "it sleeps"),), (1,))
+REPORT = MachineReport(
+    {"lr": 1}, (0, 3), True, (RankExit(1, -9, "0F3@2", 0),), (HungRank(0, None, None, "it sleeps"),), (1,)
+)
 
 
 def test_reports_travel_whole() -> None:
-    assert Report.from_json(REPORT.as_json().encode()) == REPORT
+    assert MachineReport.from_json(REPORT.as_json().encode()) == REPORT
 
 
 def test_machines_meet_whoever_comes_first_and_end_together(office: Office) -> None:
-    host, guest = office.crew(0), office.crew(1)
-    seen: dict[int, Report] = {}
+    host, guest = office.meeting(0), office.meeting(1)
+    seen: dict[int, MachineReport] = {}
 
-    def decide(here: Mapping[int, Report], waited: float) -> Verdict | None:
+    def decide(here: Mapping[int, MachineReport], waited: float) -> StartDecision | None:
         seen.update(here)
         return when_all()(here, waited)
 
-    def late() -> Verdict:
+    def late() -> StartDecision:
         time.sleep(0.5)
         return guest.meet(REPORT, when_all())
 
-    assert together(lambda: host.meet(Report({}, (0,)), decide), late) == [Verdict(3), Verdict(3)]
+    assert together(lambda: host.meet(MachineReport({}, (0,)), decide), late) == [StartDecision(3), StartDecision(3)]
     assert seen[1] == REPORT and host.start == guest.start == 1
-    assert host.trouble() is None and guest.trouble() is None
-    assert not guest.is_over()
+    assert host.peer_fault() is None and guest.peer_fault() is None
+    assert not guest.all_done()
     time.sleep(0.6)
-    assert not guest.is_over()
-    until(host.is_over)
-    until(guest.is_over)
+    assert not guest.all_done()
+    until(host.all_done)
+    until(guest.all_done)
     together(host.leave, guest.leave)
 
 
 def test_checkpoints_lie_in_the_folder_of_the_first_machine_where_the_other_sees_it(office: Office) -> None:
-    host, guest = office.crew(0), office.crew(1)
+    host, guest = office.meeting(0), office.meeting(1)
     seen: list[bool] = []
 
-    def decide(here: Mapping[int, Report], waited: float) -> Verdict | None:
+    def decide(here: Mapping[int, MachineReport], waited: float) -> StartDecision | None:
         seen.extend(here[1].sees for _ in here if 1 in here)
         return when_all()(here, waited)
 
@@ -124,76 +126,81 @@ def test_checkpoints_lie_in_the_folder_of_the_first_machine_where_the_other_sees
     (office.folders[0] / "checkpoints" / "8").mkdir()
     assert all(seen) and [path.name for path in (office.folders[1] / "checkpoints").glob("[0-9]*")] == ["8"]
     (office.folders[0] / "checkpoints" / ".session").unlink()
-    assert not link_checkpoints(host.open_store(), office.folders[1], host._session)
+    assert not link_checkpoints(host.open_store(), office.folders[1], host.session)
     together(host.leave, guest.leave)
 
 
 def test_a_fault_on_one_machine_stops_the_other_and_both_start_again(office: Office) -> None:
-    host, guest = office.crew(0), office.crew(1)
+    host, guest = office.meeting(0), office.meeting(1)
     together(lambda: host.meet(REPORT, when_all()), lambda: guest.meet(REPORT, when_all()))
-    guest.alarm()
-    assert until(host.trouble) == -1
-    assert together(lambda: guest.meet(REPORT, when_all(5)), lambda: host.meet(REPORT, when_all(5))) == [Verdict(5)] * 2
+    guest.announce_fault()
+    assert until(host.peer_fault) == -1
+    assert (
+        together(lambda: guest.meet(REPORT, when_all(5)), lambda: host.meet(REPORT, when_all(5)))
+        == [StartDecision(5)] * 2
+    )
     assert host.start == guest.start == 2
     time.sleep(0.6)
-    assert host.trouble() is None and guest.trouble() is None  # the fault of the start before is over
+    assert host.peer_fault() is None and guest.peer_fault() is None  # the fault of the start before is over
     together(host.leave, guest.leave)
 
 
 def test_a_silent_machine_is_lost_and_may_come_back(office: Office) -> None:
-    host, guest = office.crew(0, lost=0.8), office.crew(1)
+    host, guest = office.meeting(0, lost=0.8), office.meeting(1)
     together(lambda: host.meet(REPORT, when_all()), lambda: guest.meet(REPORT, when_all()))
-    guest._hang_up()
-    assert until(host.trouble) == 1
-    anew = office.crew(1)  # the command was started again over there
-    assert together(lambda: host.meet(REPORT, when_all()), lambda: anew.meet(REPORT, when_all())) == [Verdict(3)] * 2
+    guest.stop_heartbeat()
+    assert until(host.peer_fault) == 1
+    anew = office.meeting(1)  # the command was started again over there
+    assert (
+        together(lambda: host.meet(REPORT, when_all()), lambda: anew.meet(REPORT, when_all())) == [StartDecision(3)] * 2
+    )
     assert anew.start == 2
     together(host.leave, anew.leave)
 
 
 def test_a_machine_that_begins_anew_makes_all_begin_anew(office: Office) -> None:
-    host, guest = office.crew(0), office.crew(1)
+    host, guest = office.meeting(0), office.meeting(1)
     together(lambda: host.meet(REPORT, when_all()), lambda: guest.meet(REPORT, when_all()))
-    guest._hang_up()
-    anew = office.crew(1)
+    guest.stop_heartbeat()
+    anew = office.meeting(1)
 
-    def host_goes_on() -> Verdict:
-        assert until(host.trouble) == -1
+    def host_goes_on() -> StartDecision:
+        assert until(host.peer_fault) == -1
         return host.meet(REPORT, when_all())
 
-    assert together(host_goes_on, lambda: anew.meet(REPORT, when_all())) == [Verdict(3)] * 2
+    assert together(host_goes_on, lambda: anew.meet(REPORT, when_all())) == [StartDecision(3)] * 2
     together(host.leave, anew.leave)
 
 
 def test_a_machine_that_does_not_come_is_waited_for_and_then_named(office: Office) -> None:
-    host = office.crew(0, join=2.5)
+    host = office.meeting(0, join=2.5)
     (failed,) = together(lambda: host.meet(REPORT, when_all()))
     assert str(failed).startswith("machine 1 (127.0.0.2) did not come within 2.5 s; start the same command there")
     assert office.said[0] == ["waiting for machine 1 (127.0.0.2)"]
     office.door.close()
-    guest = office.crew(1, join=1.0)
+    guest = office.meeting(1, join=1.0)
     (failed,) = together(lambda: guest.meet(REPORT, when_all()))
     assert str(failed).startswith("machine 0 (127.0.0.1) did not come within 1 s")
 
 
 def test_another_token_is_told_at_once(office: Office) -> None:
-    guest = office.crew(1, token="another token, as long as that")
+    guest = office.meeting(1, token="another token, as long as that")
     (failed,) = together(lambda: guest.meet(REPORT, when_all()))
     assert "machine 0 (127.0.0.1) at port" in str(failed) and "use the same token on each machine" in str(failed)
 
 
 def test_both_machines_hear_why_there_is_no_start(office: Office) -> None:
-    host, guest = office.crew(0), office.crew(1)
-    refuse = lambda here, waited: Verdict(failed="no") if len(here) == 2 else None  # noqa: E731
+    host, guest = office.meeting(0), office.meeting(1)
+    refuse = lambda here, waited: StartDecision(failed="no") if len(here) == 2 else None  # noqa: E731
     assert together(lambda: host.meet(REPORT, refuse), lambda: guest.meet(REPORT, refuse)) == ["no", "no"]
 
 
 def test_an_interrupt_is_told_to_all(office: Office) -> None:
-    host, guest = office.crew(0), office.crew(1)
+    host, guest = office.meeting(0), office.meeting(1)
     together(lambda: host.meet(REPORT, when_all()), lambda: guest.meet(REPORT, when_all()))
     guest.leave("interrupted by SIGINT")
     with pytest.raises(RunFailed, match=r"interrupted by SIGINT on machine 1 \(127.0.0.2\)"):
-        until(host.trouble)
+        until(host.peer_fault)
     host.leave()
 
 
@@ -210,8 +217,8 @@ def replace_fact(facts: Mapping[str, object], name: str, value: object) -> dict[
 
 def test_one_machine_is_a_crew_of_its_own() -> None:
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    crew = Crew(Terms(store.port, "keys", Path()))
-    assert crew.meet(REPORT, lambda here, waited: Verdict(7)) == Verdict(7)
-    crew.alarm()
-    assert crew.trouble() is None and crew.is_over()
-    crew.leave("interrupted")
+    meeting = Meeting(MeetingConfig(store.port, "keys", Path()))
+    assert meeting.meet(REPORT, lambda here, waited: StartDecision(7)) == StartDecision(7)
+    meeting.announce_fault()
+    assert meeting.peer_fault() is None and meeting.all_done()
+    meeting.leave("interrupted")

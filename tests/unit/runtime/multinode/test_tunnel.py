@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from stagewright.runtime.multinode.nodes import bound_to
-from stagewright.runtime.multinode.tunnel import Door, NoEntry, Tunnel, knock, store_prefix
+from stagewright.runtime.multinode.tunnel import AccessDenied, Tunnel, TunnelServer, check_access, store_prefix
 
 TOKEN, HOST = "a token of tests, long enough", "127.0.0.1"
 
@@ -25,7 +25,7 @@ class House:
         self.store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         listener = bound_to(HOST, 0)
         self.address = (HOST, int(listener.getsockname()[1]))
-        self.door = Door(listener, self.store.port, TOKEN, 5.0, self.refused.append)
+        self.door = TunnelServer(listener, self.store.port, TOKEN, 5.0, self.refused.append)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_store_is_used_through_the_door(house: House) -> None:
         assert clients[1].get("key") == b"x" * 1_000_000
         threading.Timer(0.2, lambda: clients[2].set("late", "yes")).start()
         assert clients[1].get("late") == b"yes"
-        knock(house.address, HOST, TOKEN)
+        check_access(house.address, HOST, TOKEN)
     finally:
         tunnel.close()
     assert house.refused == []
@@ -59,8 +59,8 @@ def test_a_store_is_used_through_the_door(house: House) -> None:
 
 
 def test_another_token_is_no_entry(house: House) -> None:
-    with pytest.raises(NoEntry):
-        knock(house.address, HOST, "another token, as long as that")
+    with pytest.raises(AccessDenied):
+        check_access(house.address, HOST, "another token, as long as that")
     eventually(lambda: house.refused == [HOST])
     tunnel = Tunnel(house.address, HOST, "another token, as long as that", 5.0)
     with pytest.raises(RuntimeError):
@@ -102,7 +102,7 @@ def test_what_was_overheard_does_not_open_it_again(house: House) -> None:
 
     thread = threading.Thread(target=listen_in)
     thread.start()
-    knock((HOST, relay.getsockname()[1]), HOST, TOKEN)
+    check_access((HOST, relay.getsockname()[1]), HOST, TOKEN)
     thread.join()
     relay.close()
     with socket.create_connection(house.address) as thief:
@@ -125,8 +125,8 @@ def test_a_host_that_does_not_know_the_token_is_no_host() -> None:
 
     thread = threading.Thread(target=pretend)
     thread.start()
-    with pytest.raises(NoEntry):
-        knock((HOST, impostor.getsockname()[1]), HOST, TOKEN)
+    with pytest.raises(AccessDenied):
+        check_access((HOST, impostor.getsockname()[1]), HOST, TOKEN)
     thread.join()
     impostor.close()
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.runtime.faults import Hung
+from stagewright.runtime.faults import HungRank
 from stagewright.runtime.process.watchdog import Limits, Watchdog
 from stagewright.runtime.stage.recorder import FlightRecorder
-from stagewright.runtime.status_file import State, look, position_file
+from stagewright.runtime.status_file import State, read_status, status_path
 from stagewright.schedule.action import Action, Op
 
 LIMITS = Limits(timeout=20.0, start=100.0)
@@ -23,7 +23,7 @@ class Scene:
         (folder / "ranks").mkdir()
         self.now = 0.0
         self.stopped: set[int] = set()
-        self.recorders = [FlightRecorder(position_file(folder, rank)) for rank in range(2)]
+        self.recorders = [FlightRecorder(status_path(folder, rank)) for rank in range(2)]
         self.watchdog = Watchdog(folder, LIMITS, lambda pid: pid in self.stopped, lambda: self.now)
 
     def settle(self) -> None:
@@ -35,12 +35,12 @@ class Scene:
         recorder.begin(action)
         recorder.ready(action)
 
-    def pass_time(self, seconds: float, tick: float = 0.5) -> Hung | None:
+    def pass_time(self, seconds: float, tick: float = 0.5) -> HungRank | None:
         """What the watchdog says first, looking every so often."""
         end = self.now + seconds
         while self.now < end:
             self.now += tick
-            hung = self.watchdog.look({0: 1000, 1: 1001})
+            hung = self.watchdog.find_hung({0: 1000, 1: 1001})
             if hung is not None:
                 return hung
         return None
@@ -134,9 +134,13 @@ def test_a_position_file_that_makes_no_sense_names_no_action(tmp_path: Path) -> 
     path = tmp_path / "0.at"
     for content in (b"", b"\xff" * 50, b"\x63" + bytes(49)):
         path.write_bytes(content)
-        assert look(path, 0).action is None
+        assert read_status(path, 0).action is None
     recorder = FlightRecorder(path)
     recorder.begin(UPDATE)
-    assert look(path, 0).action == UPDATE and look(path, 0).state is State.WAITING and not look(path, 0).is_settled
+    assert (
+        read_status(path, 0).action == UPDATE
+        and read_status(path, 0).state is State.WAITING
+        and not read_status(path, 0).has_updated
+    )
     recorder.end(UPDATE)
-    assert look(path, 0).is_settled
+    assert read_status(path, 0).has_updated

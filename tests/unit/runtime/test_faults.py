@@ -7,7 +7,7 @@ from typing import Any
 from stagewright.cluster.placement import parse_placement
 from stagewright.cluster.topology import Cluster, Machine
 from stagewright.plan.make import make_plan
-from stagewright.runtime.faults import Death, Hung, tell
+from stagewright.runtime.faults import HungRank, RankExit, describe_fault
 from stagewright.schedule.action import Action, Op
 
 PLAN = make_plan(parse_placement("0:0-1.1:0", Cluster((Machine(), Machine()))), batch=8)
@@ -20,33 +20,40 @@ def failure(rank: int, cause: str, **about: Any) -> dict[str, Any]:
 def test_a_rank_that_raised_is_told_before_those_that_lost_it() -> None:
     lost = failure(0, "LostPeer: gone", is_secondary=True)
     raised = failure(2, "RuntimeError: gave up", action=["1F3@2", 1])
-    fault = tell(PLAN, [lost, raised], [Death(2, 1, "1F3@2", 1), Death(0, 1, None, None)])
+    fault = describe_fault(PLAN, [lost, raised], [RankExit(2, 1, "1F3@2", 1), RankExit(0, 1, None, None)])
     assert fault.text == "stage 1 replica 0 (rank 2, machine 1) failed at 1F3@2: RuntimeError: gave up"
     assert not fault.is_final
 
 
 def test_what_the_user_did_wrong_is_not_tried_again() -> None:
-    assert tell(PLAN, [failure(1, "NonFiniteLoss: nan", is_users=True)], []).is_final
-    early = tell(PLAN, [failure(2, "ValueError: no such file", is_users=True, action=None)], [])
+    assert describe_fault(PLAN, [failure(1, "NonFiniteLoss: nan", is_users=True)], []).is_final
+    early = describe_fault(PLAN, [failure(2, "ValueError: no such file", is_users=True, action=None)], [])
     assert early.is_final and early.text == "no such file"
 
 
 def test_a_killed_rank_is_told_before_what_the_others_lost() -> None:
     lost = failure(0, "LostPeer: gone", is_secondary=True)
-    fault = tell(PLAN, [lost], [Death(1, -9, "0B2@1", 0), Death(0, 1, None, None)])
+    fault = describe_fault(PLAN, [lost], [RankExit(1, -9, "0B2@1", 0), RankExit(0, 1, None, None)])
     assert fault.text == "stage 0 replica 1 (rank 1, machine 0) was killed by SIGKILL at 0B2@1"
     noticed = failure(0, "RuntimeError: Connection closed by peer")
-    assert tell(PLAN, [noticed], [Death(1, -9, "0B2@1", 0), Death(0, 1, None, None)]) == fault
-    assert tell(PLAN, [failure(0, "NonFiniteLoss: nan", is_users=True)], [Death(1, -9, None, None)]).is_final
-    assert tell(PLAN, [], [Death(1, -77, None, None)]).text.endswith("was killed by signal 77 at start")
+    assert describe_fault(PLAN, [noticed], [RankExit(1, -9, "0B2@1", 0), RankExit(0, 1, None, None)]) == fault
+    assert describe_fault(
+        PLAN, [failure(0, "NonFiniteLoss: nan", is_users=True)], [RankExit(1, -9, None, None)]
+    ).is_final
+    assert describe_fault(PLAN, [], [RankExit(1, -77, None, None)]).text.endswith("was killed by signal 77 at start")
 
 
 def test_a_rank_that_hangs_is_told_with_its_action() -> None:
-    hung = Hung.at(2, Action(Op.FORWARD, 2, 1, 3, 0, None), "its process has been stopped for 10 s")
-    fault = tell(PLAN, [], [], [hung])
+    hung = HungRank.at(2, Action(Op.FORWARD, 2, 1, 3, 0, None), "its process has been stopped for 10 s")
+    fault = describe_fault(PLAN, [], [], [hung])
     assert fault.text == ("stage 1 replica 0 (rank 2, machine 1) hangs at 1F3@0: its process has been stopped for 10 s")
 
 
 def test_a_rank_that_says_nothing_is_still_named() -> None:
-    assert "rank 1, machine 0) ended with code 3 at start" in tell(PLAN, [], [Death(1, 3, None, None)]).text
-    assert "rank 0, machine 0) failed: LostPeer" in tell(PLAN, [failure(0, "LostPeer: x", is_secondary=True)], []).text
+    assert (
+        "rank 1, machine 0) ended with code 3 at start" in describe_fault(PLAN, [], [RankExit(1, 3, None, None)]).text
+    )
+    assert (
+        "rank 0, machine 0) failed: LostPeer"
+        in describe_fault(PLAN, [failure(0, "LostPeer: x", is_secondary=True)], []).text
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from stagewright.runtime.process.event_reader import Hearing
+from stagewright.runtime.process.event_reader import EventReader
 from stagewright.runtime.process.log import Journal, Ledger, Record
 from stagewright.runtime.process.rank import EVENTS
 from tests.parity import Case, make_job
@@ -21,7 +21,7 @@ def test_a_screen_that_is_gone_does_not_end_the_records(tmp_path: Path) -> None:
 
     with Ledger(job, job.order.batches, show) as ledger:
         for batch in range(3):
-            ledger.hear({"kind": "losses", "rank": 0, "losses": [(batch, 1.0)]})
+            ledger.handle({"kind": "losses", "rank": 0, "losses": [(batch, 1.0)]})
     assert len(Journal(Path(job.folder) / "metrics.jsonl", 3).records) == 3
 
 
@@ -29,10 +29,10 @@ def test_a_restart_takes_back_what_came_after_the_checkpoint(tmp_path: Path) -> 
     job = make_job(Case(microbatches=1, steps=5), tmp_path)
     with Ledger(job, job.order.batches, lambda record: None) as ledger:
         for batch in range(4):
-            ledger.hear({"kind": "losses", "rank": 0, "losses": [(batch, float(batch))]})
-        ledger.hear({"kind": "restarted", "batch": 2, "restart": 1, "cause": "a test"})
+            ledger.handle({"kind": "losses", "rank": 0, "losses": [(batch, float(batch))]})
+        ledger.handle({"kind": "restarted", "batch": 2, "restart": 1, "cause": "a test"})
         for batch in range(2, 5):
-            ledger.hear({"kind": "losses", "rank": 0, "losses": [(batch, 10.0 + batch)]})
+            ledger.handle({"kind": "losses", "rank": 0, "losses": [(batch, 10.0 + batch)]})
         assert [step.loss for step in ledger.collector.steps] == [0.0, 1.0, 12.0, 13.0, 14.0]
     records = Journal(Path(job.folder) / "metrics.jsonl", 5).records
     assert [type(record).__name__ for record in records] == ["Step", "Step", "Restarted", "Step", "Step", "Step"]
@@ -45,6 +45,6 @@ def test_what_goes_wrong_while_hearing_is_not_lost() -> None:
     def listen(event: dict[str, object]) -> None:
         raise RuntimeError("the listener gave up")
 
-    hearing = Hearing(store, listen)
+    hearing = EventReader(store, listen)
     with pytest.raises(RuntimeError, match="the listener gave up"):
         hearing.close()
