@@ -143,7 +143,7 @@ def test_ctrl_c_ends_everything_in_one_line(endless: subprocess.Popen[str], tmp_
     _, error = endless.communicate()
     (run,) = tmp_path.iterdir()
     assert endless.returncode == 2 and error.count("\n") == 1 and "interrupted after step" in error
-    assert error.endswith(f"go on with stagewright train --resume {run}\n")
+    assert error.endswith(f"resume with stagewright train --resume {run}\n")
     assert len(list((run / "checkpoints").iterdir())) == 1 and ranks_of(tmp_path) == []
 
 

@@ -174,7 +174,10 @@ def test_a_plan_that_takes_too_long_to_repeat_is_one_line() -> None:
 
 
 def test_more_than_the_memory_is_one_line() -> None:
-    with pytest.raises(ValueError, match=r"--image 65536, --batch 8; give less"), within_memory(image=65536, batch=8):
+    with (
+        pytest.raises(ValueError, match=r"--image 65536, --batch 8; reduce the largest"),
+        within_memory(image=65536, batch=8),
+    ):
         torch.empty(2**60, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="another"), within_memory(image=1):
         raise RuntimeError("another")

@@ -13,7 +13,7 @@ from stagewright.config.load import make_config
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
 from stagewright.planning.build import make_plan_for
-from stagewright.run.prepare import require_devices, require_kind, what_fits
+from stagewright.run.prepare import memory_advice, require_device_kind, require_devices
 from stagewright.runtime.comm.device import gpu_of
 from stagewright.runtime.comm.nccl import uses_nccl
 from stagewright.runtime.stage.precision import make_precision
@@ -35,7 +35,7 @@ _CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU
 )
 def test_what_the_machine_lacks_is_one_line(run: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        require_kind(make_config({"run": run}))
+        require_device_kind(make_config({"run": run}))
     assert "\n" not in str(caught.value)
 
 
@@ -108,7 +108,7 @@ def test_what_stages_tell_each_other_in_fp16() -> None:
 def test_advice_for_a_full_gpu() -> None:
     config = make_config({"model": {"name": "vgg16"}, "data": {"image": 224}})
     plan = make_plan(parse_placement("0:0"), batch=256, microbatches=1, mode=Mode.DP)
-    fits = {room: what_fits(config, plan, 0, room * 2**30) for room in (1, 4, 16)}
+    fits = {room: memory_advice(config, plan, 0, room * 2**30) for room in (1, 4, 16)}
     assert fits[1].startswith("no microbatch should fit")
     sizes = [int(fits[room].partition(":")[0].rpartition(" ")[2]) for room in (4, 16)]
     assert sizes[0] < sizes[1] <= 128

@@ -20,7 +20,7 @@ from stagewright.cluster.placement import parse_placement
 from stagewright.cluster.specs import ALONE
 from stagewright.hardware.cluster_file import Wishes, checked, import_texts, import_this
 from stagewright.hardware.doctor.examine import examine, show
-from stagewright.run.profile import profile_here, profile_imported
+from stagewright.run.profile import measure_profile, import_profile
 
 if TYPE_CHECKING:
     from stagewright.cluster.topology import Cluster
@@ -41,7 +41,7 @@ def run_profile(parsed: argparse.Namespace) -> None:
     errors = Console(stderr=True)
     with errors.status("profiling") as status:
         tell = status.update if errors.is_terminal else lambda text: None
-        profile = profile_imported(parsed) if parsed.pipedream else profile_here(parsed, tell)
+        profile = import_profile(parsed) if parsed.pipedream else measure_profile(parsed, tell)
     if parsed.output:
         profile.write(parsed.output)
     if parsed.json:

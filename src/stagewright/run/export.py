@@ -1,38 +1,36 @@
-"""Trained weights as one plain safetensors file, which the model loads without Stagewright."""
+"""Export trained weights as one safetensors file that the plain model loads without Stagewright."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from stagewright.config.load import make_config
 from stagewright.config.sections import Config
+from stagewright.runtime.checkpoint.folder import Checkpoint
 from stagewright.runtime.checkpoint.format import MASTER
 from stagewright.runtime.process.assemble import open_pieces
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from stagewright.runtime.checkpoint.folder import Checkpoint
-
 
 def export_states(config: Config, states: Sequence[dict[str, Tensor]], path: Path) -> Path:
-    """Write one file of the whole model: what no state holds keeps its initial value."""
+    """Write the whole model to one file; what no state holds keeps its initial value."""
     (whole,) = open_pieces(config, ())
-    passing = {name for name, _ in whole.training.named_buffers()}  # some of them a file does not hold
+    buffers = {name for name, _ in whole.training.named_buffers()}
     initial = whole.training.state_dict(keep_vars=True)
     weights = {name: tensor.detach().clone() for name, tensor in initial.items()}
     for state in states:
         for name, tensor in state.items():
-            if name in passing - initial.keys():
-                continue
+            if name in buffers - initial.keys():
+                continue  # a buffer that is not persistent
             if name not in initial:
-                raise ValueError(f"'{name}' is no parameter of model {config.model.name}; export with the code it had")
+                raise ValueError(
+                    f"'{name}' is not a parameter of model {config.model.name}; export with the code that trained it"
+                )
             ties = [other for other, held in initial.items() if held is initial[name]]
             weights |= {tied: tensor.clone() for tied in ties}
     require_target(path)
@@ -45,17 +43,17 @@ def export_states(config: Config, states: Sequence[dict[str, Tensor]], path: Pat
 
 
 def require_target(path: Path) -> None:
-    """An error where weights can't be written, said before there are any."""
+    """An error where weights can't be written to a path; called before training."""
     if path.exists() and not path.is_file():
-        kind = "a folder" if path.is_dir() else "no plain file"
+        kind = "a folder" if path.is_dir() else "not a plain file"
         raise ValueError(f"weights can't be written to {path}, which is {kind}; give a file such as w.safetensors")
     there = next((parent for parent in path.absolute().parents if parent.exists()), Path("/"))
     if not there.is_dir() or not os.access(there, os.W_OK):
-        kind = "is no folder that can be written to" if there.is_dir() else "is no folder"
+        kind = "is not writable" if there.is_dir() else "is not a folder"
         raise ValueError(f"weights can't be written to {path}: {there} {kind}; give another file")
 
 
 def export_checkpoint(checkpoint: Checkpoint, path: Path) -> Path:
-    """Write a checkpoint's newest weights and its mean statistics."""
+    """Export a checkpoint: its newest weights, and the mean of its replicas' buffers."""
     config = make_config(checkpoint.manifest.config)
     return export_states(config, [checkpoint.read(MASTER), checkpoint.mean_buffers()], path)

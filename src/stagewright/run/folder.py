@@ -1,4 +1,7 @@
-"""Where a run leaves its files. A run folder has one supervisor at a time."""
+"""Run folders on the disk: make one, recognise one, and lock one while it is being trained.
+
+Imports nothing of ours, so that the command line can look for runs before it imports anything large.
+"""
 
 from __future__ import annotations
 
@@ -7,46 +10,26 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from stagewright.config.sections import Config
-
-if TYPE_CHECKING:
-    from stagewright.plan.plan import Plan
-    from stagewright.run.resume import Resume
-
-
-_PLAN = "plan.json"  # every run's folder has one
+PLAN_FILE = "plan.json"  # every run folder has one
+_LOCK_FILE = ".lock"
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run."""
+    """Whether a folder is a run folder."""
     try:
-        return (folder / _PLAN).is_file()
-    except OSError:  # a text that is too long for a name
+        return (folder / PLAN_FILE).is_file()
+    except OSError:  # the text is too long for a file name
         return False
 
 
 def newest(runs: Iterable[Path]) -> Path:
-    """The run that began last."""
-    return max(runs, key=lambda folder: (folder / _PLAN).stat().st_mtime)
-
-
-def run_folder(config: Config, plan: Plan, resume: Resume | None) -> Path:
-    """A folder of its own, or that of the run whose newest checkpoint it goes on from, in batches of the same size."""
-    if resume is None or not resume.is_newest or resume.checkpoint.manifest.plan.batch != plan.batch:
-        return _new_folder(config, plan)
-    return resume.run
-
-
-def _new_folder(config: Config, plan: Plan) -> Path:
-    """A folder of its own for this run."""
-    model = config.model.name.rpartition(":")[2]
-    return new_folder(config.run.runs, f"{model}-{plan.mode}-{plan.shape}")
+    """The run that started last."""
+    return max(runs, key=lambda folder: (folder / PLAN_FILE).stat().st_mtime)
 
 
 def new_folder(runs: str, name: str) -> Path:
-    """A folder that nobody else has, named after now and what it is about."""
+    """Make a new folder in `runs`, named after the current time and `name`."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
         folder = Path(runs).absolute() / f"{stamp}-{name}{suffix}"
@@ -57,13 +40,13 @@ def new_folder(runs: str, name: str) -> Path:
             continue
         except OSError as error:
             raise ValueError(f"can't make the folder {folder}: {error.strerror}; choose another with --runs") from error
-    raise ValueError(f"{runs} holds a thousand folders of this second; choose another with --runs")
+    raise ValueError(f"{runs} already has 999 folders named {stamp}-{name}; choose another folder with --runs")
 
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Have a run folder to oneself while the context is open; the system gives it back however the process ends."""
-    with (folder / ".lock").open("w") as file:
+    """Hold the lock of a run folder while the context is open; the system frees it however the process ends."""
+    with (folder / _LOCK_FILE).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -72,9 +55,9 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a supervisor has this run folder now."""
+    """Whether a process is training this run now."""
     try:
-        with (folder / ".lock").open() as file:
+        with (folder / _LOCK_FILE).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -1,26 +1,34 @@
-"""From a configuration to a job: every default settled, the plan proven, the cuts probed. Whether this machine has the devices that a configuration asks for, and which connection suits them. What planning gives a run: the plan of a file, the cuts of the planner, the speed that a profile predicts."""
+"""Prepare a run: from a configuration to the `Job` that ranks execute.
+
+`prepare` resolves the defaults, opens the data and the model, builds the plan, checks its schedule, probes the cuts
+and makes the run folder. Whatever is wrong with the options is an error here, before a folder exists or a rank starts.
+Further down: whether this machine has the devices and the memory that the options ask for.
+"""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from stagewright.config.sections import Config
 from stagewright.data.order import Order
-from stagewright.model.cut import Chain
+from stagewright.data.sources import Source
+from stagewright.errors import first_line
+from stagewright.model.cut import Chain, Piece
 from stagewright.model.load import build_model
-from stagewright.model.probe import probe
+from stagewright.model.probe import Probe, probe
 from stagewright.model.zoo import ZOO
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.make import make_plan
+from stagewright.plan.plan import Plan
 from stagewright.planning.build import (
     Warn,
     make_plan_for,
@@ -30,7 +38,7 @@ from stagewright.planning.build import (
 )
 from stagewright.planning.predict import predict_job
 from stagewright.planning.setting import memory_setting
-from stagewright.run.folder import run_folder
+from stagewright.run.folder import new_folder
 from stagewright.run.resume import (
     Resume,
     find_checkpoint,
@@ -47,42 +55,41 @@ from stagewright.runtime.process.assemble import has_channels_last, open_data
 from stagewright.runtime.stage.precision import make_precision
 from stagewright.schedule.check import check
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from stagewright.data.sources import Source
-    from stagewright.model.cut import Piece
-    from stagewright.model.probe import Probe
-    from stagewright.plan.plan import Plan
-
-
+_MPS_FOLDER = "/tmp/nvidia-mps"
 _MOST_EVALUATIONS = 10**6
 
 
 def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool = True) -> tuple[Job, int]:
-    """Settle every default, plan, prove the schedule, probe the cuts, make a folder; also the batches of an epoch."""
-    require_kind(config)
-    _require_rates(config)
-    config = _settle_model(with_plan_file(config))
+    """The job of a configuration, and the number of batches in an epoch.
+
+    Only the host resumes in the folder of the run it resumes; other machines always get a new one.
+    """
+    require_device_kind(config)
+    _require_optimizer_options(config)
+    config = _resolve_model(with_plan_file(config))
     precision = make_precision(config.run.precision, config.run.device)
     asked = {"image": config.data.image, "classes": config.model.classes, "batch": config.plan.batch}
     with within_memory(**asked, samples=config.data.samples):
         source = open_data(config, config.data.source)
         order = Order(len(source), config.plan.batch, config.run.seed, config.data.shuffle)
-        chain = Chain(_build(config).to(precision.weights))
+        model = build_model(config.model.name, config.run.seed, config.model.classes)
+        chain = Chain(model.to(precision.weights))
+
     resume = find_checkpoint(config.run.resume) if config.run.resume else None
     config = replace(config, run=replace(config.run, resume=None))
     plan = _plan_for(config, chain, resume, warn)
     require_devices(config, plan, warn)
     check(plan.starting_at(0))
     batches = _num_batches(config, order)
-    start = 0 if resume is None else start_batch(resume, order, source.fingerprint)
+    start = 0
     if resume is not None:
+        start = start_batch(resume, order, source.fingerprint)
         require_start(plan, start, batches)
         if not plan.computes_as(resume.checkpoint.manifest.plan):
             plan = plan.starting_at(start)
         for remark in remarks(config, resume, plan):
             warn(remark)
+
     with within_memory(**asked):
         inputs, labels = source.batch(order.microbatch(0, plan.microbatches))
     example = inputs.to(precision.weights) if inputs.is_floating_point() else inputs
@@ -95,8 +102,8 @@ def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool 
     _require_classes(training.output, (config.data.source, source), (config.data.val or "", val))
     pauses = _pauses(config, batches, order.batches)
     evaluation = _evaluation(plan, study, example, val) if pauses else None
-    predict_job(config, plan)  # what is wrong with a profile is said before a folder is made
-    folder = str(run_folder(config, plan, resume if is_host else None))
+    predict_job(config, plan)  # reports an unsuitable profile before a folder is made
+
     job = Job(
         config,
         plan,
@@ -105,7 +112,7 @@ def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool 
         tuple(labels.shape[1:]),
         training,
         evaluation,
-        folder,
+        str(_run_folder(config, plan, resume if is_host else None)),
         channels_last=has_channels_last(config, chain.model),
         samples=len(source),
         fingerprint=source.fingerprint,
@@ -116,61 +123,62 @@ def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool 
 
 
 def _plan_for(config: Config, chain: Chain, resume: Resume | None, warn: Warn) -> Plan:
-    """The plan that the options describe, or the one that a run to resume has settled on."""
+    """The plan that the options describe; on resume, the checkpoint's own where the options have not changed."""
     if resume is not None and keeps_plan(config, resume):
         plan = resume.checkpoint.manifest.plan
-        warn_of_lag(config, plan, warn)  # the rate may be another one
+        warn_of_lag(config, plan, warn)  # the learning rate may have changed
         return with_agreement(config, plan)
     plan = make_plan_for(config, chain, warn)
     return plan if resume is None else resumed_plan(plan, resume)
 
 
-def _require_rates(config: Config) -> None:
-    """An error where options of the learning rate or of momentum lack the one that they go with."""
+def _require_optimizer_options(config: Config) -> None:
+    """An error where an option of the learning rate or of momentum lacks the option that it needs."""
     schedule, optimizer = config.schedule, config.optimizer
     falls = schedule.steps.strip(", ")
     if schedule.kind == "step" and not falls:
-        raise ValueError("--lr-schedule step has no --lr-steps, so the rate would never fall; give them, as 100,200")
+        raise ValueError(
+            "--lr-schedule step has no --lr-steps, so the rate would never drop; give them, such as 100,200"
+        )
     if falls and schedule.kind != "step":
         raise ValueError(
-            f"--lr-steps {falls} was given with --lr-schedule {schedule.kind}; it goes with --lr-schedule step alone"
+            f"--lr-steps {falls} was given with --lr-schedule {schedule.kind}; it needs --lr-schedule step"
         )
     if optimizer.nesterov and not (optimizer.name == "sgd" and optimizer.momentum):
         raise ValueError(
             f"--nesterov was given with --optimizer {optimizer.name} --momentum {optimizer.momentum:g}; "
-            "it goes with sgd and a momentum above 0"
+            "it needs sgd and a momentum above 0"
         )
 
 
-def _build(config: Config) -> Any:
-    return build_model(config.model.name, config.run.seed, config.model.classes)
-
-
-def _settle_model(config: Config) -> Config:
-    """Fill in what the zoo knows of the model: its classes and its image size."""
+def _resolve_model(config: Config) -> Config:
+    """Fill in the classes and the image size of a zoo model; 10 and 32 of any other."""
     entry = ZOO.get(config.model.name)
     classes = config.model.classes or (entry.classes if entry else 10)
     image = config.data.image or (entry.image if entry else 32)
     return replace(config, model=replace(config.model, classes=classes), data=replace(config.data, image=image))
 
 
-def _num_batches(config: Config, order: Any) -> int:
+def _num_batches(config: Config, order: Order) -> int:
+    """How many batches to train, from --steps or --epochs."""
     if config.run.steps is not None and config.run.epochs is not None:
         raise ValueError(f"both --steps {config.run.steps} and --epochs {config.run.epochs} were given; give one")
     epochs = 1 if config.run.epochs is None else config.run.epochs
-    batches: int = epochs * order.batches if config.run.steps is None else config.run.steps
+    batches = epochs * order.batches if config.run.steps is None else config.run.steps
     if batches < 1:
-        raise ValueError(f"{batches} batches to train; give --steps or --epochs of at least 1")
+        raise ValueError(f"there are {batches} batches to train; give --steps or --epochs of at least 1")
     return batches
 
 
 def _pauses(config: Config, batches: int, per_epoch: int) -> tuple[int, ...]:
-    """Batch numbers after which to evaluate: every so many, or each epoch and the end when evaluation data is given."""
+    """The batch numbers after which to evaluate: every --eval-every, or with --val each epoch; and at the end."""
     every = config.run.eval_every
     if every is None:
         return tuple(sorted({*range(per_epoch, batches, per_epoch), batches})) if config.data.val else ()
     if every < 0:
-        raise ValueError(f"--eval-every is {every}; give the batches between evaluations, or 0 for the end alone")
+        raise ValueError(
+            f"--eval-every is {every}; give the batches between evaluations, or 0 to evaluate only at the end"
+        )
     if every and batches // every > _MOST_EVALUATIONS:
         raise ValueError(
             f"--eval-every {every} means {batches // every} evaluations in {batches} batches; "
@@ -179,21 +187,28 @@ def _pauses(config: Config, batches: int, per_epoch: int) -> tuple[int, ...]:
     return tuple(sorted({*(range(every, batches, every) if every else ()), batches}))
 
 
-def _probe(pieces: Sequence[Piece], example: Tensor, *, context: Any, device: str, training: bool) -> Any:
-    """Probe, with the user's own model errors as one line."""
+def _probe(
+    pieces: Sequence[Piece],
+    example: Tensor,
+    *,
+    context: Callable[[], AbstractContextManager[object]],
+    device: str,
+    training: bool,
+) -> Probe:
+    """Probe the pieces; an error that the model's own code raises becomes one line."""
     try:
         return probe(pieces, example, context, training=training, device=device)
     except ValueError:
         raise
-    except Exception as error:  # the model's own code ran: whatever it raises is the user's to read
-        reason = (str(error).strip().splitlines() or [""])[0]
+    except Exception as error:  # the model's code may raise anything
         raise ValueError(
             f"the model can't run on input {list(example.shape)} {str(example.dtype).removeprefix('torch.')}: "
-            f"{type(error).__name__}: {reason[:200]}"
+            f"{type(error).__name__}: {first_line(error, 200)}"
         ) from error
 
 
 def _require_classes(output: tuple[int, ...], *sources: tuple[str, Source]) -> None:
+    """An error where data has a label that the model has no output for."""
     for text, source in sources:
         if source.classes > output[1]:
             raise ValueError(
@@ -203,32 +218,40 @@ def _require_classes(output: tuple[int, ...], *sources: tuple[str, Source]) -> N
 
 
 def _evaluation(plan: Plan, study: Callable[..., Probe], example: Tensor, val: Source) -> Evaluation:
+    """What an evaluation computes: whole microbatches, and a last one of what is left."""
     rest = len(val) % plan.samples
     whole = study(example, training=False)
     short = study(example[:rest], training=False) if rest else None
     return Evaluation(len(val), whole, short)
 
 
-_MPS_FOLDER = "/tmp/nvidia-mps"
+def _run_folder(config: Config, plan: Plan, resume: Resume | None) -> Path:
+    """A new folder, or on resume from a run's newest checkpoint with the same batch size, that run's folder."""
+    if resume is not None and resume.is_newest and resume.checkpoint.manifest.plan.batch == plan.batch:
+        return resume.run
+    model = config.model.name.rpartition(":")[2]
+    return new_folder(config.run.runs, f"{model}-{plan.mode}-{plan.shape}")
 
 
 @contextmanager
 def within_memory(**asked: int | None) -> Iterator[None]:
-    """Turn an allocation that this machine has no memory for into an error with the options that decide it."""
+    """Turn a failed allocation into an error that names the options that decide its size."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
             raise
         options = ", ".join(f"--{name} {value}" for name, value in asked.items() if value is not None)
-        raise ValueError(f"this machine has not the memory for {options}; give less of the largest") from error
+        raise ValueError(f"not enough memory for {options}; reduce the largest of these options") from error
 
 
-def require_kind(config: Config) -> None:
-    """An error where this machine has no device of the kind, or the kind lacks what is asked of it."""
+def require_device_kind(config: Config) -> None:
+    """An error where this machine has no device of that kind, or an option needs the other kind."""
     run = config.run
     if run.compile and run.cuda_graph == "on":
-        raise ValueError("both --compile and --cuda-graph on were given; a compiled stage is not captured, so give one")
+        raise ValueError(
+            "both --compile and --cuda-graph on were given; a compiled stage can't be captured, so give one of them"
+        )
     if run.device == "cpu":
         for flag, is_set in (("--share-gpu", run.share_gpu), ("--cuda-graph on", run.cuda_graph == "on")):
             if is_set:
@@ -240,12 +263,12 @@ def require_kind(config: Config) -> None:
 
 
 def require_devices(config: Config, plan: Plan, warn: Callable[[str], None]) -> None:
-    """An error where the placement names GPUs that are not there, or shares one where that can't be."""
+    """An error where the placement names GPUs that this machine lacks, or shares one that can't be shared."""
     run = config.run
     if run.device != "cuda" or run.emulate:
         return
     if len({device.machine for device in plan.devices}) > 1:
-        return  # each machine has its own GPUs, and its ranks say what they miss
+        return  # each machine has its own GPUs; its ranks report those it lacks
     gpus, here = torch.cuda.device_count(), plan.devices
     beyond = [device for device in here if device.index >= gpus]
     if beyond and not run.share_gpu:
@@ -267,8 +290,8 @@ def require_devices(config: Config, plan: Plan, warn: Callable[[str], None]) -> 
         )
 
 
-def what_fits(config: Config, plan: Plan, rank: int, room: int) -> str:
-    """Advice for a rank that ran out of memory: the largest microbatch that the memory model lets into `room` bytes."""
+def memory_advice(config: Config, plan: Plan, rank: int, capacity: int) -> str:
+    """Advice for a rank that ran out of memory: the largest microbatch that should fit into `capacity` bytes."""
     try:
         setting = memory_setting(config, plan)
     except ValueError:
@@ -284,6 +307,6 @@ def what_fits(config: Config, plan: Plan, rank: int, room: int) -> str:
                 depths=[stage.depth for stage in plan.stages],
                 cuts=plan.cuts,
             )
-            if Estimate(smaller, setting).memory(rank).total <= room:
+            if Estimate(smaller, setting).memory(rank).total <= capacity:
                 return f"the largest microbatch that should fit is {smaller.samples}: use --microbatches {microbatches}"
     return "no microbatch should fit: give the stage fewer units, or use a device with more memory"

@@ -1,4 +1,4 @@
-"""Takes a profile: the model here and now, with the links between ranks, or one that was taken elsewhere."""
+"""Make a profile: measure a model and the links between ranks on this machine, or import a profile of PipeDream."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from stagewright.run.prepare import within_memory
 from stagewright.runtime.process.link_test import measure_links
 from stagewright.runtime.stage.precision import make_precision
 
-_MOST_A_CORE = 16  # processes at once
+_MOST_PER_CORE = 16  # processes at once
 
 
-def profile_here(options: Any, tell: Callable[[str], None]) -> Profile:
-    """Measure on this machine."""
+def measure_profile(options: Any, report: Callable[[str], None]) -> Profile:
+    """Measure a model on this machine."""
     require_options(threads=options.threads, image=options.image, classes=options.classes)
-    require_within("--together", options.together, least=1, most=_MOST_A_CORE * num_cores())
+    require_within("--together", options.together, least=1, most=_MOST_PER_CORE * num_cores())
     if options.device == "cuda":
         _require_cuda()
     side = options.image or (ZOO[options.model].image if options.model in ZOO else 32)
@@ -38,16 +38,16 @@ def profile_here(options: Any, tell: Callable[[str], None]) -> Profile:
             options.model, 0, options.classes, (3, side, side), name, options.device, options.threads, sizes
         )
         with within_memory(image=side, classes=options.classes, samples=sizes[-1], together=options.together):
-            profiles.append(measure(subject, precision.forward_context, options.together, tell))
+            profiles.append(measure(subject, precision.forward_context, options.together, report))
     profile = _merged(profiles)
     if options.together > 1 and options.device == "cpu":
-        tell("links between ranks")
+        report("links between ranks")
         profile = _with_links(profile, options.together)
     return profile
 
 
 def _merged(profiles: Sequence[Profile]) -> Profile:
-    """One profile of several precisions: their tables and their matrix rates together."""
+    """One profile with the tables and the matrix rates of several precisions."""
     first = profiles[0]
     matrix: dict[str, float] = {}
     for profile in profiles:
@@ -58,13 +58,14 @@ def _merged(profiles: Sequence[Profile]) -> Profile:
 
 
 def _with_links(profile: Profile, ranks: int) -> Profile:
+    """The same profile with the measured speed of transfers between ranks."""
     found = measure_links(ranks)
     assert profile.ceilings is not None
     transfers = tuple(Transfer(**entry) for entry in found["transfers"])
     return replace(profile, ceilings=replace(profile.ceilings, transfers=transfers, reduce=found["reduce"]))
 
 
-def profile_imported(options: Any) -> Profile:
+def import_profile(options: Any) -> Profile:
     """Read PipeDream's graph.txt."""
     sizes = read_sizes(options.samples)
     if len(sizes) != 1:
@@ -73,10 +74,11 @@ def profile_imported(options: Any) -> Profile:
 
 
 def read_sizes(text: str) -> list[int]:
+    """The microbatch sizes of --samples."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--samples '{text}' are not numbers between ',' (for example 8,16)") from None
+        raise ValueError(f"--samples must be comma-separated integers such as 8,16, got '{text}'") from None
 
 
 def _require_cuda() -> None:

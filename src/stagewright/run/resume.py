@@ -1,37 +1,32 @@
-"""Going on with a run: which checkpoint, with which options, under which plan, from which batch."""
+"""Resume a run: from which checkpoint, with which options, under which plan, at which batch."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from stagewright.config.load import make_config
 from stagewright.config.sections import Config
-from stagewright.runtime.checkpoint.folder import list_folders, newest_intact, open_checkpoint
+from stagewright.data.order import Order
+from stagewright.plan.plan import Plan
+from stagewright.runtime.checkpoint.folder import Checkpoint, list_folders, newest_intact, open_checkpoint
 from stagewright.runtime.checkpoint.format import MANIFEST
 
-if TYPE_CHECKING:
-    from torch import nn
+Tables = Mapping[str, Mapping[str, Any]]  # options by section and name
 
-    from stagewright.data.order import Order
-    from stagewright.plan.plan import Plan
-    from stagewright.runtime.checkpoint.folder import Checkpoint
-
-
-Tables = Mapping[str, Mapping[str, Any]]
-
-
-# What describes a layout: where one of the first is given anew, the rest of the old layout does not go with it.
-_LAYOUT = ("placement", "mode", "file")
-_OF_LAYOUT = ("cut", "weights", "versions", "staleness", "depths", "microbatches", "policy", "file")
-_EITHER = (("run", "steps", "epochs"), ("plan", "cut", "weights"), ("plan", "versions", "staleness"))
+# Where one of the first is given on resume, the checkpoint's values of the second no longer apply.
+_NEW_PLAN = ("placement", "mode", "file")
+_OF_OLD_PLAN = ("cut", "weights", "versions", "staleness", "depths", "microbatches", "policy", "file")
+_EXCLUSIVE = (("run", "steps", "epochs"), ("plan", "cut", "weights"), ("plan", "versions", "staleness"))
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A checkpoint to go on from, and the run it belongs to."""
+    """A checkpoint to resume from, and the run it belongs to."""
 
     checkpoint: Checkpoint
     run: Path
@@ -52,13 +47,13 @@ def find_checkpoint(text: str) -> Resume:
     newest, reasons = newest_intact(folder)
     if newest is None:
         why = f" ({reasons[0]})" if reasons else ""
-        raise ValueError(f"{text}: the run has no whole checkpoint{why}; train it anew")
+        raise ValueError(f"{text}: the run has no whole checkpoint{why}; train it from the start")
     return Resume(newest, folder, True, tuple(f"{reason}; not used" for reason in reasons))
 
 
 def resumed_config(*layers: Tables) -> Config:
-    """The configuration of the layers; where they name a run to resume, over that run's own."""
-    config = make_config(*layers)  # what is wrong with the options is said before anything is looked for
+    """The configuration of the layers; where they name a run to resume, on top of that run's options."""
+    config = make_config(*layers)  # reports wrong options before it reads any checkpoint
     if not config.run.resume:
         return config
     return make_config(
@@ -67,15 +62,15 @@ def resumed_config(*layers: Tables) -> Config:
 
 
 def _without_conflicts(before: Tables, layers: tuple[Tables, ...]) -> dict[str, dict[str, Any]]:
-    """The old options that still mean something beside the new ones; which machines take part is said anew."""
+    """The options of the resumed run that still apply beside the new ones; its machines never do."""
     tables = {section: dict(values) for section, values in before.items() if section != "nodes"}
     given = {(section, name) for layer in layers for section, values in layer.items() for name in values}
-    if any(("plan", name) in given for name in _LAYOUT):
-        for name in _OF_LAYOUT:
+    if any(("plan", name) in given for name in _NEW_PLAN):
+        for name in _OF_OLD_PLAN:
             tables.get("plan", {}).pop(name, None)
     if ("plan", "file") in given:
         tables["plan"] = {}
-    for section, *names in _EITHER:
+    for section, *names in _EXCLUSIVE:
         if any((section, name) in given for name in names):
             for name in names:
                 tables.get(section, {}).pop(name, None)
@@ -83,7 +78,7 @@ def _without_conflicts(before: Tables, layers: tuple[Tables, ...]) -> dict[str, 
 
 
 def resumed_plan(made: Plan, resume: Resume) -> Plan:
-    """A plan that was made anew, as the one of the checkpoint where it computes the same."""
+    """A newly made plan, with the origins of the checkpoint's plan where it then computes the same."""
     before = resume.checkpoint.manifest.plan
     if len(made.stages) != len(before.stages):
         return made
@@ -93,19 +88,19 @@ def resumed_plan(made: Plan, resume: Resume) -> Plan:
 
 
 def keeps_plan(config: Config, resume: Resume) -> bool:
-    """Whether the options describe the layout that the checkpoint was made with."""
+    """Whether the options describe the plan that the checkpoint was made with."""
     before = make_config(resume.checkpoint.manifest.config)
     return config.plan == before.plan and config.optimizer.clip == before.optimizer.clip
 
 
 def start_batch(resume: Resume, order: Order, fingerprint: str) -> int:
-    """The batch to go on with; an error where the samples would be others."""
+    """The batch to resume at; an error where its samples would differ."""
     manifest = resume.checkpoint.manifest
     return manifest.position.counted_by(manifest.plan.batch, order).resume(order, fingerprint)
 
 
 def require_start(plan: Plan, start: int, batches: int) -> None:
-    """Whether a plan can begin at a batch, with something left to do."""
+    """An error where nothing is left to train, or where the plan can't start at this batch."""
     if start >= batches:
         raise ValueError(
             f"the checkpoint is at batch {start} and the run ends at {batches}; give more with --steps or --epochs"
@@ -118,7 +113,7 @@ def require_start(plan: Plan, start: int, batches: int) -> None:
 
 
 def require_model(resume: Resume, model: nn.Module, reached: Collection[str]) -> None:
-    """Whether the checkpoint holds every parameter that is trained, in its shape."""
+    """An error where the checkpoint lacks a parameter that is trained, or has it in another shape."""
     checkpoint, shapes = resume.checkpoint, resume.checkpoint.shapes()
     made_with = f"it was made with model {checkpoint.manifest.config['model']['name']}"
     names: dict[int, list[str]] = {}
@@ -137,12 +132,12 @@ def require_model(resume: Resume, model: nn.Module, reached: Collection[str]) ->
 
 
 def remarks(config: Config, resume: Resume, plan: Plan) -> list[str]:
-    """What a user should know about going on this way."""
+    """What a user should know about resuming with these options."""
     said = list(resume.remarks)
     manifest = resume.checkpoint.manifest
     old = make_config(manifest.config)
     if not plan.computes_as(manifest.plan):
-        said.append("the plan is another one: going on from the newest weights, lag builds up anew")
+        said.append("the plan has changed: the run resumes from the newest weights, and lag builds up again")
     if old.optimizer.name != config.optimizer.name:
         said.append(f"the checkpoint has the state of {old.optimizer.name}; {config.optimizer.name} starts without any")
     return said

@@ -1,4 +1,7 @@
-"""Hands a run's records to a tracker that the user chose; what goes wrong with one is a warning."""
+"""`--track`: send the events of a run to TensorBoard, Weights & Biases or MLflow.
+
+A thread sends them, so that training never waits for a tracker; once a run has started, what goes wrong is a warning.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from stagewright.config.load import as_tables
 from stagewright.config.sections import Config
 from stagewright.events import Evaluated, Step, Use
 
+CLOSE_SECONDS = 30.0  # to send what is still queued when the run ends
+MOST_QUEUED = 100_000  # events
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
-_PATIENCE = 30.0  # seconds for what is still to be told when the run ends
-_MOST_WAITING = 100_000
-_LONGEST_PARAMETER = 250  # characters that mlflow takes
+_LONGEST_PARAMETER = 250  # characters that MLflow accepts
 
 
 class Tracker(Protocol):
-    """Where numbers go."""
+    """The part of a tracking service that a run needs."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
@@ -40,19 +43,19 @@ def require_tracker(config: Config) -> None:
 
 @contextmanager
 def tracked(config: Config, folder: Path, warn: Callable[[str], None]) -> Iterator[Callable[[object], None]]:
-    """Give back what takes records; they are told by a thread of its own, so that no run waits for a tracker."""
+    """Yield the function that takes the events of a run, and close the tracker at the end."""
     if config.run.track == "none":
-        yield lambda record: None
+        yield lambda event: None
         return
-    telling = _Telling(_open(config, folder), config.run.track, warn)
+    sender = _Sender(_open(config, folder), config.run.track, warn)
     try:
-        yield telling.take
+        yield sender.take
     finally:
-        telling.close()
+        sender.close()
 
 
-class _Telling:
-    """A thread that tells a tracker one record after the other."""
+class _Sender:
+    """A thread that sends events to a tracker, one after the other."""
 
     def __init__(self, tracker: Tracker, name: str, warn: Callable[[str], None]) -> None:
         self._tracker = tracker
@@ -60,46 +63,48 @@ class _Telling:
         self._warn = warn
         self._step = 0
         self._is_behind = False
-        self._records: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._tell, name="tracker", daemon=True)
+        self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send, name="tracker", daemon=True)
         self._thread.start()
 
-    def take(self, record: object) -> None:
-        """Keep a record until the tracker has time for it; a tracker that is far behind loses some."""
-        if self._thread.is_alive() and self._records.qsize() < _MOST_WAITING:
-            self._records.put(record)
+    def take(self, event: object) -> None:
+        """Queue an event; a tracker that is too far behind loses some."""
+        if self._thread.is_alive() and self._events.qsize() < MOST_QUEUED:
+            self._events.put(event)
         elif self._thread.is_alive() and not self._is_behind:
             self._is_behind = True
-            self._warn(f"{self._name} is {_MOST_WAITING} records behind and loses some; the run's own files have all")
+            self._warn(f"{self._name} is {MOST_QUEUED} events behind and loses some; the run folder has them all")
 
     def close(self) -> None:
-        self._records.put(None)
-        self._thread.join(_PATIENCE)
+        self._events.put(None)
+        self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
-            self._warn(f"{self._name} did not take everything within {_PATIENCE:.0f} s; the run's own files have it")
+            self._warn(
+                f"{self._name} did not take all events in {CLOSE_SECONDS:.0f} s; the run folder has them all"
+            )
 
-    def _tell(self) -> None:
+    def _send(self) -> None:
         try:
-            while (record := self._records.get()) is not None:
-                values = values_of(record)
-                self._step = record.batch + 1 if isinstance(record, Step) else self._step
+            while (event := self._events.get()) is not None:
+                values = values_of(event)
+                self._step = event.batch + 1 if isinstance(event, Step) else self._step
                 if values:
                     self._tracker.log(self._step, values)
             self._tracker.close()
-        except Exception as error:  # a network, a full disk, another release of the package
+        except Exception as error:  # of the network, the disk, another release of the package
             words = " ".join(str(error).split())[:200]
-            self._warn(f"{self._name} stopped taking records: {type(error).__name__}: {words}; the run goes on")
+            self._warn(f"{self._name} stopped taking events: {type(error).__name__}: {words}; training continues")
 
 
-def values_of(record: object) -> dict[str, float]:
-    """The numbers of a record, by the names that trackers show."""
-    if isinstance(record, Step):
-        found = {"loss": record.loss, "lr": record.lr, "images_per_second": record.images_per_second}
-        found |= {} if record.loss_scale is None else {"loss_scale": record.loss_scale}
+def values_of(event: object) -> dict[str, float]:
+    """The numbers of an event, by the names that trackers show; none for most kinds of events."""
+    if isinstance(event, Step):
+        found = {"loss": event.loss, "lr": event.lr, "images_per_second": event.images_per_second}
+        found |= {} if event.loss_scale is None else {"loss_scale": event.loss_scale}
         return {f"train/{name}": value for name, value in found.items()}
-    if isinstance(record, Evaluated):
-        return {"eval/loss": record.loss, "eval/top1": record.top1, "eval/top5": record.top5}
-    return _use(record) if isinstance(record, Use) else {}
+    if isinstance(event, Evaluated):
+        return {"eval/loss": event.loss, "eval/top1": event.top1, "eval/top5": event.top5}
+    return _use(event) if isinstance(event, Use) else {}
 
 
 def _use(use: Use) -> dict[str, float]:
@@ -126,7 +131,7 @@ def _open(config: Config, folder: Path) -> Tracker:
         words = " ".join(str(error).split())[:200]
         raise ValueError(
             f"--track {config.run.track} could not start: {type(error).__name__}: {words}; "
-            "set it up by its own settings, or leave --track out"
+            "set it up as its own manual says, or leave --track out"
         ) from error
 
 
@@ -146,7 +151,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """Online, offline or off is wandb's own setting (WANDB_MODE)."""
+    """wandb's own setting WANDB_MODE says whether it is online, offline or disabled."""
 
     def __init__(self, folder: Path, parameters: Mapping[str, Any]) -> None:
         module = importlib.import_module("wandb")
@@ -160,11 +165,11 @@ class _Wandb:
 
 
 class _Mlflow:
-    """Where it keeps runs is mlflow's own setting (MLFLOW_TRACKING_URI)."""
+    """MLflow's own setting MLFLOW_TRACKING_URI says where it keeps runs."""
 
     def __init__(self, folder: Path, parameters: Mapping[str, Any]) -> None:
         mlflow = importlib.import_module("mlflow")
-        with mlflow.start_run(run_name=folder.name) as run:  # no longer: an active run belongs to one thread
+        with mlflow.start_run(run_name=folder.name) as run:  # closed at once: an active run belongs to one thread
             mlflow.log_params({name: str(value)[:_LONGEST_PARAMETER] for name, value in parameters.items()})
         self._id = run.info.run_id
         self._client = mlflow.MlflowClient()

@@ -1,4 +1,8 @@
-"""Chains the rooms: from a configuration to a plan, a job, a run and its files."""
+"""Train: prepare a configuration, run its ranks, and write the files of the run.
+
+`run` is what `stagewright train`, `stagewright demo` and `stagewright.train` call. The machine with index 0 is the
+host: it collects the events of all ranks and writes metrics, weights and the report; the others only run their ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +12,32 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from torch import Tensor
 
 from stagewright.cluster.placement import format_devices
 from stagewright.config.load import as_toml
 from stagewright.config.sections import Config
-from stagewright.errors import Interrupted, RunFailed
+from stagewright.errors import Interrupted, RunFailed, first_line
+from stagewright.events import Evaluated, Step
 from stagewright.hardware.environment import environment
+from stagewright.plan.plan import Plan
 from stagewright.planning.predict import modelled_memory, predict_job
 from stagewright.report.live.terminal import RunConsole
 from stagewright.report.run import page_of
 from stagewright.run.export import export_states, require_target
 from stagewright.run.folder import run_lock
 from stagewright.run.observe import each_to, observed, require_rate, used
-from stagewright.run.prepare import prepare, what_fits
+from stagewright.run.prepare import memory_advice, prepare
 from stagewright.run.report import open_run, write_page
 from stagewright.run.trackers import require_tracker, tracked
 from stagewright.runtime.checkpoint.folder import list_folders
-from stagewright.runtime.multinode.nodes import find_site
+from stagewright.runtime.job import Job
+from stagewright.runtime.multinode.nodes import Site, find_site
 from stagewright.runtime.process.emulate import Emulation
 from stagewright.runtime.process.launch import launch
 from stagewright.runtime.process.log import Ledger
@@ -37,18 +45,10 @@ from stagewright.runtime.process.rank import state_file
 from stagewright.runtime.process.signals import stop_on_signal
 from stagewright.runtime.process.supervisor import NewestCheckpoint
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from stagewright.events import Evaluated, Step
-    from stagewright.plan.plan import Plan
-    from stagewright.runtime.job import Job
-    from stagewright.runtime.multinode.nodes import Site
-
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run: where its files are, and what they say."""
+    """A finished run: its folder, and the steps, evaluations and summary that its files hold."""
 
     folder: Path
     plan: Plan
@@ -65,7 +65,7 @@ class Result:
 
 
 def run(config: Config, console: Console | None = None) -> Result:
-    """Plan, check and run a configuration; leave a run folder behind."""
+    """Train a configuration; the console shows its progress, and its folder holds the rest."""
     console = console or Console(quiet=True)
     require_rate(config)
     require_tracker(config)
@@ -83,21 +83,21 @@ def run(config: Config, console: Console | None = None) -> Result:
         require_target(Path(config.run.export))
     job, per_epoch = prepare(config, warn, is_host=site is None or site.is_host)
     with run_lock(Path(job.folder)):
-        write_start(job, warnings)
-        console.print(headline(job), markup=False, highlight=False, soft_wrap=True)
+        _write_start(job, warnings)
+        console.print(_headline(job), markup=False, highlight=False, soft_wrap=True)
         if site is not None and not site.is_host:
-            return _take_part(job, site, console)
+            return _run_other_machine(job, site, console)
         predicted = predict_job(job.config, job.plan)
         if predicted is not None:
             console.print(f"predicted: {predicted.images_per_second:.0f} images/s", markup=False, highlight=False)
         try:
-            return _run(job, per_epoch, console, site, None if predicted is None else predicted.images_per_second)
+            return _run_host(job, per_epoch, console, site, None if predicted is None else predicted.images_per_second)
         finally:
-            leave_report(job, warn)
+            _write_report(job, warn)
 
 
-def _run(job: Job, per_epoch: int, console: Console, site: Site | None, predicted: float | None) -> Result:
-    """Run a job's ranks, and leave what they tell in its folder."""
+def _run_host(job: Job, per_epoch: int, console: Console, site: Site | None, predicted: float | None) -> Result:
+    """Run a job's ranks, collect their events, and write the trace and the summary."""
     folder, began = Path(job.folder), time.time()
     with (
         RunConsole(console, job.batches, job.plan.batch, job.config.run.log_every) as progress,
@@ -108,11 +108,11 @@ def _run(job: Job, per_epoch: int, console: Console, site: Site | None, predicte
         try:
             exported = _execute(job, ledger, site, progress.say)
         except RunFailed as error:
-            advice = what_fits(job.config, job.plan, *short) if (short := ledger.collector.shortage) else None
-            raise RunFailed("; ".join(filter(None, (str(error), advice, _how_to_go_on(folder))))) from error
+            advice = memory_advice(job.config, job.plan, *short) if (short := ledger.collector.shortage) else None
+            raise RunFailed("; ".join(filter(None, (str(error), advice, _how_to_resume(folder))))) from error
     collector = ledger.collector
     if collector.stopped_at is not None:
-        raise Interrupted(f"after step {collector.stopped_at}", _how_to_go_on(folder, collector.stopped_at))
+        raise Interrupted(f"after step {collector.stopped_at}", _how_to_resume(folder, collector.stopped_at))
     (folder / "trace.json").write_text(json.dumps(collector.timeline.chrome_trace()))
     summary = {
         "folder": str(folder),
@@ -134,15 +134,15 @@ def _run(job: Job, per_epoch: int, console: Console, site: Site | None, predicte
     return Result(folder, job.plan, tuple(collector.steps), tuple(collector.evaluations), summary, exported)
 
 
-def _how_to_go_on(folder: Path, done: int = 0) -> str:
-    """The next step of a run that did not end, where it has something to go on from."""
+def _how_to_resume(folder: Path, done: int = 0) -> str:
+    """The last part of an error about a run that stopped: which steps are lost, and how to resume."""
     kept = max((int(path.name) for path in list_folders(folder)), default=0)
-    lost = f"what came after step {kept} could not be kept; " if kept < done else ""
-    return lost.rstrip("; ") if not kept else f"{lost}go on with stagewright train --resume {folder}"
+    lost = f"steps after {kept} could not be saved; " if kept < done else ""
+    return lost.rstrip("; ") if not kept else f"{lost}resume with stagewright train --resume {folder}"
 
 
-def _take_part(job: Job, site: Site, console: Console) -> Result:
-    """Run this machine's ranks; the first machine hears of them."""
+def _run_other_machine(job: Job, site: Site, console: Console) -> Result:
+    """Run the ranks of a machine that is not the host; the host collects their events."""
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -156,14 +156,14 @@ def _take_part(job: Job, site: Site, console: Console) -> Result:
 
 
 def _execute(job: Job, ledger: Ledger, site: Site | None, say: Callable[[str], None]) -> Path | None:
-    """Run the job's ranks of this machine, and gather the weights that all were asked for."""
+    """Run the ranks of this machine; return the file of exported weights, if the options ask for one."""
     if job.config.run.emulate:
         torch.set_num_threads(job.config.run.threads)
         emulation = Emulation(job, ledger.handle)
         with stop_on_signal(emulation.pauses.stop):
             emulation.run()
-        is_whole = ledger.collector.stopped_at is None
-        return _export(job, [emulation.weights()]) if is_whole else None
+        is_finished = ledger.collector.stopped_at is None
+        return _export(job, [emulation.weights()]) if is_finished else None
     launch(job, ledger.handle, NewestCheckpoint(job), site, say)
     if not job.config.run.export or ledger.collector.stopped_at is not None:
         return None
@@ -175,7 +175,7 @@ def _execute(job: Job, ledger: Ledger, site: Site | None, say: Callable[[str], N
 
 
 def _export(job: Job, states: Sequence[dict[str, Tensor]]) -> Path | None:
-    """Write the weights where they were asked for; where that fails by now, into the run folder."""
+    """Write the weights to --export; where that fails after all, to the run folder, and say so."""
     if not job.config.run.export:
         return None
     path = Path(job.config.run.export)
@@ -186,10 +186,10 @@ def _export(job: Job, states: Sequence[dict[str, Tensor]]) -> Path | None:
         raise ValueError(f"{error} (they are in {kept})") from error
 
 
-def write_start(job: Job, warnings: Sequence[str] = ()) -> None:
-    """Leave what the run is about before it begins, and what there was to say of it."""
+def _write_start(job: Job, warnings: Sequence[str] = ()) -> None:
+    """Write the files that describe a run before it starts: configuration, plan, environment, warnings so far."""
     folder = Path(job.folder)
-    for name in ("summary.json", "trace.json"):  # of the run that it goes on from
+    for name in ("summary.json", "trace.json"):  # of the run that this one resumes
         (folder / name).unlink(missing_ok=True)
     (folder / "config.toml").write_text(as_toml(job.config))
     (folder / "plan.json").write_text(json.dumps(job.plan.describe(), indent=1))
@@ -199,8 +199,8 @@ def write_start(job: Job, warnings: Sequence[str] = ()) -> None:
         log.writelines(f"warning: {warning}\n" for warning in warnings)
 
 
-def headline(job: Job) -> str:
-    """What is about to run, in a line or two."""
+def _headline(job: Job) -> str:
+    """What is about to run, in two lines."""
     plan = job.plan
     parts = []
     for stage, devices in zip(plan.stages, plan.placement, strict=True):
@@ -214,23 +214,20 @@ def headline(job: Job) -> str:
     )
 
 
-def leave_report(job: Job, warn: Callable[[str], None]) -> Path | None:
-    """The report of a run that has ended, however it did; what goes wrong here is no fault of the run."""
+def _write_report(job: Job, warn: Callable[[str], None]) -> None:
+    """Write the report of a run, however it ended; what goes wrong here is a warning, never the failure of the run."""
     folder = Path(job.folder)
     try:
-        _leave_memory(job)
+        _write_memory(job)
         run = open_run(folder)
-        if run.summary is None and not run.steps:
-            return None
-        return write_page(page_of(run), folder / "report.html")[0]
+        if run.summary is not None or run.steps:
+            write_page(page_of(run), folder / "report.html")
     except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        warn(f"no report: {first[:200]}; make it later with stagewright report {folder}")
-        return None
+        warn(f"no report: {first_line(error, 200)}; make it later with stagewright report {folder}")
 
 
-def _leave_memory(job: Job) -> None:
-    """What the planner's model says of each rank's memory, for models whose shapes cost nothing to find."""
+def _write_memory(job: Job) -> None:
+    """Write the memory that the planner's model predicts per rank, for models whose shapes are known."""
     memory = modelled_memory(job.config, job.plan)
     if memory:
         parts = {"ranks": [asdict(rank) for rank in memory]}

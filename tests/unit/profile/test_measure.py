@@ -70,7 +70,7 @@ def test_time_goes_to_the_unit_that_took_it() -> None:
 def test_several_precisions_make_one_profile() -> None:
     from argparse import Namespace
 
-    from stagewright.run.profile import profile_here
+    from stagewright.run.profile import measure_profile
 
     asked = Namespace(
         model="tests.models:plain",
@@ -82,7 +82,7 @@ def test_several_precisions_make_one_profile() -> None:
         image=8,
         classes=None,
     )
-    profile = profile_here(asked, lambda text: None)
+    profile = measure_profile(asked, lambda text: None)
     assert [table.precision for table in profile.tables] == ["fp32", "bf16"]
     assert profile.at("bf16", 2).units[0].output * 2 == profile.at("fp32", 2).units[0].output
     assert profile.ceilings is not None and set(profile.ceilings.matrix) == {"fp32", "bf16"}

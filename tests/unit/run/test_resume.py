@@ -219,7 +219,7 @@ def test_an_interrupt_keeps_a_checkpoint_and_says_how_to_go_on(whole: Result, tm
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(Interrupted, match=r"after step \d+; nothing is left running; go on with .*--resume (.*)"):
+    with pytest.raises(Interrupted, match=r"after step \d+; nothing is left running; resume with .*--resume (.*)"):
         train(tmp_path, steps=1_000_000, checkpoint_every=0)
     (run,) = tmp_path.iterdir()
     (folder,) = list_folders(run)
@@ -245,7 +245,7 @@ def test_an_interrupt_on_a_full_disk_says_what_is_lost(tmp_path: Path, monkeypat
     heard = Committer.add
     monkeypatch.setattr(saver, "_write_file", fail)
     monkeypatch.setattr(Committer, "add", stop_at)
-    with pytest.raises(Interrupted, match="what came after step 3 could not be kept; go on with"):
+    with pytest.raises(Interrupted, match="steps after 3 could not be saved; resume with"):
         train(tmp_path, steps=1_000_000)
 
 
