@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-
 MIB, GIB = 2**20, 2**30  # bytes
 
 

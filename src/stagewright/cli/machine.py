@@ -20,7 +20,7 @@ from stagewright.cluster.placement import parse_placement
 from stagewright.cluster.specs import ALONE
 from stagewright.hardware.cluster_file import Wishes, checked, import_texts, import_this
 from stagewright.hardware.doctor.examine import examine, show
-from stagewright.run.profile import measure_profile, import_profile
+from stagewright.run.profile import import_profile, measure_profile
 
 if TYPE_CHECKING:
     from stagewright.cluster.topology import Cluster

@@ -79,9 +79,7 @@ class _Sender:
         self._events.put(None)
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
-            self._warn(
-                f"{self._name} did not take all events in {CLOSE_SECONDS:.0f} s; the run folder has them all"
-            )
+            self._warn(f"{self._name} did not take all events in {CLOSE_SECONDS:.0f} s; the run folder has them all")
 
     def _send(self) -> None:
         try:
