@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stagewright.events import Evaluated, GpuUse, RankUse, Step, Use
+from stagewright.events import Evaluated, GpuUsage, RankUsage, Step, Usage
 from stagewright.metrics import Span, Timeline
 
 PLAN = {
@@ -57,21 +57,21 @@ def timeline(batches: int = 3) -> Timeline:
     return Timeline(tuple(spans))
 
 
-def uses(count: int = 5, gpus: int = 0) -> list[Use]:
+def uses(count: int = 5, gpus: int = 0) -> list[Usage]:
     """Moments a second apart: rank r holds 100 + r MiB and then one more a second."""
     mib = 2**20
     return [
-        Use(
+        Usage(
             float(second),
             2.0,
             1000 * mib,
             tuple(
-                GpuUse(
+                GpuUsage(
                     f"GPU-{g}", g, 2000 * mib, 0.9, 250.0, 1e3 + 250.0 * second, 60.0 + g, 1.7e9, ("power",)[: g % 2]
                 )
                 for g in range(gpus)
             ),
-            tuple(RankUse(r, (100 + r + second) * mib, 0.5) for r in range(3)),
+            tuple(RankUsage(r, (100 + r + second) * mib, 0.5) for r in range(3)),
         )
         for second in range(count)
     ]
@@ -87,7 +87,7 @@ def make_run(
     model: str = "vgg-small",
     emulate: bool = False,
     trace: Timeline | None = None,
-    monitor: list[Use] | None = None,
+    monitor: list[Usage] | None = None,
 ) -> Path:
     """A folder as `train` leaves it."""
     folder.mkdir(parents=True)

@@ -62,7 +62,7 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuUse:
+class GpuUsage:
     """One GPU at one moment, as NVML counts it."""
 
     uuid: str
@@ -78,7 +78,7 @@ class GpuUse:
 
 
 @dataclass(frozen=True, slots=True)
-class RankUse:
+class RankUsage:
     """One rank's process at one moment."""
 
     rank: int
@@ -88,14 +88,14 @@ class RankUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class Usage:
     """What a run uses of its machine at one moment: a line of monitor.jsonl."""
 
     seconds: float  # since the run began
     cores: float  # that everything on the machine kept busy
     memory: int  # bytes that everything on the machine uses
-    gpus: tuple[GpuUse, ...]
-    ranks: tuple[RankUse, ...]
+    gpus: tuple[GpuUsage, ...]
+    ranks: tuple[RankUsage, ...]
     start: int = 0  # batch that this part of the run went on from
 
 

@@ -16,7 +16,7 @@ import stagewright
 from stagewright import __main__ as entry
 from stagewright.cli import main as cli
 from stagewright.config.load import make_config
-from stagewright.report.live.terminal import LastingConsole
+from stagewright.report.live.terminal import PipeSafeConsole
 from stagewright.run import train as experiment
 from stagewright.run.export import require_target
 from tests.unit.test_experiment import make_net
@@ -26,7 +26,7 @@ def test_a_reader_that_leaves_does_not_end_a_run(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as closed:
-        console = LastingConsole(file=closed)
+        console = PipeSafeConsole(file=closed)
         tables = {
             "model": {"name": f"{__name__}:make_net"},
             "plan": {"batch": 16},

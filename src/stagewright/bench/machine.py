@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from stagewright.events import Use
+from stagewright.events import Usage
 from stagewright.hardware.environment import environment
 from stagewright.hardware.host import num_cores
 from stagewright.plan.plan import Plan
-from stagewright.report.read import read_uses
+from stagewright.report.read import read_usage
 
 __all__ = ["busy_seconds", "machine", "num_cores"]
 _IDLE = (3, 4)  # idle, and waiting for a disk
@@ -52,11 +52,11 @@ class Seen:
 
 def watched(folder: Path, plan: Plan) -> Seen:
     """What the monitor of a run on this machine has left."""
-    uses = [use for path in sorted(folder.glob("monitor*.jsonl")) for use in read_uses(path)]
+    uses = [use for path in sorted(folder.glob("monitor*.jsonl")) for use in read_usage(path)]
     return seen(uses, plan) if uses else Seen()
 
 
-def seen(uses: Sequence[Use], plan: Plan) -> Seen:
+def seen(uses: Sequence[Usage], plan: Plan) -> Seen:
     """The peaks of its moments, and what was out of the ordinary."""
     ranks: dict[int, int] = {}
     gpus: dict[int, int] = {}

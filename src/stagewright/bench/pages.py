@@ -16,7 +16,7 @@ from stagewright.bench.statistics import Interval
 from stagewright.cluster.specs import MIB
 from stagewright.config.options import options
 from stagewright.planning.predict import IMAGENET
-from stagewright.report.page import Bar, Bars, Block, Listing, Page, Table, Verdict
+from stagewright.report.page import Bar, Bars, Block, Listing, Page, Summary, Table
 from stagewright.run.report import write_page
 
 _TOLERANCE = 0.2  # cores
@@ -29,7 +29,7 @@ def outcome_page(outcome: Outcome) -> Page:
 
 
 def _blocks(outcome: Outcome) -> Iterator[Block]:
-    yield Verdict(tuple(verdict(outcome)))
+    yield Summary(tuple(verdict(outcome)))
     for name, rows in outcome.groups().items():
         if any(row.rate for row in rows):
             yield _bars(name, rows)

@@ -18,7 +18,7 @@ from rich.table import Table
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import parse_placement
 from stagewright.cluster.specs import ALONE
-from stagewright.hardware.cluster_file import Wishes, checked, import_texts, import_this
+from stagewright.hardware.cluster_file import ImportOptions, checked, import_texts, import_this
 from stagewright.hardware.doctor.examine import examine, show
 from stagewright.run.profile import import_profile, measure_profile
 
@@ -103,7 +103,9 @@ def run_import(parsed: argparse.Namespace) -> None:
     for flag, value in (("pcie", parsed.pcie), ("cores", parsed.cores), ("count", parsed.count)):
         if value is not None and value < 1:
             raise ValueError(f"--{flag} is {value}; give at least 1")
-    wishes = Wishes(name, parsed.device, _indices(parsed.gpus), parsed.pcie, parsed.cores, parsed.count, parsed.network)
+    wishes = ImportOptions(
+        name, parsed.device, _indices(parsed.gpus), parsed.pcie, parsed.cores, parsed.count, parsed.network
+    )
     if parsed.here and (parsed.topo or parsed.smi):
         raise ValueError("both --here and a text were given; import one machine at a time")
     if not (parsed.here or parsed.topo or parsed.smi):

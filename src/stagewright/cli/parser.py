@@ -237,7 +237,7 @@ def _add_compare(commands: _Commands) -> None:
     parser.add_argument("first", metavar="A", help="a run folder or a bench folder")
     parser.add_argument("second", metavar="B", help="another of the same kind")
     _add_json(parser)
-    parser.set_defaults(run="runs:run_compare")
+    parser.set_defaults(run="compare:run_compare")
 
 
 def _add_checkpoint(commands: _Commands) -> None:

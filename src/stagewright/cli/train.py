@@ -7,13 +7,13 @@ import json
 
 from stagewright.config.load import parse_assignment, read_toml
 from stagewright.config.sections import Config
-from stagewright.report.live.terminal import LastingConsole
+from stagewright.report.live.terminal import PipeSafeConsole
 from stagewright.run import train as experiment
 from stagewright.run.resume import resumed_config
 
 
 def run(parsed: argparse.Namespace) -> None:
-    console = LastingConsole(stderr=parsed.json)
+    console = PipeSafeConsole(stderr=parsed.json)
     result = experiment.run(read_config(parsed), console)
     if parsed.json:
         print(json.dumps(result.summary))

@@ -13,12 +13,18 @@ from stagewright.cluster.catalog import open_cluster, shipped
 from stagewright.cluster.specs import Catalogue, DeviceSpec
 from stagewright.hardware.gpu import NoNvml, open_nvml, read_gpus
 from stagewright.hardware.host import num_cores
-from stagewright.hardware.smi import parse_smi, parse_topology, read_pasted
-from stagewright.hardware.topology import SELF, Topology, Way, read_topology
+from stagewright.hardware.smi import parse_smi, parse_topology, read_smi_text
+from stagewright.hardware.topology import SELF, LinkKind, Topology, read_topology
 
 _MOST_LINKS = 18  # that a card has; rows with more are behind a switch, and name the same links again
 _TOLERANCE = 0.05  # of memory: drivers differ in what they count
-_LINK_OF = {Way.BRIDGE: "pix", Way.BRIDGES: "pix", Way.HOST: "phb", Way.NODE: "node", Way.SYSTEM: "sys"}
+_LINK_OF = {
+    LinkKind.BRIDGE: "pix",
+    LinkKind.BRIDGES: "pix",
+    LinkKind.HOST: "phb",
+    LinkKind.NODE: "node",
+    LinkKind.SYSTEM: "sys",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class MachineFile:
     """A machine, ready to be written."""
 
     name: str
@@ -100,18 +106,18 @@ def make_steps(topology: Topology, spec: DeviceSpec, generation: int, lanes: flo
     """Levels from the nearest connection outwards; `lanes` is the share of 16 that each card's slot has."""
     groups: tuple[tuple[int, ...], ...] = tuple((index,) for index in range(len(topology)))
     if len(groups) == 1:
-        return (Step(f"pcie{generation}-{_kind(Way.HOST, spec)}", groups, lanes),)
+        return (Step(f"pcie{generation}-{_kind(LinkKind.HOST, spec)}", groups, lanes),)
     steps = []
-    for way in list(Way)[1:]:
+    for way in list(LinkKind)[1:]:
         joined = _joined(topology, groups, way)
         if joined == groups:
             continue
-        if way is Way.NVLINK:
+        if way is LinkKind.NVLINK:
             steps.append(Step(_nvlink(spec), joined, _links(topology)))
         else:
             is_over_links = bool(steps) and steps[-1].link == spec.nvlink
             # Linked cards keep a slot each; only what joins sockets is shared by all of a group.
-            slots = min(map(len, groups)) if is_over_links and way is not Way.SYSTEM else 1
+            slots = min(map(len, groups)) if is_over_links and way is not LinkKind.SYSTEM else 1
             steps.append(Step(f"pcie{generation}-{_kind(way, spec)}", joined, lanes * slots))
         groups = joined
     if len(groups) > 1:
@@ -122,9 +128,9 @@ def make_steps(topology: Topology, spec: DeviceSpec, generation: int, lanes: flo
     return tuple(steps)
 
 
-def _kind(way: Way, spec: DeviceSpec) -> str:
+def _kind(way: LinkKind, spec: DeviceSpec) -> str:
     """GeForce cards have no peer access, so even behind one bridge they copy through the host."""
-    is_host_only = "GeForce" in spec.title and way in (Way.BRIDGE, Way.BRIDGES)
+    is_host_only = "GeForce" in spec.title and way in (LinkKind.BRIDGE, LinkKind.BRIDGES)
     return "phb" if is_host_only else _LINK_OF[way]
 
 
@@ -134,7 +140,7 @@ def _nvlink(spec: DeviceSpec) -> str:
     return spec.nvlink
 
 
-def _joined(topology: Topology, groups: Sequence[tuple[int, ...]], way: Way) -> tuple[tuple[int, ...], ...]:
+def _joined(topology: Topology, groups: Sequence[tuple[int, ...]], way: LinkKind) -> tuple[tuple[int, ...], ...]:
     """The groups after those with a connection of this kind between them became one."""
     merged = [set(group) for group in groups]
     for one, other in itertools.combinations(range(len(topology)), 2):
@@ -152,7 +158,7 @@ def _links(topology: Topology) -> int:
     """NVLinks that every linked card has: all that lead away from it, or those to its switch."""
     counts = []
     for row in topology.rows:
-        links = [cell.links for cell in row if cell is not None and cell.way is Way.NVLINK]
+        links = [cell.links for cell in row if cell is not None and cell.way is LinkKind.NVLINK]
         if links:
             counts.append(sum(links) if sum(links) <= _MOST_LINKS else max(links))
     return min(counts)
@@ -167,7 +173,7 @@ _Card = TypeVar("_Card")
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class ImportOptions:
     """What the user says beside the texts, or against them; None where the texts are to tell."""
 
     name: str = "imported"
@@ -191,9 +197,9 @@ class _Seen:
     cores: int | None = None
 
 
-def import_texts(topo: str | None, smi: str | None, wishes: Wishes) -> Box:
+def import_texts(topo: str | None, smi: str | None, wishes: ImportOptions) -> MachineFile:
     """A machine from the texts of `nvidia-smi topo -m` and `nvidia-smi`, each a file or `-`; one file may hold both."""
-    pasted = {path: read_pasted(path) for path in dict.fromkeys((topo, smi)) if path is not None}
+    pasted = {path: read_smi_text(path) for path in dict.fromkeys((topo, smi)) if path is not None}
     topology = parse_topology(pasted[topo]) if topo is not None else None
     cards: tuple[tuple[str, int | None], ...]
     if smi is not None:
@@ -212,7 +218,7 @@ def import_texts(topo: str | None, smi: str | None, wishes: Wishes) -> Box:
     return _make(_Seen(cards, topology, about, cores=cores), wishes)
 
 
-def import_this(wishes: Wishes) -> Box:
+def import_this(wishes: ImportOptions) -> MachineFile:
     """This machine."""
     try:
         nvml = open_nvml()
@@ -228,7 +234,7 @@ def import_this(wishes: Wishes) -> Box:
     return _make(_Seen(cards, topology, f"driver {driver}", generation, width, num_cores()), wishes)
 
 
-def checked(box: Box) -> str:
+def checked(box: MachineFile) -> str:
     """The text of the file, once the planner has accepted it."""
     text = box.as_toml()
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
@@ -238,7 +244,7 @@ def checked(box: Box) -> str:
     return text
 
 
-def _make(seen: _Seen, wishes: Wishes) -> Box:
+def _make(seen: _Seen, wishes: ImportOptions) -> MachineFile:
     catalogue = shipped()
     every = range(len(seen.cards))
     topology = seen.topology
@@ -264,13 +270,15 @@ def _make(seen: _Seen, wishes: Wishes) -> Box:
     generation = wishes.pcie or seen.generation or spec.pcie
     steps = make_steps(topology, spec, generation, (seen.width or _FULL_WIDTH) / _FULL_WIDTH)
     title = f"{len(indices)} x {seen.cards[indices[0]][0]}, {seen.about}"
-    box = Box(wishes.name, title, spec.name, len(indices), steps, wishes.cores or seen.cores)
+    box = MachineFile(wishes.name, title, spec.name, len(indices), steps, wishes.cores or seen.cores)
     return replace(
         box, count=wishes.count, network=wishes.network, remarks=_remarks(seen, wishes, indices, generation, box)
     )
 
 
-def _remarks(seen: _Seen, wishes: Wishes, indices: Sequence[int], generation: int, box: Box) -> tuple[str, ...]:
+def _remarks(
+    seen: _Seen, wishes: ImportOptions, indices: Sequence[int], generation: int, box: MachineFile
+) -> tuple[str, ...]:
     """What the reader of the file should know of it."""
     remarks = [f"Imported {time.strftime('%Y-%m-%d')}; stagewright plan MODEL --cluster FILE --batch B"]
     if any(step.link.startswith("pcie") for step in box.steps) and seen.width is None:

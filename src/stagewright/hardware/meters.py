@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from stagewright.events import GpuUse, RankUse
+from stagewright.events import GpuUsage, RankUsage
 from stagewright.hardware.gpu import Nvml
 
 # Reasons for a lower clock, by NVML's bits; an idle GPU (bit 0) lacks nothing.
@@ -41,7 +41,7 @@ class GpuMeter:
         self._core = nvml.constant("NVML_TEMPERATURE_GPU")
         self._version = nvml.constant(_MEMORY_AS_SMI)
 
-    def read(self, ours: Collection[int]) -> tuple[GpuUse, ...]:
+    def read(self, ours: Collection[int]) -> tuple[GpuUsage, ...]:
         """Every GPU now; `ours` are the ranks of this run, whose supervisor is no stranger either."""
         allowed = {os.getpid()} - set(ours)
         listed = [self._processes(handle, allowed) for _, handle, _ in self._gpus]
@@ -52,10 +52,10 @@ class GpuMeter:
             for (index, handle, uuid), foreign in zip(self._gpus, strangers, strict=True)
         )
 
-    def _read(self, index: int, handle: Any, uuid: str, foreign: int) -> GpuUse:
+    def _read(self, index: int, handle: Any, uuid: str, foreign: int) -> GpuUsage:
         ask = self._nvml.ask
         rates = ask("nvmlDeviceGetUtilizationRates", handle)
-        return GpuUse(
+        return GpuUsage(
             uuid,
             index,
             self._memory(handle),
@@ -145,13 +145,13 @@ class HostMeter:
         self._clocks: dict[int, _Clock] = {}
         self._machine = _Clock(_busy_seconds())
 
-    def read(self, ranks: Iterable[RankProcess]) -> tuple[float, int, tuple[RankUse, ...]]:
+    def read(self, ranks: Iterable[RankProcess]) -> tuple[float, int, tuple[RankUsage, ...]]:
         """Cores that everything kept busy since the last look, bytes that it uses, and the same of each rank."""
         memory = psutil.virtual_memory()
         uses = [use for rank in ranks if (use := self._rank(rank)) is not None]
         return self._machine.cores(_busy_seconds()), memory.total - memory.available, tuple(uses)
 
-    def _rank(self, rank: RankProcess) -> RankUse | None:
+    def _rank(self, rank: RankProcess) -> RankUsage | None:
         try:
             known = self._known.get(rank.process)
             if known is None:
@@ -162,7 +162,7 @@ class HostMeter:
             return None
         spent = times.user + times.system
         clock = self._clocks.setdefault(rank.process, _Clock(spent))
-        return RankUse(rank.rank, memory, clock.cores(spent), rank.torch_memory)
+        return RankUsage(rank.rank, memory, clock.cores(spent), rank.torch_memory)
 
 
 def name_of(process: int) -> str | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from stagewright.events import GpuUse, RankUse, Use
+from stagewright.events import GpuUsage, RankUsage, Usage
 from stagewright.hardware.gpu import NoNvml, Nvml, open_nvml
 from stagewright.hardware.meters import GpuMeter, HostMeter, RankProcess, name_of
 
@@ -51,13 +51,13 @@ class _Mean:
 
 
 class _GpuSeries:
-    def __init__(self, use: GpuUse) -> None:
+    def __init__(self, use: GpuUsage) -> None:
         self.totals = GpuTotals(use.uuid, use.index)
         self.utilisation, self.power = _Mean(), _Mean()
         self._counted = 0.0  # joules by the GPU's own counter
         self._before: float | None = None
 
-    def add(self, use: GpuUse, seconds: float) -> None:
+    def add(self, use: GpuUsage, seconds: float) -> None:
         totals = self.totals
         totals.peak_memory = _most(totals.peak_memory, use.memory)
         totals.peak_temperature = _most(totals.peak_temperature, use.temperature)
@@ -93,7 +93,7 @@ class Totals:
         self._seconds = 0.0
         self._last: float | None = None
 
-    def add(self, use: Use) -> None:
+    def add(self, use: Usage) -> None:
         seconds = 0.0 if self._last is None else max(use.seconds - self._last, 0.0)
         self._last = use.seconds
         self._seconds += seconds
@@ -105,7 +105,7 @@ class Totals:
         for rank in use.ranks:
             self._add_rank(rank, seconds)
 
-    def _add_rank(self, use: RankUse, seconds: float) -> None:
+    def _add_rank(self, use: RankUsage, seconds: float) -> None:
         self._peaks[use.rank] = max(self._peaks.get(use.rank, 0), use.memory)
         self._cores.setdefault(use.rank, _Mean()).add(use.cores, seconds)
         if use.torch_memory is not None:
@@ -158,7 +158,7 @@ class Monitor:
         every: float,
         ranks: Callable[[], Sequence[RankProcess]],
         find_gpus: Callable[[Nvml], Collection[str]] | None,
-        listen: Callable[[Use], None],
+        listen: Callable[[Usage], None],
         warn: Callable[[str], None],
         start: int = 0,
     ) -> None:
@@ -219,16 +219,16 @@ class Monitor:
             passed = time.monotonic() - began
             is_over = self._ended.wait((int(passed / self.every) + 1) * self.every - passed)
 
-    def _look(self, host: HostMeter, gpus: GpuMeter | None, seconds: float) -> Use:
+    def _look(self, host: HostMeter, gpus: GpuMeter | None, seconds: float) -> Usage:
         ranks = self._ranks()
         cores, memory, uses = host.read(ranks)
         seen = () if gpus is None else gpus.read({rank.process for rank in ranks})
         for gpu in seen:
             if gpu.memory is None and gpu.utilisation is None:
                 self._say(f"the monitor gets no answer from GPU {gpu.index} ({gpu.uuid}); the run goes on")
-        return Use(seconds, cores, memory, seen, uses, self._start)
+        return Usage(seconds, cores, memory, seen, uses, self._start)
 
-    def _keep(self, use: Use, is_last: bool) -> None:
+    def _keep(self, use: Usage, is_last: bool) -> None:
         """Write a line, or leave it out of a long run's file."""
         is_sparse = self.looks * self.every > _FULL_SECONDS and self.looks % _SPARSE
         if is_sparse and not is_last:

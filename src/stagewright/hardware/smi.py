@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from stagewright.hardware.topology import SELF, Connection, Topology, Way
+from stagewright.hardware.topology import SELF, Connection, LinkKind, Topology
 
 _CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\([A-Z]")
 _MOST_BYTES = 4 << 20
@@ -16,7 +16,7 @@ _SHOWN = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Pasted:
+class SmiText:
     """A text and where it came from."""
 
     name: str
@@ -30,13 +30,13 @@ class Pasted:
         return ValueError(f"{self.name} line {line}, column {column}: {message}")
 
 
-def read_pasted(path: str) -> Pasted:
+def read_smi_text(path: str) -> SmiText:
     """A file, or standard input for `-`."""
     if path == "-":
-        return Pasted("standard input", sys.stdin.read(_MOST_BYTES))
+        return SmiText("standard input", sys.stdin.read(_MOST_BYTES))
     try:
         with Path(path).open(errors="replace") as file:
-            return Pasted(path, file.read(_MOST_BYTES))
+            return SmiText(path, file.read(_MOST_BYTES))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give the file that nvidia-smi's text was saved to") from error
 
@@ -49,12 +49,14 @@ _GPU = re.compile(r"GPU[0-9]+")
 _WORD = re.compile(r"\S+")
 _LINKS = re.compile(r"NV([0-9]{1,2})")
 _RANGES = re.compile(r"[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*")
-_WAYS = {str(way): Connection(way) for way in Way if way is not Way.NVLINK} | {"SOC": Connection(Way.SYSTEM)}
+_WAYS = {str(way): Connection(way) for way in LinkKind if way is not LinkKind.NVLINK} | {
+    "SOC": Connection(LinkKind.SYSTEM)
+}
 _KNOWN = "X, NV#, PIX, PXB, PHB, NODE, SYS"
 _MOST = 1024
 
 
-def parse_topology(pasted: Pasted) -> Topology:
+def parse_topology(pasted: SmiText) -> Topology:
     """The GPUs of a pasted matrix; network cards, affinities and the legend may be there or not."""
     lines = pasted.lines()
     top, names = _header(pasted, lines)
@@ -77,7 +79,7 @@ def parse_topology(pasted: Pasted) -> Topology:
     return Topology(tuple(tuple(rows[one][1][other] for other in gpus) for one in gpus), len(processors) or None)
 
 
-def _header(pasted: Pasted, lines: list[str]) -> tuple[int, list[str]]:
+def _header(pasted: SmiText, lines: list[str]) -> tuple[int, list[str]]:
     """The line that names the columns, and the devices it names."""
     for number, line in enumerate(lines, 1):
         words = line.split()
@@ -97,7 +99,9 @@ def _header(pasted: Pasted, lines: list[str]) -> tuple[int, list[str]]:
     )
 
 
-def _row(pasted: Pasted, number: int, name: str, names: list[str], words: list[re.Match[str]]) -> dict[str, Connection]:
+def _row(
+    pasted: SmiText, number: int, name: str, names: list[str], words: list[re.Match[str]]
+) -> dict[str, Connection]:
     cells: dict[str, Connection] = {}
     for other, word in zip(names, words, strict=False):
         if not _GPU.fullmatch(other):
@@ -118,12 +122,12 @@ def _row(pasted: Pasted, number: int, name: str, names: list[str], words: list[r
 def _connection(word: str) -> Connection | None:
     links = _LINKS.fullmatch(word)
     if links:
-        return Connection(Way.NVLINK, int(links[1])) if int(links[1]) else None
+        return Connection(LinkKind.NVLINK, int(links[1])) if int(links[1]) else None
     return _WAYS.get(word)
 
 
 def _require_whole(
-    pasted: Pasted, top: int, gpus: list[str], rows: dict[str, tuple[int, dict[str, Connection]]]
+    pasted: SmiText, top: int, gpus: list[str], rows: dict[str, tuple[int, dict[str, Connection]]]
 ) -> None:
     missing = [name for name in gpus if name not in rows]
     if missing:
@@ -182,7 +186,7 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
-class Occupant:
+class GpuProcess:
     """A process on a GPU."""
 
     gpu: int
@@ -199,10 +203,10 @@ class Smi:
     driver: str
     cuda: str | None
     cards: tuple[Card, ...]
-    occupants: tuple[Occupant, ...]
+    occupants: tuple[GpuProcess, ...]
 
 
-def parse_smi(pasted: Pasted) -> Smi:
+def parse_smi(pasted: SmiText) -> Smi:
     """A pasted table; what follows or precedes it does not matter."""
     lines = [line.strip() for line in pasted.lines()]
     found = next((match for line in lines if (match := _VERSIONS.search(line))), None)
@@ -212,13 +216,13 @@ def parse_smi(pasted: Pasted) -> Smi:
         )
     cuda = found[2] if found[2] and found[2][0].isdigit() else None
     cards: list[Card] = []
-    occupants: list[Occupant] = []
+    occupants: list[GpuProcess] = []
     for number, line in enumerate(lines, 1):
         if match := _CARD.match(line):
             cards.append(_card(pasted, number, lines, match))
         elif match := _PROCESS.match(line):
             size = None if match[5] == "N/A" else int(match[5].removesuffix("MiB")) * _MIB
-            occupants.append(Occupant(int(match[1]), int(match[2]), match[3], match[4], size))
+            occupants.append(GpuProcess(int(match[1]), int(match[2]), match[3], match[4], size))
     if not cards:
         raise ValueError(f"{pasted.name} names driver {found[1]} but no GPU; save all that nvidia-smi prints")
     indices = [card.index for card in cards]
@@ -228,7 +232,7 @@ def parse_smi(pasted: Pasted) -> Smi:
     return Smi(found[1], cuda, tuple(cards), tuple(occupants))
 
 
-def _card(pasted: Pasted, number: int, lines: list[str], match: re.Match[str]) -> Card:
+def _card(pasted: SmiText, number: int, lines: list[str], match: re.Match[str]) -> Card:
     """A GPU from its line and the one or two below it."""
     card = Card(int(match[1]), match[2], match[3].lower())
     usage = lines[number] if number < len(lines) else ""

@@ -13,7 +13,7 @@ _MOST_LINKS = 36
 _SWITCH = 2  # NVML's number of a switch at the far end of a link
 
 
-class Way(StrEnum):
+class LinkKind(StrEnum):
     """The kind of connection, the nearest first."""
 
     SELF = "X"
@@ -25,21 +25,28 @@ class Way(StrEnum):
     SYSTEM = "SYS"  # the link between sockets
 
 
-_ANCESTORS = {0: Way.BRIDGE, 10: Way.BRIDGE, 20: Way.BRIDGES, 30: Way.HOST, 40: Way.NODE, 50: Way.SYSTEM}
+_ANCESTORS = {
+    0: LinkKind.BRIDGE,
+    10: LinkKind.BRIDGE,
+    20: LinkKind.BRIDGES,
+    30: LinkKind.HOST,
+    40: LinkKind.NODE,
+    50: LinkKind.SYSTEM,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
     """How one GPU reaches another; prints as in the matrix."""
 
-    way: Way
+    way: LinkKind
     links: int = 0  # NVLinks side by side
 
     def __str__(self) -> str:
-        return f"{self.way}{self.links}" if self.way is Way.NVLINK else str(self.way)
+        return f"{self.way}{self.links}" if self.way is LinkKind.NVLINK else str(self.way)
 
 
-SELF = Connection(Way.SELF)
+SELF = Connection(LinkKind.SELF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +91,7 @@ def read_topology(nvml: Nvml) -> Topology:
             row.append(
                 SELF
                 if one == other
-                else Connection(Way.NVLINK, shared)
+                else Connection(LinkKind.NVLINK, shared)
                 if shared
                 else _ancestor(nvml.ask("nvmlDeviceGetTopologyCommonAncestor", handle, target))
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stagewright.report.charts import seconds, shown
-from stagewright.report.page import Bar, Bars, Block, Curve, Curves, Page, Pipeline, Table, Verdict
+from stagewright.report.page import Bar, Bars, Block, Curve, Curves, Page, Pipeline, Summary, Table
 from stagewright.report.read import Run
 from stagewright.report.run import losses, throughput
 from stagewright.report.sections import configuration
@@ -15,7 +15,7 @@ from stagewright.report.timeline import common
 _MIB = 2**20
 
 
-def page_of_several(runs: Sequence[Run], names: Sequence[str] = ()) -> Page:
+def comparison_page(runs: Sequence[Run], names: Sequence[str] = ()) -> Page:
     """A comparison; runs go by their names, or by what tells them apart. Speed and memory are compared of real ones."""
     named = dict(zip(names or _names(runs), runs, strict=True))
     return Page(f"{len(runs)} runs: {'; '.join(named)}", tuple(_blocks(named)))
@@ -33,7 +33,7 @@ def _names(runs: Sequence[Run]) -> list[str]:
 
 
 def _blocks(named: dict[str, Run]) -> Iterator[Block]:
-    yield Verdict(tuple(_verdict(named)))
+    yield Summary(tuple(_verdict(named)))
     real = _real(named)
     bars = tuple(_bars(real))
     if bars:
@@ -45,7 +45,7 @@ def _blocks(named: dict[str, Run]) -> Iterator[Block]:
         yield Curves("Throughput over time", "seconds of training", "images/s", curves)
     for name, run in named.items():
         if run.timeline and run.timeline.spans:
-            yield Pipeline(f"What each rank did: {name}", common(run.timeline), run.layout.ranks)
+            yield Pipeline(f"What each rank did: {name}", common(run.timeline), run.rank_map.labels)
     peaks = {name: peak for name, run in real.items() if (peak := peak_memory(run))}
     if peaks:
         most = tuple(Bar(name, max(found.values()) / _MIB) for name, found in peaks.items())

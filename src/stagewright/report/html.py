@@ -23,7 +23,7 @@ from stagewright.report.charts import (
     table_of,
     thinned,
 )
-from stagewright.report.page import Bars, Block, Curve, Curves, Listing, Page, Pipeline, Stacks, Table, Verdict
+from stagewright.report.page import Bars, Block, Curve, Curves, Listing, Page, Pipeline, Stacks, Summary, Table
 from stagewright.report.timeline import MOST_BARS, encode, newest
 
 _MOST_POINTS = 400  # of a curve: more than a screen tells apart
@@ -51,7 +51,7 @@ def as_html(page: Page, *, poll: float | None = None) -> str:
     links = "".join(
         f'<a href="#part-{number}">{escape(block.title)}</a>'
         for number, block in enumerate(page.blocks)
-        if not isinstance(block, Verdict)
+        if not isinstance(block, Summary)
     )
     wait = f' data-poll="{poll:g}"' if poll else ""
     alone = "It asks this machine for news, and nobody else." if poll else "It is one file and loads nothing."
@@ -114,9 +114,9 @@ def _halves(blocks: Sequence[Block]) -> set[int]:
 
 def _section(block: Block, number: int, is_half: bool) -> str:
     part = f"part-{number}"
-    if isinstance(block, Verdict):
+    if isinstance(block, Summary):
         lines = "".join(f"<p>{escape(line)}</p>" for line in block.lines)
-        return f'<section id="{part}" class="verdict" aria-label="Verdict">{lines}</section>'
+        return f'<section id="{part}" class="verdict" aria-label="Summary">{lines}</section>'
     title = f'<h2 id="{part}-title">{escape(block.title)}</h2>'
     half = ' class="half"' if is_half else ""
     return f'<section id="{part}"{half} aria-labelledby="{part}-title">{title}{_body(block, part)}</section>'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from stagewright.report.charts import is_numeric, seconds, table_of, thinned
-from stagewright.report.page import Block, Curve, Curves, Listing, Page, Pipeline, Table, Verdict
+from stagewright.report.page import Block, Curve, Curves, Listing, Page, Pipeline, Summary, Table
 
 _MOST_POINTS = 12  # of a curve: the page with pictures has them all
 _SPECIAL = re.compile(r"[\\`*\[\]<>|&#~$]|(?<!\w)_|_(?!\w)")
@@ -17,7 +17,7 @@ def as_markdown(page: Page) -> str:
 
 
 def _block(block: Block) -> str:
-    if isinstance(block, Verdict):
+    if isinstance(block, Summary):
         return "\n".join(f"- {_plain(line)}" for line in block.lines)
     if isinstance(block, Listing):
         fence = "`" * max(3, 1 + max((len(ticks) for ticks in re.findall("`+", block.text)), default=0))

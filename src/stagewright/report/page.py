@@ -8,7 +8,7 @@ from stagewright.metrics import Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Summary:
     """What a reader should take away, a sentence a line."""
 
     lines: tuple[str, ...]
@@ -108,7 +108,7 @@ class Listing:
     text: str
 
 
-Block = Verdict | Table | Bars | Stacks | Curves | Pipeline | Listing
+Block = Summary | Table | Bars | Stacks | Curves | Pipeline | Listing
 
 
 @dataclass(frozen=True, slots=True)

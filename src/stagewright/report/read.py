@@ -11,7 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from stagewright.events import Evaluated, GpuUse, RankUse, Replaced, Restarted, Resumed, Saved, Step, Unsaved, Use
+from stagewright.events import Evaluated, GpuUsage, RankUsage, Replaced, Restarted, Resumed, Saved, Step, Unsaved, Usage
 from stagewright.metrics import Timeline
 
 _KINDS = {kind.__name__.lower(): kind for kind in (Step, Evaluated, Replaced, Saved, Unsaved, Restarted, Resumed)}
@@ -29,10 +29,10 @@ _FAULTS = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)  # 
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RankMap:
     """Which ranks carry which stage, and what a person calls them."""
 
-    ranks: tuple[str, ...]  # a label each
+    labels: tuple[str, ...]  # one per rank
     stages: tuple[tuple[int, ...], ...]
     devices: tuple[str, ...]  # of each stage, as the placement writes them
 
@@ -42,7 +42,7 @@ class Run:
     """Everything that a report may say of a run; what its folder lacks is empty or None."""
 
     folder: Path
-    layout: Layout
+    rank_map: RankMap
     plan: dict[str, Any]
     config: dict[str, Any]
     environment: dict[str, Any]
@@ -54,7 +54,7 @@ class Run:
     resumes: tuple[Resumed, ...]  # from which checkpoints it went on
     replaced: int
     saved: tuple[int, ...]  # batches after which there is a checkpoint
-    uses: tuple[tuple[Use, ...], ...]  # of each machine whose monitor is there
+    uses: tuple[tuple[Usage, ...], ...]  # of each machine whose monitor is there
     timeline: Timeline | None
     memory: tuple[dict[str, float], ...] | None  # bytes by part and rank, by the planner's model
 
@@ -77,7 +77,7 @@ class Run:
     @property
     def shape(self) -> str:
         """Replicas of each stage: 7-1."""
-        return "-".join(str(len(ranks)) for ranks in self.layout.stages)
+        return "-".join(str(len(ranks)) for ranks in self.rank_map.stages)
 
     @property
     def start(self) -> int:
@@ -90,7 +90,7 @@ class Run:
         return tuple(step for step in self.steps if step.batch >= self.start)
 
     @property
-    def own_uses(self) -> tuple[Use, ...]:
+    def own_usage(self) -> tuple[Usage, ...]:
         """What all machines used for the plan that it has now."""
         return tuple(use for uses in self.uses for use in uses if use.start == self.start)
 
@@ -115,7 +115,7 @@ class Run:
         """What a process that the monitor saw is called: the rank that it is, or all of them."""
         if self.is_emulated:
             return "all ranks, one process"
-        return self.layout.ranks[rank] if rank < len(self.layout.ranks) else f"rank {rank}"
+        return self.rank_map.labels[rank] if rank < len(self.rank_map.labels) else f"rank {rank}"
 
     def section(self, name: str) -> dict[str, Any]:
         """A table of its configuration."""
@@ -129,13 +129,13 @@ def is_emulated(config: dict[str, Any]) -> bool:
     return isinstance(run, dict) and run.get("emulate") is True
 
 
-def read_run(folder: Path, layout: Layout) -> Run:
+def read_run(folder: Path, rank_map: RankMap) -> Run:
     """All that the files of a run folder say."""
     records = list(read_records(folder / "metrics.jsonl"))
     summary = read_object(folder / "summary.json")
     return Run(
         folder=folder,
-        layout=layout,
+        rank_map=rank_map,
         plan=read_plan_fields(folder),
         config=read_tables(folder / "config.toml"),
         environment=read_object(folder / "env.json") or {},
@@ -147,7 +147,7 @@ def read_run(folder: Path, layout: Layout) -> Run:
         resumes=tuple(record for record in records if isinstance(record, Resumed)),
         replaced=sum(isinstance(record, Replaced) for record in records),
         saved=tuple(record.batch for record in records if isinstance(record, Saved)),
-        uses=tuple(filter(None, (tuple(read_uses(path)) for path in sorted(folder.glob("monitor*.jsonl"))))),
+        uses=tuple(filter(None, (tuple(read_usage(path)) for path in sorted(folder.glob("monitor*.jsonl"))))),
         timeline=_read_timeline(folder / "trace.json"),
         memory=_read_memory(folder / "memory.json"),
     )
@@ -168,25 +168,25 @@ def as_record(fields: dict[str, Any]) -> Any:
     return record if _is_sound(record) else None
 
 
-def read_uses(path: Path) -> Iterator[Use]:
+def read_usage(path: Path) -> Iterator[Usage]:
     """The moments of a monitor."""
-    return filter(None, map(as_use, read_lines(path)))
+    return filter(None, map(as_usage, read_lines(path)))
 
 
-def as_use(fields: dict[str, Any]) -> Use | None:
+def as_usage(fields: dict[str, Any]) -> Usage | None:
     """A line of monitor.jsonl as a value; None where it is none."""
     try:
         gpus = tuple(_as_gpu(gpu) for gpu in fields["gpus"])
-        ranks = tuple(RankUse(**rank) for rank in fields["ranks"])
-        use = Use(fields["seconds"], fields["cores"], fields["memory"], gpus, ranks, fields.get("start", 0))
+        ranks = tuple(RankUsage(**rank) for rank in fields["ranks"])
+        use = Usage(fields["seconds"], fields["cores"], fields["memory"], gpus, ranks, fields.get("start", 0))
     except _FAULTS:
         return None
     return use if all(map(_is_sound, (use, *gpus, *ranks))) else None
 
 
-def _as_gpu(fields: dict[str, Any]) -> GpuUse:
+def _as_gpu(fields: dict[str, Any]) -> GpuUsage:
     reasons = fields.get("throttled", ())
-    return GpuUse(**{**fields, "throttled": tuple(reasons) if isinstance(reasons, list) else reasons})
+    return GpuUsage(**{**fields, "throttled": tuple(reasons) if isinstance(reasons, list) else reasons})
 
 
 def _is_sound(record: Any) -> bool:

@@ -19,33 +19,33 @@ from stagewright.report.page import (
     Point,
     Stack,
     Stacks,
+    Summary,
     Table,
-    Verdict,
 )
-from stagewright.report.read import Layout, Run
-from stagewright.report.sections import configuration, environment, epochs, memory, stages, uses_of
-from stagewright.report.summary import verdict_of
-from stagewright.report.timeline import common, over_time
+from stagewright.report.read import RankMap, Run
+from stagewright.report.sections import configuration, environment, epochs, memory, stages, usage_blocks
+from stagewright.report.summary import summarize_run
+from stagewright.report.timeline import busy_over_time, common
 
 _STRETCHES = 200  # of a curve of throughput
 
 
-def page_of(run: Run) -> Page:
+def run_page(run: Run) -> Page:
     """Everything that a run's folder tells, the most telling first."""
     return Page(f"{run.model}, {run.mode} {run.shape}: {run.name}", tuple(_blocks(run)))
 
 
 def _blocks(run: Run) -> Iterator[Block]:
-    yield verdict_of(run)
+    yield summarize_run(run)
     yield from _speed(run)
     yield from losses({"": run})
     if run.timeline and run.timeline.spans:
         timeline = common(run.timeline)
-        yield Pipeline("What each rank did", timeline, run.layout.ranks)
-        if computing := over_time(timeline, run.layout.ranks):
+        yield Pipeline("What each rank did", timeline, run.rank_map.labels)
+        if computing := busy_over_time(timeline, run.rank_map.labels):
             yield computing
     yield from memory(run)
-    yield from uses_of(run)
+    yield from usage_blocks(run)
     yield stages(run)
     if table := epochs(run):
         yield table
@@ -113,11 +113,11 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class PlanPrediction:
     """A prediction as a report needs it."""
 
     name: str
-    layout: Layout
+    rank_map: RankMap
     plan: dict[str, Any]
     images_per_second: float
     bubble: float
@@ -128,9 +128,9 @@ class Outlook:
     timeline: Timeline
 
 
-def page_of_outlook(outlook: Outlook) -> Page:
+def prediction_page(outlook: PlanPrediction) -> Page:
     """Speed, memory by part and the timeline, all of it predicted."""
-    ranks = outlook.layout.ranks
+    ranks = outlook.rank_map.labels
     stacks = tuple(
         Stack(label, tuple((name, size / _MIB) for name, size in parts.items() if size), limit / _MIB)
         for label, parts, limit in zip(ranks, outlook.memory, outlook.limits, strict=True)
@@ -139,7 +139,7 @@ def page_of_outlook(outlook: Outlook) -> Page:
     return Page(
         f"{outlook.name}: {outlook.plan['mode']} {outlook.plan['placement']}, predicted",
         (
-            Verdict(tuple(_verdict(outlook))),
+            Summary(tuple(_verdict(outlook))),
             Pipeline(
                 "What each rank would do, while the pipeline fills, runs and drains", outlook.timeline, ranks, True
             ),
@@ -155,7 +155,7 @@ def _plan(plan: dict[str, Any]) -> tuple[tuple[str, str], ...]:
     return tuple((name, ", ".join(map(str, v)) if isinstance(v, list) else str(v)) for name, v in values.items())
 
 
-def _verdict(outlook: Outlook) -> list[str]:
+def _verdict(outlook: PlanPrediction) -> list[str]:
     totals = [sum(parts.values()) for parts in outlook.memory]
     lines = [
         f"Predicted: {shown(outlook.images_per_second)} images/s; devices wait {outlook.bubble:.1%} of the time; "
@@ -165,10 +165,10 @@ def _verdict(outlook: Outlook) -> list[str]:
     if short:
         worst = max(short, key=lambda rank: totals[rank] / outlook.limits[rank])
         lines.append(
-            f"It does not fit: {outlook.layout.ranks[worst]} needs {shown(totals[worst] / _MIB)} MiB "
+            f"It does not fit: {outlook.rank_map.labels[worst]} needs {shown(totals[worst] / _MIB)} MiB "
             f"of {shown(outlook.limits[worst] / _MIB)}."
         )
     else:
         most = max(range(len(totals)), key=lambda rank: totals[rank])
-        lines.append(f"The most memory needs {outlook.layout.ranks[most]}: {shown(totals[most] / _MIB)} MiB.")
+        lines.append(f"The most memory needs {outlook.rank_map.labels[most]}: {shown(totals[most] / _MIB)} MiB.")
     return lines

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from stagewright.events import GpuUse, Use
+from stagewright.events import GpuUsage, Usage
 from stagewright.report.charts import seconds, shown
 from stagewright.report.page import Block, Curve, Curves, Listing, Point, Stack, Stacks, Table
 from stagewright.report.read import Run
@@ -56,11 +56,11 @@ def stages(run: Run) -> Table:
     peaks = {} if run.is_emulated else peak_memory(run)
     cuts = run.plan.get("cuts") or []
     rows = []
-    for stage, ranks in enumerate(run.layout.stages):
+    for stage, ranks in enumerate(run.rank_map.stages):
         first = "" if stage == 0 else str(cuts[stage - 1]) if stage <= len(cuts) else "?"
         row = [
             str(stage),
-            run.layout.devices[stage],
+            run.rank_map.devices[stage],
             first,
             *(_of_stage(run, name, stage) for name in ("versions", "depths")),
         ]
@@ -87,11 +87,11 @@ def memory(run: Run) -> Iterator[Block]:
     if run.memory:
         stacks = tuple(
             Stack(label, tuple((name, size / _MIB) for name, size in parts.items() if size))
-            for label, parts in zip(run.layout.ranks, run.memory, strict=False)
+            for label, parts in zip(run.rank_map.labels, run.memory, strict=False)
         )
         yield Stacks("Memory by part, by the planner's model", "MiB", stacks)
     if peaks:
-        held = any(rank.torch_memory is not None for use in run.own_uses for rank in use.ranks)
+        held = any(rank.torch_memory is not None for use in run.own_usage for rank in use.ranks)
         title = (
             "Memory, measured peak: what torch held"
             if held
@@ -167,7 +167,7 @@ _MOST_MOMENTS = 2000  # that curves are drawn from; totals are over all
 _MIB = 2**20
 
 
-def uses_of(run: Run) -> Iterator[Block]:
+def usage_blocks(run: Run) -> Iterator[Block]:
     """Cores and GPUs over time, then totals; nothing where no monitor looked on."""
     for number, all_uses in enumerate(run.uses):
         uses = all_uses[:: 1 + len(all_uses) // _MOST_MOMENTS]
@@ -182,7 +182,7 @@ def uses_of(run: Run) -> Iterator[Block]:
             yield _gpu_table(all_uses, where)
 
 
-def _gpu_blocks(uses: Sequence[Use], where: str) -> Iterator[Block]:
+def _gpu_blocks(uses: Sequence[Usage], where: str) -> Iterator[Block]:
     indices = sorted({gpu.index for use in uses for gpu in use.gpus})
     for title, y, read in (
         ("GPU utilisation", "% of the time", lambda gpu: None if gpu.utilisation is None else 100 * gpu.utilisation),
@@ -197,7 +197,7 @@ def _gpu_blocks(uses: Sequence[Use], where: str) -> Iterator[Block]:
             yield Curves(f"{title}{where}", "seconds", y, curves)
 
 
-def _gpu_table(uses: Sequence[Use], where: str) -> Table:
+def _gpu_table(uses: Sequence[Usage], where: str) -> Table:
     indices = sorted({gpu.index for use in uses for gpu in use.gpus})
     return Table(
         f"GPUs over the run{where}",
@@ -207,7 +207,7 @@ def _gpu_table(uses: Sequence[Use], where: str) -> Table:
     )
 
 
-def _gpu_row(uses: Sequence[Use], index: int) -> tuple[str, ...]:
+def _gpu_row(uses: Sequence[Usage], index: int) -> tuple[str, ...]:
     seen = [gpu for use in uses for gpu in use.gpus if gpu.index == index]
     utilisation, power = (_known(getattr(gpu, name) for gpu in seen) for name in ("utilisation", "power"))
     memory, heat, energy = (_known(getattr(gpu, name) for gpu in seen) for name in ("memory", "temperature", "energy"))
@@ -228,13 +228,13 @@ def _known(values: Iterator[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _points(uses: Sequence[Use], read: Callable[[Use], float | None]) -> tuple[Point, ...]:
+def _points(uses: Sequence[Usage], read: Callable[[Usage], float | None]) -> tuple[Point, ...]:
     return tuple(Point(use.seconds, value) for use in uses if (value := read(use)) is not None)
 
 
-def _cores(use: Use, rank: int) -> float | None:
+def _cores(use: Usage, rank: int) -> float | None:
     return next((one.cores for one in use.ranks if one.rank == rank), None)
 
 
-def _of_gpu(use: Use, index: int, read: Callable[[GpuUse], float | None]) -> float | None:
+def _of_gpu(use: Usage, index: int, read: Callable[[GpuUsage], float | None]) -> float | None:
     return next((read(gpu) for gpu in use.gpus if gpu.index == index), None)

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stagewright.report.charts import seconds, shown
-from stagewright.report.page import Verdict
+from stagewright.report.page import Summary
 from stagewright.report.read import Run
-from stagewright.report.timeline import find_busy
+from stagewright.report.timeline import measure_busy
 
 _FULL = 0.85  # computing so much of its time, a rank is what the others wait for
 _MIB = 2**20
 
 
-def verdict_of(run: Run) -> Verdict:
+def summarize_run(run: Run) -> Summary:
     """What a reader should take away."""
-    return Verdict(
+    return Summary(
         (
             _outcome(run),
             *where_it_began(run),
@@ -77,11 +77,11 @@ def where_time_went(run: Run) -> Iterator[str]:
     if run.is_emulated:
         yield "All ranks ran in one process (--emulate), one after the other: the speed says nothing of real devices."
         return
-    busy = find_busy(run)
+    busy = measure_busy(run)
     if busy is None:
         return
     most = busy.busiest
-    label = run.layout.ranks[most]
+    label = run.rank_map.labels[most]
     if len(busy.shares) == 1:
         yield f"The only rank computes {busy.shares[0]:.0%} of the time."
         return
@@ -121,7 +121,7 @@ def _faults(run: Run) -> Iterator[str]:
 
 def _machine(run: Run) -> Iterator[str]:
     """What the monitor saw that a reader should know before he trusts the figures."""
-    moments = run.own_uses
+    moments = run.own_usage
     peaks = peak_memory(run)
     if peaks:
         rank = max(peaks, key=lambda rank: peaks[rank])
@@ -144,7 +144,7 @@ def peak_memory(run: Run) -> dict[int, int]:
     An emulated run is one process, which counts as rank 0.
     """
     peaks: dict[int, int] = {}
-    for use in run.own_uses:
+    for use in run.own_usage:
         for rank in use.ranks:
             held = rank.memory if rank.torch_memory is None else rank.torch_memory
             peaks[rank.rank] = max(peaks.get(rank.rank, 0), held)

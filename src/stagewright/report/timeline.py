@@ -44,9 +44,9 @@ def is_training(span: Span) -> bool:
     return span.lane == "compute" and (span.kind != "F" or "@" in span.name)
 
 
-def find_busy(run: Run) -> Busy | None:
+def measure_busy(run: Run) -> Busy | None:
     """From when every rank had begun to train until the first had ended, without pauses; None without a timeline."""
-    ranks = len(run.layout.ranks)
+    ranks = len(run.rank_map.labels)
     by_rank: list[list[Span]] = [[] for _ in range(ranks)]
     for span in run.timeline.spans if run.timeline else ():
         if 0 <= span.rank < ranks and is_training(span):
@@ -86,7 +86,7 @@ def common(timeline: Timeline) -> Timeline:
     return timeline.since(since) if since > _LATE * timeline.end else timeline
 
 
-def over_time(timeline: Timeline, labels: tuple[str, ...]) -> Curves | None:
+def busy_over_time(timeline: Timeline, labels: tuple[str, ...]) -> Curves | None:
     """The share of each stretch that ranks compute; the mean over all where there are too many to tell apart."""
     end = timeline.end
     if not end:

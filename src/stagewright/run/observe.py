@@ -19,7 +19,7 @@ from stagewright.runtime.comm.device import gpu_of
 from stagewright.runtime.status_file import read_process, status_path
 
 if TYPE_CHECKING:
-    from stagewright.events import Use
+    from stagewright.events import Usage
     from stagewright.hardware.gpu import Nvml
     from stagewright.runtime.job import Job
 
@@ -36,7 +36,7 @@ def require_rate(config: Config) -> None:
 
 @contextmanager
 def observed(
-    job: Job, listen: Callable[[Use], None], warn: Callable[[str], None], machine: int = 0
+    job: Job, listen: Callable[[Usage], None], warn: Callable[[str], None], machine: int = 0
 ) -> Iterator[Monitor | None]:
     """Have this machine's ranks looked at, as often as the configuration says."""
     if not job.config.run.monitor_every:
@@ -46,7 +46,7 @@ def observed(
         yield monitor
 
 
-def make_monitor(job: Job, listen: Callable[[Use], None], warn: Callable[[str], None], machine: int = 0) -> Monitor:
+def make_monitor(job: Job, listen: Callable[[Usage], None], warn: Callable[[str], None], machine: int = 0) -> Monitor:
     """A monitor of this machine's ranks that has not begun."""
     name = "monitor.jsonl" if machine == 0 else f"monitor-{machine}.jsonl"
     find = (lambda nvml: _gpus_of(job, machine, nvml)) if job.config.run.device == "cuda" else None

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from stagewright.config.load import as_tables
 from stagewright.config.sections import Config
-from stagewright.events import Evaluated, Step, Use
+from stagewright.events import Evaluated, Step, Usage
 
 CLOSE_SECONDS = 30.0  # to send what is still queued when the run ends
 MOST_QUEUED = 100_000  # events
@@ -102,10 +102,10 @@ def values_of(event: object) -> dict[str, float]:
         return {f"train/{name}": value for name, value in found.items()}
     if isinstance(event, Evaluated):
         return {"eval/loss": event.loss, "eval/top1": event.top1, "eval/top5": event.top5}
-    return _use(event) if isinstance(event, Use) else {}
+    return _use(event) if isinstance(event, Usage) else {}
 
 
-def _use(use: Use) -> dict[str, float]:
+def _use(use: Usage) -> dict[str, float]:
     found: dict[str, float | None] = {"machine/cores": use.cores, "machine/memory_bytes": use.memory}
     for rank in use.ranks:
         found[f"rank{rank.rank}/memory_bytes"] = rank.memory

@@ -28,7 +28,7 @@ from stagewright.hardware.environment import environment
 from stagewright.plan.plan import Plan
 from stagewright.planning.predict import modelled_memory, predict_job
 from stagewright.report.live.terminal import RunConsole
-from stagewright.report.run import page_of
+from stagewright.report.run import run_page
 from stagewright.run.export import export_states, require_target
 from stagewright.run.folder import run_lock
 from stagewright.run.observe import each_to, observed, require_rate, used
@@ -221,7 +221,7 @@ def _write_report(job: Job, warn: Callable[[str], None]) -> None:
         _write_memory(job)
         run = open_run(folder)
         if run.summary is not None or run.steps:
-            write_page(page_of(run), folder / "report.html")
+            write_page(run_page(run), folder / "report.html")
     except Exception as error:
         warn(f"no report: {first_line(error, 200)}; make it later with stagewright report {folder}")
 

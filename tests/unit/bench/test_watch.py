@@ -8,16 +8,16 @@ from pathlib import Path
 
 from stagewright.bench.machine import Seen, seen, watched
 from stagewright.cluster.placement import parse_placement
-from stagewright.events import GpuUse, RankUse, Use
+from stagewright.events import GpuUsage, RankUsage, Usage
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
 
 PLAN = make_plan(parse_placement("0:0-1.0:2"), batch=8, microbatches=4, mode=Mode.STALE, cuts=("x",))
 
 
-def moment(cores: float, *memory: int, gpus: tuple[GpuUse, ...] = ()) -> Use:
-    ranks = tuple(RankUse(rank, held, 0.5) for rank, held in enumerate(memory))
-    return Use(0.0, cores, 0, gpus, ranks)
+def moment(cores: float, *memory: int, gpus: tuple[GpuUsage, ...] = ()) -> Usage:
+    ranks = tuple(RankUsage(rank, held, 0.5) for rank, held in enumerate(memory))
+    return Usage(0.0, cores, 0, gpus, ranks)
 
 
 def test_the_fullest_rank_of_each_stage_at_its_peak() -> None:
@@ -26,8 +26,8 @@ def test_the_fullest_rank_of_each_stage_at_its_peak() -> None:
 
 
 def test_gpus_throttled_or_shared_with_others_are_told() -> None:
-    gpus = [GpuUse(f"GPU-{index}", index, 100 * (index + 1), 0.5) for index in range(3)]
-    hot = GpuUse("GPU-1", 1, 500, 0.5, throttled=("heat", "power"), foreign=2)
+    gpus = [GpuUsage(f"GPU-{index}", index, 100 * (index + 1), 0.5) for index in range(3)]
+    hot = GpuUsage("GPU-1", 1, 500, 0.5, throttled=("heat", "power"), foreign=2)
     found = seen([moment(1.5, 1, 1, 1, gpus=tuple(gpus)), moment(1.5, 1, 1, 1, gpus=(hot,))], PLAN)
     assert found.gpu_memory == (500, 300) and found.throttled == ("heat", "power") and found.foreign == 2
 

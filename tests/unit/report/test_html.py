@@ -23,8 +23,8 @@ from stagewright.report.page import (
     Point,
     Stack,
     Stacks,
+    Summary,
     Table,
-    Verdict,
 )
 from tests.made_runs import timeline
 
@@ -36,7 +36,7 @@ def whole(name: str = "x") -> Page:
     return Page(
         name,
         (
-            Verdict((name,)),
+            Summary((name,)),
             Table(name, (name, "n"), ((name, "1"), ("b", "22.5 %")), name),
             Bars(name, name, (Bar(name, 3.0, 2.0, 4.0, note=name), Bar("p", 5.0, is_predicted=True))),
             Stacks(name, name, (Stack(name, ((name, 2.0), ("q", 1.0)), 4.0),)),
@@ -158,7 +158,7 @@ def test_a_large_page_stays_below_a_megabyte() -> None:
 
 def test_a_page_without_anything_is_a_page() -> None:
     blocks = (
-        Verdict(()),
+        Summary(()),
         Table("t", ("a",), ()),
         Bars("b", "u", ()),
         Stacks("s", "u", ()),

@@ -14,8 +14,8 @@ from stagewright.report.page import (
     Point,
     Stack,
     Stacks,
+    Summary,
     Table,
-    Verdict,
 )
 from tests.made_runs import timeline
 
@@ -26,7 +26,7 @@ def lines_of(*blocks: object) -> list[str]:
 
 def test_a_page_is_headings_and_tables() -> None:
     bars = Bars("Speed", "images/s", (Bar("stale", 341.0, 330.0, 352.0), Bar("dp", 302.0, is_predicted=True, note="x")))
-    assert lines_of(Verdict(("Fast.", "Small.")), bars) == [
+    assert lines_of(Summary(("Fast.", "Small.")), bars) == [
         "# A page",
         "",
         "- Fast.",

@@ -14,7 +14,7 @@ from stagewright.events import Evaluated, Replaced, Restarted, Resumed, Saved, S
 from stagewright.metrics import Span, Timeline
 from stagewright.report.html import as_html
 from stagewright.report.markdown import as_markdown
-from stagewright.report.page import Bars, Curves, Page, Pipeline, Stacks, Table, Verdict
+from stagewright.report.page import Bars, Curves, Page, Pipeline, Stacks, Summary, Table
 from stagewright.run.report import open_run, page_of_runs
 from tests.made_runs import make_run, steps, timeline, uses
 
@@ -27,7 +27,7 @@ def page(folder: Path) -> Page:
 
 
 def verdict(made: Page) -> str:
-    return "\n".join(line for block in made.blocks if isinstance(block, Verdict) for line in block.lines)
+    return "\n".join(line for block in made.blocks if isinstance(block, Summary) for line in block.lines)
 
 
 def block(made: Page, title: str, kind: type[Any]) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from stagewright.cli.main import main
-from stagewright.events import Evaluated, GpuUse, RankUse, Replaced, Restarted, Resumed, Saved, Step, Unsaved, Use
-from stagewright.report.read import as_record, as_use
+from stagewright.events import Evaluated, GpuUsage, RankUsage, Replaced, Restarted, Resumed, Saved, Step, Unsaved, Usage
+from stagewright.report.read import as_record, as_usage
 from tests.made_runs import PLAN, make_run, steps, timeline, uses
 
 WRONG: tuple[Any, ...] = (None, "many", inf, nan, -inf, [], [1], {}, True, 10**400, -1, 1.5)
@@ -93,7 +93,7 @@ def test_a_record_with_a_wrong_value_is_left_out(
 
 @pytest.mark.parametrize(
     ("part", "name"),
-    [(kind.__name__, field.name) for kind in (Use, GpuUse, RankUse) for field in fields(kind)],
+    [(kind.__name__, field.name) for kind in (Usage, GpuUsage, RankUsage) for field in fields(kind)],
 )
 def test_a_moment_with_a_wrong_value_is_left_out(
     part: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -104,10 +104,10 @@ def test_a_moment_with_a_wrong_value_is_left_out(
     lines = []
     for value in WRONG:
         fields_of = json.loads(json.dumps(asdict(moment)))
-        changed = {"Use": fields_of, "GpuUse": fields_of["gpus"][0], "RankUse": fields_of["ranks"][0]}[part]
+        changed = {"Usage": fields_of, "GpuUsage": fields_of["gpus"][0], "RankUsage": fields_of["ranks"][0]}[part]
         changed[name] = value
         lines.append(json.dumps(fields_of))
-    assert not as_use(json.loads(lines[1])) or name == "uuid"
+    assert not as_usage(json.loads(lines[1])) or name == "uuid"
     with (folder / "monitor.jsonl").open("a") as file:
         file.writelines(f"{text}\n" for text in lines)
     require_readers(folder, capsys)

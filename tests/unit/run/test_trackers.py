@@ -15,11 +15,11 @@ import pytest
 
 from stagewright.cli.main import main
 from stagewright.config.load import make_config
-from stagewright.events import Evaluated, GpuUse, RankUse, Saved, Step, Use
+from stagewright.events import Evaluated, GpuUsage, RankUsage, Saved, Step, Usage
 from stagewright.run.trackers import require_tracker, tracked, values_of
 
 STEP = Step(4, 0, 2.5, 0.1, 1.0, 300.0)
-USE = Use(1.0, 2.0, 900, (GpuUse("GPU-a", 3, 80, 0.5, 250.0),), (RankUse(1, 70, 0.5, 60),))
+USE = Usage(1.0, 2.0, 900, (GpuUsage("GPU-a", 3, 80, 0.5, 250.0),), (RankUsage(1, 70, 0.5, 60),))
 
 
 class Log:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from stagewright.bench.learning.findings import Finding, in_points
-from stagewright.report.page import Block, Curve, Curves, Listing, Page, Point, Table, Verdict
+from stagewright.report.page import Block, Curve, Curves, Listing, Page, Point, Summary, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def study_page(study: Study) -> Page:
 
 
 def _blocks(study: Study) -> Iterator[Block]:
-    yield Verdict(tuple(_sentences(study)))
+    yield Summary(tuple(_sentences(study)))
     for group, findings in study.groups().items():
         target = study.targets.get(group)
         yield Table(f"{group}: accuracy", _columns(target), tuple(_row(f, target) for f in findings), _note(findings))

@@ -26,7 +26,7 @@ from stagewright.hardware.doctor.measure import (
     read_disk,
     speed_findings,
 )
-from stagewright.hardware.doctor.system import read_circumstances, software_findings, system_findings
+from stagewright.hardware.doctor.system import read_system_state, software_findings, system_findings
 from stagewright.hardware.environment import Environment, environment
 from stagewright.hardware.gpu import visible
 from stagewright.runtime.multinode.nodes import DEFAULT_PORT
@@ -50,7 +50,7 @@ class Examination:
     @property
     def verdict(self) -> str:
         """All of it in a line."""
-        hurts = sum(found.grade is Grade.HURTS for found in self.findings)
+        hurts = sum(found.grade is Grade.PROBLEM for found in self.findings)
         notes = sum(found.grade is Grade.NOTE for found in self.findings)
         devices = f"{len(self.environment.gpus)} GPUs" if self.environment.gpus else "no GPU: train with --device cpu"
         if not hurts and not notes:
@@ -74,7 +74,7 @@ def examine(data: str | None, *, measures: bool, tell: Tell) -> Examination:
     found = environment()
     states, peers = read_states()
     findings = [
-        *system_findings(found, read_circumstances(DEFAULT_PORT)),
+        *system_findings(found, read_system_state(DEFAULT_PORT)),
         *software_findings(found),
         *gpu_findings(found.gpus, states),
         *topology_findings(found, peers),
@@ -113,8 +113,8 @@ def _speeds(found: Environment, measured: tuple[Measured, ...], read: DiskRead |
         yield disk_finding(read)
 
 
-_STYLES = {Grade.FINE: "green", Grade.NOTE: "yellow", Grade.HURTS: "bold red"}
-_GRADE_WIDTH = len(Grade.HURTS) + 2
+_STYLES = {Grade.FINE: "green", Grade.NOTE: "yellow", Grade.PROBLEM: "bold red"}
+_GRADE_WIDTH = len(Grade.PROBLEM) + 2
 _NAME_WIDTH = 23
 _WIDEST = 100
 _NARROWEST = 40

@@ -13,7 +13,7 @@ class Grade(StrEnum):
 
     FINE = "fine"
     NOTE = "note"
-    HURTS = "will hurt"
+    PROBLEM = "problem"
 
 
 @dataclass(frozen=True, slots=True)

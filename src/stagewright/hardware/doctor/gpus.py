@@ -10,7 +10,7 @@ from stagewright.hardware.doctor.finding import Finding, Grade, finding
 from stagewright.hardware.environment import Environment
 from stagewright.hardware.gpu import Gpu, NoNvml, Nvml, open_nvml
 from stagewright.hardware.meters import MPS, GpuMeter, name_of
-from stagewright.hardware.topology import Way
+from stagewright.hardware.topology import LinkKind
 
 _GIB = 1 << 30
 _WEAK_CAP = 0.8  # of the watts it was delivered with
@@ -59,7 +59,7 @@ def _power(area: str, gpu: Gpu) -> Finding:
         value,
         (
             is_capped and limit is not None and default is not None and limit < _WEAK_CAP * default,
-            Grade.HURTS,
+            Grade.PROBLEM,
             f"clocks will fall under load; nvidia-smi -i {gpu.index} -pl {default or 0:.0f} lifts the cap",
         ),
         (is_capped, Grade.NOTE, f"below what it was delivered with; nvidia-smi -i {gpu.index} -pl {default or 0:.0f}"),
@@ -82,7 +82,7 @@ def _slot(area: str, gpu: Gpu) -> Finding:
         area,
         "PCIe",
         value,
-        ((is_narrow or is_old) and share <= 0.25, Grade.HURTS, advice),
+        ((is_narrow or is_old) and share <= 0.25, Grade.PROBLEM, advice),
         (is_narrow or is_old, Grade.NOTE, advice),
     )
 
@@ -94,7 +94,7 @@ def _company(area: str, state: State) -> Finding:
         area,
         "processes",
         (others or "none") + used,
-        (bool(state.processes), Grade.HURTS, "others compute on it; wait for them or end them before measuring"),
+        (bool(state.processes), Grade.PROBLEM, "others compute on it; wait for them or end them before measuring"),
     )
 
 
@@ -117,7 +117,7 @@ def topology_findings(found: Environment, peers: Sequence[Sequence[bool | None]]
         return
     cells = [cell for index, row in enumerate(topology.rows) for cell in row[:index]]
     ways = Counter("not known" if cell is None else str(cell) for cell in cells)
-    is_far = any(cell is not None and cell.way is Way.SYSTEM for cell in cells)
+    is_far = any(cell is not None and cell.way is LinkKind.SYSTEM for cell in cells)
     yield finding(
         _TOPOLOGY,
         "pairs",

@@ -210,7 +210,7 @@ def _slot_speed(one: Measured, gpu: Gpu | None) -> Finding:
         _AREA,
         one.name,
         f"{value}, {share:.0%} of the slot's",
-        (share < _BAD, Grade.HURTS, advice),
+        (share < _BAD, Grade.PROBLEM, advice),
         (share < _POOR, Grade.NOTE, advice),
     )
 
@@ -225,6 +225,10 @@ def disk_finding(read: DiskRead) -> Finding:
         "data",
         f"{rate / 1e6:.0f} MB/s{warm}, {read.files} files, {read.free / 1e9:.0f} GB free; "
         f"about {photos:.0f} photographs/s",
-        (rate < 100e6, Grade.HURTS, "slower than one GPU reads ImageNet; copy the data to a local disk or into memory"),
+        (
+            rate < 100e6,
+            Grade.PROBLEM,
+            "slower than one GPU reads ImageNet; copy the data to a local disk or into memory",
+        ),
         (rate < 500e6, Grade.NOTE, "enough for few GPUs; many want a faster disk, or data that stays in memory"),
     )

@@ -19,7 +19,7 @@ _FEW_FILES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Circumstances:
+class SystemState:
     """What the system's files and limits say; None where they say nothing."""
 
     iommu_groups: int | None
@@ -32,10 +32,10 @@ class Circumstances:
     loopback_trouble: str | None
 
 
-def read_circumstances(port: int, root: Path = Path("/")) -> Circumstances:
+def read_system_state(port: int, root: Path = Path("/")) -> SystemState:
     """This system's; `root` is where its files are."""
     groups = root / "sys/kernel/iommu_groups"
-    return Circumstances(
+    return SystemState(
         len(list(groups.iterdir())) if groups.is_dir() else None,
         _iommu_option(root),
         _room(root / "dev/shm"),
@@ -74,7 +74,7 @@ def _listen_trouble(address: str, port: int) -> str | None:
     return None
 
 
-def system_findings(found: Environment, around: Circumstances) -> Iterator[Finding]:
+def system_findings(found: Environment, around: SystemState) -> Iterator[Finding]:
     host = found.host
     yield finding(_SYSTEM, "system", f"{host.system}, kernel {host.kernel}")
     load = around.load or 0.0
@@ -106,7 +106,7 @@ def system_findings(found: Environment, around: Circumstances) -> Iterator[Findi
     yield from _limits(found, around)
 
 
-def _virtual(found: Environment, around: Circumstances) -> Finding:
+def _virtual(found: Environment, around: SystemState) -> Finding:
     is_passed = any(gpu.virtual == "passthrough" for gpu in found.gpus)
     virtual = found.host.virtual or "none seen"
     return finding(
@@ -122,7 +122,7 @@ def _virtual(found: Environment, around: Circumstances) -> Finding:
     )
 
 
-def _iommu(found: Environment, around: Circumstances) -> Finding:
+def _iommu(found: Environment, around: SystemState) -> Finding:
     groups, option = around.iommu_groups, around.iommu_option
     value = None if groups is None else f"{groups} groups" if groups else "off, or hidden"
     value = f"{value or 'groups not known'}, {option}" if option else value
@@ -138,7 +138,7 @@ def _iommu(found: Environment, around: Circumstances) -> Finding:
     )
 
 
-def _limits(found: Environment, around: Circumstances) -> Iterator[Finding]:
+def _limits(found: Environment, around: SystemState) -> Iterator[Finding]:
     shared = around.shared_memory
     yield finding(
         _SYSTEM,
@@ -146,7 +146,7 @@ def _limits(found: Environment, around: Circumstances) -> Iterator[Finding]:
         None if shared is None else f"{shared / _GIB:.2f} GiB at /dev/shm",
         (
             shared is not None and shared < _SMALL_SHM and len(found.gpus) > 1,
-            Grade.HURTS,
+            Grade.PROBLEM,
             "NCCL keeps its buffers there and fails without room; start the container with --shm-size 1g or --ipc host",
         ),
     )
@@ -161,7 +161,7 @@ def _limits(found: Environment, around: Circumstances) -> Iterator[Finding]:
         _SYSTEM,
         "loopback",
         around.loopback_trouble or "ranks can listen",
-        (around.loopback_trouble is not None, Grade.HURTS, "ranks of one machine meet there; ask for 127.0.0.1"),
+        (around.loopback_trouble is not None, Grade.PROBLEM, "ranks of one machine meet there; ask for 127.0.0.1"),
     )
     yield finding(
         _SYSTEM,
@@ -186,10 +186,10 @@ def software_findings(found: Environment) -> Iterator[Finding]:
         _SOFTWARE,
         "torch",
         libraries.torch or "not there",
-        (libraries.torch is None, Grade.HURTS, "pip install torch"),
+        (libraries.torch is None, Grade.PROBLEM, "pip install torch"),
         (
             is_cpu_build and has_gpus,
-            Grade.HURTS,
+            Grade.PROBLEM,
             "this build knows no GPU; install one for the driver's CUDA: https://pytorch.org/get-started/locally",
         ),
     )
@@ -218,12 +218,12 @@ def _driver_finding(found: Environment) -> Finding:
         _driver(found),
         (
             found.nvml is not None and "mismatch" in found.nvml,
-            Grade.HURTS,
+            Grade.PROBLEM,
             "driver and library are of different versions; reboot, or load the kernel module again",
         ),
         (
             is_too_new,
-            Grade.HURTS,
+            Grade.PROBLEM,
             f"torch was built for CUDA {libraries.cuda} but the driver runs up to {found.driver_cuda}; update the "
             "driver, or install an older build of torch",
         ),

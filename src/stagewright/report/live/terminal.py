@@ -92,7 +92,7 @@ def plot(values: Sequence[float], width: int, height: int = 6) -> list[str]:
     return rows
 
 
-class LastingConsole(Console):
+class PipeSafeConsole(Console):
     """One whose reader may leave (`| head`): what is said then is lost, and nothing else."""
 
     def on_broken_pipe(self) -> None:
@@ -210,9 +210,9 @@ class ProgressLine:
         self._status.start()
 
 
-def plain_table(*columns: str, left: Collection[str] = ()) -> Table:
+def plain_table(*columns: str, left: Collection[str] = (), no_wrap: Collection[str] = ()) -> Table:
     """A table without lines; numbers are the rule, so columns are right-justified unless named in `left`."""
     table = Table(box=None, pad_edge=False)
     for name in columns:
-        table.add_column(name, justify="left" if name in left else "right")
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=name in no_wrap)
     return table

@@ -12,14 +12,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stagewright.events import Evaluated, Restarted, Step, Use
+from stagewright.events import Evaluated, Restarted, Step, Usage
 from stagewright.report.charts import seconds, shown
 from stagewright.report.live.terminal import plot
 from stagewright.report.read import (
-    Layout,
+    RankMap,
     as_number,
     as_record,
-    as_use,
+    as_usage,
     is_emulated,
     read_batches,
     read_object,
@@ -65,11 +65,11 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class Snapshot:
     """A run as it is now."""
 
     name: str
-    layout: Layout
+    rank_map: RankMap
     batch: int
     batches: int | None
     is_running: bool
@@ -79,7 +79,7 @@ class Moment:
     steps: Sequence[Step]
     evaluation: Evaluated | None
     restarts: int
-    use: Use | None
+    use: Usage | None
     doing: tuple[str, ...]  # of each rank, where that is known
 
     @property
@@ -100,7 +100,7 @@ class Moment:
         return "running" if self.is_running else "finished" if self.is_whole else "stopped"
 
     def describe(self) -> dict[str, Any]:
-        """The moment as one object."""
+        """The snapshot as one object."""
         evaluation = self.evaluation
         return {
             "run": self.name,
@@ -121,17 +121,17 @@ class Moment:
 class Watch:
     """Follows a run's files; keeps what it has read."""
 
-    def __init__(self, folder: Path, layout: Layout) -> None:
-        self._folder, self._layout = folder, layout
+    def __init__(self, folder: Path, rank_map: RankMap) -> None:
+        self._folder, self._rank_map = folder, rank_map
         self._batch = int(read_plan_fields(folder).get("batch") or 0)
         self._is_emulated = is_emulated(read_tables(folder / "config.toml"))
         self._records, self._monitor = Tail(folder / "metrics.jsonl"), Tail(folder / "monitor.jsonl")
         self._steps: list[Step] = []
         self._evaluation: Evaluated | None = None
         self._restarts = 0
-        self._use: Use | None = None
+        self._use: Usage | None = None
 
-    def look(self, is_running: bool, doing: Sequence[str] = ()) -> Moment:
+    def look(self, is_running: bool, doing: Sequence[str] = ()) -> Snapshot:
         """The run as it is now."""
         is_other, lines = self._records.read()
         if is_other:
@@ -143,12 +143,12 @@ class Watch:
                 self._evaluation = record
             elif isinstance(record, Restarted):
                 self._restarts += 1
-        uses = filter(None, map(as_use, reversed(self._monitor.read()[1])))
-        self._use = next((use for use in uses if use.ranks), self._use)  # the last moment has no ranks any more
+        uses = filter(None, map(as_usage, reversed(self._monitor.read()[1])))
+        self._use = next((use for use in uses if use.ranks), self._use)  # the last snapshot has no ranks any more
         summary = read_object(self._folder / "summary.json")
-        return Moment(
+        return Snapshot(
             self._folder.name,
-            self._layout,
+            self._rank_map,
             self._batch,
             read_batches(self._folder),
             is_running,
@@ -163,38 +163,38 @@ class Watch:
         )
 
 
-def as_line(moment: Moment) -> str:
-    """A moment in a line, for a log."""
-    of = f"/{moment.batches}" if moment.batches else ""
-    parts = [f"{moment.state}  step {moment.done}{of}"]
-    if moment.steps:
-        parts.append(f"loss {moment.steps[-1].loss:.4f}")
-    if speed := moment.images_per_second:
+def as_line(snapshot: Snapshot) -> str:
+    """A snapshot in a line, for a log."""
+    of = f"/{snapshot.batches}" if snapshot.batches else ""
+    parts = [f"{snapshot.state}  step {snapshot.done}{of}"]
+    if snapshot.steps:
+        parts.append(f"loss {snapshot.steps[-1].loss:.4f}")
+    if speed := snapshot.images_per_second:
         parts.append(f"{speed:.0f} images/s")
-    if moment.evaluation:
-        parts.append(f"top-1 {moment.evaluation.top1:.2%} after step {moment.evaluation.batch}")
-    if moment.use:
-        parts.append(f"{moment.use.cores:.1f} cores, {moment.use.memory / _MIB:,.0f} MiB")
-        parts += [f"GPU {gpu.index} {gpu.utilisation:.0%}" for gpu in moment.use.gpus if gpu.utilisation is not None]
-    if moment.restarts:
-        parts.append(f"{moment.restarts} restarts")
+    if snapshot.evaluation:
+        parts.append(f"top-1 {snapshot.evaluation.top1:.2%} after step {snapshot.evaluation.batch}")
+    if snapshot.use:
+        parts.append(f"{snapshot.use.cores:.1f} cores, {snapshot.use.memory / _MIB:,.0f} MiB")
+        parts += [f"GPU {gpu.index} {gpu.utilisation:.0%}" for gpu in snapshot.use.gpus if gpu.utilisation is not None]
+    if snapshot.restarts:
+        parts.append(f"{snapshot.restarts} restarts")
     return "  ".join(parts)
 
 
-def as_screen(moment: Moment, width: int) -> RenderableType:
-    """A moment as it fills a terminal."""
+def as_screen(snapshot: Snapshot, width: int) -> RenderableType:
+    """A snapshot as it fills a terminal."""
     parts: list[RenderableType] = [
-        Text(f"{moment.name}: {moment.state}", style="bold", overflow="ellipsis", no_wrap=True)
+        Text(f"{snapshot.name}: {snapshot.state}", style="bold", overflow="ellipsis", no_wrap=True)
     ]
-    if moment.batches:
-        parts.append(_progress(moment.done / moment.batches, min(width, 80) - 1))
-    parts.append(Text(_headline(moment)))
-    rows = plot([step.loss for step in moment.steps], min(width, 100) - 1)
+    if snapshot.batches:
+        parts.append(_progress(snapshot.done / snapshot.batches, min(width, 80) - 1))
+    parts.append(Text(_headline(snapshot)))
+    rows = plot([step.loss for step in snapshot.steps], min(width, 100) - 1)
     if rows:
         parts += [Text("loss", style="dim"), *(Text(row, style="cyan", no_wrap=True) for row in rows)]
-    parts.append(_ranks(moment))
-    if moment.use and moment.use.gpus:
-        parts.append(_gpus(moment.use))
+    parts.append(_ranks(snapshot))
+    if snapshot.use and snapshot.use.gpus:
+        parts.append(_gpus(snapshot.use))
     return Group(*parts)
 
 
@@ -203,36 +203,36 @@ def _progress(share: float, width: int) -> Text:
     return Text.assemble(("━" * done, "green"), ("─" * (width - done), "dim"))
 
 
-def _headline(moment: Moment) -> str:
-    of = f" of {moment.batches:,}" if moment.batches else ""
-    parts = [f"step {moment.done:,}{of}"]
-    speed = moment.images_per_second
-    if moment.steps:
-        parts += [f"loss {moment.steps[-1].loss:.4f}", seconds(moment.steps[-1].seconds)]
+def _headline(snapshot: Snapshot) -> str:
+    of = f" of {snapshot.batches:,}" if snapshot.batches else ""
+    parts = [f"step {snapshot.done:,}{of}"]
+    speed = snapshot.images_per_second
+    if snapshot.steps:
+        parts += [f"loss {snapshot.steps[-1].loss:.4f}", seconds(snapshot.steps[-1].seconds)]
     if speed:
         parts.append(f"{shown(round(speed))} images/s")
-        if moment.is_running and moment.batches and moment.batches > moment.done:
-            parts.append(f"{seconds(round((moment.batches - moment.done) * moment.batch / speed))} left")
-    if moment.evaluation:
-        parts.append(f"top-1 {moment.evaluation.top1:.1%}")
-    if moment.use:
-        parts.append(f"{moment.use.cores:.1f} cores busy")
+        if snapshot.is_running and snapshot.batches and snapshot.batches > snapshot.done:
+            parts.append(f"{seconds(round((snapshot.batches - snapshot.done) * snapshot.batch / speed))} left")
+    if snapshot.evaluation:
+        parts.append(f"top-1 {snapshot.evaluation.top1:.1%}")
+    if snapshot.use:
+        parts.append(f"{snapshot.use.cores:.1f} cores busy")
     return "   ".join(parts)
 
 
-def _ranks(moment: Moment) -> Table:
+def _ranks(snapshot: Snapshot) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("rank", no_wrap=True)
     table.add_column("now", no_wrap=True, min_width=20)
     for name in ("cores", "MiB", "torch MiB"):
         table.add_column(name, justify="right", no_wrap=True)
-    used = {rank.rank: rank for rank in moment.use.ranks} if moment.use else {}
-    for rank, label in enumerate(["all, one process"] if moment.is_emulated else moment.layout.ranks):
+    used = {rank.rank: rank for rank in snapshot.use.ranks} if snapshot.use else {}
+    for rank, label in enumerate(["all, one process"] if snapshot.is_emulated else snapshot.rank_map.labels):
         use = used.get(rank)
         held = use.torch_memory if use else None
         table.add_row(
             label,
-            moment.doing[rank] if rank < len(moment.doing) else "-",
+            snapshot.doing[rank] if rank < len(snapshot.doing) else "-",
             f"{use.cores:.2f}" if use else "-",
             f"{use.memory / _MIB:,.0f}" if use else "-",
             "-" if held is None else f"{held / _MIB:,.0f}",
@@ -240,7 +240,7 @@ def _ranks(moment: Moment) -> Table:
     return table
 
 
-def _gpus(use: Use) -> Table:
+def _gpus(use: Usage) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("GPU", "busy", "MiB", "W", "°C"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -18,7 +18,7 @@ from stagewright.hardware.doctor.examine import examine, show
 from stagewright.hardware.doctor.measure import Measured
 from tests.nvml_like import Card, Library
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def test_without_a_gpu_in_a_pipe_it_measures_what_there_is(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_json_of_a_box_with_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setitem(sys.modules, "pynvml", Library([Card(limit=200_000), Card(width=4)], {(0, 1): 50}))
     main(["doctor", "--fast", "--json"])
     found = json.loads(capsys.readouterr().out)
-    hurting = {(item["area"], item["name"]) for item in found["findings"] if item["grade"] == "will hurt"}
+    hurting = {(item["area"], item["name"]) for item in found["findings"] if item["grade"] == "problem"}
     assert {("GPU 0", "power cap"), ("GPU 1", "PCIe")} <= hurting
     assert found["environment"]["topology"] == [["X", "SYS"], ["SYS", "X"]] and found["measured"] == []
     assert found["verdict"].startswith("2 GPUs; ")
@@ -54,7 +54,7 @@ def test_eight_gpus_fit_into_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None
     assert max(len(line) for line in text.getvalue().splitlines()) <= 80
     assert "GPU7   PHB" in text.getvalue()
     said = [" ".join(line.split()) for line in text.getvalue().splitlines()]
-    assert "fine power cap 0-1,3-7 350 W of 350 W" in said and "will hurt power cap 2 200 W of 350 W" in said
+    assert "fine power cap 0-1,3-7 350 W of 350 W" in said and "problem power cap 2 200 W of 350 W" in said
     assert said.index("software") < said.index("GPUs") < said.index("topology") and "GPU 0" not in said
 
 

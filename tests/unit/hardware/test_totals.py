@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from stagewright.events import GpuUse, RankUse, Use
+from stagewright.events import GpuUsage, RankUsage, Usage
 from stagewright.hardware.monitor import Totals
 
 
-def use(seconds: float, *gpus: GpuUse, memory: int = 10, held: int | None = None) -> Use:
-    return Use(seconds, 2.0, 1000 + int(seconds), gpus, (RankUse(0, memory, 0.5, held), RankUse(1, 5, 1.0)))
+def use(seconds: float, *gpus: GpuUsage, memory: int = 10, held: int | None = None) -> Usage:
+    return Usage(seconds, 2.0, 1000 + int(seconds), gpus, (RankUsage(0, memory, 0.5, held), RankUsage(1, 5, 1.0)))
 
 
-def gpu(power: float | None, energy: float | None, *throttled: str, memory: int = 100, foreign: int = 0) -> GpuUse:
-    return GpuUse("GPU-a", 3, memory, 0.5, power, energy, 50.0, 1e9, throttled, foreign)
+def gpu(power: float | None, energy: float | None, *throttled: str, memory: int = 100, foreign: int = 0) -> GpuUsage:
+    return GpuUsage("GPU-a", 3, memory, 0.5, power, energy, 50.0, 1e9, throttled, foreign)
 
 
 def test_peaks_means_energy_and_throttled_seconds() -> None:

@@ -16,7 +16,7 @@ from stagewright.cli.main import main
 from stagewright.cluster.catalog import open_cluster, shipped
 from stagewright.cluster.topology import Device
 from stagewright.hardware.cluster_file import find_device
-from stagewright.hardware.smi import Occupant, Pasted, parse_smi
+from stagewright.hardware.smi import GpuProcess, SmiText, parse_smi
 from tests.nvml_like import Card, Library
 from tests.smi_texts import BRIDGED_4, MESH_8, OLD_SMI, SWITCHED_4, TITAN_8, smi
 
@@ -41,16 +41,16 @@ def levels(path: Path) -> list[tuple[str, float, tuple[tuple[int, ...], ...]]]:
 @pytest.mark.parametrize("form", ["new", "newest"])
 def test_tables_of_new_drivers(form: str) -> None:
     processes = ["|    1   N/A  N/A      1234      C   python                         1000MiB |"]
-    found = parse_smi(Pasted("smi", smi("NVIDIA GeForce RTX 3090", 24576, 2, form=form, processes=processes)))
+    found = parse_smi(SmiText("smi", smi("NVIDIA GeForce RTX 3090", 24576, 2, form=form, processes=processes)))
     assert (found.driver, found.cuda, len(found.cards)) == ("550.54.15", "12.4", 2)
     card = found.cards[1]
     assert (card.index, card.name, card.memory) == (1, "NVIDIA GeForce RTX 3090", 24 * GIB)
     assert (card.power_limit, card.used, card.is_mig, card.bus) == (350.0, 10 << 20, False, "00000000:02:00.0")
-    assert found.occupants == (Occupant(1, 1234, "C", "python", 1000 << 20),)
+    assert found.occupants == (GpuProcess(1, 1234, "C", "python", 1000 << 20),)
 
 
 def test_tables_of_old_drivers() -> None:
-    found = parse_smi(Pasted("smi", OLD_SMI))
+    found = parse_smi(SmiText("smi", OLD_SMI))
     assert (found.driver, found.cuda, found.cards[0].power_limit) == ("396.24", None, None)
     assert found.cards[0].is_cut_short
     assert [(item.process, item.kind, item.name) for item in found.occupants] == [
@@ -199,6 +199,6 @@ def test_two_kinds_of_cards_are_imported_apart(tmp_path: Path, capsys: pytest.Ca
 @given(st.text(alphabet="|0123456789MiB/ NVOf:.\nDriver Version", max_size=300))
 def test_no_table_is_more_than_an_error(text: str) -> None:
     try:
-        parse_smi(Pasted("smi", text))
+        parse_smi(SmiText("smi", text))
     except ValueError as error:
         assert "\n" not in str(error)

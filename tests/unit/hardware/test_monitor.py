@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from stagewright.events import Use
+from stagewright.events import Usage
 from stagewright.hardware import monitor as module
 from stagewright.hardware.meters import HostMeter, RankProcess
 from stagewright.hardware.monitor import Monitor
@@ -33,9 +33,9 @@ def watch(
     gpus: bool = False,
     looks: int = 3,
     until: Callable[[Monitor], bool] | None = None,
-) -> tuple[Monitor, list[Use], list[str]]:
+) -> tuple[Monitor, list[Usage], list[str]]:
     """Let a monitor look so often, and give back what it told."""
-    heard: list[Use] = []
+    heard: list[Usage] = []
     warnings: list[str] = []
     find = (lambda nvml: [uuid(0)]) if gpus else None
     with Monitor(path, EVERY, ranks, find, heard.append, warnings.append) as monitor:

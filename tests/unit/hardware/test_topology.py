@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagewright.hardware.gpu import Nvml
-from stagewright.hardware.smi import Pasted, parse_topology
+from stagewright.hardware.smi import SmiText, parse_topology
 from stagewright.hardware.topology import read_topology
 from tests.nvml_like import Card, Library
 from tests.smi_texts import BRIDGED_4, MESH_8, SWITCHED_4, TITAN_8, topo
 
 
 def parsed(text: str) -> list[list[str]]:
-    return parse_topology(Pasted("topo.txt", text)).texts()
+    return parse_topology(SmiText("topo.txt", text)).texts()
 
 
 def read(library: Library) -> list[list[str]]:
@@ -53,7 +53,7 @@ def test_texts_with_codes_network_cards_and_a_legend() -> None:
     assert parsed(MESH_8)[0] == ["X", "NV1", "NV2", "NV1", "SYS", "SYS", "SYS", "NV2"]
     assert parsed(TITAN_8)[6] == ["SYS"] * 4 + ["PHB", "PHB", "X", "PIX"]
     assert parsed(BRIDGED_4)[2] == ["PHB", "PHB", "X", "NV4"]
-    assert parse_topology(Pasted("t", MESH_8)).processors == 48
+    assert parse_topology(SmiText("t", MESH_8)).processors == 48
 
 
 def test_one_gpu_old_names_and_text_around_it() -> None:

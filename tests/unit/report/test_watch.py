@@ -21,7 +21,7 @@ from stagewright.report.live.serve import PageServer
 from stagewright.report.live.terminal import plot
 from stagewright.report.live.watch import Tail, Watch, as_line, as_screen
 from stagewright.run.folder import is_locked, run_lock
-from stagewright.run.report import layout_of, live_page, look_at
+from stagewright.run.report import read_rank_map, live_page, take_snapshot
 from tests.made_runs import make_run, steps, uses
 
 
@@ -50,7 +50,7 @@ def test_a_tail_reads_whole_lines_once(tmp_path: Path) -> None:
 
 def test_a_watch_follows_a_run_that_goes_back(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps(5), is_finished=False, monitor=uses())
-    watch = Watch(folder, layout_of(folder))
+    watch = Watch(folder, read_rank_map(folder))
     assert watch.look(True).done == 5
     append(folder, *steps(8)[5:])
     moment = watch.look(True, ["0F1@0", "waits for 0RG1<2", "1B0@0"])
@@ -68,7 +68,7 @@ def test_a_watch_follows_a_run_that_goes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_a_screen_fits_its_width(tmp_path: Path, width: int) -> None:
     folder = make_run(tmp_path / "run", monitor=uses(gpus=2))
-    moment = Watch(folder, layout_of(folder)).look(True, ["starting", "waits for 0RG1<2"])
+    moment = Watch(folder, read_rank_map(folder)).look(True, ["starting", "waits for 0RG1<2"])
     console = Console(width=width, record=True, file=(tmp_path / "out").open("w"))
     console.print(as_screen(moment, width))
     lines = console.export_text().splitlines()
@@ -101,7 +101,7 @@ def test_a_finished_run_is_as_fast_as_its_summary_says(tmp_path: Path, capsys: p
     folder = make_run(tmp_path / "run", steps(20, speed=40.0), summary={"images_per_second": 90.0})
     main(["watch", str(folder), "--once"])
     assert "90 images/s" in capsys.readouterr().out
-    watch = Watch(folder, layout_of(folder))
+    watch = Watch(folder, read_rank_map(folder))
     assert watch.look(False).images_per_second == 90.0
     assert watch.look(True).images_per_second == pytest.approx(40.0), "of the last steps, while it runs"
 
@@ -126,14 +126,14 @@ def test_watch_takes_the_newest_run(
 
 def test_a_run_in_hands_is_running(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps(3), is_finished=False)
-    watch = Watch(folder, layout_of(folder))
+    watch = Watch(folder, read_rank_map(folder))
     assert not is_locked(folder)
     with run_lock(folder):
         assert is_locked(folder)
-        assert look_at(watch, folder).state == "running"
+        assert take_snapshot(watch, folder).state == "running"
         page = live_page(folder)
         assert 'data-poll="2"' in page and ">Now<" in page
-    assert look_at(watch, folder).state == "stopped"
+    assert take_snapshot(watch, folder).state == "stopped"
     assert "data-poll" not in live_page(folder)
     with run_lock(folder):
         pass  # looking has left nothing behind

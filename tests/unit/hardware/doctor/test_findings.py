@@ -12,17 +12,17 @@ import pytest
 from stagewright.hardware.doctor.finding import Finding, Grade
 from stagewright.hardware.doctor.gpus import State, gpu_findings, read_states, topology_findings
 from stagewright.hardware.doctor.measure import DiskRead, Measured, disk_finding, memory_copy, read_disk, speed_findings
-from stagewright.hardware.doctor.system import Circumstances, read_circumstances, software_findings, system_findings
+from stagewright.hardware.doctor.system import SystemState, read_system_state, software_findings, system_findings
 from stagewright.hardware.environment import Environment, Libraries
 from stagewright.hardware.gpu import Gpu
 from stagewright.hardware.host import Host
-from stagewright.hardware.topology import SELF, Connection, Topology, Way
+from stagewright.hardware.topology import SELF, Connection, LinkKind, Topology
 from tests.nvml_like import Card, Library
 
 GIB = 1 << 30
 HOST = Host("box", "Some Linux 1", "6.1", "Chip", 1, 32, 16, 256 * GIB, None)
 GPU = Gpu(0, "GPU-0", "NVIDIA GeForce RTX 3090", 24 * GIB, None, "8.6", 350.0, 350.0, 4, 16, 4, 16, None, None)
-CALM = Circumstances(0, None, 8 * GIB, 65536, 0.5, 29600, None, None)
+CALM = SystemState(0, None, 8 * GIB, 65536, 0.5, 29600, None, None)
 LIBRARIES = Libraries("3.12.1", "2.11.0", "12.8", "9.1.2", "2.26.0")
 BOX = Environment(HOST, LIBRARIES, (GPU, replace(GPU, index=1)), "550.54.15", "12.8")
 
@@ -46,9 +46,9 @@ def test_a_good_box_has_nothing_to_say() -> None:
         ({"memory": 16 * GIB}, {}, "memory", Grade.NOTE, "less than the 48 GiB of its GPUs"),
         ({"virtual": "virtual machine (QEMU)"}, {}, "virtualisation", Grade.NOTE, "refuse peer access"),
         ({}, {"iommu_groups": 40}, "IOMMU", Grade.NOTE, "iommu=pt"),
-        ({}, {"shared_memory": 64 << 20}, "shared memory", Grade.HURTS, "--shm-size 1g"),
+        ({}, {"shared_memory": 64 << 20}, "shared memory", Grade.PROBLEM, "--shm-size 1g"),
         ({}, {"open_files": 256}, "open files", Grade.NOTE, "ulimit -n 4096"),
-        ({}, {"loopback_trouble": "Permission denied"}, "loopback", Grade.HURTS, "127.0.0.1"),
+        ({}, {"loopback_trouble": "Permission denied"}, "loopback", Grade.PROBLEM, "127.0.0.1"),
         ({}, {"port_trouble": "Address already in use"}, "port 29600", Grade.NOTE, "--nodes HOST:PORT"),
     ],
 )
@@ -67,12 +67,12 @@ def test_a_virtual_machine_without_gpus_and_an_iommu_that_passes_are_fine() -> N
 @pytest.mark.parametrize(
     ("libraries", "found", "name", "grade", "words"),
     [
-        ({"cuda": None, "torch": "2.13.0+cpu"}, {}, "torch", Grade.HURTS, "this build knows no GPU"),
-        ({"torch": None}, {}, "torch", Grade.HURTS, "pip install torch"),
-        ({"cuda": "13.0"}, {}, "driver", Grade.HURTS, "built for CUDA 13.0 but the driver runs up to 12.8"),
+        ({"cuda": None, "torch": "2.13.0+cpu"}, {}, "torch", Grade.PROBLEM, "this build knows no GPU"),
+        ({"torch": None}, {}, "torch", Grade.PROBLEM, "pip install torch"),
+        ({"cuda": "13.0"}, {}, "driver", Grade.PROBLEM, "built for CUDA 13.0 but the driver runs up to 12.8"),
         ({"nccl": None}, {}, "NCCL", Grade.NOTE, "--backend gloo"),
         ({}, {"gpus": (), "nvml": "NVML Shared Library Not Found"}, "driver", Grade.NOTE, "--gpus all"),
-        ({}, {"gpus": (), "nvml": "Driver/library version mismatch"}, "driver", Grade.HURTS, "reboot"),
+        ({}, {"gpus": (), "nvml": "Driver/library version mismatch"}, "driver", Grade.PROBLEM, "reboot"),
     ],
 )
 def test_software(libraries: dict[str, Any], found: dict[str, Any], name: str, grade: Grade, words: str) -> None:
@@ -90,13 +90,13 @@ def test_a_newer_minor_cuda_runs_on_an_older_driver_of_the_release() -> None:
     ("gpu", "state", "name", "grade", "words"),
     [
         ({"power_limit": 300.0}, {}, "power cap", Grade.NOTE, "nvidia-smi -i 0 -pl 350"),
-        ({"power_limit": 200.0}, {}, "power cap", Grade.HURTS, "nvidia-smi -i 0 -pl 350"),
+        ({"power_limit": 200.0}, {}, "power cap", Grade.PROBLEM, "nvidia-smi -i 0 -pl 350"),
         ({"pcie_width": 8}, {}, "PCIe", Grade.NOTE, "about 50% of the bandwidth"),
         ({"pcie_generation": 3}, {}, "PCIe", Grade.NOTE, "about 50% of the bandwidth it could have; board, riser"),
-        ({"pcie_width": 4}, {}, "PCIe", Grade.HURTS, "about 25%"),
-        ({"pcie_width": 8, "pcie_generation": 3}, {}, "PCIe", Grade.HURTS, "about 25%"),
+        ({"pcie_width": 4}, {}, "PCIe", Grade.PROBLEM, "about 25%"),
+        ({"pcie_width": 8, "pcie_generation": 3}, {}, "PCIe", Grade.PROBLEM, "about 25%"),
         ({"is_mig": True}, {}, "card", Grade.NOTE, "nvidia-smi -mig 0"),
-        ({}, {"processes": ("7 job",)}, "processes", Grade.HURTS, "others compute on it"),
+        ({}, {"processes": ("7 job",)}, "processes", Grade.PROBLEM, "others compute on it"),
         ({}, {"throttled": ("power brake",)}, "condition", Grade.NOTE, "slowed by power brake"),
         ({}, {"temperature": 90.0}, "condition", Grade.NOTE, "cooling"),
     ],
@@ -118,12 +118,12 @@ def test_two_kinds_of_cards_are_noted() -> None:
 
 
 def test_pairs_and_peers() -> None:
-    far = Topology(((SELF, Connection(Way.SYSTEM)), (Connection(Way.SYSTEM), SELF)))
+    far = Topology(((SELF, Connection(LinkKind.SYSTEM)), (Connection(LinkKind.SYSTEM), SELF)))
     findings = list(topology_findings(replace(BOX, topology=far), [[True, False], [False, True]]))
     assert only(findings, "pairs").value == "1 x SYS" and "one socket" in only(findings, "pairs").advice
     assert only(findings, "peer access").value == "0 of 2 pairs"
     assert only(findings, "peer access").grade is Grade.NOTE
-    near = Topology(((SELF, Connection(Way.NVLINK, 4)), (Connection(Way.NVLINK, 4), SELF)))
+    near = Topology(((SELF, Connection(LinkKind.NVLINK, 4)), (Connection(LinkKind.NVLINK, 4), SELF)))
     findings = list(topology_findings(replace(BOX, topology=near), [[True, True], [True, True]]))
     assert [found.grade for found in findings] == [Grade.FINE, Grade.FINE]
     findings = list(topology_findings(replace(BOX, topology=near), [[True, None], [None, True]]))
@@ -143,7 +143,7 @@ def test_states_and_peers_come_from_the_driver(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("bandwidth", "grade"), [(26e9, Grade.FINE), (17e9, Grade.NOTE), (10e9, Grade.HURTS)], ids=["full", "poor", "bad"]
+    ("bandwidth", "grade"), [(26e9, Grade.FINE), (17e9, Grade.NOTE), (10e9, Grade.PROBLEM)], ids=["full", "poor", "bad"]
 )
 def test_a_slot_is_compared_with_what_it_carries(bandwidth: float, grade: Grade) -> None:
     (found,) = speed_findings([Measured("host to GPU 0", bandwidth, gpu=0)], {0: GPU})
@@ -173,7 +173,7 @@ def test_a_disk_is_read_file_by_file(tmp_path: Path) -> None:
         read_disk(tmp_path / "7")
 
 
-@pytest.mark.parametrize(("rate", "grade"), [(50e6, Grade.HURTS), (300e6, Grade.NOTE), (2e9, Grade.FINE)])
+@pytest.mark.parametrize(("rate", "grade"), [(50e6, Grade.PROBLEM), (300e6, Grade.NOTE), (2e9, Grade.FINE)])
 def test_disks(rate: float, grade: Grade) -> None:
     found = disk_finding(DiskRead("data", int(rate), 4, 1.0, 10**12, True))
     assert found.grade is grade and f"{rate / 1e6:.0f} MB/s" in found.value
@@ -185,7 +185,7 @@ def test_circumstances_come_from_the_systems_files(tmp_path: Path) -> None:
         (tmp_path / "sys/kernel/iommu_groups" / name).mkdir(parents=True)
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cmdline").write_text("quiet amd_iommu=on ro\n")
-    found = read_circumstances(0, tmp_path)
+    found = read_system_state(0, tmp_path)
     assert (found.iommu_groups, found.iommu_option, found.shared_memory) == (2, "amd_iommu=on", None)
     assert found.loopback_trouble is None and found.port_trouble is None
-    assert read_circumstances(0, tmp_path / "nowhere").iommu_groups is None
+    assert read_system_state(0, tmp_path / "nowhere").iommu_groups is None

@@ -1,0 +1,45 @@
+"""`stagewright compare`: two runs or two benches side by side, and whether their speeds differ."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from stagewright.bench.compare import Comparison, compare, describe
+from stagewright.report.live.terminal import plain_table
+
+
+def run_compare(parsed: argparse.Namespace) -> None:
+    comparison = compare(Path(parsed.first), Path(parsed.second))
+    if parsed.json:
+        print(json.dumps(describe(comparison)))
+    else:
+        show_comparison(Console(), comparison)
+
+
+def show_comparison(console: Console, comparison: Comparison) -> None:
+    """Print both sides in a table, then what the difference means."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
+    say(f"A: {comparison.first}")
+    say(f"B: {comparison.second}")
+    table = plain_table(
+        "images/s", "A", "95 % interval", "B", "95 % interval", left=("images/s",), no_wrap=("A", "95 % interval", "B")
+    )
+    for pair in comparison.pairs:
+        sides = [(f"{side.value:,.0f}", f"{side.low:,.0f} - {side.high:,.0f}") for side in (pair.first, pair.second)]
+        cells = [cell for value, spread in sides for cell in (value, "predicted" if pair.is_predicted else spread)]
+        table.add_row(pair.what, *cells)
+    if comparison.pairs:
+        console.print(table)
+    for reason in comparison.reasons:
+        say(f"not comparable: {reason}")
+    for pair in comparison.pairs if comparison.is_comparable else ():
+        say(pair.verdict if len(comparison.pairs) == 1 else f"{pair.what}: {pair.verdict}")
+    for note in comparison.notes:
+        say(f"note: {note}")
