@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from tests.unit.report.test_watch import append
 
 from stagewright.metrics import Span, Timeline
 from stagewright.report.html import as_html
@@ -22,6 +21,7 @@ from stagewright.run.report import live_page, page_of_runs, write_page
 from tests.browser.conftest import Opened
 from tests.made_runs import make_run, steps, timeline, uses
 from tests.unit.report.test_html import EVIL, whole
+from tests.unit.report.test_watch import append
 
 Visit = Callable[..., Opened]
 END = timeline(10).end

@@ -18,7 +18,7 @@ from stagewright.report.html import as_html
 from stagewright.report.markdown import as_markdown
 from stagewright.report.page import Table
 from stagewright.report.read import RankMap, read_run
-from stagewright.report.run import PlanPrediction, run_page, prediction_page
+from stagewright.report.run import PlanPrediction, prediction_page, run_page
 from stagewright.run.folder import is_locked
 from stagewright.runtime.status_file import State, read_status, status_path
 

@@ -21,7 +21,7 @@ from stagewright.report.live.serve import PageServer
 from stagewright.report.live.terminal import plot
 from stagewright.report.live.watch import Tail, Watch, as_line, as_screen
 from stagewright.run.folder import is_locked, run_lock
-from stagewright.run.report import read_rank_map, live_page, take_snapshot
+from stagewright.run.report import live_page, read_rank_map, take_snapshot
 from tests.made_runs import make_run, steps, uses
 
 
