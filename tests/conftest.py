@@ -25,6 +25,6 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def calibration() -> Calibration:
     """The catalogue fitted to the published runs; it takes a while."""
-    from stagewright.planning.calibrate import measure
+    from stagewright.planning.calibrate import calibrate
 
-    return measure()
+    return calibrate()

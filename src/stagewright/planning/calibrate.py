@@ -1,4 +1,8 @@
-"""The published runs: what was run, what it took, and what the simulator says of it. Calibrates the catalogue's free figures on the published runs, and says how well each run is told by the others."""
+"""The published runs, and the calibration of the catalogue's free figures on them.
+
+`published_runs` reads what others ran and measured; `predict_run` simulates one of them. `calibrate` fits the free
+figures to all runs with results, and predicts each run from the others alone, for `bench published`.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,20 @@ import numpy as np
 
 from stagewright.cluster.catalog import read_catalogue
 from stagewright.cluster.placement import Placement, parse_placement
-from stagewright.cluster.specs import MIB, Catalogue
+from stagewright.cluster.specs import Catalogue
+from stagewright.cluster.topology import Cluster
+from stagewright.metrics import MIB
+from stagewright.plan.estimate import Setting
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan
 from stagewright.plan.search import best_cuts
 from stagewright.planning.predict import IMAGENET, Prediction, predict
 from stagewright.planning.setting import analytic_setting, study
+
+Array = Any  # a numpy array
+_ROW_SPREAD = 0.05  # the error to expect of such a model for one run, in logarithms
+_STEP = 0.02  # for slopes by finite differences, in logarithms
+_ITERATIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +50,23 @@ class Run:
     microbatch: int | None = None
     devices: int | None = None
     placement: str | None = None
-    weights: str | None = None
+    shares: str | None = None
     scheduling: str | None = None
     images_per_second: float | None = None
     epoch_seconds: tuple[float, ...] = ()
     memory_mib: tuple[float, ...] = ()
+    held_out: bool = False  # its result became known after the fit: never fitted, only predicted
 
     @property
     def rate(self) -> float | None:
-        """Measured images a second, over the mean of its epochs."""
+        """Measured images per second, over the mean of its epochs."""
         if self.images_per_second is not None:
             return self.images_per_second
         return IMAGENET / statistics.fmean(self.epoch_seconds) if self.epoch_seconds else None
 
     @property
     def group(self) -> tuple[str, str, str]:
-        """Rows that share their device, precision and software tell of each other."""
+        """Device, precision and software: runs that share them inform each other's prediction."""
         return (self.cluster.rpartition("-")[0], self.precision, self.software)
 
     def __str__(self) -> str:
@@ -77,30 +90,30 @@ def _run(entry: Mapping[str, Any], systems: Mapping[str, str]) -> Run:
 
 
 def run_plan(run: Run, catalogue: Catalogue) -> Plan:
-    """The plan of a published run: a batch flows in as many pieces as its widest stage has replicas."""
-    cluster = catalogue.cluster(run.cluster)
-    cluster = cluster.first(run.devices) if run.devices else cluster
+    """The plan of a published run: a batch has as many microbatches as its widest stage has replicas."""
+    cluster = _run_cluster(run, catalogue)
     placement: Placement = (cluster.devices,) if run.placement is None else parse_placement(run.placement, cluster)
-    pieces = max(len(devices) for devices in placement)
-    batch = run.global_batch or (run.microbatch or 1) * pieces
+    microbatches = max(len(devices) for devices in placement)
+    batch = run.global_batch or (run.microbatch or 1) * microbatches
     mode = Mode(run.mode)
-    cuts = () if mode is Mode.DP else _cuts(run, catalogue, placement, batch)
-    return make_plan(placement, batch=batch, microbatches=pieces, mode=mode, cuts=cuts)
+    cuts: tuple[str, ...] = ()
+    if mode is not Mode.DP and run.shares is not None:
+        cuts = study(run.model).chain.by_shares([int(share) for share in run.shares.split(":")])
+    elif mode is not Mode.DP:
+        cuts = best_cuts(run_setting(run, catalogue), placement, mode, batch, microbatches)
+    return make_plan(placement, batch=batch, microbatches=microbatches, mode=mode, cuts=cuts)
 
 
-def _cuts(run: Run, catalogue: Catalogue, placement: Placement, batch: int) -> tuple[str, ...]:
-    chain = study(run.model).chain
-    if run.weights is not None:
-        return chain.by_weights([int(weight) for weight in run.weights.split(":")])
-    pieces = max(len(devices) for devices in placement)
-    return best_cuts(run_setting(run, catalogue), placement, Mode(run.mode), batch, pieces)
-
-
-def run_setting(run: Run, catalogue: Catalogue) -> Any:
+def _run_cluster(run: Run, catalogue: Catalogue) -> Cluster:
     cluster = catalogue.cluster(run.cluster)
+    return cluster.first(run.devices) if run.devices else cluster
+
+
+def run_setting(run: Run, catalogue: Catalogue) -> Setting:
+    """The hardware and software of a published run."""
     return analytic_setting(
         catalogue,
-        cluster.first(run.devices) if run.devices else cluster,
+        _run_cluster(run, catalogue),
         study(run.model).shapes,
         catalogue.system(run.software),
         run.precision,
@@ -109,26 +122,20 @@ def run_setting(run: Run, catalogue: Catalogue) -> Any:
 
 
 def predict_run(run: Run, catalogue: Catalogue) -> Prediction:
-    """What the simulator says of a published run."""
+    """Simulate a published run."""
     return predict(run_plan(run, catalogue), run_setting(run, catalogue))
-
-
-Array = Any  # a numpy array
-_ROW_SPREAD = 0.05  # how well a law like this can tell a run, in logarithms
-_STEP = 0.02
-_ITERATIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One free figure: its place in the catalogue, what is believed of it beforehand, and how firmly."""
+    """One free figure: its place in the catalogue, and the mean and spread of its prior."""
 
     path: tuple[str, ...]
     prior: float
     spread: float  # in logarithms
 
 
-# Per device and precision one efficiency, per software one, per link one bandwidth, one decoding rate a core.
+# One efficiency per device and precision, one per software, one bandwidth per link, one decoding rate per core.
 PARAMETERS = (
     Parameter(("device", "titan-v", "efficiency", "fp32"), 0.85, 0.15),
     Parameter(("device", "v100-sxm2-16", "efficiency", "fp32"), 0.85, 0.15),
@@ -143,7 +150,7 @@ PARAMETERS = (
 
 
 def overrides(logs: Sequence[float]) -> dict[str, Any]:
-    """Values of the parameters as tables of the catalogue."""
+    """The parameters' values, given as logarithms, as tables of the catalogue."""
     tables: dict[str, Any] = {}
     for parameter, log in zip(PARAMETERS, logs, strict=True):
         table = tables
@@ -161,14 +168,14 @@ def _errors(runs: Sequence[Run], logs: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The figures that tell the runs best, and how each run's prediction moves with each figure."""
+    """The figures that predict the runs best, and how each run's prediction moves with each figure."""
 
     logs: Array
-    errors: Array
+    errors: Array  # predicted over measured, in logarithms
     slopes: Array  # runs x parameters
 
     def without(self, left_out: int) -> Array:
-        """The figures fitted again without one run, on the slopes of the whole fit."""
+        """The figures fitted again without one run, with the slopes of the whole fit."""
         kept = [index for index in range(len(self.errors)) if index != left_out]
         return self.logs + _solve(self.slopes[kept], self.errors[kept], self.logs)
 
@@ -181,7 +188,7 @@ def _priors() -> tuple[Array, Array]:
 
 
 def _solve(slopes: Array, errors: Array, logs: Array) -> Array:
-    """The step that least squares takes: every run counts alike, and every figure pulls towards its prior."""
+    """One step of least squares: every run has the same weight, and every figure is pulled towards its prior."""
     prior, spread = _priors()
     rows = np.vstack([slopes / _ROW_SPREAD, np.diag(1 / spread)])
     wanted = np.concatenate([-errors / _ROW_SPREAD, (prior - logs) / spread])
@@ -189,7 +196,7 @@ def _solve(slopes: Array, errors: Array, logs: Array) -> Array:
 
 
 def fit(runs: Sequence[Run], tell: Callable[[str], None] = lambda text: None) -> Fit:
-    """Gauss-Newton from the priors."""
+    """Fit the figures to the runs by Gauss-Newton, starting from the priors."""
     logs, _ = _priors()
     for iteration in range(_ITERATIONS):
         tell(f"fitting {len(PARAMETERS)} figures to {len(runs)} runs, pass {iteration + 1} of {_ITERATIONS}")
@@ -211,27 +218,28 @@ def _slopes(runs: Sequence[Run], logs: Array, errors: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One published run beside what the simulator says of it."""
+    """One published run and its prediction."""
 
     run: Run
-    predicted: float  # images a second, with every figure fitted
-    left_out: float | None  # the same, with figures fitted to the other runs alone
-    memory: tuple[float, ...]  # MiB of the first and the last stage's ranks
-    is_alone: bool  # no other run shares its device, precision and software
+    predicted: float  # images per second, with the figures of the whole fit
+    left_out: float | None  # the same, with figures fitted without this run; None where it has no result
+    memory: tuple[float, ...]  # MiB of a rank of the first and of the last stage
+    is_alone: bool  # it is fitted, and no other fitted run shares its device, precision and software
 
     @property
     def error(self) -> float | None:
-        """Predicted over measured by the other runs, less one."""
+        """The relative error of the prediction by the other runs."""
         return None if self.left_out is None or self.run.rate is None else self.left_out / self.run.rate - 1
 
     @property
     def counts(self) -> bool:
-        return self.error is not None and not self.is_alone
+        """Whether the error is part of the leave-one-out median."""
+        return self.error is not None and not self.is_alone and not self.run.held_out
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The fitted figures and every run."""
+    """The fitted figures, and every run."""
 
     figures: Mapping[str, float]
     rows: tuple[Row, ...]
@@ -245,20 +253,25 @@ class Calibration:
         return max(abs(row.error or 0.0) for row in self.rows if row.counts)
 
 
-def measure(tell: Callable[[str], None] = lambda text: None) -> Calibration:
-    """Fit all runs that carry results, then tell each from the others, then predict those that carry none."""
-    runs = [run for run in published_runs() if run.rate is not None]
-    whole = fit(runs, tell)
-    groups = [run.group for run in runs]
+def calibrate(tell: Callable[[str], None] = lambda text: None, runs: Sequence[Run] | None = None) -> Calibration:
+    """Fit all runs with results but those held out; then predict every run, by the other runs where it was fitted."""
+    runs = published_runs() if runs is None else runs
+    fitted = [run for run in runs if run.rate is not None and not run.held_out]
+    whole = fit(fitted, tell)
+    groups = [run.group for run in fitted]
     catalogue = read_catalogue((), overrides(list(whole.logs)))
     rows = []
-    for run in published_runs():
+    for run in runs:
         tell(f"predicting {run}")
         prediction = predict_run(run, catalogue)
         memory = (prediction.memory[0].total / MIB, prediction.memory[-1].total / MIB)[: len(prediction.plan.stages)]
-        left_out = None
-        if run.rate is not None:
-            left_out = run.rate * math.exp(float(_errors([run], whole.without(runs.index(run)))[0]))
-        rows.append(Row(run, prediction.images_per_second, left_out, memory, groups.count(run.group) == 1))
+        left_out, is_alone = None, False
+        if run in fitted:
+            error = float(_errors([run], whole.without(fitted.index(run)))[0])
+            left_out = float(run.rate or 0) * math.exp(error)
+            is_alone = groups.count(run.group) == 1
+        elif run.rate is not None:  # held out: no figure has seen it
+            left_out = prediction.images_per_second
+        rows.append(Row(run, prediction.images_per_second, left_out, memory, is_alone))
     figures = {".".join(parameter.path): math.exp(log) for parameter, log in zip(PARAMETERS, whole.logs, strict=True)}
     return Calibration(figures, tuple(rows))

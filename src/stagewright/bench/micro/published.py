@@ -1,13 +1,19 @@
-"""Calibrates the catalogue's free figures on the published runs, and says how well each run is told by the others."""
+"""`bench published`: fit the catalogue's free figures to the published runs, and predict each run from the others."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 
-from stagewright.planning.calibrate import Calibration
+from stagewright.planning.calibrate import Calibration, Row, calibrate
 from stagewright.planning.predict import IMAGENET
+
+
+def measure(tell: Callable[[str], None]) -> Calibration:
+    """Calibrate on all published runs."""
+    return calibrate(tell)
 
 
 def describe(calibration: Calibration) -> dict[str, Any]:
@@ -25,6 +31,7 @@ def describe(calibration: Calibration) -> dict[str, Any]:
                 "left_out": row.left_out,
                 "error": row.error,
                 "counted": row.counts,
+                "held_out": row.run.held_out,
                 "memory_mib": list(row.memory),
                 "measured_memory_mib": list(row.run.memory_mib),
             }
@@ -34,22 +41,30 @@ def describe(calibration: Calibration) -> dict[str, Any]:
 
 
 def show(console: Console, calibration: Calibration) -> None:
-    """Every run in a line or two, then the verdict."""
+    """One or two lines per run, then the fitted figures and the errors."""
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
     for row in calibration.rows:
         say(str(row.run))
-        text = f"    predicted {row.predicted:,.0f} images/s, epoch {IMAGENET / row.predicted:,.1f} s"
-        if row.run.rate is not None:
-            text += f"; measured {row.run.rate:,.0f}; told by the others {row.error:+.1%}"
-        if row.run.rate is not None and row.is_alone:
-            text += " (alone: not counted)"
-        say(text)
+        say(f"    predicted {row.predicted:,.0f} images/s, epoch {IMAGENET / row.predicted:,.1f} s{_error(row)}")
         for found, measured in zip(row.memory, row.run.memory_mib, strict=False):
             say(f"    memory {found:,.0f} MiB, measured {measured:,.0f} ({found / measured - 1:+.0%})")
     say("fitted:")
     for name, value in calibration.figures.items():
         say(f"    {name} = {value:.4g}")
-    say(f"told by the others: median error {calibration.median:.1%}, worst {calibration.worst:.1%}")
+    say(f"predicted from the others: median error {calibration.median:.1%}, worst {calibration.worst:.1%}")
+    if held_out := [row for row in calibration.rows if row.run.held_out]:
+        errors = ", ".join(f"{row.error:+.1%}" for row in held_out)
+        say(f"held out of the fit: {len(held_out)} runs, errors {errors}")
+
+
+def _error(row: Row) -> str:
+    """The measured speed and the prediction's error, for a run with a result."""
+    if row.run.rate is None:
+        return ""
+    if row.run.held_out:
+        return f"; measured {row.run.rate:,.0f}; held out of the fit {row.error:+.1%}"
+    alone = " (alone: not counted)" if row.is_alone else ""
+    return f"; measured {row.run.rate:,.0f}; predicted from the others {row.error:+.1%}{alone}"
