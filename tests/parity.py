@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from stagewright.config.load import make_config
+from stagewright.config.toml import make_config
 from stagewright.run.train import prepare
 from stagewright.runtime.comm import memory
 from stagewright.runtime.comm.memory import MemoryCollective

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stagewright.cli import demo
-from stagewright.config.load import make_config
+from stagewright.config.toml import make_config
 from stagewright.run.train import run
 from tests.browser.conftest import Opened
 from tests.browser.test_report_page import COUNT, colours

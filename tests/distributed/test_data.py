@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.config.load import make_config
+from stagewright.config.toml import make_config
 from stagewright.run.train import run
 from tests.distributed.test_command import ROOT
 from tests.pictures import jpeg, message, write_parts

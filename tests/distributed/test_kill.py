@@ -18,8 +18,8 @@ from unittest import mock
 
 import pytest
 
-from stagewright.config.load import make_config
 from stagewright.config.sections import Config
+from stagewright.config.toml import make_config
 from stagewright.run.train import Result, run
 from stagewright.runtime.process.log import Ledger
 from tests.distributed.test_command import ranks_of

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stagewright.config.load import as_toml
+from stagewright.config.toml import as_toml
 from tests.distributed.namespaces import TOKEN, Machines, machines
 from tests.distributed.test_command import ranks_of, wait_until
 from tests.parity import TOLERANCE, Case, assert_near, emulate, make_job, refer

@@ -12,8 +12,8 @@ import torch
 
 from stagewright.cli.main import main
 from stagewright.cluster.placement import parse_placement
-from stagewright.config.load import make_config
-from stagewright.config.options import options
+from stagewright.config.sections import options
+from stagewright.config.toml import make_config
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
 from stagewright.run.prepare import within_memory

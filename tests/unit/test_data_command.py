@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stagewright.cli.main import main
-from stagewright.config.load import make_config
+from stagewright.config.toml import make_config
 from stagewright.data.order import Order
 from stagewright.data.records import PartRecords
 from stagewright.run.train import prepare, run

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stagewright.cluster.placement import parse_placement
-from stagewright.config.load import make_config
+from stagewright.config.toml import make_config
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
 from stagewright.planning.build import make_plan_for

@@ -1,4 +1,4 @@
-"""Mutated configurations, placements, weights, plans, profiles, clusters, machines: read, or refused in one line."""
+"""Mutated configurations, placements, shares, plans, profiles, clusters, machines: read, or refused in one line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stagewright.cli import main as cli
 from stagewright.cluster.catalog import open_cluster
 from stagewright.cluster.placement import parse_placement
 from stagewright.cluster.topology import Cluster, Machine
-from stagewright.config.load import as_toml, make_config, parse_assignment, read_toml
+from stagewright.config.toml import as_toml, make_config, parse_assignment, read_toml
 from stagewright.model.cut import Chain
 from stagewright.plan.make import make_plan, read_plan
 from stagewright.planning.build import make_plan_for, stage_numbers
@@ -127,10 +127,10 @@ def _read_config(text: str, path: Path) -> None:
     assert plan.world <= 65536 * 8
 
 
-def _read_weights(text: str, path: Path) -> None:
-    weights = stage_numbers(text, "weights", ":")
-    assert weights is not None
-    _chain().by_weights(weights)
+def _read_shares(text: str, path: Path) -> None:
+    shares = stage_numbers(text, "shares", ":")
+    assert shares is not None
+    _chain().by_shares(shares)
 
 
 @cache
@@ -203,10 +203,10 @@ READERS = {
         ["0:0-6.0:7", "0:0-7,1:0-7.0:0-7,1:0-7", "0:0,2,4-6", "0:0-2.0:3-4.1:5"],
         lambda text, path: ["schedule", f"--placement={text}", "--batch", "8"],
     ),
-    "weights": Reader(
-        _read_weights,
+    "shares": Reader(
+        _read_shares,
         ["11:7", "1:1:1", "3:14:2:1"],
-        lambda text, path: ["train", "--placement", "0:0.0:1", f"--weights={text}", f"--runs={path}"],
+        lambda text, path: ["train", "--placement", "0:0.0:1", f"--shares={text}", f"--runs={path}"],
     ),
     "plan": Reader(
         lambda text, path: read_plan(text, "plan.json"),

@@ -9,7 +9,7 @@ import pytest
 
 from stagewright.cli.main import main
 from stagewright.cluster.placement import parse_placement
-from stagewright.config.load import make_config
+from stagewright.config.toml import make_config
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan
 from stagewright.planning import build as lag

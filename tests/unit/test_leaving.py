@@ -15,7 +15,7 @@ import pytest
 import stagewright
 from stagewright import __main__ as entry
 from stagewright.cli import main as cli
-from stagewright.config.load import make_config
+from stagewright.config.toml import make_config
 from stagewright.report.live.terminal import PipeSafeConsole
 from stagewright.run import train as experiment
 from stagewright.run.export import require_target

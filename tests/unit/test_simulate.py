@@ -7,7 +7,7 @@ import pytest
 from stagewright.cluster.placement import parse_placement
 from stagewright.cluster.specs import DeviceSpec, Software
 from stagewright.cluster.topology import Cluster, Level, Link, Machine
-from stagewright.config.load import make_config
+from stagewright.config.toml import make_config
 from stagewright.plan.estimate import Estimate, Setting
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from stagewright.config.options import options
+from stagewright.config.sections import RENAMED, options
+from stagewright.errors import did_you_mean
 from stagewright.run.resume import resumed_config
 from stagewright.run.train import Result, run
-
-if TYPE_CHECKING:
-    pass
 
 
 def train(model: str | Callable[..., object] | None = None, **settings: Any) -> Result:
@@ -19,12 +17,15 @@ def train(model: str | Callable[..., object] | None = None, **settings: Any) -> 
     A model is a zoo name, `package.module:factory`, or an importable factory itself.
     """
     by_keyword = {option.flag.removeprefix("--").replace("-", "_"): option.key for option in options()}
+    renamed = {old.partition(".")[2]: new.partition(".")[2] for old, new in RENAMED.items()}
     if callable(model):
         model = f"{model.__module__}:{model.__qualname__}"
     tables: dict[str, dict[str, Any]] = {"model": {} if model is None else {"name": model}}
     for keyword, value in settings.items():
+        if new := renamed.get(keyword):
+            raise ValueError(f"option '{keyword}' is now '{new}'; give {new}={value!r}")
         if keyword not in by_keyword:
-            raise ValueError(f"unknown option '{keyword}'; known: {', '.join(by_keyword)}")
+            raise ValueError(f"unknown option '{keyword}'; {did_you_mean(keyword, by_keyword)}")
         section, _, name = by_keyword[keyword].partition(".")
         tables.setdefault(section, {})[name] = value
     return run(resumed_config(tables))

@@ -21,7 +21,7 @@ from stagewright.plan.make import default_microbatches
 from stagewright.plan.plan import Mode, Plan
 from stagewright.plan.search import best_cuts
 from stagewright.planning.build import plan_at, stage_numbers
-from stagewright.planning.calibrate import measure, published_runs
+from stagewright.planning.calibrate import calibrate, published_runs
 from stagewright.planning.planner import settle_lag
 from stagewright.planning.predict import Prediction, predict
 from stagewright.planning.setting import analytic_setting, study
@@ -47,11 +47,11 @@ def layout(config: Config, chain: Chain, placement: Placement, otherwise: Callab
     if mode is Mode.DP:
         placement = (tuple(dict.fromkeys(device for stage in placement for device in stage)),)
     elif len(placement) > 1:
-        weights = stage_numbers(options.weights, "weights", ":")
+        shares = stage_numbers(options.shares, "shares", ":")
         if options.cut is not None:
             cuts = chain.by_names([name.strip() for name in options.cut.split(",")])
         else:
-            cuts = otherwise() if weights is None else chain.by_weights(weights)
+            cuts = otherwise() if shares is None else chain.by_shares(shares)
     return plan_at(options, placement, cuts)
 
 
@@ -114,7 +114,7 @@ def needed_memory(config: Config) -> list[int]:
         studied = study(config.model.name, config.model.classes, config.data.image)
         placement = parse_placement(config.plan.placement, ANYWHERE)
         shares = [len(devices) for devices in placement]
-        plan = layout(config, studied.chain, placement, lambda: studied.chain.by_weights(shares))
+        plan = layout(config, studied.chain, placement, lambda: studied.chain.by_shares(shares))
     except ValueError:
         return []
     count = 1 + max(device.index for device in plan.devices)
@@ -159,7 +159,7 @@ def published_rows(rows: Iterable[Row], tell: Callable[[str], None]) -> tuple[Pu
     if not any((run.model, run.cluster, run.precision) in wanted for run in published_runs()):
         return ()
     found = []
-    for row in measure(tell).rows:
+    for row in calibrate(tell).rows:
         run = row.run
         if (run.model, run.cluster, run.precision) not in wanted:
             continue

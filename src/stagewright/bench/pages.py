@@ -14,7 +14,7 @@ from stagewright.bench.forecast import devices_of
 from stagewright.bench.result import Outcome, PublishedRow, Row, write_outcome
 from stagewright.bench.statistics import Interval
 from stagewright.cluster.specs import MIB
-from stagewright.config.options import options
+from stagewright.config.sections import options
 from stagewright.planning.predict import IMAGENET
 from stagewright.report.page import Bar, Bars, Block, Listing, Page, Summary, Table
 from stagewright.run.report import write_page

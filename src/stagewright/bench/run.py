@@ -20,8 +20,8 @@ from stagewright.cluster.catalog import open_cluster
 from stagewright.cluster.placement import parse_placement
 from stagewright.cluster.specs import MIB, Catalogue
 from stagewright.cluster.topology import Cluster
-from stagewright.config.load import as_tables
 from stagewright.config.sections import Config
+from stagewright.config.toml import as_tables
 from stagewright.errors import RunFailed
 from stagewright.hardware.environment import environment
 from stagewright.plan.plan import Plan

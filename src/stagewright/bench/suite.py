@@ -15,8 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 from stagewright.bench.forecast import devices_of
 from stagewright.cluster.placement import format_placement
 from stagewright.cluster.topology import Cluster
-from stagewright.config.load import make_config, read_toml
 from stagewright.config.sections import Config, Section
+from stagewright.config.toml import make_config, read_toml
 
 Tables = dict[str, dict[str, Any]]
 REPEATS = 7

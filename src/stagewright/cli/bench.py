@@ -28,7 +28,7 @@ from stagewright.bench.statistics import Interval
 from stagewright.bench.suite import REPEATS, Terms, read_suite, shipped_names
 from stagewright.cli import bench
 from stagewright.cluster.catalog import open_cluster
-from stagewright.config.load import parse_assignment
+from stagewright.config.toml import parse_assignment
 from stagewright.errors import Interrupted
 from stagewright.report.live.terminal import ProgressLine
 from stagewright.run.folder import new_folder

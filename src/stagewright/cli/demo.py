@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from stagewright.config.load import make_config
+from stagewright.config.toml import make_config
 from stagewright.run.report import page_of_runs, write_page
 from stagewright.run.train import Result
 from stagewright.run.train import run as train

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import errno
 import os
 import signal
@@ -17,7 +16,6 @@ from types import FrameType
 from typing import NoReturn
 
 from stagewright.cli.parser import USER_ERROR, make_parser
-from stagewright.config.options import options
 from stagewright.errors import RunFailed
 from stagewright.run.folder import is_run, newest
 
@@ -31,9 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown:
         _require_one_run(sys.argv[1:] if arguments is None else arguments, parsed)
         if not unknown[0].startswith("-"):
-            parser.error(f"{unknown[0]} is an argument too many")
-        near = difflib.get_close_matches(unknown[0], [option.flag for option in options()], 1)
-        parser.error(f"unknown option {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
+            parser.error(f"unexpected argument {unknown[0]}")
+        parsed.parser.refuse_option(unknown[0])
     try:
         with _terminated():
             _handler(parsed.run)(parsed)

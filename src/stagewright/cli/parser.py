@@ -7,12 +7,15 @@ parsed. That is the one lazy import of the package: `stagewright --help` starts 
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 from typing import Any, NoReturn
 
 from stagewright import __version__
-from stagewright.config.options import options
+from stagewright.config.sections import RENAMED, options
 
 USER_ERROR = 2  # the exit code of whatever a user can put right
+_RENAMED_FLAGS = {f"--{old.partition('.')[2]}": f"--{new.partition('.')[2]}" for old, new in RENAMED.items()}
 _Commands = Any  # what argparse.add_subparsers returns; its type has no public name
 _PRECISIONS = ("fp64", "fp32", "ieee", "tf32", "bf16", "fp16")
 _PLACE = "folder:DIR, tar:GLOB, ofrecord:DIR, or a path"
@@ -33,6 +36,17 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**(options | {"allow_abbrev": False}))
+        self.set_defaults(parser=self)  # of a command's own parser, where `main` looks for unknown options
+
+    def refuse_option(self, flag: str) -> NoReturn:
+        """End with an error about an option that the command does not have, and the one that may have been meant."""
+        known = [word for names in re.findall(r"^  (-.*?)(?:  |$)", self.format_help(), re.M) for word in names.split()]
+        known = [word.rstrip(",") for word in known if word.startswith("--")]
+        name = flag.partition("=")[0]
+        if (new := _RENAMED_FLAGS.get(name)) in known:
+            self.error(f"option {name} is now {new}")
+        near = difflib.get_close_matches(name, known, 1)
+        self.error(f"unknown option {name}" + (f", did you mean {near[0]}?" if near else ""))
 
     def error(self, message: str) -> NoReturn:
         self.exit(USER_ERROR, f"{self.prog}: {message}{'' if message.endswith('?') else f'; see {self.prog} --help'}\n")
@@ -122,7 +136,7 @@ def _add_simulate(commands: _Commands) -> None:
     parser.add_argument(
         "--placement", metavar="TEXT", help="devices of each stage: 0:0-6.0:7 (default: all, one stage)"
     )
-    parser.add_argument("--weights", metavar="TEXT", help="share of operations a stage: 11:7")
+    parser.add_argument("--shares", metavar="TEXT", help="each stage's share of the operations: 11:7")
     parser.add_argument("--cut", metavar="NAMES", help="first unit of each later stage (default: the planner's)")
     parser.add_argument("--batch", type=int, metavar="N", help="samples of one update (the global batch)")
     parser.add_argument("--microbatch", type=int, metavar="N", help="samples of a microbatch, instead of --batch")

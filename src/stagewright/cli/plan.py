@@ -13,7 +13,7 @@ from rich.table import Table
 from stagewright.cli.setting import device_remark, read_setting
 from stagewright.cluster.placement import format_placement
 from stagewright.cluster.specs import MIB
-from stagewright.config.options import require_options
+from stagewright.config.sections import require_options
 from stagewright.plan.make import require_pieces
 from stagewright.plan.plan import Mode
 from stagewright.plan.stability import Motion, stability_remark, stable_limit

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from stagewright.cluster.catalog import open_cluster, shipped
 from stagewright.cluster.specs import calibration_remark
-from stagewright.config.options import require_options
-from stagewright.config.sections import require_within
+from stagewright.config.sections import require_options, require_within
 from stagewright.planning.setting import analytic_setting, profile_setting, study
 from stagewright.profile.profile import read_profile
 
@@ -67,7 +66,7 @@ def _require_own_names(parsed: argparse.Namespace, profile: Profile) -> None:
             f"the profile was imported as {profile.model} but the model is {parsed.model}; "
             f"import one with stagewright profile {parsed.model} --pipedream FILE"
         )
-    for name in ("weights", "cut", "plan", "output"):
+    for name in ("shares", "cut", "plan", "output"):
         if (value := getattr(parsed, name, None)) is not None:
             raise ValueError(
                 f"--{name} {value} goes by the units of {parsed.model} but the imported profile has PipeDream's nodes; "

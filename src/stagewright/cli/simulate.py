@@ -16,8 +16,7 @@ from stagewright.cli.setting import read_setting
 from stagewright.cli.train import read_config
 from stagewright.cluster.placement import format_devices, parse_placement
 from stagewright.cluster.specs import MIB
-from stagewright.config.options import require_options
-from stagewright.config.sections import require_within
+from stagewright.config.sections import require_options, require_within
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.make import default_microbatches, make_plan, read_plan, require_pieces
 from stagewright.plan.plan import Mode
@@ -92,12 +91,12 @@ def _plan(parsed: argparse.Namespace, studied: Study, setting: Setting) -> Plan:
     require_pieces(batch, count)
     cuts: tuple[str, ...] = ()
     if len(placement) > 1:
-        if parsed.cut is not None and parsed.weights is not None:
-            raise ValueError(f"both --cut {parsed.cut} and --weights {parsed.weights} were given; give one")
+        if parsed.cut is not None and parsed.shares is not None:
+            raise ValueError(f"both --cut {parsed.cut} and --shares {parsed.shares} were given; give one")
         if parsed.cut is not None:
             cuts = studied.chain.by_names([name.strip() for name in parsed.cut.split(",")])
-        elif parsed.weights is not None:
-            cuts = studied.chain.by_weights(_weights(parsed.weights, len(replicas)))
+        elif parsed.shares is not None:
+            cuts = studied.chain.by_shares(_shares(parsed.shares, len(replicas)))
         else:
             cuts = best_cuts(setting, placement, mode, batch, count)
         if len(cuts) != len(replicas) - 1:
@@ -108,7 +107,7 @@ def _plan(parsed: argparse.Namespace, studied: Study, setting: Setting) -> Plan:
 
 def _require_alone(parsed: argparse.Namespace) -> None:
     """An error for what a plan file decides."""
-    for name in ("mode", "placement", "weights", "cut", "batch", "microbatch", "microbatches", "staleness"):
+    for name in ("mode", "placement", "shares", "cut", "batch", "microbatch", "microbatches", "staleness"):
         if (value := getattr(parsed, name)) is not None:
             raise ValueError(f"--plan {parsed.plan} was given with --{name} {value}; the file decides that: give one")
 
@@ -133,7 +132,7 @@ def _require_cuts(plan: Plan, parsed: argparse.Namespace, studied: Study) -> Pla
 
 def _require_stages(parsed: argparse.Namespace, mode: str, placement: Placement) -> None:
     """What cuts a model is refused where there is nothing to cut."""
-    for flag, value in (("--cut", parsed.cut), ("--weights", parsed.weights)):
+    for flag, value in (("--cut", parsed.cut), ("--shares", parsed.shares)):
         if value is not None and (mode == "dp" or len(placement) == 1):
             why = "mode dp has one stage" if mode == "dp" else "the placement has one stage"
             raise ValueError(
@@ -155,14 +154,14 @@ def _sizes(parsed: argparse.Namespace, replicas: list[int], whole: bool) -> tupl
     return batch, pieces
 
 
-def _weights(text: str, stages: int) -> list[int]:
+def _shares(text: str, stages: int) -> list[int]:
     try:
-        weights = [int(part) for part in text.split(":")]
+        shares = [int(part) for part in text.split(":")]
     except ValueError:
-        raise ValueError(f"--weights '{text}' are not numbers between ':' (for example 11:7)") from None
-    if len(weights) != stages:
-        raise ValueError(f"--weights {text} names {len(weights)} stages but the placement has {stages}")
-    return weights
+        raise ValueError(f"--shares '{text}' are not numbers between ':' (for example 11:7)") from None
+    if len(shares) != stages:
+        raise ValueError(f"--shares {text} names {len(shares)} stages but the placement has {stages}")
+    return shares
 
 
 def show_prediction(console: Console, model: str, prediction: Prediction, setting: Setting) -> None:

@@ -1,14 +1,17 @@
-"""`stagewright train`: train a model over stages. Configuration options as flags, and flags as a configuration."""
+"""`stagewright train`: train a model over stages. Also reads the options of `schedule` as a configuration."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
+from typing import Any
 
-from stagewright.config.load import parse_assignment, read_toml
 from stagewright.config.sections import Config
+from stagewright.config.toml import parse_assignment, read_toml, with_new_names
 from stagewright.report.live.terminal import PipeSafeConsole
 from stagewright.run import train as experiment
+from stagewright.run.folder import is_run
 from stagewright.run.resume import resumed_config
 
 
@@ -35,10 +38,16 @@ def run(parsed: argparse.Namespace) -> None:
 
 def read_config(parsed: argparse.Namespace) -> Config:
     """The run to resume, if any, then the file, then --set, then the flags: later ones win."""
-    layers = [read_toml(parsed.config)] if parsed.config else []
+    layers = [_read_file(parsed.config)] if parsed.config else []
     layers += [parse_assignment(text) for text in parsed.set]
     for key, value in vars(parsed).items():
         section, dot, name = key.partition(".")
         if dot:
             layers.append({section: {name: value}})
     return resumed_config(*layers)
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    """The tables of a configuration file; one that an older version left in a run folder may have old names."""
+    tables = read_toml(path)
+    return with_new_names(tables) if is_run(Path(path).parent) else tables

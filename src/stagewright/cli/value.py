@@ -11,7 +11,7 @@ from rich.table import Table
 
 from stagewright.cli.setting import device_remark, read_setting
 from stagewright.cluster.catalog import price_source
-from stagewright.config.options import require_options
+from stagewright.config.sections import require_options
 from stagewright.planning.planner import choose
 
 if TYPE_CHECKING:

@@ -1,1 +1,4 @@
-"""TODO"""
+"""The configuration of a run: every option with its default and bounds (`sections`), and its TOML files (`toml`).
+
+Imports nothing of ours but `errors`; every other folder may import it.
+"""

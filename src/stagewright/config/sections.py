@@ -1,14 +1,19 @@
-"""Every setting of a run, section by section: its default, its option, its bounds. What a number that a user gives may be."""
+"""Every option of a run, section by section: its default, its flag, its help and its bounds.
+
+The command line, configuration files and `stagewright.train` all read this one table (`options`). Imports neither torch
+nor pydantic, so that `stagewright --help` starts quickly.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 _YEAR = 365 * 86400.0  # seconds
 _MOST_THREADS = 1024
-_MOST_SAMPLES = 2**28  # an epoch's order is in memory, eight bytes a sample
+_MOST_SAMPLES = 2**28  # an epoch's order is in memory, eight bytes per sample
 _MOST_BATCH = 2**31 - 1
 _MOST_CLASSES = 2**24
 _MOST_SIDE = 2**16
@@ -16,6 +21,7 @@ _MOST_STEPS = 10**9
 _MOST_EPOCHS = 10**6
 _MOST_SEED = 2**63 - 1
 _MOST_SCALE = 2.0**127  # of fp32
+RENAMED = {"plan.weights": "plan.shares"}  # keys of older versions, which old run folders still have
 
 
 def option(default: Any, flag: str, help: str, **bounds: float) -> Any:
@@ -24,7 +30,7 @@ def option(default: Any, flag: str, help: str, **bounds: float) -> Any:
 
 
 def whole_numbers(default: str, flag: str, help: str) -> Any:
-    """An option that is a list of numbers from 0 on, with commas between them."""
+    """An option that is a comma-separated list of integers from 0 on."""
     return field(default=default, metadata={"flag": flag, "help": help, "bounds": {}, "is_list": True})
 
 
@@ -54,12 +60,12 @@ class DataConfig(Section):
     samples: int = option(4096, "--samples", "samples of synthetic data", least=1, most=_MOST_SAMPLES)
     image: int | None = option(None, "--image", "side of images (default: the model's own)", least=1, most=_MOST_SIDE)
     shuffle: bool = option(True, "--shuffle", "a new sample order every epoch")
-    limit: int | None = option(None, "--limit", "train on so many samples, evenly spread over the data")
-    class_names: str | None = option(None, "--class-names", "file with one class name a line, in label order")
+    limit: int | None = option(None, "--limit", "train on this many samples, evenly spread over the data")
+    class_names: str | None = option(None, "--class-names", "file with one class name per line, in label order")
     learnable: bool = option(True, "--learnable", "synthetic images show their class")
     crop: Literal["auto", "resized", "padded"] = option("auto", "--crop", "random crop (auto: padded up to 64 pixels)")
     jitter: float = option(
-        0.0, "--jitter", "most that brightness, contrast and saturation change, as a share", least=0, below=1
+        0.0, "--jitter", "largest change of brightness, contrast and saturation, as a fraction", least=0, below=1
     )
     cutout: int = option(0, "--cutout", "side of a black square at a random place of training images", least=0)
     normalize: str = option("imagenet", "--normalize", "imagenet, published, or MEAN,MEAN,MEAN/STD,STD,STD of 0-255")
@@ -67,7 +73,7 @@ class DataConfig(Section):
         "cpu", "--decode", "where JPEGs are decoded; gpu needs torchcodec; once keeps small images on the device"
     )
     loader_threads: int = option(
-        2, "--loader-threads", "threads that decode, of each rank of the first stage", least=1, most=_MOST_THREADS
+        2, "--loader-threads", "decoding threads of each rank of the first stage", least=1, most=_MOST_THREADS
     )
     ahead: int = option(4, "--ahead", "microbatches decoded ahead", least=0, most=1024)
     max_bad: int = option(100, "--max-bad", "bad records that a rank replaces before the run stops", least=0)
@@ -75,17 +81,17 @@ class DataConfig(Section):
 
 @dataclass(frozen=True)
 class PlanConfig(Section):
-    """How it is laid out."""
+    """Which devices run which stage, and in which order."""
 
     placement: str = option("0:0", "--placement", "devices of each stage: 0:0-6.0:7")
-    weights: str | None = option(None, "--weights", "share of operations a stage: 11:7")
+    shares: str | None = option(None, "--shares", "each stage's share of the operations: 11:7")
     cut: str | None = option(None, "--cut", "first unit of each later stage (default: the planner's choice)")
     file: str | None = option(None, "--plan", "a plan file of `stagewright plan`, instead of the options above")
     profile: str | None = option(None, "--profile", "a profile of this machine, to plan by and to predict the speed")
     mode: Literal["dp", "sync", "stale", "pipedream"] = option("stale", "--mode", "how far weights may lag")
     staleness: int | None = option(None, "--staleness", "most updates a stage lags in mode stale", least=0)
     versions: str | None = option(None, "--versions", "versions kept by each stage: 3,1")
-    depths: str | None = option(None, "--depths", "microbatches in flight a replica, by stage: 3,1")
+    depths: str | None = option(None, "--depths", "microbatches in flight per replica, by stage: 3,1")
     policy: Literal["1f1b", "gpipe"] = option("1f1b", "--policy", "order of forwards and backwards")
     batch: int = option(64, "--batch", "samples of one update (the global batch)", least=1, most=_MOST_BATCH)
     microbatches: int | None = option(None, "--microbatches", "pieces of a batch (default: 2 x most replicas)", least=1)
@@ -103,10 +109,10 @@ class OptimizerConfig(Section):
     beta1: float = option(0.9, "--beta1", "AdamW: decay of the mean", least=0, below=1)
     beta2: float = option(0.999, "--beta2", "AdamW: decay of the square", least=0, below=1)
     eps: float = option(1e-8, "--eps", "AdamW: added to the root", least=0)
-    predict: bool = option(False, "--predict", "stages that lag use the weights that momentum will have brought")
+    predict: bool = option(False, "--predict", "extrapolate stale weights along their momentum")
     clip: float | None = option(None, "--clip", "largest norm of a gradient", above=0)
     label_smoothing: float = option(
-        0.0, "--label-smoothing", "share of the target spread over all classes", least=0, most=1
+        0.0, "--label-smoothing", "fraction of the target spread over all classes", least=0, most=1
     )
 
 
@@ -124,24 +130,22 @@ class ScheduleConfig(Section):
 
 @dataclass(frozen=True)
 class CheckpointConfig(Section):
-    """What is kept to go on from."""
+    """When checkpoints are made, and how many are kept."""
 
-    every: int = option(0, "--checkpoint-every", "batches between checkpoints (0: none but those asked for)", least=0)
+    every: int = option(0, "--checkpoint-every", "batches between checkpoints (0: only on request)", least=0)
     minutes: float = option(0.0, "--checkpoint-minutes", "minutes between checkpoints (0: none)", least=0)
     keep: int = option(2, "--keep", "newest checkpoints to keep (0: all)", least=0)
 
 
 @dataclass(frozen=True)
 class RunConfig(Section):
-    """How long, where, and what is left behind."""
+    """How long a run takes, where it runs, and what it writes."""
 
     steps: int | None = option(None, "--steps", "batches to train", most=_MOST_STEPS)
     epochs: int | None = option(None, "--epochs", "epochs to train (default: 1)", most=_MOST_EPOCHS)
     seed: int = option(0, "--seed", "of weights, order and dropout", least=-_MOST_SEED, most=_MOST_SEED)
     precision: str = option("fp32", "--precision", "fp64, fp32, ieee, tf32, bf16 or fp16")
-    loss_scale: float = option(
-        65536.0, "--loss-scale", "fp16: what the loss is first multiplied with", least=1, most=_MOST_SCALE
-    )
+    loss_scale: float = option(65536.0, "--loss-scale", "fp16: initial scale of the loss", least=1, most=_MOST_SCALE)
     growth_interval: int = option(
         2000, "--growth-interval", "fp16: batches without overflow until the scale doubles", least=1
     )
@@ -161,24 +165,26 @@ class RunConfig(Section):
         None, "--eval-every", "batches between evaluations (default: an epoch where there is --val; 0: only at the end)"
     )
     log_every: int = option(10, "--log-every", "batches between log lines", least=1)
-    monitor_every: float = option(1.0, "--monitor-every", "seconds between looks at memory, load and power (0: none)")
-    track: Literal["none", "tensorboard", "wandb", "mlflow"] = option("none", "--track", "also tell a tracker")
+    monitor_every: float = option(1.0, "--monitor-every", "seconds between samples of memory, load and power (0: none)")
+    track: Literal["none", "tensorboard", "wandb", "mlflow"] = option(
+        "none", "--track", "also send metrics to a tracker"
+    )
     export: str | None = option(None, "--export", "write the trained weights to FILE.safetensors")
-    resume: str | None = option(None, "--resume", "go on from a run folder's newest checkpoint, or from a checkpoint")
+    resume: str | None = option(None, "--resume", "resume from a run folder's newest checkpoint, or from a checkpoint")
     runs: str = option("runs", "--runs", "folder that holds run folders")
     bucket: int = option(
-        25, "--bucket", "MiB of gradient summed at a time (0: each parameter by itself)", least=0, most=2**20
+        25, "--bucket", "MiB of gradient summed at a time (0: one parameter at a time)", least=0, most=2**20
     )
     timeout: float = option(
         600.0, "--timeout", "seconds at one action after which a rank counts as hung", above=0, most=_YEAR
     )
     start_timeout: float = option(
-        3600.0, "--start-timeout", "the same until the first update, and while saving", above=0, most=_YEAR
+        3600.0, "--start-timeout", "the same before the first update, and while saving", above=0, most=_YEAR
     )
     max_restarts: int | None = option(
         None,
         "--max-restarts",
-        "starts after a fault (default: 3 where the run keeps checkpoints, 0 otherwise)",
+        "restarts after a fault (default: 3 where the run keeps checkpoints, 0 otherwise)",
         least=0,
     )
 
@@ -208,6 +214,47 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
     nodes: NodesConfig = NodesConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A field of the configuration as a command-line option."""
+
+    key: str  # section.field
+    flag: str
+    help: str
+    type: type
+    choices: tuple[str, ...]
+    default: Any
+    bounds: Mapping[str, float]
+
+
+def options(*sections: str) -> Iterator[Option]:
+    """Every option of the named sections, or of all sections."""
+    hints = get_type_hints(Config)
+    for section in fields(Config):
+        if not sections or section.name in sections:
+            types = get_type_hints(hints[section.name])
+            for entry in fields(hints[section.name]):
+                yield _as_option(section.name, entry, types[entry.name])
+
+
+def _as_option(section: str, entry: Field[Any], hint: Any) -> Option:
+    alternatives = get_args(hint)
+    choices = tuple(choice for choice in alternatives if isinstance(choice, str))
+    kind = str if choices else next((kind for kind in alternatives if kind is not type(None)), hint)
+    about = entry.metadata
+    return Option(
+        f"{section}.{entry.name}", about["flag"], about["help"], kind, choices, entry.default, about["bounds"]
+    )
+
+
+def require_options(**given: float | None) -> None:
+    """Raise where a command's option, which is also an option of a run, is outside that option's bounds."""
+    bounds = {option.flag: option.bounds for option in options()}
+    for name, value in given.items():
+        if value is not None:
+            require_within(f"--{name}", value, **bounds[f"--{name}"])
 
 
 def require_within(flag: str, value: float, **bounds: float) -> None:

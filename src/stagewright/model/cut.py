@@ -53,21 +53,21 @@ class Chain:
         """The trace of the training forward; None where the model stays whole."""
         return None if self.why_whole else self._training
 
-    def by_weights(self, weights: Sequence[int]) -> tuple[str, ...]:
-        """The first unit of each later stage when operations are shared out by weights.
+    def by_shares(self, shares: Sequence[int]) -> tuple[str, ...]:
+        """The first unit of each later stage when every stage gets its share of the operations.
 
-        The boundary after a prefix of the weights is floor(operations * prefix / total).
+        The boundary after a prefix of the shares is floor(operations * prefix / total).
         """
-        operations, total = len(self.units), sum(weights)
-        if min(weights) < 1:
-            raise ValueError(f"weights {':'.join(map(str, weights))}: each must be at least 1")
-        self._require_parts(len(weights))
-        bounds = [operations * sum(weights[:index]) // total for index in range(len(weights) + 1)]
+        operations, total = len(self.units), sum(shares)
+        if min(shares) < 1:
+            raise ValueError(f"shares {':'.join(map(str, shares))}: each must be at least 1")
+        self._require_parts(len(shares))
+        bounds = [operations * sum(shares[:index]) // total for index in range(len(shares) + 1)]
         for stage, (first, last) in enumerate(itertools.pairwise(bounds)):
             if first == last:
                 raise ValueError(
-                    f"weights {':'.join(map(str, weights))} leave stage {stage} without units: the model has "
-                    f"{operations} operations; raise that weight or name the units with --cut"
+                    f"shares {':'.join(map(str, shares))} leave stage {stage} without units: the model has "
+                    f"{operations} operations; raise that share or name the units with --cut"
                 )
         return tuple(self.units[bound] for bound in bounds[1:-1])
 

@@ -63,7 +63,7 @@ def make_plan_for(
 
 def _refuse_unused(options: PlanConfig) -> None:
     """An error for what a plan would ignore."""
-    for flag, value in (("--cut", options.cut), ("--weights", options.weights)):
+    for flag, value in (("--cut", options.cut), ("--shares", options.shares)):
         if options.mode == "dp" and value is not None:
             raise ValueError(f"{flag} {value} cuts the model into stages but mode dp has one; leave it out")
     if options.policy == "gpipe" and options.depths is not None:
@@ -105,10 +105,10 @@ def _with_gpipe_depths(plan: Plan) -> Plan:
 
 
 def _cuts(config: Config, chain: Chain, placement: Placement) -> tuple[str, ...]:
-    """The first unit of each later stage: named, by weights, or where the planner puts it."""
+    """The first unit of each later stage: named, by shares, or where the planner puts it."""
     replicas = [len(devices) for devices in placement]
-    if config.plan.cut is not None and config.plan.weights is not None:
-        raise ValueError(f"both --cut {config.plan.cut} and --weights {config.plan.weights} were given; give one")
+    if config.plan.cut is not None and config.plan.shares is not None:
+        raise ValueError(f"both --cut {config.plan.cut} and --shares {config.plan.shares} were given; give one")
     if config.plan.cut is not None:
         names = [name.strip() for name in config.plan.cut.split(",")]
         if len(names) != len(replicas) - 1:
@@ -117,15 +117,15 @@ def _cuts(config: Config, chain: Chain, placement: Placement) -> tuple[str, ...]
                 "name the first unit of each later stage"
             )
         return chain.by_names(names)
-    weights = stage_numbers(config.plan.weights, "weights", ":")
-    if weights is None:
+    shares = stage_numbers(config.plan.shares, "shares", ":")
+    if shares is None:
         return () if len(replicas) == 1 else planned_cuts(config, chain, placement)
-    if len(weights) != len(replicas):
+    if len(shares) != len(replicas):
         raise ValueError(
-            f"weights {config.plan.weights} name {len(weights)} stages but the placement has {len(replicas)}; "
+            f"shares {config.plan.shares} name {len(shares)} stages but the placement has {len(replicas)}; "
             "give one number a stage"
         )
-    return chain.by_weights(weights)
+    return chain.by_shares(shares)
 
 
 def plan_at(options: PlanConfig, placement: Placement, cuts: tuple[str, ...]) -> Plan:
@@ -189,13 +189,13 @@ def planned_cuts(config: Config, chain: Chain, placement: Placement) -> tuple[st
     replicas = [len(devices) for devices in placement]
     count = config.plan.microbatches or default_microbatches(config.plan.batch, replicas)
     if config.plan.batch % count:
-        return chain.by_weights(replicas)  # the plan itself will say what is wrong
+        return chain.by_shares(replicas)  # the plan itself will say what is wrong
     try:
         setting = planning_setting(config, chain, placement)
         cuts = best_cuts(setting, placement, Mode(config.plan.mode), config.plan.batch, count)
     except Untraceable:
-        return chain.by_weights(replicas)
-    return cuts if set(cuts) <= set(chain.units) else chain.by_weights(replicas)
+        return chain.by_shares(replicas)
+    return cuts if set(cuts) <= set(chain.units) else chain.by_shares(replicas)
 
 
 def machines_of(config: Config) -> Cluster:

@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stagewright.config.load import make_config
 from stagewright.config.sections import Config
+from stagewright.config.toml import make_config
 from stagewright.runtime.checkpoint.folder import Checkpoint
 from stagewright.runtime.checkpoint.format import MASTER
 from stagewright.runtime.process.assemble import open_pieces

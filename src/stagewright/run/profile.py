@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from stagewright.config.options import require_options
-from stagewright.config.sections import require_within
+from stagewright.config.sections import require_options, require_within
 from stagewright.hardware.host import num_cores
 from stagewright.model.zoo import ZOO
 from stagewright.profile.measure import Subject, measure, sample_sizes

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from stagewright.config.load import make_config
 from stagewright.config.sections import Config
+from stagewright.config.toml import make_config
 from stagewright.data.order import Order
 from stagewright.plan.plan import Plan
 from stagewright.runtime.checkpoint.folder import Checkpoint, list_folders, newest_intact, open_checkpoint
@@ -20,8 +20,8 @@ Tables = Mapping[str, Mapping[str, Any]]  # options by section and name
 
 # Where one of the first is given on resume, the checkpoint's values of the second no longer apply.
 _NEW_PLAN = ("placement", "mode", "file")
-_OF_OLD_PLAN = ("cut", "weights", "versions", "staleness", "depths", "microbatches", "policy", "file")
-_EXCLUSIVE = (("run", "steps", "epochs"), ("plan", "cut", "weights"), ("plan", "versions", "staleness"))
+_OF_OLD_PLAN = ("cut", "shares", "versions", "staleness", "depths", "microbatches", "policy", "file")
+_EXCLUSIVE = (("run", "steps", "epochs"), ("plan", "cut", "shares"), ("plan", "versions", "staleness"))
 
 
 @dataclass(frozen=True, slots=True)

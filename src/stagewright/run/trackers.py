@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from stagewright.config.load import as_tables
 from stagewright.config.sections import Config
+from stagewright.config.toml import as_tables
 from stagewright.events import Evaluated, Step, Usage
 
 CLOSE_SECONDS = 30.0  # to send what is still queued when the run ends

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from stagewright.cluster.placement import format_devices
-from stagewright.config.load import as_toml
 from stagewright.config.sections import Config
+from stagewright.config.toml import as_toml
 from stagewright.errors import Interrupted, RunFailed, first_line
 from stagewright.events import Evaluated, Step
 from stagewright.hardware.environment import environment

@@ -45,7 +45,7 @@ def test_names_paths_and_addresses_go(text: str, expected: str, clean: Callable[
 @pytest.mark.parametrize(
     "text",
     [
-        "--placement 0:0-6.0:7 --weights 11:7",
+        "--placement 0:0-6.0:7 --shares 11:7",
         "0:0-7,1:0-7.0:0-7,1:0-7",
         "463 images/s at 19:58:56",
         "torch 2.13.0+cpu, driver 580.159.04",

@@ -12,7 +12,7 @@ from stagewright.bench.result import Repeat
 from stagewright.bench.run import Length, Turns, _measured, _with_speedups, run_rounds
 from stagewright.bench.statistics import steady_speed
 from stagewright.bench.suite import Terms, cases_of, read_suite
-from stagewright.config.load import make_config
+from stagewright.config.toml import make_config
 from stagewright.events import Step
 
 CONFIGS = {name: make_config() for name in "ABC"}

@@ -44,16 +44,16 @@ def test_the_shipped_suites_are_there() -> None:
 
 
 def test_the_stages_are_the_published_ones() -> None:
-    """Every published placement, weights and batch of one server or two is a configuration of the suite."""
+    """Every published placement, shares and batch of one server or two is a configuration of the suite."""
     ours = set()
     for case in cases_of(read_suite("stages"), Terms(1, 1, simulate=True)):
         config = case.config(Cluster((Machine(8),) * 2, "two servers"))
-        weights = config.plan.weights if config.plan.mode != "dp" else None
-        ours.add((config.model.name, case.group.cluster, config.plan.mode, config.plan.batch, weights, case.data))
+        shares = config.plan.shares if config.plan.mode != "dp" else None
+        ours.add((config.model.name, case.group.cluster, config.plan.mode, config.plan.batch, shares, case.data))
     for run in published_runs():
         if run.cluster in ("titan-v-8", "titan-v-16") and run.software == "oneflow":
             data = "real" if run.data == "imagenet" else "synthetic"
-            assert (run.model, run.cluster, run.mode, run.global_batch, run.weights, data) in ours, str(run)
+            assert (run.model, run.cluster, run.mode, run.global_batch, run.shares, data) in ours, str(run)
 
 
 def test_modes_static_and_dynamic_for_every_model() -> None:
@@ -179,7 +179,7 @@ def simulated(calibration: Calibration, tmp_path_factory: pytest.TempPathFactory
     """`stagewright bench stages --simulate --cluster titan-v-8`, with the calibration that other tests have made."""
     runs = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stagewright.planning.calibrate.measure", lambda tell: calibration)
+        patch.setattr("stagewright.bench.forecast.calibrate", lambda tell: calibration)
         main(["bench", "stages", "--simulate", "--cluster", "titan-v-8", "--runs", str(runs)])
     (folder,) = runs.iterdir()
     return folder

@@ -11,7 +11,7 @@ import pytest
 
 from stagewright.cluster.placement import parse_placement
 from stagewright.cluster.topology import Cluster, Machine
-from stagewright.config.load import make_config
+from stagewright.config.toml import make_config
 from stagewright.hardware.gpu import Nvml
 from stagewright.run.observe import _gpus_of, _processes, observed, require_rate
 from stagewright.runtime.stage.recorder import FlightRecorder

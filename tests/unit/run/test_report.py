@@ -85,7 +85,7 @@ def test_a_run_that_fails_leaves_a_report_of_what_it_did(tmp_path: Path, capsys:
 
 
 def test_simulate_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = ["--mode", "stale", "--placement", "0:0-6.0:7", "--weights", "11:7", "--batch", "224", "--json"]
+    plan = ["--mode", "stale", "--placement", "0:0-6.0:7", "--shares", "11:7", "--batch", "224", "--json"]
     main(["simulate", "vgg16", "--cluster", "titan-v-8", *plan, "--report", str(tmp_path / "plan.html")])
     found = json.loads(capsys.readouterr().out)
     text = (tmp_path / "plan.md").read_text()

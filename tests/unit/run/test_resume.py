@@ -157,7 +157,7 @@ def test_another_layout_drops_what_described_the_old_one(half: Path) -> None:
     assert config.plan.cut is None and config.plan.batch == 16 and config.optimizer.lr == 0.05
     config = resumed_config({"run": {"resume": str(half), "epochs": 3}})
     assert config.run.steps is None and config.plan.cut == "3"
-    config = resumed_config({"run": {"resume": str(half)}, "plan": {"weights": "1:1"}})
+    config = resumed_config({"run": {"resume": str(half)}, "plan": {"shares": "1:1"}})
     assert config.plan.cut is None and config.plan.placement == "0:0-1.0:2"
 
 

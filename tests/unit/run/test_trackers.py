@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from stagewright.cli.main import main
-from stagewright.config.load import make_config
+from stagewright.config.toml import make_config
 from stagewright.events import Evaluated, GpuUsage, RankUsage, Saved, Step, Usage
 from stagewright.run.trackers import require_tracker, tracked, values_of
 

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from stagewright.bench.learning.trials import Lesson
 from stagewright.bench.machine import shared_gpu
 from stagewright.bench.pages import LOGS
-from stagewright.config.load import as_toml, make_config
+from stagewright.config.toml import as_toml, make_config, with_new_names
 
 Tell = Callable[[str], None]
 After = Callable[[Sequence["Learnt"]], None]
@@ -234,7 +234,7 @@ def _read(folder: Path) -> Earlier:
 def _in_full(settings: str) -> str:
     """Settings with what was not an option yet when they were written, which had its default."""
     try:
-        return as_toml(make_config(tomllib.loads(settings)))
+        return as_toml(make_config(with_new_names(tomllib.loads(settings))))
     except ValueError:  # options that are none any more: equal to nothing
         return settings
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from importlib import resources
 
 from stagewright.bench.suite import Case, SuiteFile, Tables, Terms, cases_of, read_suite
-from stagewright.config.load import as_toml, make_config
 from stagewright.config.sections import Config
+from stagewright.config.toml import as_toml, make_config
 
 
 @dataclass(frozen=True, slots=True)

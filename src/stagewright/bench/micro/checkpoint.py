@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stagewright.bench.machine import machine
 from stagewright.bench.statistics import Ratio, median_ratio
-from stagewright.config.load import make_config
+from stagewright.config.toml import make_config
 from stagewright.events import Saved
 from stagewright.run.prepare import prepare
 from stagewright.runtime.checkpoint.save import flats_of

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from stagewright.bench.machine import machine
 from stagewright.bench.statistics import Interval, paired_ratio
-from stagewright.config.load import make_config
+from stagewright.config.toml import make_config
 from stagewright.events import Step
 from stagewright.hardware.monitor import Monitor
 from stagewright.run.observe import make_monitor

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from stagewright.config.load import make_config
+from stagewright.config.toml import make_config
 from stagewright.run.train import run
 
 Tell = Callable[[str], None]

@@ -19,8 +19,8 @@ from stagewright.bench.machine import machine, num_cores, shared_gpu
 from stagewright.bench.peers.cases import Contest, Heat, Measure, Side, Suite, Work
 from stagewright.bench.peers.launch import Segment, Turn, compile_together, open_ranks, take_turns
 from stagewright.bench.statistics import Ratio, median_of, median_ratio
-from stagewright.config.load import make_config
 from stagewright.config.sections import Config
+from stagewright.config.toml import make_config
 from stagewright.run.prepare import prepare
 
 _TOLERANCE = 0.2  # cores

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stagewright.config.load import as_tables
+from stagewright.config.toml import as_tables
 from stagewright.data.order import Position
 from stagewright.events import Saved, Unsaved
 from stagewright.runtime.checkpoint.folder import checkpoints_folder, list_folders, partial_folder, remove

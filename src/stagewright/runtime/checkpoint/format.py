@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from stagewright.config.toml import with_new_names
 from stagewright.data.order import Position
 from stagewright.plan.plan import Plan, Stage
 
@@ -99,7 +100,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{damaged} names '{file.name}', no file of its folder")
     if not _is_consistent(manifest):
         raise CheckpointError(f"{damaged} describes a plan that can't be")
-    return manifest
+    return replace(manifest, config=with_new_names(manifest.config))
 
 
 def _is_consistent(manifest: Manifest) -> bool:

@@ -12,7 +12,7 @@ import torch
 from pydantic import TypeAdapter
 
 from stagewright import __version__
-from stagewright.config.load import as_tables
+from stagewright.config.toml import as_tables
 from stagewright.runtime.job import Job
 
 # Each machine has its own of these: where files are, how it works through them, which machine it is.

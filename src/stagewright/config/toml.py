@@ -1,28 +1,30 @@
-"""Every option of a run, once: its default, its flag, its help and its place in a TOML file."""
+"""Configurations from TOML files and other tables, and back to TOML.
+
+`make_config` merges tables into a validated `Config`; what is wrong with them is an error of one line.
+"""
 
 from __future__ import annotations
 
-import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from stagewright.config.options import options
-from stagewright.config.sections import Config, require_within
+from stagewright.config.sections import RENAMED, Config, options, require_within
+from stagewright.errors import did_you_mean
 
 
 def make_config(*layers: Mapping[str, Any]) -> Config:
-    """A configuration from nested tables, later ones over earlier ones."""
+    """A configuration from nested tables; later tables override earlier ones."""
     merged: dict[str, Any] = {}
     for layer in layers:
         for section, values in layer.items():
             if not isinstance(values, Mapping):
                 raise ValueError(
-                    f"configuration key '{section}' is not a table; write [{section}]{_near_section(section)}"
+                    f"configuration key '{section}' is not a table; write [{section}]; {_nearest_section(section)}"
                 )
             merged.setdefault(section, {}).update(values)
     _refuse_unknown(merged)
@@ -40,7 +42,7 @@ def read_toml(path: str) -> dict[str, Any]:
 
 
 def parse_assignment(text: str) -> dict[str, dict[str, Any]]:
-    """`run.seed=3` as a table of one value; the value is TOML where it is TOML, and text otherwise."""
+    """`run.seed=3` as a table with one value, which is read as TOML if it is valid TOML and as text otherwise."""
     key, equals, value = text.partition("=")
     section, dot, name = key.strip().partition(".")
     if not (equals and dot and name):
@@ -53,7 +55,7 @@ def parse_assignment(text: str) -> dict[str, dict[str, Any]]:
 
 
 def as_tables(config: Config) -> dict[str, dict[str, Any]]:
-    """The configuration as nested tables, without what is absent."""
+    """The configuration as nested tables, without values that are None."""
     return {
         section.name: {
             entry.name: value
@@ -64,17 +66,30 @@ def as_tables(config: Config) -> dict[str, dict[str, Any]]:
     }
 
 
+def with_new_names(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Tables that an older version saved in a run folder, with today's names of renamed keys.
+
+    Only for what a run has written: in a file or option of a user the old name is an error.
+    """
+    renamed: dict[str, dict[str, Any]] = {}
+    for section, values in tables.items():
+        names = (RENAMED.get(f"{section}.{name}", f"{section}.{name}").partition(".")[2] for name in values)
+        renamed[section] = dict(zip(names, values.values(), strict=True))
+    return renamed
+
+
 def as_toml(config: Config) -> str:
-    """The configuration as a TOML file that reads back to the same."""
+    """The configuration as the text of a TOML file that reads back to an equal configuration."""
     lines: list[str] = []
     for section, values in as_tables(config).items():
         lines.append(f"[{section}]")
-        lines += [f"{name} = {_toml_value(value)}" for name, value in values.items()]
+        lines += [f"{name} = {toml_value(value)}" for name, value in values.items()]
         lines.append("")
     return "\n".join(lines)
 
 
-def _toml_value(value: str | float | bool) -> str:
+def toml_value(value: str | float | bool) -> str:
+    """A string, number or boolean as TOML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -90,19 +105,17 @@ def _refuse_unknown(tables: Mapping[str, Mapping[str, Any]]) -> None:
         known.setdefault(section, []).append(name)
     for section, values in tables.items():
         if section not in known:
-            raise ValueError(f"unknown configuration table [{section}]{_near_section(section)}")
+            raise ValueError(f"unknown configuration table [{section}]; {_nearest_section(section)}")
         for name in values:
+            key = f"{section}.{name}"
+            if key in RENAMED:
+                raise ValueError(f"configuration key '{key}' is now '{RENAMED[key]}'; write that")
             if name not in known[section]:
-                raise ValueError(f"unknown configuration key '{section}.{name}'{_near(name, known[section])}")
+                raise ValueError(f"unknown configuration key '{key}'; {did_you_mean(name, known[section])}")
 
 
-def _near_section(section: str) -> str:
-    return _near(section, [entry.name for entry in fields(Config)])
-
-
-def _near(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1, 0.5)
-    return f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(known)}"
+def _nearest_section(section: str) -> str:
+    return did_you_mean(section, [entry.name for entry in fields(Config)])
 
 
 def _validated(tables: Mapping[str, Any]) -> Config:
@@ -123,4 +136,4 @@ def _require_bounds(entry: Field[Any], value: Any) -> None:
     if bounds and value is not None:
         require_within(flag, value, **bounds)
     if entry.metadata.get("is_list") and not all(part.strip().isdecimal() for part in value.split(",") if part.strip()):
-        raise ValueError(f"{flag} '{value}' are not whole numbers between ',' (for example 100,200)")
+        raise ValueError(f"{flag} must be comma-separated integers such as 100,200, got '{value}'")
