@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stagewright.api import Result, train
 
-
 __all__ = ["Result", "train"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for when it is asked for: the command line starts without torch."""
+    """Import the API on first use, so that the command line starts without torch."""
     if name in __all__:
         from stagewright import api
 

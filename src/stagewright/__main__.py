@@ -1,4 +1,4 @@
-"""Where the command begins: an interrupt while it is still importing is one line too."""
+"""The entry point of the command: turns an interrupt during imports into one line too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def main() -> None:
     try:
         from stagewright.cli.main import main as run
     except KeyboardInterrupt:
-        sys.stderr.write("stagewright: interrupted before it began\n")
+        sys.stderr.write("stagewright: interrupted before it started\n")
         sys.exit(2)
     run()
 

@@ -1,6 +1,7 @@
-"""What a person is told when something goes wrong: the package's own exceptions, and the words that errors share.
+"""Exceptions that end a command with one line, and the phrases that error messages share.
 
-Imports nothing of ours, so that every folder may import it.
+A `ValueError` says what is wrong with the user's input and is the third kind of such an exception. Imports nothing of
+ours, so that every folder may import it.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from collections.abc import Iterable
 
 
 class RunFailed(RuntimeError):
-    """A rank failed; the message names it and what it was doing."""
+    """A rank failed; the message names the rank and its action."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user stopped the run."""
+    """The user stopped the run, at the moment that `when` names."""
 
     def __init__(self, when: str, next_step: str = "") -> None:
         self.when = when
@@ -22,12 +23,12 @@ class Interrupted(KeyboardInterrupt):
 
 
 def first_line(error: BaseException, most: int | None = None) -> str:
-    """The first line of an exception's message, at most so many characters; its type where it has no message."""
+    """The first line of an exception's message, cut to `most` characters; the exception's type if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: the nearest known name, or all of them where none is near."""
+    """The last part of an error about an unknown name: the nearest known name, or all of them if none is near."""
     names = list(known)
     near = difflib.get_close_matches(name.lower(), names, 1, 0.5)
     return f"did you mean '{near[0]}'?" if near else f"known: {', '.join(names)}"

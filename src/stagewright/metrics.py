@@ -1,4 +1,4 @@
-"""What was measured, or predicted: spans of time, steps, evaluations and the summary of a run."""
+"""Timelines, measured or simulated: spans of all ranks, how busy they were, and traces for Perfetto. Units of bytes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 MIB, GIB = 2**20, 2**30  # bytes
+_LANES = ("compute", "transfer", "wait")  # in the order that a trace shows them
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action of one rank, from when it began to when it ended."""
+    """One action of one rank: when it started and ended, in seconds."""
 
     rank: int
-    lane: str  # compute, transfer, or wait: for what an action needs
+    lane: str  # compute, transfer, or wait (until an action has what it needs)
     kind: str  # F, B, U, ...
     name: str  # the action as text
     start: float
@@ -32,7 +33,7 @@ class Timeline:
         return max((span.end for span in self.spans), default=0.0)
 
     def busy(self, rank: int, first: float, last: float) -> float:
-        """Seconds that a rank computes within a window."""
+        """Seconds that a rank computes within a window of time."""
         return sum(
             max(0.0, min(span.end, last) - max(span.start, first))
             for span in self.spans
@@ -40,11 +41,11 @@ class Timeline:
         )
 
     def bubble(self, ranks: Sequence[int], first: float, last: float) -> float:
-        """Share of the ranks' time in a window that is not compute."""
+        """Share of the ranks' time within a window in which they do not compute."""
         return 1 - sum(self.busy(rank, first, last) for rank in ranks) / (len(ranks) * (last - first))
 
     def busy_shares(self, ranks: int, first: float, last: float) -> tuple[float, ...]:
-        """Share of a window that each rank computes, all ranks in one pass."""
+        """Share of a window that each rank computes; one pass for all ranks."""
         busy = [0.0] * ranks
         for span in self.spans:
             if span.lane == "compute":
@@ -52,7 +53,7 @@ class Timeline:
         return tuple(seconds / (last - first) for seconds in busy)
 
     def since(self, moment: float) -> Timeline:
-        """What begins at a moment or later; the moment becomes zero."""
+        """The spans that start at a moment or later, with that moment as zero."""
         return Timeline(
             tuple(
                 replace(span, start=span.start - moment, end=span.end - moment)
@@ -62,7 +63,7 @@ class Timeline:
         )
 
     def chrome_trace(self) -> dict[str, Any]:
-        """The trace that Perfetto and chrome://tracing open: a process a rank, a thread a lane, whole nanoseconds."""
+        """The trace that Perfetto and chrome://tracing open: a process per rank, a thread per lane, nanoseconds."""
         events: list[dict[str, Any]] = []
         for (rank, lane), spans in sorted(self._by_lane().items(), key=lambda item: (item[0][0], _order(item[0][1]))):
             for track, beside in enumerate(_tracks(spans)):
@@ -75,7 +76,7 @@ class Timeline:
 
     @staticmethod
     def of_trace(trace: dict[str, Any]) -> Timeline:
-        """The timeline that a trace was written from, to the nanosecond."""
+        """The timeline of a trace that `chrome_trace` made, exact to the nanosecond."""
         events = trace["traceEvents"]
         lanes = {
             (event["pid"], event["tid"]): str(event["args"]["name"]).partition(" ")[0]
@@ -104,15 +105,12 @@ class Timeline:
         return found
 
 
-_LANES = ("compute", "transfer", "wait")
-
-
 def _order(lane: str) -> int:
     return _LANES.index(lane) if lane in _LANES else len(_LANES)
 
 
 def _tracks(spans: Sequence[Span]) -> list[list[Span]]:
-    """Spans that overlap on threads of their own: a trace viewer takes what shares a thread for nested calls."""
+    """Deal overlapping spans to several threads: a trace viewer takes spans that share a thread for nested calls."""
     tracks: list[list[Span]] = []
     for span in spans:
         free = next((track for track in tracks if _nanoseconds(track[-1].end) <= _nanoseconds(span.start)), None)

@@ -19,7 +19,7 @@ from stagewright.config.toml import make_config
 from stagewright.report.live.terminal import PipeSafeConsole
 from stagewright.run import train as experiment
 from stagewright.run.export import require_target
-from tests.unit.test_experiment import make_net
+from tests.unit.api.test_training import make_net
 
 
 def test_a_reader_that_leaves_does_not_end_a_run(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_an_interrupt_while_importing_is_one_line(
     monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
     with pytest.raises(SystemExit):
         entry.main()
-    assert capsys.readouterr().err == "stagewright: interrupted before it began\n"
+    assert capsys.readouterr().err == "stagewright: interrupted before it started\n"
 
 
 def test_a_link_test_does_not_outlive_who_asked_for_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Chains the rooms: from a configuration to a plan, a job, a run and its files."""
+"""Train from Python: the options of `stagewright train` as keywords."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from stagewright.run.train import Result, run
 
 
 def train(model: str | Callable[..., object] | None = None, **settings: Any) -> Result:
-    """Train a model: the command line's options as keywords (`placement="0:0-6.0:7"`, `weight_decay=1e-4`, ...).
+    """Train a model, with options as keywords: `placement="0:0-6.0:7"`, `weight_decay=1e-4`, and so on.
 
-    A model is a zoo name, `package.module:factory`, or an importable factory itself.
+    `model` is a zoo name, `package.module:factory`, or a factory function that ranks can import.
     """
     by_keyword = {option.flag.removeprefix("--").replace("-", "_"): option.key for option in options()}
     renamed = {old.partition(".")[2]: new.partition(".")[2] for old, new in RENAMED.items()}

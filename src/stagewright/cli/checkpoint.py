@@ -1,4 +1,4 @@
-"""`stagewright checkpoint`: what a run has kept, whether it is whole, and its weights as a plain file."""
+"""`stagewright checkpoint`: list, show and verify the checkpoints of a run, and export weights from one."""
 
 from __future__ import annotations
 
@@ -6,41 +6,36 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from stagewright.cli.parser import _RUN
+from stagewright.metrics import MIB
 from stagewright.run.export import export_checkpoint
 from stagewright.run.resume import find_checkpoint
-from stagewright.runtime.checkpoint.folder import list_folders, open_checkpoint
+from stagewright.runtime.checkpoint.folder import Checkpoint, list_folders, open_checkpoint
 from stagewright.runtime.checkpoint.format import MANIFEST, CheckpointError
-
-if TYPE_CHECKING:
-    from stagewright.runtime.checkpoint.folder import Checkpoint
-
-
-_MIB = 2**20
 
 
 def run_list(parsed: argparse.Namespace) -> None:
-    """Every checkpoint of a run by its manifest; only `verify` reads all the files."""
+    """List every checkpoint of a run; reads only manifests."""
     rows: list[dict[str, Any]] = []
     for folder in _folders(parsed.path):
         try:
-            rows.append(_row(_open(folder)))
+            rows.append(_row(open_checkpoint(folder)))
         except CheckpointError as error:
             rows.append({"folder": str(folder), "batch": int(folder.name), "damaged": str(error)})
     if parsed.json:
         print(json.dumps({"checkpoints": rows}))
         return
     for row in rows:
-        about = row.get("damaged") or f"epoch {row['epoch'] + 1}  {row['bytes'] / _MIB:9.1f} MiB  {row['plan']}"
+        about = row.get("damaged") or f"epoch {row['epoch'] + 1}  {row['bytes'] / MIB:9.1f} MiB  {row['plan']}"
         print(f"step {row['batch']:8}  {about}")
     if not rows:
         print(f"{parsed.path} has no checkpoints; train with --checkpoint-every or --checkpoint-minutes")
 
 
 def run_show(parsed: argparse.Namespace) -> None:
-    checkpoint = _newest(parsed.path)
+    """Show what one checkpoint holds, file by file."""
+    checkpoint = find_checkpoint(parsed.path).checkpoint
     manifest = checkpoint.manifest
     by_kind: dict[str, int] = {}
     for file in manifest.files:
@@ -58,20 +53,21 @@ def run_show(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps(row))
         return
-    print(f"{checkpoint.folder}")
+    print(checkpoint.folder)
     print(f"after step {row['batch']}: batch {manifest.position.batch} of epoch {manifest.position.epoch + 1}")
     print(f"model {row['model']}, optimizer {row['optimizer']}, plan {row['plan']}")
     for kind, size in by_kind.items():
-        print(f"{kind:10} {size / _MIB:9.1f} MiB")
+        print(f"{kind:10} {size / MIB:9.1f} MiB")
     for file in manifest.files:
         print(f"  {file.name:44} {file.bytes:12}  {file.blake2b[:16]}")
 
 
 def run_verify(parsed: argparse.Namespace) -> None:
+    """Read every file of every checkpoint, and compare it with its hash."""
     whole, damaged = [], []
     for folder in _folders(parsed.path):
         try:
-            checkpoint = _open(folder)
+            checkpoint = open_checkpoint(folder)
             checkpoint.verify()
             whole.append(checkpoint.batch)
         except CheckpointError as error:
@@ -85,7 +81,8 @@ def run_verify(parsed: argparse.Namespace) -> None:
 
 
 def run_export(parsed: argparse.Namespace) -> None:
-    checkpoint = _newest(parsed.path)
+    """Write the weights of a checkpoint as one safetensors file."""
+    checkpoint = find_checkpoint(parsed.path).checkpoint
     path = export_checkpoint(checkpoint, Path(parsed.target))
     if parsed.json:
         print(json.dumps({"file": str(path), "batch": checkpoint.batch, "checkpoint": str(checkpoint.folder)}))
@@ -93,20 +90,12 @@ def run_export(parsed: argparse.Namespace) -> None:
         print(f"weights after step {checkpoint.batch}: {path}")
 
 
-def _folders(text: str) -> list[Any]:
-    """The folders of the checkpoints that a path names."""
+def _folders(text: str) -> list[Path]:
+    """The checkpoint that a path names, or all those of the run that it names."""
     folder = Path(text)
     if not folder.is_dir():
-        raise ValueError(f"{text}: no such folder; name {_RUN}")
+        raise ValueError(f"{text}: no such folder; name a run folder, or one of its checkpoints")
     return [folder] if (folder / MANIFEST).is_file() else list_folders(folder)
-
-
-def _open(folder: Any) -> Checkpoint:
-    return open_checkpoint(folder)
-
-
-def _newest(text: str) -> Checkpoint:
-    return find_checkpoint(text).checkpoint
 
 
 def _row(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from stagewright.events import Evaluated, GpuUsage, RankUsage, Replaced, Restarted, Resumed, Saved, Step, Unsaved, Usage
+from stagewright import events
+from stagewright.events import Evaluated, GpuUsage, RankUsage, Replaced, Restarted, Resumed, Saved, Step, Usage
 from stagewright.metrics import Timeline
 
-_KINDS = {kind.__name__.lower(): kind for kind in (Step, Evaluated, Replaced, Saved, Unsaved, Restarted, Resumed)}
 _MOST_COUNT, _MOST_SIZE = 2**63, 1e300  # beyond them arithmetic on figures overflows
 _OF_PLANS: dict[str, Any] = {
     "mode": str,
@@ -160,9 +160,8 @@ def read_records(path: Path) -> Iterator[Any]:
 
 def as_record(fields: dict[str, Any]) -> Any:
     """A line of metrics.jsonl as a value; None where it is none, or its values are of other types."""
-    values = {name: value for name, value in fields.items() if name != "kind"}
     try:
-        record = _KINDS[fields["kind"]](**values)
+        record = events.as_record(fields)
     except _FAULTS:
         return None
     return record if _is_sound(record) else None

@@ -19,11 +19,11 @@ from torch import Tensor
 from stagewright.bench.machine import machine
 from stagewright.bench.statistics import Ratio, median_ratio
 from stagewright.config.toml import make_config
-from stagewright.events import Saved
+from stagewright.events import Record, Saved
 from stagewright.run.prepare import prepare
 from stagewright.runtime.checkpoint.save import flats_of
 from stagewright.runtime.process.emulate import Emulation
-from stagewright.runtime.process.log import Ledger, Record
+from stagewright.runtime.process.log import Ledger
 from stagewright.runtime.stage.worker import Worker
 
 LIMIT = 1.5  # of the time to copy the state

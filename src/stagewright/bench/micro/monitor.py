@@ -17,13 +17,13 @@ from rich.console import Console
 from stagewright.bench.machine import machine
 from stagewright.bench.statistics import Interval, paired_ratio
 from stagewright.config.toml import make_config
-from stagewright.events import Step
+from stagewright.events import Record, Step
 from stagewright.hardware.monitor import Monitor
 from stagewright.run.observe import make_monitor
 from stagewright.run.prepare import prepare
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.launch import launch
-from stagewright.runtime.process.log import Ledger, Record
+from stagewright.runtime.process.log import Ledger
 
 LIMIT = 0.01  # of throughput
 ROUNDS = 50  # of four segments: with, without, without, with

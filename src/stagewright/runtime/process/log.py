@@ -8,22 +8,27 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from stagewright.events import Evaluated, Replaced, Restarted, Resumed, Saved, Score, Step, Unsaved
+from stagewright.events import (
+    Evaluated,
+    Record,
+    Replaced,
+    Restarted,
+    Resumed,
+    Saved,
+    Score,
+    Step,
+    as_fields,
+    as_record,
+)
 from stagewright.metrics import Span, Timeline
 from stagewright.runtime.checkpoint.commit import Committer, set_aside_after
 from stagewright.runtime.checkpoint.folder import clear, open_checkpoint
 from stagewright.runtime.job import Job
 from stagewright.runtime.stage.optimizer import learning_rate
-
-Record = Step | Evaluated | Replaced | Saved | Unsaved | Restarted | Resumed
-_KINDS: dict[str, type[Record]] = {
-    kind.__name__.lower(): kind for kind in (Step, Evaluated, Replaced, Saved, Unsaved, Restarted, Resumed)
-}
 
 
 class Journal:
@@ -38,9 +43,7 @@ class Journal:
         self.rewind(start)
 
     def write(self, record: Record) -> None:
-        kind = type(record).__name__.lower()
-        known = {name: value for name, value in asdict(record).items() if value is not None}
-        self._waiting += json.dumps({"kind": kind, **known}).encode() + b"\n"
+        self._waiting += json.dumps(as_fields(record)).encode() + b"\n"
         with suppress(OSError):
             self._hand_over()
             if isinstance(record, Saved):
@@ -91,8 +94,7 @@ def _read(lines: Iterable[bytes]) -> Iterator[tuple[bytes, Record]]:
     """The lines that are whole, and what they say; a run that was killed may leave a torn one."""
     for line in lines:
         try:
-            fields: dict[str, Any] = json.loads(line)
-            yield line, _KINDS[fields.pop("kind")](**fields)
+            yield line, as_record(json.loads(line))
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
 

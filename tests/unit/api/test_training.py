@@ -16,7 +16,7 @@ def make_net() -> torch.nn.Module:
     )
 
 
-def test_train_takes_options_as_keywords_and_gives_back_what_the_files_say(tmp_path: Path) -> None:
+def test_train_takes_options_as_keywords_and_returns_the_result(tmp_path: Path) -> None:
     result = stagewright.train(
         make_net, image=8, samples=96, placement="0:0-1.0:2", mode="stale", batch=16, steps=12, eval_every=6,
         optimizer="adamw", lr=0.01, emulate=True, runs=str(tmp_path), export=str(tmp_path / "out.safetensors"),
@@ -29,12 +29,12 @@ def test_train_takes_options_as_keywords_and_gives_back_what_the_files_say(tmp_p
     assert process["rank"] == 0 and process["peak_memory"] > 10 << 20 and result.summary["use"]["moments"] >= 2
 
 
-def test_an_unknown_keyword_is_named() -> None:
-    with pytest.raises(ValueError, match=r"unknown option 'bacth'; .*batch"):
+def test_an_unknown_keyword_suggests_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"unknown option 'bacth'; did you mean 'batch'"):
         stagewright.train("vgg-small", bacth=3)
 
 
-def test_weights_that_were_not_exported_say_how_to(tmp_path: Path) -> None:
+def test_weights_need_an_export(tmp_path: Path) -> None:
     result = stagewright.train(make_net, image=8, samples=16, batch=16, steps=1, emulate=True, runs=str(tmp_path))
     with pytest.raises(ValueError, match="export="):
         result.weights()
