@@ -1,7 +1,8 @@
-"""Channels between ranks: small messages by a socket, large ones by gloo, both whole and in order."""
+"""Channels between ranks: small messages over a socket, large ones over gloo, both whole and in order."""
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 
@@ -10,10 +11,10 @@ import torch
 from torch.distributed import HashStore
 
 from stagewright.runtime.comm.channel import ChannelName, Inbox, Outbox
-from stagewright.runtime.comm.gloo import GlooNetwork
-from stagewright.runtime.comm.message import Field, Layout
+from stagewright.runtime.comm.gloo import GlooNetwork, SocketTransport
+from stagewright.runtime.comm.memory import MemoryTransport
+from stagewright.runtime.comm.message import Field, MessageFormat
 from stagewright.runtime.comm.transport import Place, Transport
-from stagewright.runtime.comm.unix_socket import StreamTransport
 
 NAME = ChannelName("act", 0, 0, 1)
 WINDOW = 4
@@ -41,11 +42,11 @@ def run_both(*functions: Callable[[], object]) -> None:
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_messages_of_any_size_arrive_in_order(size: int) -> None:
     source, sending, target, receiving = connect()
-    layout = Layout([Field("x", (size,), torch.uint8)])
-    outbox = Outbox(str(NAME), sending, source.bulletin, WINDOW)
-    inbox = Inbox(str(NAME), receiving, target.bulletin, 2)
-    outbox.open(layout)
-    inbox.open(layout)
+    message_format = MessageFormat([Field("x", (size,), torch.uint8)])
+    outbox = Outbox(str(NAME), sending, source.store, WINDOW)
+    inbox = Inbox(str(NAME), receiving, target.store, 2)
+    outbox.open(message_format)
+    inbox.open(message_format)
     found: list[int] = []
 
     def send() -> None:
@@ -66,7 +67,7 @@ def test_messages_of_any_size_arrive_in_order(size: int) -> None:
     assert found == list(range(20))
 
 
-def test_small_messages_never_wait_for_the_receiver_and_large_ones_go_by_gloo() -> None:
+def test_small_messages_never_wait_for_the_receiver_and_large_ones_use_gloo() -> None:
     _, sending, _, receiving = connect()
     for _ in range(WINDOW):
         assert sending.send(torch.zeros(SMALL, dtype=torch.uint8)).is_completed()
@@ -78,8 +79,8 @@ def test_small_messages_never_wait_for_the_receiver_and_large_ones_go_by_gloo() 
 
 def test_a_full_window_of_the_largest_small_messages_fits() -> None:
     _, sending, _, receiving = connect()
-    assert isinstance(sending, StreamTransport)
-    largest = torch.arange(sending._most, dtype=torch.int64).to(torch.uint8)
+    assert isinstance(sending, SocketTransport)
+    largest = torch.arange(sending.largest, dtype=torch.int64).to(torch.uint8)
     run_both(lambda: [sending.send(largest) for _ in range(WINDOW)])
     for _ in range(WINDOW):
         buffer = torch.zeros_like(largest)
@@ -87,20 +88,20 @@ def test_a_full_window_of_the_largest_small_messages_fits() -> None:
         assert torch.equal(buffer, largest)
 
 
-def test_ranks_of_different_machines_have_no_socket_between_them() -> None:
+def test_ranks_on_different_machines_use_no_socket() -> None:
     store = HashStore()
-    networks = [GlooNetwork(store, rank, Place(beside=frozenset({rank})), 20.0) for rank in range(2)]
+    networks = [GlooNetwork(store, rank, Place(local=frozenset({rank})), 20.0) for rank in range(2)]
     ends: dict[int, Transport] = {}
     run_both(*(lambda rank=rank: ends.update({rank: networks[rank].transport(NAME, WINDOW)}) for rank in range(2)))
-    assert not any(isinstance(end, StreamTransport) for end in ends.values())
+    assert not any(isinstance(end, SocketTransport) for end in ends.values())
     sent, received = torch.arange(SMALL, dtype=torch.float32), torch.zeros(SMALL)
     run_both(lambda: ends[0].send(sent).wait(), lambda: ends[1].receive(received).wait())
     assert torch.equal(sent, received)
 
 
-def test_the_end_of_the_other_rank_is_an_error() -> None:
-    _, sending, _, receiving = connect()
-    assert isinstance(sending, StreamTransport)
-    sending._stream.close()
+def test_a_closed_socket_is_an_error() -> None:
+    near, far = socket.socketpair()
+    receiving = SocketTransport(near, MemoryTransport(), WINDOW)
+    far.close()
     with pytest.raises(RuntimeError, match="the other rank is gone"):
         receiving.receive(torch.zeros(SMALL, dtype=torch.uint8)).wait()

@@ -14,14 +14,12 @@ from stagewright.metrics import Span, Timeline
 from stagewright.plan import cost
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan, Stage
-from stagewright.schedule.action import Action, Op
+from stagewright.schedule.action import COMPUTES, SENDS, Action, Op
 from stagewright.schedule.check import representative_span
 from stagewright.schedule.lower import program
 from stagewright.schedule.requires import requires
 
-COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.UPDATE)
-_SENDS = (Op.SEND_ACT, Op.SEND_GRAD)
-_TRANSFERS = (*_SENDS, Op.REDUCE)
+_TRANSFERS = (*SENDS, Op.REDUCE)
 Times = Mapping[Action, tuple[float, float]]
 
 
@@ -51,7 +49,7 @@ class StageCosts:
             return self.backward[action.stage]
         if action.op is Op.REDUCE:
             return self.reduce
-        return self.transfer if action.op in _SENDS else 0.0
+        return self.transfer if action.op in SENDS else 0.0
 
     def lanes(self, action: Action) -> Sequence[Hashable]:
         return (action.rank,)
@@ -75,7 +73,7 @@ class ClusterCosts:
         self._paths: dict[tuple[int, int], tuple[tuple[Hashable, ...], Link]] = {}
 
     def seconds(self, action: Action) -> float:
-        if action.op in _SENDS:
+        if action.op in SENDS:
             return self._message(action)
         key = (action.op, action.stage, action.rank)
         if key not in self._seconds:
@@ -99,7 +97,7 @@ class ClusterCosts:
         return float(cost.transfer_seconds(size, link.bandwidth, link.latency))
 
     def lanes(self, action: Action) -> Sequence[Hashable]:
-        return self._path(action)[0] if action.op in _SENDS else (action.rank,)
+        return self._path(action)[0] if action.op in SENDS else (action.rank,)
 
     def _path(self, action: Action) -> tuple[tuple[Hashable, ...], Link]:
         assert action.peer is not None
@@ -121,7 +119,7 @@ class ClusterCosts:
         stage = self._plan.stages[action.stage]
         update = stage.update_of(action.microbatch)
         batch = range(update * stage.round, (update + 1) * stage.round)
-        if action.op in _SENDS:
+        if action.op in SENDS:
             op = Op.FORWARD if action.op is Op.SEND_ACT else Op.BACKWARD
             for own in stage.own(action.rank, batch):
                 yield Action(op, action.rank, stage.index, own, stage.version_of(own))

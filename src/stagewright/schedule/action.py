@@ -21,6 +21,13 @@ class Op(StrEnum):
     UPDATE = "U"
 
 
+PASSES = (Op.FORWARD, Op.BACKWARD)  # of one microbatch
+COMPUTES = (*PASSES, Op.UPDATE)
+SENDS = (Op.SEND_ACT, Op.SEND_GRAD)
+RECEIVES = (Op.RECV_ACT, Op.RECV_GRAD)
+TRANSFERS = SENDS + RECEIVES
+
+
 class Action(NamedTuple):
     """`0F3@2`: stage 0, forward, microbatch 3, version 2.
 
@@ -39,15 +46,12 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         microbatch = "" if self.microbatch is None else self.microbatch
         version = "" if self.version is None else f"@{self.version}"
-        arrow = ">" if self.op in (Op.SEND_ACT, Op.SEND_GRAD) else "<"
+        arrow = ">" if self.op in SENDS else "<"
         peer = "" if self.peer is None else f"{arrow}{self.peer}"
         return f"{self.stage}{self.op}{microbatch}{version}{peer}"
 
 
 _ACTION = re.compile(r"([0-9]+)(F|B|SA|RA|SG|RG|R|A|U)([0-9]+)?(?:@([0-9]+))?(?:([<>])([0-9]+))?")
-_COMPUTES = (Op.FORWARD, Op.BACKWARD)
-_SENDS = (Op.SEND_ACT, Op.SEND_GRAD)
-_RECEIVES = (Op.RECV_ACT, Op.RECV_GRAD)
 
 
 def parse_action(text: str, rank: int) -> Action:
@@ -57,9 +61,9 @@ def parse_action(text: str, rank: int) -> Action:
         raise ValueError(f"'{text[:40]}' is no action; an action looks like 0F3@2 or 0SA3>7")
     op = Op(match[2])
     expected = (
-        op in _COMPUTES + _SENDS + _RECEIVES,
-        op not in _SENDS + _RECEIVES,
-        ">" if op in _SENDS else "<" if op in _RECEIVES else None,
+        op in PASSES + TRANSFERS,
+        op not in TRANSFERS,
+        ">" if op in SENDS else "<" if op in RECEIVES else None,
     )
     is_evaluation = op is Op.FORWARD and match[4] is None
     if (match[3] is not None, match[4] is not None or is_evaluation, match[5]) != expected:

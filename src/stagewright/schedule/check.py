@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from stagewright.plan.plan import Plan
-from stagewright.schedule.action import Action, Op
+from stagewright.schedule.action import SENDS, Action, Op
 from stagewright.schedule.lower import program, updates_in
 from stagewright.schedule.requires import requires
 
@@ -103,7 +103,7 @@ def _check_channels(programs: Mapping[int, Sequence[Action]]) -> None:
     received: dict[_Channel, list[int | None]] = defaultdict(list)
     for rank, actions in programs.items():
         for action in actions:
-            if action.op in (Op.SEND_ACT, Op.SEND_GRAD):
+            if action.op in SENDS:
                 sent[action.op, action.stage, rank, action.peer].append(action.microbatch)
             elif action.op in _SENT_BY:
                 source = action.stage + (-1 if action.op is Op.RECV_ACT else 1)

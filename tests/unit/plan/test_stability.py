@@ -78,7 +78,7 @@ def test_training_moves_weights_so(lag: int, is_predicted: bool, is_nesterov: bo
         optimizer.step(update, 0.1 * seen.popleft())
         moved.append(master.item())
         seen.append(torch.empty_like(master))
-        optimizer.foresee(seen[-1], update + 1, lag)
+        optimizer.extrapolate(seen[-1], update + 1, lag)
     expected = islice(weights_of(Motion(0.9, lag, is_predicted, is_nesterov), 0.1), 20)
     assert moved == pytest.approx(list(expected), rel=1e-9)
 

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from stagewright.model.cut import Piece
 from stagewright.runtime.comm.channel import ChannelName, Inbox, Network, Outbox
 from stagewright.runtime.comm.device import Device, open_device
-from stagewright.runtime.comm.memory import DictBulletin, MemoryTransport
-from stagewright.runtime.comm.message import Layout, Message
+from stagewright.runtime.comm.memory import DictStore, MemoryTransport
+from stagewright.runtime.comm.message import Message, MessageFormat
 from stagewright.runtime.comm.nccl import open_network
 from stagewright.runtime.comm.transport import Alone, Collective, Done, Pending, Place, Transport
 from stagewright.runtime.job import Job
@@ -253,7 +253,7 @@ class Unconnected(Stagewright):
 class _Nobody:
     """A network without other ranks."""
 
-    bulletin = DictBulletin({})
+    store = DictStore({})
     posted_ahead = 1
 
     @property
@@ -266,7 +266,7 @@ class _Nobody:
     def collective(self, name: str, ranks: Sequence[int]) -> Collective:
         return Alone()
 
-    def message(self, layout: Layout) -> Message:
+    def message(self, message_format: MessageFormat) -> Message:
         raise AssertionError("nobody sends and nobody receives")
 
 
@@ -274,7 +274,7 @@ class _NoOutbox(Outbox):
     """Sends nothing."""
 
     def __init__(self, real: Outbox) -> None:
-        super().__init__(real.name, MemoryTransport(), _Nobody.bulletin, 1)
+        super().__init__(real.name, MemoryTransport(), _Nobody.store, 1)
 
     def send(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
         pass
@@ -284,12 +284,12 @@ class _NoInbox(Inbox):
     """Has something of the right shape whenever it is asked."""
 
     def __init__(self, real: Inbox, device: torch.device) -> None:
-        super().__init__(real.name, MemoryTransport(), _Nobody.bulletin, 1)
+        super().__init__(real.name, MemoryTransport(), _Nobody.store, 1)
         self._device = device
         self._message: Any = None
 
-    def open(self, layout: Layout) -> bool:
-        self._message = _Noise(layout, self._device)
+    def open(self, message_format: MessageFormat) -> bool:
+        self._message = _Noise(message_format, self._device)
         return False
 
     def expect(self, numbers: Iterator[int]) -> None:
@@ -310,8 +310,8 @@ class _NoInbox(Inbox):
 class _Noise:
     """A message that nobody sent: small random numbers, and labels of class 0."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        self.tensors = layout.views(torch.zeros(layout.bytes, dtype=torch.uint8, device=device))
+    def __init__(self, message_format: MessageFormat, device: torch.device) -> None:
+        self.tensors = message_format.views(torch.zeros(message_format.bytes, dtype=torch.uint8, device=device))
         for tensor in self.tensors:
             if tensor.is_floating_point():
                 tensor.normal_(0.0, 0.01)

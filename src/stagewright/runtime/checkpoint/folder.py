@@ -9,12 +9,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stagewright.runtime.checkpoint.format import MASTER, CheckpointError, Manifest, hash_file, read_manifest
-from stagewright.runtime.stage.batch_norm import AVERAGED, SUMMED
+from stagewright.runtime.stage.batch_norm import mean_buffers
 
 _PARTIAL = ".partial"
 
@@ -83,15 +82,7 @@ class Checkpoint:
         mean: dict[str, Tensor] = {}
         for stage in self.manifest.stages:
             replicas = [self.read(f"buffers/{index}", stage=stage.index) for index in range(len(stage.counts))]
-            counts = torch.tensor(stage.counts, dtype=torch.float64)
-            shares = counts / counts.sum() if counts.any() else torch.full_like(counts, 1 / len(counts))
-            for name, first in replicas[0].items():
-                leaf = name.rpartition(".")[2]
-                rows = torch.stack([buffers[name].double() for buffers in replicas])
-                if leaf in AVERAGED:
-                    mean[name] = (rows * shares.view(-1, *[1] * first.dim())).sum(0).to(first.dtype)
-                else:
-                    mean[name] = rows.sum(0).to(first.dtype) if leaf in SUMMED else first
+            mean |= mean_buffers(replicas, stage.counts)
         return mean
 
 

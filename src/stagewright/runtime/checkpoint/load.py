@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stagewright.runtime.checkpoint.folder import Checkpoint
 from stagewright.runtime.checkpoint.format import MASTER, CheckpointError
-from stagewright.runtime.stage.batch_norm import SUMMED
+from stagewright.runtime.stage.batch_norm import is_summed
 from stagewright.runtime.stage.replica import Replica
 from stagewright.runtime.stage.worker import Worker
 
@@ -21,10 +21,10 @@ def restore(worker: Worker, checkpoint: Checkpoint) -> None:
         _restore_flats(replica, checkpoint)
         if is_same:
             _restore_exactly(replica, checkpoint, replica.stage.ranks.index(worker.rank))
-            replica.go_on(worker.plan.boundary(checkpoint.batch) // replica.stage.round)
+            replica.resume_versions(worker.plan.boundary(checkpoint.batch) // replica.stage.round)
         else:
             _restore_fairly(replica, checkpoint, replica.stage.ranks.index(worker.rank))
-    worker.overflow.go_on(checkpoint.manifest.stages[-1].extra, checkpoint.batch, is_same=is_same)
+    worker.loss_scaling.resume(checkpoint.manifest.stages[-1].extra, checkpoint.batch, is_same=is_same)
 
 
 def _restore_flats(replica: Replica, checkpoint: Checkpoint) -> None:
@@ -52,10 +52,10 @@ def _restore_fairly(replica: Replica, checkpoint: Checkpoint, index: int) -> Non
     states, replicas = checkpoint.manifest.stages, replica.stage.replicas
     names = {name for state in states for name in state.optimizer}
     _write_numbers(replica, {name: max(state.optimizer.get(name, 0.0) for state in states) for name in names})
-    replica.start_over()
+    replica.restart_versions()
     buffers = checkpoint.mean_buffers()
     for name, buffer in buffers.items():
-        if name.rpartition(".")[2] in SUMMED:
+        if is_summed(name):
             buffers[name] = (buffer + replicas - 1 - index) // replicas  # the shares add up to the sum again
     _write_buffers(replica, buffers)
     replica.statistics.count = (sum(states[0].counts) + replicas - 1 - index) // replicas

@@ -73,7 +73,7 @@ class Pauses:
                 reached = [int(self._store.get(answer)) for answer in answers]
                 self._store.set(batch, str(pause_batch(self._plan, reached)))
         if self._await([batch]):
-            self._gate.settle(int(self._store.get(batch)), is_last=is_last)
+            self._gate.pause_at(int(self._store.get(batch)), is_last=is_last)
         while self._gate.batch != NEVER and not self._closing.wait(_LOOK_SECONDS):
             pass
         self._last = time.monotonic()
@@ -112,7 +112,7 @@ class EmulatedPauses:
         if (self._is_stopping or is_due) and all(gate.batch == NEVER for gate in self._gates):
             batch = pause_batch(self._plan, [gate.hold() for gate in self._gates])
             for gate in self._gates:
-                gate.settle(batch, is_last=self._is_stopping)
+                gate.pause_at(batch, is_last=self._is_stopping)
             self._last = time.monotonic()
 
 

@@ -54,7 +54,7 @@ class DiskSaver(Saver):
         self._folder = Path(job.folder)
         self._rank = worker.rank
         self._replicas = worker.replicas
-        self._overflow = worker.overflow
+        self._loss_scaling = worker.loss_scaling
         self._emit = emit
         self._copies: dict[tuple[int, str], Tensor] = {}
         self._thread: threading.Thread | None = None
@@ -111,7 +111,7 @@ class DiskSaver(Saver):
             "replica": replica.stage.ranks.index(self._rank),
             "count": replica.statistics.count,
             "optimizer": numbers,
-            "extra": self._overflow.state() if replica.stage.is_last else {},
+            "extra": self._loss_scaling.state() if replica.stage.is_last else {},
         }
 
     def _write(self, batch: int, shards: list[Shard], about: list[dict[str, Any]], seconds: float) -> None:

@@ -16,7 +16,7 @@ class Reading(Protocol):
     def is_completed(self) -> bool: ...
     def wait(self) -> None: ...
     def value(self) -> Tensor:
-        """What was read; waits for it."""
+        """The tensor on the host; waits until it is there."""
         ...
 
 
@@ -26,16 +26,16 @@ class Device(Protocol):
     device: torch.device
 
     def seed(self, seed: int) -> None:
-        """Set the state of the generator that the device's random operations use."""
+        """Seed the generator that the device's random operations use."""
         ...
 
     def read(self, tensor: Tensor) -> Reading:
-        """Begin to copy a small tensor to the host; the device goes on."""
+        """Start to copy a small tensor to the host, while the device keeps computing."""
         ...
 
 
 class Cpu:
-    """A process of few threads; whatever it computes is there at once."""
+    """The CPU, where every result is available as soon as its operation returns."""
 
     device = torch.device("cpu")
 
@@ -43,11 +43,11 @@ class Cpu:
         torch.default_generator.manual_seed(seed)
 
     def read(self, tensor: Tensor) -> Reading:
-        return _Read(tensor)
+        return _HostReading(tensor)
 
 
 class Gpu:
-    """One GPU: computes on the current stream, copies on two more.
+    """One GPU, which computes on the current stream and copies on two more.
 
     copy_in   ──H2D──┐                    ┌──H2D──
     compute          └─► F ─► B ─► ...    │
@@ -66,28 +66,28 @@ class Gpu:
         self._generator.manual_seed(seed)
 
     def read(self, tensor: Tensor) -> Reading:
-        place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        place.copy_(tensor, non_blocking=True)
-        return _Copying(place, mark())
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copy.copy_(tensor, non_blocking=True)
+        return _GpuReading(copy, record_event())
 
     @contextmanager
-    def beside(self, stream: torch.cuda.Stream, after: torch.cuda.Event | None) -> Iterator[None]:
-        """Issue work on another stream, behind an event of this one."""
+    def on_stream(self, stream: torch.cuda.Stream, after: torch.cuda.Event | None) -> Iterator[None]:
+        """Issue work on another stream, which first waits for the event `after`."""
         if after is not None:
             stream.wait_event(after)
         with torch.cuda.stream(stream):
             yield
 
 
-def mark() -> torch.cuda.Event:
-    """An event at the current stream's present end; waiting for it sleeps, since cores are shared with other ranks."""
+def record_event() -> torch.cuda.Event:
+    """An event at the end of the current stream; waiting for it sleeps, since ranks share the host's cores."""
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
 def gpu_of(device: int, gpus: int, *, share: bool) -> int:
-    """The GPU that a device of a placement is."""
+    """The GPU on which a device of a placement runs."""
     return device % gpus if share else device
 
 
@@ -96,7 +96,7 @@ def open_device(kind: str, index: int, *, share: bool) -> Device:
     return Gpu(gpu_of(index, torch.cuda.device_count(), share=share)) if kind == "cuda" else Cpu()
 
 
-class _Read:
+class _HostReading:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
@@ -110,9 +110,9 @@ class _Read:
         return self._tensor
 
 
-class _Copying:
-    def __init__(self, place: Tensor, copied: torch.cuda.Event) -> None:
-        self._place = place
+class _GpuReading:
+    def __init__(self, copy: Tensor, copied: torch.cuda.Event) -> None:
+        self._copy = copy
         self._copied = copied
 
     def is_completed(self) -> bool:
@@ -123,4 +123,4 @@ class _Copying:
 
     def value(self) -> Tensor:
         self.wait()
-        return self._place
+        return self._copy

@@ -1,9 +1,17 @@
-"""Where transports and collectives come from: torch.distributed between processes, or memory within one."""
+"""The network between processes: messages and sums over gloo, and small messages of one machine over Unix sockets.
+
+With near-empty stages, messages over gloo take about half of a microbatch's time; a socket needs one system call at
+each end. Large messages stay with gloo, whose thread copies while this one computes.
+"""
 
 from __future__ import annotations
 
+import socket
+import struct
+import tempfile
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,25 +20,26 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from stagewright.runtime.comm.channel import POSTED_AHEAD, ChannelName, Network
 from stagewright.runtime.comm.device import Device, Gpu
-from stagewright.runtime.comm.message import Courier, HostMessage, Layout, Message, StagedMessage
-from stagewright.runtime.comm.transport import AllOf, Alone, Collective, Pending, Place, Transport
-from stagewright.runtime.comm.unix_socket import StreamTransport, connect
+from stagewright.runtime.comm.message import CopyThread, HostMessage, Message, MessageFormat, StagedMessage
+from stagewright.runtime.comm.transport import AllOf, Alone, Collective, Done, Pending, Place, Transport
 
 _GPU_THREADS = 4  # that stage and sum pieces of a gradient, and as many that move them
 _PIECE_BYTES = 8 * 2**20
+_SOCKET_BYTES = 128 * 2**10  # that a socket holds for certain; Linux gives it 208 KiB
+_KERNEL_BYTES = 1024  # the kernel's overhead per message; it also rounds sizes up, at most to twice
+_DONE = Done()
 
 
 class GlooNetwork:
-    """Process groups over TCP: one a channel, one a collective, all on one interface.
+    """Process groups over TCP, one per channel and one per collective, all on one interface.
 
-    Tensors on a GPU are summed by gloo itself, which stages them; messages are staged by us, since gloo sends host
-    memory alone.
+    Gloo sums tensors on a GPU by staging them; messages are staged here, since gloo sends only host memory.
     """
 
     posted_ahead = POSTED_AHEAD
 
     def __init__(self, store: Store, rank: int, place: Place, timeout: float, device: Device | None = None) -> None:
-        self._store = store
+        self._torch_store = store
         self._rank = rank
         self._place = place
         self._timeout = timedelta(seconds=timeout)
@@ -39,24 +48,24 @@ class GlooNetwork:
         self._for_sums = [self._device]
         if self._gpu is not None:  # cores are free, and large sums must not hold up messages
             self._for_sums = [ProcessGroupGloo.create_device(hostname=place.address) for _ in range(_GPU_THREADS)]
-        self._courier = Courier() if self._gpu else None
-        self.bulletin = StoreBulletin(PrefixStore("layout", store))
+        self._copies = CopyThread() if self._gpu else None
+        self.store = TorchStore(PrefixStore("format", store))
 
     @property
     def host(self) -> Network:
         return self
 
-    def message(self, layout: Layout) -> Message:
-        if self._gpu is None or self._courier is None:
-            return HostMessage(layout)
-        return StagedMessage(layout, self._gpu, self._courier)
+    def message(self, message_format: MessageFormat) -> Message:
+        if self._gpu is None or self._copies is None:
+            return HostMessage(message_format)
+        return StagedMessage(message_format, self._gpu, self._copies)
 
     def transport(self, name: ChannelName, window: int) -> Transport:
         gloo = PairTransport(self._group(str(name), (name.source, name.target), [self._device]))
-        if not all(map(self._place.is_beside, (name.source, name.target))):
+        if not all(map(self._place.is_local, (name.source, name.target))):
             return gloo
-        store = PrefixStore(f"stream/{name}", self._store)
-        return StreamTransport(connect(store, self._rank == name.source, self._timeout), gloo, window)
+        store = PrefixStore(f"socket/{name}", self._torch_store)
+        return SocketTransport(_connect(store, self._rank == name.source, self._timeout), gloo, window)
 
     def collective(self, name: str, ranks: Sequence[int]) -> Collective:
         return _GlooCollective(self._group(name, ranks, self._for_sums)) if len(ranks) > 1 else Alone()
@@ -66,31 +75,31 @@ class GlooNetwork:
         options._devices = list(devices)
         options._threads = 1 if self._gpu is None else _GPU_THREADS
         options._timeout = self._timeout
-        store = PrefixStore(name, self._store)
+        store = PrefixStore(name, self._torch_store)
         return ProcessGroupGloo(store, ranks.index(self._rank), len(ranks), options)
 
 
-class StoreBulletin:
-    """Texts in torch's store."""
+class TorchStore:
+    """A key-value store in one of torch's stores."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def post(self, key: str, text: str) -> None:
+    def set(self, key: str, text: str) -> None:
         self._store.set(key, text)
 
-    def read(self, key: str) -> str:
+    def get(self, key: str) -> str:
         return self._store.get(key).decode()
 
     def has(self, key: str) -> bool:
         return bool(self._store.check([key]))
 
-    def drop(self, key: str) -> None:
+    def delete(self, key: str) -> None:
         self._store.delete_key(key)
 
 
 class PairTransport:
-    """A group of two, of gloo or NCCL: the sender is its first member."""
+    """A process group of two, of gloo or NCCL, whose first member is the sender."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -105,7 +114,7 @@ class PairTransport:
 
 
 class _GlooCollective:
-    """Sums by gloo; what lies on a GPU in pieces, so that one is summed while others are copied to and fro."""
+    """Sums over gloo; a large tensor on a GPU in pieces, so that one is summed while others are copied."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -116,3 +125,82 @@ class _GlooCollective:
             return AllOf([self._group.allreduce([piece]) for piece in pieces])
         summing: Pending = self._group.allreduce([tensor])
         return summing
+
+
+class SocketTransport:
+    """Sends over a socket what fits into its buffer `window` times, so that a send never waits; the rest over gloo.
+
+    Both ends know a message's size before they send or receive it, so they choose the same way.
+    """
+
+    def __init__(self, stream: socket.socket, large: Transport, window: int) -> None:
+        self._stream = stream
+        self._large = large
+        self.largest = (_SOCKET_BYTES // window - _KERNEL_BYTES) // 2  # bytes of a message over the socket
+
+    def send(self, buffer: Tensor) -> Pending:
+        if buffer.nbytes > self.largest:
+            return self._large.send(buffer)
+        try:
+            self._stream.sendall(buffer.numpy().data)
+        except OSError as error:
+            raise RuntimeError(f"the other rank is gone ({error.strerror})") from error
+        return _DONE
+
+    def receive(self, buffer: Tensor) -> Pending:
+        if buffer.nbytes > self.largest:
+            return self._large.receive(buffer)
+        return _SocketReceive(self._stream, buffer.numpy().data)
+
+
+class _SocketReceive:
+    """A receive that reads when it is polled or waited for; until then the kernel keeps the message."""
+
+    def __init__(self, stream: socket.socket, rest: memoryview) -> None:
+        self._stream = stream
+        self._rest = rest
+
+    def is_completed(self) -> bool:
+        if self._rest:
+            try:
+                self._read(socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+        return not self._rest
+
+    def wait(self) -> None:
+        while self._rest:
+            try:
+                self._read(socket.MSG_WAITALL)
+            except BlockingIOError:
+                raise RuntimeError("no message from the other rank within the timeout") from None
+
+    def _read(self, flags: int) -> None:
+        try:
+            size = self._stream.recv_into(self._rest, len(self._rest), flags)
+        except ConnectionError as error:
+            raise RuntimeError(f"the other rank is gone ({error.strerror})") from error
+        if not size:
+            raise RuntimeError("the other rank is gone (its socket is closed)")
+        self._rest = self._rest[size:]
+
+
+def _connect(store: Store, is_source: bool, timeout: timedelta) -> socket.socket:
+    """One end of a socket between two ranks, which exchange its path through a store."""
+    seconds = timeout.total_seconds()
+    if is_source:
+        with tempfile.TemporaryDirectory(prefix="stagewright-") as folder, socket.socket(socket.AF_UNIX) as listener:
+            path = str(Path(folder) / "stream")
+            listener.bind(path)
+            listener.listen(1)
+            store.set("path", path)
+            listener.settimeout(seconds)
+            stream, _ = listener.accept()
+    else:
+        stream = socket.socket(socket.AF_UNIX)
+        stream.connect(store.get("path").decode())
+    stream.setblocking(True)
+    limit = struct.pack("ll", int(seconds), round(seconds % 1 * 1e6))
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)  # unlike settimeout, without further system calls
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    return stream

@@ -1,10 +1,4 @@
-"""Sums a stage's gradient over its replicas, in buckets, each under way as soon as backward has filled it. Messages between stages: one channel a boundary, pair of ranks and direction; packed, numbered and in order.
-
-    FORWARD ─► Outbox.send ─► transport ─► Inbox.receive ─► FORWARD of the next stage
-
-Both ends compare their layouts once, with the first message of a layout, and the number with every message. The number
-comes last, so a buffer that shows it has arrived: gloo itself can't be asked whether a receive is over, only be waited
-for. Where the number must be read back from a GPU, it is compared a little later. Where transports and collectives come from: torch.distributed between processes, or memory within one."""
+"""The network within one process: emulated ranks exchange messages and sums through memory."""
 
 from __future__ import annotations
 
@@ -16,50 +10,52 @@ from torch import Tensor
 
 from stagewright.runtime.comm.channel import POSTED_AHEAD, ChannelName, Network
 from stagewright.runtime.comm.device import Device, Gpu
-from stagewright.runtime.comm.message import (
-    DirectMessage,
-    HostMessage,
-    Layout,
-    Message,
-)
+from stagewright.runtime.comm.message import DirectMessage, HostMessage, Message, MessageFormat
 from stagewright.runtime.comm.transport import Alone, Collective, Done, Pending, Transport
 
-
-class MemoryCollective:
-    """One member's end of a sum inside one process, taken in the order of the members."""
-
-    def __init__(self, board: dict[int, list[Tensor | None]], member: int, size: int) -> None:
-        self._board = board
-        self._member = member
-        self._size = size
-        self._count = 0
-
-    def sum(self, tensor: Tensor) -> Pending:
-        parts = self._board.setdefault(self._count, [None] * self._size)
-        parts[self._member] = tensor.clone()
-        if all(part is not None for part in parts):
-            del self._board[self._count]  # every member holds the list itself by now
-        self._count += 1
-        return _Sum(parts, tensor)
+Parts = list[Tensor | None]  # one addend per member of a sum; None until that member joins
 
 
-class _Sum:
-    def __init__(self, parts: list[Tensor | None], target: Tensor) -> None:
-        self._parts = parts
-        self._target = target
+@dataclass
+class Memory:
+    """What the ranks of an emulated job share."""
 
-    def is_completed(self) -> bool:
-        return all(part is not None for part in self._parts)
+    transports: dict[ChannelName, MemoryTransport] = field(default_factory=dict)
+    sums: dict[str, dict[int, Parts]] = field(default_factory=dict)  # by collective, then number
+    texts: dict[str, str] = field(default_factory=dict)
 
-    def wait(self) -> None:
-        self._target.zero_()
-        for part in self._parts:
-            assert part is not None, "an emulated rank waits for a sum that not all have joined"
-            self._target += part
+
+class MemoryNetwork:
+    """One rank's view of the shared memory."""
+
+    posted_ahead = POSTED_AHEAD
+
+    def __init__(self, memory: Memory, rank: int, device: Device | None = None) -> None:
+        self._memory = memory
+        self._rank = rank
+        self._gpu = device if isinstance(device, Gpu) else None
+        self.store = DictStore(memory.texts)
+
+    @property
+    def host(self) -> Network:
+        return self
+
+    def message(self, message_format: MessageFormat) -> Message:
+        if self._gpu is None:
+            return HostMessage(message_format)
+        return DirectMessage(message_format, self._gpu, own_streams=False)
+
+    def transport(self, name: ChannelName, window: int) -> Transport:
+        return self._memory.transports.setdefault(name, MemoryTransport())
+
+    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
+        if len(ranks) == 1:
+            return Alone()
+        return MemoryCollective(self._memory.sums.setdefault(name, {}), ranks.index(self._rank), len(ranks))
 
 
 class MemoryTransport:
-    """A queue inside one process; a receive is filled once it is waited for, in the order they were posted."""
+    """A queue inside one process; waiting for a receive fills its buffer, in the order of posting."""
 
     def __init__(self) -> None:
         self._queue: deque[Tensor] = deque()
@@ -69,11 +65,11 @@ class MemoryTransport:
         return Done()
 
     def receive(self, buffer: Tensor) -> Pending:
-        return _Claim(self._queue, buffer)
+        return _MemoryReceive(self._queue, buffer)
 
 
-class _Claim:
-    """A receive that takes the oldest message; claims are waited for in the order they were made."""
+class _MemoryReceive:
+    """A receive that takes the oldest message; receives must be waited for in the order of posting."""
 
     def __init__(self, queue: deque[Tensor], buffer: Tensor) -> None:
         self._queue = queue
@@ -87,56 +83,53 @@ class _Claim:
         self._buffer.copy_(self._queue.popleft())
 
 
-@dataclass
-class Memory:
-    """What the ranks of an emulated job share."""
+class MemoryCollective:
+    """One member's end of the sums inside one process, added up in the order of the members."""
 
-    transports: dict[ChannelName, MemoryTransport] = field(default_factory=dict)
-    boards: dict[str, dict[int, list[Tensor | None]]] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
+    def __init__(self, sums: dict[int, Parts], member: int, size: int) -> None:
+        self._sums = sums
+        self._member = member
+        self._size = size
+        self._count = 0
 
-
-class MemoryNetwork:
-    """One rank's view of the memory that all share."""
-
-    posted_ahead = POSTED_AHEAD
-
-    def __init__(self, memory: Memory, rank: int, device: Device | None = None) -> None:
-        self._memory = memory
-        self._rank = rank
-        self._gpu = device if isinstance(device, Gpu) else None
-        self.bulletin = DictBulletin(memory.texts)
-
-    @property
-    def host(self) -> Network:
-        return self
-
-    def message(self, layout: Layout) -> Message:
-        return HostMessage(layout) if self._gpu is None else DirectMessage(layout, self._gpu, own_streams=False)
-
-    def transport(self, name: ChannelName, window: int) -> Transport:
-        return self._memory.transports.setdefault(name, MemoryTransport())
-
-    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
-        if len(ranks) == 1:
-            return Alone()
-        return MemoryCollective(self._memory.boards.setdefault(name, {}), ranks.index(self._rank), len(ranks))
+    def sum(self, tensor: Tensor) -> Pending:
+        parts = self._sums.setdefault(self._count, [None] * self._size)
+        parts[self._member] = tensor.clone()
+        if all(part is not None for part in parts):
+            del self._sums[self._count]  # by now every member has a reference to the list
+        self._count += 1
+        return _MemorySum(parts, tensor)
 
 
-class DictBulletin:
-    """Texts in a dictionary."""
+class _MemorySum:
+    def __init__(self, parts: Parts, target: Tensor) -> None:
+        self._parts = parts
+        self._target = target
+
+    def is_completed(self) -> bool:
+        return all(part is not None for part in self._parts)
+
+    def wait(self) -> None:
+        self._target.zero_()
+        for part in self._parts:
+            assert part is not None, "an emulated rank waits for a sum that not every member has joined"
+            self._target += part
+
+
+class DictStore:
+    """A key-value store in a dictionary."""
 
     def __init__(self, texts: dict[str, str]) -> None:
         self._texts = texts
 
-    def post(self, key: str, text: str) -> None:
+    def set(self, key: str, text: str) -> None:
         self._texts[key] = text
 
-    def read(self, key: str) -> str:
+    def get(self, key: str) -> str:
         return self._texts[key]
 
     def has(self, key: str) -> bool:
         return key in self._texts
 
-    def drop(self, key: str) -> None:
+    def delete(self, key: str) -> None:
         self._texts.pop(key, None)

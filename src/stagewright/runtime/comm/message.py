@@ -1,10 +1,11 @@
-"""What travels between stages, and the memory it travels in.
+"""Messages between stages: their format, and the buffers that hold them on the host or on a GPU.
 
-A message is one flat buffer: every tensor of the layout at its offset, then the microbatch number. On the host, tensors
-are views of the buffer itself. On a GPU there are two ways:
+A message is one flat buffer: every tensor of the format at its offset, then the microbatch number. On the host, the
+tensors are views of the buffer. On a GPU there are two kinds:
 
     staged   tensors ─D2H─► pinned buffer ─transport─► pinned buffer ─H2D─► tensors      gloo, which moves host memory
-    direct   tensors ─────► device buffer ─transport─► device buffer = tensors           NCCL, or memory in a process"""
+    direct   tensors ─────► device buffer ─transport─► device buffer = tensors           NCCL, or memory in a process
+"""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stagewright.runtime.comm.device import Gpu, Reading, mark
+from stagewright.runtime.comm.device import Gpu, Reading, record_event
 from stagewright.runtime.comm.transport import Pending, Transport
 
 _ALIGNMENT = 64
 _NUMBER_BYTES = 8
-_NOT_HERE = -1
+_NOT_ARRIVED = -1  # in place of the number, until the message has arrived
 
 
-class LayoutError(RuntimeError):
-    """The two ends of a channel do not mean the same messages."""
+class FormatError(RuntimeError):
+    """The two ends of a channel disagree about its messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Field:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, flat: Tensor) -> Tensor:
-        """So many bytes, as this tensor."""
+        """A flat run of `bytes` bytes as this tensor."""
         typed = flat.view(self.dtype)
         if not self.channels_last:
             return typed.view(self.shape)
@@ -55,8 +56,8 @@ class Field:
         return f"{self.name} {str(self.dtype).removeprefix('torch.')}{list(self.shape)}{order}"
 
 
-class Layout:
-    """The tensors of a message and where each lies in its buffer."""
+class MessageFormat:
+    """The tensors of a message, and the offset of each in its buffer."""
 
     def __init__(self, fields: Sequence[Field]) -> None:
         self.fields = tuple(fields)
@@ -79,52 +80,52 @@ class Layout:
 
 
 class Message(Protocol):
-    """A message's memory with its parts cut out once; messages are reused, so the cutting is too."""
+    """A message's buffer and the views of its tensors, made once, since messages are reused."""
 
     tensors: Sequence[Tensor]
 
     def send(self, number: int, tensors: Sequence[Tensor], transport: Transport) -> Pending:
-        """Fill and send it; whoever sent it keeps the tensors until that is over."""
+        """Fill the buffer and send it; the caller must not change the tensors until that is complete."""
         ...
 
     def post(self, transport: Transport) -> Pending:
-        """Begin to receive into it."""
+        """Start to receive into the buffer."""
         ...
 
     def shows(self, number: int) -> bool:
-        """Whether that number has arrived for certain; False where nobody can tell yet."""
+        """Whether that number has certainly arrived; False where only waiting can tell."""
         ...
 
     def open(self) -> Reading | None:
-        """Make what has arrived usable by compute; its number, where it takes a while to read."""
+        """Make the received tensors usable by compute; returns the number's reading where it is on a GPU."""
         ...
 
     def number(self) -> int: ...
 
     def close(self) -> None:
-        """Sent, or no more needed by compute."""
+        """Sending, or compute, is done with the tensors."""
         ...
 
 
-MakeMessage = Callable[[Layout], Message]
+MakeMessage = Callable[[MessageFormat], Message]
 
 
 class HostMessage:
-    """On the CPU: the tensors are the buffer."""
+    """A message on the CPU: its tensors are views of the buffer."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.buffer = torch.empty(layout.bytes, dtype=torch.uint8)
+    def __init__(self, message_format: MessageFormat) -> None:
+        self.buffer = torch.empty(message_format.bytes, dtype=torch.uint8)
         self._number = self.buffer[-_NUMBER_BYTES:].view(torch.int64).numpy()  # a tenth of a tensor's cost to set
-        self.tensors: Sequence[Tensor] = layout.views(self.buffer)
+        self.tensors: Sequence[Tensor] = message_format.views(self.buffer)
 
     def send(self, number: int, tensors: Sequence[Tensor], transport: Transport) -> Pending:
         self._number[0] = number
-        for place, tensor in zip(self.tensors, tensors, strict=True):
-            place.copy_(tensor)
+        for view, tensor in zip(self.tensors, tensors, strict=True):
+            view.copy_(tensor)
         return transport.send(self.buffer)
 
     def post(self, transport: Transport) -> Pending:
-        self._number[0] = _NOT_HERE
+        self._number[0] = _NOT_ARRIVED
         return transport.receive(self.buffer)
 
     def shows(self, number: int) -> bool:
@@ -140,22 +141,22 @@ class HostMessage:
         pass
 
 
-class Courier:
-    """A thread that hands a buffer to its transport once the GPU has filled it."""
+class CopyThread:
+    """A thread that passes each staged buffer to its transport once the GPU has filled it."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "courier")
+        self._thread = ThreadPoolExecutor(1, "copies")
 
     def send(self, filled: torch.cuda.Event, transport: Transport, buffer: Tensor) -> Pending:
-        def go() -> Pending:
+        def send_filled() -> Pending:
             filled.synchronize()
             return transport.send(buffer)
 
-        return _Handed(self._thread.submit(go))
+        return _StagedSend(self._thread.submit(send_filled))
 
 
-class _Handed:
-    """A message that is filled, then under way."""
+class _StagedSend:
+    """A send whose buffer is still being filled, or which the transport has taken over."""
 
     def __init__(self, sending: Future[Pending]) -> None:
         self._sending = sending
@@ -168,48 +169,48 @@ class _Handed:
 
 
 class StagedMessage:
-    """On a GPU whose transport moves host memory: pinned memory, and on the receiving side its twin on the GPU."""
+    """A message on a GPU whose transport moves host memory: a pinned buffer, and on the receiver a GPU copy."""
 
-    def __init__(self, layout: Layout, gpu: Gpu, courier: Courier) -> None:
+    def __init__(self, message_format: MessageFormat, gpu: Gpu, copies: CopyThread) -> None:
         self._gpu = gpu
-        self._courier = courier
-        self._host = torch.empty(layout.bytes, dtype=torch.uint8, pin_memory=True)
+        self._copies = copies
+        self._host = torch.empty(message_format.bytes, dtype=torch.uint8, pin_memory=True)
         self._number = self._host[-_NUMBER_BYTES:].view(torch.int64).numpy()
-        self._places = layout.views(self._host)
-        self._layout = layout
-        self._twin: Tensor | None = None
+        self._views = message_format.views(self._host)
+        self._format = message_format
+        self._on_gpu: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
         self._closed: torch.cuda.Event | None = None
         self._held: Sequence[Tensor] = ()
-        self.tensors: Sequence[Tensor] = self._places
+        self.tensors: Sequence[Tensor] = self._views
 
     def send(self, number: int, tensors: Sequence[Tensor], transport: Transport) -> Pending:
         self._number[0] = number
-        self._held = tensors  # their memory must not be used again before the copy is over
-        with self._gpu.beside(self._gpu.copy_out, mark()):
-            for place, tensor in zip(self._places, tensors, strict=True):
-                place.copy_(tensor, non_blocking=True)
-            filled = mark()
-        return self._courier.send(filled, transport, self._host)
+        self._held = tensors  # keeps their memory from being reused before the copy is complete
+        with self._gpu.on_stream(self._gpu.copy_out, record_event()):
+            for view, tensor in zip(self._views, tensors, strict=True):
+                view.copy_(tensor, non_blocking=True)
+            filled = record_event()
+        return self._copies.send(filled, transport, self._host)
 
     def post(self, transport: Transport) -> Pending:
-        if self._twin is None:
-            self._twin = torch.empty_like(self._host, device=self._gpu.device)
-            self.tensors = self._layout.views(self._twin)
-            self._closed = mark()
+        if self._on_gpu is None:
+            self._on_gpu = torch.empty_like(self._host, device=self._gpu.device)
+            self.tensors = self._format.views(self._on_gpu)
+            self._closed = record_event()
         if self._copied is not None:
             self._copied.synchronize()
-        self._number[0] = _NOT_HERE
+        self._number[0] = _NOT_ARRIVED
         return transport.receive(self._host)
 
     def shows(self, number: int) -> bool:
         return int(self._number[0]) == number
 
     def open(self) -> None:
-        assert self._twin is not None
-        with self._gpu.beside(self._gpu.copy_in, self._closed):
-            self._twin.copy_(self._host, non_blocking=True)
-            self._copied = mark()
+        assert self._on_gpu is not None
+        with self._gpu.on_stream(self._gpu.copy_in, self._closed):
+            self._on_gpu.copy_(self._host, non_blocking=True)
+            self._copied = record_event()
         torch.cuda.current_stream().wait_event(self._copied)
 
     def number(self) -> int:
@@ -217,37 +218,37 @@ class StagedMessage:
 
     def close(self) -> None:
         self._held = ()
-        self._closed = mark()
+        self._closed = record_event()
 
 
 class DirectMessage:
-    """On a GPU whose transport moves device memory; the number is read back while compute goes on.
+    """A message on a GPU whose transport moves device memory; its number is read back while compute continues.
 
-    A transport that orders itself by streams is called on a stream of its own, so that a receive posted ahead does not
-    wait for what compute has queued.
+    A transport that runs in stream order is called on a separate stream (`own_streams`), so that a receive posted ahead
+    does not wait for what compute has queued.
     """
 
-    def __init__(self, layout: Layout, gpu: Gpu, *, own_streams: bool) -> None:
+    def __init__(self, message_format: MessageFormat, gpu: Gpu, *, own_streams: bool) -> None:
         self._gpu = gpu
         self._own_streams = own_streams
-        self._buffer = torch.empty(layout.bytes, dtype=torch.uint8, device=gpu.device)
+        self._buffer = torch.empty(message_format.bytes, dtype=torch.uint8, device=gpu.device)
         self._number = self._buffer[-_NUMBER_BYTES:].view(torch.int64)
-        self._closed = mark()
-        self.tensors: Sequence[Tensor] = layout.views(self._buffer)
+        self._closed = record_event()
+        self.tensors: Sequence[Tensor] = message_format.views(self._buffer)
 
     def send(self, number: int, tensors: Sequence[Tensor], transport: Transport) -> Pending:
         self._number.fill_(number)
-        for place, tensor in zip(self.tensors, tensors, strict=True):
-            place.copy_(tensor)
+        for view, tensor in zip(self.tensors, tensors, strict=True):
+            view.copy_(tensor)
         if not self._own_streams:
             return transport.send(self._buffer)
-        with self._gpu.beside(self._gpu.copy_out, mark()):
+        with self._gpu.on_stream(self._gpu.copy_out, record_event()):
             return transport.send(self._buffer)
 
     def post(self, transport: Transport) -> Pending:
         if not self._own_streams:
             return transport.receive(self._buffer)
-        with self._gpu.beside(self._gpu.copy_in, self._closed):
+        with self._gpu.on_stream(self._gpu.copy_in, self._closed):
             return transport.receive(self._buffer)
 
     def shows(self, number: int) -> bool:
@@ -260,4 +261,4 @@ class DirectMessage:
         return int(self._number)
 
     def close(self) -> None:
-        self._closed = mark()
+        self._closed = record_event()

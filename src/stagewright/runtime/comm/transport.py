@@ -1,4 +1,4 @@
-"""What is under way: the words that channels, collectives and devices have in common. Sums a stage's gradient over its replicas, in buckets, each under way as soon as backward has filled it. Where a rank is: the address that others reach it at, and who is on the same machine."""
+"""The interfaces that networks implement: pending operations, transports and collectives; and a rank's address."""
 
 from __future__ import annotations
 
@@ -11,27 +11,36 @@ from torch import Tensor
 
 from stagewright.plan.plan import Plan
 
+LOOPBACK = "127.0.0.1"
+ADDRESS = "STAGEWRIGHT_ADDRESS"  # the environment variable that holds a rank's address
+
 
 class LostPeer(RuntimeError):
-    """Another rank is gone: its own story is the one to tell."""
+    """Another rank is gone; its own failure, not this one, is the cause to report."""
 
 
 class Pending(Protocol):
-    """Something under way."""
+    """An operation that has started."""
 
     def is_completed(self) -> bool: ...
     def wait(self) -> object: ...
 
 
 class Transport(Protocol):
-    """Moves whole buffers from one rank to another, in order; knows nothing of what is in them."""
+    """Moves whole buffers from one rank to another, in order, whatever they contain."""
 
     def send(self, buffer: Tensor) -> Pending: ...
     def receive(self, buffer: Tensor) -> Pending: ...
 
 
+class Collective(Protocol):
+    """Sums tensors in place over a fixed set of ranks; every member joins every sum in the same order."""
+
+    def sum(self, tensor: Tensor) -> Pending: ...
+
+
 class Done:
-    """Nothing to wait for."""
+    """An operation that was complete from the start."""
 
     def is_completed(self) -> bool:
         return True
@@ -41,7 +50,7 @@ class Done:
 
 
 class AllOf:
-    """Several things under way, as one."""
+    """Several pending operations as one."""
 
     def __init__(self, pendings: Sequence[Pending]) -> None:
         self._pendings = pendings
@@ -54,36 +63,26 @@ class AllOf:
             pending.wait()
 
 
-class Collective(Protocol):
-    """Sums tensors in place over a fixed set of ranks; every member joins every sum in the same order."""
-
-    def sum(self, tensor: Tensor) -> Pending: ...
-
-
 class Alone:
-    """The collective of one rank."""
+    """The collective of a single rank, whose sums are what it already holds."""
 
     def sum(self, tensor: Tensor) -> Pending:
         return Done()
 
 
-LOOPBACK = "127.0.0.1"
-ADDRESS = "STAGEWRIGHT_ADDRESS"  # the environment variable that holds a rank's address
-
-
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank's address, and the ranks beside it; None where all are."""
+    """A rank's address, and the ranks on its machine; None means that all ranks are."""
 
     address: str = LOOPBACK
-    beside: frozenset[int] | None = None
+    local: frozenset[int] | None = None
 
-    def is_beside(self, rank: int) -> bool:
-        return self.beside is None or rank in self.beside
+    def is_local(self, rank: int) -> bool:
+        return self.local is None or rank in self.local
 
     @staticmethod
     def of(plan: Plan, rank: int) -> Place:
-        """The place that this process was started for."""
+        """The place of a rank, whose address the supervisor passes in the environment."""
         machine = plan.devices[rank].machine
-        beside = frozenset(other for other, device in enumerate(plan.devices) if device.machine == machine)
-        return Place(os.environ.get(ADDRESS, LOOPBACK), beside)
+        local = frozenset(other for other, device in enumerate(plan.devices) if device.machine == machine)
+        return Place(os.environ.get(ADDRESS, LOOPBACK), local)

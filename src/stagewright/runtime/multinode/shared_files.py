@@ -53,7 +53,7 @@ def send_weights(network: Network, stage: Stage, state: Mapping[str, Tensor]) ->
     """Send a stage's weights to rank 0, which must receive them."""
     content = torch.frombuffer(bytearray(save(dict(state))), dtype=torch.uint8)
     name = _channel(stage)
-    network.bulletin.post(str(name), str(len(content)))
+    network.store.set(str(name), str(len(content)))
     transport = network.transport(name, 1)
     for piece in torch.split(content, _PIECE):
         transport.send(piece).wait()
@@ -63,7 +63,7 @@ def receive_weights(network: Network, stage: Stage) -> dict[str, Tensor]:
     """The weights that a stage's first replica sends."""
     name = _channel(stage)
     transport = network.transport(name, 1)
-    content = torch.empty(int(network.bulletin.read(str(name))), dtype=torch.uint8)
+    content = torch.empty(int(network.store.get(str(name))), dtype=torch.uint8)
     for piece in torch.split(content, _PIECE):
         transport.receive(piece).wait()
     return load(content.numpy().tobytes())

@@ -18,18 +18,18 @@ from stagewright.model.cut import Chain, Piece
 from stagewright.model.deterministic import make_repeatable
 from stagewright.model.load import build_model
 from stagewright.plan.plan import Plan, Stage
-from stagewright.runtime.comm.boundary import Exchange, Form
+from stagewright.runtime.comm.boundary import Exchange, FormatOptions
 from stagewright.runtime.comm.channel import Inbox, Network, Outbox, channels_of
 from stagewright.runtime.comm.device import Cpu, Device
 from stagewright.runtime.comm.transport import Collective
 from stagewright.runtime.job import Job
-from stagewright.runtime.stage.compute import Computing
+from stagewright.runtime.stage.compute import ComputeOptions
 from stagewright.runtime.stage.gradients import Reducer
-from stagewright.runtime.stage.loss_scaling import Scaling, make_overflow
+from stagewright.runtime.stage.loss_scaling import ScalingOptions, make_loss_scaling
 from stagewright.runtime.stage.optimizer import Optimizer, Rates
 from stagewright.runtime.stage.precision import make_precision
 from stagewright.runtime.stage.recorder import Recorder
-from stagewright.runtime.stage.replica import Replica, Rules
+from stagewright.runtime.stage.replica import Replica, StageOptions
 from stagewright.runtime.stage.versions import VersionRing
 from stagewright.runtime.stage.worker import Emit, Worker
 
@@ -105,19 +105,19 @@ def assemble(
         if plan.stages[stage].ranks[0] == rank:
             emit({"kind": "skipped", "stage": stage, "batch": update})
 
-    overflow = make_overflow(plan, rank, network.bulletin, _scaling(job), skipped)
+    loss_scaling = make_loss_scaling(plan, rank, network.store, _scaling_options(job), skipped)
     world = network.collective("agree", everyone)
-    worker = Worker(job, rank, replicas, collectives, world, overflow, emit, recorder)
+    worker = Worker(job, rank, replicas, collectives, world, loss_scaling, emit, recorder)
     if rank in plan.stages[0].ranks:
         worker.loader, worker.evaluation_loader = _loaders(job, emit, device.device)
     return worker
 
 
-def _scaling(job: Job) -> Scaling | None:
+def _scaling_options(job: Job) -> ScalingOptions | None:
     config = job.config.run
     if not make_precision(config.precision, config.device).is_scaled:
         return None
-    return Scaling(config.loss_scale, config.growth_interval, job.plan.verdict_delay)
+    return ScalingOptions(config.loss_scale, config.growth_interval, job.plan.verdict_delay)
 
 
 def _loaders(job: Job, emit: Emit, device: torch.device) -> tuple[Loader, Loader]:
@@ -148,12 +148,12 @@ def _connect(plan: Plan, rank: int, network: Network) -> dict[int, Exchange]:
         receiving = name.stage + (1 if is_forward else -1)
         window = plan.stages[min(name.stage, receiving)].depth + 1  # no more than that can be under way in training
         if rank == name.source:
-            outbox = Outbox(str(name), network.transport(name, window), network.bulletin, window, network.message)
+            outbox = Outbox(str(name), network.transport(name, window), network.store, window, network.message)
             own = exchanges[name.stage]
             (own.activations_to if is_forward else own.gradients_to)[name.target] = outbox
         elif rank == name.target:
             inbox = Inbox(
-                str(name), network.transport(name, window), network.bulletin, network.posted_ahead, network.message
+                str(name), network.transport(name, window), network.store, network.posted_ahead, network.message
             )
             own = exchanges[receiving]
             (own.activations_from if is_forward else own.gradients_from)[name.source] = inbox
@@ -167,10 +167,10 @@ def _replica(
     precision = make_precision(config.run.precision, config.run.device)
     ring = VersionRing(piece.modules, job.training.reached, stage.versions, stage.num_gradients)
     reducer = Reducer(collective, ring.parameters, ring.master.itemsize, config.run.bucket * 2**20)
-    form = Form(job.channels_last, precision.is_scaled)
+    format_options = FormatOptions(job.channels_last, precision.is_scaled)
     share = job.plan.stages[-1].round / stage.round
-    computing = Computing(config.run.compile, config.run.cuda_graph, stage.replicas > 1)
-    rules = Rules(config.run.seed, precision, config.optimizer.label_smoothing, share, form, computing)
+    compute = ComputeOptions(config.run.compile, config.run.cuda_graph, stage.replicas > 1)
+    options = StageOptions(config.run.seed, precision, config.optimizer.label_smoothing, share, format_options, compute)
     rates = Rates(config.optimizer.lr, config.schedule, job.batches, stage.round, job.plan.microbatches)
     optimizer = Optimizer(config.optimizer, ring.master, rates)
-    return Replica(stage, piece, ring, reducer, optimizer, exchange, rules, device)
+    return Replica(stage, piece, ring, reducer, optimizer, exchange, options, device)

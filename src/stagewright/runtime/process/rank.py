@@ -23,7 +23,7 @@ from stagewright.runtime.checkpoint.pauses import Pauses
 from stagewright.runtime.checkpoint.save import DiskSaver
 from stagewright.runtime.comm.channel import Network
 from stagewright.runtime.comm.device import open_device
-from stagewright.runtime.comm.message import LayoutError
+from stagewright.runtime.comm.message import FormatError
 from stagewright.runtime.comm.nccl import open_network
 from stagewright.runtime.comm.transport import LostPeer, Pending, Place
 from stagewright.runtime.faults import describe_shortage, shortage_event
@@ -114,7 +114,7 @@ def state_file(folder: Path, stage: int) -> Path:
 def _wait(pending: Pending) -> None:
     try:
         pending.wait()
-    except LayoutError:
+    except FormatError:
         raise
     except RuntimeError as error:
         raise LostPeer(first_line(error)) from error

@@ -1,4 +1,4 @@
-"""How a stage's forward is run: by its module, by a compiled one, or by replaying what a GPU was asked to do once."""
+"""Runs the forward of a stage: eagerly, compiled, or by replaying CUDA graphs of it."""
 
 from __future__ import annotations
 
@@ -12,92 +12,81 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from stagewright.runtime.comm.device import Device, mark
+from stagewright.runtime.comm.device import Device, record_event
 from stagewright.runtime.stage.precision import Precision
 
 Release = Callable[[], None]
 _Call = Callable[[Sequence[object]], Any]
-_EAGER_FORWARDS = 3  # before anything is captured: kernels are chosen and compiled by then
+_EAGER_FORWARDS = 3  # before the capture; by then kernels have been chosen and compiled
 _TRIALS = 5
-_WORTHWHILE = 1.05  # how much faster replaying must be to be worth its memory
-_NOISE = 10.0  # times that two eager runs differ
+_MIN_SPEEDUP = 1.05  # below which replaying is not worth its memory
+_NOISE = 10.0  # how many times the difference between two eager runs a replay may differ
 
 
 @dataclass(frozen=True, slots=True)
-class Computing:
-    """What a run asks of its stages' compute."""
+class ComputeOptions:
+    """How a run wants its stages computed."""
 
     is_compiled: bool = False
     graph: str = "off"  # auto, on or off
-    overlaps: bool = False  # sums begin during backward; a replayed backward has all its gradients at its end
+    overlaps: bool = False  # all-reduces start during backward; a replayed backward has its gradients only at its end
 
 
 class Compute(Protocol):
     """Runs a stage."""
 
     def forward(self, slot: int, arguments: Sequence[object]) -> tuple[Any, Release]:
-        """What the stage makes of its arguments, and what to call once its backward is over."""
+        """The stage's output, and a function to call once its backward is done."""
         ...
 
     @property
     def overwrites(self) -> bool:
-        """Whether gradients of its inputs lie in memory that a later backward uses again."""
-        ...
-
-    def story(self) -> str | None:
-        """What was decided while running, for the log."""
+        """Whether a later backward overwrites the gradients of this one's inputs."""
         ...
 
 
-class Calls:
-    """Calls the module; all versions of the weights share it."""
+class Eager:
+    """Calls the module, compiled or not; all versions of the weights share it."""
 
     overwrites = False
 
     def __init__(self, module: nn.Module, precision: Precision, *, is_compiled: bool) -> None:
         self.module = module
         self._precision = precision
-        self.bare: Callable[..., Any] = torch.compile(module, dynamic=False) if is_compiled else module
+        self._call: Callable[..., Any] = torch.compile(module, dynamic=False) if is_compiled else module
 
     def forward(self, slot: int, arguments: Sequence[object]) -> tuple[Any, Release]:
         return self(arguments), _nothing
 
     def __call__(self, arguments: Sequence[object]) -> Any:
         with self._precision.forward_context():
-            return self.bare(*arguments)
-
-    def story(self) -> str | None:
-        return None
+            return self._call(*arguments)
 
 
 def _nothing() -> None:
     pass
 
 
-class Replays:
-    """Captures forward and backward of a stage, once for each version slot and microbatch in flight, and replays them.
+class CudaGraphs:
+    """Captures forward and backward of a stage, once per version slot and microbatch in flight, and replays them.
 
-    A capture holds its activations, so its memory is that of the depth for every version. Unless it is forced, a few
-    microbatches decide: it is given up where results differ or little is gained.
+    A capture holds its activations, so every version needs the memory of the whole depth. Unless replaying is forced, a
+    trial on one microbatch decides: it is dropped where results differ or the gain is small.
     """
 
-    def __init__(self, eager: Calls, precision: Precision, device: Device, *, is_forced: bool) -> None:
+    def __init__(self, eager: Eager, precision: Precision, device: Device, *, is_forced: bool) -> None:
         self._eager = eager
         self._precision = precision
         self._device = device
         self._is_forced = is_forced
         self._forwards = 0
         self._is_on = True
-        self._story: str | None = None
         self._captured: dict[int, list[_Call]] = {}
         self._free: dict[int, list[int]] = {}
 
     @property
     def overwrites(self) -> bool:
         return self._is_on
-
-    def story(self) -> str | None:
-        return self._story
 
     def forward(self, slot: int, arguments: Sequence[object]) -> tuple[Any, Release]:
         self._forwards += 1
@@ -115,9 +104,9 @@ class Replays:
         return _copied(made), lambda: free.append(lane)
 
     def _try(self, arguments: Sequence[object]) -> bool:
-        """Whether to replay from here on."""
+        """Whether to replay from now on."""
         try:
-            with _kept_state(self._eager.module):
+            with _preserved_state(self._eager.module):
                 replay = self._capture(arguments)
                 trial = _Trial(self._eager.module, self._device, arguments)
                 first, again = trial.result(self._eager), trial.result(self._eager)
@@ -126,19 +115,15 @@ class Replays:
         except torch.OutOfMemoryError:
             if self._is_forced:
                 raise
-            self._story = "CUDA graphs are off: a capture does not fit into memory"
             return False
-        gain, apart, noise = eager / seconds, _apart(first, replayed), _apart(first, again)
-        is_equal = apart <= _NOISE * noise + torch.finfo(torch.float32).eps
-        is_on = self._is_forced or (is_equal and gain >= _WORTHWHILE)
-        facts = f"{gain:.2f}x the speed, results {'equal' if is_equal else f'apart by {apart:.1e}'}"
-        self._story = f"CUDA graphs are {'on' if is_on else 'off'}: {facts}"
-        return is_on
+        gain, difference, noise = eager / seconds, _distance(first, replayed), _distance(first, again)
+        is_equal = difference <= _NOISE * noise + torch.finfo(torch.float32).eps
+        return self._is_forced or (is_equal and gain >= _MIN_SPEEDUP)
 
     def _capture(self, arguments: Sequence[object]) -> _Call:
-        """A replay of forward, whose backward is a replay too; it takes the weights that are in the module now.
+        """A replay of forward, whose backward is a replay too; it uses the weights that are in the module now.
 
-        Weights are arguments of what is captured. Their own leaves would tie the capture to streams outside it.
+        The captured function takes the weights as arguments: their leaves would tie the capture to other streams.
         """
         module = self._eager.module
         weights = {name: leaf for name, leaf in module.named_parameters() if leaf.requires_grad}
@@ -153,23 +138,21 @@ class Replays:
             return functional_call(module, dict(zip(weights, own, strict=True)), values)
 
         samples = [_sample(tensor) for tensor in _tensors(arguments)]
-        aliases = [
-            leaf.detach().requires_grad_() for leaf in weights.values()
-        ]  # where the leaves are, so none is copied
-        with _kept_state(module), self._uncached():
+        aliases = [leaf.detach().requires_grad_() for leaf in weights.values()]  # share memory: nothing is copied
+        with _preserved_state(module), self._uncached():
             replay = torch.cuda.make_graphed_callables(stage, (*samples, *aliases), allow_unused_input=True)
         leaves = list(weights.values())
         return lambda given: replay(*_tensors(given), *leaves)
 
     def _uncached(self) -> AbstractContextManager[Any]:
-        """Autocast whose casts are part of the capture."""
+        """Autocast without its cache, so that the casts are part of the capture."""
         if self._precision.autocast is None:
             return nullcontext()
         return torch.autocast(self._precision.device, self._precision.autocast, cache_enabled=False)
 
 
 class _Trial:
-    """Runs forward and backward of one microbatch again and again, leaving nothing behind."""
+    """Runs forward and backward of one microbatch repeatedly, without a trace in the module."""
 
     def __init__(self, module: nn.Module, device: Device, arguments: Sequence[object]) -> None:
         self._device = device
@@ -179,7 +162,7 @@ class _Trial:
         self._wanted = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
 
     def result(self, call: _Call) -> list[Tensor]:
-        """Outputs and gradients, copied."""
+        """Copies of the outputs and gradients."""
         self._device.seed(0)
         pairs = zip(self._arguments, self._is_changed, strict=True)
         made = call([a.clone() if is_changed and isinstance(a, Tensor) else a for a, is_changed in pairs])
@@ -191,17 +174,17 @@ class _Trial:
 
     def seconds(self, call: _Call) -> float:
         self.result(call)
-        mark().synchronize()
+        record_event().synchronize()
         begun = time.perf_counter()
         for _ in range(_TRIALS):
             self.result(call)
-        mark().synchronize()
+        record_event().synchronize()
         return time.perf_counter() - begun
 
 
 @contextmanager
-def _kept_state(module: nn.Module) -> Iterator[None]:
-    """Running statistics and random state as they were, whatever runs meanwhile."""
+def _preserved_state(module: nn.Module) -> Iterator[None]:
+    """Restore buffers and the random state at the end of the context."""
     kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
     random_state = torch.cuda.get_rng_state()
     try:
@@ -217,35 +200,35 @@ def _tensors(arguments: Sequence[object]) -> list[Tensor]:
 
 
 def _is_changed(tensor: Tensor) -> bool:
-    """Whether the stage changes an argument in place, and is given a copy for that."""
+    """Whether the stage changes an argument in place, so that it was given a copy."""
     return tensor.requires_grad and not tensor.is_leaf
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """A leaf of its own like it."""
+    """A new leaf with the same values."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _copied(made: Any) -> Any:
-    """What leaves a replay lies in memory that the next replay overwrites; messages may still be reading it."""
+    """A copy of the outputs, since the next replay overwrites them while messages may still be reading."""
     if isinstance(made, Tensor):
         return made
     return type(made)(value.clone() if isinstance(value, Tensor) else value for value in made)
 
 
-def _apart(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """How far two results are apart, relative to the first."""
+def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """The distance between two results, relative to the norm of the first."""
     difference = sum(float((a - b).double().square().sum()) for a, b in zip(some, others, strict=True))
     size = sum(float(a.double().square().sum()) for a in some)
     return float((difference / size) ** 0.5) if size else 0.0
 
 
-def make_compute(module: nn.Module, precision: Precision, device: Device, computing: Computing) -> Compute:
-    """What runs a stage of a run."""
-    eager = Calls(module, precision, is_compiled=computing.is_compiled)
-    is_forced = computing.graph == "on"
-    if device.device.type != "cuda" or computing.graph == "off" or computing.is_compiled:
+def make_compute(module: nn.Module, precision: Precision, device: Device, options: ComputeOptions) -> Compute:
+    """What runs the forward of a stage."""
+    eager = Eager(module, precision, is_compiled=options.is_compiled)
+    is_forced = options.graph == "on"
+    if device.device.type != "cuda" or options.graph == "off" or options.is_compiled:
         return eager
-    if computing.overlaps and not is_forced:
+    if options.overlaps and not is_forced:
         return eager
-    return Replays(eager, precision, device, is_forced=is_forced)
+    return CudaGraphs(eager, precision, device, is_forced=is_forced)

@@ -1,7 +1,8 @@
-"""Dynamic scheduling: a rank takes whichever of its next tasks can run, backward first, within depth.
+"""Dynamic scheduling: a rank runs whichever of its next tasks is ready, backward first, within its depth.
 
-Streams keep their order, so channels, sums and reduces keep theirs; only the choice between streams is made at run
-time."""
+The tasks of a stream keep their order, so channels, sums and reduces keep theirs; only the choice between streams is
+made at run time.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +12,21 @@ from collections.abc import Callable
 from stagewright.plan.plan import Plan
 from stagewright.runtime.comm.transport import Pending
 from stagewright.runtime.stage.gate import Gate
-from stagewright.schedule.action import Action, Op
+from stagewright.schedule.action import PASSES, Action, Op
 from stagewright.schedule.lower import Task, last_of, streams
 from stagewright.schedule.requires import requires
 
 _POLL_SECONDS = 2e-5
 _PREFERENCE = {Op.UPDATE: 0, Op.REDUCE: 1, Op.AGREE: 2, Op.BACKWARD: 3, Op.FORWARD: 4}
-_COMPUTES = (Op.FORWARD, Op.BACKWARD)
 
 
 def _main(task: Task) -> Action:
-    """What a task is for, apart from its transfers."""
+    """The action of a task that is not a transfer."""
     return next(action for action in task.actions if action.op in _PREFERENCE)
 
 
-class Chooser:
-    """The tasks of a rank in a span, in an order chosen as they become possible; waiting for it waits for one."""
+class DynamicScheduler:
+    """Takes the tasks of a rank in a span as they become ready; waiting for it waits until one is."""
 
     def __init__(
         self,
@@ -53,26 +53,26 @@ class Chooser:
         return not any(task and self._last_of(task) < self._gate.limit for task in self._heads)
 
     def is_completed(self) -> bool:
-        """Whether a task can run now, or none is left."""
+        """Whether a task is ready, or none is left."""
         return self._choice() is not None or self.is_finished
 
     def wait(self) -> None:
-        """Wait until a task can run."""
+        """Wait until a task is ready."""
         limit = time.monotonic() + self._timeout
         while not self.is_completed():
             if time.monotonic() > limit:
-                raise RuntimeError(f"nothing could run for {self._timeout:g} s")
+                raise RuntimeError(f"no task became ready within {self._timeout:g} s")
             time.sleep(_POLL_SECONDS)
 
     def take(self) -> tuple[Action, ...]:
-        """The task to run now, if there is one left; it counts as done from here on."""
+        """The actions of the task to run now, which counts as done from here on; empty if none is left."""
         index = self._choice()
         if index is None:
             return ()
         task = self._heads[index]
         assert task is not None
         main = _main(task)
-        number = main.microbatch if main.op in _COMPUTES else main.version
+        number = main.microbatch if main.op in PASSES else main.version
         assert number is not None
         self._progress[main.op, main.stage] = number
         self._held[main.stage] += (main.op is Op.FORWARD) - (main.op is Op.BACKWARD)
@@ -80,26 +80,26 @@ class Chooser:
         return task.actions
 
     def _choice(self) -> int | None:
-        """The stream whose head can run; backward before forward, later stages before earlier ones."""
+        """The stream whose next task is ready; backward before forward, later stages before earlier ones."""
         candidates = [(index, _main(task)) for index, task in enumerate(self._heads) if task is not None]
         candidates.sort(key=lambda candidate: (_PREFERENCE[candidate[1].op], -candidate[1].stage))
-        return next((index for index, _ in candidates if self._can_run(self._heads[index])), None)
+        return next((index for index, _ in candidates if self._is_ready(self._heads[index])), None)
 
-    def _can_run(self, task: Task | None) -> bool:
+    def _is_ready(self, task: Task | None) -> bool:
         assert task is not None
         main = _main(task)
         if main.op is Op.FORWARD and self._held[main.stage] >= self._plan.stages[main.stage].depth:
             return False
         if self._last_of(task) >= self._gate.limit:
             return False
-        if not all(self._is_possible(action, task) for action in task.actions):
+        if not all(self._can_run(action, task) for action in task.actions):
             return False
-        return self._gate.enter(self._last_of(task))  # last: from here on it has begun
+        return self._gate.enter(self._last_of(task))  # last, since it begins the batch
 
     def _last_of(self, task: Task) -> int:
         return last_of(self._plan, task.actions[0])
 
-    def _is_possible(self, action: Action, task: Task) -> bool:
+    def _can_run(self, action: Action, task: Task) -> bool:
         for needed in requires(self._plan, action, self._start):
             if needed.rank == self._rank and needed not in task.actions and not self._is_done(needed):
                 return False
@@ -107,7 +107,7 @@ class Chooser:
         return pending is None or pending.is_completed()
 
     def _is_done(self, action: Action) -> bool:
-        """Streams keep their order, so whatever has a smaller number is done as well."""
-        number = action.microbatch if action.op in _COMPUTES else action.version
+        """Whether an action is done; streams keep their order, so every smaller number is done too."""
+        number = action.microbatch if action.op in PASSES else action.version
         assert number is not None
         return self._progress.get((action.op, action.stage), -1) >= number

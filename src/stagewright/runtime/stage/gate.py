@@ -1,7 +1,8 @@
-"""Where a rank may go on to: anywhere, unless a pause is being agreed on.
+"""The gate before each batch, closed while the ranks agree at which batch to pause.
 
-side thread:  hold() ── tells the batch this rank has reached ──►  everyone's answers  ──►  settle(batch)
-main thread:  enters batch after batch; from hold() on it waits before the next one, until settle()"""
+side thread:  hold() ── sends the batch this rank has reached ──►  answers of all ranks  ──►  pause_at(batch)
+main thread:  enters batch after batch; from hold() on it waits before the next one, until pause_at()
+"""
 
 from __future__ import annotations
 
@@ -11,18 +12,18 @@ from stagewright.runtime.job import NEVER
 
 
 class Gate:
-    """Lets a rank into one batch after another; as a thing under way, it is over when the rank need not wait."""
+    """Admits a rank to one batch after another; as a `Pending`, it is complete while the gate is open."""
 
     def __init__(self, microbatches: int) -> None:
         self._microbatches = microbatches
         self._changed = threading.Condition()
-        self._entered = 0  # microbatches: of every batch that this rank has begun
-        self._held = NEVER  # the first microbatch that waits for an answer
-        self.batch = self.limit = NEVER  # at which to pause, and its first microbatch
+        self._entered = 0  # microbatches: all those of the batches that this rank has begun
+        self._held = NEVER  # the first microbatch that must wait for the agreement
+        self.batch = self.limit = NEVER  # where to pause: the batch, and its first microbatch
         self.is_last_pause = False
 
     def enter(self, microbatch: int) -> bool:
-        """Begin a microbatch's batch, if that may be; one that has begun may always go on."""
+        """Begin the batch of a microbatch, if it is admitted; a batch that has begun always continues."""
         if microbatch < self._entered:
             return True
         with self._changed:
@@ -32,24 +33,24 @@ class Gate:
             return True
 
     def hold(self) -> int:
-        """Let no further batch begin until `settle`; the first that this rank has not begun."""
+        """Admit no further batch until `pause_at`; returns the first batch that this rank has not begun."""
         with self._changed:
             self._held = self._entered
             return self._entered // self._microbatches
 
-    def settle(self, batch: int, *, is_last: bool = False) -> None:
-        """Go on up to a batch that no rank has begun, and pause there."""
+    def pause_at(self, batch: int, *, is_last: bool = False) -> None:
+        """Open the gate up to a batch that no rank has begun, and pause there."""
         with self._changed:
             self.batch, self.limit, self.is_last_pause = batch, batch * self._microbatches, is_last
             self._held = NEVER
             self._changed.notify_all()
 
     def start_at(self, batch: int) -> None:
-        """The batches before this one have been trained by somebody else."""
+        """Start at this batch, since an earlier run has trained those before it."""
         self._entered = batch * self._microbatches
 
     def reopen(self) -> None:
-        """The pause is over."""
+        """End the pause."""
         with self._changed:
             self.batch = self.limit = NEVER
 

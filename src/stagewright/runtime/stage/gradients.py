@@ -1,10 +1,15 @@
-"""Sums a stage's gradient over its replicas, in buckets, each under way as soon as backward has filled it."""
+"""The gradient of a stage: summed over its replicas, bucket by bucket, and its norm, by which it is clipped.
+
+A `Reducer` starts the all-reduce of each bucket as soon as backward has filled it. `Norms` exchanges the norms of all
+stages, where a plan clips by the norm of the whole model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from stagewright.runtime.comm.transport import AllOf, Collective, Pending
@@ -12,7 +17,7 @@ from stagewright.runtime.stage.versions import Parameter, Slot
 
 
 def make_buckets(parameters: Sequence[Parameter], itemsize: int, bucket_bytes: int) -> list[tuple[int, ...]]:
-    """Indices of parameters in the order backward reaches them, in runs of about `bucket_bytes`."""
+    """Indices of parameters in the order in which backward reaches them, in runs of about `bucket_bytes`."""
     buckets: list[list[int]] = [[]]
     size = 0
     for index in reversed(range(len(parameters))):
@@ -25,7 +30,7 @@ def make_buckets(parameters: Sequence[Parameter], itemsize: int, bucket_bytes: i
 
 
 class Reducer:
-    """Issues one stage's buckets in a fixed order: during the last backward of a round, or all at once."""
+    """Starts the all-reduces of a stage's buckets in a fixed order: during a round's last backward, or together."""
 
     def __init__(
         self, collective: Collective, parameters: Sequence[Parameter], itemsize: int, bucket_bytes: int
@@ -37,19 +42,19 @@ class Reducer:
             for bucket in self._buckets
         ]
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
-        self._under_way: dict[int, list[Pending]] = {}
+        self._started: dict[int, list[Pending]] = {}
 
     @contextmanager
     def watching(self, slot: Slot, update: int, gradient: Tensor) -> Iterator[None]:
-        """Issue each bucket while backward runs, once its gradients and those of all buckets before are there."""
+        """Start each bucket while backward runs, once its gradients and those of all earlier buckets are complete."""
         missing = [len(bucket) for bucket in self._buckets]
 
         def arrived(index: int) -> None:
             missing[self._bucket_of[index]] -= 1
-            issued = len(self._under_way.setdefault(update, []))
-            while issued < len(missing) and missing[issued] == 0:
-                self._issue(update, gradient)
-                issued += 1
+            number = len(self._started.setdefault(update, []))
+            while number < len(missing) and missing[number] == 0:
+                self._start_next(update, gradient)
+                number += 1
 
         hooks = [
             leaf.register_post_accumulate_grad_hook(lambda _, index=index: arrived(index))  # type: ignore[no-untyped-call]
@@ -62,19 +67,56 @@ class Reducer:
                 hook.remove()
 
     def start(self, update: int, gradient: Tensor) -> None:
-        """Issue what is not under way yet."""
-        while len(self._under_way.setdefault(update, [])) < len(self._buckets):
-            self._issue(update, gradient)
+        """Start every bucket that has not started yet."""
+        while len(self._started.setdefault(update, [])) < len(self._buckets):
+            self._start_next(update, gradient)
 
     def pending(self, update: int) -> Pending:
-        """What must be over before the gradient is the sum."""
-        return AllOf(self._under_way.get(update, ()))
+        """The all-reduces of an update; once they are complete, the gradient is the sum."""
+        return AllOf(self._started.get(update, ()))
 
     def forget(self, update: int) -> None:
-        """The update is made."""
-        self._under_way.pop(update, None)
+        """Drop an update's all-reduces, once the update is done."""
+        self._started.pop(update, None)
 
-    def _issue(self, update: int, gradient: Tensor) -> None:
-        under_way = self._under_way[update]
-        first, last = self._ranges[len(under_way)]
-        under_way.append(self._collective.sum(gradient[first:last]))
+    def _start_next(self, update: int, gradient: Tensor) -> None:
+        started = self._started[update]
+        first, last = self._ranges[len(started)]
+        started.append(self._collective.sum(gradient[first:last]))
+
+
+class Norms:
+    """The squared norms of all stages' gradients of one update, each computed by its stage's first replica."""
+
+    def __init__(self, stages: int, world: Collective) -> None:
+        self._stages = stages
+        self._world = world
+        self._update = -1
+        self._pending: Pending | None = None
+        self._squares: Tensor | None = None
+
+    def exchange(self, gradients: Mapping[int, Tensor], update: int) -> None:
+        """Join the exchange for an update, with the gradients, by stage, whose norms this rank computes."""
+        squares = torch.zeros(self._stages, dtype=torch.float64)
+        for stage, gradient in gradients.items():
+            squares[stage] = norm_of(gradient) ** 2
+        self._update, self._squares, self._pending = update, squares, self._world.sum(squares)
+
+    def pending(self, update: int) -> Pending:
+        assert self._pending is not None and self._update == update, f"norms of update {update} were not exchanged"
+        return self._pending
+
+    def squares(self, update: int) -> Tensor:
+        """The squared norm of each stage; the exchange must be complete."""
+        assert self._squares is not None and self._update == update, f"norms of update {update} were not exchanged"
+        return self._squares
+
+
+def norm_of(gradient: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    return norm
+
+
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """The factor that limits a gradient's norm to `limit`, as in torch's clip_grad_norm_."""
+    return (limit / (norm + 1e-6)).clamp(max=1.0)

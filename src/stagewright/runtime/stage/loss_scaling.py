@@ -1,8 +1,11 @@
-"""Dynamic loss scaling, decided by batch numbers: the scale of a batch follows from verdicts, never from timing. What a rank does about gradients that are not finite: by what kind of plan, one small object each.
+"""Dynamic loss scaling by batch numbers: a batch's scale follows from earlier skip decisions, never from timing.
 
-one stage    all ranks hold the same sum, so each looks at its own; the device decides, the host learns later
-all K = 1    every stage learns of every other's overflow before its update, as one process would
-lagging      a stage hears from the stage behind it, and the last stage from the first, both by batch number"""
+A stage skips an update whose gradient is not finite. How ranks learn of each other's decisions depends on the plan:
+
+    one stage    all ranks hold the same sum and check it themselves; the device decides, and the host reads it later
+    all K = 1    every stage knows every other's overflow before its update, as one process would
+    lagged       a stage reads the flag of the next stage, and the last stage that of the first, both by batch number
+"""
 
 from __future__ import annotations
 
@@ -15,59 +18,62 @@ from typing import Any
 from torch import Tensor
 
 from stagewright.plan.plan import Plan
-from stagewright.runtime.comm.channel import Bulletin
+from stagewright.runtime.comm.channel import KeyValueStore
 from stagewright.runtime.comm.device import Reading
 from stagewright.runtime.comm.transport import AllOf, Pending
 from stagewright.runtime.stage.replica import Replica
 
-LARGEST = 2.0**127  # that fp32 holds
+LARGEST = 2.0**127  # the largest power of two in fp32
+SMALLEST = 2.0**-24  # below this, a scale only makes gradients vanish
 _GROWTH, _BACKOFF = 2.0, 0.5
-SMALLEST = 2.0**-24  # below it a scale only helps gradients to vanish
+_KEPT_FLAGS = 64  # updates per stage; no rank falls further behind another
+
+Skipped = Callable[[int, int], None]  # called with the stage and the update that was skipped
 
 
 @dataclass(frozen=True, slots=True)
-class Scaling:
-    """How the scale moves: where it begins, and after how many clean batches it doubles."""
+class ScalingOptions:
+    """The initial scale, and when it changes."""
 
     initial: float
-    interval: int
-    delay: int  # the scale of batch p uses exactly the verdicts on batches up to p - delay
+    interval: int  # batches without overflow after which the scale doubles
+    delay: int  # the scale of batch p depends on exactly the skip decisions up to batch p - delay
 
 
 class LossScale:
-    """The scale of each batch in turn."""
+    """The loss scale of each batch in turn, which follows from the skip decisions on earlier batches."""
 
-    def __init__(self, scaling: Scaling) -> None:
-        self._scaling = scaling
-        self._current = scaling.initial
-        self._clean = 0
-        self._heard = 0  # verdicts taken into account
-        self._verdicts: dict[int, bool] = {}  # told, and not yet taken into account
-        self._used: dict[int, float] = {}  # scales of batches without a verdict
+    def __init__(self, options: ScalingOptions) -> None:
+        self._options = options
+        self._current = options.initial
+        self._clean = 0  # batches since the last change
+        self._applied = 0  # batches whose skip decisions are in the current scale
+        self._decisions: dict[int, bool] = {}  # recorded but not yet applied
+        self._used: dict[int, float] = {}  # scales of the batches whose decision is not applied
 
     def due(self, batch: int) -> range:
-        """The batches whose verdicts must still be told before the scale of this one is known."""
-        return self.missing(batch - self._scaling.delay + 1)
+        """The batches whose skip decisions must be recorded before the scale of this one is known."""
+        return self.missing(batch - self._options.delay + 1)
 
     def missing(self, stop: int) -> range:
-        """The batches below `stop` without a verdict; verdicts are told in order."""
-        return range(self._heard + len(self._verdicts), stop)
+        """The batches below `stop` without a recorded skip decision."""
+        return range(self._applied + len(self._decisions), stop)
 
-    def tell(self, batch: int, overflowed: bool) -> None:
-        """A verdict: whether some stage skipped that batch's update for want of finite gradients."""
-        self._verdicts[batch] = overflowed
+    def record(self, batch: int, overflowed: bool) -> None:
+        """Record whether any stage skipped a batch's update because of overflow; batches come in order."""
+        self._decisions[batch] = overflowed
 
     def of(self, batch: int) -> float:
-        """The scale of a batch; the verdicts it depends on have been told, and batches come in order."""
+        """The scale of a batch, whose due decisions are recorded; batches come in order."""
         if batch not in self._used:
-            while self._heard <= batch - self._scaling.delay:
-                self._take(self._heard, self._verdicts.pop(self._heard))
+            while self._applied <= batch - self._options.delay:
+                self._apply(self._applied, self._decisions.pop(self._applied))
             self._used[batch] = self._current
         return self._used[batch]
 
-    def _take(self, batch: int, overflowed: bool) -> None:
-        """A batch that ran at another scale says nothing about this one."""
-        self._heard = batch + 1
+    def _apply(self, batch: int, overflowed: bool) -> None:
+        """Change the scale after a decision, unless the batch ran at another scale than the current one."""
+        self._applied = batch + 1
         if self._used.pop(batch, self._current) != self._current:
             return
         if overflowed:
@@ -80,109 +86,108 @@ class LossScale:
                 )
             return
         self._clean += 1
-        if self._clean == self._scaling.interval:
+        if self._clean == self._options.interval:
             self._current = min(LARGEST, self._current * _GROWTH)
             self._clean = 0
 
     def state(self) -> dict[str, Any]:
-        """All that decides the scales to come, as JSON holds it."""
+        """All that decides later scales, for JSON; the keys are part of the checkpoint format."""
         return {
             "current": self._current,
             "clean": self._clean,
-            "heard": self._heard,
-            "verdicts": {str(batch): told for batch, told in self._verdicts.items()},
+            "heard": self._applied,
+            "verdicts": {str(batch): overflowed for batch, overflowed in self._decisions.items()},
             "used": {str(batch): scale for batch, scale in self._used.items()},
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self._current, self._clean, self._heard = state["current"], state["clean"], state["heard"]
-        self._verdicts = {int(batch): bool(told) for batch, told in state["verdicts"].items()}
+        self._current, self._clean, self._applied = state["current"], state["clean"], state["heard"]
+        self._decisions = {int(batch): bool(overflowed) for batch, overflowed in state["verdicts"].items()}
         self._used = {int(batch): float(scale) for batch, scale in state["used"].items()}
 
-    def begin_at(self, batch: int) -> None:
-        """Go on under another plan: what came before has had its say."""
-        self._heard = batch
-        self._verdicts.clear()
+    def start_at(self, batch: int) -> None:
+        """Start from the current scale at a batch, whatever was decided before it."""
+        self._applied = batch
+        self._decisions.clear()
         self._used.clear()
 
 
-Skipped = Callable[[int, int], None]  # told of a stage and an update
-_KEPT = 64  # updates whose flags stay; no rank is further behind another
-
-
-class Overflow:
-    """Of precisions that need no scale."""
+class LossScaling:
+    """Loss scaling of one rank; this default is for precisions that need none."""
 
     def scale_of(self, batch: int) -> float | None:
-        """What the last stage multiplies a batch's loss with."""
+        """The factor by which the last stage multiplies a batch's loss."""
         return None
 
     def awaits_scale(self, batch: int) -> Pending | None:
-        """What must be over before the scale of a batch is known."""
+        """What must be complete before the scale of a batch is known."""
         return None
 
     def awaits_flag(self, stage: int, update: int) -> Pending | None:
-        """What must be over before a stage can agree on an update."""
+        """What must be complete before a stage can agree on an update."""
         return None
 
     def unscale(self, replica: Replica, update: int) -> None:
-        """The gradient is whole: divide it by its scale, and note whether it is finite."""
+        """Divide the whole gradient by its scale, and note whether it is finite."""
 
-    def outcome(self, replica: Replica, update: int, norms: Tensor | None) -> Tensor | bool:
-        """Whether to skip an update: known here, or by the device alone (1 to skip); `norms` are all stages'."""
+    def skip_decision(self, replica: Replica, update: int, norms: Tensor | None) -> Tensor | bool:
+        """Whether to skip an update: a bool, or a tensor (1 to skip) where only the device knows.
+
+        `norms` are the squared norms of all stages, where ranks exchange them.
+        """
         return False
 
-    def awaits_verdicts(self, stop: int) -> Pending | None:
-        """What must be over before every batch below `stop` has its verdict."""
+    def awaits_decisions(self, stop: int) -> Pending | None:
+        """What must be complete before the skip decisions on all batches below `stop` are known."""
         return None
 
-    def settle(self, stop: int) -> None:
-        """The pipeline is empty: take in every verdict on batches below `stop`."""
+    def record_decisions(self, stop: int) -> None:
+        """Record the skip decisions on all batches below `stop`; the pipeline is empty."""
 
     def state(self) -> dict[str, Any]:
-        """What decides the scales to come."""
+        """All that decides later scales."""
         return {}
 
-    def go_on(self, state: Mapping[str, Any], batch: int, *, is_same: bool) -> None:
-        """Go on after `batch` batches from such a state, which may be another plan's or of a run without scales."""
+    def resume(self, state: Mapping[str, Any], batch: int, *, is_same: bool) -> None:
+        """Resume after `batch` batches from a state of this plan or another; empty if it had no scale."""
 
 
-class _Scaled(Overflow, ABC):
-    """Keeps the scale, on ranks of the last stage; subclasses know how verdicts come."""
+class _DynamicScaling(LossScaling, ABC):
+    """Keeps the scale, on ranks of the last stage; subclasses know how skip decisions get there."""
 
-    def __init__(self, scaling: Scaling, skipped: Skipped, *, is_last: bool = True) -> None:
-        self._scale = LossScale(scaling)
+    def __init__(self, options: ScalingOptions, skipped: Skipped, *, is_last: bool = True) -> None:
+        self._scale = LossScale(options)
         self._skipped = skipped
         self._is_last = is_last
 
     def scale_of(self, batch: int) -> float | None:
         for earlier in self._scale.due(batch):
-            self._scale.tell(earlier, self._verdict(earlier))
+            self._scale.record(earlier, self._decision(earlier))
         return self._scale.of(batch)
 
-    def settle(self, stop: int) -> None:
+    def record_decisions(self, stop: int) -> None:
         for batch in self._scale.missing(stop) if self._is_last else ():
-            self._scale.tell(batch, self._verdict(batch))
+            self._scale.record(batch, self._decision(batch))
 
     def state(self) -> dict[str, Any]:
         return self._scale.state()
 
-    def go_on(self, state: Mapping[str, Any], batch: int, *, is_same: bool) -> None:
+    def resume(self, state: Mapping[str, Any], batch: int, *, is_same: bool) -> None:
         if state:
             self._scale.load(state)
         if not (state and is_same):
-            self._scale.begin_at(batch)
+            self._scale.start_at(batch)
 
     @abstractmethod
-    def _verdict(self, batch: int) -> bool:
-        """Whether the first stage skipped that batch; verdicts are asked for in order."""
+    def _decision(self, batch: int) -> bool:
+        """Whether the first stage skipped that batch; called once per batch, in order."""
 
 
-class OneStage(_Scaled):
-    """The device skips by itself; its verdict is read when the next batch's backward begins."""
+class OneStageScaling(_DynamicScaling):
+    """The device skips on its own; the host reads the decision when the next batch's backward begins."""
 
-    def __init__(self, scaling: Scaling, skipped: Skipped) -> None:
-        super().__init__(scaling, skipped)
+    def __init__(self, options: ScalingOptions, skipped: Skipped) -> None:
+        super().__init__(options, skipped)
         self._found: dict[int, Tensor] = {}
         self._readings: deque[tuple[int, Reading]] = deque()
 
@@ -190,29 +195,29 @@ class OneStage(_Scaled):
         self._found[update] = found = replica.unscale(update)
         self._readings.append((update, replica.device.read(found)))
 
-    def outcome(self, replica: Replica, update: int, norms: Tensor | None) -> Tensor | bool:
+    def skip_decision(self, replica: Replica, update: int, norms: Tensor | None) -> Tensor | bool:
         return self._found.pop(update)
 
-    def _verdict(self, batch: int) -> bool:
+    def _decision(self, batch: int) -> bool:
         update, reading = self._readings.popleft()
-        assert update == batch, f"the verdict on batch {batch} is due but that on {update} came"
+        assert update == batch, f"expected the skip decision on batch {batch} but found that on {update}"
         overflowed = bool(reading.value())
         if overflowed:
             self._skipped(0, batch)
         return overflowed
 
 
-class Synchronous(_Scaled):
-    """The squared norms that ranks exchange tell: one that is no number is an overflow."""
+class SynchronousScaling(_DynamicScaling):
+    """Every rank decides from the squared norms that all exchange: an overflow makes one infinite or NaN."""
 
-    def __init__(self, scaling: Scaling, skipped: Skipped, *, is_last: bool) -> None:
-        super().__init__(scaling, skipped, is_last=is_last)
+    def __init__(self, options: ScalingOptions, skipped: Skipped, *, is_last: bool) -> None:
+        super().__init__(options, skipped, is_last=is_last)
         self._overflowed: dict[int, bool] = {}
 
     def unscale(self, replica: Replica, update: int) -> None:
         replica.unscale(update)
 
-    def outcome(self, replica: Replica, update: int, norms: Tensor | None) -> Tensor | bool:
+    def skip_decision(self, replica: Replica, update: int, norms: Tensor | None) -> Tensor | bool:
         assert norms is not None
         overflowed = not bool(norms.isfinite().all())
         if self._is_last:
@@ -221,78 +226,84 @@ class Synchronous(_Scaled):
             self._skipped(replica.stage.index, update)
         return overflowed
 
-    def _verdict(self, batch: int) -> bool:
+    def _decision(self, batch: int) -> bool:
         return self._overflowed.pop(batch)
 
 
-class Lagging(_Scaled):
-    """Flags travel from stage to stage through the bulletin."""
+class LaggedScaling(_DynamicScaling):
+    """Overflow flags pass from stage to stage through the key-value store."""
 
-    def __init__(self, scaling: Scaling, skipped: Skipped, rank: int, bulletin: Bulletin, *, is_last: bool) -> None:
-        super().__init__(scaling, skipped, is_last=is_last)
+    def __init__(
+        self, options: ScalingOptions, skipped: Skipped, rank: int, store: KeyValueStore, *, is_last: bool
+    ) -> None:
+        super().__init__(options, skipped, is_last=is_last)
         self._rank = rank
-        self._bulletin = bulletin
+        self._store = store
         self._flags: dict[tuple[int, int], bool] = {}
 
     def awaits_scale(self, batch: int) -> Pending | None:
-        return AllOf([_Coming(self._bulletin, _key(0, earlier)) for earlier in self._scale.due(batch)])
+        return AllOf([_Flag(self._store, 0, earlier) for earlier in self._scale.due(batch)])
 
-    def awaits_verdicts(self, stop: int) -> Pending | None:
+    def awaits_decisions(self, stop: int) -> Pending | None:
         batches = self._scale.missing(stop) if self._is_last else ()
-        return AllOf([_Coming(self._bulletin, _key(0, batch)) for batch in batches])
+        return AllOf([_Flag(self._store, 0, batch) for batch in batches])
 
     def awaits_flag(self, stage: int, update: int) -> Pending | None:
-        return _Coming(self._bulletin, _key(stage + 1, update))
+        return _Flag(self._store, stage + 1, update)
 
     def unscale(self, replica: Replica, update: int) -> None:
         stage = replica.stage
         overflowed = bool(replica.device.read(replica.unscale(update)).value())
         if not stage.is_last:
-            overflowed |= self._read(stage.index + 1, update)
+            overflowed |= _Flag(self._store, stage.index + 1, update).read()
         self._flags[stage.index, update] = overflowed
         if stage.ranks[0] == self._rank:
-            self._bulletin.post(_key(stage.index, update), str(int(overflowed)))
-            if update >= _KEPT:
-                self._bulletin.drop(_key(stage.index, update - _KEPT))
+            _Flag(self._store, stage.index, update).write(overflowed)
+            if update >= _KEPT_FLAGS:
+                _Flag(self._store, stage.index, update - _KEPT_FLAGS).delete()
 
-    def outcome(self, replica: Replica, update: int, norms: Tensor | None) -> Tensor | bool:
+    def skip_decision(self, replica: Replica, update: int, norms: Tensor | None) -> Tensor | bool:
         overflowed = self._flags.pop((replica.stage.index, update))
         if overflowed:
             self._skipped(replica.stage.index, update)
         return overflowed
 
-    def _verdict(self, batch: int) -> bool:
-        return self._read(0, batch)
-
-    def _read(self, stage: int, update: int) -> bool:
-        return self._bulletin.read(_key(stage, update)) == "1"
+    def _decision(self, batch: int) -> bool:
+        return _Flag(self._store, 0, batch).read()
 
 
-def make_overflow(plan: Plan, rank: int, bulletin: Bulletin, scaling: Scaling | None, skipped: Skipped) -> Overflow:
-    """What goes with a plan."""
-    if scaling is None:
-        return Overflow()
-    if len(plan.stages) == 1:
-        return OneStage(scaling, skipped)
-    is_last = rank in plan.stages[-1].ranks
-    if plan.agree:
-        return Synchronous(scaling, skipped, is_last=is_last)
-    return Lagging(scaling, skipped, rank, bulletin, is_last=is_last)
+class _Flag:
+    """A stage's overflow flag of one update in the store; as a `Pending`, it is complete once it is set."""
 
+    def __init__(self, store: KeyValueStore, stage: int, update: int) -> None:
+        self._store = store
+        self._key = f"overflow/{stage}/{update}"
 
-def _key(stage: int, update: int) -> str:
-    return f"overflow/{stage}/{update}"
+    def write(self, overflowed: bool) -> None:
+        self._store.set(self._key, str(int(overflowed)))
 
+    def read(self) -> bool:
+        return self._store.get(self._key) == "1"
 
-class _Coming:
-    """A text that somebody will leave."""
-
-    def __init__(self, bulletin: Bulletin, key: str) -> None:
-        self._bulletin = bulletin
-        self._key = key
+    def delete(self) -> None:
+        self._store.delete(self._key)
 
     def is_completed(self) -> bool:
-        return self._bulletin.has(self._key)
+        return self._store.has(self._key)
 
     def wait(self) -> None:
-        self._bulletin.read(self._key)
+        self._store.get(self._key)
+
+
+def make_loss_scaling(
+    plan: Plan, rank: int, store: KeyValueStore, options: ScalingOptions | None, skipped: Skipped
+) -> LossScaling:
+    """The loss scaling of one rank of a plan."""
+    if options is None:
+        return LossScaling()
+    if len(plan.stages) == 1:
+        return OneStageScaling(options, skipped)
+    is_last = rank in plan.stages[-1].ranks
+    if plan.agree:
+        return SynchronousScaling(options, skipped, is_last=is_last)
+    return LaggedScaling(options, skipped, rank, store, is_last=is_last)

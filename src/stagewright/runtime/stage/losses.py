@@ -1,4 +1,4 @@
-"""Losses of microbatches on their way from the device to whoever listens, a batch at a time. How good logits are."""
+"""Losses and scores: from the logits of a microbatch to the events of a batch."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from stagewright.events import Score
 from stagewright.plan.plan import Plan
 from stagewright.runtime.comm.device import Reading
-from stagewright.runtime.stage.replica import widened
 
 
 class NonFiniteLoss(ValueError):
-    """The loss is not a number; training on would only spread it."""
+    """A loss is infinite or NaN; further training would only spread it."""
 
 
 class Losses:
-    """Keeps a batch's losses until all are there; tells of batches in order, and never waits before `flush`."""
+    """Collects the losses of each batch on this rank, and emits batches in order; only `flush` waits."""
 
     def __init__(self, plan: Plan, rank: int, emit: Callable[[dict[str, Any]], None]) -> None:
         self._plan = plan
@@ -31,14 +31,14 @@ class Losses:
         self._batches: deque[tuple[list[tuple[int, Reading]], float | None]] = deque()
 
     def add(self, losses: list[tuple[int, Reading]], scale: float | None) -> None:
-        """A batch's losses on this rank, and the scale that its gradients had."""
+        """Add a batch's losses on this rank, and its loss scale if it had one."""
         self._batches.append((losses, scale))
-        self._tell(wait=False)
+        self._emit_batches(wait=False)
 
     def flush(self) -> None:
-        self._tell(wait=True)
+        self._emit_batches(wait=True)
 
-    def _tell(self, *, wait: bool) -> None:
+    def _emit_batches(self, *, wait: bool) -> None:
         while self._batches and (wait or all(reading.is_completed() for _, reading in self._batches[0][0])):
             losses, scale = self._batches.popleft()
             numbers = [(microbatch, float(reading.value())) for microbatch, reading in losses]
@@ -57,9 +57,14 @@ class Losses:
 
 
 def score_of(logits: Tensor, labels: Tensor) -> Score:
-    """Samples, their losses, and the hits among the best one and five; a sample of many labels counts as one."""
+    """Samples, their summed loss, and top-1 and top-5 hits; a sample with many labels counts as one."""
     logits = widened(logits)
     best = (logits.topk(min(5, logits.shape[1]), 1).indices == labels.unsqueeze(1)).double()
     hits = best.flatten(2).mean(2) if best.dim() > 2 else best
     loss = float(functional.cross_entropy(logits, labels)) * len(labels)
     return Score(len(labels), loss, float(hits[:, 0].sum()), float(hits.sum()))
+
+
+def widened(logits: Tensor) -> Tensor:
+    """Half-precision logits as fp32, in which losses are computed."""
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

@@ -1,4 +1,4 @@
-"""Optimizers over a flat master, and the learning rate as a function of the batch number."""
+"""Optimizers of flat master weights, and the learning rate as a function of the batch number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stagewright.config.sections import OptimizerConfig, ScheduleConfig
 
 
 def learning_rate(base: float, schedule: ScheduleConfig, batch: int, batches: int) -> float:
-    """The rate of one batch of a run of `batches`; it depends on nothing else."""
+    """The learning rate of one batch in a run of `batches`."""
     if batch < schedule.warmup:
         return base * (batch + 1) / schedule.warmup
     progress = min(1.0, (batch - schedule.warmup) / max(1, batches - schedule.warmup))
@@ -26,11 +26,6 @@ def learning_rate(base: float, schedule: ScheduleConfig, batch: int, batches: in
     return base
 
 
-def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """What a gradient is multiplied with so that its norm is at most `limit`, as torch's clip_grad_norm_ does."""
-    return (limit / (norm + 1e-6)).clamp(max=1.0)
-
-
 @dataclass(frozen=True, slots=True)
 class Rates:
     """The learning rate of each update of a stage."""
@@ -38,15 +33,15 @@ class Rates:
     base: float
     schedule: ScheduleConfig
     batches: int
-    round: int = 1  # microbatches of an update
-    microbatches: int = 1  # of a batch
+    round: int = 1  # microbatches per update
+    microbatches: int = 1  # per batch
 
     def of(self, update: int) -> float:
         return learning_rate(self.base, self.schedule, update * self.round // self.microbatches, self.batches)
 
 
 class Optimizer:
-    """Moves a flat master by a flat gradient."""
+    """Updates flat master weights from a flat gradient."""
 
     def __init__(self, config: OptimizerConfig, master: Tensor, rates: Rates) -> None:
         self._master = master
@@ -56,7 +51,7 @@ class Optimizer:
             self._torch: torch.optim.Optimizer = torch.optim.SGD(
                 [master], config.lr, config.momentum, 0.0, config.weight_decay, config.nesterov, fused=True
             )
-            if config.momentum:  # fused SGD would otherwise begin from whatever the memory holds
+            if config.momentum:  # otherwise fused SGD starts from uninitialised memory
                 self._torch.state[master]["momentum_buffer"] = torch.zeros_like(master)
         else:
             self._torch = torch.optim.AdamW(
@@ -67,22 +62,22 @@ class Optimizer:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """What it remembers, to be saved and to be written to: flat tensors beside the master, and single numbers."""
+        """The live state, to be saved or restored in place: flat tensors like the master, and scalars."""
         return dict(self._torch.state[self._master])
 
     def step(self, update: int, gradient: Tensor, found_inf: Tensor | None = None) -> None:
-        """Move the master, unless `found_inf` says 1: then all stays, the count of steps as well."""
+        """Update the master; if `found_inf` is 1, nothing changes, not even the count of steps."""
         self._master.grad = gradient
         self._torch.found_inf = found_inf  # type: ignore[attr-defined]
         self._torch.param_groups[0]["lr"] = self._rates.of(update)
         self._torch.step()
         self._master.grad = None
 
-    def foresee(self, weights: Tensor, version: int, updates: int) -> None:
-        """Write what the master, which is this version, will be `updates` later if all goes on as it does.
+    def extrapolate(self, weights: Tensor, version: int, updates: int) -> None:
+        """Write the master, which is at `version`, extrapolated by `updates` updates along its momentum.
 
-        Momentum goes on at the rate of the next update; gradients and decay to come are not known. Without --predict
-        it is the master as it is.
+        The momentum continues at the learning rate of the next update; future gradients and weight decay are unknown.
+        Without --predict, this copies the master.
         """
         config, state = self._config, self.state
         if not (config.predict and updates):
@@ -95,11 +90,11 @@ class Optimizer:
         elif not config.momentum:
             weights.copy_(self._master)
         else:
-            way = _momentum_to_come(config, updates) * self._rates.of(version)
-            torch.add(self._master, state["momentum_buffer"], alpha=-way, out=weights)
+            distance = momentum_distance(config, updates) * self._rates.of(version)
+            torch.add(self._master, state["momentum_buffer"], alpha=-distance, out=weights)
 
 
-def _momentum_to_come(config: OptimizerConfig, updates: int) -> float:
-    """What so many updates without a gradient move the weights by, in rates times the momentum of now."""
+def momentum_distance(config: OptimizerConfig, updates: int) -> float:
+    """How far `updates` updates without a gradient move the weights, in learning rates times the present momentum."""
     first = config.momentum**2 if config.nesterov else config.momentum
     return float(sum(first * config.momentum**number for number in range(updates)))

@@ -1,4 +1,4 @@
-"""Number formats of a run: what the weights are kept in, and what forward computes in."""
+"""Number formats of a run: the dtype of the weights, and the dtype in which forward computes."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """A named precision on one kind of device."""
+    """A named precision on one type of device."""
 
     name: str
     device: str
     weights: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
-    is_scaled: bool = False  # gradients would vanish without loss scaling
+    is_scaled: bool = False  # needs loss scaling, or small gradients vanish
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """A fresh context for one forward: autocast keeps casts of the weights for as long as it is open."""
         return torch.autocast(self.device, self.autocast) if self.autocast else nullcontext()
 
     def set_up(self) -> None:
-        """Set this process's rules for products in fp32; stock PyTorch lets convolutions use tf32, and no more."""
+        """Set whether this process computes fp32 products in tf32; PyTorch's default is for convolutions only."""
         torch.backends.cuda.matmul.allow_tf32 = self.name == "tf32"
         torch.backends.cudnn.allow_tf32 = self.name != "ieee"
 
 
 def make_precision(name: str, device: str) -> Precision:
-    """The precision of that name, or an error where the device can't have it."""
+    """The precision of that name; an error if the device does not support it."""
     if name == "fp64":
         if device != "cpu":
             raise ValueError(f"precision fp64 is for proofs on the CPU, but the device is {device}; use fp32")

@@ -1,4 +1,4 @@
-"""Where a rank is, for whoever asks after its death, and what it did last, for the trace."""
+"""Records what a rank does: its current action in the status file, and its last actions for the trace."""
 
 from __future__ import annotations
 
@@ -12,35 +12,34 @@ import torch
 
 from stagewright.runtime.comm.device import Device
 from stagewright.runtime.status_file import ABSENT, OPS, PROCESS, PROCESS_AT, RECORD, SIZE, STATE_AT, UPDATED_AT, State
-from stagewright.schedule.action import Action, Op
+from stagewright.schedule.action import COMPUTES, RECEIVES, SENDS, Action, Op
 
-_WEIGH_SECONDS = 0.5  # between two questions for torch's memory
+_MEMORY_SECONDS = 0.5  # between two readings of torch's memory
 _SHORTEST_WAIT = 5e-5  # seconds; shorter ones would only fill the trace
-_COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.UPDATE)
-_LANES = {Op.SEND_ACT: "transfer", Op.SEND_GRAD: "transfer", Op.REDUCE: "transfer"}
+_TRANSFER_LANE = (*SENDS, Op.REDUCE)
 
 
 class Recorder:
-    """Told of every action; the default forgets."""
+    """Called around every action; this default records nothing."""
 
     def begin(self, action: Action) -> None:
-        """The worker is at this action, and may wait for others."""
+        """The worker has reached this action, and may have to wait for other ranks."""
 
     def ready(self, action: Action) -> None:
-        """It waits no more."""
+        """The wait is over, and the action starts."""
 
     def end(self, action: Action) -> None:
         """The action is done."""
 
     def save(self) -> None:
-        """What the worker does next is to keep its state."""
+        """The worker starts to save its state."""
 
 
 class FlightRecorder(Recorder):
-    """Keeps the current action in a small file mapped into memory, and the last spans.
+    """Keeps the current action in the status file, which is mapped into memory, and the spans of the last actions.
 
-    The file outlives the process, so the supervisor can name the action at which a rank was killed; it counts actions,
-    so the supervisor can see one that hangs.
+    The file outlives the process, so the supervisor can name the action at which a rank was killed. It counts actions,
+    so the supervisor can see that one hangs.
     """
 
     def __init__(self, path: Path, spans: int = 4096) -> None:
@@ -77,53 +76,53 @@ class FlightRecorder(Recorder):
 
     def end(self, action: Action) -> None:
         self._spans.append((action, self._ready, time.monotonic()))
-        self._pass(action)
+        self._finish(action)
 
-    def _pass(self, action: Action) -> None:
+    def _finish(self, action: Action) -> None:
         self._map[STATE_AT] = State.BETWEEN
         if action.op is Op.UPDATE:
             self._map[UPDATED_AT] = 1
 
     def save(self) -> None:
-        """The rank writes what it leaves behind: that takes as long as it takes."""
+        """The rank writes its state; the watchdog allows --start-timeout for that."""
         self._map[STATE_AT] = State.SAVING
 
     def spans(self) -> list[tuple[str, str, str, float, float]]:
-        """Lane, kind, name, start and end of the last actions, and of the times that the host waited before one."""
+        """Lane, kind, name, start and end of the last actions, and of the host's waits before them."""
         done = [
-            (_LANES.get(action.op, "compute"), str(action.op), str(action), start, end)
+            ("transfer" if action.op in _TRANSFER_LANE else "compute", str(action.op), str(action), start, end)
             for action, start, end in self._spans
-            if action.op not in (Op.RECV_ACT, Op.RECV_GRAD)
+            if action.op not in RECEIVES
         ]
         waits = [("wait", str(action.op), str(action), start, end) for action, start, end in self._waits]
         return done + waits
 
 
 class GpuRecorder(FlightRecorder):
-    """Times computes by events on the GPU's own clock: the host is done long before."""
+    """Times computes by events on the GPU, since the host has issued them long before they end."""
 
     def __init__(self, path: Path, spans: int = 4096) -> None:
         super().__init__(path, spans)
         self._computes: deque[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=spans)
-        self._began = _timed()
+        self._began = timed_event()
         self._began.synchronize()
         self._origin = time.monotonic()
         self._event = self._began
-        self._weighed = 0.0
+        self._memory_read = 0.0
 
     def ready(self, action: Action) -> None:
         super().ready(action)
-        if action.op in _COMPUTES:
-            self._event = _timed()
+        if action.op in COMPUTES:
+            self._event = timed_event()
 
     def end(self, action: Action) -> None:
-        if action.op in _COMPUTES:
-            self._computes.append((action, self._event, _timed()))
-            self._pass(action)
+        if action.op in COMPUTES:
+            self._computes.append((action, self._event, timed_event()))
+            self._finish(action)
         else:
             super().end(action)
-        if action.op is Op.UPDATE and time.monotonic() - self._weighed > _WEIGH_SECONDS:
-            self._weighed = time.monotonic()
+        if action.op is Op.UPDATE and time.monotonic() - self._memory_read > _MEMORY_SECONDS:
+            self._memory_read = time.monotonic()
             PROCESS.pack_into(self._map, PROCESS_AT, os.getpid(), torch.cuda.memory_reserved())
 
     def spans(self) -> list[tuple[str, str, str, float, float]]:
@@ -138,12 +137,13 @@ class GpuRecorder(FlightRecorder):
         return float(self._origin + self._began.elapsed_time(event) / 1e3)
 
 
-def _timed() -> torch.cuda.Event:
+def timed_event() -> torch.cuda.Event:
+    """An event at the end of the current stream, by which spans are timed."""
     event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
 def make_recorder(path: Path, device: Device) -> FlightRecorder:
-    """What keeps a rank's actions."""
+    """The recorder of a rank on that device."""
     return FlightRecorder(path) if device.device.type == "cpu" else GpuRecorder(path)

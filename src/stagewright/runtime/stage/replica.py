@@ -13,22 +13,23 @@ from torch.nn import functional
 
 from stagewright.model.cut import Piece
 from stagewright.plan.plan import Stage
-from stagewright.runtime.comm.boundary import Arrival, Exchange, Form, Returned
+from stagewright.runtime.comm.boundary import Activations, Exchange, FormatOptions, Gradients
 from stagewright.runtime.comm.device import Device, Reading
 from stagewright.runtime.stage.batch_norm import Statistics
-from stagewright.runtime.stage.compute import Computing, make_compute
+from stagewright.runtime.stage.compute import ComputeOptions, make_compute
 from stagewright.runtime.stage.gradients import Reducer
+from stagewright.runtime.stage.losses import widened
 from stagewright.runtime.stage.optimizer import Optimizer
 from stagewright.runtime.stage.precision import Precision
 from stagewright.runtime.stage.versions import VersionRing
 
 
 @dataclass(slots=True)
-class Flight:
-    """One microbatch between its forward and its backward."""
+class InFlight:
+    """What one microbatch keeps between its forward and its backward."""
 
     roots: list[Tensor]  # where backward begins
-    leaves: list[Tensor]  # what the stage before wants gradients of
+    leaves: list[Tensor]  # the inputs whose gradients the previous stage needs
     releases: list[Callable[[], None]]
 
 
@@ -38,15 +39,15 @@ def seed_of(seed: int, microbatch: int, stage: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """What a replica computes besides its module, the same on all ranks."""
+class StageOptions:
+    """How a stage computes; the same for all its replicas."""
 
     seed: int
     precision: Precision
     label_smoothing: float
-    gradient_scale: float  # of this stage's gradient, which the last stage has divided by its own round
-    form: Form
-    computing: Computing
+    gradient_scale: float  # by which to multiply a gradient, since the last stage has divided it by its own round
+    format: FormatOptions
+    compute: ComputeOptions
 
 
 class Replica:
@@ -60,7 +61,7 @@ class Replica:
         reducer: Reducer,
         optimizer: Optimizer,
         exchange: Exchange,
-        rules: Rules,
+        options: StageOptions,
         device: Device,
     ) -> None:
         self.stage = stage
@@ -69,115 +70,120 @@ class Replica:
         self.reducer = reducer
         self.optimizer = optimizer
         self.exchange = exchange
-        self.rules = rules
+        self.options = options
         self.device = device
         self.statistics = Statistics(piece.training)
-        self.compute = make_compute(piece.training, rules.precision, device, rules.computing)
-        self.flights: dict[int, Flight] = {}
+        self.compute = make_compute(piece.training, options.precision, device, options.compute)
+        self.in_flight: dict[int, InFlight] = {}
         self.losses: dict[int, Reading] = {}
-        share = torch.ones((), dtype=rules.precision.weights) / stage.round  # of a microbatch in its round's loss
+        share = (
+            torch.ones((), dtype=options.precision.weights) / stage.round
+        )  # of a microbatch in the loss of its round
         self._share = share.to(device.device)
-        self._scales: dict[int, Tensor] = {}  # of the gradients of each update
-        self._begun: set[int] = set()  # updates whose gradient buffer is in use
+        self._scales: dict[int, Tensor] = {}  # the loss scale in each update's gradient
+        self.open_updates: set[int] = set()  # updates whose gradient is being accumulated
 
     def forward(self, microbatch: int, version: int) -> None:
-        """Run forward with one version of the weights; keep what backward needs."""
-        arrival = self.exchange.arrivals.pop(microbatch)
+        """Run forward with one version of the weights, and keep what backward needs."""
+        inputs = self.exchange.inputs.pop(microbatch)
         update = self.stage.update_of(microbatch)
-        assert self.ring.use(update).version == version, f"microbatch {microbatch} came without version {version}"
-        arguments, leaves = self._arguments(arrival)
-        self.device.seed(seed_of(self.rules.seed, microbatch, self.stage.index))
-        made, release = self.compute.forward(self.ring.slot_of(update), arguments)
+        assert self.ring.use(update).version == version, f"no slot has version {version} for microbatch {microbatch}"
+        arguments, leaves = self._arguments(inputs)
+        self.device.seed(seed_of(self.options.seed, microbatch, self.stage.index))
+        output, release = self.compute.forward(self.ring.slot_of(update), arguments)
         self.statistics.count += 1
         if self.stage.is_last:
-            loss = self._loss(made, arrival.labels, microbatch)
+            loss = self._loss(output, inputs.labels, microbatch)
             roots = [loss]
         else:
-            behind = self.exchange.behind
-            assert behind is not None
-            roots = [made[index] for index in behind.differentiable]
-            tensors = [made[index].detach() for index in behind.travelling]
-            self.exchange.outputs[microbatch] = Arrival(tensors, arrival.labels)
-        self.flights[microbatch] = Flight(roots, leaves, [arrival.release, release])
+            after = self.exchange.after
+            assert after is not None
+            roots = [output[index] for index in after.differentiable]
+            tensors = [output[index].detach() for index in after.tensors]
+            self.exchange.outputs[microbatch] = Activations(tensors, inputs.labels)
+        self.in_flight[microbatch] = InFlight(roots, leaves, [inputs.release, release])
 
     def backward(self, microbatch: int, version: int, overlap: bool, scale: float | None = None) -> None:
-        """Add a microbatch's gradient to its update's; `overlap` lets the reduce begin before it is all there.
+        """Add a microbatch's gradient to that of its update; with `overlap`, its all-reduce starts meanwhile.
 
-        The last stage multiplies the loss with `scale`, where one is given.
+        The last stage multiplies its loss by `scale`, where one is given.
         """
-        flight = self.flights.pop(microbatch)
-        returned = self._seeded(scale) if self.stage.is_last else self.exchange.returned.pop(microbatch)
+        kept = self.in_flight.pop(microbatch)
+        is_last = self.stage.is_last
+        incoming = self._initial_gradient(scale) if is_last else self.exchange.output_gradients.pop(microbatch)
         update = self.stage.update_of(microbatch)
-        if returned.scale is not None and update not in self._scales:
-            self._scales[update] = returned.scale.clone()
+        if incoming.scale is not None and update not in self._scales:
+            self._scales[update] = incoming.scale.clone()
         slot = self.ring.use(update)
-        assert slot.version == version, f"microbatch {microbatch} is back after version {version} was lost"
-        is_first = update not in self._begun
-        self._begun.add(update)
+        assert slot.version == version, f"version {version} was overwritten before microbatch {microbatch} was done"
+        is_first = update not in self.open_updates
+        self.open_updates.add(update)
         gradient = self.ring.gradient_of(update)
         with (
-            self.ring.gathering(slot, update, is_first=is_first, at_once=overlap),
+            self.ring.accumulating(slot, update, is_first=is_first, at_once=overlap),
             self.reducer.watching(slot, update, gradient) if overlap else nullcontext(),
         ):
-            if flight.roots:
-                torch.autograd.backward(flight.roots, returned.tensors)
-        returned.release()
+            if kept.roots:
+                torch.autograd.backward(kept.roots, incoming.tensors)
+        incoming.release()
         if not self.stage.is_first:
-            gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in flight.leaves]
+            gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in kept.leaves]
             if self.compute.overwrites:
                 gradients = [gradient.clone() for gradient in gradients]
-            self.exchange.gradients[microbatch] = Returned(gradients, self._scales.get(update))
-        for release in flight.releases:
+            self.exchange.input_gradients[microbatch] = Gradients(gradients, self._scales.get(update))
+        for release in kept.releases:
             release()
 
     def reduce(self, update: int) -> None:
-        self._begin_gathering(update)  # a replica without a microbatch of this round joins with zeros
+        self._open(update)  # a replica without a microbatch in this round joins with zeros
         self.reducer.start(update, self.ring.gradient_of(update))
 
     def unscale(self, update: int) -> Tensor:
-        """Divide the whole gradient by its scale; 1 if it is not finite, otherwise 0."""
+        """Divide the whole gradient by its scale; returns 1 if it is not finite, otherwise 0."""
         gradient = self.ring.gradient_of(update)
         gradient.mul_(self._scales.pop(update).reciprocal())
         largest: Tensor = torch.linalg.vector_norm(gradient, torch.inf)
         return largest.isfinite().logical_not().float()
 
     def update(self, update: int, clip: Callable[[Tensor], Tensor] | None, found_inf: Tensor | None = None) -> None:
-        """Make version update+1 from the whole gradient, times what `clip` makes of it; not if `found_inf` is 1."""
+        """Make version update+1 from the whole gradient times its `clip` factor; a copy if `found_inf` is 1."""
         gradient = self.ring.gradient_of(update)
-        if self.rules.gradient_scale != 1.0:
-            gradient.mul_(self.rules.gradient_scale)
+        if self.options.gradient_scale != 1.0:
+            gradient.mul_(self.options.gradient_scale)
         if clip is not None:
             gradient.mul_(clip(gradient))
         self.optimizer.step(update, gradient, found_inf)
         self._advance(update)
 
     def skip(self, update: int) -> None:
-        """Make version update+1 the same as the one before."""
+        """Make version update+1 the same as the previous version."""
         self._advance(update)
 
     def _advance(self, update: int) -> None:
         self.reducer.forget(update)
-        self._begun.discard(update)
+        self.open_updates.discard(update)
         self._refill(update + 1, update + self.stage.versions)
 
-    def start_over(self) -> None:
-        """Have every slot follow from the weights and momentum of now, where the plan began with them."""
+    def restart_versions(self) -> None:
+        """Fill every slot from the present weights and momentum, with which this plan starts."""
         origin = self.stage.origin
         for update in range(origin, origin + self.stage.versions):
             self._refill(origin, update)
 
-    def go_on(self, update: int) -> None:
-        """Have the slots hold what they hold when an update begins; their weights are there."""
+    def resume_versions(self, update: int) -> None:
+        """Set the slots' version numbers as they are when an update begins; their weights are already restored."""
         for number in range(update, update + self.stage.versions):
             self.ring.refill(number, self.stage.version_for(number), lambda weights: None)
 
     def _refill(self, version: int, update: int) -> None:
-        """Have the slot of an update to come follow from the weights of now, which are that version."""
-        self.ring.refill(update, version, lambda weights: self.optimizer.foresee(weights, version, update - version))
+        """Fill the slot of a future update from the present weights, which are at `version`."""
+        self.ring.refill(
+            update, version, lambda weights: self.optimizer.extrapolate(weights, version, update - version)
+        )
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Have the newest weights in place, and modules in evaluation mode, while the context is open."""
+        """Use the newest weights, and modules in evaluation mode, while the context is open."""
         self.ring.use_master()
         self.piece.evaluation.eval()
         try:
@@ -187,39 +193,39 @@ class Replica:
             self.piece.evaluation.train()
 
     def evaluate(self, microbatch: int, score: Callable[[Tensor, Tensor], None]) -> None:
-        """Forward on the master weights, without a trace for backward."""
-        arrival = self.exchange.arrivals.pop(microbatch)
-        with torch.no_grad(), self.rules.precision.forward_context():
-            made = self.piece.evaluation(*self._values(arrival))
+        """Run forward with the newest weights, keeping nothing for backward."""
+        inputs = self.exchange.inputs.pop(microbatch)
+        with torch.no_grad(), self.options.precision.forward_context():
+            output = self.piece.evaluation(*self._values(inputs))
         if self.stage.is_last:
-            score(made, arrival.labels)
+            score(output, inputs.labels)
         else:
-            behind = self.exchange.behind
-            assert behind is not None
-            self.exchange.outputs[microbatch] = Arrival([made[index] for index in behind.travelling], arrival.labels)
-        arrival.release()
+            after = self.exchange.after
+            assert after is not None
+            self.exchange.outputs[microbatch] = Activations([output[index] for index in after.tensors], inputs.labels)
+        inputs.release()
 
     def state(self) -> Mapping[str, Tensor]:
-        """The stage's newest weights and buffers by the names of the whole model."""
+        """The stage's newest weights and buffers, by their names in the whole model."""
         self.ring.use_master()
         return {name: tensor.detach() for name, tensor in self.piece.training.state_dict().items()}
 
-    def _values(self, arrival: Arrival) -> list[object]:
-        """The stage's arguments: what travelled, with the constants between."""
+    def _values(self, inputs: Activations) -> list[object]:
+        """The stage's arguments: the received tensors, and the constants between them."""
         before = self.exchange.before
         if before is None:
-            return [self._laid_out(tensor) for tensor in arrival.tensors]
-        tensors = iter(arrival.tensors)
+            return [self._in_memory_format(tensor) for tensor in inputs.tensors]
+        tensors = iter(inputs.tensors)
         return [value.constant if value.dtype is None else next(tensors) for value in before.values]
 
-    def _laid_out(self, tensor: Tensor) -> Tensor:
-        if self.rules.form.channels_last and tensor.dim() == 4:
+    def _in_memory_format(self, tensor: Tensor) -> Tensor:
+        if self.options.format.channels_last and tensor.dim() == 4:
             return tensor.contiguous(memory_format=torch.channels_last)
         return tensor
 
-    def _arguments(self, arrival: Arrival) -> tuple[list[object], list[Tensor]]:
-        """The stage's arguments for training, and the leaves among them."""
-        arguments = self._values(arrival)
+    def _arguments(self, inputs: Activations) -> tuple[list[object], list[Tensor]]:
+        """The stage's arguments for training, and the leaves that get a gradient."""
+        arguments = self._values(inputs)
         leaves: list[Tensor] = []
         if (before := self.exchange.before) is not None:
             for index in before.differentiable:
@@ -228,30 +234,25 @@ class Replica:
                 leaf = leaf.detach().requires_grad_()
                 leaves.append(leaf)
                 arguments[index] = leaf.clone() if before.values[index].changed else leaf
-            for index in set(before.travelling) - set(before.differentiable):
+            for index in set(before.tensors) - set(before.differentiable):
                 tensor = arguments[index]
                 if before.values[index].changed and isinstance(tensor, Tensor):
                     arguments[index] = tensor.clone()
         return arguments, leaves
 
     def _loss(self, logits: Tensor, labels: Tensor, microbatch: int) -> Tensor:
-        loss = functional.cross_entropy(widened(logits), labels, label_smoothing=self.rules.label_smoothing)
+        loss = functional.cross_entropy(widened(logits), labels, label_smoothing=self.options.label_smoothing)
         self.losses[microbatch] = self.device.read(loss.detach())
         return loss
 
-    def _seeded(self, scale: float | None) -> Returned:
-        """Where the last stage's backward begins."""
+    def _initial_gradient(self, scale: float | None) -> Gradients:
+        """The gradient with which the last stage's backward begins: its share of the round, times the loss scale."""
         if scale is None:
-            return Returned([self._share])
+            return Gradients([self._share])
         factor = torch.full((1,), scale, device=self.device.device)
-        return Returned([self._share * factor[0]], factor)
+        return Gradients([self._share * factor[0]], factor)
 
-    def _begin_gathering(self, update: int) -> None:
-        if update not in self._begun:
-            self._begun.add(update)
+    def _open(self, update: int) -> None:
+        if update not in self.open_updates:
+            self.open_updates.add(update)
             self.ring.gradient_of(update).zero_()
-
-
-def widened(logits: Tensor) -> Tensor:
-    """Half-precision logits as fp32, where a loss is computed."""
-    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

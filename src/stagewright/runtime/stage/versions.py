@@ -1,4 +1,4 @@
-"""A stage's weights as flat buffers: one master, K version slots, and the gradient buffers behind them."""
+"""A stage's weights as flat buffers: one master, K version slots, and the gradient buffers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-_ALIGNMENT = 16  # elements; keeps every parameter on a cache line of its own
+_ALIGNMENT = 16  # elements; no two parameters share a cache line
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """Where one trainable parameter lies in every flat buffer, and where modules hold it."""
+    """One trainable parameter: its place in every flat buffer, and the modules that hold it."""
 
     names: tuple[str, ...]  # tied parameters have several
     sites: tuple[tuple[nn.Module, str], ...]
@@ -34,7 +34,7 @@ class Parameter:
 
 
 class Slot:
-    """One version of the weights: a flat buffer, and leaves that are views of it."""
+    """One version of the weights: a flat buffer, and autograd leaves that are views of it."""
 
     def __init__(self, flat: Tensor, parameters: Sequence[Parameter]) -> None:
         self.flat = flat
@@ -45,8 +45,8 @@ class Slot:
 class VersionRing:
     """Keeps the K versions of one stage's weights and swaps them into its modules.
 
-    Update p uses slot (p+1) mod K, which holds version p+1-K: what it was filled with when update p-K was done. Before
-    that all slots hold the weights of the start. With K = 1 the one slot is the master itself, trained in place.
+    Update p uses slot (p+1) mod K, which holds version p+1-K: it was filled when update p-K was done. Before that, all
+    slots hold the initial weights. With K = 1 the only slot is the master, trained in place.
     """
 
     def __init__(self, roots: Sequence[nn.Module], trainable: Collection[str], versions: int, buffers: int) -> None:
@@ -78,25 +78,25 @@ class VersionRing:
         return self._swap_in(self._master_slot)
 
     @contextmanager
-    def gathering(self, slot: Slot, update: int, *, is_first: bool, at_once: bool) -> Iterator[None]:
-        """Let a backward through a slot's leaves, within the context, add to the gradient buffer of an update.
+    def accumulating(self, slot: Slot, update: int, *, is_first: bool, at_once: bool) -> Iterator[None]:
+        """While the context is open, a backward through a slot's leaves adds to the gradient buffer of an update.
 
-        The first of an update makes its gradients anew, which is cheaper than zeros and a sum; they come into the
-        buffer one by one where something waits for them, otherwise together.
+        The first backward of an update creates new gradients, which is cheaper than adding to zeros. They move into the
+        buffer one by one if `at_once`, because all-reduces wait for them, and otherwise together.
         """
-        if not is_first:  # its leaves' gradients are in the buffer already
+        if not is_first:  # the leaves' gradients are views of the buffer already
             yield
             return
-        hooks = self._gather_first(slot, update, at_once=at_once)
+        hooks = self._begin_accumulating(slot, update, at_once=at_once)
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-        self._gather_rest(slot, update)
+        self._finish_accumulating(slot, update)
 
-    def _gather_first(self, slot: Slot, update: int, *, at_once: bool) -> list[RemovableHandle]:
-        """Have the next backward make gradients anew, and move each into the buffer at once where that is asked."""
+    def _begin_accumulating(self, slot: Slot, update: int, *, at_once: bool) -> list[RemovableHandle]:
+        """Have the next backward create new gradients, and with `at_once` move each into the buffer immediately."""
 
         def fill(leaf: Tensor, view: Tensor) -> None:
             assert leaf.grad is not None
@@ -110,8 +110,8 @@ class VersionRing:
                 hooks.append(leaf.register_post_accumulate_grad_hook(partial(fill, view=view)))  # type: ignore[no-untyped-call]
         return hooks
 
-    def _gather_rest(self, slot: Slot, update: int) -> None:
-        """After the first backward, move what it made into the buffer, in few kernels; zeros where it made nothing."""
+    def _finish_accumulating(self, slot: Slot, update: int) -> None:
+        """After the first backward, move its gradients into the buffer in few kernels; zeros where it made none."""
         made: list[Tensor] = []
         places: list[Tensor] = []
         for leaf, view in zip(slot.leaves, self._views_of(update), strict=True):
@@ -128,11 +128,11 @@ class VersionRing:
         return self.gradients[update % len(self.gradients)]
 
     def _views_of(self, update: int) -> list[Tensor]:
-        """The gradient buffer of an update, a view for each leaf."""
+        """The gradient buffer of an update as one view per leaf."""
         return self._gradient_views[update % len(self.gradients)]
 
     def refill(self, update: int, version: int, fill: Callable[[Tensor], None]) -> None:
-        """Fill the slot of an update with a version; its last backward is over."""
+        """Fill the slot of an update with a version, once its last backward is done."""
         slot = self.slots[self.slot_of(update)]
         slot.version = version
         if len(self.slots) > 1:
@@ -140,7 +140,7 @@ class VersionRing:
                 fill(slot.flat)
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
-        """A flat buffer by the parameter names of the whole model."""
+        """A flat buffer as tensors, by parameter names of the whole model."""
         return {name: parameter.view(flat) for parameter in self.parameters for name in parameter.names}
 
     def _swap_in(self, slot: Slot) -> Slot:
@@ -153,7 +153,7 @@ class VersionRing:
 
 
 def _sites(roots: Sequence[nn.Module], trainable: Collection[str]) -> dict[int, dict[str, list[tuple[nn.Module, str]]]]:
-    """For each distinct trainable tensor: its names in the model, and all the modules that hold it."""
+    """Each distinct trainable tensor by id: its names in the model, and the modules that hold it under each."""
     found: dict[int, dict[str, list[tuple[nn.Module, str]]]] = {}
     for root in roots:
         for prefix, module in root.named_modules(remove_duplicate=False):
@@ -173,7 +173,7 @@ def _collect(roots: Sequence[nn.Module], trainable: Collection[str]) -> list[Par
         sites = list(dict.fromkeys(site for sites in by_name.values() for site in sites))
         tensor = sites[0][0]._parameters[sites[0][1]]
         assert tensor is not None
-        stride = torch.empty_like(tensor, device="meta").stride()  # its own, made dense
+        stride = torch.empty_like(tensor, device="meta").stride()  # the tensor's own, made dense
         parameters.append(Parameter(tuple(by_name), tuple(sites), tensor.shape, stride, offset))
         offset = -(-parameters[-1].end // _ALIGNMENT) * _ALIGNMENT
     return parameters
@@ -185,5 +185,5 @@ def _common(roots: Sequence[nn.Module], trainable: Collection[str]) -> tuple[tor
     }
     if len(kinds) > 1:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype, _ in kinds))
-        raise ValueError(f"a stage's trainable parameters have several types ({names}); give them one")
+        raise ValueError(f"a stage's trainable parameters must have one dtype, got {names}")
     return next(iter(kinds), (torch.float32, torch.device("cpu")))

@@ -28,7 +28,7 @@ def test_a_gate_holds_what_has_not_begun_and_lets_the_rest_go_on() -> None:
     assert gate.enter(5) and gate.is_completed()
     assert gate.hold() == 2  # batches 0 and 1 have begun
     assert gate.enter(7) and not gate.enter(8) and not gate.is_completed()
-    gate.settle(3)
+    gate.pause_at(3)
     assert gate.is_completed() and gate.limit == 12
     assert gate.enter(8) and gate.enter(11) and not gate.enter(12)
     gate.reopen()
@@ -44,7 +44,7 @@ def test_a_gate_that_starts_later_counts_from_there() -> None:
 def test_waiting_at_a_gate_ends_when_it_is_settled() -> None:
     gate = Gate(MICROBATCHES)
     gate.hold()
-    threading.Timer(0.05, gate.settle, (9,)).start()
+    threading.Timer(0.05, gate.pause_at, (9,)).start()
     gate.wait()
     assert gate.batch == 9
 

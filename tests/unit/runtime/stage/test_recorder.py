@@ -1,4 +1,4 @@
-"""What a rank's mapped file says of its process."""
+"""The status file shows a rank's action, its process and the memory that torch holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UPDATE = Action(Op.UPDATE, 0, 0, None, 4, None)
 
 
 class Event:
-    """An event of a GPU that is not there."""
+    """Stands for an event on a GPU."""
 
     def synchronize(self) -> None:
         pass
@@ -25,12 +25,12 @@ class Event:
 
 @pytest.fixture
 def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GpuRecorder:
-    monkeypatch.setattr(module, "_timed", Event)
+    monkeypatch.setattr(module, "timed_event", Event)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 123 << 20)
     return GpuRecorder(tmp_path / "0.at")
 
 
-def test_a_file_names_its_process_from_the_start(tmp_path: Path) -> None:
+def test_a_status_file_names_its_process_from_the_start(tmp_path: Path) -> None:
     path = tmp_path / "0.at"
     assert read_process(path) == (0, None)
     path.write_bytes(b"short")
@@ -43,14 +43,12 @@ def test_a_file_names_its_process_from_the_start(tmp_path: Path) -> None:
     assert read_process(path) == (os.getpid(), None)
 
 
-def test_a_gpu_rank_leaves_what_torch_holds_and_its_first_update_settles_it(
-    on_gpu: GpuRecorder, tmp_path: Path
-) -> None:
+def test_a_gpu_rank_records_the_memory_of_torch_after_its_first_update(on_gpu: GpuRecorder, tmp_path: Path) -> None:
     for has_updated in (False, True):
         assert read_status(tmp_path / "0.at", 0).has_updated is has_updated
         on_gpu.begin(UPDATE)
         on_gpu.ready(UPDATE)
         on_gpu.end(UPDATE)
-    sight = read_status(tmp_path / "0.at", 0)
-    assert sight.state is State.BETWEEN and sight.action == UPDATE and sight.count == 2
+    status = read_status(tmp_path / "0.at", 0)
+    assert status.state is State.BETWEEN and status.action == UPDATE and status.count == 2
     assert read_process(tmp_path / "0.at") == (os.getpid(), 123 << 20)

@@ -1,4 +1,4 @@
-"""Compiled stages: the reference's numbers, and one compilation a stage whatever the versions."""
+"""Compiled stages give the reference's numbers, and compile once per stage however many versions there are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.parity import Case, assert_near, emulate, make_job, refer
     ids=str,
 )
 def test_compiled_stages_equal_the_reference_and_compile_once(case: Case, tmp_path: Path) -> None:
-    """On the CPU without code generation: what is compiled, how often, and what it computes do not depend on that."""
+    """On the CPU without code generation, on which the graphs, their number and their results do not depend."""
     torch._dynamo.reset()
     counters.clear()
     with (
@@ -32,4 +32,4 @@ def test_compiled_stages_equal_the_reference_and_compile_once(case: Case, tmp_pa
         run = emulate(case, tmp_path)
     expected = refer(case)
     assert_near(run.weights, expected.weights | expected.buffers, 1e-9)
-    assert counters["stats"]["unique_graphs"] == run.job.plan.world, "one for each rank: here they share a process"
+    assert counters["stats"]["unique_graphs"] == run.job.plan.world, "one per rank, since here they share a process"

@@ -1,4 +1,4 @@
-"""`--predict`: stages that lag use the weights that momentum will have brought, exactly as the reference says."""
+"""`--predict`: lagging stages extrapolate their weights along the momentum, exactly as the reference does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests import reference
 from tests.keeping import emulate_job, keeping, saved_at
 from tests.parity import Case, assert_near, assert_parity, assert_same_bits, assert_statistics, emulate, make_job, refer
 
-LAYOUTS = {
+CASES = {
     "2+1 stale": Case("normed", "0:0-1.0:2", "third", mode="stale", staleness=1, microbatches=3),
     "four stages": Case(
         "normed", "0:0-2.0:3-4.0:5-6.0:7", "second,third,head", mode="stale", staleness=3, microbatches=6
@@ -33,13 +33,13 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("options", OPTIMIZERS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_predicted_runs_equal_the_reference(layout: str, options: str, tmp_path: Path) -> None:
-    case = replace(LAYOUTS[layout], optimizer={"predict": True, **OPTIMIZERS[options]}, steps=10)
+@pytest.mark.parametrize("name", CASES)
+def test_extrapolated_runs_equal_the_reference(name: str, options: str, tmp_path: Path) -> None:
+    case = replace(CASES[name], optimizer={"predict": True, **OPTIMIZERS[options]}, steps=10)
     run, result = emulate(case, tmp_path), refer(case)
     assert_parity(case, run, result)
     assert_statistics(case, run, result)
-    with pytest.raises(AssertionError, match="beyond"):  # a prediction is seen in what it leads to
+    with pytest.raises(AssertionError, match="beyond"):  # otherwise extrapolation would have had no effect
         assert_near(refer(replace(case, optimizer=OPTIMIZERS[options])).weights, result.weights, 1e-6)
 
 
@@ -53,29 +53,29 @@ def test_predicted_runs_equal_the_reference(layout: str, options: str, tmp_path:
     ],
     ids=str,
 )
-def test_frozen_shared_and_unused_parameters(case: Case, tmp_path: Path) -> None:
+def test_models_with_frozen_shared_and_unused_parameters_equal_the_reference(case: Case, tmp_path: Path) -> None:
     case = replace(case, optimizer={"predict": True})
     assert_parity(case, emulate(case, tmp_path), refer(case))
 
 
 @pytest.mark.parametrize("options", [{"lr": 1e-5}, {"name": "adamw", "lr": 1e-3}], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("layout", ["2+1 stale", "four stages"])
+@pytest.mark.parametrize("name", ["2+1 stale", "four stages"])
 @pytest.mark.usefixtures("scaled")
-def test_skipped_updates_leave_momentum_as_it_is(layout: str, options: dict[str, object], tmp_path: Path) -> None:
-    case = replace(LAYOUTS[layout], model="steep", precision="fp16", loss_scale=2.0**124, growth_interval=2, loud=11)
+def test_skipped_updates_do_not_change_the_momentum(name: str, options: dict[str, object], tmp_path: Path) -> None:
+    case = replace(CASES[name], model="steep", precision="fp16", loss_scale=2.0**124, growth_interval=2, loud=11)
     case = replace(case, steps=14, optimizer={"predict": True, **options})
     expected = refer(case)
     assert any(map(all, expected.skipped)) and not all(map(any, expected.skipped)), expected.skipped
     assert_near(emulate(case, tmp_path).weights, expected.weights | expected.buffers, 1e-4)
 
 
-def test_nothing_is_predicted_where_nothing_lags(tmp_path: Path) -> None:
+def test_without_lag_nothing_is_extrapolated(tmp_path: Path) -> None:
     case = Case("normed", "0:0-1.0:2", "third", mode="sync")
     assert_same_bits(emulate(case, tmp_path), emulate(replace(case, optimizer={"predict": True}), tmp_path))
 
 
 def test_after_a_change_of_plan_the_lag_grows_from_nothing(tmp_path: Path) -> None:
-    """The first batches under the new plan see the weights it began with, each as far ahead as it is late."""
+    """The first batches under a new plan use its initial weights, extrapolated as far as each is late."""
     lagging = Case("plain", "0:0.0:1.0:2", "second,third", mode="stale", staleness=2)
     lagging = replace(lagging, optimizer={"predict": True}, steps=8)
     job = keeping(make_job(replace(lagging, placement="0:0", cut=None, mode="sync", staleness=None), tmp_path), every=5)
@@ -88,13 +88,13 @@ def test_after_a_change_of_plan_the_lag_grows_from_nothing(tmp_path: Path) -> No
             for late in range(replica.stage.versions):
                 slot = replica.ring.slots[replica.ring.slot_of(5 + late)]
                 assert slot.version == 5
-                expected = carried(lagging, checkpoint, late, lagging.lr(5))
+                expected = extrapolated(lagging, checkpoint, late, lagging.lr(5))
                 held = replica.ring.named(slot.flat)
                 assert_near(held, {name: expected[name] for name in held}, 1e-12)
     assert any(moments[name].any() for name in moments)
 
 
-def carried(case: Case, checkpoint: Checkpoint, updates: int, lr: float) -> dict[str, reference.Tensor]:
+def extrapolated(case: Case, checkpoint: Checkpoint, updates: int, lr: float) -> dict[str, reference.Tensor]:
     setup = reference.Setup((1,), (1,), 12, 4, 1, lr=case.lr)
     moments = checkpoint.read("optimizer/momentum_buffer")
     return {

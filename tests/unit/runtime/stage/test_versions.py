@@ -1,4 +1,4 @@
-"""The ring of versions: flat buffers behind ordinary modules."""
+"""The version ring puts views of flat buffers into ordinary modules."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def test_one_version_trains_the_master_in_place() -> None:
     assert torch.equal(model[0].weight, ring.named(before)["0.weight"] + 1)
 
 
-def test_a_version_keeps_its_weights_until_its_slot_is_needed() -> None:
+def test_a_version_keeps_its_weights_until_its_slot_is_refilled() -> None:
     model, ring = make(2)
     x = torch.randn(5, 4)
     ring.use(0)
     first = model(x).detach()
     with torch.no_grad():
         ring.master.mul_(2.0)
-    publish(ring, 1, update=2)  # takes the slot of update 0
+    publish(ring, 1, update=2)  # overwrites the slot of update 0
     ring.use(1)
     assert torch.equal(model(x), first)
     assert ring.use(2).version == 1
@@ -56,7 +56,7 @@ def test_overwriting_a_version_in_use_raises(fill: Callable[[Tensor], None]) -> 
     ring.refill(2, 1, fill)
     with (
         pytest.raises(RuntimeError, match="modified by an inplace operation"),
-        ring.gathering(slot, 0, is_first=True, at_once=False),
+        ring.accumulating(slot, 0, is_first=True, at_once=False),
     ):
         loss.backward()
 
@@ -66,18 +66,18 @@ def test_gradients_add_up_in_the_flat_buffer(at_once: bool) -> None:
     model, ring = make(2)
     plain = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     plain.load_state_dict(ring.named(ring.master))
-    ring.gradients[0].fill_(9.0)  # of an update before: the first microbatch makes it anew
+    ring.gradients[0].fill_(9.0)  # left by an earlier update; the first microbatch must overwrite it
     for is_first in (True, False, False):
         x = torch.randn(5, 4)
         slot = ring.use(0)
-        with ring.gathering(slot, 0, is_first=is_first, at_once=at_once):
+        with ring.accumulating(slot, 0, is_first=is_first, at_once=at_once):
             model(x).square().sum().backward()
         plain(x).square().sum().backward()
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(ring.named(ring.gradients[0])[name], parameter.grad)
 
 
-def test_parameters_keep_their_own_strides() -> None:
+def test_parameters_keep_their_strides() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
     stride = model[0].weight.stride()
     _, ring = make(2, model)
@@ -85,7 +85,7 @@ def test_parameters_keep_their_own_strides() -> None:
     assert ring.named(ring.gradients[0])["0.weight"].stride() == stride
 
 
-def test_tied_parameters_share_one_place() -> None:
+def test_tied_parameters_share_one_view() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
     _, ring = make(2, model)
@@ -94,7 +94,7 @@ def test_tied_parameters_share_one_place() -> None:
     assert model[0].weight is model[1].weight
 
 
-def test_recurrent_layers_see_the_version_too() -> None:
+def test_recurrent_layers_use_the_swapped_in_version() -> None:
     model, ring = make(2, nn.LSTM(4, 3))
     x = torch.randn(2, 1, 4)
     ring.use(0)

@@ -1,4 +1,4 @@
-"""Every shape, mode and model against the reference, with all ranks in this process; and the promises about bits."""
+"""Every shape, mode and model equals the reference, with all ranks in this process; and which runs are bit-identical."""
 
 import itertools
 import random
@@ -57,11 +57,11 @@ SHAPES = {
     "0:0-1.0:2-4": "third",
     "0:0-2.0:3-4.0:5-6.0:7": "second,third,head",
     "0:0-1.0:0-1": "third",  # two stages on the same ranks
-    "0:0-1.0:1,0": "third",  # the same, but a microbatch changes its rank
+    "0:0-1.0:1,0": "third",  # the same, but each microbatch changes its rank
     "0:0.0:0-1.0:1": "second,third",  # three stages on two ranks, partly shared
-    "0:0-1.0:2.0:0-1": "second,head",  # a rank that carries the first and the last stage
+    "0:0-1.0:2.0:0-1": "second,head",  # ranks that run both the first and the last stage
 }
-MICROBATCHES = (4, 3, 6, 2, 3, 4, 12)  # of a batch of 12: multiples and no multiples of 2, 3, 4, and fewer than those
+MICROBATCHES = (4, 3, 6, 2, 3, 4, 12)  # per batch of 12: multiples of 2, 3, 4 and others, also fewer than the replicas
 
 
 def modes(stages: int) -> Iterator[dict[str, object]]:
@@ -70,7 +70,7 @@ def modes(stages: int) -> Iterator[dict[str, object]]:
     if stages == 1:
         yield from ({"mode": "stale", "versions": versions} for versions in [(2,), (3,)])
     else:
-        yield {"mode": "stale", "versions": tuple(range(1, 2 * stages, 2))}  # 1,3: the last lags most
+        yield {"mode": "stale", "versions": tuple(range(1, 2 * stages, 2))}  # 1,3: the last stage lags most
         yield from ({"mode": "stale", "staleness": staleness} for staleness in sorted({1, stages - 1}))
 
 
@@ -90,13 +90,13 @@ def test_every_shape_and_mode_equals_the_reference(case: Case, tmp_path: Path) -
     assert_equals_reference(case, tmp_path)
 
 
-def test_data_parallel_takes_all_devices_for_one_stage(tmp_path: Path) -> None:
+def test_data_parallel_uses_all_devices_for_one_stage(tmp_path: Path) -> None:
     case = Case("normed", "0:0-1.0:2", mode="dp", microbatches=4, eval_every=4)
     run = assert_equals_reference(case, tmp_path)
     assert [stage.replicas for stage in run.job.plan.stages] == [3]
 
 
-def test_with_microbatches_by_default_the_numbers_are_those_of_that_count(tmp_path: Path) -> None:
+def test_microbatches_are_chosen_by_default(tmp_path: Path) -> None:
     case = Case("plain", "0:0-1.0:2", "third", mode="stale", staleness=1)
     job = make_job(replace(case, microbatches=None), tmp_path)  # type: ignore[arg-type]
     assert job.plan.microbatches == 4
@@ -119,7 +119,11 @@ def model_cases() -> Iterator[Case]:
         ("branching", "left,right", (three, partly)),
         ("branching", "head", (two_to_one,)),
         ("frozen_middle", "third", (two_to_one,)),
-        ("frozen_middle", "second,third", (three, partly)),  # a stage without weights of its own, but with gradients
+        (
+            "frozen_middle",
+            "second,third",
+            (three, partly),
+        ),  # a stage without trainable weights, through which gradients pass
         ("frozen_first", "second", (two_to_one, shared)),  # a stage without backward
         ("frozen_first", "second,third", (three,)),
         ("tied", "second", (two_to_one,)),
@@ -158,7 +162,7 @@ def test_every_model_equals_the_reference(case: Case, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "pipedream"])
 @pytest.mark.parametrize("model", ["dropping", "residual", "frozen_first", "tied", "recurrent"])
-def test_models_in_other_modes(model: str, mode: str, tmp_path: Path) -> None:
+def test_models_equal_the_reference_in_other_modes(model: str, mode: str, tmp_path: Path) -> None:
     cut = {"frozen_first": "second", "tied": "second", "recurrent": "lstm"}.get(model, "third")
     assert_equals_reference(Case(model, "0:0-2.0:3-4", cut, mode=mode, eval_every=3), tmp_path)
 
@@ -183,7 +187,7 @@ OPTIMIZERS = [
     {"clip": 0.3, "name": "adamw", "lr": 0.01},
     {"label_smoothing": 0.2},
 ]
-LAYOUTS = {
+CASES = {
     "sync": Case("normed", "0:0-2.0:3", "third"),
     "stale": Case("normed", "0:0-1.0:2-4", "third", mode="stale", staleness=1, microbatches=3),
     "pipedream": Case("normed", "0:0-1.0:2", "third", mode="pipedream", microbatches=3),
@@ -193,20 +197,20 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("options", OPTIMIZERS, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_optimizer_equals_the_reference(layout: str, options: dict[str, object], tmp_path: Path) -> None:
-    assert_equals_reference(replace(LAYOUTS[layout], optimizer=options), tmp_path)
+@pytest.mark.parametrize("name", CASES)
+def test_every_optimizer_equals_the_reference(name: str, options: dict[str, object], tmp_path: Path) -> None:
+    assert_equals_reference(replace(CASES[name], optimizer=options), tmp_path)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_clip_is_of_the_whole_norm_only_where_nothing_lags(layout: str, tmp_path: Path) -> None:
-    """Which norm is clipped makes a difference that the comparison above can see."""
-    case = replace(LAYOUTS[layout], optimizer={"clip": 0.3})
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_clipped_by_the_whole_norm_only_without_lag(name: str, tmp_path: Path) -> None:
+    """The choice of the norm makes a difference that the comparison above can see."""
+    case = replace(CASES[name], optimizer={"clip": 0.3})
     clipped, free = refer(case), refer(replace(case, optimizer={}))
     with pytest.raises(AssertionError, match="beyond"):
         assert_near(clipped.weights, free.weights, 1e-6)
     plan = make_job(case, tmp_path).plan
-    assert plan.agree is (layout in ("sync", "shared"))
+    assert plan.agree is (name in ("sync", "shared"))
 
 
 @pytest.mark.parametrize("options", [{}, {"name": "adamw", "lr": 0.005}], ids=["sgd", "adamw"])
@@ -220,7 +224,7 @@ def test_the_clip_is_of_the_whole_norm_only_where_nothing_lags(layout: str, tmp_
     ],
     ids=str,
 )
-def test_single_precision(case: Case, options: dict[str, object], tmp_path: Path) -> None:
+def test_fp32_runs_equal_the_reference(case: Case, options: dict[str, object], tmp_path: Path) -> None:
     case = replace(case, precision="fp32", optimizer=options, eval_every=4)
     run = assert_equals_reference(case, tmp_path)
     assert {tensor.dtype for tensor in run.weights.values()} <= {torch.float32, torch.int64}
@@ -240,14 +244,14 @@ BITS = [
 
 
 def in_random_order(seed: int) -> Drive:
-    """Lets on one rank at a time, whichever chance takes of those that can go on."""
+    """Advances one rank at a time, chosen at random among those that need not wait."""
     choose = random.Random(seed)
 
     def drive(emulation: Emulation) -> None:
         runs = [worker.run() for worker in emulation.workers]
         waiting = {run: next(run, None) for run in runs}
-        while able := [run for run, pending in waiting.items() if pending is not None and pending.is_completed()]:
-            run = choose.choice(able)
+        while ready := [run for run, pending in waiting.items() if pending is not None and pending.is_completed()]:
+            run = choose.choice(ready)
             pending = waiting[run]
             assert pending is not None
             pending.wait()
@@ -258,7 +262,7 @@ def in_random_order(seed: int) -> Drive:
 
 
 @pytest.mark.parametrize("case", BITS, ids=str)
-def test_bits_depend_on_neither_time_nor_scheduling_nor_evaluation(case: Case, tmp_path: Path) -> None:
+def test_bits_do_not_depend_on_timing_scheduling_or_evaluation(case: Case, tmp_path: Path) -> None:
     run = emulate(case, tmp_path)
     assert_same_bits(run, emulate(case, tmp_path))
     assert_same_bits(run, emulate(replace(case, eval_every=3), tmp_path))
@@ -276,7 +280,7 @@ def test_dynamic_scheduling_equals_the_reference(case: Case, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("case", BITS, ids=str)
-def test_gpipe_gives_the_same_numbers(case: Case, dynamic: bool, tmp_path: Path) -> None:
+def test_gpipe_equals_the_reference(case: Case, dynamic: bool, tmp_path: Path) -> None:
     assert_equals_reference(replace(case, policy="gpipe", dynamic=dynamic), tmp_path)
 
 
@@ -286,7 +290,7 @@ def test_buckets_change_no_bit(bucket: int, tmp_path: Path) -> None:
     assert_same_bits(emulate(case, tmp_path), emulate(replace(case, bucket=bucket), tmp_path))
 
 
-def test_other_seeds_give_other_numbers(tmp_path: Path) -> None:
+def test_another_seed_gives_other_bits(tmp_path: Path) -> None:
     case = Case("dropping", "0:0-1.0:2", "third")
     with pytest.raises(AssertionError):
         assert_same_bits(emulate(case, tmp_path), emulate(replace(case, seed=6), tmp_path))
@@ -299,7 +303,7 @@ def test_other_seeds_give_other_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "cut"), [("normed", "third"), ("dropping", "third"), ("cumulative", "third"), ("gated", "gate")]
 )
-def test_probing_touches_neither_statistics_nor_random_state(model: str, cut: str, training: bool) -> None:
+def test_probing_changes_neither_statistics_nor_random_state(model: str, cut: str, training: bool) -> None:
     module = build(model).double()
     pieces = (chain := Chain(module)).cut(chain.by_names([cut]))
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -315,13 +319,13 @@ def test_probing_touches_neither_statistics_nor_random_state(model: str, cut: st
 
 
 @pytest.mark.parametrize("model", ["normed", "dropping", "gated"])
-def test_a_run_that_has_not_begun_is_the_seeded_model(model: str, tmp_path: Path) -> None:
+def test_before_its_first_step_a_run_has_the_seeded_weights(model: str, tmp_path: Path) -> None:
     case = Case(model, "0:0-1.0:2", "head", eval_every=4)
     emulation = Emulation(make_job(case, tmp_path), lambda event: None)
     assert_near(emulation.weights(), initial_state(case), 0.0)
 
 
-# --- What is refused --------------------------------------------------------------------------------------------------
+# --- Invalid cuts -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -337,9 +341,7 @@ def test_a_run_that_has_not_begun_is_the_seeded_model(model: str, tmp_path: Path
         ("plain", "first", ["stage 0", "without units"]),
     ],
 )
-def test_a_model_that_cannot_be_cut_there_is_refused_in_one_line(
-    model: str, cut: str, pieces: list[str], tmp_path: Path
-) -> None:
+def test_an_invalid_cut_is_a_one_line_error(model: str, cut: str, pieces: list[str], tmp_path: Path) -> None:
     with pytest.raises(ValueError) as raised:
         make_job(Case(model, "0:0-1.0:2", cut), tmp_path)
     message = str(raised.value)
@@ -347,7 +349,7 @@ def test_a_model_that_cannot_be_cut_there_is_refused_in_one_line(
     assert [piece for piece in pieces if piece not in message] == []
 
 
-def test_what_cannot_be_traced_is_refused_without_a_named_cut_as_well(tmp_path: Path) -> None:
+def test_an_untraceable_model_is_an_error_without_a_named_cut_too(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="_Untraceable can't be traced") as raised:
         make_job(Case("untraceable", "0:0-1.0:2"), tmp_path)
     assert "\n" not in str(raised.value)

@@ -1,4 +1,4 @@
-"""The learning rate is a function of the batch number; optimizers are torch's, over flat buffers."""
+"""The learning rate depends on the batch number alone; optimizers are torch's, on flat buffers."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ def rates(schedule: ScheduleConfig, batches: int = 10) -> list[float]:
     return [learning_rate(1.0, schedule, batch, batches) for batch in range(batches)]
 
 
-def test_constant_and_warm_up() -> None:
+def test_the_rate_is_constant_after_warm_up() -> None:
     assert rates(ScheduleConfig()) == [1.0] * 10
     assert rates(ScheduleConfig(warmup=4))[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
-def test_steps_fall_at_their_batches() -> None:
+def test_a_step_schedule_falls_at_its_batches() -> None:
     assert rates(ScheduleConfig(kind="step", steps="3,7", gamma=0.5)) == [1.0] * 3 + [0.5] * 4 + [0.25] * 3
 
 
-def test_polynomial_and_cosine_end_where_they_should() -> None:
+def test_polynomial_and_cosine_schedules_end_where_they_should() -> None:
     assert rates(ScheduleConfig(kind="poly", power=1.0))[5] == 0.5
     cosine = rates(ScheduleConfig(kind="cosine", final=0.1))
     assert cosine[0] == 1.0 and math.isclose(cosine[5], 0.55)
     assert math.isclose(learning_rate(1.0, ScheduleConfig(kind="cosine", final=0.1), 10, 10), 0.1)
 
 
-def test_polynomials_end_at_their_final_rate() -> None:
+def test_a_polynomial_schedule_ends_at_its_final_rate() -> None:
     schedule = ScheduleConfig(kind="poly", power=2.0, final=0.2)
     assert math.isclose(rates(schedule)[5], 0.2 + 0.8 * 0.25)
     assert math.isclose(learning_rate(1.0, schedule, 10, 10), 0.2)
 
 
-def test_the_curve_begins_after_warm_up_and_takes_what_is_left() -> None:
+def test_the_curve_spans_the_batches_after_warm_up() -> None:
     polynomial = rates(ScheduleConfig(kind="poly", power=1.0, warmup=2))
     assert polynomial[2:] == [1 - batch / 8 for batch in range(8)]
     cosine = rates(ScheduleConfig(kind="cosine", warmup=2))
@@ -55,7 +55,7 @@ def test_the_curve_begins_after_warm_up_and_takes_what_is_left() -> None:
     ],
     ids=lambda config: f"{config.name} {config.momentum} {config.nesterov}",
 )
-def test_an_optimizer_moves_as_stock_torch_does(config: OptimizerConfig) -> None:
+def test_an_optimizer_equals_stock_torch(config: OptimizerConfig) -> None:
     torch.manual_seed(0)
     master = torch.randn(50, dtype=torch.float64)
     plain = master.clone().requires_grad_()
@@ -80,7 +80,7 @@ def test_an_optimizer_moves_as_stock_torch_does(config: OptimizerConfig) -> None
 @pytest.mark.parametrize(
     "config", [OptimizerConfig(weight_decay=0.1), OptimizerConfig(name="adamw")], ids=lambda config: config.name
 )
-def test_an_update_that_overflowed_leaves_everything_as_it_was(config: OptimizerConfig) -> None:
+def test_an_update_that_overflowed_changes_nothing(config: OptimizerConfig) -> None:
     master = torch.randn(50)
     optimizer = Optimizer(config, master, Rates(0.5, ScheduleConfig(), 5))
     optimizer.step(0, torch.randn(50), torch.zeros(()))
@@ -91,16 +91,16 @@ def test_an_update_that_overflowed_leaves_everything_as_it_was(config: Optimizer
     assert not torch.equal(master, before["master"])
 
 
-def test_a_gradient_is_not_held_beyond_its_step() -> None:
+def test_a_gradient_is_released_after_its_step() -> None:
     master = torch.randn(50)
     Optimizer(OptimizerConfig(), master, Rates(0.5, ScheduleConfig(), 5)).step(0, torch.randn(50))
     assert master.grad is None
 
 
-def test_without_momentum_nothing_is_foreseen() -> None:
+def test_without_momentum_extrapolated_weights_are_the_master() -> None:
     master = torch.randn(50)
     optimizer = Optimizer(OptimizerConfig(momentum=0.0, predict=True), master, Rates(0.5, ScheduleConfig(), 5))
     optimizer.step(0, torch.randn(50))
     weights = torch.empty_like(master)
-    optimizer.foresee(weights, 1, 3)
+    optimizer.extrapolate(weights, 1, 3)
     assert torch.equal(weights, master)

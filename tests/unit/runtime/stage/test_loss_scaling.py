@@ -1,4 +1,4 @@
-"""Loss scaling: as torch's GradScaler where nothing lags, by batch numbers where stages do."""
+"""Loss scaling equals torch's GradScaler where no stage lags, and follows batch numbers where stages do."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from hypothesis import strategies as st
 from stagewright.cluster.placement import parse_placement
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
-from stagewright.runtime.stage.loss_scaling import LossScale, Scaling
+from stagewright.runtime.stage.loss_scaling import LossScale, ScalingOptions
 from stagewright.schedule.check import check
 from tests.parity import Case, assert_near, emulate, refer
 
 
 @settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 5))
-def test_without_lag_the_scale_is_a_gradscalers(overflows: list[bool], interval: int) -> None:
+def test_without_lag_the_scale_equals_gradscaler(overflows: list[bool], interval: int) -> None:
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], 0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=interval)
-    ours = LossScale(Scaling(2.0**40, interval, 1))
+    ours = LossScale(ScalingOptions(2.0**40, interval, 1))
     for batch, overflowed in enumerate(overflows):
         if batch:
-            ours.tell(batch - 1, overflows[batch - 1])
+            ours.record(batch - 1, overflows[batch - 1])
         scaler.scale(weight.sum())
         assert ours.of(batch) == scaler.get_scale()
         weight.grad = torch.full((1,), torch.inf if overflowed else 1.0)
@@ -40,53 +40,55 @@ def test_without_lag_the_scale_is_a_gradscalers(overflows: list[bool], interval:
 
 @settings(deadline=None)
 @given(st.lists(st.booleans(), min_size=12, max_size=30), st.integers(1, 4), st.integers(1, 4), st.data())
-def test_a_scale_knows_no_later_verdict(overflows: list[bool], delay: int, interval: int, data: st.DataObject) -> None:
-    """The scale of batch p follows from the verdicts up to p - delay; turning a later one changes nothing."""
+def test_a_scale_does_not_depend_on_later_decisions(
+    overflows: list[bool], delay: int, interval: int, data: st.DataObject
+) -> None:
+    """The scale of batch p follows from the decisions up to p - delay; changing a later one changes nothing."""
 
-    def scales(verdicts: list[bool]) -> list[float]:
-        scale = LossScale(Scaling(2.0**30, interval, delay))
+    def scales(decisions: list[bool]) -> list[float]:
+        scale = LossScale(ScalingOptions(2.0**30, interval, delay))
         found = []
-        for batch in range(len(verdicts)):
+        for batch in range(len(decisions)):
             for earlier in scale.due(batch):
-                scale.tell(earlier, verdicts[earlier])
+                scale.record(earlier, decisions[earlier])
             found.append(scale.of(batch))
         return found
 
-    turned = data.draw(st.integers(0, len(overflows) - 1))
-    other = [told != (batch == turned) for batch, told in enumerate(overflows)]
-    assert scales(overflows)[: turned + delay] == scales(other)[: turned + delay]
+    changed = data.draw(st.integers(0, len(overflows) - 1))
+    other = [overflowed != (batch == changed) for batch, overflowed in enumerate(overflows)]
+    assert scales(overflows)[: changed + delay] == scales(other)[: changed + delay]
 
 
 @settings(deadline=None)
 @given(st.lists(st.booleans(), min_size=6, max_size=30), st.integers(1, 3), st.integers(1, 5))
-def test_a_state_goes_on_as_if_nothing_had_happened(overflows: list[bool], delay: int, stop: int) -> None:
-    def go(scale: LossScale, batches: range) -> list[float]:
+def test_a_restored_state_continues_unchanged(overflows: list[bool], delay: int, stop: int) -> None:
+    def run(scale: LossScale, batches: range) -> list[float]:
         found = []
         for batch in batches:
             for earlier in scale.due(batch):
-                scale.tell(earlier, overflows[earlier])
+                scale.record(earlier, overflows[earlier])
             found.append(scale.of(batch))
         return found
 
-    whole = LossScale(Scaling(2.0**20, 2, delay))
-    first, second = (LossScale(Scaling(2.0**20, 2, delay)) for _ in range(2))
-    before = go(first, range(stop))
+    whole = LossScale(ScalingOptions(2.0**20, 2, delay))
+    first, second = (LossScale(ScalingOptions(2.0**20, 2, delay)) for _ in range(2))
+    before = run(first, range(stop))
     for batch in first.missing(stop):
-        first.tell(batch, overflows[batch])  # the pipeline is empty at a pause, so every verdict is known
+        first.record(batch, overflows[batch])  # the pipeline is empty at a pause, so every decision is known
     second.load(first.state())
-    assert before + go(second, range(stop, len(overflows))) == go(whole, range(len(overflows)))
+    assert before + run(second, range(stop, len(overflows))) == run(whole, range(len(overflows)))
 
 
-def test_gradients_that_never_fit_are_one_line() -> None:
-    scale = LossScale(Scaling(1.0, 2000, 1))
+def test_gradients_that_overflow_at_any_scale_are_an_error() -> None:
+    scale = LossScale(ScalingOptions(1.0, 2000, 1))
     with pytest.raises(ValueError, match=r"overflow fp16 at any loss scale \(batch 24, .*\); try --precision bf16"):
         for batch in range(40):
             for earlier in scale.due(batch):
-                scale.tell(earlier, True)
+                scale.record(earlier, True)
             scale.of(batch)
 
 
-LAYOUTS = {
+CASES = {
     "one process": Case("steep", "0:0"),
     "dp": Case("steep", "0:0-2", mode="dp", microbatches=6),
     "sync": Case("steep", "0:0-1.0:2", "third"),
@@ -101,10 +103,10 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     "options", [{"lr": 1e-5}, {"name": "adamw", "lr": 1e-3}, {"clip": 0.3, "lr": 1e-3}], ids=["sgd", "adamw", "clip"]
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("scaled")
-def test_scaled_runs_equal_the_reference(layout: str, options: dict[str, object], tmp_path: Path) -> None:
-    case = replace(LAYOUTS[layout], precision="fp16", loss_scale=2.0**124, growth_interval=2, loud=11, steps=14)
+def test_scaled_runs_equal_the_reference(name: str, options: dict[str, object], tmp_path: Path) -> None:
+    case = replace(CASES[name], precision="fp16", loss_scale=2.0**124, growth_interval=2, loud=11, steps=14)
     case = replace(case, optimizer=options)
     expected = refer(case)
     assert any(map(all, expected.skipped)) and not all(map(any, expected.skipped)), expected.skipped
@@ -113,18 +115,18 @@ def test_scaled_runs_equal_the_reference(layout: str, options: dict[str, object]
     assert _scales(run.events, case.microbatches) == expected.scales
     assert len(set(expected.scales)) > 2
     for stage in range(len(case.replicas)):
-        told = {event["batch"] for event in run.events if event["kind"] == "skipped" and event["stage"] == stage}
-        assert told == {batch for batch, skips in enumerate(expected.skipped) if skips[stage]}
+        skipped = {event["batch"] for event in run.events if event["kind"] == "skipped" and event["stage"] == stage}
+        assert skipped == {batch for batch, skips in enumerate(expected.skipped) if skips[stage]}
 
 
 @pytest.mark.usefixtures("scaled")
 def test_a_stage_may_skip_alone(tmp_path: Path) -> None:
-    """Gradients of the first stage are the larger ones here: it skips updates that the last stage makes."""
-    case = replace(LAYOUTS["stale"], precision="fp16", loss_scale=2.0**124, growth_interval=2, loud=11, steps=14)
+    """The first stage has larger gradients here, so it skips updates that the last stage makes."""
+    case = replace(CASES["stale"], precision="fp16", loss_scale=2.0**124, growth_interval=2, loud=11, steps=14)
     case = replace(case, optimizer={"lr": 1e-5})
     skipped = refer(case).skipped
     assert (True, False) in skipped
-    assert (False, True) not in skipped  # what the last stage skips, all stages before it skip
+    assert (False, True) not in skipped  # all earlier stages skip what the last stage skips
 
 
 def _scales(events: Sequence[Mapping[str, Any]], microbatches: int) -> list[float]:
@@ -143,7 +145,7 @@ def _scales(events: Sequence[Mapping[str, Any]], microbatches: int) -> list[floa
     st.lists(st.integers(1, 4), min_size=4, max_size=4),
 )
 def test_flags_never_hang(replicas: list[int], times: int, staleness: int, versions: list[int]) -> None:
-    """The checker proves programs with flags, whatever the replicas, the lag and the versions."""
+    """The checker accepts programs with overflow flags for any replicas, lag and versions."""
     bounds = [sum(replicas[:index]) for index in range(len(replicas) + 1)]
     text = ".".join(f"0:{first}-{last - 1}" for first, last in pairwise(bounds))
     microbatches = times * max(replicas)

@@ -1,4 +1,4 @@
-"""What a run holds is bounded by what is in flight, not by the microbatches of a batch."""
+"""The memory of a run is bounded by the microbatches in flight, not by those of a batch."""
 
 import gc
 import weakref
@@ -18,7 +18,7 @@ from tests.parity import Case, make_job
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of every storage made while it is open, until the storage dies."""
+    """Counts the bytes of every storage allocated while it is open, until the storage is freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,11 +45,11 @@ class LiveBytes(TorchDispatchMode):
 
 
 def train(case: Case, steps: int, microbatches: int, folder: Path) -> tuple[LiveBytes, Emulation]:
-    """Train on the same data in microbatches of the same size, so many to a batch."""
+    """Train on the same data in microbatches of the same size, with that many per batch."""
     batch = case.samples_per_microbatch * microbatches
     job = make_job(replace(case, batch=batch, microbatches=microbatches, steps=steps), folder)
     gc.collect()
-    gc.disable()  # what only a collection would free counts as held
+    gc.disable()  # so that what only a collection would free counts as held
     try:
         with LiveBytes() as live:
             emulation = Emulation(job, lambda event: None)
@@ -73,19 +73,19 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", [*CASES, *(replace(case, dynamic=True) for case in CASES[2:5])], ids=str)
-def test_four_times_the_microbatches_take_no_more_memory(case: Case, tmp_path: Path) -> None:
+def test_four_times_the_microbatches_need_no_more_memory(case: Case, tmp_path: Path) -> None:
     few, _ = train(case, 5, 12, tmp_path)
     many, emulation = train(case, 6, 48, tmp_path)
     assert many.peak <= 1.01 * few.peak
     for worker in emulation.workers:
         for replica in worker.replicas.values():
             kept = replica.exchange
-            held = (kept.arrivals, kept.outputs, replica.flights, kept.returned, kept.gradients)
-            assert not any(held), "something of a microbatch is kept after the run"
-            assert not replica._begun, "an update is still open after the run"
+            held = (kept.inputs, kept.outputs, replica.in_flight, kept.output_gradients, kept.input_gradients)
+            assert not any(held), "a microbatch is still held after the run"
+            assert not replica.open_updates, "an update is still open after the run"
 
 
-def test_the_count_sees_what_is_held_and_what_is_let_go() -> None:
+def test_live_bytes_counts_held_and_freed_storages() -> None:
     with LiveBytes() as live:
         kept = [torch.zeros(1000, dtype=torch.uint8) for _ in range(3)]
         views = kept[0].view(10, 100), kept[0][5:]
