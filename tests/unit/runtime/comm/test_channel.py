@@ -63,7 +63,7 @@ def test_a_wrong_number_is_an_error_with_both_numbers() -> None:
     inbox.expect(iter([4]))
     outbox.send(5, tensors(5))
     inbox.next.wait()
-    with pytest.raises(FormatError, match="act/0/0-1.*microbatch 4 .*5"):
+    with pytest.raises(FormatError, match=r"act/0/0-1.*microbatch 4 .*5"):
         inbox.receive(4)
 
 

@@ -1,4 +1,4 @@
-"""Every shape, mode and model equals the reference, with all ranks in this process; and which runs are bit-identical."""
+"""Every shape, mode and model equals the reference, with all ranks in this process; and its bits repeat."""
 
 import itertools
 import random
