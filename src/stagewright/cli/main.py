@@ -1,4 +1,4 @@
-"""The command line: one file a command, errors as one line, `--json` for machines."""
+"""Run a command: parse the command line, import the module that runs it, and report errors in one line."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ _MOST_SHOWN = 800  # characters of an error
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; what a user did wrong becomes one line and exit code 2."""
-    parser = make_parser()
-    parsed, unknown = parser.parse_known_args(arguments)
+    """Run a command; an error that the user can fix becomes one line and exit code 2."""
+    parsed, unknown = make_parser().parse_known_args(arguments)
     if unknown:
         _require_one_run(sys.argv[1:] if arguments is None else arguments, parsed)
         if not unknown[0].startswith("-"):
-            parser.error(f"unexpected argument {unknown[0]}")
+            parsed.parser.error(f"unexpected argument {unknown[0]}")
         parsed.parser.refuse_option(unknown[0])
     try:
         with _terminated():
@@ -53,8 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _handler(name: str) -> Callable[[argparse.Namespace], None]:
-    """The function that runs a command, such as `plan:run` of this folder: imported only now."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before torch is imported: its socket warnings confuse users
+    """The function that runs a command, such as `plan:run` of this folder: imported only here."""
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "FATAL"
+    )  # set before torch is imported: its socket warnings confuse users
     module, _, function = name.partition(":")
     handler: Callable[[argparse.Namespace], None] = getattr(import_module(f"stagewright.cli.{module}"), function)
     return handler
@@ -62,7 +63,7 @@ def _handler(name: str) -> Callable[[argparse.Namespace], None]:
 
 @contextmanager
 def _terminated() -> Iterator[None]:
-    """Have SIGTERM end a command as Ctrl-C does, with what it started; training has its own way."""
+    """Let SIGTERM end a command and its processes as Ctrl-C does; training handles the signal itself."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -78,14 +79,14 @@ def _terminated() -> Iterator[None]:
 
 
 def _require_one_run(arguments: Sequence[str], parsed: argparse.Namespace) -> None:
-    """Where a shell has put several runs in the place of one, say which to give."""
+    """An error where a shell pattern has matched several runs but the command takes one."""
     runs = [Path(argument) for argument in arguments if is_run(Path(argument))]
     if len(runs) > 1 and "second" not in parsed:  # `compare` takes two
         _fail(f"{len(runs)} runs match; give one, such as {newest(runs)}")
 
 
 def _fail(message: str) -> NoReturn:
-    """One line, of a length to read, with nothing in it that a terminal would obey."""
+    """End with one readable line, without control characters that a terminal would obey."""
     line = " ".join(message.split())
     if len(line) > _MOST_SHOWN:
         line = f"{line[: _MOST_SHOWN // 2]} ... {line[-_MOST_SHOWN // 2 :]}"

@@ -24,14 +24,16 @@ _MOST_SCALE = 2.0**127  # of fp32
 RENAMED = {"plan.weights": "plan.shares"}  # keys of older versions, which old run folders still have
 
 
-def option(default: Any, flag: str, help: str, **bounds: float) -> Any:
+def option(default: Any, flag: str, help: str, metavar: str = "", **bounds: float) -> Any:
     """A field that is also a command-line option; its bounds are `least`, `above`, `below` and `most`."""
-    return field(default=default, metadata={"flag": flag, "help": help, "bounds": bounds})
+    return field(default=default, metadata={"flag": flag, "help": help, "metavar": metavar, "bounds": bounds})
 
 
 def whole_numbers(default: str, flag: str, help: str) -> Any:
     """An option that is a comma-separated list of integers from 0 on."""
-    return field(default=default, metadata={"flag": flag, "help": help, "bounds": {}, "is_list": True})
+    return field(
+        default=default, metadata={"flag": flag, "help": help, "metavar": "N,N", "bounds": {}, "is_list": True}
+    )
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,9 @@ class Section:
 class ModelConfig(Section):
     """What is trained."""
 
-    name: str = option("vgg-small", "--model", "zoo name, or package.module:factory")
+    name: str = option("vgg-small", "--model", "a zoo name, or package.module:factory", "MODEL")
     classes: int | None = option(
-        None, "--classes", "outputs of a zoo model (default: its own)", least=1, most=_MOST_CLASSES
+        None, "--classes", "outputs of a zoo model (default: the model's)", least=1, most=_MOST_CLASSES
     )
 
 
@@ -55,27 +57,31 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """What it is trained on."""
 
-    source: str = option("synthetic", "--data", "synthetic, folder:DIR, tar:GLOB, ofrecord:DIR or tensors:FILE")
-    val: str | None = option(None, "--val", "data to evaluate on (default: the training data)")
+    source: str = option(
+        "synthetic", "--data", "synthetic, folder:DIR, tar:GLOB, ofrecord:DIR or tensors:FILE", "SOURCE"
+    )
+    val: str | None = option(None, "--val", "data to evaluate on (default: the training data)", "SOURCE")
     samples: int = option(4096, "--samples", "samples of synthetic data", least=1, most=_MOST_SAMPLES)
-    image: int | None = option(None, "--image", "side of images (default: the model's own)", least=1, most=_MOST_SIDE)
-    shuffle: bool = option(True, "--shuffle", "a new sample order every epoch")
-    limit: int | None = option(None, "--limit", "train on this many samples, evenly spread over the data")
-    class_names: str | None = option(None, "--class-names", "file with one class name per line, in label order")
+    image: int | None = option(
+        None, "--image", "side of the images in pixels (default: the model's)", least=1, most=_MOST_SIDE
+    )
+    shuffle: bool = option(True, "--shuffle", "shuffle the samples anew in every epoch")
+    limit: int | None = option(None, "--limit", "train on only this many samples, evenly spread")
+    class_names: str | None = option(None, "--class-names", "file with one class name per line, in label order", "FILE")
     learnable: bool = option(True, "--learnable", "synthetic images show their class")
     crop: Literal["auto", "resized", "padded"] = option("auto", "--crop", "random crop (auto: padded up to 64 pixels)")
     jitter: float = option(
         0.0, "--jitter", "largest change of brightness, contrast and saturation, as a fraction", least=0, below=1
     )
-    cutout: int = option(0, "--cutout", "side of a black square at a random place of training images", least=0)
+    cutout: int = option(0, "--cutout", "side of a black square at a random place in training images", least=0)
     normalize: str = option("imagenet", "--normalize", "imagenet, published, or MEAN,MEAN,MEAN/STD,STD,STD of 0-255")
     decode: Literal["cpu", "gpu", "once"] = option(
-        "cpu", "--decode", "where JPEGs are decoded; gpu needs torchcodec; once keeps small images on the device"
+        "cpu", "--decode", "where to decode JPEGs; gpu needs torchcodec; once keeps small images on the device"
     )
     loader_threads: int = option(
-        2, "--loader-threads", "decoding threads of each rank of the first stage", least=1, most=_MOST_THREADS
+        2, "--loader-threads", "decoding threads per rank of the first stage", least=1, most=_MOST_THREADS
     )
-    ahead: int = option(4, "--ahead", "microbatches decoded ahead", least=0, most=1024)
+    ahead: int = option(4, "--ahead", "microbatches to decode ahead", least=0, most=1024)
     max_bad: int = option(100, "--max-bad", "bad records that a rank replaces before the run stops", least=0)
 
 
@@ -85,16 +91,20 @@ class PlanConfig(Section):
 
     placement: str = option("0:0", "--placement", "devices of each stage: 0:0-6.0:7")
     shares: str | None = option(None, "--shares", "each stage's share of the operations: 11:7")
-    cut: str | None = option(None, "--cut", "first unit of each later stage (default: the planner's choice)")
-    file: str | None = option(None, "--plan", "a plan file of `stagewright plan`, instead of the options above")
-    profile: str | None = option(None, "--profile", "a profile of this machine, to plan by and to predict the speed")
+    cut: str | None = option(None, "--cut", "first unit of each later stage (default: the planner's choice)", "NAMES")
+    file: str | None = option(None, "--plan", "a plan file of stagewright plan, instead of the options above", "FILE")
+    profile: str | None = option(
+        None, "--profile", "a profile of this machine, to plan with and to predict the speed", "FILE"
+    )
     mode: Literal["dp", "sync", "stale", "pipedream"] = option("stale", "--mode", "how far weights may lag")
-    staleness: int | None = option(None, "--staleness", "most updates a stage lags in mode stale", least=0)
-    versions: str | None = option(None, "--versions", "versions kept by each stage: 3,1")
-    depths: str | None = option(None, "--depths", "microbatches in flight per replica, by stage: 3,1")
+    staleness: int | None = option(None, "--staleness", "most updates that a stage may lag in mode stale", least=0)
+    versions: str | None = option(None, "--versions", "weight versions per stage: 3,1", "N,N")
+    depths: str | None = option(None, "--depths", "microbatches in flight per replica, by stage: 3,1", "N,N")
     policy: Literal["1f1b", "gpipe"] = option("1f1b", "--policy", "order of forwards and backwards")
-    batch: int = option(64, "--batch", "samples of one update (the global batch)", least=1, most=_MOST_BATCH)
-    microbatches: int | None = option(None, "--microbatches", "pieces of a batch (default: 2 x most replicas)", least=1)
+    batch: int = option(64, "--batch", "samples per update (the global batch)", least=1, most=_MOST_BATCH)
+    microbatches: int | None = option(
+        None, "--microbatches", "microbatches per batch (default: 2 x most replicas)", least=1
+    )
 
 
 @dataclass(frozen=True)
@@ -104,13 +114,13 @@ class OptimizerConfig(Section):
     name: Literal["sgd", "adamw"] = option("sgd", "--optimizer", "optimizer")
     lr: float = option(0.01, "--lr", "learning rate", least=0)
     momentum: float = option(0.9, "--momentum", "SGD momentum", least=0, below=1)
-    nesterov: bool = option(False, "--nesterov", "Nesterov momentum")
+    nesterov: bool = option(False, "--nesterov", "use Nesterov momentum")
     weight_decay: float = option(0.0, "--weight-decay", "weight decay", least=0)
-    beta1: float = option(0.9, "--beta1", "AdamW: decay of the mean", least=0, below=1)
-    beta2: float = option(0.999, "--beta2", "AdamW: decay of the square", least=0, below=1)
-    eps: float = option(1e-8, "--eps", "AdamW: added to the root", least=0)
+    beta1: float = option(0.9, "--beta1", "AdamW: decay of the first moment", least=0, below=1)
+    beta2: float = option(0.999, "--beta2", "AdamW: decay of the second moment", least=0, below=1)
+    eps: float = option(1e-8, "--eps", "AdamW: added to the denominator", least=0)
     predict: bool = option(False, "--predict", "extrapolate stale weights along their momentum")
-    clip: float | None = option(None, "--clip", "largest norm of a gradient", above=0)
+    clip: float | None = option(None, "--clip", "clip the gradient to this norm", above=0)
     label_smoothing: float = option(
         0.0, "--label-smoothing", "fraction of the target spread over all classes", least=0, most=1
     )
@@ -120,10 +130,12 @@ class OptimizerConfig(Section):
 class ScheduleConfig(Section):
     """How the learning rate moves."""
 
-    kind: Literal["constant", "step", "poly", "cosine"] = option("constant", "--lr-schedule", "shape over the run")
+    kind: Literal["constant", "step", "poly", "cosine"] = option(
+        "constant", "--lr-schedule", "learning rate over the run"
+    )
     warmup: int = option(0, "--warmup", "batches of linear warm-up", least=0)
-    steps: str = whole_numbers("", "--lr-steps", "step: batches at which the rate falls: 100,200")
-    gamma: float = option(0.1, "--lr-gamma", "step: factor at each of them", least=0)
+    steps: str = whole_numbers("", "--lr-steps", "step: batches at which the rate drops: 100,200")
+    gamma: float = option(0.1, "--lr-gamma", "step: factor of each drop", least=0)
     power: float = option(2.0, "--lr-power", "poly: exponent", least=0)
     final: float = option(0.0, "--lr-final", "poly, cosine: rate at the end", least=0)
 
@@ -143,43 +155,45 @@ class RunConfig(Section):
 
     steps: int | None = option(None, "--steps", "batches to train", most=_MOST_STEPS)
     epochs: int | None = option(None, "--epochs", "epochs to train (default: 1)", most=_MOST_EPOCHS)
-    seed: int = option(0, "--seed", "of weights, order and dropout", least=-_MOST_SEED, most=_MOST_SEED)
+    seed: int = option(0, "--seed", "seed of weights, sample order and dropout", least=-_MOST_SEED, most=_MOST_SEED)
     precision: str = option("fp32", "--precision", "fp64, fp32, ieee, tf32, bf16 or fp16")
     loss_scale: float = option(65536.0, "--loss-scale", "fp16: initial scale of the loss", least=1, most=_MOST_SCALE)
     growth_interval: int = option(
         2000, "--growth-interval", "fp16: batches without overflow until the scale doubles", least=1
     )
     device: Literal["cpu", "cuda"] = option("cpu", "--device", "kind of device")
-    share_gpu: bool = option(False, "--share-gpu", "devices beyond the last GPU share the GPUs there are, in turn")
+    share_gpu: bool = option(False, "--share-gpu", "let devices beyond the last GPU share the existing ones")
     backend: Literal["auto", "gloo", "nccl"] = option(
         "auto", "--backend", "auto: nccl on GPUs, gloo where ranks share one"
     )
-    channels_last: bool = option(True, "--channels-last", "on GPUs, convolutional models keep channels last")
+    channels_last: bool = option(True, "--channels-last", "on GPUs: store images of convolutional models channels last")
     compile: bool = option(False, "--compile", "torch.compile each stage")
-    cuda_graph: Literal["auto", "on", "off"] = option("off", "--cuda-graph", "replay stages (auto: where faster)")
-    deterministic: bool = option(False, "--deterministic", "on GPUs, the same bits every time")
-    threads: int = option(1, "--threads", "threads of a CPU rank", least=1, most=_MOST_THREADS)
-    dynamic: bool = option(False, "--dynamic", "ranks choose at run time between forward and backward")
-    emulate: bool = option(False, "--emulate", "every rank in one process")
+    cuda_graph: Literal["auto", "on", "off"] = option(
+        "off", "--cuda-graph", "replay stages as CUDA graphs (auto: where faster)"
+    )
+    deterministic: bool = option(False, "--deterministic", "on GPUs: compute the same bits every time")
+    threads: int = option(1, "--threads", "threads per CPU rank", least=1, most=_MOST_THREADS)
+    dynamic: bool = option(False, "--dynamic", "let ranks choose between forward and backward at run time")
+    emulate: bool = option(False, "--emulate", "run every rank in one process")
     eval_every: int | None = option(
-        None, "--eval-every", "batches between evaluations (default: an epoch where there is --val; 0: only at the end)"
+        None, "--eval-every", "batches between evaluations (0: only at the end) (default: with --val, an epoch)"
     )
     log_every: int = option(10, "--log-every", "batches between log lines", least=1)
     monitor_every: float = option(1.0, "--monitor-every", "seconds between samples of memory, load and power (0: none)")
     track: Literal["none", "tensorboard", "wandb", "mlflow"] = option(
         "none", "--track", "also send metrics to a tracker"
     )
-    export: str | None = option(None, "--export", "write the trained weights to FILE.safetensors")
-    resume: str | None = option(None, "--resume", "resume from a run folder's newest checkpoint, or from a checkpoint")
-    runs: str = option("runs", "--runs", "folder that holds run folders")
-    bucket: int = option(
-        25, "--bucket", "MiB of gradient summed at a time (0: one parameter at a time)", least=0, most=2**20
+    export: str | None = option(None, "--export", "write the trained weights to a .safetensors file", "FILE")
+    resume: str | None = option(
+        None, "--resume", "resume a run from its newest checkpoint, or from a given checkpoint", "RUN"
     )
+    runs: str = option("runs", "--runs", "folder that holds run folders", "DIR")
+    bucket: int = option(25, "--bucket", "MiB of gradients per all-reduce (0: one parameter)", least=0, most=2**20)
     timeout: float = option(
         600.0, "--timeout", "seconds at one action after which a rank counts as hung", above=0, most=_YEAR
     )
     start_timeout: float = option(
-        3600.0, "--start-timeout", "the same before the first update, and while saving", above=0, most=_YEAR
+        3600.0, "--start-timeout", "the same before the first update and while saving", above=0, most=_YEAR
     )
     max_restarts: int | None = option(
         None,
@@ -193,12 +207,16 @@ class RunConfig(Section):
 class NodesConfig(Section):
     """Which machines take part, and how they meet."""
 
-    list: str | None = option(None, "--nodes", "machines, the first hosts: 10.0.0.1,10.0.0.2[:PORT], names, or slurm")
-    index: int | None = option(None, "--node-index", "which of them this is (default: the one with its address)")
-    token: str | None = option(None, "--token", "file with the secret they share (default: $STAGEWRIGHT_TOKEN)")
-    join_timeout: float = option(600.0, "--join-timeout", "seconds to wait for all of them", above=0, most=_YEAR)
+    list: str | None = option(
+        None, "--nodes", "addresses or names of all machines, the host first, or slurm: 10.0.0.1,10.0.0.2", "LIST"
+    )
+    index: int | None = option(None, "--node-index", "index of this machine in --nodes (default: by its address)")
+    token: str | None = option(
+        None, "--token", "file with the secret that all machines share (default: $STAGEWRIGHT_TOKEN)", "FILE"
+    )
+    join_timeout: float = option(600.0, "--join-timeout", "seconds to wait for all machines", above=0, most=_YEAR)
     lost_timeout: float = option(
-        60.0, "--lost-timeout", "seconds of silence after which one counts as lost", above=0, most=_YEAR
+        60.0, "--lost-timeout", "seconds of silence after which a machine counts as lost", above=0, most=_YEAR
     )
 
 
@@ -223,6 +241,7 @@ class Option:
     key: str  # section.field
     flag: str
     help: str
+    metavar: str  # what stands for the value in --help
     type: type
     choices: tuple[str, ...]
     default: Any
@@ -244,8 +263,9 @@ def _as_option(section: str, entry: Field[Any], hint: Any) -> Option:
     choices = tuple(choice for choice in alternatives if isinstance(choice, str))
     kind = str if choices else next((kind for kind in alternatives if kind is not type(None)), hint)
     about = entry.metadata
+    metavar = about["metavar"] or {int: "N", float: "FLOAT"}.get(kind, "TEXT")
     return Option(
-        f"{section}.{entry.name}", about["flag"], about["help"], kind, choices, entry.default, about["bounds"]
+        f"{section}.{entry.name}", about["flag"], about["help"], metavar, kind, choices, entry.default, about["bounds"]
     )
 
 
