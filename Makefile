@@ -29,7 +29,7 @@ tests: $(READY) .venv/.browser
 # kills of random ranks under two plans, and two machines in network namespaces with everything that can happen to them.
 soak: $(READY)
 	STAGEWRIGHT_FUZZ=1000000 STAGEWRIGHT_EPOCH_SAMPLES=1000000 \
-		$(BIN)/python -m pytest -s tests/unit/data/test_fuzz.py tests/unit/data/test_loader_memory.py
+		$(BIN)/python -m pytest -s tests/unit/data/test_fuzz.py tests/unit/data/test_loader.py
 	STAGEWRIGHT_KILLS=20 $(BIN)/python -m pytest -s tests/distributed/test_kill.py tests/distributed/test_stopping.py \
 		tests/distributed/test_pauses_gloo.py tests/unit/runtime/checkpoint
 	STAGEWRIGHT_READER_FUZZ=8000 $(BIN)/python -m pytest -s tests/unit/test_fuzz_readers.py

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from stagewright.data.records import BadRecord, Record
+from stagewright.data.records import BadRecordError, Record
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -90,6 +90,14 @@ def make_ofrecord(root: Path, samples: int, classes: int = 4, parts: int = 3, si
     return write_parts(root, [messages[first : first + size] for first in range(0, samples, size)])
 
 
+def make_folder(root: Path, files: dict[str, bytes]) -> str:
+    """A folder of these files, as `--data` names it."""
+    for name, data in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+    return f"folder:{root}"
+
+
 def make_tar(path: Path, members: Sequence[tuple[str, bytes]], kind: int = tarfile.USTAR_FORMAT) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w", format=kind) as archive:
@@ -125,7 +133,7 @@ class Faulty:
     def get(self, index: int) -> Record:
         self.reads.append(index)
         if index in self._bad:
-            raise BadRecord(f"{self.name(index)} is bad")
+            raise BadRecordError(f"{self.name(index)} is bad")
         return Record(b"" if index in getattr(self, "empty", ()) else self._data, index % 10, self.name(index))
 
     def name(self, index: int) -> str:

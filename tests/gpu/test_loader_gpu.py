@@ -12,8 +12,8 @@ from stagewright.data.augment import Augmentation, Cropping
 from stagewright.data.datasets import open_records
 from stagewright.data.decode import NORMALIZATIONS
 from stagewright.data.loader import make_loaders
-from stagewright.data.microbatches import Decode, Loading, Share, Training
-from stagewright.data.order import Order
+from stagewright.data.order import Order, ReplicaSlice, TrainingSampler
+from stagewright.data.pool import Decode, LoaderOptions
 from stagewright.data.sources import ImageSource, SyntheticSource
 from tests.pictures import make_ofrecord
 
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device; run on a machine with a GPU"),
 ]
-SHARE = Share(Training(Order(40, 20, seed=1), 2), 1, 40)
+SHARE = ReplicaSlice(TrainingSampler(Order(40, 20, seed=1), 2), 1, 40)
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def source(tmp_path: Path) -> ImageSource:
 
 
 def test_pinned_batches_are_those_of_the_cpu_for_many_rounds(source: ImageSource) -> None:
-    (cpu,) = make_loaders(Loading(threads=2), (source, SHARE))
-    (gpu,) = make_loaders(Loading(threads=2, ahead=1, device=torch.device("cuda")), (source, SHARE))
-    assert source.empty(2, is_pinned=True)[0].is_pinned()
+    (cpu,) = make_loaders(LoaderOptions(threads=2), (source, SHARE))
+    (gpu,) = make_loaders(LoaderOptions(threads=2, ahead=1, device=torch.device("cuda")), (source, SHARE))
+    assert source.allocate(2, is_pinned=True)[0].is_pinned()
     for number in range(40):
         (wanted, labels), (found, found_labels) = cpu.microbatch(number), gpu.microbatch(number)
         assert found.is_cuda and torch.equal(found_labels.cpu(), labels)
@@ -54,8 +54,8 @@ def test_nvjpeg_sees_the_same_crops(source: ImageSource) -> None:
         from torchcodec.decoders import decode_jpeg  # noqa: F401
     except (ImportError, OSError, RuntimeError) as error:
         pytest.skip(f"torchcodec can't be used here: {error}")
-    (cpu,) = make_loaders(Loading(), (source, SHARE))
-    (gpu,) = make_loaders(Loading(device=torch.device("cuda"), decode=Decode.GPU), (source, SHARE))
+    (cpu,) = make_loaders(LoaderOptions(), (source, SHARE))
+    (gpu,) = make_loaders(LoaderOptions(device=torch.device("cuda"), decode=Decode.GPU), (source, SHARE))
     for number in range(6):
         (wanted, labels), (found, found_labels) = cpu.microbatch(number), gpu.microbatch(number)
         assert torch.equal(found_labels.cpu(), labels)

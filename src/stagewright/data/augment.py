@@ -1,4 +1,8 @@
-"""Which part of an image is seen, and how: a pure function of seed, epoch, index and the image's size."""
+"""How a sample is cropped, mirrored and coloured: a pure function of seed, epoch, index and image size.
+
+An `Augmentation` holds the options of a run and returns a `View` for each sample. Views are values: `decode.render`
+draws them on the CPU, `on_device` on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +20,22 @@ from torch import Tensor
 
 from stagewright.data.order import Indices
 
-Whole = TypeVar("Whole", int, Indices)  # of one sample, or of many
+Integer = TypeVar("Integer", int, Indices)  # one sample's number, or an array with one per sample
 _KEY = struct.Struct("<4Q")
 _BLOCK = struct.Struct("<8Q")
 _AREA = (0.08, 1.0)
 _ASPECT = (3 / 4, 4 / 3)
 _TRIES = 10
 _EVALUATION_SCALE = 256 / 224  # short side before the centre crop, over the crop
-_PADDING = 8  # a small image gets a border of one eighth of its side
-_SMALL = 64  # sides up to this are cropped with padding unless told otherwise
+_PADDING = 8  # the border of a padded crop is one eighth of the side
+_SMALL = 64  # the largest side that is cropped with padding by default
 
 
 class Cropping(StrEnum):
-    """How training crops."""
+    """How images are cropped in training."""
 
-    RESIZED = "resized"  # a random area in a random shape, resized
-    PADDED = "padded"  # the whole image, shifted under a border
+    RESIZED = "resized"  # a box of random area and aspect ratio, resized
+    PADDED = "padded"  # the whole image with a black border, shifted
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +48,25 @@ class Jitter:
 
 
 @dataclass(frozen=True, slots=True)
-class Hole:
-    """A square of what is seen that is black; it may reach beyond."""
+class Cutout:
+    """A black square in the crop; it may extend past the edges."""
 
     top: int
     left: int
     side: int
 
-    def blacken(self, seen: Tensor) -> None:
-        """In place, in [rows, columns, RGB]."""
-        seen[max(0, self.top) : self.top + self.side, max(0, self.left) : self.left + self.side] = 0
+    def apply(self, pixels: Tensor) -> None:
+        """Blacken the square of [rows, columns, RGB] in place."""
+        pixels[max(0, self.top) : self.top + self.side, max(0, self.left) : self.left + self.side] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is taken of an image: a box of it, perhaps mirrored, resized, of which a window is seen.
+    """What to take from an image: a box, perhaps mirrored, resized, and a window of the result.
 
-        image ─ box ─► mirrored ─► resized to `rows` x `columns` ─ window from (`down`, `right`) ─► jittered ─► a hole
+        image ─ box ─► mirrored ─► resized to `rows` x `columns` ─ window from (`down`, `right`) ─► jitter ─► cutout
 
-    A window may reach beyond what was resized; it is black there.
+    A window may extend past the resized box and is black there.
     """
 
     top: int
@@ -75,19 +79,19 @@ class View:
     right: int = 0
     is_mirrored: bool = False
     jitter: Jitter | None = None
-    hole: Hole | None = None
+    cutout: Cutout | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Augmentation:
-    """The views of a run: random in training, the centre in evaluation."""
+    """The augmentation of a run: random views in training, the centre in evaluation."""
 
-    side: int  # of the square that leaves
+    side: int  # of the square output
     cropping: Cropping
-    jitter: float = 0.0  # most that a factor differs from 1
-    cutout: int = 0  # side of the hole, 0 for none
+    jitter: float = 0.0  # how far a colour factor may differ from 1
+    cutout: int = 0  # side of the black square; 0 for none
 
-    def training(self, seed: int, epoch: int, index: int, height: int, width: int) -> View:
+    def training_view(self, seed: int, epoch: int, index: int, height: int, width: int) -> View:
         draws = _uniform(seed, epoch, index)
 
         def below(number: int) -> int:
@@ -99,11 +103,11 @@ class Augmentation:
             box, window = _random_box(draws, height, width), (0, 0)
         else:
             box, window = (0, 0, height, width), self._window(below)
-        hole = Hole(*self._corner(below), self.cutout) if self.cutout else None
-        return View(*box, self.side, self.side, *window, is_mirrored, jitter, hole)
+        cutout = Cutout(*self._corner(below), self.cutout) if self.cutout else None
+        return View(*box, self.side, self.side, *window, is_mirrored, jitter, cutout)
 
     def shifts(self, seed: int, epoch: int, indices: Indices) -> NDArray[np.int64]:
-        """As `training`, of many padded samples at once: down, right, if mirrored, and the hole's top and left."""
+        """`training_view` of many padded samples at once: down, right, is_mirrored, and the cutout's top and left."""
         words = b"".join(_block(seed, epoch, int(index), 0) for index in indices)
         draws: Iterator[NDArray[np.float64]] = iter(((np.frombuffer(words, "<u8").reshape(-1, 8) >> 11) * 2.0**-53).T)
 
@@ -113,8 +117,8 @@ class Augmentation:
         is_mirrored = below(2) == 0
         return np.stack([*self._window(below), is_mirrored, *self._corner(below)], axis=1)
 
-    def evaluation(self, height: int, width: int) -> View:
-        """The short side resized to 256 for 224 and the centre taken; small images whole."""
+    def evaluation_view(self, height: int, width: int) -> View:
+        """The centre crop, after the short side is resized to 256 for crops of 224; small images whole."""
         if self.cropping is Cropping.PADDED:
             return View(0, 0, height, width, self.side, self.side)
         short = round(self.side * _EVALUATION_SCALE)
@@ -123,13 +127,13 @@ class Augmentation:
         down, right = round((rows - self.side) / 2), round((columns - self.side) / 2)
         return View(0, 0, height, width, rows, columns, down, right)
 
-    def _window(self, below: Callable[[int], Whole]) -> tuple[Whole, Whole]:
-        """How far down and right of the image a padded one's window begins."""
+    def _window(self, below: Callable[[int], Integer]) -> tuple[Integer, Integer]:
+        """How far down and right of the image's corner the window of a padded crop begins."""
         border = self.side // _PADDING
         return below(2 * border + 1) - border, below(2 * border + 1) - border
 
-    def _corner(self, below: Callable[[int], Whole]) -> tuple[Whole, Whole]:
-        """Top and left of the hole, whose middle is anywhere in the image."""
+    def _corner(self, below: Callable[[int], Integer]) -> tuple[Integer, Integer]:
+        """Top and left of the cutout, whose centre may be anywhere in the image."""
         return below(self.side) - self.cutout // 2, below(self.side) - self.cutout // 2
 
     def _jitter(self, draws: Iterator[float]) -> Jitter:
@@ -141,7 +145,7 @@ def default_cropping(side: int) -> Cropping:
 
 
 def _uniform(seed: int, epoch: int, index: int) -> Iterator[float]:
-    """Numbers in [0, 1): hashes of a counter, keyed by who asks."""
+    """Numbers in [0, 1): hashes of a counter, keyed by seed, epoch and index."""
     block = 0
     while True:
         for word in _BLOCK.unpack(_block(seed, epoch, index, block)):
@@ -154,7 +158,7 @@ def _block(seed: int, epoch: int, index: int, block: int) -> bytes:
 
 
 def _random_box(draws: Iterator[float], height: int, width: int) -> tuple[int, int, int, int]:
-    """A box of random area and shape that fits; after ten that do not, the largest centred one of a fair shape."""
+    """A random box that fits; after ten that don't, the largest centred box of an allowed aspect ratio."""
     for _ in range(_TRIES):
         area = height * width * (_AREA[0] + next(draws) * (_AREA[1] - _AREA[0]))
         low, high = (math.log(aspect) for aspect in _ASPECT)

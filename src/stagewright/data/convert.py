@@ -1,4 +1,4 @@
-"""Writes a data set anew as a folder, tar shards or OFRecord parts: the same bytes, the same labels, the same order."""
+"""Converts a data set to a folder, tar shards or OFRecord parts: same bytes, same labels, same order."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import BinaryIO, Protocol
 
 from stagewright.data import ofrecord, tar
 from stagewright.data.datasets import CLASS_NAMES, Kind
-from stagewright.data.records import BadRecord, DataError, Record, Records
+from stagewright.data.records import BadRecordError, DataError, Record, Records
 
 _SUFFIXES = ((b"\xff\xd8", "jpg"), (b"\x89PNG", "png"), (b"RIFF", "webp"), (b"GIF8", "gif"), (b"BM", "bmp"))
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What a conversion wrote, and what it had to leave out."""
+    """What a conversion wrote, and what it left out."""
 
     records: int
     classes: int
-    left_out: tuple[str, ...]  # why, each beginning with the record's name
+    left_out: tuple[str, ...]  # one reason per record, beginning with its name
 
 
 class Writer(Protocol):
-    """Takes records one after another."""
+    """Writes records one after another."""
 
     def write(self, number: int, record: Record) -> None: ...
 
@@ -34,9 +34,9 @@ class Writer(Protocol):
 def convert(
     records: Records, kind: Kind, root: Path, per_part: int, progress: Callable[[int], None] = lambda done: None
 ) -> Converted:
-    """Write every record below `root`, which must be empty or not there; records that can't be read are left out."""
+    """Write every readable record below `root`, which must be empty or not exist yet."""
     if per_part < 1:
-        raise DataError(f"--per-part is {per_part}; give the records of a part, at least 1")
+        raise DataError(f"--per-part is {per_part}; give at least 1 record")
     _make_empty(root)
     names = _class_folders(records) if kind is Kind.FOLDER else records.class_names
     try:
@@ -44,17 +44,17 @@ def convert(
             (root / CLASS_NAMES).write_text("".join(f"{name}\n" for name in records.class_names))
         left_out = _write_all(records, _writer(kind, root, names, per_part), progress)
     except OSError as error:
-        raise DataError(f"can't write to {root}: {error.strerror}; make room, or choose another place") from error
+        raise DataError(f"can't write to {root}: {error.strerror}; free some space or choose another folder") from error
     return Converted(len(records) - len(left_out), records.classes, tuple(left_out))
 
 
 def _write_all(records: Records, writer: Writer, progress: Callable[[int], None]) -> list[str]:
-    """Write every record that can be read; why the others can't."""
+    """Write every readable record; returns why the others were left out."""
     left_out: list[str] = []
     for index in range(len(records)):
         try:
             record = records.get(index)
-        except BadRecord as error:
+        except BadRecordError as error:
             left_out.append(str(error))
             continue
         writer.write(index - len(left_out), record)
@@ -68,13 +68,13 @@ def _make_empty(root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         found = next(root.iterdir(), None)
     except OSError as error:
-        raise DataError(f"can't write to {root}: {error.strerror}; choose another place") from error
+        raise DataError(f"can't write to {root}: {error.strerror}; choose another folder") from error
     if found is not None:
-        raise DataError(f"{root} is not empty, it holds {found.name}; choose an empty or a new folder")
+        raise DataError(f"{root} is not empty, it contains {found.name}; choose an empty or a new folder")
 
 
 def _class_folders(records: Records) -> tuple[str, ...]:
-    """A folder name for each label: the class names, or numbers that sort as they count."""
+    """A folder name per label: the class name, or a number padded so that folders sort by label."""
     width = len(str(max(records.classes - 1, 0)))
     known = records.class_names
     names = (*known, *(f"{label:0{width}}" for label in range(len(known), records.classes)))
@@ -90,7 +90,7 @@ def _writer(kind: Kind, root: Path, names: tuple[str, ...], per_part: int) -> Wr
 
 
 class _FolderWriter:
-    """A file for each record, in the folder of its class; a class without records has a folder as well."""
+    """One file per record, in the folder of its class; a class without records still gets a folder."""
 
     def __init__(self, root: Path, names: tuple[str, ...]) -> None:
         self._folders = [root / name for name in names]
@@ -105,7 +105,7 @@ class _FolderWriter:
 
 
 class _Format(Protocol):
-    """How parts are named, and how a record lies in one."""
+    """How parts are named, and how a record is stored in one."""
 
     @property
     def end(self) -> bytes: ...
@@ -144,10 +144,10 @@ class _Tar:
 
 
 class _PartWriter:
-    """Files of so many records each; one that is not finished keeps a name that no reader takes."""
+    """Parts of `per_part` records; an unfinished part has a name that no reader accepts."""
 
-    def __init__(self, layout: _Format, per_part: int) -> None:
-        self._layout = layout
+    def __init__(self, part_format: _Format, per_part: int) -> None:
+        self._format = part_format
         self._per_part = per_part
         self._part = -1
         self._file: BinaryIO | None = None
@@ -158,20 +158,20 @@ class _PartWriter:
             self._part += 1
             self._file = self._unfinished().open("wb")
         assert self._file is not None
-        self._file.write(self._layout.encode(number, record))
+        self._file.write(self._format.encode(number, record))
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.write(self._layout.end)
+            self._file.write(self._format.end)
             self._file.close()
-            self._unfinished().rename(self._layout.path(self._part))
+            self._unfinished().rename(self._format.path(self._part))
             self._file = None
 
     def _unfinished(self) -> Path:
-        path = self._layout.path(self._part)
+        path = self._format.path(self._part)
         return path.with_name(f".{path.name}.unfinished")
 
 
 def suffix_of(data: bytes) -> str:
-    """The ending of a file with these bytes, by what they begin with; Pillow reads it whatever it is called."""
+    """The file suffix for these bytes, by their first bytes; readers don't depend on it."""
     return next((suffix for start, suffix in _SUFFIXES if data.startswith(start)), "jpg")

@@ -1,4 +1,8 @@
-"""A folder of images: a subfolder for each class, numbered in sorted order, with files at any depth below it. Opens the data set that `--data` names: finds its files, its class names and its index."""
+"""Opens the data set that `--data` names: lists its files, reads its class names, and finds or builds its index.
+
+Folders of images are scanned here: one subfolder per class, numbered in sorted order, with files at any depth below.
+Tar shards and OFRecord parts are scanned by `tar` and `ofrecord`.
+"""
 
 from __future__ import annotations
 
@@ -8,43 +12,174 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from stagewright.data.index import Index, Progress, Rows, Watched, cached_index, fingerprint
+from stagewright.data.index import Index, IndexBuilder, Progress, Watched, cached_index, fingerprint
 from stagewright.data.ofrecord import list_parts, scan_parts
-from stagewright.data.records import BadRecord, DataError, FileRecords, Limited, PartRecords, Records, require_limit
+from stagewright.data.records import (
+    BadRecordError,
+    DataError,
+    FileRecords,
+    Limited,
+    PartRecords,
+    Records,
+    require_limit,
+)
 from stagewright.data.tar import list_shards, scan_shards
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+CLASS_NAMES = "classes.txt"  # beside the data: one name per line, in label order
+
+
+class Kind(StrEnum):
+    """How images are stored."""
+
+    FOLDER = "folder"
+    TAR = "tar"
+    OFRECORD = "ofrecord"
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The files of a data set: where they are, how to scan them, and whether an index still lists them all."""
+
+    root: Path
+    key: str
+    scan: Callable[[Progress], Index]
+    is_current: Callable[[Index], bool]
+
+
+def open_records(
+    text: str, class_names: str | None = None, limit: int | None = None, progress: Progress = lambda found: None
+) -> Records:
+    """The records that `folder:DIR`, `tar:GLOB` or `ofrecord:DIR` names, read through their index."""
+    kind, where = parse_data(text)
+    records = _open(kind, where, class_names, progress)
+    if not len(records):
+        raise DataError(f"data {text} contains no records; check the path")
+    if limit is None:
+        return records
+    require_limit(limit, len(records))
+    return Limited(records, limit)
+
+
+def parse_data(text: str) -> tuple[Kind, str]:
+    """`folder:DIR` as kind and path; the kind of a bare path follows from its files."""
+    kind, colon, where = text.partition(":")
+    if colon and where and kind in set(Kind):
+        return Kind(kind), where
+    path = Path(text)
+    if path.suffix == ".tar" or (path.is_dir() and any(path.glob("*.tar"))):
+        return Kind.TAR, text
+    if path.is_dir():
+        return (Kind.OFRECORD if any(path.glob("part-*")) else Kind.FOLDER), text
+    raise DataError(f"data '{text}' is not one of folder:DIR, tar:GLOB, ofrecord:DIR")
+
+
+def names_images(text: str) -> bool:
+    """Whether `--data` names encoded images."""
+    return text.partition(":")[0] in set(Kind)
+
+
+def _open(kind: Kind, where: str, class_names: str | None, progress: Progress) -> Records:
+    try:
+        files = _find_files(kind, where, class_names)
+        index = cached_index(files.root, files.key, files.is_current, lambda: _build(kind, files, progress))
+    except OSError as error:
+        raise DataError(f"data {kind}:{where}: {error.strerror} ({error.filename})") from error
+    return _records(kind, index)
+
+
+def _find_files(kind: Kind, where: str, class_names: str | None) -> _Files:
+    if kind is Kind.TAR:
+        root, shards = list_shards(where)
+    else:
+        root, shards = Path(where), []
+        if not root.is_dir():
+            raise DataError(f"data {kind}:{where}: no such folder")
+    names = _class_names(root, class_names)
+    key = "\0".join((kind, where if kind is Kind.TAR else "", *names))
+    if kind is Kind.FOLDER:
+        return _Files(
+            root, key, lambda progress: scan_folder(root, names, progress), lambda i: _tops(i) == list_classes(root)
+        )
+    if kind is Kind.OFRECORD:
+        return _Files(
+            root, key, lambda progress: scan_parts(root, names, progress), lambda i: _paths(i) == list_parts(root)
+        )
+    return _Files(root, key, lambda progress: scan_shards(root, shards, names, progress), lambda i: _paths(i) == shards)
+
+
+def _paths(index: Index) -> list[str]:
+    return [entry.path for entry in index.watched]
+
+
+def _tops(index: Index) -> list[str]:
+    return [entry.path for entry in index.watched if "/" not in entry.path]
+
+
+def _class_names(root: Path, given: str | None) -> tuple[str, ...]:
+    """One name per line, from the given file or the one beside the data; empty without either."""
+    path = root / CLASS_NAMES if given is None else Path(given)
+    if given is None and not path.is_file():
+        return ()
+    try:
+        names = tuple(line.strip() for line in path.read_text().splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"class names {path}: {error}; give a text file with one name per line") from error
+    if len(set(names)) != len(names):
+        double = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"class names {path}: '{double}' appears {names.count(double)} times; list every class once")
+    return names
+
+
+def _build(kind: Kind, files: _Files, progress: Progress) -> Index:
+    index = files.scan(progress)
+    records = _records(kind, index)
+
+    def read(number: int) -> bytes:
+        try:
+            return records.get(number).data
+        except BadRecordError:
+            return b""
+
+    return replace(index, fingerprint=fingerprint(index, read))
+
+
+def _records(kind: Kind, index: Index) -> Records:
+    return FileRecords(index) if kind is Kind.FOLDER else PartRecords(index)
 
 
 def list_classes(root: Path) -> list[str]:
-    """The subfolders of a data set; hidden ones are none of its classes."""
+    """The class folders of a data set, without hidden folders."""
     with os.scandir(root) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
 def scan_folder(root: Path, class_names: tuple[str, ...], progress: Progress) -> Index:
-    """The index of a folder; classes are its subfolders, or the names given, in their order."""
+    """The index of a folder; the classes are its subfolders, or the names given, in that order."""
     found = list_classes(root)
     if not found:
-        raise DataError(f"{root} holds no folders; give a folder with one subfolder of images for each class")
+        raise DataError(f"{root} has no subfolders; give a folder with one subfolder of images per class")
     names = class_names or tuple(found)
     labels = {name: number for number, name in enumerate(names)}
     if unknown := next((name for name in found if name not in labels), None):
-        raise DataError(f"{root}: folder {unknown} is none of the {len(names)} class names; add it or remove it")
-    rows, watched = Rows(progress), list[Watched]()
+        raise DataError(
+            f"{root}: folder {unknown} is not among the {len(names)} class names; add the name or remove the folder"
+        )
+    builder, watched = IndexBuilder(progress), list[Watched]()
     for name in found:
         for folder, files in _walk(root, name):
             watched.append(Watched.of(root, folder))
             for file, size in files:
-                rows.add(0, 0, size, labels[name], f"{folder}/{file}")
-    index = rows.index(root, watched, names)
+                builder.add(0, 0, size, labels[name], f"{folder}/{file}")
+    index = builder.build(root, watched, names)
     if not len(index):
-        raise DataError(f"{root}: {len(found)} class folders hold no images ({', '.join(_SUFFIXES)})")
+        folders = "1 class folder contains" if len(found) == 1 else f"{len(found)} class folders contain"
+        raise DataError(f"{root}: {folders} no images ({', '.join(_SUFFIXES)})")
     return index
 
 
 def _walk(root: Path, folder: str) -> Iterator[tuple[str, list[tuple[str, int]]]]:
-    """Each folder from one on, sorted, with its images and their sizes."""
+    """A folder and all folders below it, sorted, each with its images and their sizes."""
     below, files = [], []
     try:
         with os.scandir(root / folder) as entries:
@@ -64,128 +199,4 @@ def _size(entry: os.DirEntry[str]) -> int:
     try:
         return entry.stat().st_size
     except OSError:
-        return 0  # a link that leads nowhere: reading it will say so
-
-
-CLASS_NAMES = "classes.txt"  # beside the data: one name a line, in label order
-
-
-class Kind(StrEnum):
-    """How images are stored."""
-
-    FOLDER = "folder"
-    TAR = "tar"
-    OFRECORD = "ofrecord"
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """A data set on disk before it is read: its root, how to scan it, and whether an index still names its files."""
-
-    root: Path
-    key: str
-    scan: Callable[[Progress], Index]
-    is_current: Callable[[Index], bool]
-
-
-def open_records(
-    text: str, class_names: str | None = None, limit: int | None = None, progress: Progress = lambda found: None
-) -> Records:
-    """The records that `folder:DIR`, `tar:GLOB` or `ofrecord:DIR` names, through their index."""
-    kind, where = parse_data(text)
-    records = _open(kind, where, class_names, progress)
-    if not len(records):
-        raise DataError(f"data {text} holds no records; check the path")
-    if limit is None:
-        return records
-    require_limit(limit, len(records))
-    return Limited(records, limit)
-
-
-def parse_data(text: str) -> tuple[Kind, str]:
-    """`folder:DIR` as its kind and place; a bare path is told by what is there."""
-    kind, colon, where = text.partition(":")
-    if colon and where and kind in set(Kind):
-        return Kind(kind), where
-    path = Path(text)
-    if path.suffix == ".tar" or (path.is_dir() and any(path.glob("*.tar"))):
-        return Kind.TAR, text
-    if path.is_dir():
-        return (Kind.OFRECORD if any(path.glob("part-*")) else Kind.FOLDER), text
-    raise DataError(f"data '{text}' is not one of folder:DIR, tar:GLOB, ofrecord:DIR")
-
-
-def is_images(text: str) -> bool:
-    """Whether `--data` names encoded images."""
-    return text.partition(":")[0] in set(Kind)
-
-
-def _open(kind: Kind, where: str, class_names: str | None, progress: Progress) -> Records:
-    try:
-        layout = _layout(kind, where, class_names)
-        index = cached_index(layout.root, layout.key, layout.is_current, lambda: _build(kind, layout, progress))
-    except OSError as error:
-        raise DataError(f"data {kind}:{where}: {error.strerror} ({error.filename})") from error
-    return _records(kind, index)
-
-
-def _layout(kind: Kind, where: str, class_names: str | None) -> _Layout:
-    if kind is Kind.TAR:
-        root, shards = list_shards(where)
-    else:
-        root, shards = Path(where), []
-        if not root.is_dir():
-            raise DataError(f"data {kind}:{where}: no such folder")
-    names = _class_names(root, class_names)
-    key = "\0".join((kind, where if kind is Kind.TAR else "", *names))
-    if kind is Kind.FOLDER:
-        return _Layout(
-            root, key, lambda progress: scan_folder(root, names, progress), lambda i: _tops(i) == list_classes(root)
-        )
-    if kind is Kind.OFRECORD:
-        return _Layout(
-            root, key, lambda progress: scan_parts(root, names, progress), lambda i: _paths(i) == list_parts(root)
-        )
-    return _Layout(
-        root, key, lambda progress: scan_shards(root, shards, names, progress), lambda i: _paths(i) == shards
-    )
-
-
-def _paths(index: Index) -> list[str]:
-    return [entry.path for entry in index.watched]
-
-
-def _tops(index: Index) -> list[str]:
-    return [entry.path for entry in index.watched if "/" not in entry.path]
-
-
-def _class_names(root: Path, given: str | None) -> tuple[str, ...]:
-    """One name a line, from the file given or the one beside the data; none without either."""
-    path = root / CLASS_NAMES if given is None else Path(given)
-    if given is None and not path.is_file():
-        return ()
-    try:
-        names = tuple(line.strip() for line in path.read_text().splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"class names {path}: {error}; give a text file with one name a line") from error
-    if len(set(names)) != len(names):
-        double = next(name for name in names if names.count(name) > 1)
-        raise DataError(f"class names {path}: '{double}' is there {names.count(double)} times; every class once")
-    return names
-
-
-def _build(kind: Kind, layout: _Layout, progress: Progress) -> Index:
-    index = layout.scan(progress)
-    records = _records(kind, index)
-
-    def read(number: int) -> bytes:
-        try:
-            return records.get(number).data
-        except BadRecord:
-            return b""
-
-    return replace(index, fingerprint=fingerprint(index, read))
-
-
-def _records(kind: Kind, index: Index) -> Records:
-    return FileRecords(index) if kind is Kind.FOLDER else PartRecords(index)
+        return 0  # a broken link: reading it will report it

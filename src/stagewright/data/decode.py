@@ -1,4 +1,8 @@
-"""From encoded bytes to pixels: libjpeg-turbo for JPEG, Pillow for everything else. From bytes to what a model takes: subtract a mean, divide by a deviation, on the device. Draws a view of an image into its place in a batch."""
+"""From an encoded image to the input of a model: decode the bytes, render a view of the pixels, normalize the batch.
+
+JPEGs are decoded by libjpeg-turbo, everything else by Pillow. Rendering runs on the CPU and writes straight into the
+batch; normalization runs on the device of the batch.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +18,25 @@ from PIL import Image
 from torch import Tensor
 
 from stagewright.data.augment import Jitter, View
-from stagewright.data.records import BadRecord, Record, Records
+from stagewright.data.records import BadRecordError, Record, Records
 
 Pixels = NDArray[np.uint8]  # rows, columns, RGB
-MOST_PIXELS = 100_000_000  # more is taken for a damaged header, or an attack
+MOST_PIXELS = 100_000_000  # a larger image is treated as a damaged header or an attack
 _JPEG = b"\xff\xd8"
+_CHANNELS = 3
+_GREY = (0.299, 0.587, 0.114)  # luma weights of red, green and blue
 _FORMATS = ("JPEG", "PNG", "PPM", "WEBP", "BMP", "GIF", "TIFF")
 
 
 class Decoder:
-    """Decodes one image at a time; what it returns is overwritten by the next, so each thread has its own."""
+    """Decodes one image at a time; the next call overwrites the pixels, so each thread needs its own decoder."""
 
     def __init__(self) -> None:
         self._scratch = np.empty(0, np.uint8)
 
     def decode(self, data: bytes) -> Pixels:
-        """The pixels as stored; a rotation that EXIF asks for is ignored, as stock loaders do."""
-        if data[:2] != _JPEG:
+        """The pixels as stored; an EXIF rotation is ignored, as stock loaders ignore it."""
+        if not is_jpeg(data):
             return _decode_other(data)
         try:
             height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
@@ -41,52 +47,53 @@ class Decoder:
                 self._scratch = np.empty(height * width * 3, np.uint8)
             pixels: Pixels = simplejpeg.decode_jpeg(data, buffer=self._scratch)
             return pixels
-        except BadRecord:
+        except BadRecordError:
             raise
         except ValueError as error:
-            raise BadRecord(f"no whole JPEG ({error})") from error
+            raise BadRecordError(f"not a complete JPEG ({error})") from error
 
 
-def decode_at(records: Records, index: int, decoder: Decoder) -> tuple[Record, Pixels]:
-    """A record and its pixels; a bad one is named."""
+def decode_record(records: Records, index: int, decoder: Decoder) -> tuple[Record, Pixels]:
+    """A record and its pixels; the error of a bad one begins with its name."""
     record = records.get(index)
     try:
         return record, decoder.decode(record.data)
-    except BadRecord as error:
-        raise BadRecord(f"{record.name}: {error}") from error
+    except BadRecordError as error:
+        raise BadRecordError(f"{record.name}: {error}") from error
+
+
+def is_jpeg(data: bytes) -> bool:
+    return data[:2] == _JPEG
 
 
 def _decode_other(data: bytes) -> Pixels:
     if not data:
-        raise BadRecord("is empty")
+        raise BadRecordError("is empty")
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             _require_size(image.height, image.width)
             return np.array(image.convert("RGB"))
-    except BadRecord:
+    except BadRecordError:
         raise
-    except Exception as error:  # Pillow's plugins raise whatever their parsers do
+    except Exception as error:  # Pillow's plugins raise whatever their parsers raise
         reason = str(error).partition(" <")[0] or type(error).__name__
-        raise BadRecord(f"no image that can be read ({reason})") from error
+        raise BadRecordError(f"not a readable image ({reason})") from error
 
 
 def _require_size(height: int, width: int) -> None:
     if height * width > MOST_PIXELS:
-        raise BadRecord(f"says it has {height}x{width} pixels; {MOST_PIXELS} are read at most")
-
-
-_CHANNELS = 3
+        raise BadRecordError(f"claims {height}x{width} pixels; at most {MOST_PIXELS} are read")
 
 
 @dataclass(frozen=True, slots=True)
 class Normalization:
-    """Mean and deviation of each channel, on the scale of 0 to 255."""
+    """Mean and standard deviation per channel, on a scale of 0 to 255."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     def apply(self, images: Tensor, dtype: torch.dtype) -> Tensor:
-        """uint8 [samples, side, side, RGB] as numbers [samples, RGB, side, side]."""
+        """uint8 [samples, side, side, RGB] to `dtype` [samples, RGB, side, side]."""
         mean, std = (torch.tensor(values, dtype=dtype, device=images.device) for values in (self.mean, self.std))
         shape = (1, _CHANNELS, 1, 1)
         numbers = torch.empty(len(images), _CHANNELS, *images.shape[1:3], dtype=dtype, device=images.device)
@@ -102,7 +109,7 @@ NORMALIZATIONS: Mapping[str, Normalization] = {
 
 
 def parse_normalization(text: str) -> Normalization:
-    """A name, or `mean,mean,mean/std,std,std` on the scale of 0 to 255."""
+    """A name, or `mean,mean,mean/std,std,std` on a scale of 0 to 255."""
     if text in NORMALIZATIONS:
         return NORMALIZATIONS[text]
     try:
@@ -111,13 +118,10 @@ def parse_normalization(text: str) -> Normalization:
         mean = std = ()
     if len(mean) != _CHANNELS or len(std) != _CHANNELS or min(std) <= 0:
         raise ValueError(
-            f"--normalize '{text}' is none of {', '.join(NORMALIZATIONS)}, nor three means and three deviations above "
-            "0 such as 125,123,114/63,62,67"
+            f"--normalize must be {' or '.join(NORMALIZATIONS)}, or three means and three positive deviations such as "
+            f"125,123,114/63,62,67, got '{text}'"
         )
     return Normalization(mean, std)
-
-
-_GREY = (0.299, 0.587, 0.114)
 
 
 def render(image: Pixels, view: View, target: Tensor) -> None:
@@ -136,8 +140,8 @@ def render(image: Pixels, view: View, target: Tensor) -> None:
         _copy_window(resized, view, target)
     if view.jitter is not None:
         target.copy_(jittered(target, view.jitter))
-    if view.hole is not None:
-        view.hole.blacken(target)
+    if view.cutout is not None:
+        view.cutout.apply(target)
 
 
 def _resize(box: Tensor, target: Tensor) -> None:
@@ -150,16 +154,16 @@ def _resize(box: Tensor, target: Tensor) -> None:
 
 
 def _planes(pixels: Tensor) -> Tensor:
-    """[rows, columns, RGB] as the batch of one that torch's image operations take, without a copy."""
+    """[rows, columns, RGB] as the batch of one that torch's image operations expect, without a copy."""
     return pixels.permute(2, 0, 1).unsqueeze(0)
 
 
 def _mirrored(box: Tensor) -> Tensor:
-    return _planes(box).flip(3).squeeze(0).permute(1, 2, 0)  # torch mirrors this layout several times faster
+    return _planes(box).flip(3).squeeze(0).permute(1, 2, 0)  # several times faster in this memory layout
 
 
 def _copy_window(resized: Tensor, view: View, target: Tensor) -> None:
-    """A square of the resized image; black where it reaches beyond."""
+    """Copy a square of the resized image; black outside the image."""
     side, (rows, columns) = len(target), resized.shape[:2]
     top, left = max(view.down, 0), max(view.right, 0)
     bottom, right = min(view.down + side, rows), min(view.right + side, columns)
@@ -171,7 +175,7 @@ def _copy_window(resized: Tensor, view: View, target: Tensor) -> None:
 
 
 def jittered(pixels: Tensor, jitter: Jitter) -> Tensor:
-    """Brightness, contrast against the mean grey, saturation against each pixel's grey; rounded once, at the end."""
+    """Brightness, contrast around the mean grey, saturation around each pixel's grey; rounded once, at the end."""
     weights = torch.tensor(_GREY, device=pixels.device)
     colours = (pixels.float() * jitter.brightness).clamp_(0, 255)
     mean = (colours @ weights).mean()

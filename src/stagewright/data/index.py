@@ -1,4 +1,8 @@
-"""Where each record lies: a few arrays, kept in one file beside the data so that the next start need not look again."""
+"""Where each record of a data set is stored: a few arrays, saved in one file so that the next start need not scan.
+
+`IndexBuilder` collects records while a data set is scanned; `cached_index` loads a saved index that still matches the
+files, or builds and saves a new one.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +24,14 @@ from safetensors.numpy import save_file
 _FORMAT = "1"
 _ARRAYS = {"part": np.int32, "offset": np.int64, "length": np.int64, "label": np.int32, "name_end": np.int64}
 _ANYONE_WRITES = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
-_SAMPLED = 64  # records whose bytes are part of the fingerprint
-Progress = Callable[[int], None]  # told how many records were found so far
+_SAMPLED = 64  # records whose bytes enter the fingerprint
+_FLUSH = 4096  # records held as Python numbers before they become arrays
+Progress = Callable[[int], None]  # called with the number of records found so far
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A file or folder whose size and time of change tell whether an index still holds."""
+    """A file or folder whose size and modification time show whether an index is still current."""
 
     path: str  # below the root
     size: int
@@ -40,17 +45,17 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The records of a data set, one array entry each and no Python object."""
+    """The records of a data set: one array entry per record, no Python objects."""
 
     root: str
-    watched: tuple[Watched, ...]  # the parts, where records are stretches of parts
+    watched: tuple[Watched, ...]  # the parts, if records are byte ranges of parts
     class_names: tuple[str, ...]
     part: NDArray[np.int32]
     offset: NDArray[np.int64]
     length: NDArray[np.int64]  # 0: no image
     label: NDArray[np.int32]  # -1: no label
     names: NDArray[np.uint8]  # all names, one after another
-    name_end: NDArray[np.int64]  # empty where records have no names
+    name_end: NDArray[np.int64]  # empty if records have no names
     fingerprint: str = ""
 
     def __len__(self) -> int:
@@ -71,8 +76,8 @@ class Index:
         return int(np.searchsorted(self.part, part))
 
 
-class Rows:
-    """Records as they are found, gathered into arrays without an object each."""
+class IndexBuilder:
+    """Collects the records of a scan into arrays, without one Python object per record."""
 
     def __init__(self, progress: Progress = lambda found: None) -> None:
         self._columns: dict[str, list[NDArray[Any]]] = {name: [] for name in ("part", "offset", "length", "label")}
@@ -88,10 +93,10 @@ class Rows:
         if name is not None:
             self._names += os.fsencode(name)
             self._pending_ends.append(len(self._names))
-        if len(self._pending) == 4096:
+        if len(self._pending) == _FLUSH:
             self._flush()
 
-    def index(self, root: Path, watched: Sequence[Watched], class_names: Sequence[str]) -> Index:
+    def build(self, root: Path, watched: Sequence[Watched], class_names: Sequence[str]) -> Index:
         self._flush()
         columns: dict[str, Any] = {
             name: np.concatenate(pieces).astype(_ARRAYS[name]) for name, pieces in self._columns.items()
@@ -112,7 +117,7 @@ class Rows:
 
 
 def fingerprint(index: Index, read: Callable[[int], bytes]) -> str:
-    """A hash of every label, length and name, and of the bytes of a few records; not of places or times."""
+    """A hash of every label, length and name and of the bytes of a few records; paths and times do not enter."""
     digest = blake2b(digest_size=16)
     for array in (index.label, index.length, index.names, index.name_end):
         digest.update(np.ascontiguousarray(array).data)
@@ -124,7 +129,7 @@ def fingerprint(index: Index, read: Callable[[int], bytes]) -> str:
 
 
 def save_index(path: Path, index: Index) -> None:
-    """Write the index under a temporary name, then give it its own: readers see all of it or none."""
+    """Write the index under a temporary name, then rename it: readers see all of it or nothing."""
     arrays = {name: np.ascontiguousarray(getattr(index, name)) for name in (*_ARRAYS, "names")}
     about = {
         "format": _FORMAT,
@@ -144,7 +149,7 @@ def save_index(path: Path, index: Index) -> None:
 
 
 def load_index(path: Path, root: Path) -> Index | None:
-    """The index in a file, where it is a whole one and what it watches has not changed."""
+    """The index in a file; None if the file is damaged or the data has changed since."""
     try:
         with safe_open(path, "numpy") as file:
             about = file.metadata() or {}
@@ -173,7 +178,7 @@ def _is_sound(index: Index) -> bool:
 
 
 def index_files(root: Path, key: str) -> Iterable[Path]:
-    """Where the index of a data set may lie: beside the data, then in the cache folder."""
+    """Where the index of a data set may be: beside the data, then in the cache folder."""
     digest = blake2b(f"{root.absolute()}/{key}".encode(), digest_size=8).hexdigest()
     beside = blake2b(key.encode(), digest_size=4).hexdigest()
     home = os.environ.get("STAGEWRIGHT_CACHE") or str(
@@ -183,7 +188,7 @@ def index_files(root: Path, key: str) -> Iterable[Path]:
 
 
 def cached_index(root: Path, key: str, is_current: Callable[[Index], bool], build: Callable[[], Index]) -> Index:
-    """The index from its file, or built now and kept for the next time where anything can be written."""
+    """The saved index if it is current, else a new one, saved where a folder can be written to."""
     files = index_files(root, key)
     for path in files:
         if (found := load_index(path, root)) is not None and is_current(found):
@@ -193,9 +198,9 @@ def cached_index(root: Path, key: str, is_current: Callable[[Index], bool], buil
         try:
             if path.parent != root:
                 path.parent.mkdir(parents=True, exist_ok=True)
-            if path.parent.stat().st_mode & _ANYONE_WRITES:  # root could write all the same, but the folder says no
+            if path.parent.stat().st_mode & _ANYONE_WRITES:  # respect a read-only folder even as root
                 save_index(path, index)
                 break
-        except (OSError, SafetensorError):  # a folder that can't be written to: try the next one, or go without
+        except (OSError, SafetensorError):  # can't be written to: try the next folder, or save nothing
             continue
     return index

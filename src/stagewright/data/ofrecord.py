@@ -1,4 +1,4 @@
-"""OFRecord parts: frames of a length and one protobuf message, read and written without a protobuf library."""
+"""OFRecord parts: frames of a length and one protobuf message each, read and written without a protobuf library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from stagewright.data.index import Index, Progress, Rows, Watched
+from stagewright.data.index import Index, IndexBuilder, Progress, Watched
 from stagewright.data.records import DataError
 
 IMAGE, LABEL = b"encoded", b"class/label"
@@ -21,15 +21,15 @@ _MOST_LABEL = 2**31 - 1
 
 
 class OFRecordError(DataError):
-    """A part is cut or damaged."""
+    """A part is truncated or damaged."""
 
 
 class _Malformed(Exception):
-    """A message that is no protobuf; what is wrong, for the error that names part and record."""
+    """A message that is not valid protobuf; `scan_part` turns it into an error that names part and record."""
 
 
 def list_parts(root: Path) -> list[str]:
-    """The names of the parts of a folder in their order; their numbers must count from 0."""
+    """The names of the parts in a folder, in order; their numbers must count from 0."""
     numbered: dict[int, str] = {}
     for path in sorted(root.iterdir()):
         if match := _PART.fullmatch(path.name):
@@ -40,40 +40,40 @@ def list_parts(root: Path) -> list[str]:
     missing = next((number for number in range(len(numbered)) if number not in numbered), None)
     if missing is not None:
         last = numbered[max(numbered)]
-        raise DataError(f"{root}: {len(numbered)} parts up to {last}, but part {missing} is missing; copy it there")
+        raise DataError(f"{root}: {len(numbered)} parts up to {last}, but part {missing} is missing; copy it here")
     return [numbered[number] for number in range(len(numbered))]
 
 
 def scan_parts(root: Path, class_names: tuple[str, ...], progress: Progress) -> Index:
-    """The index of a folder of parts: where each image lies, and its label."""
+    """The index of a folder of parts: where each image is, and its label."""
     parts = list_parts(root)
     if not parts:
-        raise DataError(f"{root} holds no OFRecord parts; they are named part-00000, part-00001 and so on")
+        raise DataError(f"{root} contains no OFRecord parts; they are named part-00000, part-00001 and so on")
     watched = [Watched.of(root, part) for part in parts]
-    rows = Rows(progress)
+    builder = IndexBuilder(progress)
     for number, part in enumerate(watched):
         with (root / part.path).open("rb") as file:
             for offset, length, label in scan_part(file, part.size, str(root / part.path)):
-                rows.add(number, offset, length, label)
-    return rows.index(root, watched, class_names)
+                builder.add(number, offset, length, label)
+    return builder.build(root, watched, class_names)
 
 
 def scan_part(file: BinaryIO, size: int, path: str) -> Iterator[tuple[int, int, int]]:
-    """Offset and length of each image of a part, and its label; 0 and -1 where a record has none."""
+    """Offset, length and label of each image of a part; length 0 without an image, label -1 without a label."""
     position = record = 0
     while position < size:
         header = file.read(_LENGTH.size)
         if len(header) < _LENGTH.size:
             raise OFRecordError(
-                f"{path}: record {record} at byte {position} is cut: its length takes {_LENGTH.size} bytes but "
+                f"{path}: record {record} at byte {position} is truncated: its length takes {_LENGTH.size} bytes but "
                 f"{len(header)} are left; copy the part again"
             )
         (length,) = _LENGTH.unpack(header)
         first = position + _LENGTH.size
         if not 0 < length <= size - first:
             raise OFRecordError(
-                f"{path}: record {record} at byte {position} says it has {length} bytes but {size - first} are left; "
-                "the part is cut or damaged, copy it again"
+                f"{path}: record {record} at byte {position} claims {length} bytes but {size - first} are left; "
+                "the part is truncated or damaged, copy it again"
             )
         message = file.read(length)
         try:
@@ -82,8 +82,8 @@ def scan_part(file: BinaryIO, size: int, path: str) -> Iterator[tuple[int, int, 
             where, image_length, label = _image_and_label(message)
         except _Malformed as error:
             raise OFRecordError(
-                f"{path}: record {record} at byte {position} is no OFRecord message ({error}); "
-                "the part is cut or damaged, copy it again"
+                f"{path}: record {record} at byte {position} is not an OFRecord message ({error}); "
+                "the part is truncated or damaged, copy it again"
             ) from None
         yield first + where, image_length, label
         position = first + length
@@ -91,7 +91,7 @@ def scan_part(file: BinaryIO, size: int, path: str) -> Iterator[tuple[int, int, 
 
 
 def _image_and_label(message: bytes) -> tuple[int, int, int]:
-    """Where the image lies in a message, how long it is, and the label."""
+    """Offset and length of the image in a message, and the label."""
     image, label = (0, 0), -1
     for number, kind, first, last in _fields(message, 0, len(message)):
         if number != 1 or kind != _BYTES:
@@ -105,7 +105,7 @@ def _image_and_label(message: bytes) -> tuple[int, int, int]:
 
 
 def _entry(message: bytes, first: int, last: int) -> tuple[bytes, tuple[int, int]]:
-    """The key of a map entry, and where its value lies."""
+    """The key of a map entry, and the extent of its value."""
     key, value = b"", (0, 0)
     for number, kind, begin, end in _fields(message, first, last):
         if kind == _BYTES and number == 1:
@@ -116,7 +116,7 @@ def _entry(message: bytes, first: int, last: int) -> tuple[bytes, tuple[int, int
 
 
 def _bytes_value(message: bytes, first: int, last: int) -> tuple[int, int]:
-    """Where the first value of a feature's list of bytes lies; nothing if the feature is another list."""
+    """The extent of the first value of a feature's list of bytes; empty if the feature is another kind of list."""
     for number, kind, begin, end in _fields(message, first, last):
         if number == _BYTES_LIST and kind == _BYTES:
             for inner, inner_kind, start, stop in _fields(message, begin, end):
@@ -126,14 +126,14 @@ def _bytes_value(message: bytes, first: int, last: int) -> tuple[int, int]:
 
 
 def _integer_value(message: bytes, first: int, last: int) -> int:
-    """The first value of a feature's list of integers, packed or not; -1 if there is none that can be a class."""
+    """The first value of a feature's list of integers, packed or not; -1 if it can't be a class number."""
     for number, kind, begin, end in _fields(message, first, last):
         if number in (_INT32_LIST, _INT64_LIST) and kind == _BYTES:
             for inner, inner_kind, start, stop in _fields(message, begin, end):
                 if inner == 1 and inner_kind in (_VARINT, _BYTES) and stop > start:
                     value, after = _varint(message, start, stop)
                     if inner_kind == _VARINT and after != stop:
-                        raise _Malformed("a number that does not end")
+                        raise _Malformed("an unterminated number")
                     return value if value <= _MOST_LABEL else -1
     return -1
 
@@ -161,7 +161,7 @@ def _fields(message: bytes, position: int, last: int) -> Iterator[tuple[int, int
 
 
 def _varint(message: bytes, position: int, last: int) -> tuple[int, int]:
-    """A variable-length number, and where it ends."""
+    """A variable-length number, and the position after it."""
     value = shift = 0
     for at in range(position, min(last, position + _MOST_VARINT_BYTES)):
         byte = message[at]
@@ -169,7 +169,7 @@ def _varint(message: bytes, position: int, last: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, at + 1
         shift += 7
-    raise _Malformed(f"a number that does not end, at byte {position}")
+    raise _Malformed(f"an unterminated number at byte {position}")
 
 
 def encode_record(image: bytes, label: int) -> bytes:

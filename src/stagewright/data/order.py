@@ -1,14 +1,23 @@
-"""The one global order of samples: a pure function of seed, epoch and position. Where a run is in its data: enough to go on from there, and to see that the data is still the same."""
+"""Which samples make up which batch: the same order for every plan, a pure function of seed, epoch and position.
+
+`Order` is the order of a run, samplers cut it into microbatches, a `ReplicaSlice` is what one replica loads of it, and
+a `Position` is the place in it that a checkpoint saves.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
+
+
+class DataChanged(ValueError):
+    """The data set is not the one that the run started with."""
 
 
 @lru_cache(maxsize=2)
@@ -36,14 +45,14 @@ class Order:
 
     @property
     def batches(self) -> int:
-        """Batches of an epoch; the partial one at its end is dropped."""
+        """Batches per epoch; the partial batch at the end is dropped."""
         return self.samples // self.batch
 
     def epoch_of(self, batch: int) -> int:
         return batch // self.batches
 
     def microbatch(self, number: int, microbatches: int) -> Indices:
-        """The samples of microbatch `number` of the whole run, `microbatches` of which make a batch."""
+        """The samples of microbatch `number` of the whole run, with `microbatches` per batch."""
         batch, piece = divmod(number, microbatches)
         epoch, position = divmod(batch, self.batches)
         size = self.batch // microbatches
@@ -53,17 +62,78 @@ class Order:
         return permutation(self.seed, epoch, self.samples)[first : first + size]
 
 
-class DataChanged(ValueError):
-    """The data set is not the one that a run began with."""
+@dataclass(frozen=True, slots=True)
+class AugmentSeed:
+    """What decides the random augmentation of a sample, together with its index."""
+
+    seed: int
+    epoch: int
+
+
+class Sampler(Protocol):
+    """The samples of each microbatch."""
+
+    @property
+    def size(self) -> int:
+        """The largest number of samples in a microbatch."""
+        ...
+
+    def indices(self, number: int) -> Indices: ...
+
+    def augment_seed(self, number: int) -> AugmentSeed | None:
+        """How to augment the samples; None in evaluation."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSampler:
+    """Microbatches in the run's order, augmented differently in each epoch."""
+
+    order: Order
+    microbatches: int
+
+    @property
+    def size(self) -> int:
+        return self.order.batch // self.microbatches
+
+    def indices(self, number: int) -> Indices:
+        return self.order.microbatch(number, self.microbatches)
+
+    def augment_seed(self, number: int) -> AugmentSeed:
+        return AugmentSeed(self.order.seed, self.order.epoch_of(number // self.microbatches))
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSampler:
+    """Every sample once, from first to last; the last microbatch may be smaller."""
+
+    samples: int
+    size: int
+
+    def indices(self, number: int) -> Indices:
+        first = number * self.size
+        return np.arange(first, min(first + self.size, self.samples))
+
+    def augment_seed(self, number: int) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSlice:
+    """The microbatches that one replica loads: every `step`-th of a sampler's, before `stop`."""
+
+    sampler: Sampler
+    step: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The next batch of a run: its number within an epoch, and the data set it counts in."""
+    """The next batch of a run: its number within its epoch, and the data set it refers to."""
 
     seed: int
     epoch: int
-    batch: int  # of the epoch
+    batch: int  # within the epoch
     fingerprint: str
 
     @staticmethod
@@ -72,22 +142,22 @@ class Position:
         epoch, within = divmod(batch, order.batches)
         return Position(order.seed, epoch, within, fingerprint)
 
-    def counted_by(self, batch: int, order: Order) -> Position:
-        """The same place in batches of another size; `batch` is the size it is counted in so far."""
+    def in_batches_of(self, order: Order, batch: int) -> Position:
+        """The same place in an order with another batch size; `batch` is the size it is counted in so far."""
         samples = self.batch * batch
         if samples % order.batch:
             raise DataChanged(
-                f"the checkpoint is {samples} samples into its epoch, which --batch {order.batch} does not divide; "
+                f"the checkpoint is {samples} samples into its epoch, not a multiple of --batch {order.batch}; "
                 f"use --batch {batch}"
             )
         return replace(self, batch=samples // order.batch)
 
     def resume(self, order: Order, fingerprint: str) -> int:
-        """The batch of the whole run to go on with; an error if the samples would be others."""
+        """The batch of the whole run to resume with; an error if its samples would differ."""
         if fingerprint != self.fingerprint:
             raise DataChanged(
                 f"the data set changed: its fingerprint is {fingerprint}, but the checkpoint was made with "
-                f"{self.fingerprint}; put the old data back, or start a new run"
+                f"{self.fingerprint}; restore the old data or start a new run"
             )
         if order.seed != self.seed:
             raise DataChanged(

@@ -1,31 +1,93 @@
-"""Threads that fill batches, one sample at a time, in the order in which the batches were asked for."""
+"""What all loaders share: their options, the count of bad records, and the threads that fill batches.
+
+The threads of a `Pool` fill batches one sample at a time, in the order in which the batches were submitted.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
 
+import torch
 from torch import Tensor
 
 from stagewright.data.decode import Decoder
-from stagewright.data.order import Indices
-from stagewright.data.sources import Bad, Draw
+from stagewright.data.order import AugmentSeed, Indices
+from stagewright.data.records import BadRecord, DataError
 
-Load = Callable[[int, Draw | None, Tensor, Decoder], tuple[int, tuple[Bad, ...]]]
+Load = Callable[[int, AugmentSeed | None, Tensor, Decoder], tuple[int, tuple[BadRecord, ...]]]
+
+
+class Decode(StrEnum):
+    """Where images are decoded."""
+
+    CPU = "cpu"
+    GPU = "gpu"
+    ONCE = "once"  # on the CPU, then cached on the device
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderOptions:
+    """The type and device of samples, the threads, how far they load ahead, and how many records may be bad."""
+
+    dtype: torch.dtype = torch.float32
+    threads: int = 1
+    ahead: int = 4  # microbatches
+    max_bad: int = 0
+    on_bad: Callable[[BadRecord], None] = lambda bad: None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    decode: Decode = Decode.CPU
+
+    def __post_init__(self) -> None:
+        for flag, value, least in (
+            ("--loader-threads", self.threads, 1),
+            ("--ahead", self.ahead, 0),
+            ("--max-bad", self.max_bad, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{flag} is {value}; give at least {least}")
+
+
+class BadRecordCounter:
+    """Counts each bad record once and reports it; raises when there are too many."""
+
+    def __init__(self, options: LoaderOptions) -> None:
+        self._most = options.max_bad
+        self._on_bad = options.on_bad
+        self._seen: set[int] = set()
+
+    def count_all(self, bad: dict[int, tuple[BadRecord, ...]]) -> None:
+        """Count the bad records of a batch, in the order of its rows."""
+        for row in sorted(bad):
+            for record in bad[row]:
+                self.count(record)
+
+    def count(self, bad: BadRecord) -> None:
+        if bad.index in self._seen:
+            return
+        self._seen.add(bad.index)
+        self._on_bad(bad)
+        if len(self._seen) > self._most:
+            found = "1 bad record" if len(self._seen) == 1 else f"{len(self._seen)} bad records"
+            raise DataError(
+                f"{found} but --max-bad is {self._most}; the last: {bad.reason}; fix the data or raise --max-bad"
+            )
 
 
 class Batch:
-    """Samples on their way: which ones, where they go, and how many are still to come."""
+    """Samples being loaded: which ones, where they are written, and how many are left."""
 
-    def __init__(self, indices: Indices, draw: Draw | None, images: Tensor, labels: Indices) -> None:
+    def __init__(self, indices: Indices, seed: AugmentSeed | None, images: Tensor, labels: Indices) -> None:
         self.indices = indices
-        self.draw = draw
+        self.seed = seed
         self.images = images
         self.labels = labels
-        self.bad: dict[int, tuple[Bad, ...]] = {}
+        self.bad: dict[int, tuple[BadRecord, ...]] = {}  # by row
         self.error: BaseException | None = None
-        self.claimed = 0
+        self.claimed = 0  # rows that a thread has begun
         self.left = len(indices)
 
     @property
@@ -34,7 +96,7 @@ class Batch:
 
 
 class Pool:
-    """So many threads; they start with the first batch and end with `close`."""
+    """Threads that start with the first batch and end with `close`."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
@@ -44,14 +106,14 @@ class Pool:
         self._is_closing = False
 
     def submit(self, batch: Batch, load: Load) -> None:
-        """Have a batch filled after those before it."""
+        """Queue a batch to be filled."""
         with self._condition:
             self._waiting.append((batch, load))
             self._condition.notify_all()
         self._start()
 
     def wait(self, batch: Batch) -> None:
-        """Return once a batch is full; what went wrong with it is raised here."""
+        """Wait until a batch is full; raise what a thread raised while filling it."""
         self._start()
         with self._condition:
             while batch.left:
@@ -60,7 +122,7 @@ class Pool:
             raise batch.error
 
     def abandon(self, batch: Batch) -> None:
-        """Have no more of a batch filled, and return when nobody writes into it."""
+        """Stop filling a batch, and wait until no thread writes into it."""
         with self._condition:
             batch.left -= len(batch.indices) - batch.claimed
             batch.claimed = len(batch.indices)
@@ -68,7 +130,7 @@ class Pool:
                 self._condition.wait()
 
     def close(self) -> None:
-        """End the threads; a later batch starts new ones."""
+        """Stop the threads; a later batch starts new ones."""
         with self._condition:
             self._is_closing = True
             self._condition.notify_all()
@@ -88,16 +150,16 @@ class Pool:
         decoder = Decoder()
         while (claim := self._claim()) is not None:
             batch, load, row = claim
-            bad: tuple[Bad, ...] = ()
+            bad: tuple[BadRecord, ...] = ()
             error: BaseException | None = None
             try:
-                batch.labels[row], bad = load(int(batch.indices[row]), batch.draw, batch.images[row], decoder)
-            except BaseException as caught:  # whoever waits for the batch gets it
+                batch.labels[row], bad = load(int(batch.indices[row]), batch.seed, batch.images[row], decoder)
+            except BaseException as caught:  # raised again by `wait`
                 error = caught
             self._finish(batch, row, bad, error)
 
     def _claim(self) -> tuple[Batch, Load, int] | None:
-        """The next sample that nobody has begun, waiting for one; nothing once the pool closes."""
+        """Wait for a row that no thread has begun; None once the pool closes."""
         with self._condition:
             while not self._is_closing:
                 while self._waiting and not self._waiting[0][0].is_unclaimed:
@@ -109,7 +171,7 @@ class Pool:
                 self._condition.wait()
         return None
 
-    def _finish(self, batch: Batch, row: int, bad: tuple[Bad, ...], error: BaseException | None) -> None:
+    def _finish(self, batch: Batch, row: int, bad: tuple[BadRecord, ...], error: BaseException | None) -> None:
         with self._condition:
             if bad:
                 batch.bad[row] = bad

@@ -1,4 +1,8 @@
-"""Encoded images with labels, read by number: what a folder, tar shards and OFRecord parts have in common."""
+"""Encoded images with their labels, read by index.
+
+`Records` is the interface that folders, tar shards and OFRecord parts share; `FileRecords` and `PartRecords` read them
+through an index. A data set that can't be read raises `DataError`; one record that can't be used, `BadRecordError`.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,19 @@ from stagewright.data.index import Index
 
 
 class DataError(ValueError):
-    """A data set can't be read as a whole."""
+    """A data set can't be used at all."""
 
 
-class BadRecord(ValueError):
+class BadRecordError(ValueError):
     """One record can't be used; the others can."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadRecord:
+    """A record that could not be used."""
+
+    index: int
+    reason: str  # begins with the record's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +47,11 @@ class Records(Protocol):
     def __len__(self) -> int: ...
 
     def get(self, index: int) -> Record:
-        """The record at an index; `BadRecord` where it can't be used."""
+        """The record at an index; raises `BadRecordError` if it can't be used."""
         ...
 
     def name(self, index: int) -> str:
-        """Where the record is, for people."""
+        """Where the record is stored, for messages."""
         ...
 
     @property
@@ -49,17 +61,17 @@ class Records(Protocol):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Names in label order; none where the data set has none."""
+        """Names in label order; empty if the data set has no names."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the records do."""
+        """Changes when the records change."""
         ...
 
 
 class _Indexed:
-    """What an index alone can tell of its records."""
+    """What follows from the index alone."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
@@ -81,7 +93,7 @@ class _Indexed:
 
 
 class FileRecords(_Indexed):
-    """Records that are files of their own, below one folder."""
+    """Records that are files below one folder."""
 
     def name(self, index: int) -> str:
         return f"{self.index.root}/{self.index.name(index)}"
@@ -91,12 +103,12 @@ class FileRecords(_Indexed):
         try:
             data = Path(name).read_bytes()
         except OSError as error:
-            raise BadRecord(f"{name}: {error.strerror}; make it readable or remove it") from error
+            raise BadRecordError(f"{name}: {error.strerror}; make it readable or remove it") from error
         return Record(data, int(self.index.label[index]), name)
 
 
 class PartRecords(_Indexed):
-    """Records that are stretches of a few large files."""
+    """Records that are byte ranges of a few large files."""
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
@@ -110,20 +122,22 @@ class PartRecords(_Indexed):
     def get(self, index: int) -> Record:
         name, length, label = self.name(index), int(self.index.length[index]), int(self.index.label[index])
         if length == 0:
-            raise BadRecord(f"{name} has no image")
+            raise BadRecordError(f"{name} has no image")
         if label < 0:
-            raise BadRecord(f"{name} has no class, or one that is no number from 0 on")
+            raise BadRecordError(f"{name} has no class number, or not one that is 0 or more")
         try:
             data = self._parts.read(int(self.index.part[index]), int(self.index.offset[index]), length)
         except OSError as error:
-            raise BadRecord(f"{name}: {error.strerror}") from error
+            raise BadRecordError(f"{name}: {error.strerror}") from error
         if len(data) != length:
-            raise BadRecord(f"{name}: {len(data)} of {length} bytes are left; the file changed after it was indexed")
+            raise BadRecordError(
+                f"{name}: {len(data)} of {length} bytes are left; the file has changed since it was indexed"
+            )
         return Record(data, label, name)
 
 
 class _OpenParts:
-    """Reads stretches of files from any thread; keeps a bounded number of them open."""
+    """Reads byte ranges of files from any thread; keeps a bounded number of files open."""
 
     _MOST_OPEN = 256
 
@@ -153,7 +167,7 @@ class _OpenParts:
 
 
 class Limited:
-    """So many records of a data set, evenly spread over it, so that classes keep their shares."""
+    """`limit` records of a data set, evenly spread over it so that classes keep their proportions."""
 
     def __init__(self, records: Records, limit: int) -> None:
         self._records = records
@@ -163,7 +177,7 @@ class Limited:
         return self._limit
 
     def _inner(self, index: int) -> int:
-        return spread(index, self._limit, len(self._records))
+        return spread_index(index, self._limit, len(self._records))
 
     def get(self, index: int) -> Record:
         return self._records.get(self._inner(index))
@@ -184,8 +198,8 @@ class Limited:
         return f"{self._records.fingerprint}/{self._limit}"
 
 
-def spread(index: int, limit: int, samples: int) -> int:
-    """Where the sample at `index` of `limit` is among all samples."""
+def spread_index(index: int, limit: int, samples: int) -> int:
+    """The position among all samples of sample `index` of `limit` evenly spread ones."""
     return index * samples // limit
 
 

@@ -1,4 +1,8 @@
-"""Images as samples: records decoded, cropped and normalised; a bad one gives way to the next that is good. Where samples come from: encoded images, tensors in a file, or made up."""
+"""Where samples come from: encoded images, tensors in a file, or synthetic data.
+
+`open_source` opens what `--data` names. A `Source` returns samples by index; an `ImageSource` also fills single samples
+for the loaders, and replaces a bad record by the next good one.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +18,31 @@ from torch import Tensor
 from torch.nn import functional
 
 from stagewright.data.augment import Augmentation, Cropping, View, default_cropping
-from stagewright.data.datasets import is_images, open_records
-from stagewright.data.decode import Decoder, Normalization, Pixels, decode_at, parse_normalization, render
-from stagewright.data.order import Indices
-from stagewright.data.records import BadRecord, DataError, Record, Records, require_limit
+from stagewright.data.datasets import names_images, open_records
+from stagewright.data.decode import Decoder, Normalization, Pixels, decode_record, parse_normalization, render
+from stagewright.data.order import AugmentSeed, Indices
+from stagewright.data.records import BadRecord, BadRecordError, DataError, Record, Records, require_limit
+from stagewright.metrics import GIB
 
 
-@dataclass(frozen=True, slots=True)
-class Bad:
-    """A record that could not be used."""
+class Source(Protocol):
+    """Random access to samples by index."""
 
-    index: int
-    reason: str  # begins with its name
+    def __len__(self) -> int: ...
 
+    def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
+        """The samples at these indices and their labels, each stacked."""
+        ...
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """What chooses the random part of a training sample, apart from its index."""
+    @property
+    def classes(self) -> int:
+        """One more than the largest label."""
+        ...
 
-    seed: int
-    epoch: int
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the samples change."""
+        ...
 
 
 class ImageSource:
@@ -56,69 +65,51 @@ class ImageSource:
         return self.records.fingerprint
 
     def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """Samples as evaluation sees them, in single precision."""
-        images, labels = self.empty(len(indices))
+        """Samples with the evaluation's views, in single precision."""
+        images, labels = self.allocate(len(indices))
         decoder = Decoder()
         for row, index in enumerate(indices):
             labels[row], _ = self.load(int(index), None, images[row], decoder)
         return self.normalization.apply(images, torch.float32), torch.from_numpy(labels)
 
-    def empty(self, samples: int, *, is_pinned: bool = False) -> tuple[Tensor, Indices]:
-        """Room for the pixels and labels of some samples."""
+    def allocate(self, samples: int, *, is_pinned: bool = False) -> tuple[Tensor, Indices]:
+        """Memory for the pixels and labels of some samples."""
         side = self.augmentation.side
         try:
             images = torch.zeros(samples, side, side, 3, dtype=torch.uint8, pin_memory=is_pinned)
         except MemoryError as error:
-            gib = samples * side * side * 3 / 2**30
-            raise DataError(f"{samples} images of side {side} need {gib:,.1f} GiB; give a smaller --image") from error
+            gib = samples * side * side * 3 / GIB
+            raise DataError(f"{samples} images of side {side} need {gib:,.1f} GiB; reduce --image") from error
         return images, np.zeros(samples, np.int64)
 
-    def load(self, index: int, draw: Draw | None, target: Tensor, decoder: Decoder) -> tuple[int, tuple[Bad, ...]]:
-        """Fill `target` with a sample, or with the next one that is good; its label, and the bad ones before it."""
-        record, pixels, bad = self.find(index, decoder)
-        render(pixels, self.view(draw, index, *pixels.shape[:2]), target)
+    def load(
+        self, index: int, seed: AugmentSeed | None, target: Tensor, decoder: Decoder
+    ) -> tuple[int, tuple[BadRecord, ...]]:
+        """Fill `target` with the first good sample from `index` on; its label, and the bad records before it."""
+        record, pixels, bad = self.first_good(index, decoder)
+        render(pixels, self.view(seed, index, *pixels.shape[:2]), target)
         return record.label, bad
 
-    def find(self, index: int, decoder: Decoder) -> tuple[Record, Pixels, tuple[Bad, ...]]:
-        """The record at an index and its pixels, or the next that is good, and the bad ones before it."""
-        bad: list[Bad] = []
+    def first_good(self, index: int, decoder: Decoder) -> tuple[Record, Pixels, tuple[BadRecord, ...]]:
+        """The first good record from `index` on, its pixels, and the bad records before it; wraps around at the end."""
+        bad: list[BadRecord] = []
         for step in range(len(self.records)):
             candidate = (index + step) % len(self.records)
             try:
-                return *decode_at(self.records, candidate, decoder), tuple(bad)
-            except BadRecord as error:
-                bad.append(Bad(candidate, str(error)))
+                return *decode_record(self.records, candidate, decoder), tuple(bad)
+            except BadRecordError as error:
+                bad.append(BadRecord(candidate, str(error)))
         raise DataError(f"none of the {len(self.records)} records can be used; the first: {bad[0].reason}")
 
-    def view(self, draw: Draw | None, index: int, height: int, width: int) -> View:
-        """What is seen of a sample; without a draw, what evaluation sees."""
-        if draw is None:
-            return self.augmentation.evaluation(height, width)
-        return self.augmentation.training(draw.seed, draw.epoch, index, height, width)
-
-
-class Source(Protocol):
-    """Random access to samples by index."""
-
-    def __len__(self) -> int: ...
-
-    def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """The samples at these indices and their labels, each stacked."""
-        ...
-
-    @property
-    def classes(self) -> int:
-        """One more than the largest label."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes when the samples do."""
-        ...
+    def view(self, seed: AugmentSeed | None, index: int, height: int, width: int) -> View:
+        """The view of a sample; without a seed, the evaluation's view."""
+        if seed is None:
+            return self.augmentation.evaluation_view(height, width)
+        return self.augmentation.training_view(seed.seed, seed.epoch, index, height, width)
 
 
 class TensorSource:
-    """Tensors of a safetensors file: `images` (any shape, first dimension samples) and `labels`."""
+    """Tensors of a safetensors file: `images` [samples, ...] and `labels` [samples]; bytes become fractions of 255."""
 
     def __init__(self, path: str) -> None:
         self._images, self._labels = _read_tensors(path)
@@ -152,15 +143,15 @@ def _read_tensors(path: str) -> tuple[Tensor, Tensor]:
             names = sorted(file.keys())
             if not {"images", "labels"} <= set(names):
                 raise ValueError(
-                    f"tensors file {path} holds {', '.join(names[:6]) or 'nothing'}; it must hold 'images' and 'labels'"
+                    f"tensors file {path} contains {', '.join(names[:6]) or 'nothing'}; it needs 'images' and 'labels'"
                 )
             images, labels = file.get_tensor("images"), file.get_tensor("labels")
     except SafetensorError as error:
-        raise ValueError(f"tensors file {path} is not a whole safetensors file ({error})") from error
+        raise ValueError(f"tensors file {path} is not a complete safetensors file ({error})") from error
     if images.dim() < 2 or labels.dim() < 1 or len(images) != len(labels):
         raise ValueError(
             f"tensors file {path}: images {list(images.shape)} and labels {list(labels.shape)} do not match; "
-            "images need two dimensions or more, and the first is the number of samples in both"
+            "images need at least two dimensions, and both must begin with the number of samples"
         )
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise ValueError(f"tensors file {path}: labels are {labels.dtype}; class numbers must be integers")
@@ -170,17 +161,17 @@ def _read_tensors(path: str) -> tuple[Tensor, Tensor]:
 
 
 class SyntheticSource:
-    """Made-up images that can be learnt unless told otherwise: a coarse pattern for each class, under noise.
+    """Synthetic images: noise, and unless `is_learnable` is off, a coarse pattern per class below it.
 
-    A sample depends on its index alone, so every rank makes the same one, on its device.
+    A sample depends only on its index, so every rank makes the same one, on its own device.
     """
 
     _NOISES = 64
     _COARSE = 8
-    _SIGNAL = 0.3  # of the noise: learnt in a hundred steps, not in ten
+    _SIGNAL = 0.3  # relative to the noise: learnt in a hundred steps, not in ten
 
     def __init__(self, samples: int, classes: int, image: int, seed: int, is_learnable: bool = True) -> None:
-        generator = torch.Generator().manual_seed(seed)  # of the CPU: every device draws the same
+        generator = torch.Generator().manual_seed(seed)  # on the CPU, so that every device draws the same
         self._samples = samples
         self._classes = classes
         self._image = image
@@ -217,7 +208,7 @@ class SyntheticSource:
 
 
 class LimitedSource:
-    """So many samples of a source, evenly spread over it."""
+    """`limit` samples of a source, evenly spread over it."""
 
     def __init__(self, source: Source, limit: int) -> None:
         require_limit(limit, len(source))
@@ -241,7 +232,7 @@ class LimitedSource:
 
 @dataclass(frozen=True, slots=True)
 class ImageOptions:
-    """How encoded images become samples, as the options say it."""
+    """The options that say how encoded images become samples."""
 
     cropping: str = "auto"
     normalize: str = "imagenet"
@@ -249,7 +240,7 @@ class ImageOptions:
     cutout: int = 0
     class_names: str | None = None
     limit: int | None = None
-    is_learnable: bool = True  # of synthetic images
+    is_learnable: bool = True  # synthetic images only
 
 
 def open_source(
@@ -257,7 +248,7 @@ def open_source(
 ) -> Source:
     """The source that `--data` names; samples, classes and seed describe synthetic data."""
     options = options or ImageOptions()
-    if is_images(text):
+    if names_images(text):
         return open_images(text, image, options)
     kind, _, rest = text.partition(":")
     source: Source
@@ -278,11 +269,11 @@ def open_images(text: str, side: int, options: ImageOptions) -> ImageSource:
 def with_transforms(records: Records, side: int, options: ImageOptions) -> ImageSource:
     """Records as samples of one size."""
     if side < 1:
-        raise ValueError(f"--image is {side}; images leave the loader with a side of at least 1")
+        raise ValueError(f"--image is {side}; give at least 1")
     if not 0 <= options.jitter < 1:
-        raise ValueError(f"--jitter is {options.jitter}; give a share from 0 to below 1, such as 0.4")
+        raise ValueError(f"--jitter is {options.jitter}; give 0 or more and less than 1, such as 0.4")
     if not 0 <= options.cutout <= side:
-        raise ValueError(f"--cutout is {options.cutout}; give the side of a square up to the image's {side}, or 0")
+        raise ValueError(f"--cutout is {options.cutout}; give 0 to {side}, the image's side")
     cropping = default_cropping(side) if options.cropping == "auto" else Cropping(options.cropping)
     augmentation = Augmentation(side, cropping, options.jitter, options.cutout)
     return ImageSource(records, augmentation, parse_normalization(options.normalize))

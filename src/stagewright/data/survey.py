@@ -1,4 +1,4 @@
-"""Looks a data set over: how many records, which classes, what sizes, what is bad; and draws a sheet of samples."""
+"""Surveys a data set: its records, classes and image sizes, and what is bad; and draws a sheet of samples."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from stagewright.data.decode import Decoder, decode_at
-from stagewright.data.records import BadRecord, Records, spread
-from stagewright.data.sources import Bad, Draw, ImageSource
+from stagewright.data.decode import Decoder, decode_record
+from stagewright.data.order import AugmentSeed
+from stagewright.data.records import BadRecord, BadRecordError, Records, spread_index
+from stagewright.data.sources import ImageSource
 
 _COLUMNS, _ROWS = 8, 6
 _CAPTION = 14  # pixels below a sample
@@ -20,16 +21,16 @@ _LEAST_CELL = 96
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """The smallest, middle and largest of some numbers."""
+class SizeRange:
+    """The smallest, median and largest of some numbers."""
 
     low: int
     median: int
     high: int
 
     @staticmethod
-    def of(numbers: list[int]) -> Spread:
-        return Spread(min(numbers), int(np.median(numbers)), max(numbers)) if numbers else Spread(0, 0, 0)
+    def of(numbers: list[int]) -> SizeRange:
+        return SizeRange(min(numbers), int(np.median(numbers)), max(numbers)) if numbers else SizeRange(0, 0, 0)
 
     def __str__(self) -> str:
         return f"{self.low} / {self.median} / {self.high}"
@@ -37,17 +38,17 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What was found; sizes, counts and bad records are those of the records looked at."""
+    """What was found; sizes, counts and bad records cover only the records that were decoded."""
 
     records: int
     looked_at: int
     classes: int
     class_names: tuple[str, ...]
     per_class: tuple[int, ...]
-    encoded: Spread  # bytes
-    heights: Spread
-    widths: Spread
-    bad: tuple[Bad, ...]
+    encoded: SizeRange  # bytes
+    heights: SizeRange
+    widths: SizeRange
+    bad: tuple[BadRecord, ...]
     fingerprint: str
 
     def describe(self) -> dict[str, Any]:
@@ -57,15 +58,15 @@ class Survey:
 def survey(records: Records, most: int, progress: Callable[[int], None] = lambda done: None) -> Survey:
     """Decode up to `most` records, evenly spread over the data set; 0 means all."""
     looked_at = min(most, len(records)) if most else len(records)
-    decoder, bad = Decoder(), list[Bad]()
+    decoder, bad = Decoder(), list[BadRecord]()
     encoded, heights, widths = list[int](), list[int](), list[int]()
     per_class = np.zeros(records.classes, np.int64)
     for number in range(looked_at):
-        index = spread(number, looked_at, len(records))
+        index = spread_index(number, looked_at, len(records))
         try:
-            record, pixels = decode_at(records, index, decoder)
-        except BadRecord as error:
-            bad.append(Bad(index, str(error)))
+            record, pixels = decode_record(records, index, decoder)
+        except BadRecordError as error:
+            bad.append(BadRecord(index, str(error)))
         else:
             encoded.append(len(record.data))
             heights.append(pixels.shape[0])
@@ -78,22 +79,22 @@ def survey(records: Records, most: int, progress: Callable[[int], None] = lambda
         records.classes,
         records.class_names,
         tuple(int(count) for count in per_class),
-        Spread.of(encoded),
-        Spread.of(heights),
-        Spread.of(widths),
+        SizeRange.of(encoded),
+        SizeRange.of(heights),
+        SizeRange.of(widths),
         tuple(bad),
         records.fingerprint,
     )
 
 
 def draw_sheet(source: ImageSource, seed: int, path: Path) -> int:
-    """Write a picture of samples as training would see them, with their classes; how many there are."""
+    """Write a PNG of samples as augmented for training, with their classes; returns how many it shows."""
     side, count = source.augmentation.side, min(_COLUMNS * _ROWS, len(source))
-    images, labels = source.empty(count)
+    images, labels = source.allocate(count)
     decoder = Decoder()
     for number in range(count):
-        index = spread(number, count, len(source))
-        labels[number], _ = source.load(index, Draw(seed, 0), images[number], decoder)
+        index = spread_index(number, count, len(source))
+        labels[number], _ = source.load(index, AugmentSeed(seed, 0), images[number], decoder)
     cell = side * max(1, _LEAST_CELL // side)  # small images are shown larger
     rows = -(-count // _COLUMNS)
     sheet = Image.new("RGB", (_COLUMNS * cell, rows * (cell + _CAPTION)), "white")

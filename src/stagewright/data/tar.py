@@ -1,4 +1,4 @@
-"""Tar shards named as WebDataset names them: `key.jpg` beside `key.cls` or `key.json`; read and written here."""
+"""Tar shards in WebDataset's naming: `key.jpg` beside `key.cls` or `key.json`; read and written here."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from stagewright.data.index import Index, Progress, Rows, Watched
+from stagewright.data.index import Index, IndexBuilder, Progress, Watched
 from stagewright.data.records import DataError
 
 IMAGES = frozenset({"jpg", "jpeg", "png", "ppm", "webp", "bmp", "gif"})
 _BLOCK = 512
 _WILD = frozenset("*?[")
-_MOST_CLASS_BYTES = 2**20  # of a .cls or .json member, or of a long name
+_MOST_CLASS_BYTES = 2**20  # in a .cls or .json member, or in a long name
 _LABEL_KEYS = ("cls", "label", "class")
 _FILE_TYPES = (b"0", b"\0", b"7")
 _LONG_NAME, _PAX, _PAX_GLOBAL = b"L", b"x", b"g"
+END = bytes(2 * _BLOCK)
 
 
 class TarError(DataError):
-    """A shard is cut or damaged."""
+    """A shard is truncated or damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Member:
 
 @dataclass(slots=True)
 class _Sample:
-    """What a shard holds under one key."""
+    """What a shard contains under one key."""
 
     offset: int = 0
     size: int = 0
@@ -45,7 +46,7 @@ class _Sample:
 
 
 def list_shards(pattern: str) -> tuple[Path, list[str]]:
-    """The folder of the shards that a pattern names, and their names below it, sorted."""
+    """The folder of the shards that a pattern matches, and their paths below it, sorted."""
     fixed = Path(pattern)
     if fixed.is_file():
         return fixed.parent, [fixed.name]
@@ -61,19 +62,19 @@ def list_shards(pattern: str) -> tuple[Path, list[str]]:
 
 
 def scan_shards(root: Path, shards: list[str], class_names: tuple[str, ...], progress: Progress) -> Index:
-    """The index of some shards: where each image lies, its label and its key."""
+    """The index of some shards: where each image is, its label and its key."""
     watched = [Watched.of(root, shard) for shard in shards]
     numbers = {name: number for number, name in enumerate(class_names)}
-    rows = Rows(progress)
+    builder = IndexBuilder(progress)
     for number, shard in enumerate(watched):
         with (root / shard.path).open("rb") as file:
             for key, sample in scan_shard(file, shard.size, str(root / shard.path), numbers):
-                rows.add(number, sample.offset, sample.size, sample.label, key)
-    return rows.index(root, watched, class_names)
+                builder.add(number, sample.offset, sample.size, sample.label, key)
+    return builder.build(root, watched, class_names)
 
 
 def scan_shard(file: BinaryIO, size: int, path: str, classes: Mapping[str, int]) -> Iterator[tuple[str, _Sample]]:
-    """Every key of a shard in order of appearance; a key without an image is no sample, one without class a bad one."""
+    """The samples of a shard by key, in order of appearance; keys without an image are skipped."""
     samples: dict[str, _Sample] = {}
     for member in members(file, size, path):
         key, kind = _key_and_kind(member.name)
@@ -91,14 +92,14 @@ def scan_shard(file: BinaryIO, size: int, path: str, classes: Mapping[str, int])
 
 
 def _key_and_kind(name: str) -> tuple[str, str]:
-    """`train/0001.jpg` is key `train/0001` of kind jpg; the key ends at the first dot of the last part of the path."""
+    """`train/0001.jpg` is key `train/0001` of kind jpg; the key ends at the first dot of the file name."""
     folder, slash, last = name.removeprefix("./").rpartition("/")
     stem, _, kind = last.partition(".")
     return (f"{folder}{slash}{stem}" if stem else ""), kind.lower()
 
 
 def _parse_class(text: bytes, kind: str, classes: Mapping[str, int]) -> int:
-    """The class number in a .cls or .json member, or the number of the class it names; -1 if there is none."""
+    """The class number in a .cls or .json member, or of the class it names; -1 if there is none."""
     try:
         value = json.loads(text) if kind == "json" else text.decode().strip()
     except (ValueError, RecursionError):
@@ -111,19 +112,19 @@ def _parse_class(text: bytes, kind: str, classes: Mapping[str, int]) -> int:
 
 
 def members(file: BinaryIO, size: int, path: str) -> Iterator[Member]:
-    """The files of a shard: ustar headers, GNU's long names and pax records; anything else is passed over."""
+    """The files of a shard: ustar headers, GNU's long names and pax records; other members are skipped."""
     position, long_name, records = 0, "", dict[str, str]()
     while position < size:
         header = _block(file, position, path)
         if header == bytes(_BLOCK):
-            return  # two blocks of zeros end a shard; one is enough to see it
+            return  # two blocks of zeros end a shard; the first one suffices
         kind, length = _check_header(header, position, path)
         length = _pax_size(records, length, position, path)
         first = position + _BLOCK
         if length > size - first:
             raise TarError(
-                f"{path}: the member at byte {position} says it has {length} bytes but {size - first} are left; "
-                "the shard is cut, copy it again"
+                f"{path}: the member at byte {position} claims {length} bytes but {size - first} are left; "
+                "the shard is truncated, copy it again"
             )
         if kind in (_LONG_NAME, _PAX):
             content = _read(file, Member("a long name", first, length), path)
@@ -143,13 +144,14 @@ def _block(file: BinaryIO, position: int, path: str) -> bytes:
     header = file.read(_BLOCK)
     if len(header) < _BLOCK:
         raise TarError(
-            f"{path}: {len(header)} of {_BLOCK} bytes of the header at byte {position}; the shard is cut, copy it again"
+            f"{path}: {len(header)} of {_BLOCK} bytes of the header at byte {position}; "
+            "the shard is truncated, copy it again"
         )
     return header
 
 
 def _check_header(header: bytes, position: int, path: str) -> tuple[bytes, int]:
-    """The type and size that a header gives, once its checksum is right."""
+    """The type and size in a header, after checking its checksum."""
     stored = _number(header[148:156])
     if stored != sum(header[:148]) + 8 * ord(" ") + sum(header[156:]):
         raise TarError(f"{path}: no tar header at byte {position}: its checksum is wrong; the shard is damaged")
@@ -187,7 +189,7 @@ def _read(file: BinaryIO, member: Member, path: str) -> bytes:
 
 
 def _pax_records(content: bytes, position: int, path: str) -> dict[str, str]:
-    """`LENGTH KEY=VALUE` lines, each as long as it says."""
+    """`LENGTH KEY=VALUE` lines, where LENGTH counts the whole line."""
     records: dict[str, str] = {}
     while content:
         digits, space, _ = content.partition(b" ")
@@ -210,15 +212,12 @@ def _pax_size(records: Mapping[str, str], length: int, position: int, path: str)
 
 
 def member_header(name: str, size: int) -> bytes:
-    """The header of one member, the same for the same record whoever writes it and when."""
+    """The header of one member; depends on name and size alone, not on user or time."""
     info = tarfile.TarInfo(str(PurePosixPath(name)))
     info.size, info.mode = size, 0o644
     return info.tobuf(tarfile.PAX_FORMAT)
 
 
 def padded(data: bytes) -> bytes:
-    """A member's content, filled up to whole blocks."""
+    """A member's content, padded to whole blocks."""
     return data + bytes(-len(data) % _BLOCK)
-
-
-END = bytes(2 * _BLOCK)

@@ -96,7 +96,7 @@ def keeps_plan(config: Config, resume: Resume) -> bool:
 def start_batch(resume: Resume, order: Order, fingerprint: str) -> int:
     """The batch to resume at; an error where its samples would differ."""
     manifest = resume.checkpoint.manifest
-    return manifest.position.counted_by(manifest.plan.batch, order).resume(order, fingerprint)
+    return manifest.position.in_batches_of(order, manifest.plan.batch).resume(order, fingerprint)
 
 
 def require_start(plan: Plan, start: int, batches: int) -> None:

@@ -20,7 +20,7 @@ def test_every_side_makes_the_same_picture() -> None:
     augmentation, ours = Augmentation(SIDE, Cropping.RESIZED), _ours(SIDE)
     paths = stock_paths(SIDE)
     assert {"Pillow", "simplejpeg + torch"} <= set(paths)
-    views = [augmentation.training(0, 0, index, HEIGHT, WIDTH) for index in range(8)]
+    views = [augmentation.training_view(0, 0, index, HEIGHT, WIDTH) for index in range(8)]
     assert {view.is_mirrored for view in views} == {True, False}
     for index, view in enumerate(views):
         expected = as_rows(ours(jpegs[index % 3], view))

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from stagewright.data.decode import Decoder
-from stagewright.data.records import BadRecord
+from stagewright.data.records import BadRecordError
 from tests.pictures import encoded, jpeg, pillow, pixels
 
 
@@ -31,13 +31,13 @@ from tests.pictures import encoded, jpeg, pillow, pixels
     ],
     ids=["JPEG", "full colour", "progressive", "grey", "CMYK", "PNG", "palette", "alpha", "grey PNG", "WebP", "BMP"],
 )
-def test_pixels_are_pillows(data: bytes) -> None:
+def test_pixels_equal_pillows(data: bytes) -> None:
     found = Decoder().decode(data)
     assert found.shape == pillow(data).shape and found.dtype == np.uint8
     assert np.abs(found.astype(int) - pillow(data)).max() <= 1
 
 
-def test_four_colours_become_three_exactly_as_stock_does_it() -> None:
+def test_cmyk_becomes_rgb_as_pillow_converts_it() -> None:
     data = jpeg(5, mode="CMYK")
     assert np.array_equal(Decoder().decode(data), pillow(data))
 
@@ -50,7 +50,7 @@ def test_exif_rotation_is_ignored() -> None:
     assert np.array_equal(Decoder().decode(turned), Decoder().decode(jpeg(1, 40, 48)))
 
 
-def test_a_decoder_serves_images_of_all_sizes_in_turn() -> None:
+def test_one_decoder_decodes_images_of_all_sizes() -> None:
     decoder = Decoder()
     for seed, (height, width) in enumerate([(8, 8), (90, 70), (16, 30), (90, 71)]):
         data = jpeg(seed, height, width)
@@ -59,18 +59,18 @@ def test_a_decoder_serves_images_of_all_sizes_in_turn() -> None:
 
 @pytest.mark.parametrize("cut", [2, 20, 300, -200, -2])
 def test_a_truncated_jpeg_is_bad(cut: int) -> None:
-    with pytest.raises(BadRecord, match="no whole JPEG"):
+    with pytest.raises(BadRecordError, match="not a complete JPEG"):
         Decoder().decode(jpeg(1, 60, 60)[:cut])
 
 
 @pytest.mark.parametrize("data", [b"", b"text, not an image", b"\x89PNG\r\n\x1a\n", bytes(5000), b"\xff\xd8"])
-def test_no_image_is_bad(data: bytes) -> None:
-    with pytest.raises(BadRecord):
+def test_bytes_that_are_no_image_are_bad(data: bytes) -> None:
+    with pytest.raises(BadRecordError):
         Decoder().decode(data)
 
 
 def test_a_truncated_png_is_bad() -> None:
-    with pytest.raises(BadRecord):
+    with pytest.raises(BadRecordError):
         Decoder().decode(encoded(Image.fromarray(pixels(1)), "PNG")[:-400])
 
 
@@ -78,12 +78,12 @@ def test_a_header_that_claims_a_huge_image_is_bad() -> None:
     data = bytearray(jpeg(1))
     size = data.index(b"\xff\xc0") + 5
     data[size : size + 4] = struct.pack(">2H", 65_000, 65_000)
-    with pytest.raises(BadRecord, match="65000x65000 pixels"):
+    with pytest.raises(BadRecordError, match="65000x65000 pixels"):
         Decoder().decode(bytes(data))
     header = struct.pack(">2I5B", 60_000, 60_000, 8, 2, 0, 0, 0)
     chunk = b"IHDR" + header
     png = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
-    with pytest.raises(BadRecord):
+    with pytest.raises(BadRecordError):
         Decoder().decode(png)
 
 
@@ -99,6 +99,6 @@ def test_bit_flips_give_pixels_or_a_bad_record(kind: str) -> None:
             data[position] ^= 1 << int(generator.integers(8))
         try:
             assert decoder.decode(bytes(data)).shape[2] == 3
-        except BadRecord:
+        except BadRecordError:
             bad += 1
     assert 0 < bad < 400

@@ -1,4 +1,4 @@
-"""Mutated parts and shards: the readers end, with records or with their own error and no other."""
+"""Mutated parts and shards: the readers return records or raise their own error, nothing else."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from stagewright.data.ofrecord import OFRecordError, scan_part
 from stagewright.data.tar import TarError, scan_shard
 from tests.pictures import bytes_feature, frame, int_feature, make_tar, message
 
-CASES = int(os.environ.get("STAGEWRIGHT_FUZZ", "50000"))  # of each reader; `make soak` asks for many more
+CASES = int(os.environ.get("STAGEWRIGHT_FUZZ", "50000"))  # per reader; `make soak` sets many more
 _INTERESTING = (b"\0", b"\xff", b"\x7f", b"\x80", b"\0" * 8, b"\xff" * 8, b"\x7f" + b"\xff" * 7, b"\x80" * 11, b"0777")
 
 
 def mutated(whole: bytes, generator: random.Random) -> bytes:
-    """A few changes of a kind that breaks parsers: flips, stretches removed, doubled or moved, telling values."""
+    """A few changes of a kind that breaks parsers: flips, ranges removed, doubled or moved, special values."""
     data = bytearray(whole)
     for _ in range(generator.choice((1, 1, 2, 4, 8))):
         at = generator.randrange(len(data) + 1)
@@ -41,7 +41,7 @@ def mutated(whole: bytes, generator: random.Random) -> bytes:
 
 
 def with_checksums(data: bytes) -> bytes:
-    """Headers with the right sums again, so that what is behind them is read too."""
+    """Headers with correct checksums, so that the reader gets past them."""
     blocks = bytearray(data)
     for first in range(0, len(blocks) - 511, 512):
         header = blocks[first : first + 512]
@@ -79,9 +79,9 @@ def seeds_tar(folder: Path) -> list[bytes]:
 
 
 def fuzz(scan: Callable[[bytes], int], seeds: list[bytes], error: type[Exception], repair: bool) -> tuple[int, int]:
-    """How many mutated inputs were read to the end, and how many refused; anything else comes out as it is."""
+    """How many mutated inputs were read to the end and how many rejected; other exceptions pass through."""
     generator = random.Random(0)
-    whole = refused = 0
+    whole = rejected = 0
     for number in range(CASES):
         data = mutated(seeds[number % len(seeds)], generator)
         if repair and number % 4:
@@ -91,21 +91,21 @@ def fuzz(scan: Callable[[bytes], int], seeds: list[bytes], error: type[Exception
             whole += 1
         except error as caught:
             assert "part-0" in str(caught) or "shard.tar" in str(caught)
-            refused += 1
-    return whole, refused
+            rejected += 1
+    return whole, rejected
 
 
 @pytest.mark.timeout(60 + CASES // 100)
-def test_mutated_parts() -> None:
+def test_mutated_ofrecord_parts_are_read_or_rejected() -> None:
     seeds = seeds_ofrecord()
     assert [scan_ofrecord(seed) for seed in seeds] == [3, 2, 3]
-    whole, refused = fuzz(scan_ofrecord, seeds, OFRecordError, repair=False)
-    assert whole + refused == CASES and min(whole, refused) > CASES // 50
+    whole, rejected = fuzz(scan_ofrecord, seeds, OFRecordError, repair=False)
+    assert whole + rejected == CASES and min(whole, rejected) > CASES // 50
 
 
 @pytest.mark.timeout(60 + CASES // 100)
-def test_mutated_shards(tmp_path: Path) -> None:
+def test_mutated_tar_shards_are_read_or_rejected(tmp_path: Path) -> None:
     seeds = seeds_tar(tmp_path)
     assert [scan_tar(seed) for seed in seeds] == [2, 4, 4]
-    whole, refused = fuzz(scan_tar, seeds, TarError, repair=True)
-    assert whole + refused == CASES and min(whole, refused) > CASES // 50
+    whole, rejected = fuzz(scan_tar, seeds, TarError, repair=True)
+    assert whole + rejected == CASES and min(whole, rejected) > CASES // 50

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
 
-from stagewright.data import datasets, ofrecord
+from stagewright.data import ofrecord
 from stagewright.data.datasets import open_records
-from stagewright.data.index import Index, Rows, load_index, save_index
-from tests.pictures import frame, jpeg, make_ofrecord, make_tar, message, samples_of
-from tests.unit.data.test_folder import make_folder
+from stagewright.data.index import Index, IndexBuilder, load_index, save_index
+from tests.pictures import frame, jpeg, make_folder, make_ofrecord, make_tar, message, samples_of
 
 
 @pytest.fixture(autouse=True)
@@ -31,14 +29,14 @@ def data_sets(root: Path) -> dict[str, str]:
 
 
 def is_scanned(text: str) -> bool:
-    """Whether opening a data set looks at all of it."""
-    with mock.patch.object(datasets, "_build", wraps=datasets._build) as build:
-        open_records(text)
-    return build.called
+    """Whether opening a data set scans its files, rather than loading an index."""
+    progress: list[int] = []
+    open_records(text, progress=progress.append)
+    return bool(progress)
 
 
 @pytest.mark.parametrize("kind", ["ofrecord", "tar", "folder"])
-def test_the_second_time_nothing_is_scanned_and_all_is_the_same(kind: str, tmp_path: Path, cache: Path) -> None:
+def test_a_data_set_is_scanned_once_and_then_read_from_its_index(kind: str, tmp_path: Path, cache: Path) -> None:
     text = data_sets(tmp_path)[kind]
     assert is_scanned(text) and not is_scanned(text) and not is_scanned(text)
     assert not cache.exists() and len(list(tmp_path.glob("*/.stagewright-*.index"))) == 1
@@ -47,7 +45,7 @@ def test_the_second_time_nothing_is_scanned_and_all_is_the_same(kind: str, tmp_p
     assert fresh.fingerprint == again.fingerprint and fresh.class_names == again.class_names
 
 
-def test_a_read_only_folder_has_its_index_in_the_cache(tmp_path: Path, cache: Path) -> None:
+def test_the_index_of_a_read_only_folder_is_in_the_cache(tmp_path: Path, cache: Path) -> None:
     text = data_sets(tmp_path)["ofrecord"]
     (tmp_path / "of").chmod(0o555)
     assert is_scanned(text) and not is_scanned(text)
@@ -55,7 +53,7 @@ def test_a_read_only_folder_has_its_index_in_the_cache(tmp_path: Path, cache: Pa
     (tmp_path / "of").chmod(0o755)
 
 
-def test_where_nothing_can_be_written_it_goes_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opens_without_an_index_file_if_no_folder_is_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = data_sets(tmp_path)["ofrecord"]
     (tmp_path / "of").chmod(0o555)
     monkeypatch.setenv("STAGEWRIGHT_CACHE", "/proc/nothing")
@@ -81,7 +79,7 @@ def remove_part(root: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [change_size, change_time, add_part, remove_part])
-def test_a_change_of_parts_is_seen(change: object, tmp_path: Path) -> None:
+def test_scans_again_after_a_part_changes(change: object, tmp_path: Path) -> None:
     text = data_sets(tmp_path)["ofrecord"]
     before = open_records(text).fingerprint
     assert callable(change)
@@ -91,7 +89,7 @@ def test_a_change_of_parts_is_seen(change: object, tmp_path: Path) -> None:
     assert (open_records(text).fingerprint == before) == (change is change_time)
 
 
-def test_changes_of_a_folder_and_of_shards_are_seen(tmp_path: Path) -> None:
+def test_scans_again_after_a_folder_or_shard_changes(tmp_path: Path) -> None:
     texts = data_sets(tmp_path)
     assert all(is_scanned(text) for text in texts.values())
     make_folder(tmp_path / "folder", {"2/new.jpg": b"new"})
@@ -102,7 +100,7 @@ def test_changes_of_a_folder_and_of_shards_are_seen(tmp_path: Path) -> None:
     assert is_scanned(texts["tar"]) and len(open_records(texts["tar"])) == 7
 
 
-def test_other_bytes_of_the_same_length_change_the_fingerprint(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_the_bytes(tmp_path: Path) -> None:
     text = data_sets(tmp_path)["ofrecord"]
     before = open_records(text).fingerprint
     part = tmp_path / "of/part-00000"
@@ -134,11 +132,11 @@ def _replaced(index: Index, **changes: object) -> Index:
     return replace(index, **changes)
 
 
-def test_an_index_of_many_records_has_no_object_a_record(tmp_path: Path) -> None:
-    rows = Rows()
+def test_an_index_has_no_python_object_per_record(tmp_path: Path) -> None:
+    builder = IndexBuilder()
     for number in range(10_000):
-        rows.add(0, number, 5, number % 7, f"{number}.jpg")
-    index = rows.index(tmp_path, (), ())
+        builder.add(0, number, 5, number % 7, f"{number}.jpg")
+    index = builder.build(tmp_path, (), ())
     save_index(tmp_path / "index", index)
     found = load_index(tmp_path / "index", tmp_path)
     assert found is not None and found.name(9_999) == "9999.jpg" and found.name(0) == "0.jpg"
@@ -148,7 +146,7 @@ def test_an_index_of_many_records_has_no_object_a_record(tmp_path: Path) -> None
     assert sys.getsizeof(found.watched) < 100 and found.class_names == ()
 
 
-def test_parts_are_scanned_without_holding_them_in_memory(tmp_path: Path) -> None:
+def test_scanning_parts_does_not_load_them_into_memory(tmp_path: Path) -> None:
     """A length that claims the whole disk is refused before anything of that size is read."""
     (tmp_path / "part-0").write_bytes(b"\xff" * 7 + b"\x7f" + b"x" * 100)
     with pytest.raises(ofrecord.OFRecordError, match="9223372036854775807 bytes but 100 are left"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,16 +15,24 @@ from stagewright.data.augment import Augmentation, Cropping
 from stagewright.data.datasets import open_records
 from stagewright.data.decode import NORMALIZATIONS, Decoder
 from stagewright.data.loader import ImageLoader, make_loaders
-from stagewright.data.microbatches import Loading, Pieces, Share, Training
-from stagewright.data.order import DataChanged, Order, Position
-from stagewright.data.pool import Pool
-from stagewright.data.records import DataError, Limited, Record
-from stagewright.data.sources import Bad, Draw, ImageSource
+from stagewright.data.order import (
+    AugmentSeed,
+    DataChanged,
+    EvaluationSampler,
+    Order,
+    Position,
+    ReplicaSlice,
+    TrainingSampler,
+)
+from stagewright.data.pool import LoaderOptions, Pool
+from stagewright.data.records import BadRecord, DataError, Limited, Record
+from stagewright.data.sources import ImageSource
+from stagewright.metrics import MIB
 from tests.pictures import Faulty, make_ofrecord, settled, threads_called
 
 SAMPLES, BATCH, MICROBATCHES, SEED = 53, 12, 4, 11
 ORDER = Order(SAMPLES, BATCH, SEED)
-TRAINING = Training(ORDER, MICROBATCHES)
+TRAINING = TrainingSampler(ORDER, MICROBATCHES)
 EPOCH = ORDER.batches * MICROBATCHES
 
 
@@ -40,14 +49,14 @@ Sample = tuple[int, object, int, bytes]  # index, view, label, pixels
 
 def stream(source: ImageSource, numbers: Iterable[int], threads: int, step: int = 1, ahead: int = 3) -> list[Sample]:
     """The samples of some microbatches, as one loader gives them."""
-    share = Share(TRAINING, step, 3 * EPOCH)
-    loader = ImageLoader(source, share, Loading(threads=threads, ahead=ahead), Pool(threads))
+    part = ReplicaSlice(TRAINING, step, 3 * EPOCH)
+    loader = ImageLoader(source, part, LoaderOptions(threads=threads, ahead=ahead), Pool(threads))
     found = []
     for number in numbers:
         images, labels = loader.pixels(number)
-        draw = TRAINING.draw(number)
+        seed = TRAINING.augment_seed(number)
         for row, index in enumerate(TRAINING.indices(number)):
-            view = source.augmentation.training(draw.seed, draw.epoch, int(index), 40, 48)
+            view = source.augmentation.training_view(seed.seed, seed.epoch, int(index), 40, 48)
             found.append((int(index), view, int(labels[row]), images[row].numpy().tobytes()))
     loader.close()
     return found
@@ -63,8 +72,8 @@ def expected(source: ImageSource) -> list[Sample]:
         first = position * BATCH + number % MICROBATCHES * (BATCH // MICROBATCHES)
         for index in map(int, shuffled[first : first + BATCH // MICROBATCHES]):
             target = torch.zeros(24, 24, 3, dtype=torch.uint8)
-            label, _ = source.load(index, Draw(SEED, epoch), target, decoder)
-            view = source.augmentation.training(SEED, epoch, index, 40, 48)
+            label, _ = source.load(index, AugmentSeed(SEED, epoch), target, decoder)
+            view = source.augmentation.training_view(SEED, epoch, index, 40, 48)
             found.append((index, view, label, target.numpy().tobytes()))
     return found
 
@@ -91,13 +100,13 @@ def test_the_stream_is_the_same_for_every_number_of_replicas(
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 9])
-def test_how_far_it_works_ahead_changes_nothing(ahead: int, source: ImageSource, expected: list[Sample]) -> None:
+def test_the_stream_does_not_depend_on_how_far_it_loads_ahead(
+    ahead: int, source: ImageSource, expected: list[Sample]
+) -> None:
     assert stream(source, range(EPOCH), 2, ahead=ahead) == expected[: EPOCH * 3]
 
 
-def test_a_stop_in_mid_epoch_resumes_with_another_number_of_threads(
-    source: ImageSource, expected: list[Sample]
-) -> None:
+def test_resumes_in_mid_epoch_with_another_number_of_threads(source: ImageSource, expected: list[Sample]) -> None:
     stopped = ORDER.batches + 2  # batches done: two into the second epoch
     before = stream(source, range(stopped * MICROBATCHES), 5)
     saved = Position.at(ORDER, stopped, source.fingerprint)
@@ -106,7 +115,7 @@ def test_a_stop_in_mid_epoch_resumes_with_another_number_of_threads(
     assert before + stream(source, range(first, 2 * EPOCH + 5), 2) == expected
 
 
-def test_resuming_is_refused_where_samples_would_be_others(source: ImageSource, tmp_path: Path) -> None:
+def test_refuses_to_resume_if_the_samples_would_differ(source: ImageSource, tmp_path: Path) -> None:
     saved = Position.at(ORDER, 2, source.fingerprint)
     root = make_ofrecord(tmp_path, SAMPLES)
     assert open_records(f"ofrecord:{root}").fingerprint == source.fingerprint  # a copy of the data is the same data
@@ -124,15 +133,15 @@ def test_resuming_is_refused_where_samples_would_be_others(source: ImageSource, 
         saved.resume(Order(SAMPLES, 26, SEED), source.fingerprint)
 
 
-def test_a_jump_is_served_as_well_as_a_walk(source: ImageSource, expected: list[Sample]) -> None:
+def test_microbatches_may_be_requested_in_any_order(source: ImageSource, expected: list[Sample]) -> None:
     numbers = [0, 1, 9, 10, 3, 3, 20]
     wanted = [sample for number in numbers for sample in expected[number * 3 : number * 3 + 3]]
     assert stream(source, numbers, 5) == wanted
 
 
-def test_microbatches_are_normalised_and_typed(source: ImageSource, expected: list[Sample]) -> None:
-    share = Share(TRAINING, 1, EPOCH)
-    (loader,) = make_loaders(Loading(torch.float64, threads=2), (source, share))
+def test_microbatches_are_normalized_and_have_the_data_type(source: ImageSource, expected: list[Sample]) -> None:
+    part = ReplicaSlice(TRAINING, 1, EPOCH)
+    (loader,) = make_loaders(LoaderOptions(torch.float64, threads=2), (source, part))
     inputs, labels = loader.microbatch(0)
     images = np.stack([np.frombuffer(sample[3], np.uint8).reshape(24, 24, 3) for sample in expected[:3]])
     wanted = (images / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
@@ -144,9 +153,9 @@ def test_microbatches_are_normalised_and_typed(source: ImageSource, expected: li
     loader.close()
 
 
-def test_evaluation_sees_every_sample_once_and_the_centre(source: ImageSource) -> None:
-    (loader,) = make_loaders(Loading(threads=3), (source, Share(Pieces(SAMPLES, 10), 1, 6)))
-    for _ in range(2):  # the short last piece leaves room for whole ones
+def test_evaluation_loads_the_centre_of_every_sample_once(source: ImageSource) -> None:
+    (loader,) = make_loaders(LoaderOptions(threads=3), (source, ReplicaSlice(EvaluationSampler(SAMPLES, 10), 1, 6)))
+    for _ in range(2):  # buffers of the short last microbatch are reused for full ones
         pieces = [loader.microbatch(number) for number in range(6)]
         assert [len(labels) for _, labels in pieces] == [10, 10, 10, 10, 10, 3]
         inputs, labels = source.batch(np.arange(SAMPLES))
@@ -155,53 +164,55 @@ def test_evaluation_sees_every_sample_once_and_the_centre(source: ImageSource) -
     loader.close()
 
 
-def plain(records: Faulty, order: Order, loading: Loading, step: int = 1) -> ImageLoader:
+def plain(records: Faulty, order: Order, options: LoaderOptions, step: int = 1) -> ImageLoader:
     source = ImageSource(records, Augmentation(24, Cropping.PADDED), NORMALIZATIONS["imagenet"])
-    return ImageLoader(source, Share(Training(order, 1), step, 10**9), loading, Pool(loading.threads))
+    return ImageLoader(source, ReplicaSlice(TrainingSampler(order, 1), step, 10**9), options, Pool(options.threads))
 
 
 def test_a_bad_record_is_replaced_by_the_next_good_one_named_and_counted_once() -> None:
-    told: list[Bad] = []
+    bad_records: list[BadRecord] = []
     records = Faulty(40, bad=(7, 8, 39))
-    loader = plain(records, Order(40, 10, shuffle=False), Loading(threads=3, max_bad=3, tell=told.append))
+    loader = plain(
+        records, Order(40, 10, shuffle=False), LoaderOptions(threads=3, max_bad=3, on_bad=bad_records.append)
+    )
     labels = [int(label) for number in range(8) for label in loader.microbatch(number)[1]]
     loader.close()
     epoch = [index % 10 for index in range(40)]
     epoch[7] = epoch[8] = 9  # record 9
-    epoch[39] = 0  # the first one: after the last comes the first
+    epoch[39] = 0  # wraps around to the first record
     assert labels == epoch * 2
-    assert [bad.index for bad in told] == [7, 8, 39] and told[0].reason == "record 7 is bad"
+    assert [bad.index for bad in bad_records] == [7, 8, 39] and bad_records[0].reason == "record 7 is bad"
 
 
-def test_bytes_that_do_not_decode_are_bad_records_too() -> None:
-    told: list[Bad] = []
+def test_undecodable_bytes_are_bad_records() -> None:
+    bad_records: list[BadRecord] = []
     records = Faulty(10)
     records.empty = (3,)  # type: ignore[attr-defined]
-    loader = plain(records, Order(10, 10, shuffle=False), Loading(max_bad=1, tell=told.append))
+    loader = plain(records, Order(10, 10, shuffle=False), LoaderOptions(max_bad=1, on_bad=bad_records.append))
     assert loader.microbatch(0)[1].tolist() == [0, 1, 2, 4, 4, 5, 6, 7, 8, 9]
-    assert [bad.reason for bad in told] == ["record 3: is empty"]
+    assert [bad.reason for bad in bad_records] == ["record 3: is empty"]
     loader.close()
 
 
-def test_more_bad_records_than_allowed_end_the_run() -> None:
-    loader = plain(Faulty(40, bad=(3, 12, 25)), Order(40, 10, shuffle=False), Loading(threads=2, max_bad=2))
+def test_raises_after_max_bad_records() -> None:
+    loader = plain(Faulty(40, bad=(3, 12, 25)), Order(40, 10, shuffle=False), LoaderOptions(threads=2, max_bad=2))
     for number in (0, 1):
         loader.microbatch(number)
-    with pytest.raises(DataError, match=r"3 bad records, 2 are allowed; the last: record 25 is bad; .*--max-bad"):
+    with pytest.raises(DataError, match=r"3 bad records .* 2; the last: record 25 is bad; .*--max-bad"):
         loader.microbatch(2)
     loader.close()
 
 
-def test_a_data_set_of_bad_records_alone_is_an_error_not_a_hang() -> None:
-    loader = plain(Faulty(5, bad=range(5)), Order(5, 5), Loading(threads=2, max_bad=100))
+def test_a_data_set_without_good_records_is_an_error() -> None:
+    loader = plain(Faulty(5, bad=range(5)), Order(5, 5), LoaderOptions(threads=2, max_bad=100))
     with pytest.raises(DataError, match="none of the 5 records can be used; the first: record"):
         loader.microbatch(0)
     loader.close()
 
 
-def test_it_works_ahead_by_a_bounded_number_and_not_beyond_the_end() -> None:
+def test_loads_ahead_by_a_bounded_number_and_not_past_the_end() -> None:
     records = Faulty(100)
-    loader = plain(records, Order(100, 10, shuffle=False), Loading(threads=2, ahead=3))
+    loader = plain(records, Order(100, 10, shuffle=False), LoaderOptions(threads=2, ahead=3))
     loader.microbatch(0)
     settled(records)
     assert sorted(records.reads) == list(range(40))
@@ -212,16 +223,16 @@ def test_it_works_ahead_by_a_bounded_number_and_not_beyond_the_end() -> None:
     short = Faulty(100)
     source = ImageSource(short, Augmentation(24, Cropping.PADDED), NORMALIZATIONS["imagenet"])
     order = Order(100, 10, shuffle=False)
-    ending = ImageLoader(source, Share(Training(order, 1), 2, 5), Loading(ahead=9), Pool(1))
+    ending = ImageLoader(source, ReplicaSlice(TrainingSampler(order, 1), 2, 5), LoaderOptions(ahead=9), Pool(1))
     ending.microbatch(0)
     settled(short)
     assert sorted(short.reads) == [*range(10), *range(20, 30), *range(40, 50)]  # 0, 2 and 4
     ending.close()
 
 
-def test_it_works_ahead_by_its_own_step() -> None:
+def test_loads_ahead_by_the_step_of_its_slice() -> None:
     records = Faulty(100)
-    loader = plain(records, Order(100, 10, shuffle=False), Loading(threads=2, ahead=1), step=2)
+    loader = plain(records, Order(100, 10, shuffle=False), LoaderOptions(threads=2, ahead=1), step=2)
     for number in (0, 2, 4):
         loader.microbatch(number)
         settled(records)
@@ -229,45 +240,45 @@ def test_it_works_ahead_by_its_own_step() -> None:
     loader.close()
 
 
-def test_memory_is_not_used_again_while_a_thread_still_fills_it() -> None:
-    """A jump away from a microbatch whose only sample is half loaded waits for it."""
-    begun, going_on = threading.Event(), threading.Event()
+def test_buffers_are_not_reused_while_a_thread_still_fills_them() -> None:
+    """A jump away from a microbatch waits for its only sample, which is half loaded."""
+    begun, resume = threading.Event(), threading.Event()
 
     class Slow(Faulty):
         def get(self, index: int) -> Record:
             if index == 1:
                 begun.set()
-                going_on.wait()
+                resume.wait()
             return super().get(index)
 
     records = Slow(10)
-    loader = plain(records, Order(10, 1, shuffle=False), Loading(threads=2, ahead=1))
+    loader = plain(records, Order(10, 1, shuffle=False), LoaderOptions(threads=2, ahead=1))
     loader.microbatch(0)
     begun.wait()
     jump = threading.Thread(target=loader.microbatch, args=(5,))
     jump.start()
     jump.join(0.2)
     assert jump.is_alive() and 5 not in records.reads
-    going_on.set()
+    resume.set()
     jump.join()
     assert records.reads[:2] == [0, 1] and 5 in records.reads
     loader.close()
 
 
-def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_are_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    empty = ImageSource.empty
-    monkeypatch.setattr(ImageSource, "empty", lambda self, n, **k: made.append(n) or empty(self, n, **k))
-    loader = plain(Faulty(100), Order(100, 10), Loading(threads=2, ahead=3))
+    allocate = ImageSource.allocate
+    monkeypatch.setattr(ImageSource, "allocate", lambda self, n, **k: made.append(n) or allocate(self, n, **k))
+    loader = plain(Faulty(100), Order(100, 10), LoaderOptions(threads=2, ahead=3))
     for number in [*range(60), 7, 3, *range(30)]:
         loader.microbatch(number)
     assert made == [10] * 4  # three ahead and the one in use
     loader.close()
 
 
-def test_threads_end_with_the_loader_and_start_again() -> None:
+def test_close_ends_the_threads_and_the_next_microbatch_starts_them() -> None:
     before = threads_called("loader-")
-    loader = plain(Faulty(100), Order(100, 10), Loading(threads=3))
+    loader = plain(Faulty(100), Order(100, 10), LoaderOptions(threads=3))
     assert threads_called("loader-") == before
     first, _ = loader.microbatch(4)
     assert threads_called("loader-") == before + 3
@@ -282,6 +293,39 @@ def test_threads_end_with_the_loader_and_start_again() -> None:
     ("wrong", "words"),
     [({"threads": 0}, "--loader-threads is 0"), ({"ahead": -1}, "--ahead is -1"), ({"max_bad": -2}, "--max-bad is -2")],
 )
-def test_numbers_that_can_not_be_are_refused(wrong: dict[str, int], words: str) -> None:
+def test_rejects_numbers_out_of_range(wrong: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Loading(**wrong)  # type: ignore[arg-type]
+        LoaderOptions(**wrong)  # type: ignore[arg-type]
+
+
+EPOCH_SAMPLES = int(os.environ.get("STAGEWRIGHT_EPOCH_SAMPLES", "20000"))  # `make soak` sets a million
+LARGE_BATCH = 250
+
+
+def resident() -> int:
+    """Bytes of memory this process uses."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc/self/statm")
+@pytest.mark.timeout(1800)
+def test_memory_stays_flat_over_three_epochs() -> None:
+    records = Faulty(EPOCH_SAMPLES, bad=range(0, EPOCH_SAMPLES, EPOCH_SAMPLES // 10))
+    records.reads = _Forgetful()
+    loader = plain(records, Order(EPOCH_SAMPLES, LARGE_BATCH), LoaderOptions(threads=2, max_bad=10))
+    batches, held = EPOCH_SAMPLES // LARGE_BATCH, []
+    for number in range(3 * batches):
+        loader.pixels(number)
+        if number in (batches // 2, batches - 1, 2 * batches - 1, 3 * batches - 1):
+            held.append(resident())
+    loader.close()
+    print(f"MiB after half an epoch, one, two, three: {[round(bytes_held / MIB, 1) for bytes_held in held]}")
+    order = 8 * EPOCH_SAMPLES  # bytes of an epoch's order; two are cached, and a third exists while it is drawn
+    assert max(held) - held[0] < 8 * MIB + 2 * order
+
+
+class _Forgetful(list[int]):
+    """Drops what is appended, so that the test itself does not grow."""
+
+    def append(self, item: int) -> None:
+        pass

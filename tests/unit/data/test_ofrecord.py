@@ -9,7 +9,7 @@ import pytest
 
 from stagewright.data.datasets import open_records
 from stagewright.data.ofrecord import OFRecordError, encode_record
-from stagewright.data.records import BadRecord, DataError
+from stagewright.data.records import BadRecordError, DataError
 from tests.pictures import (
     block,
     bytes_feature,
@@ -26,7 +26,7 @@ from tests.shared import shared_file
 
 
 @pytest.mark.parametrize("width", [5, 1, 0])
-def test_parts_follow_their_numbers_padded_or_not(width: int, tmp_path: Path) -> None:
+def test_parts_are_in_numerical_order_padded_or_not(width: int, tmp_path: Path) -> None:
     parts = [[message(bytes([number]) * 9, number)] for number in range(12)]
     records = open_records(f"ofrecord:{write_parts(tmp_path, parts, width)}")
     assert [records.get(index).label for index in range(12)] == list(range(12))
@@ -34,7 +34,7 @@ def test_parts_follow_their_numbers_padded_or_not(width: int, tmp_path: Path) ->
     assert records.name(11).endswith(f"part-{11:0{width}}: record 0")
 
 
-def test_a_message_as_imagenet_has_it(tmp_path: Path) -> None:
+def test_reads_a_message_with_all_of_imagenets_fields(tmp_path: Path) -> None:
     image = jpeg(1)
     full = (
         bytes_feature("data_id", b"7")
@@ -54,13 +54,13 @@ def test_a_message_as_imagenet_has_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [4, 5], ids=["int32", "int64"])
 @pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "unpacked"])
 @pytest.mark.parametrize("label", [0, 127, 128, 21840])
-def test_labels_of_every_kind(kind: int, is_packed: bool, label: int, tmp_path: Path) -> None:
+def test_reads_labels_of_every_encoding(kind: int, is_packed: bool, label: int, tmp_path: Path) -> None:
     text = int_feature("class/label", label, 5, kind=kind, is_packed=is_packed) + bytes_feature("encoded", b"xyz")
     record = open_records(f"ofrecord:{write_parts(tmp_path, [[text]])}").get(0)
     assert (record.data, record.label) == (b"xyz", label)
 
 
-def test_unknown_fields_and_later_keys(tmp_path: Path) -> None:
+def test_skips_unknown_fields_and_takes_the_last_of_a_repeated_key(tmp_path: Path) -> None:
     numbers = bytes([9 * 8]) + varint(300) + bytes([10 * 8 + 1]) + bytes(8) + bytes([11 * 8 + 5]) + bytes(4)
     odd = numbers + block(12, b"?")
     text = odd + message(b"old", 1) + odd + message(b"new", 2)
@@ -68,7 +68,7 @@ def test_unknown_fields_and_later_keys(tmp_path: Path) -> None:
     assert (record.data, record.label) == (b"new", 2)  # of two entries of a map with one key the last counts
 
 
-def test_what_is_written_is_read_by_hand() -> None:
+def test_a_written_record_has_the_expected_bytes() -> None:
     for image, label in ((b"", 0), (b"abc", 127), (b"\0" * 300, 1000), (jpeg(3), 70_000)):
         assert encode_record(image, label) == frame(message(image, label))
 
@@ -82,13 +82,17 @@ GOOD = message(b"image", 3)
         ("cut in the message", frame(GOOD) + frame(GOOD)[:-4], ["record 1", "byte 52", "44 bytes", "40 are left"]),
         ("cut in the length", frame(GOOD) + b"\x25\0\0", ["record 1", "byte 52", "8 bytes", "3 are left"]),
         ("length too long", struct.pack("<q", 99) + GOOD, ["record 0", "byte 0", "99 bytes", "44 are left"]),
-        ("length too short", struct.pack("<q", 30) + GOOD + frame(GOOD), ["record 0", "byte 0", "no OFRecord message"]),
+        (
+            "length too short",
+            struct.pack("<q", 30) + GOOD + frame(GOOD),
+            ["record 0", "byte 0", "not an OFRecord message"],
+        ),
         ("length negative", frame(GOOD) + struct.pack("<q", -5) + GOOD, ["record 1", "byte 52", "-5 bytes"]),
         ("length zero", struct.pack("<q", 0) + frame(GOOD), ["record 0", "0 bytes"]),
         ("huge", struct.pack("<q", 2**62) + GOOD, ["record 0", str(2**62)]),
-        ("wrong bytes", frame(b"\xff" * 40), ["record 0", "no OFRecord message"]),
+        ("wrong bytes", frame(b"\xff" * 40), ["record 0", "not an OFRecord message"]),
         ("group", frame(bytes([1 * 8 + 3]) + GOOD), ["wire type 3"]),
-        ("endless number", frame(b"\x08" + b"\x80" * 12), ["does not end"]),
+        ("endless number", frame(b"\x08" + b"\x80" * 12), ["unterminated number"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -116,11 +120,11 @@ def test_a_broken_part_names_path_record_and_byte(name: str, part: bytes, words:
 def test_a_record_without_image_or_label_is_bad_and_the_others_are_not(text: bytes, words: str, tmp_path: Path) -> None:
     records = open_records(f"ofrecord:{write_parts(tmp_path, [[GOOD, text, GOOD]])}")
     assert len(records) == 3 and records.get(0).label == records.get(2).label == 3
-    with pytest.raises(BadRecord, match=f"part-00000: record 1 has {words}"):
+    with pytest.raises(BadRecordError, match=f"part-00000: record 1 has {words}"):
         records.get(1)
 
 
-def test_parts_must_count_from_zero_without_gap_or_twin(tmp_path: Path) -> None:
+def test_parts_must_count_from_zero_without_gaps_or_duplicates(tmp_path: Path) -> None:
     write_parts(tmp_path, [[GOOD]] * 4)
     (tmp_path / "part-00002").rename(tmp_path / "away")
     with pytest.raises(DataError, match="3 parts up to part-00003, but part 2 is missing"):
@@ -130,24 +134,24 @@ def test_parts_must_count_from_zero_without_gap_or_twin(tmp_path: Path) -> None:
         open_records(f"ofrecord:{tmp_path}")
 
 
-def test_an_empty_part_is_no_fault_and_an_empty_folder_is(tmp_path: Path) -> None:
+def test_an_empty_part_is_allowed_and_an_empty_folder_is_not(tmp_path: Path) -> None:
     records = open_records(f"ofrecord:{write_parts(tmp_path / 'a', [[GOOD], [], [GOOD, GOOD]])}")
     assert len(records) == 3 and records.name(2).endswith("part-00002: record 1")
     (tmp_path / "b").mkdir()
-    with pytest.raises(DataError, match="holds no OFRecord parts"):
+    with pytest.raises(DataError, match="no OFRecord parts"):
         open_records(f"ofrecord:{tmp_path / 'b'}")
     with pytest.raises(DataError, match="no such folder"):
         open_records(f"ofrecord:{tmp_path / 'c'}")
 
 
-def test_a_part_that_shrinks_after_it_was_opened_gives_bad_records(tmp_path: Path) -> None:
+def test_a_part_that_shrinks_after_opening_gives_bad_records(tmp_path: Path) -> None:
     records = open_records(f"ofrecord:{make_ofrecord(tmp_path, 4, parts=1)}")
     (tmp_path / "part-00000").write_bytes(b"")
-    with pytest.raises(BadRecord, match=r"0 of .* bytes are left"):
+    with pytest.raises(BadRecordError, match=r"0 of .* bytes are left"):
         records.get(0)
 
 
-def test_cifar10_has_the_counts_its_page_says() -> None:
+def test_cifar10_has_its_published_counts() -> None:
     root = shared_file("data/cifar10")
     for name, samples in (("train", 50_000), ("test", 10_000)):
         records = open_records(f"ofrecord:{root / name}")

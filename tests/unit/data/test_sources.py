@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 from stagewright.data.loader import make_loaders
-from stagewright.data.microbatches import Loading, Pieces, Share
+from stagewright.data.order import EvaluationSampler, ReplicaSlice
+from stagewright.data.pool import LoaderOptions
 from stagewright.data.sources import ImageOptions, LimitedSource, SyntheticSource, TensorSource, open_source
 
 
-def test_a_synthetic_sample_depends_on_its_index_alone() -> None:
+def test_a_synthetic_sample_depends_only_on_its_index() -> None:
     one, other = (SyntheticSource(100, 10, 8, seed=3) for _ in range(2))
     images, labels = one.batch(np.array([5, 17, 99]))
     again, same = other.batch(np.array([99, 5, 17]))
@@ -21,7 +22,7 @@ def test_a_synthetic_sample_depends_on_its_index_alone() -> None:
     assert images.shape == (3, 3, 8, 8) and labels.max() < 10
 
 
-def test_synthetic_classes_are_all_there_and_differ() -> None:
+def test_synthetic_data_has_all_classes_and_they_differ() -> None:
     source = SyntheticSource(1000, 10, 8, seed=3)
     images, labels = source.batch(np.arange(1000))
     assert torch.equal(labels.unique(), torch.arange(10))
@@ -29,7 +30,7 @@ def test_synthetic_classes_are_all_there_and_differ() -> None:
     assert torch.pdist(means.flatten(1)).min() > 1.0  # a class can be told by its mean
 
 
-def test_tensors_come_as_they_are_and_bytes_as_fractions(tmp_path: Path) -> None:
+def test_floats_are_kept_and_bytes_become_fractions(tmp_path: Path) -> None:
     labels = torch.arange(4)
     floats, small = torch.randn(4, 3, 2, 2, dtype=torch.float64), torch.arange(48, dtype=torch.uint8).view(4, 3, 2, 2)
     for images, expected in ((floats, floats), (small, small.float() / 255)):
@@ -43,20 +44,22 @@ def test_tensors_come_as_they_are_and_bytes_as_fractions(tmp_path: Path) -> None
 def test_synthetic_samples_are_made_on_the_device() -> None:
     source = SyntheticSource(100, 10, 8, seed=3)
     elsewhere = torch.device("meta")
-    (loader,) = make_loaders(Loading(torch.float64, device=elsewhere), (source, Share(Pieces(100, 10), 1, 10)))
+    (loader,) = make_loaders(
+        LoaderOptions(torch.float64, device=elsewhere), (source, ReplicaSlice(EvaluationSampler(100, 10), 1, 10))
+    )
     made, _ = source.batch(np.arange(10))
     images, labels = loader.microbatch(0)
     assert made.device == images.device == labels.device == elsewhere and images.dtype == torch.float64
 
 
-def test_synthetic_samples_that_show_no_class() -> None:
+def test_unlearnable_synthetic_samples_are_noise() -> None:
     images, labels = SyntheticSource(1000, 10, 8, seed=3, is_learnable=False).batch(np.arange(1000))
     shown, same = SyntheticSource(1000, 10, 8, seed=3).batch(np.arange(1000))
     assert torch.equal(labels, same) and not torch.equal(images, shown)
     assert torch.equal(images[0], images[64])  # noise alone, whatever the class
 
 
-def test_a_limit_spreads_over_the_samples_and_changes_the_fingerprint(tmp_path: Path) -> None:
+def test_a_limit_is_evenly_spread_and_changes_the_fingerprint(tmp_path: Path) -> None:
     path = tmp_path / "data.safetensors"
     save_file({"images": torch.arange(20.0).view(10, 2), "labels": torch.arange(10)}, path)
     whole = TensorSource(str(path))

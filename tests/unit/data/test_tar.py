@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from stagewright.data.datasets import open_records
-from stagewright.data.records import BadRecord, DataError
+from stagewright.data.records import BadRecordError, DataError
 from stagewright.data.tar import TarError, members
 from tests.pictures import jpeg, make_tar, samples_of
 
 
 @pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_members_are_those_that_tarfile_finds(kind: int, tmp_path: Path) -> None:
+def test_finds_the_members_that_tarfile_finds(kind: int, tmp_path: Path) -> None:
     names = ["a.jpg", "folder/b.jpg", "x" * 90 + "/" + "y" * 60 + ".jpg", "empty.cls"]
     if kind != tarfile.USTAR_FORMAT:
         names += ["z" * 300 + ".jpg", "größe/ü.jpg", "folder/" * 40 + "deep.cls"]
@@ -34,7 +34,7 @@ def test_members_are_those_that_tarfile_finds(kind: int, tmp_path: Path) -> None
     assert found == expected and len(found) == len(names)
 
 
-def test_samples_of_several_shards_in_order(tmp_path: Path) -> None:
+def test_samples_of_several_shards_are_in_order(tmp_path: Path) -> None:
     members = samples_of(10)
     make_tar(tmp_path / "train-1.tar", members[10:])
     make_tar(tmp_path / "train-0.tar", members[:10])
@@ -58,7 +58,7 @@ def test_samples_of_several_shards_in_order(tmp_path: Path) -> None:
         ("a.json", b'{"label": "dog"}', 2),
     ],
 )
-def test_classes_by_number_by_json_and_by_name(name: str, text: bytes, label: int, tmp_path: Path) -> None:
+def test_reads_classes_by_number_from_json_and_by_name(name: str, text: bytes, label: int, tmp_path: Path) -> None:
     make_tar(tmp_path / "a.tar", [("a.jpg", b"image"), (name, text)])
     (tmp_path / "names.txt").write_text("bird\ncat\ndog\n")
     assert open_records(f"tar:{tmp_path}/a.tar", str(tmp_path / "names.txt")).get(0).label == label
@@ -86,22 +86,22 @@ def test_a_sample_with_a_missing_class_is_bad_and_named(member: tuple[str, bytes
     path = make_tar(tmp_path / "s.tar", [*others, member])
     records = open_records(f"tar:{path}")
     assert len(records) == 2 and records.get(0).data == b"one"  # a class without image is no sample
-    with pytest.raises(BadRecord, match=r"s\.tar: b has no class"):
+    with pytest.raises(BadRecordError, match=r"s\.tar: b has no class"):
         records.get(1)
 
 
-def test_a_key_may_have_one_image(tmp_path: Path) -> None:
+def test_a_key_may_have_only_one_image(tmp_path: Path) -> None:
     path = make_tar(tmp_path / "s.tar", [("a.jpg", b"one"), ("a.cls", b"0"), ("a.png", b"two")])
     with pytest.raises(TarError, match=r"a has a second \.png"):
         open_records(f"tar:{path}")
 
 
-def test_damage_is_named_with_path_and_byte(tmp_path: Path) -> None:
+def test_an_error_names_the_path_and_byte_of_the_damage(tmp_path: Path) -> None:
     path = make_tar(tmp_path / "s.tar", samples_of(3))
     whole, second = path.read_bytes(), _second_header(path.read_bytes())
     cases = {
         f"no tar header at byte {second}": whole[: second + 3] + b"\1" + whole[second + 4 :],
-        "the member at byte 0 says it has .* bytes but 100 are left": whole[: 512 + 100],
+        "the member at byte 0 claims .* bytes but 100 are left": whole[: 512 + 100],
         f"10 of 512 bytes of the header at byte {second}": whole[: second + 10],
         "no tar header at byte 0": b"text" * 300,
     }
@@ -119,7 +119,7 @@ def _second_header(whole: bytes) -> int:
 @pytest.mark.parametrize(
     "content", [b"0 path=x\n", b"00 a=\n", b"2 =\n", b"99 path=x\n", b"x", b"-5 a=b\n", b"12 size=9-9\n"]
 )
-def test_an_extended_header_that_lies_about_its_length_ends_the_reading(content: bytes, tmp_path: Path) -> None:
+def test_rejects_an_extended_header_with_a_wrong_length(content: bytes, tmp_path: Path) -> None:
     info = tarfile.TarInfo("header")
     info.type, info.size = tarfile.XHDTYPE, len(content)
     header = info.tobuf(tarfile.USTAR_FORMAT) + content.ljust(512, b"\0")
@@ -129,7 +129,7 @@ def test_an_extended_header_that_lies_about_its_length_ends_the_reading(content:
         open_records(f"tar:{path}")
 
 
-def test_a_pattern_that_matches_nothing_says_so(tmp_path: Path) -> None:
+def test_rejects_a_pattern_that_matches_nothing(tmp_path: Path) -> None:
     for place in ("none-*.tar", "none.tar", "."):
         with pytest.raises(DataError, match="no tar shards at"):
             open_records(f"tar:{tmp_path}/{place}")

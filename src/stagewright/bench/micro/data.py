@@ -24,11 +24,10 @@ from stagewright.bench.machine import machine
 from stagewright.bench.statistics import Ratio, median_of, median_ratio
 from stagewright.data.augment import Augmentation, Cropping, View
 from stagewright.data.decode import NORMALIZATIONS, Decoder, render
-from stagewright.data.index import Rows, load_index, save_index
+from stagewright.data.index import IndexBuilder, load_index, save_index
 from stagewright.data.loader import ImageLoader
-from stagewright.data.microbatches import Loading, Share, Training
-from stagewright.data.order import Order
-from stagewright.data.pool import Pool
+from stagewright.data.order import Order, ReplicaSlice, TrainingSampler
+from stagewright.data.pool import LoaderOptions, Pool
 from stagewright.data.records import Record
 from stagewright.data.sources import ImageSource
 
@@ -178,12 +177,12 @@ class Work:
     width: int
 
     def views(self, epoch: int, indices: Iterable[int]) -> list[View]:
-        return [self.augmentation.training(0, epoch, int(index), self.height, self.width) for index in indices]
+        return [self.augmentation.training_view(0, epoch, int(index), self.height, self.width) for index in indices]
 
     def loader(self, threads: int, images: int, stop: int) -> ImageLoader:
         source = ImageSource(InMemory(self.jpegs, images), self.augmentation, NORMALIZATIONS["imagenet"])
-        share = Share(Training(Order(images, _MICROBATCH), 1), 1, stop)
-        return ImageLoader(source, share, Loading(threads=threads), Pool(threads))
+        share = ReplicaSlice(TrainingSampler(Order(images, _MICROBATCH), 1), 1, stop)
+        return ImageLoader(source, share, LoaderOptions(threads=threads), Pool(threads))
 
     def loader_speed(self, threads: int) -> float:
         """Images a second, by the clock, of a loader whose batches nobody uses."""
@@ -200,7 +199,9 @@ class Work:
 
         The loop writes into as much memory as the loader, because that much does not stay in the caches.
         """
-        rooms = torch.zeros((Loading().ahead + 1) * _MICROBATCH, *2 * (self.augmentation.side,), 3, dtype=torch.uint8)
+        rooms = torch.zeros(
+            (LoaderOptions().ahead + 1) * _MICROBATCH, *2 * (self.augmentation.side,), 3, dtype=torch.uint8
+        )
         order, batches, differences = Order(images, _MICROBATCH), images // _MICROBATCH, []
         for epoch in range(repeats):
             numbers = range(epoch * batches, (epoch + 1) * batches)
@@ -221,12 +222,12 @@ class Work:
 
 def _index_load(records: int) -> float:
     """Seconds to load an index of so many records, names included, from a file that was just written."""
-    rows = Rows()
+    builder = IndexBuilder()
     for number in range(records):
-        rows.add(0, number, 110_000, number % 1000, f"n{number % 1000:08}/n{number % 1000:08}_{number}.JPEG")
+        builder.add(0, number, 110_000, number % 1000, f"n{number % 1000:08}/n{number % 1000:08}_{number}.JPEG")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "index"
-        save_index(path, rows.index(Path(folder), (), ()))
+        save_index(path, builder.build(Path(folder), (), ()))
         began = time.perf_counter()
         index = load_index(path, Path(folder))
         seconds = time.perf_counter() - began

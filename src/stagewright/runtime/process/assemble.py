@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from stagewright.config.sections import Config
-from stagewright.data.datasets import is_images
+from stagewright.data.datasets import names_images
 from stagewright.data.loader import Loader, make_loaders
-from stagewright.data.microbatches import Decode, Loading, Pieces, Share, Training
-from stagewright.data.on_device import require_decoder, require_keepable
-from stagewright.data.order import Order
+from stagewright.data.on_device import require_cacheable, require_decoder
+from stagewright.data.order import EvaluationSampler, Order, ReplicaSlice, TrainingSampler
+from stagewright.data.pool import Decode, LoaderOptions
 from stagewright.data.sources import ImageOptions, ImageSource, Source, open_source
 from stagewright.model.cut import Chain, Piece
 from stagewright.model.deterministic import make_repeatable
@@ -38,7 +38,7 @@ def open_data(config: Config, text: str) -> Source:
     """The source a configuration names; its model and image size must be settled."""
     data = config.data
     assert config.model.classes is not None and data.image is not None
-    if is_images(text):
+    if names_images(text):
         require_decoder(data.decode, config.run.device)
     limit = data.limit if text == data.source else None
     options = ImageOptions(data.crop, data.normalize, data.jitter, data.cutout, data.class_names, limit, data.learnable)
@@ -51,7 +51,7 @@ def open_data(config: Config, text: str) -> Source:
         options=options,
     )
     if Decode(data.decode) is Decode.ONCE and isinstance(source, ImageSource):
-        require_keepable(source)
+        require_cacheable(source)
     return source
 
 
@@ -126,7 +126,7 @@ def _loaders(job: Job, emit: Emit, device: torch.device) -> tuple[Loader, Loader
     source = open_data(config, config.data.source)
     val = open_data(config, config.data.val) if config.data.val else source
     order = Order(len(source), plan.batch, config.run.seed, config.data.shuffle)
-    loading = Loading(
+    options = LoaderOptions(
         make_precision(config.run.precision, config.run.device).weights,
         config.data.loader_threads,
         config.data.ahead,
@@ -135,9 +135,10 @@ def _loaders(job: Job, emit: Emit, device: torch.device) -> tuple[Loader, Loader
         device=device,
         decode=Decode(config.data.decode),
     )
-    training = Share(Training(order, plan.microbatches), plan.stages[0].replicas, plan.boundary(job.batches))
-    pieces = Share(Pieces(len(val), plan.samples), plan.stages[0].replicas, -(-len(val) // plan.samples))
-    loader, evaluation_loader = make_loaders(loading, (source, training), (val, pieces))
+    replicas = plan.stages[0].replicas
+    training = ReplicaSlice(TrainingSampler(order, plan.microbatches), replicas, plan.boundary(job.batches))
+    evaluation = ReplicaSlice(EvaluationSampler(len(val), plan.samples), replicas, -(-len(val) // plan.samples))
+    loader, evaluation_loader = make_loaders(options, (source, training), (val, evaluation))
     return loader, evaluation_loader
 
 
