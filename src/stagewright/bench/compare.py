@@ -1,4 +1,4 @@
-"""Two runs or two benches side by side: which is faster, whether that can be told, and whether it may be asked."""
+"""Compare two runs or two benches: which is faster, whether that is significant, and whether they are comparable."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from stagewright.bench.statistics import Interval, median_interval, ratio, segme
 from stagewright.report.read import Run
 from stagewright.run.report import open_run
 
-_SEGMENTS = 10  # of a run: long ones, as neighbouring batches are alike
+_SEGMENTS = 10  # per run: long ones, since the times of neighbouring batches depend on each other
 _LAST = 10  # batches over which losses are averaged
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One figure of both sides, in images a second."""
+    """The images per second of both sides."""
 
     what: str
     first: Interval
@@ -32,7 +32,8 @@ class Pair:
         return not self.is_predicted and not self.ratio.holds(1.0)
 
     @property
-    def verdict(self) -> str:
+    def summary(self) -> str:
+        """Which side is faster, and whether that is significant."""
         if self.is_predicted:
             return f"predicted: B is {self.ratio.value:.2f} x A"
         spread = f"{self.ratio.value:.2f} x ({self.ratio.low:.2f} - {self.ratio.high:.2f})"
@@ -43,12 +44,12 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two sides: their figures, why they may not be compared, and what to know."""
+    """Two sides: their speeds, why these are not comparable, and other differences."""
 
     first: str
     second: str
     pairs: tuple[Pair, ...]
-    reasons: tuple[str, ...]  # why a difference would say nothing
+    reasons: tuple[str, ...]  # why a difference in speed would mean nothing; empty where it means something
     notes: tuple[str, ...] = ()
 
     @property
@@ -57,7 +58,7 @@ class Comparison:
 
 
 def compare(first: Path, second: Path) -> Comparison:
-    """Two run folders, or two bench folders."""
+    """Compare two run folders, or two bench folders."""
     are_benches = [(folder / FILE).is_file() for folder in (first, second)]
     if all(are_benches):
         return compare_benches(first.name, second.name, read_outcome(first), read_outcome(second))
@@ -68,7 +69,7 @@ def compare(first: Path, second: Path) -> Comparison:
 
 
 def compare_runs(first: Run, second: Run) -> Comparison:
-    """By the batches behind each run's warm-up, its neighbours taken together; of emulated ones what they learnt."""
+    """Compare segments of the batches after each run's warm-up; emulated runs only by their losses and accuracy."""
     notes = [*_learning(first, second), *_differences(_circumstances(first), _circumstances(second))]
     reasons = tuple(_differences(_work(first), _work(second)))
     emulated = [side for side, run in (("A", first), ("B", second)) if run.is_emulated]
@@ -77,7 +78,7 @@ def compare_runs(first: Run, second: Run) -> Comparison:
         return Comparison(first.name, second.name, (), (why, *reasons), tuple(notes))
     rates = [_segment_rates(run) for run in (first, second)]
     pair = Pair("throughput", median_interval(rates[0]), median_interval(rates[1]), ratio(rates[1], rates[0]))
-    notes.append("one run each: the intervals know nothing of how runs differ; stagewright bench repeats them")
+    notes.append("one run each: the intervals do not cover how runs vary; stagewright bench repeats runs")
     return Comparison(first.name, second.name, (pair,), reasons, tuple(notes))
 
 
@@ -107,7 +108,7 @@ def _work(run: Run) -> dict[str, str]:
 
 
 def _circumstances(run: Run) -> dict[str, str]:
-    """What may differ, and is worth knowing."""
+    """What may differ without making speeds incomparable."""
     libraries = run.environment.get("libraries")
     libraries = libraries if isinstance(libraries, dict) else {}
     return {
@@ -124,15 +125,15 @@ def _circumstances(run: Run) -> dict[str, str]:
 def _differences(first: dict[str, str], second: dict[str, str]) -> Iterator[str]:
     for name, value in first.items():
         if value != second[name]:
-            yield f"other {name}: {value} and {second[name]}"
+            yield f"different {name}: {value} and {second[name]}"
 
 
 def _learning(first: Run, second: Run) -> Iterator[str]:
-    """Losses of the batches that both have trained, and the last evaluation at the same batch."""
+    """Compare the losses of the batches that both trained, and the last evaluation at the same batch."""
     losses = [{step.batch: step.loss for step in run.steps} for run in (first, second)]
     common = sorted(losses[0].keys() & losses[1].keys())
     if common and all(losses[0][batch] == losses[1][batch] for batch in common):
-        yield f"losses of all {len(common)} common batches are the same to the last bit"
+        yield f"losses of all {len(common)} common batches are bit-for-bit equal"
     elif common:
         last = common[-_LAST:]
         means = [fmean(side[batch] for batch in last) for side in losses]
@@ -144,11 +145,11 @@ def _learning(first: Run, second: Run) -> Iterator[str]:
 
 
 def compare_benches(first: str, second: str, one: Outcome, other: Outcome) -> Comparison:
-    """Configuration by configuration, those that both have."""
+    """Compare every configuration that both benches have."""
     theirs = {row.key: row for row in other.rows if row.rate is not None}
     ours = {row.key: row for row in one.rows if row.rate is not None}
     pairs = []
-    reasons = [] if one.suite == other.suite else [f"other suite: {one.suite} and {other.suite}"]
+    reasons = [] if one.suite == other.suite else [f"different suite: {one.suite} and {other.suite}"]
     for key, row in ours.items():
         if key in theirs:
             pairs.append(_row_pair(row, theirs[key]))
@@ -186,6 +187,6 @@ def _row_differences(row: Row, other: Row) -> Sequence[str]:
 def describe(comparison: Comparison) -> dict[str, Any]:
     """The comparison as one JSON object."""
     pairs = [
-        {**asdict(pair), "is_significant": pair.is_significant, "verdict": pair.verdict} for pair in comparison.pairs
+        {**asdict(pair), "is_significant": pair.is_significant, "verdict": pair.summary} for pair in comparison.pairs
     ]
     return asdict(comparison) | {"pairs": pairs, "is_comparable": comparison.is_comparable}

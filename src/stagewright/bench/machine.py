@@ -1,4 +1,4 @@
-"""What the figures are measured on, and who else is using it. What the monitor saw of a run: memory of its stages, throttled GPUs, and others on the machine. CUDA MPS for the time of a measurement: without it, processes that share a GPU take turns."""
+"""The machine that a bench runs on: what it is, what else ran on it, and CUDA MPS for ranks that share a GPU."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from statistics import median
 
 from stagewright.events import Usage
 from stagewright.hardware.environment import environment
-from stagewright.hardware.host import num_cores
 from stagewright.plan.plan import Plan
 from stagewright.report.read import read_usage
 
-__all__ = ["busy_seconds", "machine", "num_cores"]
-_IDLE = (3, 4)  # idle, and waiting for a disk
-_GUEST = 8  # from here on counted twice
+_IDLE = (3, 4)  # columns of /proc/stat: idle, and waiting for a disk
+_GUEST = 8  # this column and later ones are already counted in earlier ones
+_CONTROL = "nvidia-cuda-mps-control"
+MPS_SECONDS = 10  # that the daemon gives its clients to end
+_FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 
 
 def machine() -> dict[str, str]:
@@ -30,7 +31,7 @@ def machine() -> dict[str, str]:
 
 
 def busy_seconds() -> float | None:
-    """Processor time that everything on this machine has used so far, where the system tells."""
+    """Processor time that all processes of this machine have used so far; None where the system does not say."""
     try:
         first, *_ = Path("/proc/stat").read_text().splitlines()
     except OSError:
@@ -40,24 +41,24 @@ def busy_seconds() -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A run from outside; empty where nobody watched."""
+class Observed:
+    """What the monitor saw of a run; empty where there was no monitor."""
 
     memory: tuple[int, ...] = ()  # bytes of the fullest rank of each stage
-    gpu_memory: tuple[int, ...] = ()  # the same as the GPU's driver counts it
+    gpu_memory: tuple[int, ...] = ()  # the same, as counted by the GPU's driver
     others: float | None = None  # cores that other processes kept busy
     throttled: tuple[str, ...] = ()
-    foreign: int = 0  # most processes of others on the GPUs
+    foreign: int = 0  # the most processes of other programs on one GPU
 
 
-def watched(folder: Path, plan: Plan) -> Seen:
-    """What the monitor of a run on this machine has left."""
+def observed(folder: Path, plan: Plan) -> Observed:
+    """Read what the monitor left in a run folder."""
     uses = [use for path in sorted(folder.glob("monitor*.jsonl")) for use in read_usage(path)]
-    return seen(uses, plan) if uses else Seen()
+    return summarize(uses, plan) if uses else Observed()
 
 
-def seen(uses: Sequence[Usage], plan: Plan) -> Seen:
-    """The peaks of its moments, and what was out of the ordinary."""
+def summarize(uses: Sequence[Usage], plan: Plan) -> Observed:
+    """The peaks over a monitor's samples, and what disturbed the run."""
     ranks: dict[int, int] = {}
     gpus: dict[int, int] = {}
     for use in uses:
@@ -68,7 +69,7 @@ def seen(uses: Sequence[Usage], plan: Plan) -> Seen:
             if gpu.memory is not None:
                 gpus[gpu.index] = max(gpus.get(gpu.index, 0), gpu.memory)
     placed = {rank: gpus[device.index % len(gpus)] for rank, device in enumerate(plan.devices)} if gpus else {}
-    return Seen(
+    return Observed(
         memory=_by_stage(plan, ranks),
         gpu_memory=_by_stage(plan, placed),
         others=median(max(0.0, use.cores - sum(rank.cores for rank in use.ranks)) for use in uses),
@@ -82,19 +83,17 @@ def _by_stage(plan: Plan, held: Mapping[int, int]) -> tuple[int, ...]:
     return tuple(max(held.get(rank, 0) for rank in stage.ranks) for stage in plan.stages) if held else ()
 
 
-_CONTROL = "nvidia-cuda-mps-control"
-_PATIENCE = 10  # seconds
-_FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
-
-
 @contextmanager
-def shared_gpu(tell: Callable[[str], None]) -> Iterator[None]:
-    """Run MPS in folders of its own while the context is open, unless the environment names a user's own."""
+def shared_gpu(warn: Callable[[str], None]) -> Iterator[None]:
+    """Run CUDA MPS while the context is open, unless the environment names a daemon of the user.
+
+    Without MPS, processes that share a GPU run on it one after another.
+    """
     if _FOLDERS[0] in os.environ:
         yield
         return
     if shutil.which(_CONTROL) is None:
-        tell("CUDA MPS is not installed: ranks that share a GPU take turns, and all sides are slower")
+        warn("CUDA MPS is not installed: ranks that share a GPU take turns, which slows down every side")
         yield
         return
     before = {name: os.environ.get(name) for name in _FOLDERS}
@@ -108,7 +107,7 @@ def shared_gpu(tell: Callable[[str], None]) -> Iterator[None]:
             started = subprocess.run([_CONTROL, "-d"], check=False, capture_output=True, text=True)
             has_started = not started.returncode
             if not has_started:
-                tell(f"CUDA MPS does not start: {(started.stderr or started.stdout).strip()}; ranks take turns")
+                warn(f"CUDA MPS does not start: {(started.stderr or started.stdout).strip()}; ranks take turns")
             yield
         finally:
             if has_started:
@@ -120,10 +119,10 @@ def shared_gpu(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def _quit(pipes: Path) -> None:
-    """End the daemon, and whoever it still waits for after a while; where it does not hear, by its id."""
-    order = f"quit -t {_PATIENCE}\n".encode()
+    """Stop the daemon and, after a while, the clients it waits for; kill it by its process id if it does not answer."""
+    order = f"quit -t {MPS_SECONDS}\n".encode()
     try:
-        subprocess.run([_CONTROL], input=order, capture_output=True, timeout=2 * _PATIENCE, check=False)
+        subprocess.run([_CONTROL], input=order, capture_output=True, timeout=2 * MPS_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         with suppress(OSError, ValueError):
             os.kill(int((pipes / f"{_CONTROL}.pid").read_text()), signal.SIGKILL)

@@ -1,4 +1,7 @@
-"""A bench's outcome as a page: what to take away, the figures, beside the published ones, and how to repeat it. Where a bench leaves its files: bench.json, report.md, report.html and the logs of its runs in logs.zip."""
+"""A bench's outcome for people: the page of its report, the tables in the terminal, and the files in its folder.
+
+`summary` writes the sentences that both begin with. The folder holds bench.json, report.md, report.html and logs.zip.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,24 @@ from itertools import groupby
 from pathlib import Path
 from statistics import median
 
-from stagewright.bench.forecast import devices_of
+from rich.console import Console
+from rich.table import Table as TerminalTable
+
 from stagewright.bench.result import Outcome, PublishedRow, Row, write_outcome
 from stagewright.bench.statistics import Interval
-from stagewright.cluster.specs import MIB
+from stagewright.bench.suite import devices_of
 from stagewright.config.sections import options
+from stagewright.metrics import MIB
 from stagewright.planning.predict import IMAGENET
+from stagewright.report.live.terminal import plain_table
 from stagewright.report.page import Bar, Bars, Block, Listing, Page, Summary, Table
 from stagewright.run.report import write_page
 
+LOGS = "logs.zip"
+_NO_LOGS = {"checkpoints", ".lock", "ranks", "report.html"}  # left out of the zip
 _TOLERANCE = 0.2  # cores
-_CLOSE = 0.03  # what predictions are good for
-_FEW = 5  # repeats below which the interval is known to be too narrow
+_CLOSE = 0.03  # predictions nearer to each other than this do not differ
+_FEW = 5  # with fewer repeats the interval is known to be too narrow
 
 
 def outcome_page(outcome: Outcome) -> Page:
@@ -29,14 +38,14 @@ def outcome_page(outcome: Outcome) -> Page:
 
 
 def _blocks(outcome: Outcome) -> Iterator[Block]:
-    yield Summary(tuple(verdict(outcome)))
+    yield Summary(tuple(summary(outcome)))
     for name, rows in outcome.groups().items():
         if any(row.rate for row in rows):
             yield _bars(name, rows)
         yield _figures(name, rows)
-        yield _layouts(name, rows)
+        yield _configurations(name, rows)
     for model, published in groupby(outcome.published, key=lambda row: row.model):
-        yield _beside(model, list(published))
+        yield _published(model, list(published))
     yield from _repeats(outcome)
     if remarks := _remarks(outcome):
         yield Table("Remarks", ("configuration", "remark"), remarks)
@@ -49,39 +58,39 @@ def _blocks(outcome: Outcome) -> Iterator[Block]:
     yield Listing("Commands", "\n".join([outcome.command, *dict.fromkeys(map(train_command, outcome.rows))]))
 
 
-def verdict(outcome: Outcome) -> Iterator[str]:
-    """A sentence for every group and kind of data: what is fastest, and whether that can be told."""
+def summary(outcome: Outcome) -> Iterator[str]:
+    """A sentence per group and kind of data: what is fastest, and whether the difference is significant."""
     for name, rows in outcome.groups().items():
         for data in dict.fromkeys(row.data for row in rows):
-            told = [row for row in rows if row.data == data and row.speedup and not row.is_baseline]
+            others = [row for row in rows if row.data == data and row.speedup and not row.is_baseline]
             base = next((row for row in rows if row.data == data and row.is_baseline), None)
-            if base is not None and base.rate is not None and told:
-                most = max(row.speedup.value for row in told if row.speedup)
-                best = next(row for row in told if row.speedup and row.speedup.value >= most * (1 - _CLOSE))
-                yield f"{name}, {data}: {_judged(best, base)}"
+            if base is not None and base.rate is not None and others:
+                most = max(row.speedup.value for row in others if row.speedup)
+                best = next(row for row in others if row.speedup and row.speedup.value >= most * (1 - _CLOSE))
+                yield f"{name}, {data}: {_comparison(best, base)}"
     missing = [row for row in outcome.rows if row.kind in ("left out", "failed")]
     for row in missing:
         yield f"{row.group}, {row.label}: {row.kind}: {row.reason}"
     yield from _circumstances(outcome)
     if not outcome.is_whole:
-        yield f"The bench was interrupted; {sum(len(row.repeats) for row in outcome.rows)} runs are in it."
+        yield f"The bench was interrupted after {_count(sum(len(row.repeats) for row in outcome.rows), 'run')}."
 
 
 def _circumstances(outcome: Outcome) -> Iterator[str]:
-    """What a reader must know of how it was measured."""
+    """What limits these measurements."""
     measured = [row for row in outcome.rows if row.repeats]
-    rounds = max((len(row.repeats) for row in measured), default=0)
-    if outcome.is_whole and 0 < rounds < outcome.repeats:
-        yield f"Only {rounds} of {outcome.repeats} rounds: the machine was slow, and the suite has a time limit."
+    done = max((len(row.repeats) for row in measured), default=0)
+    if outcome.is_whole and 0 < done < outcome.repeats:
+        yield f"Only {done} of {outcome.repeats} repeats fit the time limit of the suite."
     on_cpu = [(repeat.others or 0.0, len(devices_of(row.placement))) for row in measured for repeat in row.repeats]
     others = median([busy for busy, _ in on_cpu]) if on_cpu else 0.0
     ranks = max((ranks for _, ranks in on_cpu), default=0)
     if measured and measured[0].device == "cpu" and others + ranks > outcome.cores + _TOLERANCE:
         busy = f"other processes kept {others:.1f} of {outcome.cores} cores busy"
-        yield f"Warning: {busy}; repeat on a quiet machine."
+        yield f"Warning: {busy}; repeat the bench on an idle machine."
 
 
-def _judged(row: Row, base: Row) -> str:
+def _comparison(row: Row, base: Row) -> str:
     speedup, rate = row.speedup, row.rate
     assert speedup is not None and rate is not None
     if row.kind == "predicted" and abs(speedup.value - 1) < _CLOSE:
@@ -92,12 +101,12 @@ def _judged(row: Row, base: Row) -> str:
         )
     if speedup.holds(1.0):
         return f"no significant difference between {row.name} and {base.name}: {_short(speedup)} x"
-    few = f", by {len(row.repeats)} repeats only" if len(row.repeats) < _FEW else ""
+    few = f", from only {_count(len(row.repeats), 'repeat')}" if len(row.repeats) < _FEW else ""
     return f"{row.name} is {_short(speedup)} x {base.name}, {_short(rate)} images/s{few}"
 
 
 def _short(interval: Interval | None) -> str:
-    """A figure with its interval, unless that is a point."""
+    """A value with its interval, unless that is a point."""
     if interval is None:
         return ""
     if interval.low == interval.high:
@@ -136,15 +145,15 @@ def _figures(name: str, rows: Sequence[Row]) -> Table:
     )
     columns = ("configuration", "how", "images/s", f"x {base}", "ImageNet epoch, s", "memory by stage, MiB")
     note = "Median and 95 % interval of the repeats" if any(row.repeats for row in rows) else "Predicted, not measured"
-    note += "; memory of the fullest rank of each stage."
+    note += "; memory of the rank that uses the most in each stage."
     if any(row.kind == "predicted" for row in rows):
-        note += " Predictions are for Stagewright itself, which no published run has tested."
+        note += " Predictions are for Stagewright itself; no published run tests them."
     if any(len(row.repeats) < _FEW for row in rows if row.repeats):
-        note += f" Fewer than {_FEW} repeats: the intervals hold the true median less often than in 95 % of cases."
+        note += f" With fewer than {_FEW} repeats the intervals hold the true median in less than 95 % of cases."
     return Table(name, columns, lines, note)
 
 
-def _layouts(name: str, rows: Sequence[Row]) -> Table:
+def _configurations(name: str, rows: Sequence[Row]) -> Table:
     lines = tuple(
         (
             row.label,
@@ -171,7 +180,7 @@ def _layouts(name: str, rows: Sequence[Row]) -> Table:
     return Table(f"{name}: configuration", columns, lines)
 
 
-def _beside(model: str, rows: Sequence[PublishedRow]) -> Table:
+def _published(model: str, rows: Sequence[PublishedRow]) -> Table:
     lines = tuple(
         (
             row.system,
@@ -196,7 +205,7 @@ def _beside(model: str, rows: Sequence[PublishedRow]) -> Table:
         "epoch s, predicted",
         "epoch s, published",
         "off by",
-        "told by the others",
+        "off by, from the others",
         "images/s, predicted",
         "published",
         "x dp, predicted",
@@ -205,10 +214,10 @@ def _beside(model: str, rows: Sequence[PublishedRow]) -> Table:
         "MiB, published",
     )
     note = (
-        "Predicted by the published software's own efficiency, fitted to all published runs; told by the others: "
-        "fitted without the run itself. A run without a published figure carried none."
+        "Predicted with the efficiency of the software that ran it, fitted to all published runs; from the "
+        "others: fitted to all but the run itself (alone: no other run has its device, precision and software)."
     )
-    return Table(f"{model}: predicted beside published", columns, lines, note)
+    return Table(f"{model}: predicted and published", columns, lines, note)
 
 
 def _epoch(rate: float | None) -> str:
@@ -216,7 +225,7 @@ def _epoch(rate: float | None) -> str:
 
 
 def _times_dp(row: PublishedRow, rows: Sequence[PublishedRow]) -> tuple[str, str]:
-    """Over the same system's data parallel run with the same data, predicted and published."""
+    """The speedup over the same system's data parallel run on the same data, predicted and published."""
     base = next(
         (b for b in rows if (b.system, b.cluster, b.data, b.mode) == (row.system, row.cluster, row.data, "dp")), None
     )
@@ -242,26 +251,27 @@ def _repeats(outcome: Outcome) -> Iterator[Block]:
         for row in measured
         for number, repeat in enumerate(row.repeats, 1)
     )
-    columns = ("configuration", "repeat", "images/s", "warm-up, batches", "last loss", "cores of others")
-    yield Table("Every repeat", columns, lines, "* stands out from the other repeats; it counts all the same.")
+    columns = ("configuration", "repeat", "images/s", "warm-up, batches", "last loss", "other cores busy")
+    yield Table("Every repeat", columns, lines, "* differs from the other repeats (outlier); it still counts.")
 
 
 def _remarks(outcome: Outcome) -> tuple[tuple[str, str], ...]:
-    """What may have disturbed a figure."""
+    """What may have disturbed a measurement."""
     found: list[tuple[str, str]] = []
     for row in outcome.rows:
         where = f"{row.group}, {row.label}"
         for number in row.outliers:
-            found.append((where, f"repeat {number + 1} stands out: {row.repeats[number].rate:,.1f} images/s"))
+            found.append((where, f"repeat {number + 1} is an outlier: {row.repeats[number].rate:,.1f} images/s"))
         for number, repeat in enumerate(row.repeats, 1):
             if not repeat.is_steady:
-                found.append((where, f"repeat {number} found no plateau; its later half counts; give more --steps"))
+                found.append((where, f"repeat {number} was never steady, so its later half counts; give more --steps"))
             if repeat.throttled:
-                found.append((where, f"repeat {number}: GPUs were slowed down: {', '.join(repeat.throttled)}"))
+                found.append((where, f"repeat {number}: GPUs were throttled: {', '.join(repeat.throttled)}"))
             if repeat.foreign:
-                found.append((where, f"repeat {number}: {repeat.foreign} processes of others on the GPUs"))
+                foreign = _count(repeat.foreign, "other process", "es")
+                found.append((where, f"repeat {number}: {foreign} on one GPU"))
         if row.kind == "predicted":
-            dynamic = "the simulator runs the static order" if row.options.get("run", {}).get("dynamic") else ""
+            dynamic = "the simulator uses the static order" if row.options.get("run", {}).get("dynamic") else ""
             reasons = [reason for reason in (row.reason, dynamic) if reason]
             found += [(where, f"predicted: {'; '.join(reasons)}")] if reasons else []
     return tuple(found)
@@ -282,25 +292,88 @@ def train_command(row: Row) -> str:
     return shlex.join(words)
 
 
-LOGS = "logs.zip"
-_LEFT_OUT = {"checkpoints", ".lock", "ranks", "report.html"}  # no logs
+def show(console: Console, outcome: Outcome, folder: Path) -> None:
+    """Print the outcome in 80 columns, and where its reports are."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    for name, rows in outcome.groups().items():
+        say(name)
+        console.print(_terminal_table(rows))
+    if published := [row for row in outcome.published if row.published]:
+        console.print(_published_table(published))
+    for line in summary(outcome):
+        console.print(line, highlight=False, markup=False)
+    if any(row.kind == "predicted" for row in outcome.rows):
+        say("p: predicted by the simulator, not measured")
+    if any(row.outliers for row in outcome.rows):
+        say("*: a repeat is an outlier; it still counts")
+    say(f"report: {folder / 'report.md'}")
+    say(f"        {folder / 'report.html'}")
+
+
+def _terminal_table(rows: list[Row]) -> TerminalTable:
+    base = next((row.name for row in rows if row.is_baseline), "first")
+    has_intervals = any(row.rate and row.rate.low < row.rate.high for row in rows)  # predictions are points
+    interval = ("95 % interval",) if has_intervals else ()
+    columns = ("configuration", "data", "images/s", *interval, f"x {base}", *interval)
+    table = plain_table(*columns, left=("configuration", "data"))
+    for column in table.columns[1:]:
+        column.no_wrap = True
+    for row in rows:
+        if row.rate is None:
+            table.add_row(row.name, row.data, row.kind)
+            continue
+        marks = ("p" if row.kind == "predicted" else "") + ("*" if row.outliers else "")
+        rate = [f"{row.rate.value:,.0f}{marks}", _span(row.rate, 0)]
+        speedup = [f"{row.speedup.value:.2f}", _span(row.speedup, 2)] if row.speedup else ["", ""]
+        kept = 2 if has_intervals else 1
+        table.add_row(row.name, row.data, *rate[:kept], *speedup[:kept])
+    return table
+
+
+def _span(interval: Interval, digits: int) -> str:
+    """The ends of an interval, unless it is a point."""
+    is_point = interval.low == interval.high
+    return "" if is_point else f"{interval.low:,.{digits}f} - {interval.high:,.{digits}f}"
+
+
+def _published_table(rows: list[PublishedRow]) -> TerminalTable:
+    """Published runs of these models and clusters, and what is predicted for the software that ran them."""
+    table = plain_table("published run", "images/s", "predicted", "off by", left=("published run",))
+    for column in table.columns[1:]:
+        column.no_wrap = True
+    for row in rows:
+        assert row.published is not None
+        table.add_row(
+            f"{row.system}, {row.model}, {row.mode} {row.batch}, {row.data}",
+            f"{row.published:,.0f}",
+            f"{row.predicted:,.0f}p",
+            f"{row.predicted / row.published - 1:+.1%}",
+        )
+    return table
 
 
 def write_reports(outcome: Outcome, folder: Path) -> None:
-    """The outcome in full, and as a page in both forms."""
+    """Write bench.json, report.html and report.md."""
     write_outcome(outcome, folder)
     write_page(outcome_page(outcome), folder / "report.html")
 
 
 def zip_logs(runs: Path, folder: Path, clean: Callable[[str], str]) -> None:
-    """Move what the runs left into one file; it is whole before they go. Every text and name passes through `clean`."""
+    """Move what the runs left into logs.zip, every text and name through `clean`; runs go once the zip is complete."""
     if not runs.is_dir():
         return
     draft = folder / f"{LOGS}.draft"
     with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as file:
         for path in sorted(path for path in runs.rglob("*") if path.is_file()):
             name = path.relative_to(runs)
-            if not _LEFT_OUT & set(name.parts):
+            if not _NO_LOGS & set(name.parts):
                 file.writestr(clean(str(name)), clean(path.read_text(errors="replace")))
     draft.replace(folder / LOGS)
     shutil.rmtree(runs)
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"

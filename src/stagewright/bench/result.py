@@ -1,4 +1,8 @@
-"""What a bench found, as it stands in bench.json: every value of every repeat, and what they were measured on. Takes names of machines and people, paths and addresses out of texts."""
+"""What a bench found, as bench.json holds it: every value of every repeat, and the machine it was measured on.
+
+The fields of these classes are the keys of the file. `make_cleaner` and `anonymous` remove what identifies a machine, a
+person or a network, for `--anonymise`.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +23,28 @@ from stagewright.bench.statistics import Interval
 
 FILE = "bench.json"
 Kind = Literal["measured", "predicted", "left out", "failed"]
+_UUID = re.compile(r"\b(?:GPU-|MIG-)?[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b")
+_MAC = re.compile(r"\b[0-9a-fA-F]{2}(?::[0-9a-fA-F]{2}){5}\b")
+_V4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.])")
+_V6 = re.compile(r"(?<![\w:.])(?=[0-9a-fA-F:]*:[0-9a-fA-F:]*:)[0-9a-fA-F:]{3,39}(?:%\w+)?(?![\w:])")
+_PATH = re.compile(r"(?<![\w.)\]>])(?:~?/)(?:[^\s/\"'`:;,<>|()\[\]{}\\]+/)+([^\s/\"'`:;,<>|()\[\]{}\\]*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
     """One run of a configuration, in fresh processes."""
 
-    rate: float  # images a second behind the warm-up
+    rate: float  # images per second after the warm-up
     warmup: int  # batches that do not count
     is_steady: bool  # a plateau was found
-    times: tuple[float, ...]  # seconds of a batch, segment by segment, warm-up included
+    times: tuple[float, ...]  # seconds per batch of every segment, including the warm-up
     loss: float | None
     run: str  # its folder in logs.zip
-    memory: tuple[int, ...] = ()  # bytes of the fullest rank of each stage, where the monitor told
-    gpu_memory: tuple[int, ...] = ()  # the same as the GPU's driver counts it
+    memory: tuple[int, ...] = ()  # bytes of the fullest rank of each stage, where a monitor ran
+    gpu_memory: tuple[int, ...] = ()  # the same, as counted by the GPU's driver
     others: float | None = None  # cores that other processes kept busy
     throttled: tuple[str, ...] = ()
-    foreign: int = 0  # most processes of others on the GPUs
+    foreign: int = 0  # the most processes of other programs on one GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +71,7 @@ class Row:
     repeats: tuple[Repeat, ...] = ()
     rate: Interval | None = None
     speedup: Interval | None = None  # over the group's baseline with the same data
-    outliers: tuple[int, ...] = ()  # repeats that stand out; they count all the same
+    outliers: tuple[int, ...] = ()  # positions of repeats that stand out; they still count
     memory: tuple[float, ...] = ()  # bytes by stage
     step_lines: tuple[str, ...] = ()  # of its first repeat
     epoch_seconds: float | None = None  # of ImageNet
@@ -78,7 +87,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class PublishedRow:
-    """A published run beside what the simulator says of it, by its own software's efficiency."""
+    """A published run and what the simulator predicts for it, with the efficiency of the software that ran it."""
 
     system: str
     model: str
@@ -87,10 +96,10 @@ class PublishedRow:
     data: str
     precision: str
     batch: str
-    predicted: float  # images a second
+    predicted: float  # images per second
     published: float | None
-    told: float | None  # error when its figures are fitted to the other runs alone
-    is_alone: bool
+    told: float | None  # error of the prediction fitted to the other runs only
+    is_alone: bool  # no other run shares its device, precision and software
     memory: tuple[float, ...]  # MiB
     published_memory: tuple[float, ...]
     epochs: tuple[float, ...]  # published seconds
@@ -126,13 +135,13 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def from_json(tables: Any, where: str) -> Outcome:
-    """An outcome as it was written, or one line on what is wrong with the file."""
+    """Read an outcome; `where` names the file in errors."""
     try:
         return TypeAdapter(Outcome).validate_python(tables)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{where} is no file of a bench: {key}: {first['msg'].lower()}") from error
+        raise ValueError(f"{where} is not a bench outcome: {key}: {first['msg'].lower()}") from error
 
 
 def write_outcome(outcome: Outcome, folder: Path) -> None:
@@ -151,15 +160,8 @@ def read_outcome(folder: Path) -> Outcome:
         raise ValueError(f"{path} is not JSON: {error}") from error
 
 
-_UUID = re.compile(r"\b(?:GPU-|MIG-)?[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b")
-_MAC = re.compile(r"\b[0-9a-fA-F]{2}(?::[0-9a-fA-F]{2}){5}\b")
-_V4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.])")
-_V6 = re.compile(r"(?<![\w:.])(?=[0-9a-fA-F:]*:[0-9a-fA-F:]*:)[0-9a-fA-F:]{3,39}(?:%\w+)?(?![\w:])")
-_PATH = re.compile(r"(?<![\w.)\]>])(?:~?/)(?:[^\s/\"'`:;,<>|()\[\]{}\\]+/)+([^\s/\"'`:;,<>|()\[\]{}\\]*)")
-
-
 def make_cleaner() -> Callable[[str], str]:
-    """A function that takes everything that tells of this machine, its user and its network out of a text."""
+    """A function that removes names of this machine and its user, paths, addresses and UUIDs from a text."""
     names = _own_names()
     known = re.compile("|".join(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])" for name in names), re.IGNORECASE)
 
@@ -191,12 +193,17 @@ def _user() -> str:
 
 
 def _address(match: re.Match[str]) -> str:
-    """An address is left where it is the same everywhere: loopback, or everything."""
+    """Keep addresses that are the same on every machine: loopback, and the one that means all."""
     try:
         address = ipaddress.ip_address(match[0].partition("%")[0])
     except ValueError:
         return match[0]
     return match[0] if address.is_loopback or address.is_unspecified else "<address>"
+
+
+def anonymous(outcome: Outcome, clean: Callable[[str], str]) -> Outcome:
+    """The same outcome with every text cleaned."""
+    return from_json(cleaned(as_json(outcome), clean) | {"is_anonymised": True}, "the outcome")
 
 
 def cleaned(value: Any, clean: Callable[[str], str]) -> Any:

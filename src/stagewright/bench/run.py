@@ -1,4 +1,8 @@
-"""Runs configurations in turns, each time in fresh processes: A B C A B C ... A suite of configurations from its file to an outcome: measured here in turns, or predicted where it does not fit."""
+"""Run a suite: measure what fits this machine in turns, predict the rest where asked to, and leave a folder.
+
+Every repeat of a configuration is a run of `stagewright train` in fresh processes. Configurations take turns (A B C
+A B C ...), so that background load meets all of them.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +15,99 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from stagewright.bench.forecast import Room, devices_of, forecast, here, published_rows
-from stagewright.bench.machine import shared_gpu, watched
-from stagewright.bench.result import Outcome, PublishedRow, Repeat, Row
+from stagewright.bench.machine import observed, shared_gpu
+from stagewright.bench.pages import write_reports, zip_logs
+from stagewright.bench.predict import Capacity, local_capacity, predict_config, published_rows
+from stagewright.bench.result import Outcome, PublishedRow, Repeat, Row, anonymous, make_cleaner
 from stagewright.bench.statistics import Interval, median_interval, outliers, paired_ratio, steady_speed
-from stagewright.bench.suite import Case, SuiteFile, Terms, cases_of, read_suite, shipped_names
+from stagewright.bench.suite import (
+    Configuration,
+    Suite,
+    SuiteOptions,
+    configurations_of,
+    devices_of,
+    read_suite,
+    shipped_names,
+)
 from stagewright.cluster.catalog import open_cluster
 from stagewright.cluster.placement import parse_placement
-from stagewright.cluster.specs import MIB, Catalogue
+from stagewright.cluster.specs import Catalogue
 from stagewright.cluster.topology import Cluster
 from stagewright.config.sections import Config
 from stagewright.config.toml import as_tables
-from stagewright.errors import RunFailed
+from stagewright.errors import Interrupted, RunFailed
 from stagewright.hardware.environment import environment
+from stagewright.metrics import MIB
 from stagewright.plan.plan import Plan
 from stagewright.planning.predict import IMAGENET
+from stagewright.run.folder import new_folder
 from stagewright.run.train import Result, run
 
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 _OUTPUT = "output.txt"
 
 
+def run_to_folder(
+    name: str, options: SuiteOptions, runs: str, *, anonymise: bool, progress: Progress
+) -> tuple[Outcome, Path]:
+    """Run a suite and write its reports after every run, so that an interrupted bench keeps what it has.
+
+    Returns the outcome and its folder. The logs of the runs are zipped however the bench ends.
+    """
+    clean: Callable[[str], str] = make_cleaner() if anonymise else str
+    folder = new_folder(runs, f"bench-{Path(name).stem}")
+    latest: list[Outcome] = []
+
+    def keep(outcome: Outcome) -> None:
+        latest[:] = [anonymous(outcome, clean) if anonymise else outcome]
+        write_reports(latest[0], folder)
+
+    try:
+        keep(run_suite(name, options, folder / "runs", progress, keep))
+    except KeyboardInterrupt as error:
+        done = sum(len(row.repeats) for row in latest[0].rows) if latest else 0
+        kept = f"what was measured is in {folder}"
+        raise Interrupted(f"after {done} run{'' if done == 1 else 's'}", kept) from error
+    finally:
+        zip_logs(folder / "runs", folder, clean)
+        if not latest and not any(folder.iterdir()):
+            folder.rmdir()
+    return latest[0], folder
+
+
+def run_suite(
+    name: str, options: SuiteOptions, folder: Path, progress: Progress, keep: Callable[[Outcome], None]
+) -> Outcome:
+    """Measure what fits, predict the rest where asked to; `keep` receives the outcome so far after every run."""
+    suite, capacity = read_suite(name), local_capacity()
+    configurations = {str(entry): entry for entry in configurations_of(suite, options)}
+    checked = {key: _config_or_reason(entry, capacity, options) for key, entry in configurations.items()}
+    configs = {key: config for key, config in checked.items() if isinstance(config, Config)}
+    not_run = {}
+    for key, reason in checked.items():
+        if isinstance(reason, str):
+            if options.simulate:
+                progress(f"predicting {key}")
+            not_run[key] = (_predicted if options.simulate else _left_out)(
+                configurations[key], capacity, reason, options
+            )
+    if not configs and not options.simulate:
+        raise ValueError(_does_not_fit(name, list(not_run.values()), capacity))
+    blank = _blank(name, suite, options, published_rows(not_run.values(), progress))
+
+    def outcome(measured: Mapping[str, Measurements], is_whole: bool) -> Outcome:
+        rows = [not_run.get(key) or measured_row(entry, measured[key]) for key, entry in configurations.items()]
+        return replace(blank, rows=tuple(with_speedups(rows)), is_whole=is_whole)
+
+    is_shared = any(config.run.share_gpu for config in configs.values())
+    with shared_gpu(progress) if is_shared else nullcontext():
+        length = Length(options.repeats, options.limit)
+        measured = run_repeats(configs, length, folder, progress, lambda found: keep(outcome(found, False)))
+    return outcome(measured, True)
+
+
 @dataclass
-class Turns:
+class Measurements:
     """What one configuration has done so far."""
 
     config: Config
@@ -45,55 +119,59 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How often every configuration is run: so many rounds, fewer where they take longer than there is time."""
+    """How often every configuration runs: `repeats` times, or fewer where those would exceed the time limit."""
 
     repeats: int
     limit: float | None = None  # seconds
 
     def allows(self, done: int, spent: float) -> bool:
-        """Whether one more round of the same length begins."""
+        """Whether one more repeat of the same length may begin; the first always may."""
         return done < self.repeats and (not done or self.limit is None or spent * (done + 1) / done <= self.limit)
 
 
-def run_rounds(
+def run_repeats(
     configs: Mapping[str, Config],
     length: Length,
     folder: Path,
-    tell: Tell,
-    after: Callable[[Mapping[str, Turns]], None],
-) -> dict[str, Turns]:
-    """Every configuration once a round; one that fails is left out of later rounds. `after` hears of every run."""
-    turns = {name: Turns(config) for name, config in configs.items()}
+    progress: Progress,
+    after: Callable[[Mapping[str, Measurements]], None],
+) -> dict[str, Measurements]:
+    """Run every configuration once per repeat; one that fails is left out of later repeats.
+
+    `after` is called after every run with all measurements so far.
+    """
+    found = {name: Measurements(config) for name, config in configs.items()}
     began, done = time.monotonic(), 0
     while length.allows(done, time.monotonic() - began):
         done += 1
-        for name, turn in turns.items():
-            if not turn.failure:
-                tell(f"round {done} of {length.repeats}: {name}")
-                _take(turn, done, folder)
-                after(turns)
-    return turns
+        for name, measurements in found.items():
+            if not measurements.failure:
+                progress(f"repeat {done} of {length.repeats}: {name}")
+                run_once(measurements, done, folder)
+                after(found)
+    return found
 
 
-def _take(turn: Turns, number: int, folder: Path) -> None:
-    config = replace(turn.config, run=replace(turn.config.run, runs=str(folder)))
+def run_once(measurements: Measurements, number: int, folder: Path) -> None:
+    """Train one configuration and add what was measured, or its failure."""
+    config = replace(measurements.config, run=replace(measurements.config.run, runs=str(folder)))
     output = folder / f"{_OUTPUT}.draft"
     folder.mkdir(parents=True, exist_ok=True)
     with output.open("w") as file:
         try:
             result = run(config, Console(file=file, width=120))
         except (ValueError, RunFailed) as error:
-            turn.failure = f"round {number}: {error}"
+            measurements.failure = f"repeat {number}: {error}"
             return
         finally:
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # by probing the model; the next ranks need the memory
                 torch.cuda.empty_cache()
     output.replace(result.folder / _OUTPUT)
-    turn.plan = result.plan
-    turn.repeats.append(_repeat(result))
+    measurements.plan = result.plan
+    measurements.repeats.append(_repeat(result))
     if number == 1:
         lines = (result.folder / _OUTPUT).read_text().splitlines()
-        turn.step_lines = tuple(line for line in lines if line.startswith("epoch "))
+        measurements.step_lines = tuple(line for line in lines if line.startswith("epoch "))
 
 
 def _repeat(result: Result) -> Repeat:
@@ -105,93 +183,63 @@ def _repeat(result: Result) -> Repeat:
         times=speed.times,
         loss=result.steps[-1].loss,
         run=result.folder.name,
-        **asdict(watched(result.folder, result.plan)),
+        **asdict(observed(result.folder, result.plan)),
     )
 
 
-Keep = Callable[[Outcome], None]
-
-
-def run_trials(name: str, terms: Terms, folder: Path, tell: Tell, keep: Keep) -> Outcome:
-    """Measure what fits, predict the rest where asked to; `keep` hears of every outcome on the way."""
-    suite, room = read_suite(name), here()
-    cases = {str(case): case for case in cases_of(suite, terms)}
-    planned = {key: _planned(case, room, terms) for key, case in cases.items()}
-    configs = {key: config for key, config in planned.items() if isinstance(config, Config)}
-    settled = {}
-    for key, reason in planned.items():
-        if isinstance(reason, str):
-            if terms.simulate:
-                tell(f"predicting {key}")
-            settled[key] = (_predicted if terms.simulate else _left_out)(cases[key], room, reason, terms)
-    if not configs and not terms.simulate:
-        raise ValueError(_does_not_fit(name, list(settled.values()), room))
-    blank = _blank(name, suite, terms, published_rows(settled.values(), tell))
-
-    def outcome(turns: Mapping[str, Turns], is_whole: bool) -> Outcome:
-        rows = [settled.get(key) or _measured(case, turns[key]) for key, case in cases.items()]
-        return replace(blank, rows=tuple(_with_speedups(rows)), is_whole=is_whole)
-
-    is_shared = any(config.run.share_gpu for config in configs.values())
-    with shared_gpu(tell) if is_shared else nullcontext():
-        length = Length(terms.repeats, terms.limit)
-        turns = run_rounds(configs, length, folder, tell, lambda turns: keep(outcome(turns, False)))
-    return outcome(turns, True)
-
-
-def _blank(name: str, suite: SuiteFile, terms: Terms, published: tuple[PublishedRow, ...]) -> Outcome:
+def _blank(name: str, suite: Suite, options: SuiteOptions, published: tuple[PublishedRow, ...]) -> Outcome:
     """An outcome without rows: what is known before anything ran."""
-    there = environment()
+    here = environment()
     return Outcome(
         suite=Path(name).stem,
         title=suite.title,
-        command=terms.command,
+        command=options.command,
         date=time.strftime("%Y-%m-%d %H:%M"),
-        repeats=terms.repeats,
-        steps=terms.steps,
-        machine=dict(there.rows()),
-        cores=there.host.cores,
+        repeats=options.repeats,
+        steps=options.steps,
+        machine=dict(here.rows()),
+        cores=here.host.cores,
         rows=(),
         published=published,
-        topology="\n".join(there.topology.table()) if there.topology else "",
+        topology="\n".join(here.topology.table()) if here.topology else "",
     )
 
 
-def _planned(case: Case, room: Room, terms: Terms) -> Config | str:
-    """The configuration to run here, or why it can't."""
-    if terms.cluster is not None:
+def _config_or_reason(configuration: Configuration, capacity: Capacity, options: SuiteOptions) -> Config | str:
+    """The options to run here, or why the configuration cannot run."""
+    if options.cluster is not None:
         return ""
-    if case.is_real and terms.real is None:
+    if configuration.is_real and options.real is None:
         return "needs --data"
-    config = case.config(room.cluster)
-    return room.lacks(config) or config
+    config = configuration.resolve(capacity.cluster)
+    return capacity.shortage(config) or config
 
 
-def _does_not_fit(name: str, rows: Sequence[Row], room: Room) -> str:
+def _does_not_fit(name: str, rows: Sequence[Row], capacity: Capacity) -> str:
     """What is missing, and the nearest suite that runs here."""
-    nearest = nearest_suite(room)
-    there = f"; stagewright bench {nearest} runs here" if nearest and nearest != name else ""
-    return f"suite {name} does not fit: {rows[0].label} {rows[0].reason}{there}; --simulate predicts it"
+    nearest = nearest_suite(capacity)
+    other = f"; stagewright bench {nearest} runs here" if nearest and nearest != name else ""
+    return f"suite {name} does not fit: {rows[0].label} {rows[0].reason}{other}; --simulate predicts it"
 
 
-def nearest_suite(room: Room) -> str | None:
-    """The shipped suite of which most configurations fit whole; the one with the most ranks of several."""
+def nearest_suite(capacity: Capacity) -> str | None:
+    """The shipped suite with the most ranks whose configurations all fit."""
     found: list[tuple[int, str]] = []
     for name in shipped_names():
         suite = read_suite(name)
-        cases = cases_of(suite, Terms(suite.repeats, suite.steps))
-        configs = [case.config(room.cluster) for case in cases]
-        if all(room.lacks(config) is None for config in configs):
+        entries = configurations_of(suite, SuiteOptions(suite.repeats, suite.steps))
+        configs = [entry.resolve(capacity.cluster) for entry in entries]
+        if all(capacity.shortage(config) is None for config in configs):
             found.append((max(len(devices_of(config.plan.placement)) for config in configs), name))
     return max(found)[1] if found else None
 
 
-def _row(case: Case, config: Config, **found: object) -> Row:
+def _row(configuration: Configuration, config: Config, **found: object) -> Row:
     return Row(
-        group=case.group.name,
-        name=case.trial.name,
-        data=case.data,
-        is_baseline=case.is_baseline,
+        group=configuration.group.name,
+        name=configuration.trial.name,
+        data=configuration.data,
+        is_baseline=configuration.is_baseline,
         model=config.model.name,
         mode=config.plan.mode,
         precision=config.run.precision,
@@ -211,25 +259,24 @@ def _of_plan(plan: Plan) -> dict[str, object]:
     }
 
 
-def _left_out(case: Case, room: Room, reason: str, terms: Terms) -> Row:
-    return _row(case, case.config(room.cluster), kind="left out", reason=reason)
+def _left_out(configuration: Configuration, capacity: Capacity, reason: str, options: SuiteOptions) -> Row:
+    return _row(configuration, configuration.resolve(capacity.cluster), kind="left out", reason=reason)
 
 
-def _predicted(case: Case, room: Room, reason: str, terms: Terms) -> Row:
-    """On the cluster asked for, or on the suite's own where that has too few devices or none was asked for."""
-    catalogue, cluster = _where(case, terms)
-    config = case.config(cluster)
-    prediction = forecast(config, catalogue, cluster, loads=case.is_real)
+def _predicted(configuration: Configuration, capacity: Capacity, reason: str, options: SuiteOptions) -> Row:
+    catalogue, cluster = _cluster_to_simulate(configuration, options)
+    config = configuration.resolve(cluster)
+    prediction = predict_config(config, catalogue, cluster, loads=configuration.is_real)
     plan = prediction.plan
     memory = tuple(max(prediction.memory[rank].total for rank in stage.ranks) for stage in plan.stages)
     reasons = [reason] if reason else []
-    if terms.cluster is not None and cluster.name != open_cluster(terms.cluster)[1].name:
-        reasons.append(f"has more devices than {terms.cluster}")
+    if options.cluster is not None and cluster.name != open_cluster(options.cluster)[1].name:
+        reasons.append(f"has more devices than {options.cluster}")
     if not prediction.fits:
         reasons.append(f"needs {max(memory) / MIB:,.0f} MiB, a device has {min(prediction.limits) / MIB:,.0f}")
     rate = prediction.images_per_second
     return _row(
-        case,
+        configuration,
         config,
         kind="predicted",
         reason="; ".join(reasons),
@@ -241,52 +288,54 @@ def _predicted(case: Case, room: Room, reason: str, terms: Terms) -> Row:
     )
 
 
-def _where(case: Case, terms: Terms) -> tuple[Catalogue, Cluster]:
-    own = case.group.cluster
-    if terms.cluster is None and own is None:
-        raise ValueError(f"group '{case.group.name}' names no cluster to simulate it on; give --cluster NAME")
-    catalogue, cluster = open_cluster(terms.cluster or str(own))
-    devices = case.trial.devices
-    if own is None or own == terms.cluster:
+def _cluster_to_simulate(configuration: Configuration, options: SuiteOptions) -> tuple[Catalogue, Cluster]:
+    """The cluster that the user gives; the group's own where none is given, or where that one has too few devices."""
+    own = configuration.group.cluster
+    if options.cluster is None and own is None:
+        raise ValueError(f"group '{configuration.group.name}' names no cluster to simulate; give --cluster NAME")
+    catalogue, cluster = open_cluster(options.cluster or str(own))
+    devices = configuration.trial.devices
+    if own is None or own == options.cluster:
         return catalogue, cluster
     try:
         if isinstance(devices, int):
             cluster.first(devices)
         else:
-            parse_placement(case.config(cluster).plan.placement, cluster)
+            parse_placement(configuration.resolve(cluster).plan.placement, cluster)
     except ValueError:
         return open_cluster(own)
     return catalogue, cluster
 
 
-def _measured(case: Case, turns: Turns) -> Row:
-    config = turns.config
-    plan = _of_plan(turns.plan) if turns.plan is not None else {}
-    if turns.failure and not turns.repeats:
-        return _row(case, config, kind="failed", reason=turns.failure)
-    if not turns.repeats:
-        return _row(case, config, kind="left out", reason="its turn did not come")
-    rates = [repeat.rate for repeat in turns.repeats]
+def measured_row(configuration: Configuration, found: Measurements) -> Row:
+    """The row of a configuration that ran here, as far as it came."""
+    config = found.config
+    plan = _of_plan(found.plan) if found.plan is not None else {}
+    if found.failure and not found.repeats:
+        return _row(configuration, config, kind="failed", reason=found.failure)
+    if not found.repeats:
+        return _row(configuration, config, kind="left out", reason="the bench ended before its turn")
+    rates = [repeat.rate for repeat in found.repeats]
     interval = median_interval(rates)
-    held = [repeat.gpu_memory or repeat.memory for repeat in turns.repeats]
+    held = [repeat.gpu_memory or repeat.memory for repeat in found.repeats]
     memory = tuple(max(stage) for stage in zip(*held, strict=True)) if all(held) else ()
     return _row(
-        case,
+        configuration,
         config,
-        kind="failed" if turns.failure else "measured",
-        reason=turns.failure,
-        repeats=tuple(turns.repeats),
+        kind="failed" if found.failure else "measured",
+        reason=found.failure,
+        repeats=tuple(found.repeats),
         rate=interval,
         outliers=outliers(rates),
         memory=memory,
-        step_lines=turns.step_lines,
+        step_lines=found.step_lines,
         epoch_seconds=IMAGENET / interval.value,
         **plan,
     )
 
 
-def _with_speedups(rows: Sequence[Row]) -> list[Row]:
-    """Every row beside its group's baseline with the same data, as far as both are measured, or both predicted."""
+def with_speedups(rows: Sequence[Row]) -> list[Row]:
+    """Add each row's speedup over its group's baseline on the same data, where both are measured or both predicted."""
     baselines = {(row.group, row.data): row for row in rows if row.is_baseline}
     return [replace(row, speedup=_speedup(row, baselines.get((row.group, row.data)))) for row in rows]
 

@@ -1,8 +1,11 @@
-"""A suite of configurations as a TOML file: what `stagewright bench` trains, in groups that are compared. One configuration of a suite as it is to be run here, or to be simulated elsewhere."""
+"""Suites: what `stagewright bench` trains, read from a TOML file and expanded into single configurations.
+
+A `Suite` holds groups of trials that are compared with each other, as the file writes them. `configurations_of` expands
+it: one `Configuration` per trial and kind of data, with the options of suite, group, trial and user merged.
+"""
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,119 +15,70 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from stagewright.bench.forecast import devices_of
-from stagewright.cluster.placement import format_placement
-from stagewright.cluster.topology import Cluster
+from stagewright.cluster.placement import format_placement, parse_placement
+from stagewright.cluster.topology import Cluster, Device, Machine
 from stagewright.config.sections import Config, Section
 from stagewright.config.toml import make_config, read_toml
+from stagewright.errors import did_you_mean
 
 Tables = dict[str, dict[str, Any]]
 REPEATS = 7
+_MOST_MACHINES = 1024
+ANYWHERE = Cluster((Machine(),) * _MOST_MACHINES, "anywhere")  # to parse placements without checking their machines
 
 
 @dataclass(frozen=True)
 class Trial(Section):
-    """One configuration: options as in a file of `train --config`, over those of its group and its suite."""
+    """One entry of a group: options as in a file of `train --config`, on top of those of its group and its suite."""
 
     name: str
     options: Tables = field(default_factory=dict)
-    devices: int | Literal["all"] | None = None  # instead of a placement: one stage on the first so many
-    batch_a_device: int | None = None  # instead of a batch
+    devices: int | Literal["all"] | None = None  # in place of a placement: one stage on the first so many devices
+    batch_a_device: int | None = None  # in place of a batch
 
 
 @dataclass(frozen=True)
 class Group(Section):
-    """Configurations that are compared with one of them."""
+    """Trials that are compared with one of them, the baseline."""
 
     name: str
     trial: tuple[Trial, ...]
-    baseline: str | None = None  # the first, unless told
-    cluster: str | None = None  # where it was published, and where it is simulated unless told
+    baseline: str | None = None  # default: the first
+    cluster: str | None = None  # where it was published, and the default for simulating it
     data: tuple[Literal["synthetic", "real"], ...] = ("synthetic",)
     options: Tables = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class SuiteFile(Section):
-    """A whole suite."""
+class Suite(Section):
+    """A whole file."""
 
     title: str
     group: tuple[Group, ...]
     repeats: int = REPEATS
     steps: int = 30
-    limit: float | None = None  # seconds after which no further round begins, unless repeats are asked for
+    limit: float | None = None  # seconds after which no further repeat begins, unless the user gives --repeats
     options: Tables = field(default_factory=dict)
 
 
-def shipped_names() -> tuple[str, ...]:
-    folder = resources.files("stagewright.bench").joinpath("suites")
-    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
+@dataclass(frozen=True, slots=True)
+class SuiteOptions:
+    """What the user asks of a suite."""
 
-
-def read_suite(name: str) -> SuiteFile:
-    """A shipped suite by name, or a user's own by its path."""
-    if name in shipped_names():
-        folder = resources.files("stagewright.bench").joinpath("suites")
-        return _checked(tomllib.loads(folder.joinpath(f"{name}.toml").read_text()), name)
-    if not (name.endswith(".toml") or Path(name).is_file()):
-        near = difflib.get_close_matches(name, shipped_names(), 1, 0.5)
-        hint = (
-            f"did you mean {near[0]}?" if near else f"shipped: {', '.join(shipped_names())}, or the path of a TOML file"
-        )
-        raise ValueError(f"unknown suite '{name}'; {hint}")
-    return _checked(read_toml(name), name)
-
-
-def _checked(tables: Mapping[str, Any], name: str) -> SuiteFile:
-    try:
-        suite = TypeAdapter(SuiteFile).validate_python(tables)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        unknown = first["type"] == "unexpected_keyword_argument"
-        wrong = "unknown key" if unknown else f"{first['msg'].lower()}{_given(first['input'])}"
-        raise ValueError(f"suite {name}: {key}: {wrong}") from error
-    if not suite.group:
-        raise ValueError(f"suite {name} has 0 groups; describe one as [[group]]")
-    for number, least in (("repeats", suite.repeats), ("steps", suite.steps)):
-        if least < 1:
-            raise ValueError(f"suite {name}: {number} is {least}; give at least 1")
-    names = [group.name for group in suite.group]
-    if len(set(names)) < len(names):
-        raise ValueError(f"suite {name} has {len(names)} groups of {len(set(names))} names; give each its own")
-    for group in suite.group:
-        try:
-            _check_group(suite, group)
-        except ValueError as error:
-            raise ValueError(f"suite {name}: {error}") from error
-    return suite
-
-
-def _given(value: Any) -> str:
-    return f", not {value!r}" if isinstance(value, str | int | float) else ""
-
-
-def _check_group(suite: SuiteFile, group: Group) -> None:
-    """Refuse what would only show when its turn comes."""
-    names = [trial.name for trial in group.trial]
-    if len(set(names)) < len(names) or not names:
-        raise ValueError(f"group '{group.name}' has {len(names)} trials of {len(set(names))} names; give each its own")
-    if group.baseline is not None and group.baseline not in names:
-        raise ValueError(
-            f"group '{group.name}' has no trial '{group.baseline}' to compare with; it has {', '.join(names)}"
-        )
-    for trial in group.trial:
-        config = make_config(suite.options, group.options, trial.options)
-        for key, value in (("devices", trial.devices), ("batch_a_device", trial.batch_a_device)):
-            if isinstance(value, int) and value < 1:
-                raise ValueError(f"trial '{trial.name}': {key} is {value}; give at least 1")
-        if trial.devices is not None and config.plan.placement != make_config().plan.placement:
-            raise ValueError(f"trial '{trial.name}' has devices {trial.devices} and placement {config.plan.placement}")
+    repeats: int
+    steps: int
+    real: str | None = None  # the data source of configurations with real data
+    only: str | None = None
+    overrides: Sequence[Tables] = ()
+    simulate: bool = False  # predict what does not fit this machine
+    cluster: str | None = None  # predict everything for this cluster and measure nothing here
+    command: str = ""
+    limit: float | None = None  # seconds after which no further repeat begins
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """A trial with its data, every option settled but what depends on the devices there are."""
+class Configuration:
+    """A trial with one kind of data; every option is known except those that depend on the devices of a cluster."""
 
     group: Group
     trial: Trial
@@ -142,8 +96,8 @@ class Case:
     def __str__(self) -> str:
         return f"{self.group.name}, {self.trial.name}, {self.data}"
 
-    def config(self, cluster: Cluster) -> Config:
-        """The configuration on a cluster; where it asks for more devices than there are, their numbers go on."""
+    def resolve(self, cluster: Cluster) -> Config:
+        """The options on a cluster; a trial that asks for more devices than there are gets indices beyond the last."""
         plan: dict[str, Any] = {}
         if self.trial.devices is not None:
             there = cluster.devices
@@ -156,41 +110,48 @@ class Case:
         return replace(config, plan=replace(config.plan, batch=batch))
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What a user asks of a suite."""
-
-    repeats: int
-    steps: int
-    real: str | None = None  # the data of real cases
-    only: str | None = None
-    overrides: Sequence[Tables] = ()
-    simulate: bool = False  # what does not fit this machine
-    cluster: str | None = None  # where everything is simulated, instead of measuring anything here
-    command: str = ""  # that asked for it
-    limit: float | None = None  # seconds after which no further round begins
+def devices_of(placement: str) -> tuple[Device, ...]:
+    """Every device that a placement names, once."""
+    return tuple(dict.fromkeys(device for stage in parse_placement(placement, ANYWHERE) for device in stage))
 
 
-def cases_of(suite: SuiteFile, terms: Terms) -> list[Case]:
-    """Every case of a suite that the terms leave; real data where it is given, or where nothing is loaded anyway."""
+def shipped_names() -> tuple[str, ...]:
+    folder = resources.files("stagewright.bench").joinpath("suites")
+    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
+
+
+def read_suite(name: str) -> Suite:
+    """A shipped suite by name, or any suite by its path."""
+    if name in shipped_names():
+        folder = resources.files("stagewright.bench").joinpath("suites")
+        return _checked(tomllib.loads(folder.joinpath(f"{name}.toml").read_text()), name)
+    if not (name.endswith(".toml") or Path(name).is_file()):
+        raise ValueError(f"unknown suite '{name}', and no .toml file; {did_you_mean(name, shipped_names())}")
+    return _checked(read_toml(name), name)
+
+
+def configurations_of(suite: Suite, options: SuiteOptions) -> list[Configuration]:
+    """The configurations of a suite that `--only` selects.
+
+    Those with real data are included where the user gives a source, or with --simulate, which loads nothing.
+    """
     found = []
     for group in suite.group:
         for data in group.data:
             is_real = data == "real"
-            if is_real and terms.real is None and not terms.simulate:
+            if is_real and options.real is None and not options.simulate:
                 continue
             for trial in group.trial:
-                own: Tables = {"run": {"steps": terms.steps}}
-                if is_real and terms.real is not None:
-                    own["data"] = {"source": terms.real}
-                tables = _merged(suite.options, group.options, trial.options, own, *terms.overrides)
-                found.append(Case(group, trial, is_real, tables))
-    kept = [case for case in found if terms.only is None or terms.only.lower() in str(case).lower()]
-    if not kept:
-        raise ValueError(
-            f"--only '{terms.only}' leaves none of {len(found)} configurations: {'; '.join(map(str, found))}"
-        )
-    return kept
+                own: Tables = {"run": {"steps": options.steps}}
+                if is_real and options.real is not None:
+                    own["data"] = {"source": options.real}
+                tables = _merged(suite.options, group.options, trial.options, own, *options.overrides)
+                found.append(Configuration(group, trial, is_real, tables))
+    selected = [entry for entry in found if options.only is None or options.only.lower() in str(entry).lower()]
+    if not selected:
+        known = "; ".join(map(str, found))
+        raise ValueError(f"--only '{options.only}' matches none of {len(found)} configurations: {known}")
+    return selected
 
 
 def _merged(*layers: Tables) -> Tables:
@@ -199,3 +160,50 @@ def _merged(*layers: Tables) -> Tables:
         for section, values in layer.items():
             merged.setdefault(section, {}).update(values)
     return merged
+
+
+def _checked(tables: Mapping[str, Any], name: str) -> Suite:
+    try:
+        suite = TypeAdapter(Suite).validate_python(tables)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        unknown = first["type"] == "unexpected_keyword_argument"
+        wrong = "unknown key" if unknown else f"{first['msg'].lower()}{_given(first['input'])}"
+        raise ValueError(f"suite {name}: {key}: {wrong}") from error
+    if not suite.group:
+        raise ValueError(f"suite {name} has 0 groups; describe one as [[group]]")
+    for key, value in (("repeats", suite.repeats), ("steps", suite.steps)):
+        if value < 1:
+            raise ValueError(f"suite {name}: {key} is {value}; give at least 1")
+    names = [group.name for group in suite.group]
+    if len(set(names)) < len(names):
+        raise ValueError(f"suite {name} has {len(names)} groups but {len(set(names))} names; give each its own")
+    for group in suite.group:
+        try:
+            _check_group(suite, group)
+        except ValueError as error:
+            raise ValueError(f"suite {name}: {error}") from error
+    return suite
+
+
+def _given(value: Any) -> str:
+    return f", not {value!r}" if isinstance(value, str | int | float) else ""
+
+
+def _check_group(suite: Suite, group: Group) -> None:
+    """Report errors now that would otherwise only show when a trial's turn comes."""
+    names = [trial.name for trial in group.trial]
+    if len(set(names)) < len(names) or not names:
+        counts = f"{len(names)} trials but {len(set(names))} names" if names else "0 trials"
+        raise ValueError(f"group '{group.name}' has {counts}; give at least 1 trial, each with its own name")
+    if group.baseline is not None and group.baseline not in names:
+        raise ValueError(f"group '{group.name}' has baseline '{group.baseline}' but only trials {', '.join(names)}")
+    for trial in group.trial:
+        config = make_config(suite.options, group.options, trial.options)
+        for key, value in (("devices", trial.devices), ("batch_a_device", trial.batch_a_device)):
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"trial '{trial.name}': {key} is {value}; give at least 1")
+        if trial.devices is not None and config.plan.placement != make_config().plan.placement:
+            both = f"devices {trial.devices} and placement {config.plan.placement}"
+            raise ValueError(f"trial '{trial.name}' has both {both}; leave one out")

@@ -40,6 +40,6 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     for reason in comparison.reasons:
         say(f"not comparable: {reason}")
     for pair in comparison.pairs if comparison.is_comparable else ():
-        say(pair.verdict if len(comparison.pairs) == 1 else f"{pair.what}: {pair.verdict}")
+        say(pair.summary if len(comparison.pairs) == 1 else f"{pair.what}: {pair.summary}")
     for note in comparison.notes:
         say(f"note: {note}")

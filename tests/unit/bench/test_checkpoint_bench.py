@@ -8,15 +8,15 @@ import pytest
 from rich.console import Console
 
 from stagewright.bench.micro import checkpoint
-from stagewright.cli.bench import Request, run_suite
+from stagewright.cli.bench import Request, run_bench
 
 
 def test_both_sides_are_timed_and_the_size_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(checkpoint, "_REPEATS", 2)
-    monkeypatch.setattr(checkpoint, "_MODEL", "resnet8")
-    run_suite(Request("checkpoint", as_json=True))
+    monkeypatch.setattr(checkpoint, "REPEATS", 2)
+    monkeypatch.setattr(checkpoint, "MODEL", "resnet8")
+    run_bench(Request("checkpoint", as_json=True))
     found = json.loads(capsys.readouterr().out)
     assert all(len(found[side]) == 2 and min(found[side]) > 0 for side in ("stops", "copies", "quiet", "writing"))
     assert found["ratio"]["low"] <= found["ratio"]["value"] <= found["ratio"]["high"]

@@ -59,7 +59,7 @@ def test_runs_of_the_same_speed_do_not_differ(make_run: Make, capsys: pytest.Cap
     assert pair["verdict"].startswith("no significant difference")
     assert pair["first"]["value"] == pytest.approx(500, rel=0.02)
     assert pair["first"]["low"] > 490, "the slow batches of the start are no part of it"
-    assert "losses of all 60 common batches are the same to the last bit" in found["notes"]
+    assert "losses of all 60 common batches are bit-for-bit equal" in found["notes"]
     assert "top-1 after batch 60: A 50.00%, B 50.00%" in found["notes"]
 
 
@@ -69,16 +69,16 @@ def test_a_run_that_is_faster_is_told_by_how_much(make_run: Make, capsys: pytest
     assert pair["is_significant"] and pair["verdict"].startswith("B is faster: 1.2")
     assert pair["ratio"]["low"] < 1.2 < pair["ratio"]["high"] < 1.25
     assert "loss over batches 51 to 60: A 1.4550, B 1.5550" in found["notes"]
-    assert any(note.startswith("other plan: dp 0:0-1") for note in found["notes"])
+    assert any(note.startswith("different plan: dp 0:0-1") for note in found["notes"])
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"model": "resnet8"}, "other model: vgg-small and resnet8"),
-        ({"batch": 32}, "other batch: 64 and 32"),
-        ({"precision": "bf16"}, "other precision: fp32 and bf16"),
-        ({"cpu": "Xeon"}, "other machine: EPYC, 2 cores and Xeon, 2 cores"),
+        ({"model": "resnet8"}, "different model: vgg-small and resnet8"),
+        ({"batch": 32}, "different batch: 64 and 32"),
+        ({"precision": "bf16"}, "different precision: fp32 and bf16"),
+        ({"cpu": "Xeon"}, "different machine: EPYC, 2 cores and Xeon, 2 cores"),
     ],
     ids=lambda value: str(value),
 )
@@ -126,20 +126,20 @@ def test_benches_are_compared_configuration_by_configuration() -> None:
     second = outcome(row("dp", QUIET[::-1]), row("stale", faster))
     found = compare_benches("a", "b", first, second)
     assert [pair.is_significant for pair in found.pairs] == [False, True] and found.is_comparable
-    assert found.pairs[1].ratio.value == pytest.approx(1.3) and "B is faster: 1.30 x" in found.pairs[1].verdict
+    assert found.pairs[1].ratio.value == pytest.approx(1.3) and "B is faster: 1.30 x" in found.pairs[1].summary
     assert found.notes == ("only in one of them: gone, synthetic",)
 
 
 def test_benches_of_other_machines_or_work_say_so() -> None:
     first, second = outcome(row("dp", QUIET)), outcome(row("dp", QUIET, batch=32), cpu="Xeon")
     reasons = compare_benches("a", "b", first, second).reasons
-    assert reasons == ("VGG, dp, synthetic: other batch: 64 and 32", "other processor: EPYC and Xeon")
+    assert reasons == ("VGG, dp, synthetic: different batch: 64 and 32", "different processor: EPYC and Xeon")
 
 
 def test_a_prediction_is_never_significant() -> None:
     predicted = row("dp", [200.0], kind="predicted", repeats=())
     found = compare_benches("a", "b", outcome(predicted), outcome(replace(predicted, rate=median_interval([100.0]))))
-    assert found.pairs[0].verdict == "predicted: B is 0.50 x A" and not found.pairs[0].is_significant
+    assert found.pairs[0].summary == "predicted: B is 0.50 x A" and not found.pairs[0].is_significant
 
 
 def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -160,7 +160,7 @@ def test_what_can_not_be_read_is_one_line(make_run: Make, tmp_path: Path, capsys
     write_outcome(outcome(row("dp", QUIET)), bench)
     assert "compare two runs or two benches" in fails(capsys, str(run), str(bench))
     (bench / "bench.json").write_text('{"suite": 3}')
-    assert "is no file of a bench" in fails(capsys, str(bench), str(bench))
+    assert "is not a bench outcome" in fails(capsys, str(bench), str(bench))
     (bench / "bench.json").write_text("{")
     assert "is not JSON" in fails(capsys, str(bench), str(bench))
     other = tmp_path / "other"

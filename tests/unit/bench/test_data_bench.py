@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stagewright.bench.micro.data import HEIGHT, SIDE, WIDTH, _ours, make_jpegs, measure, stock_paths
+from stagewright.bench.micro.data import HEIGHT, SIDE, WIDTH, make_jpegs, measure, stagewright_path, stock_paths
 from stagewright.data.augment import Augmentation, Cropping
 
 
@@ -17,7 +17,7 @@ def as_rows(picture: object) -> np.ndarray:
 def test_every_side_makes_the_same_picture() -> None:
     jpegs = make_jpegs()[:3]
     assert all(90_000 < len(data) < 130_000 for data in jpegs)
-    augmentation, ours = Augmentation(SIDE, Cropping.RESIZED), _ours(SIDE)
+    augmentation, ours = Augmentation(SIDE, Cropping.RESIZED), stagewright_path(SIDE)
     paths = stock_paths(SIDE)
     assert {"Pillow", "simplejpeg + torch"} <= set(paths)
     views = [augmentation.training_view(0, 0, index, HEIGHT, WIDTH) for index in range(8)]

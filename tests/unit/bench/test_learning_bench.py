@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from stagewright.bench.learning.findings import Finding, Speed, findings_of, in_points, mean_interval, target_of
-from stagewright.bench.learning.pages import Study, describe_study, headlines, show_study, study_page
-from stagewright.bench.learning.runs import Learnt, earlier_runs
-from stagewright.bench.learning.trials import Inquiry, lessons_of, open_study
+from stagewright.bench.learning.findings import Finding, Speed, Study, findings_of, in_points, mean_interval, target_of
+from stagewright.bench.learning.pages import describe_study, headlines, show_study, study_page
+from stagewright.bench.learning.runs import TrainedRun, earlier_runs
+from stagewright.bench.learning.trials import StudyOptions, open_study, trial_runs_of
 from stagewright.bench.result import make_cleaner
 from stagewright.cli.main import main
 from stagewright.report.html import as_html
@@ -24,12 +24,14 @@ from stagewright.report.page import Curves
 from tests.soak import soak
 
 
-def learnt(trial: str, seed: int, *top1: float, diverged: str = "") -> Learnt:
+def learnt(trial: str, seed: int, *top1: float, diverged: str = "") -> TrainedRun:
     """A run that is scored every ten batches, which are an epoch."""
-    return Learnt("R", trial, seed, tuple((10 * (n + 1), score) for n, score in enumerate(top1)), 10, None, diverged)
+    return TrainedRun(
+        "R", trial, seed, tuple((10 * (n + 1), score) for n, score in enumerate(top1)), 10, None, diverged
+    )
 
 
-def found(*runs: Learnt, baseline: str = "sync", speed: float | None = None) -> list[Finding]:
+def found(*runs: TrainedRun, baseline: str = "sync", speed: float | None = None) -> list[Finding]:
     keys = dict.fromkeys(run.key for run in runs)
     speeds = {} if speed is None else {key: Speed(speed, "measured here", 2) for key in keys}
     return findings_of(runs, {"R": baseline}, dict.fromkeys(keys, 640), speeds)
@@ -66,13 +68,13 @@ def test_verdicts() -> None:
     runs += [learnt("wild", 0, 0.3, diverged="the loss of batch 14 is nan"), learnt("wild", 1, 0.5, 0.91)]
     sync, same, low, one, wild = found(*runs)
     assert sync.is_baseline and sync.difference is None
-    assert same.verdict == "as accurate as the baseline within noise (+0.03 points, -0.35 to +0.41)"
-    assert low.verdict == "lower by 1.00 points (-1.25 to -0.75)"  # although each seed's own accuracy varies as much
+    assert same.summary == "as accurate as the baseline within noise (+0.03 points, -0.35 to +0.41)"
+    assert low.summary == "lower by 1.00 points (-1.25 to -0.75)"  # although each seed's own accuracy varies as much
     assert low.accuracy is not None and low.accuracy.value == pytest.approx(0.90)
     (_, equal) = found(learnt("sync", 0, 0.9), learnt("twin", 0, 0.9))
-    assert equal.verdict == "equal (one seed: no interval)"
-    assert one.verdict == "lower by 0.50 points (one seed: no interval)"
-    assert wild.verdict == "1 of 2 runs diverge: the loss of batch 14 is nan"
+    assert equal.summary == "equal (one seed: no interval)"
+    assert one.summary == "lower by 0.50 points (one seed: no interval)"
+    assert wild.summary == "1 of 2 runs diverged: the loss of batch 14 is nan"
 
 
 def test_what_diverged_counts_for_neither_side_and_one_pair_proves_nothing() -> None:
@@ -81,16 +83,16 @@ def test_what_diverged_counts_for_neither_side_and_one_pair_proves_nothing() -> 
     runs += [learnt("better", seed, 0.8, 0.95, 0.91) for seed in (2, 0, 1)]
     sync, better = found(*runs)
     assert sync.accuracy is not None and sync.accuracy.value == 0.9
-    assert better.pairs == [pytest.approx(0.01)] and better.verdict == "higher by 1.00 points (one seed: no interval)"
+    assert better.pairs == [pytest.approx(0.01)] and better.summary == "higher by 1.00 points (one seed: no interval)"
     assert better.accuracy is not None and better.accuracy.value == pytest.approx(0.91)  # the last, not the best
-    assert [run.seed for run in better.learnt] == [0, 1, 2]
+    assert [run.seed for run in better.runs] == [0, 1, 2]
     assert sync.epochs_to(0.5) is None  # one of three reaches it
     assert [round(interval.value, 4) for _, interval in sync.curve()] == [round((0.9 + 0.2 + 0.3) / 3, 4)]
 
 
 def test_a_run_that_ended_in_its_first_epoch_does_not_shorten_it() -> None:
-    early = Learnt("R", "sync", 1, (), 3, None, "nan")
-    (sync,) = found(Learnt("R", "sync", 0, ((5, 0.5), (20, 0.9)), 10), early)
+    early = TrainedRun("R", "sync", 1, (), 3, None, "nan")
+    (sync,) = found(TrainedRun("R", "sync", 0, ((5, 0.5), (20, 0.9)), 10), early)
     assert sync.per_epoch == 10 and [epoch for epoch, _ in sync.curve()] == [0.5, 2.0]
 
 
@@ -115,32 +117,40 @@ def test_time_to_a_target_is_that_of_half_of_the_runs() -> None:
 
 
 def test_the_shipped_study_asks_what_the_advice_is_about() -> None:
-    lessons = lessons_of(Inquiry(data="tensors:a", val="tensors:b", seeds=2), open_study(Inquiry()))
-    assert {lesson.seed for lesson in lessons} == {0, 1}
-    assert all(lesson.config.run.emulate for lesson in lessons)
-    assert {(lesson.config.data.source, lesson.config.data.val) for lesson in lessons} == {("tensors:a", "tensors:b")}
-    assert [lesson.seed for lesson in lessons] == [0] * 12 + [1] * 12  # seed by seed
-    modes = {(lesson.key[1], lesson.config.plan.staleness, lesson.config.optimizer.predict) for lesson in lessons}
+    trial_runs = trial_runs_of(StudyOptions(data="tensors:a", val="tensors:b", seeds=2), open_study(StudyOptions()))
+    assert {trial_run.seed for trial_run in trial_runs} == {0, 1}
+    assert all(trial_run.config.run.emulate for trial_run in trial_runs)
+    assert {(trial_run.config.data.source, trial_run.config.data.val) for trial_run in trial_runs} == {
+        ("tensors:a", "tensors:b")
+    }
+    assert [trial_run.seed for trial_run in trial_runs] == [0] * 12 + [1] * 12  # seed by seed
+    modes = {
+        (trial_run.key[1], trial_run.config.plan.staleness, trial_run.config.optimizer.predict)
+        for trial_run in trial_runs
+    }
     assert ("2 stages, lag 1, predict", 1, True) in modes and ("4 stages, lag 1", 1, False) in modes
-    for group in {lesson.key[0] for lesson in lessons}:
-        assert sum(lesson.case.is_baseline for lesson in lessons if lesson.key[0] == group) == 2
+    for group in {trial_run.key[0] for trial_run in trial_runs}:
+        assert sum(trial_run.configuration.is_baseline for trial_run in trial_runs if trial_run.key[0] == group) == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "needs images to learn from and others to be judged by; give --data and --val"),
+        ([], "needs training and validation images; give --data and --val"),
         (["--data", "synthetic", "--seeds", "0"], "--seeds is 0; give at least 1"),
-        (["--data", "synthetic", "--target", "120"], "--target is 120; give a top-1 in percent"),
+        (["--data", "synthetic", "--target", "120"], "--target is 120; give a top-1 accuracy"),
         (["--data", "synthetic", "--study", "/nowhere.toml"], "/nowhere.toml: No such file"),
         (["--data", "synthetic", "--jobs", "0"], "--jobs is 0; give at least 1"),
-        (["--data", "synthetic", "--jobs", "2", "--real"], "--jobs is 2, but --real measures times"),
-        (["--data", "ofrecord:x"], "--data ofrecord:x is what modes learn from; give --val as well"),
+        (["--data", "synthetic", "--jobs", "2", "--real"], "--jobs is 2, but --real measures one run at a time"),
+        (["--data", "ofrecord:x"], "--data ofrecord:x gives training images only; give --val as well"),
         (["--data", "synthetic", "--set", "run.steps=5"], "run.steps is 5, but a study trains whole epochs"),
         (["--data", "synthetic", "--set", "run.seed=5"], "run.seed is 5, but a study trains whole epochs"),
-        (["--data", "synthetic", "--reuse", "/nowhere"], "/nowhere/learning.json: No such file or directory; give the"),
-        (["--data", "synthetic", "--reuse", "/nowhere", "--real"], "runs of another time, but --real compares times"),
-        (["--data", "synthetic", "--only", "nothing"], "--only 'nothing' leaves none of 12"),
+        (
+            ["--data", "synthetic", "--reuse", "/nowhere"],
+            "/nowhere/learning.json: No such file or directory; give a",
+        ),
+        (["--data", "synthetic", "--reuse", "/nowhere", "--real"], "timed earlier, but --real compares times"),
+        (["--data", "synthetic", "--only", "nothing"], "--only 'nothing' matches none of 12"),
     ],
 )
 def test_what_is_wrong_is_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,8 +163,8 @@ def test_what_is_wrong_is_one_line(arguments: list[str], line: str, capsys: pyte
 @pytest.mark.parametrize(
     ("head", "options", "line"),
     [
-        ("steps = 7", "{}", "steps is 7, but a study trains whole epochs with seeds from 0; use run.epochs"),
-        ("repeats = 9", "{}", "repeats is 9, but a study trains whole epochs with seeds from 0; use --seeds"),
+        ("steps = 7", "{}", "steps is 7, but a study trains whole epochs with seeds 0, 1, ...; use run.epochs"),
+        ("repeats = 9", "{}", "repeats is 9, but a study trains whole epochs with seeds 0, 1, ...; use --seeds"),
         ("", "{ run = { steps = 1 } }", "run.steps is 1, but a study trains whole epochs"),
         ("", "{ run = { seed = 5 } }", "run.seed is 5, but a study trains whole epochs"),
     ],
@@ -203,7 +213,7 @@ def test_a_page_has_tables_curves_and_every_run(tmp_path: Path) -> None:
     assert all(len(line) <= 80 or str(tmp_path) in line for line in console.export_text().splitlines())
 
 
-def write_study(folder: Path, runs: list[Learnt]) -> str:
+def write_study(folder: Path, runs: list[TrainedRun]) -> str:
     study = Study("Lag", "2026-01-01", "stagewright", {"GPU": folder.name}, tuple(found(*runs)), {})
     folder.mkdir()
     (folder / "learning.json").write_text(json.dumps(describe_study(study)))
@@ -211,16 +221,16 @@ def write_study(folder: Path, runs: list[Learnt]) -> str:
 
 
 def test_runs_with_equal_settings_are_taken_over_under_their_new_names(tmp_path: Path) -> None:
-    inquiry = Inquiry(data="tensors:a", val="tensors:b", seeds=2, only="ResNet-18")
-    lessons = lessons_of(inquiry, open_study(inquiry))
-    first, second = lessons[1], lessons[-1]
+    options = StudyOptions(data="tensors:a", val="tensors:b", seeds=2, only="ResNet-18")
+    trial_runs = trial_runs_of(options, open_study(options))
+    first, second = trial_runs[1], trial_runs[-1]
     runs = [
         replace(learnt("other", first.seed, 0.5, 0.75), settings=first.settings.replace("cutout = 0\n", "")),  # older
         replace(learnt("other", second.seed, 0.5, diverged="nan"), settings=second.settings),
         replace(learnt("other", 7, 0.9), settings="of nobody"),
     ]
     a, b = write_study(tmp_path / "a", runs[:1]), write_study(tmp_path / "b", runs[1:])
-    earlier = earlier_runs([a, b], lessons)
+    earlier = earlier_runs([a, b], trial_runs)
     known = earlier.runs
     assert earlier.machines == {a: {"GPU": "a"}, b: {"GPU": "b"}}
     assert [(run.key, run.seed, run.origin) for run in known] == [
@@ -232,30 +242,30 @@ def test_runs_with_equal_settings_are_taken_over_under_their_new_names(tmp_path:
     study = Study("Lag", "2026-01-01", "stagewright", {}, tuple(found(*(replace(r, group="R") for r in known))), {})
     text = as_markdown(study_page(replace(study, elsewhere={"x": {"GPU": "one"}, "y": {"GPU": "one"}})))
     assert (
-        "Environment of runs taken over" in text and "Runs of x, y." in text and "## Environment\n" not in text
+        "Environment of reused runs" in text and "Runs of x, y." in text and "## Environment\n" not in text
     )  # nothing ran here
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "learning.json").write_text(
         json.dumps(describe_study(replace(study, elsewhere=earlier.machines)))
     )
-    assert earlier_runs([str(tmp_path / "c")], lessons).machines == earlier.machines  # at second hand
-    waiting = [lesson for lesson in lessons if lesson.settings not in {run.settings for run in known}]
-    assert len(waiting) == len(lessons) - 2
+    assert earlier_runs([str(tmp_path / "c")], trial_runs).machines == earlier.machines  # at second hand
+    waiting = [trial_run for trial_run in trial_runs if trial_run.settings not in {run.settings for run in known}]
+    assert len(waiting) == len(trial_runs) - 2
 
 
 def test_a_study_of_other_settings_is_no_help(tmp_path: Path) -> None:
-    inquiry = Inquiry(data="tensors:a", val="tensors:b", seeds=1, only="ResNet-18")
-    lessons = lessons_of(inquiry, open_study(inquiry))
-    settings = lessons[0].settings.replace("epochs = 60", "epochs = 40")
-    runs = [replace(learnt(lessons[0].key[1], 0, 0.5), group="ResNet-18", settings=settings)]
+    options = StudyOptions(data="tensors:a", val="tensors:b", seeds=1, only="ResNet-18")
+    trial_runs = trial_runs_of(options, open_study(options))
+    settings = trial_runs[0].settings.replace("epochs = 60", "epochs = 40")
+    runs = [replace(learnt(trial_runs[0].key[1], 0, 0.5), group="ResNet-18", settings=settings)]
     tables = {"machine": {}, "elsewhere": {}, "findings": [{"learnt": [asdict(run) for run in runs]}]}
     (tmp_path / "learning.json").write_text(json.dumps(tables))
     with pytest.raises(
         ValueError, match=r"none of its 1 runs .* of the 6 asked for \(first: run.epochs is 40 there, 60 here\)"
     ):
-        earlier_runs([str(tmp_path)], lessons)
+        earlier_runs([str(tmp_path)], trial_runs)
     anonymous = replace(
-        runs[0], settings=make_cleaner()(lessons[0].settings.replace("tensors:a", "tensors:/home/me/a"))
+        runs[0], settings=make_cleaner()(trial_runs[0].settings.replace("tensors:a", "tensors:/home/me/a"))
     )
     (tmp_path / "learning.json").write_text(
         json.dumps(
@@ -263,10 +273,10 @@ def test_a_study_of_other_settings_is_no_help(tmp_path: Path) -> None:
         )
     )
     with pytest.raises(ValueError, match="none of its 2 runs"):
-        earlier_runs([str(tmp_path)], lessons)
+        earlier_runs([str(tmp_path)], trial_runs)
     (tmp_path / "learning.json").write_text("[1]")
-    with pytest.raises(ValueError, match="is no file of a bench learning"):
-        earlier_runs([str(tmp_path)], lessons)
+    with pytest.raises(ValueError, match="was not written by bench learning"):
+        earlier_runs([str(tmp_path)], trial_runs)
 
 
 _TINY = """
@@ -302,6 +312,6 @@ def test_a_study_from_file_to_folder(tmp_path: Path, capsys: pytest.CaptureFixtu
     main(["bench", "learning", *options[:-1], str(tmp_path / "later"), "--reuse", str(folder), "--json"])
     later = json.loads(capsys.readouterr().out)
     assert [f["learnt"][0]["scores"] for f in later["findings"]] == [f["learnt"][0]["scores"] for f in told["findings"]]
-    assert "2 runs are taken over from" in (Path(later["folder"]) / "report.md").read_text()
+    assert "2 runs are reused from" in (Path(later["folder"]) / "report.md").read_text()
     assert not (Path(later["folder"]) / "logs.zip").exists()  # nothing ran
-    assert re.match(r"1 of 1 runs diverge: the loss of batch \d is (nan|inf)", wild["verdict"])
+    assert re.match(r"1 of 1 runs diverged: the loss of batch \d is (nan|inf)", wild["verdict"])

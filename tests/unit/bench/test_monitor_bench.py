@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stagewright.bench.micro import monitor as module
-from stagewright.bench.micro.monitor import Found, Turns
+from stagewright.bench.micro.monitor import Found, Segments
 from stagewright.events import Step
 
 
@@ -37,10 +37,10 @@ def test_two_of_four_segments_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "make_monitor", make)
     monkeypatch.setattr(module, "ROUNDS", 2)
     job: Any = SimpleNamespace(plan=SimpleNamespace(batch=10))
-    turns = Turns(job, 4, lambda text: None)
+    turns = Segments(job, 4, lambda text: None)
     on: list[bool] = []
     for batch in range(40 + 8 * 5 + 3):
-        turns.hear(Step(batch, 0, 1.0, 0.1, batch * 0.5, 20.0))
+        turns.receive(Step(batch, 0, 1.0, 0.1, batch * 0.5, 20.0))
         on.append(any(monitor.is_on for monitor in made))
     segments = [on[40 + 5 * index : 40 + 5 * index + 4] for index in range(8)]
     expected = [True, False, False, True] * 2

@@ -51,7 +51,7 @@ def ends(pid: int) -> bool:
 @pytest.mark.parametrize("deaf", ["", "exec sleep 60"])
 def test_the_daemon_ends_with_the_measurement(deaf: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     daemon(tmp_path, monkeypatch, deaf=deaf)
-    monkeypatch.setattr(mps, "_PATIENCE", 1)
+    monkeypatch.setattr(mps, "MPS_SECONDS", 1)
     monkeypatch.setenv("CUDA_MPS_LOG_DIRECTORY", "/of/the/user")
     before = dict(os.environ)
     with pytest.raises(KeyboardInterrupt), mps.shared_gpu(print):

@@ -1,4 +1,4 @@
-"""Turns of configurations, and what becomes of their repeats, without training anything."""
+"""Measurements of configurations, and what becomes of their repeats, without training anything."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from stagewright.bench import run as rounds
 from stagewright.bench.result import Repeat
-from stagewright.bench.run import Length, Turns, _measured, _with_speedups, run_rounds
+from stagewright.bench.run import Length, Measurements, measured_row, run_repeats, with_speedups
 from stagewright.bench.statistics import steady_speed
-from stagewright.bench.suite import Terms, cases_of, read_suite
+from stagewright.bench.suite import SuiteOptions, configurations_of, read_suite
 from stagewright.config.toml import make_config
 from stagewright.events import Step
 
@@ -26,28 +26,28 @@ def test_configurations_take_turns_and_each_turn_is_told(tmp_path: Path, monkeyp
     order: list[str] = []
     heard: list[int] = []
 
-    def take(turn: Turns, number: int, folder: Path) -> None:
+    def take(turn: Measurements, number: int, folder: Path) -> None:
         turn.repeats.append(repeat(number))
 
-    def after(turns: Mapping[str, Turns]) -> None:
+    def after(turns: Mapping[str, Measurements]) -> None:
         heard.append(sum(len(turn.repeats) for turn in turns.values()))
 
-    monkeypatch.setattr(rounds, "_take", take)
-    found = run_rounds(CONFIGS, Length(2), tmp_path, order.append, after)
-    assert order == [f"round {number} of 2: {name}" for number in (1, 2) for name in "ABC"]
+    monkeypatch.setattr(rounds, "run_once", take)
+    found = run_repeats(CONFIGS, Length(2), tmp_path, order.append, after)
+    assert order == [f"repeat {number} of 2: {name}" for number in (1, 2) for name in "ABC"]
     assert heard == [1, 2, 3, 4, 5, 6] and [len(turn.repeats) for turn in found.values()] == [2, 2, 2]
 
 
 def test_one_that_fails_is_left_out_of_later_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
-    def take(turn: Turns, number: int, folder: Path) -> None:
+    def take(turn: Measurements, number: int, folder: Path) -> None:
         turn.repeats.append(repeat(1.0))
         if len(order) == 2:
             turn.failure = "it broke"
 
-    monkeypatch.setattr(rounds, "_take", take)
-    run_rounds(CONFIGS, Length(3), tmp_path, order.append, lambda turns: None)
+    monkeypatch.setattr(rounds, "run_once", take)
+    run_repeats(CONFIGS, Length(3), tmp_path, order.append, lambda turns: None)
     assert [text[-1] for text in order] == ["A", "B", "C", "A", "C", "A", "C"]
 
 
@@ -80,22 +80,24 @@ def test_many_batches_become_segments() -> None:
 
 
 def test_an_outlier_is_marked_and_counts_all_the_same() -> None:
-    case = cases_of(read_suite("quick"), Terms(5, 1))[0]
+    case = configurations_of(read_suite("quick"), SuiteOptions(5, 1))[0]
     rates = [100.0, 101.0, 99.0, 100.0, 10.0, 11.0, 12.0]
-    row = _measured(case, Turns(make_config(), [repeat(rate) for rate in rates]))
+    row = measured_row(case, Measurements(make_config(), [repeat(rate) for rate in rates]))
     assert row.rate is not None and row.rate.value == 99.0, "the median of all seven"
     assert [entry.rate for entry in row.repeats] == rates
-    steady = _measured(case, Turns(make_config(), [repeat(rate) for rate in (100, 101, 99, 100, 102, 98, 10)]))
+    steady = measured_row(
+        case, Measurements(make_config(), [repeat(rate) for rate in (100, 101, 99, 100, 102, 98, 10)])
+    )
     assert steady.outliers == (6,) and len(steady.repeats) == 7
 
 
 def test_speedups_are_over_the_baseline_round_by_round() -> None:
-    dp, stale = cases_of(read_suite("quick"), Terms(5, 1))
+    dp, stale = configurations_of(read_suite("quick"), SuiteOptions(5, 1))
     disturbance = (1.0, 0.5, 2.0, 0.9, 1.2)
-    rows = _with_speedups(
+    rows = with_speedups(
         [
-            _measured(dp, Turns(make_config(), [repeat(100 * d) for d in disturbance])),
-            _measured(stale, Turns(make_config(), [repeat(130 * d) for d in disturbance])),
+            measured_row(dp, Measurements(make_config(), [repeat(100 * d) for d in disturbance])),
+            measured_row(stale, Measurements(make_config(), [repeat(130 * d) for d in disturbance])),
         ]
     )
     assert rows[0].is_baseline and rows[0].speedup is not None and rows[0].speedup.value == 1.0
@@ -104,6 +106,6 @@ def test_speedups_are_over_the_baseline_round_by_round() -> None:
 
 
 def test_memory_is_the_most_of_all_repeats() -> None:
-    case = cases_of(read_suite("quick"), Terms(2, 1))[0]
+    case = configurations_of(read_suite("quick"), SuiteOptions(2, 1))[0]
     repeats = [Repeat(1.0, 0, True, (), None, "r", memory=memory) for memory in ((5, 9), (7, 3))]
-    assert _measured(case, Turns(make_config(), repeats)).memory == (7, 9)
+    assert measured_row(case, Measurements(make_config(), repeats)).memory == (7, 9)

@@ -10,12 +10,12 @@ import pytest
 
 from stagewright.bench.peers.cases import SUITES
 from stagewright.bench.peers.launch import Segment, open_ranks
-from stagewright.bench.peers.run import PeerOutcome, make_series, show_machine, show_work
-from stagewright.cli.bench import Request, run_suite
+from stagewright.bench.peers.run import PeerOutcome, make_series, show_machine, show_workload
+from stagewright.cli.bench import Request, run_bench
 
 
 def test_overhead_runs_both_sides_on_the_same_work(capfd: pytest.CaptureFixture[str]) -> None:
-    run_suite(Request("overhead", repeats=2, steps=1, as_json=True))
+    run_bench(Request("overhead", repeats=2, steps=1, as_json=True))
     result = json.loads(capfd.readouterr().out)
     assert result.keys() == {"suite", "measure", "contests", "machine", "others", "date", "command"}
     assert result["command"] == "stagewright bench overhead --repeats 2 --steps 1"
@@ -28,7 +28,7 @@ def test_overhead_runs_both_sides_on_the_same_work(capfd: pytest.CaptureFixture[
 
 
 def test_a_rank_that_fails_is_one_line(tmp_path: Path) -> None:
-    side = SUITES["overhead"].heats[0].sides[0]
+    side = SUITES["overhead"].cases[0].sides[0]
     with ExitStack() as stack, pytest.raises(ValueError, match=r"^sync rank \d ended with code 1: FileNotFound.*$"):
         open_ranks(stack, {side: tmp_path / "no.json"}, tmp_path, 2)
 
@@ -44,16 +44,16 @@ def test_a_table_fits_80_columns(
     segments = [Segment(1.0, 2.0, 0.0), Segment(1.5, 2.0, 1.5)]
     outcomes = [
         PeerOutcome(
-            contest,
-            heat.work,
-            make_series(contest.ours, suite.measure, heat.work, heat.steps, segments),
-            make_series(contest.theirs, suite.measure, heat.work, heat.steps, segments),
+            pairing,
+            case.workload,
+            make_series(pairing.ours, suite.measure, case.workload, case.steps, segments),
+            make_series(pairing.theirs, suite.measure, case.workload, case.steps, segments),
         )
-        for heat in suite.heats
-        for contest in heat.contests
+        for case in suite.cases
+        for pairing in case.pairings
     ]
-    for heat in suite.heats:
-        show_work(Console(), suite, [outcome for outcome in outcomes if outcome.work == heat.work])
+    for case in suite.cases:
+        show_workload(Console(), suite, [outcome for outcome in outcomes if outcome.workload == case.workload])
     show_machine(Console(), outcomes, f"stagewright bench {name}")
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
@@ -65,12 +65,12 @@ def test_a_table_fits_80_columns(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"suite": "zzz"}, "unknown suite 'zzz'; the suites are homelab, quick"),
+        ({"suite": "zzz"}, "unknown suite 'zzz'.*; known: homelab, quick"),
         ({"suite": "peers", "repeats": 0}, "--repeats is 0"),
         ({"suite": "peers", "steps": -1}, "--steps is -1"),
     ],
 )
 def test_bad_options_are_one_line(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        run_suite(Request(**options))  # type: ignore[arg-type]
+        run_bench(Request(**options))  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.bench.pages import verdict
+from stagewright.bench.pages import show, summary
 from stagewright.bench.result import Outcome, PublishedRow, read_outcome
-from stagewright.bench.run import Turns
+from stagewright.bench.run import Measurements
 from stagewright.bench.statistics import Interval
-from stagewright.cli.bench import Request, run_suite
+from stagewright.cli.bench import Request, run_bench
 from stagewright.cli.main import main
 from stagewright.report.html import as_html
 from stagewright.report.page import Page
@@ -125,7 +125,7 @@ def test_an_anonymised_bench_tells_of_nobody(folder: Path, outcome: Outcome) -> 
 
 
 def test_without_it_the_logs_are_as_they_were(suite: Path, tmp_path: Path) -> None:
-    run_suite(Request(str(suite), repeats=1, steps=1, only="dp", runs=str(tmp_path), as_json=True))
+    run_bench(Request(str(suite), repeats=1, steps=1, only="dp", runs=str(tmp_path), as_json=True))
     (folder,) = tmp_path.iterdir()
     with zipfile.ZipFile(folder / "logs.zip") as file:
         (summary,) = [name for name in file.namelist() if name.endswith("summary.json")]
@@ -152,20 +152,20 @@ def test_an_interrupted_bench_keeps_what_it_has(
 ) -> None:
     from stagewright.bench import run as rounds
 
-    take, taken = rounds._take, []
+    take, taken = rounds.run_once, []
 
-    def interrupted(turn: Turns, number: int, folder: Path) -> None:
+    def interrupted(turn: Measurements, number: int, folder: Path) -> None:
         if len(taken) == 2:
             raise KeyboardInterrupt
         taken.append(number)
         take(turn, number, folder)
 
-    monkeypatch.setattr(rounds, "_take", interrupted)
+    monkeypatch.setattr(rounds, "run_once", interrupted)
     with pytest.raises(SystemExit):
         main(["bench", str(suite), "--steps", "2", "--runs", str(tmp_path)])
     (folder,) = tmp_path.iterdir()
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last == f"stagewright: interrupted after 2 runs; nothing is left running; what there is is in {folder}"
+    assert last == f"stagewright: interrupted after 2 runs; nothing is left running; what was measured is in {folder}"
     outcome = read_outcome(folder)
     assert not outcome.is_whole and [len(row.repeats) for row in outcome.rows] == [1, 1]
     assert "interrupted" in (folder / "report.md").read_text() and (folder / "logs.zip").is_file()
@@ -175,10 +175,10 @@ def test_an_interrupted_bench_keeps_what_it_has(
 def test_a_busy_machine_and_rounds_that_were_not_run_are_told(outcome: Outcome) -> None:
     repeats = tuple(replace(repeat, others=1.5) for repeat in outcome.rows[0].repeats)
     busy = replace(outcome, rows=(replace(outcome.rows[0], repeats=repeats),), cores=2, repeats=5)
-    lines = list(verdict(busy))
-    assert "Only 3 of 5 rounds: the machine was slow, and the suite has a time limit." in lines
-    assert "Warning: other processes kept 1.5 of 2 cores busy; repeat on a quiet machine." in lines
-    assert not [line for line in verdict(replace(busy, cores=16, repeats=3)) if "rounds" in line or "cores" in line]
+    lines = list(summary(busy))
+    assert "Only 3 of 5 repeats fit the time limit of the suite." in lines
+    assert "Warning: other processes kept 1.5 of 2 cores busy; repeat the bench on an idle machine." in lines
+    assert not [line for line in summary(replace(busy, cores=16, repeats=3)) if "repeats" in line or "cores" in line]
 
 
 def test_a_command_in_a_report_is_what_a_shell_takes() -> None:
@@ -200,20 +200,16 @@ def test_a_command_in_a_report_is_what_a_shell_takes() -> None:
 def test_what_is_shown_fits_80_columns(outcome: Outcome, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    from stagewright.cli.bench import show
-
     rows = tuple(replace(row, outliers=(0,)) for row in outcome.rows)
     show(Console(width=80), replace(outcome, rows=rows), Path("runs/x"))
     printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= 80 and "*: a repeat stands out" in printed
+    assert max(map(len, printed.splitlines())) <= 80 and "*: a repeat is an outlier" in printed
 
 
 def test_published_runs_are_shown_beside_what_is_predicted_of_them(
     outcome: Outcome, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from rich.console import Console
-
-    from stagewright.cli.bench import show
 
     run = PublishedRow(
         "OneFlow dev_ssp", "vgg16", "titan-v-8", "dp", "synthetic", "fp32", "224", 708.4, 727.8, 0.01, False, (), (), ()

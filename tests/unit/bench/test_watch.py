@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from stagewright.bench.machine import Seen, seen, watched
+from stagewright.bench.machine import Observed, observed, summarize
 from stagewright.cluster.placement import parse_placement
 from stagewright.events import GpuUsage, RankUsage, Usage
 from stagewright.plan.make import make_plan
@@ -21,22 +21,22 @@ def moment(cores: float, *memory: int, gpus: tuple[GpuUsage, ...] = ()) -> Usage
 
 
 def test_the_fullest_rank_of_each_stage_at_its_peak() -> None:
-    found = seen([moment(1.5, 10, 40, 5), moment(2.5, 20, 30, 7), moment(3.5, 1, 1, 1)], PLAN)
+    found = summarize([moment(1.5, 10, 40, 5), moment(2.5, 20, 30, 7), moment(3.5, 1, 1, 1)], PLAN)
     assert found.memory == (40, 7) and found.others == 1.0 and found.foreign == 0 and found.gpu_memory == ()
 
 
 def test_gpus_throttled_or_shared_with_others_are_told() -> None:
     gpus = [GpuUsage(f"GPU-{index}", index, 100 * (index + 1), 0.5) for index in range(3)]
     hot = GpuUsage("GPU-1", 1, 500, 0.5, throttled=("heat", "power"), foreign=2)
-    found = seen([moment(1.5, 1, 1, 1, gpus=tuple(gpus)), moment(1.5, 1, 1, 1, gpus=(hot,))], PLAN)
+    found = summarize([moment(1.5, 1, 1, 1, gpus=tuple(gpus)), moment(1.5, 1, 1, 1, gpus=(hot,))], PLAN)
     assert found.gpu_memory == (500, 300) and found.throttled == ("heat", "power") and found.foreign == 2
 
 
 def test_a_monitor_file_with_a_torn_line_is_read(tmp_path: Path) -> None:
     whole = json.dumps(asdict(moment(1.5, 10, 40, 5)))
     (tmp_path / "monitor.jsonl").write_text(f"{whole}\n{whole[:20]}")
-    assert watched(tmp_path, PLAN).memory == (40, 5)
+    assert observed(tmp_path, PLAN).memory == (40, 5)
 
 
 def test_without_a_monitor_nothing_is_known(tmp_path: Path) -> None:
-    assert watched(tmp_path, PLAN) == Seen()
+    assert observed(tmp_path, PLAN) == Observed()

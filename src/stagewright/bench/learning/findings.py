@@ -1,24 +1,24 @@
-"""What the seeds of a trial came to, beside the baseline's: how accurate, how sure, and how soon."""
+"""What the runs of a trial show, compared with the baseline's: how accurate, how certain, and how soon."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median_low, stdev
 
-from stagewright.bench.learning.runs import Learnt
+from stagewright.bench.learning.runs import TrainedRun
 from stagewright.bench.statistics import Interval
 
 _STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # 97.5 % of 1, 2, ... degrees of freedom
 _NORMAL = 1.959964
-_STEP = 0.005  # targets are told in half points
-_BELOW = 0.01  # the target is the baseline's accuracy less so much, unless told
-_TINY = 1e-9  # of numbers that are told in percent
+_STEP = 0.005  # targets are multiples of half a point
+_BELOW = 0.01  # the default target is the baseline's accuracy minus this
+_TINY = 1e-9  # rounding error of numbers that are shown in percent
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """The mean with Student's 95 % interval; of one value, nothing is known but itself."""
+    """The mean with Student's 95 % interval, which is a point for a single value."""
     middle = fmean(values)
     if len(values) < 2:
         return Interval(middle, middle, middle)
@@ -27,7 +27,7 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def _student(freedom: int) -> float:
-    """97.5 % of Student's distribution: from the table, and by its series around the normal beyond."""
+    """The 97.5 % quantile of Student's distribution: from the table, beyond it by its expansion around the normal."""
     if freedom <= len(_STUDENT):
         return _STUDENT[freedom - 1]
     z, v = _NORMAL, freedom
@@ -36,7 +36,7 @@ def _student(freedom: int) -> float:
 
 
 def in_points(difference: float) -> str:
-    """A difference of top-1 in percent; what rounds to nothing has no sign of its own."""
+    """A difference of top-1 in percentage points; what rounds to 0 is +0.00."""
     return f"{round(100 * difference, 2) + 0.0:+.2f}"
 
 
@@ -46,7 +46,7 @@ class Speed:
 
     images_per_second: float
     source: str  # measured here, or predicted for a cluster
-    devices: int  # that it takes
+    devices: int  # that it uses
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +56,26 @@ class Finding:
     group: str
     trial: str
     is_baseline: bool
-    learnt: tuple[Learnt, ...]  # by seed
-    against: tuple[Learnt, ...]  # the baseline's, by the same seeds
-    samples: int  # of an epoch
+    runs: tuple[TrainedRun, ...]  # by seed
+    against: tuple[TrainedRun, ...]  # the baseline's, by the same seeds
+    samples: int  # per epoch
     speed: Speed | None = None
 
     @property
-    def whole(self) -> tuple[Learnt, ...]:
-        return tuple(run for run in self.learnt if not run.diverged and run.scores)
+    def finished(self) -> tuple[TrainedRun, ...]:
+        """The runs that did not diverge."""
+        return tuple(run for run in self.runs if not run.diverged and run.scores)
 
     @property
     def accuracy(self) -> Interval | None:
-        """Top-1 at the end, over the seeds that came to it."""
-        return mean_interval([run.scores[-1][1] for run in self.whole]) if self.whole else None
+        """Top-1 at the end, over the runs that did not diverge."""
+        return mean_interval([run.scores[-1][1] for run in self.finished]) if self.finished else None
 
     @property
     def pairs(self) -> list[float]:
-        """How much more accurate than the baseline, seed by seed: what a seed does to both cancels."""
+        """Accuracy minus the baseline's, seed by seed, so that the effect of a seed on both cancels."""
         theirs = {run.seed: run.scores[-1][1] for run in self.against if not run.diverged and run.scores}
-        return [run.scores[-1][1] - theirs[run.seed] for run in self.whole if run.seed in theirs]
+        return [run.scores[-1][1] - theirs[run.seed] for run in self.finished if run.seed in theirs]
 
     @property
     def difference(self) -> Interval | None:
@@ -82,16 +83,17 @@ class Finding:
 
     @property
     def per_epoch(self) -> int:
-        """Batches of an epoch; a run that diverged early has not seen a whole one."""
-        return max(run.per_epoch for run in self.learnt)
+        """Batches per epoch; the maximum, since a run that diverged early has not seen a whole epoch."""
+        return max(run.per_epoch for run in self.runs)
 
     @property
-    def verdict(self) -> str:
-        lost = [run for run in self.learnt if run.diverged]
+    def summary(self) -> str:
+        """How accurate it is compared with the baseline, in a few words."""
+        lost = [run for run in self.runs if run.diverged]
         if lost:
-            return f"{len(lost)} of {len(self.learnt)} runs diverge: {lost[0].diverged}"
+            return f"{len(lost)} of {len(self.runs)} runs diverged: {lost[0].diverged}"
         if self.is_baseline or self.difference is None:
-            return "what the others are compared with" if self.is_baseline else "nothing to compare with"
+            return "baseline" if self.is_baseline else "no baseline to compare with"
         points = self.difference
         which = "lower" if points.value < 0 else "higher"
         apart = f"{which} by {abs(points.value) * 100:.2f} points" if round(points.value, 4) else "equal"
@@ -103,37 +105,56 @@ class Finding:
         return f"{apart} ({interval})"
 
     def epochs_to(self, target: float) -> float | None:
-        """Epochs until half of the runs have reached a top-1; None where they never do."""
+        """Epochs until half of the runs have reached a top-1; None where fewer reach it."""
         firsts = [
             next((batch / self.per_epoch for batch, top1 in run.scores if top1 >= target - _TINY), math.inf)
-            for run in self.learnt
+            for run in self.runs
         ]
         middle = median_low(firsts) if firsts else math.inf
         return None if math.isinf(middle) else middle
 
     def seconds_to(self, target: float) -> float | None:
-        """The time of those epochs, at the speed that is known."""
+        """The time of those epochs, where the speed is known."""
         epochs = self.epochs_to(target)
         return None if epochs is None or self.speed is None else epochs * self.samples / self.speed.images_per_second
 
     def curve(self) -> list[tuple[float, Interval]]:
-        """Top-1 by epoch: the mean over the seeds that came so far, with its interval."""
+        """Top-1 by epoch: the mean over the runs that reached it, with its interval."""
         at: dict[float, list[float]] = {}
-        for run in self.learnt:
+        for run in self.runs:
             for batch, top1 in run.scores:
                 at.setdefault(batch / self.per_epoch, []).append(top1)
         return [(epoch, mean_interval(at[epoch])) for epoch in sorted(at)]
 
 
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What a whole study found."""
+
+    title: str
+    date: str
+    command: str
+    machine: Mapping[str, str]
+    findings: tuple[Finding, ...]
+    targets: Mapping[str, float]  # top-1 by group
+    elsewhere: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # machines of reused runs, by their origin
+
+    def groups(self) -> dict[str, list[Finding]]:
+        found: dict[str, list[Finding]] = {}
+        for finding in self.findings:
+            found.setdefault(finding.group, []).append(finding)
+        return found
+
+
 def findings_of(
-    learnt: Sequence[Learnt],
+    runs: Sequence[TrainedRun],
     baselines: Mapping[str, str],
     samples: Mapping[tuple[str, str], int],
     speeds: Mapping[tuple[str, str], Speed],
 ) -> list[Finding]:
     """The runs by trial, in the order of `samples`; `baselines` by group."""
-    trials: dict[tuple[str, str], list[Learnt]] = {}
-    for run in sorted(learnt, key=lambda run: run.seed):
+    trials: dict[tuple[str, str], list[TrainedRun]] = {}
+    for run in sorted(runs, key=lambda run: run.seed):
         trials.setdefault(run.key, []).append(run)
     return [
         Finding(
@@ -151,6 +172,6 @@ def findings_of(
 
 
 def target_of(findings: Sequence[Finding]) -> float | None:
-    """A point less than the baseline reaches, in half points."""
+    """One point below the baseline's accuracy, rounded down to half a point."""
     base = next((finding.accuracy for finding in findings if finding.is_baseline), None)
     return None if base is None else round(math.floor((base.value - _BELOW) / _STEP + _TINY) * _STEP, 4)

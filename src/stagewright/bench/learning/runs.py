@@ -1,4 +1,7 @@
-"""Runs lessons as commands of their own, several at a time, and reads what they learnt. Runs that earlier studies made, which need not be made again."""
+"""Train the runs of a study as commands, several at the same time, and read what they reached.
+
+Runs of earlier studies with equal settings are reused (`earlier_runs`).
+"""
 
 from __future__ import annotations
 
@@ -17,71 +20,77 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from stagewright.bench.learning.trials import Lesson
+from stagewright.bench.learning.trials import TrialRun
 from stagewright.bench.machine import shared_gpu
 from stagewright.bench.pages import LOGS
 from stagewright.config.toml import as_toml, make_config, with_new_names
 
-Tell = Callable[[str], None]
-After = Callable[[Sequence["Learnt"]], None]
-_LOOK = 0.5  # seconds between looks at the runs
-_TELL = 10.0  # seconds between lines on how far they are
+Progress = Callable[[str], None]
+After = Callable[[Sequence["TrainedRun"]], None]
+FILE = "learning.json"
+POLL_SECONDS = 0.5
+_PROGRESS_SECONDS = 10.0  # between lines about how far the runs are
 _DIVERGED = re.compile(r"the loss of batch \d+ is (nan|-?inf)|gradients overflow fp16 at any loss scale")
 
 
 @dataclass(frozen=True, slots=True)
-class Learnt:
-    """What one lesson came to: top-1 after so many batches, and how fast its ranks were, where they were real."""
+class TrainedRun:
+    """What one run reached. Its fields are the keys of a run in learning.json."""
 
     group: str
     trial: str
     seed: int
-    scores: tuple[tuple[int, float], ...]
+    scores: tuple[tuple[int, float], ...]  # batches trained, and top-1 after them
     per_epoch: int  # batches
-    rate: float | None = None  # images a second
-    diverged: str = ""  # the loss left the numbers, and when
-    settings: str = ""  # of the lesson
-    origin: str = ""  # the folder of the study that made it, where it is taken over
+    rate: float | None = None  # images per second; None where the ranks were emulated
+    diverged: str = ""  # the error, where the loss or the gradients became infinite or NaN
+    settings: str = ""  # as `TrialRun.settings`
+    origin: str = ""  # the folder of the earlier study that trained it, where it is reused
 
     @property
     def key(self) -> tuple[str, str]:
         return (self.group, self.trial)
 
 
-def run_lessons(
-    lessons: Sequence[Lesson], jobs: int, folder: Path, tell: Tell, after: After, known: Sequence[Learnt]
+def train_runs(
+    trial_runs: Sequence[TrialRun],
+    jobs: int,
+    folder: Path,
+    progress: Progress,
+    after: After,
+    known: Sequence[TrainedRun],
 ) -> None:
-    """Every lesson that is not known, `jobs` at a time; one that fails for another reason than its lag ends them all.
+    """Train every run that is not known, `jobs` at the same time; any failure other than divergence ends them all.
 
-    `after` hears of all that are over, the known ones first, and whenever one is.
+    `after` is called with all finished runs, first with the known ones and then whenever another finishes.
     """
-    on_gpu = any(lesson.config.run.device == "cuda" for lesson in lessons)
+    on_gpu = any(trial_run.config.run.device == "cuda" for trial_run in trial_runs)
     found = list(known)
-    settled = {run.settings for run in known}
-    waiting = [(number, lesson) for number, lesson in enumerate(lessons) if lesson.settings not in settled]
+    done = {run.settings for run in known}
+    waiting = [(number, trial_run) for number, trial_run in enumerate(trial_runs) if trial_run.settings not in done]
     if found:
-        tell(f"{len(found)} of {len(lessons)} runs are known")
+        progress(f"{len(found)} of {len(trial_runs)} runs are reused")
         after(found)
-    with shared_gpu(tell) if on_gpu and jobs > 1 else nullcontext(), _ended() as running:
-        told = time.monotonic()
+    with shared_gpu(progress) if on_gpu and jobs > 1 else nullcontext(), _ended_on_exit() as running:
+        shown = time.monotonic()
         while waiting or running:
             while waiting and len(running) < jobs:
-                number, lesson = waiting.pop(0)
-                running.append(_Running(lesson, folder / f"{number}"))
-            time.sleep(_LOOK)
+                number, trial_run = waiting.pop(0)
+                running.append(_Running(trial_run, folder / f"{number}"))
+            time.sleep(POLL_SECONDS)
             for run in [run for run in running if run.is_over]:
                 running.remove(run)
-                found.append(run.learnt())
+                found.append(run.result())
                 after(found)
-                told = 0.0
-            if time.monotonic() - told > _TELL:
-                told = time.monotonic()
-                tell(f"{len(found)} of {len(lessons)} runs; {'; '.join(run.progress for run in running[:2])}")
+                shown = 0.0
+            if time.monotonic() - shown > _PROGRESS_SECONDS:
+                shown = time.monotonic()
+                progress(f"{len(found)} of {len(trial_runs)} runs; {'; '.join(run.progress for run in running[:2])}")
 
 
 @contextmanager
-def _ended() -> Iterator[list[_Running]]:
-    """Runs that are ended when the context is left, however it is."""
+def _ended_on_exit() -> Iterator[list[_Running]]:
+    """A list of running commands; those that are left are ended when the context is left."""
     running: list[_Running] = []
     try:
         yield running
@@ -91,14 +100,14 @@ def _ended() -> Iterator[list[_Running]]:
 
 
 class _Running:
-    """One lesson's command."""
+    """The command that trains one run."""
 
-    def __init__(self, lesson: Lesson, folder: Path) -> None:
+    def __init__(self, trial_run: TrialRun, folder: Path) -> None:
         folder.mkdir(parents=True)
-        self._lesson = lesson
+        self._trial_run = trial_run
         self._folder = folder
-        config = replace(lesson.config, run=replace(lesson.config.run, runs=str(folder / "runs")))
-        (folder / "lesson.toml").write_text(as_toml(config))
+        config = replace(trial_run.config, run=replace(trial_run.config.run, runs=str(folder / "runs")))
+        (folder / "trial.toml").write_text(as_toml(config))
         with (folder / "out.json").open("w") as out, (folder / "errors.txt").open("w") as errors:
             self._process = subprocess.Popen(
                 [
@@ -107,7 +116,7 @@ class _Running:
                     "stagewright.cli.main",
                     "train",
                     "--config",
-                    str(folder / "lesson.toml"),
+                    str(folder / "trial.toml"),
                     "--json",
                 ],
                 stdout=out,
@@ -122,25 +131,25 @@ class _Running:
     @property
     def progress(self) -> str:
         scores = list(_scores(self._folder))
-        return f"{self._lesson}: {f'{scores[-1][1]:.1%} after batch {scores[-1][0]}' if scores else 'begun'}"
+        return f"{self._trial_run}: {f'{scores[-1][1]:.1%} after batch {scores[-1][0]}' if scores else 'started'}"
 
-    def learnt(self) -> Learnt:
-        code, lesson = self._process.wait(), self._lesson
-        said = (self._folder / "errors.txt").read_text(errors="replace").strip().splitlines() or ["no message"]
-        per_epoch, scores = _per_epoch(self._folder), tuple(_scores(self._folder))
+    def result(self) -> TrainedRun:
+        code, trial_run = self._process.wait(), self._trial_run
+        errors = (self._folder / "errors.txt").read_text(errors="replace").strip().splitlines() or ["no message"]
+        per_epoch, scores = batches_per_epoch(self._folder), tuple(_scores(self._folder))
         if code == 0:
             summary = json.loads((self._folder / "out.json").read_text())
-            rate = None if lesson.config.run.emulate else summary["images_per_second"]
-            return Learnt(*lesson.key, lesson.seed, scores, per_epoch, rate, settings=lesson.settings)
-        if found := _DIVERGED.search(said[-1]):
-            return Learnt(*lesson.key, lesson.seed, scores, per_epoch, None, found[0], lesson.settings)
+            rate = None if trial_run.config.run.emulate else summary["images_per_second"]
+            return TrainedRun(*trial_run.key, trial_run.seed, scores, per_epoch, rate, settings=trial_run.settings)
+        if found := _DIVERGED.search(errors[-1]):
+            return TrainedRun(*trial_run.key, trial_run.seed, scores, per_epoch, None, found[0], trial_run.settings)
         logs = self._folder.parent.parent / LOGS
         raise ValueError(
-            f"{lesson}: {said[-1].removeprefix('stagewright: ')}; its files are {logs}:{self._folder.name}"
+            f"{trial_run}: {errors[-1].removeprefix('stagewright: ')}; its files are {logs}:{self._folder.name}"
         )
 
     def end(self) -> None:
-        """Ask it to stop, then see to it."""
+        """Ask it to stop; kill it if it does not."""
         self._process.terminate()
         try:
             self._process.wait(10)
@@ -150,7 +159,7 @@ class _Running:
 
 
 def _records(folder: Path) -> Iterator[dict[str, object]]:
-    """The lines of the run's metrics so far; the last may be half a line."""
+    """The lines of the run's metrics so far; an unfinished last line is skipped."""
     for path in folder.glob("runs/*/metrics.jsonl"):
         for line in path.read_text().splitlines():
             try:
@@ -165,32 +174,29 @@ def _scores(folder: Path) -> Iterator[tuple[int, float]]:
             yield int(str(record["batch"])), float(str(record["top1"]))
 
 
-def _per_epoch(folder: Path) -> int:
-    """Batches of an epoch, as far as the run came."""
+def batches_per_epoch(folder: Path) -> int:
+    """Batches per epoch, or those trained so far where the first epoch is not over."""
     first = next((record for record in _records(folder) if record.get("epoch") == 1), None)
     if first is not None:
         return int(str(first["batch"]))
     return 1 + max((int(str(record["batch"])) for record in _records(folder) if "epoch" in record), default=0)
 
 
-FILE = "learning.json"
-
-
 @dataclass(frozen=True, slots=True)
-class Earlier:
-    """Runs of an earlier study, and the machines that made them, by the study's folder."""
+class EarlierRuns:
+    """Runs of earlier studies, and the machines that trained them, by the study's folder."""
 
-    runs: list[Learnt] = field(default_factory=list)
+    runs: list[TrainedRun] = field(default_factory=list)
     machines: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
-def earlier_runs(folders: Sequence[str], lessons: Sequence[Lesson]) -> Earlier:
-    """What studies in `folders` learnt of these lessons: of runs with exactly their settings, under their names here.
+def earlier_runs(folders: Sequence[str], trial_runs: Sequence[TrialRun]) -> EarlierRuns:
+    """The runs of earlier studies with exactly the settings of `trial_runs`, under the names that these have.
 
-    Settings that were anonymised are equal to none: they do not tell one data set from another.
+    Anonymised settings match nothing, since they do not tell one data set from another.
     """
-    asked = {lesson.settings for lesson in lessons}
-    made: dict[str, Learnt] = {}
+    asked = {trial_run.settings for trial_run in trial_runs}
+    reusable: dict[str, TrainedRun] = {}
     machines: dict[str, Mapping[str, str]] = {}
     for folder in folders:
         earlier = _read(Path(folder))
@@ -198,53 +204,53 @@ def earlier_runs(folders: Sequence[str], lessons: Sequence[Lesson]) -> Earlier:
         equal = {run.settings: run for run in runs if run.settings in asked}
         if not equal:
             raise ValueError(
-                f"--reuse {folder}: none of its {len(runs)} runs has the settings of one of the {len(lessons)} "
-                f"asked for{_first_difference(runs, lessons)}; make the settings equal or leave --reuse out"
+                f"--reuse {folder}: none of its {len(runs)} runs has the settings of any of the {len(trial_runs)} "
+                f"asked for{_first_difference(runs, trial_runs)}; make the settings equal or leave --reuse out"
             )
-        made |= equal
+        reusable |= equal
         machines |= earlier.machines
     found = [
-        replace(made[lesson.settings], group=lesson.key[0], trial=lesson.key[1])
-        for lesson in lessons
-        if lesson.settings in made
+        replace(reusable[trial_run.settings], group=trial_run.key[0], trial=trial_run.key[1])
+        for trial_run in trial_runs
+        if trial_run.settings in reusable
     ]
-    return Earlier(found, {run.origin: machines[run.origin] for run in found if run.origin in machines})
+    return EarlierRuns(found, {run.origin: machines[run.origin] for run in found if run.origin in machines})
 
 
-def _read(folder: Path) -> Earlier:
-    """A study's runs; those that it took over itself keep their origin."""
+def _read(folder: Path) -> EarlierRuns:
+    """The runs of a study; those that it reused itself keep their origin."""
     path = folder / FILE
     try:
         tables: Any = json.loads(path.read_text())
-        runs = TypeAdapter(list[Learnt]).validate_python(
+        runs = TypeAdapter(list[TrainedRun]).validate_python(
             [run for finding in tables["findings"] for run in finding["learnt"]]
         )
         machines = TypeAdapter(dict[str, dict[str, str]]).validate_python(
             {str(folder): tables["machine"], **tables.get("elsewhere", {})}
         )
-        return Earlier(
+        return EarlierRuns(
             [replace(run, origin=run.origin or str(folder), settings=_in_full(run.settings)) for run in runs], machines
         )
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; give the folder of a bench learning") from error
+        raise ValueError(f"{path}: {error.strerror}; give a folder of bench learning") from error
     except (ValueError, KeyError, TypeError, ValidationError, RecursionError) as error:
-        raise ValueError(f"{path} is no file of a bench learning; give the folder of one") from error
+        raise ValueError(f"{path} was not written by bench learning; give a folder that was") from error
 
 
 def _in_full(settings: str) -> str:
-    """Settings with what was not an option yet when they were written, which had its default."""
+    """Settings with the defaults of options that did not exist when they were written."""
     try:
         return as_toml(make_config(with_new_names(tomllib.loads(settings))))
-    except ValueError:  # options that are none any more: equal to nothing
+    except ValueError:  # they have options that no longer exist: they match nothing
         return settings
 
 
-def _first_difference(runs: Sequence[Learnt], lessons: Sequence[Lesson]) -> str:
-    """The first setting in which a run differs from the lesson of its name."""
-    named = {(*lesson.key, lesson.seed): lesson for lesson in lessons}
+def _first_difference(runs: Sequence[TrainedRun], trial_runs: Sequence[TrialRun]) -> str:
+    """The first setting in which an earlier run differs from the run of the same name here."""
+    named = {(*trial_run.key, trial_run.seed): trial_run for trial_run in trial_runs}
     for run in runs:
-        if lesson := named.get((*run.key, run.seed)):
-            theirs, ours = _flat(run.settings), _flat(lesson.settings)
+        if trial_run := named.get((*run.key, run.seed)):
+            theirs, ours = _flat(run.settings), _flat(trial_run.settings)
             for name in sorted(theirs.keys() | ours.keys()):
                 there, here = theirs.get(name, "not set"), ours.get(name, "not set")
                 if there != here:

@@ -1,7 +1,8 @@
-"""What a checkpoint costs: how long training stands still beside a plain copy of the same state, and its size.
+"""`bench checkpoint`: how long a checkpoint pauses training, compared with a plain copy of the same state.
 
-One rank, taken batch by batch. Once the pipeline is empty, both sides do their work in turn: the checkpoint that
-`stagewright train` keeps, and nothing but a copy of its tensors into memory that is there already."""
+One rank trains batch by batch. Whenever the pipeline is empty, two things are timed: saving a checkpoint as
+`stagewright train` does, and copying its tensors into buffers that are already allocated.
+"""
 
 from __future__ import annotations
 
@@ -20,41 +21,42 @@ from stagewright.bench.machine import machine
 from stagewright.bench.statistics import Ratio, median_ratio
 from stagewright.config.toml import make_config
 from stagewright.events import Record, Saved
+from stagewright.metrics import MIB
 from stagewright.run.prepare import prepare
 from stagewright.runtime.checkpoint.save import flats_of
 from stagewright.runtime.process.emulate import Emulation
 from stagewright.runtime.process.log import Ledger
 from stagewright.runtime.stage.worker import Worker
 
-LIMIT = 1.5  # of the time to copy the state
-_REPEATS = 11
-_MODEL = "resnet50"
+LIMIT = 1.5  # times the time to copy the state
+REPEATS = 11
+MODEL = "resnet50"
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Seconds of every repeat, and bytes."""
+    """Seconds per repeat, and sizes in bytes."""
 
-    stops: tuple[float, ...]  # that training stood still, once the pipeline was empty
-    copies: tuple[float, ...]  # that a plain copy took
-    quiet: tuple[float, ...]  # of a batch while nothing is written
-    writing: tuple[float, ...]  # of a batch while a checkpoint is written
-    state: int
-    size: int
+    stops: tuple[float, ...]  # pause of training for a checkpoint, once the pipeline is empty
+    copies: tuple[float, ...]  # a plain copy of the state
+    quiet: tuple[float, ...]  # a batch while nothing is written
+    writing: tuple[float, ...]  # a batch while a checkpoint is written
+    state: int  # bytes of weights and optimizer state
+    size: int  # bytes of the checkpoint on disk
 
     @property
     def ratio(self) -> Ratio:
         return median_ratio(self.stops, self.copies)
 
 
-def measure(tell: Callable[[str], None]) -> Found:
-    """Take both sides in turns."""
+def measure(progress: Callable[[str], None]) -> Found:
+    """Time checkpoint and plain copy in turns."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
         job, per_epoch = prepare(
             make_config(
                 {
-                    "model": {"name": _MODEL, "classes": 10},
+                    "model": {"name": MODEL, "classes": 10},
                     "data": {"image": 32, "samples": 64},
                     "plan": {"placement": "0:0", "mode": "stale", "versions": "2", "batch": 4, "microbatches": 1},
                     "checkpoint": {"every": 1, "keep": 1},
@@ -65,27 +67,27 @@ def measure(tell: Callable[[str], None]) -> Found:
         saved: list[Record] = []
         with Ledger(job, per_epoch, saved.append) as ledger:
             (worker,) = Emulation(job, ledger.handle).workers
-            found = _take_turns(worker, tell)
+            found = _take_turns(worker, progress)
         size = next(record.bytes for record in saved if isinstance(record, Saved))
         return Found(**found, size=size)
 
 
-def _take_turns(worker: Worker, tell: Callable[[str], None]) -> dict[str, Any]:
+def _take_turns(worker: Worker, progress: Callable[[str], None]) -> dict[str, Any]:
     state = [flat for _, flat in flats_of(worker.replicas[0])]
-    room = [torch.empty_like(flat).fill_(0) for flat in state]
+    buffers = [torch.empty_like(flat).fill_(0) for flat in state]
     series: dict[str, list[float]] = {"stops": [], "copies": [], "quiet": [], "writing": []}
-    for repeat in range(_REPEATS + 1):
-        tell(f"checkpoint {repeat} of {_REPEATS}")
+    for repeat in range(REPEATS + 1):
+        progress(f"checkpoint {repeat} of {REPEATS}")
         is_copy_first = repeat % 2 == 0
         times = {"quiet": _timed(_train, worker, 2 * repeat)}
         if is_copy_first:
-            times["copies"] = _timed(_copy, state, room)
+            times["copies"] = _timed(_copy, state, buffers)
         times["stops"] = _timed(worker.saver.save, 2 * repeat + 1)
         times["writing"] = _timed(_train, worker, 2 * repeat + 1)
         worker.saver.close()
         if not is_copy_first:
-            times["copies"] = _timed(_copy, state, room)
-        if repeat:  # the first one warms up
+            times["copies"] = _timed(_copy, state, buffers)
+        if repeat:  # the first is a warm-up
             for name, seconds in times.items():
                 series[name].append(seconds)
     return {name: tuple(values) for name, values in series.items()} | {"state": sum(flat.nbytes for flat in state)}
@@ -96,9 +98,9 @@ def _train(worker: Worker, batch: int) -> None:
         pending.wait()
 
 
-def _copy(state: list[Tensor], room: list[Tensor]) -> None:
+def _copy(state: list[Tensor], buffers: list[Tensor]) -> None:
     with torch.no_grad():
-        for source, target in zip(state, room, strict=True):
+        for source, target in zip(state, buffers, strict=True):
             target.copy_(source)
 
 
@@ -109,20 +111,21 @@ def _timed(work: Callable[..., object], *arguments: object) -> float:
 
 
 def describe(found: Found) -> dict[str, Any]:
+    """The measurements as one JSON object."""
     return asdict(found) | {"ratio": asdict(found.ratio), "limit": LIMIT, "machine": machine()}
 
 
 def show(console: Console, found: Found) -> None:
+    """Print the measurements and whether the goal is met."""
     ratio = found.ratio
-    verdict = "met" if ratio.value <= LIMIT else "not met"
-    mib = 2**20
+    goal = "met" if ratio.value <= LIMIT else "not met"
     lines = [
-        f"{_MODEL}, two versions, SGD with momentum: {found.state / mib:.1f} MiB of state, {len(found.stops)} repeats",
-        f"training stands still  {_spread(found.stops)}",
+        f"{MODEL}, two versions, SGD with momentum: {found.state / MIB:.1f} MiB of state, {len(found.stops)} repeats",
+        f"pause of training      {_spread(found.stops)}",
         f"plain copy             {_spread(found.copies)}",
-        f"ratio                  {ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f}), goal <= {LIMIT:g}: {verdict}",
-        f"on the disk            {found.size / mib:.1f} MiB, {found.size / found.state:.3f} of the state",
-        f"a batch                {_spread(found.quiet)}; while a checkpoint is written {_spread(found.writing)}",
+        f"ratio                  {ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f}), goal <= {LIMIT:g}: {goal}",
+        f"on disk                {found.size / MIB:.1f} MiB, {found.size / found.state:.3f} of the state",
+        f"one batch              {_spread(found.quiet)}; while a checkpoint is written {_spread(found.writing)}",
         ", ".join(machine().values()),
     ]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,8 @@
-"""How fast encoded images become samples: ours beside stock ways, on one thread, in turns, in one run. Stock ways from a JPEG to a crop of one size: Pillow, simplejpeg with torch, torchvision, DALI; those installed."""
+"""`bench data` and `data bench`: how fast encoded images become samples, with Stagewright and in stock ways.
+
+The stock ways are Pillow, simplejpeg with torch, torchvision and DALI, as far as they are installed. All sides decode
+and crop the same images on one thread, in turns. The loader's speed and overhead and the time to load an index follow.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +35,7 @@ from stagewright.data.pool import LoaderOptions, Pool
 from stagewright.data.records import Record
 from stagewright.data.sources import ImageSource
 
+StockPath = Callable[[bytes, View], object]
 HEIGHT, WIDTH, SIDE = 375, 500, 224
 _DISTINCT = 16
 _QUALITY = 94
@@ -40,7 +45,7 @@ _BATCHES = 48
 
 
 def make_jpegs(height: int = HEIGHT, width: int = WIDTH) -> list[bytes]:
-    """Pictures of waves under noise, of the size and about the bytes of an ImageNet photograph."""
+    """Images of waves under noise, with the size and about the bytes of an ImageNet photograph."""
     generator = np.random.default_rng(0)
     rows, columns = np.mgrid[0:height, 0:width]
     jpegs = []
@@ -53,7 +58,7 @@ def make_jpegs(height: int = HEIGHT, width: int = WIDTH) -> list[bytes]:
 
 
 class InMemory:
-    """Records that are there already, so that what is measured is not the disk."""
+    """Records in memory, so that the disk is not measured."""
 
     def __init__(self, jpegs: Sequence[bytes], samples: int) -> None:
         self._jpegs = jpegs
@@ -83,7 +88,7 @@ class InMemory:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One way of decoding and cropping, with its images a second, a repeat each."""
+    """One way to decode and crop, and its images per second, one value per repeat."""
 
     name: str
     speeds: tuple[float, ...]
@@ -91,18 +96,19 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Everything that one run measured."""
+    """Everything that `bench data` measures."""
 
     sides: tuple[Side, ...]  # ours first
-    loader: dict[int, float]  # images a second by threads
-    overhead: dict[str, float]  # seconds an image that the loader takes beyond decoding and cropping, by size
-    index_load: float  # seconds for an index of ImageNet's size
+    loader: dict[int, float]  # images per second by number of threads
+    overhead: dict[str, float]  # seconds per image that the loader takes beyond decoding and cropping, by image size
+    index_load: float  # seconds to load an index of ImageNet's size
     jpeg_bytes: int
 
     def ratio(self, side: Side) -> Ratio:
         return median_ratio(self.sides[0].speeds, side.speeds)
 
     def describe(self) -> dict[str, Any]:
+        """The measurements as one JSON object."""
         return {
             "sides": [
                 {"name": side.name, "median": median_of(side.speeds), "speeds": side.speeds}
@@ -132,24 +138,25 @@ def run(*, repeats: int, images: int, most_threads: int, as_json: bool) -> None:
 
 
 def measure(repeats: int, images: int, most_threads: int, indexed: int = _IMAGENET) -> Outcome:
-    large = Work(make_jpegs(), Augmentation(SIDE, Cropping.RESIZED), HEIGHT, WIDTH)
-    small = Work(make_jpegs(32, 32), Augmentation(32, Cropping.PADDED), 32, 32)
+    large = Images(make_jpegs(), Augmentation(SIDE, Cropping.RESIZED), HEIGHT, WIDTH)
+    small = Images(make_jpegs(32, 32), Augmentation(32, Cropping.PADDED), 32, 32)
     views = large.views(0, range(images))
-    paths: dict[str, StockPath] = {"stagewright": _ours(SIDE)} | stock_paths(SIDE)
+    paths: dict[str, StockPath] = {"stagewright": stagewright_path(SIDE)} | stock_paths(SIDE)
     speeds: dict[str, list[float]] = {name: [] for name in paths}
     turns = deque(paths)
     for _ in range(repeats):
         for name in turns:
             speeds[name].append(_speed(paths[name], large.jpegs, views))
-        turns.rotate(1)  # nobody always follows the same side
+        turns.rotate(1)  # no side always follows the same other side
     sides = tuple(Side(name, tuple(found)) for name, found in speeds.items())
-    longer = max(repeats // 4, 1), 8 * images  # so that starting a loader does not count
+    longer = max(repeats // 4, 1), 8 * images  # so that starting a loader hardly counts
     overhead = {"32x32": small.overhead(*longer), f"{WIDTH}x{HEIGHT}": large.overhead(*longer)}
     threads = {count: large.loader_speed(count) for count in range(1, most_threads + 1)}
     return Outcome(sides, threads, overhead, _index_load(indexed), sum(map(len, large.jpegs)) // len(large.jpegs))
 
 
-def _ours(side: int) -> StockPath:
+def stagewright_path(side: int) -> StockPath:
+    """Stagewright's own way from a JPEG to a crop."""
     decoder, target = Decoder(), torch.zeros(side, side, 3, dtype=torch.uint8)
 
     def path(data: bytes, view: View) -> object:
@@ -168,8 +175,8 @@ def _speed(path: StockPath, jpegs: Sequence[bytes], views: Sequence[View]) -> fl
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """JPEGs of one size, and what is made of them."""
+class Images:
+    """JPEGs of one size, and how they are augmented."""
 
     jpegs: Sequence[bytes]
     augmentation: Augmentation
@@ -185,7 +192,7 @@ class Work:
         return ImageLoader(source, share, LoaderOptions(threads=threads), Pool(threads))
 
     def loader_speed(self, threads: int) -> float:
-        """Images a second, by the clock, of a loader whose batches nobody uses."""
+        """Images per second of wall-clock time, of a loader whose batches are not used."""
         loader = self.loader(threads, _BATCHES * _MICROBATCH, _BATCHES)
         began = time.perf_counter()
         for number in range(_BATCHES):
@@ -195,11 +202,11 @@ class Work:
         return _BATCHES * _MICROBATCH / seconds
 
     def overhead(self, repeats: int, images: int) -> float:
-        """Processor seconds an image of the loader, less those of decoding and cropping them in a plain loop.
+        """Processor seconds per image of the loader, minus those of decoding and cropping in a plain loop.
 
-        The loop writes into as much memory as the loader, because that much does not stay in the caches.
+        The loop writes to as much memory as the loader, since that much does not stay in the caches.
         """
-        rooms = torch.zeros(
+        buffers = torch.zeros(
             (LoaderOptions().ahead + 1) * _MICROBATCH, *2 * (self.augmentation.side,), 3, dtype=torch.uint8
         )
         order, batches, differences = Order(images, _MICROBATCH), images // _MICROBATCH, []
@@ -215,13 +222,13 @@ class Work:
             views, decoder = self.views(epoch, indices), Decoder()
             began = time.process_time()
             for number, (index, view) in enumerate(zip(indices, views, strict=True)):
-                render(decoder.decode(self.jpegs[index % len(self.jpegs)]), view, rooms[number % len(rooms)])
+                render(decoder.decode(self.jpegs[index % len(self.jpegs)]), view, buffers[number % len(buffers)])
             differences.append((through_loader - (time.process_time() - began)) / len(indices))
         return median_of(differences)
 
 
 def _index_load(records: int) -> float:
-    """Seconds to load an index of so many records, names included, from a file that was just written."""
+    """Seconds to load an index with names from a file that was just written."""
     builder = IndexBuilder()
     for number in range(records):
         builder.add(0, number, 110_000, number % 1000, f"n{number % 1000:08}/n{number % 1000:08}_{number}.JPEG")
@@ -239,7 +246,7 @@ def _show(outcome: Outcome, command: str) -> None:
     console = Console(highlight=False)
     table = Table(width=80)
     table.add_column("one thread")
-    for heading in ("images/s", "ours / it", "95 % interval"):
+    for heading in ("images/s", "ours / this", "95 % interval"):
         table.add_column(heading, justify="right")
     for side in outcome.sides:
         ratio = outcome.ratio(side)
@@ -249,19 +256,17 @@ def _show(outcome: Outcome, command: str) -> None:
     console.print(f"{WIDTH}x{HEIGHT} JPEG of {outcome.jpeg_bytes} bytes to {SIDE}x{SIDE}, random resized crop and flip")
     console.print(table)
     for threads, speed in outcome.loader.items():
-        console.print(f"loader, {threads} threads: {speed:.0f} images/s, {speed / threads:.0f} a thread")
+        plural = "" if threads == 1 else "s"
+        console.print(f"loader, {threads} thread{plural}: {speed:.0f} images/s, {speed / threads:.0f} per thread")
     for size, seconds in outcome.overhead.items():
-        console.print(f"loader beyond decoding, {size}: {seconds * 1e6:.0f} microseconds an image")
+        console.print(f"loader beyond decoding, {size}: {seconds * 1e6:.0f} microseconds per image")
     console.print(f"index of {_IMAGENET} records: loaded in {outcome.index_load:.3f} s")
     console.print(", ".join([*machine().values(), time.strftime("%Y-%m-%d")]))
     console.print(f"repeat with: {command}", soft_wrap=True)
 
 
-StockPath = Callable[[bytes, View], object]
-
-
 def stock_paths(side: int) -> dict[str, StockPath]:
-    """Every stock way that works here, by name."""
+    """Every stock way from a JPEG to a crop that works here, by name."""
     found: dict[str, StockPath] = {"Pillow": _pillow(side), "simplejpeg + torch": _simplejpeg(side)}
     optional: Mapping[str, Callable[[int], StockPath]] = {"torchvision": _torchvision, "DALI (CPU)": _dali}
     for name, make in optional.items():

@@ -1,4 +1,4 @@
-"""What the monitor costs: the same ranks train on, in turns with it and without; its thread counts its own time."""
+"""`bench monitor`: what the monitor costs, from segments of one run with and without it, and its thread's own time."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from stagewright.runtime.process.launch import launch
 from stagewright.runtime.process.log import Ledger
 
 LIMIT = 0.01  # of throughput
-ROUNDS = 50  # of four segments: with, without, without, with
+ROUNDS = 50  # of four segments: with, without, without, with the monitor
 SEGMENT_SECONDS = 1.0
-_WARMUP = 40  # batches, which also tell how many a segment has
+_WARMUP = 40  # batches
 _BATCH = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Images a second of every segment, and what the monitor's thread used."""
+    """Images per second of every segment, and the time that the monitor's thread used."""
 
     device: str
     watched: tuple[float, ...]
     alone: tuple[float, ...]
-    every: float  # seconds between looks
-    looks: int
+    every: float  # seconds between samples
+    looks: int  # samples taken
     processor_seconds: float
-    start_seconds: float  # processor time that a process of its own would take to start
+    start_seconds: float  # processor time to start a separate process, which the thread avoids
 
     @property
     def ratio(self) -> Interval:
-        """Over rounds, whose middle is the same on both sides: what else goes on changes from second to second."""
+        """With over without, by rounds: both sides of a round have the same middle, so slow drifts cancel."""
         watched, alone = (
             [first + second for first, second in zip(speeds[::2], speeds[1::2], strict=True)]
             for speeds in (self.watched, self.alone)
@@ -55,20 +55,20 @@ class Found:
 
     @property
     def share(self) -> float:
-        """Of one core, at this rate; a turn has a look more than its seconds, since it begins and ends with one."""
+        """Of one core at this sampling rate; computed per sample, since a segment begins and ends with one."""
         return self.processor_seconds / self.looks / self.every
 
 
-class Turns:
-    """Hears the steps of a run, and has two of four segments looked at."""
+class Segments:
+    """Receives the steps of a run, and starts the monitor for two of every four segments."""
 
-    def __init__(self, job: Job, segment: int, tell: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, segment: int, progress: Callable[[str], None]) -> None:
         self.watched: list[float] = []
         self.alone: list[float] = []
         self.monitors: list[Monitor] = []
         self._job = job
         self._segment = segment
-        self._tell = tell
+        self._tell = progress
         self._began: Step | None = None
         self._monitor: Monitor | None = None
 
@@ -80,7 +80,7 @@ class Turns:
     def _done(self) -> int:
         return len(self.watched) + len(self.alone)
 
-    def hear(self, record: Record) -> None:
+    def receive(self, record: Record) -> None:
         if not isinstance(record, Step) or record.batch < _WARMUP or self._done == 4 * ROUNDS:
             return
         if self._began is None:
@@ -107,25 +107,25 @@ class Turns:
         self._began = None
 
 
-def measure(tell: Callable[[str], None]) -> Found:
-    """Train on two ranks: once to learn how long a batch takes, and once in turns."""
+def measure(progress: Callable[[str], None]) -> Found:
+    """Train on two ranks: once to time a batch, and once in segments with and without the monitor."""
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
-        tell("how long a batch takes")
+        progress("timing a batch")
         steps: list[Step] = []
         job, per_epoch = _prepare(folder, 2 * _WARMUP)
         _train(job, per_epoch, lambda record: steps.append(record) if isinstance(record, Step) else None)
         batch_seconds = (steps[-1].seconds - steps[_WARMUP].seconds) / (len(steps) - 1 - _WARMUP)
         segment = max(int(SEGMENT_SECONDS / batch_seconds), 1)
         job, per_epoch = _prepare(folder, _WARMUP + 4 * ROUNDS * (segment + 1) + 1)
-        turns = Turns(job, segment, tell)
-        _train(job, per_epoch, turns.hear)
+        segments = Segments(job, segment, progress)
+        _train(job, per_epoch, segments.receive)
     return Found(
         job.config.run.device,
-        tuple(turns.watched),
-        tuple(turns.alone),
+        tuple(segments.watched),
+        tuple(segments.alone),
         job.config.run.monitor_every,
-        sum(monitor.looks for monitor in turns.monitors),
-        sum(monitor.processor_seconds for monitor in turns.monitors),
+        sum(monitor.looks for monitor in segments.monitors),
+        sum(monitor.processor_seconds for monitor in segments.monitors),
         _start_seconds(),
     )
 
@@ -143,13 +143,13 @@ def _prepare(folder: str, steps: int) -> tuple[Job, int]:
     )
 
 
-def _train(job: Job, per_epoch: int, hear: Callable[[Record], None]) -> None:
-    with Ledger(job, per_epoch, hear) as ledger:
+def _train(job: Job, per_epoch: int, receive: Callable[[Record], None]) -> None:
+    with Ledger(job, per_epoch, receive) as ledger:
         launch(job, ledger.handle)
 
 
 def _start_seconds() -> float:
-    """Processor time of a process that gets as far as its first look."""
+    """Processor time of a process until it could take its first sample."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", "import stagewright.hardware.monitor"], check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -157,6 +157,7 @@ def _start_seconds() -> float:
 
 
 def describe(found: Found) -> dict[str, Any]:
+    """The measurements as one JSON object."""
     return asdict(found) | {
         "ratio": asdict(found.ratio),
         "share_of_a_core": found.share,
@@ -166,18 +167,19 @@ def describe(found: Found) -> dict[str, Any]:
 
 
 def show(console: Console, found: Found) -> None:
+    """Print the measurements and whether the goal is met."""
     ratio = found.ratio
-    look = found.processor_seconds / found.looks
-    verdict = "met" if ratio.value >= 1 - LIMIT and found.share < LIMIT else "not met"
+    sample = found.processor_seconds / found.looks
+    goal = "met" if ratio.value >= 1 - LIMIT and found.share < LIMIT else "not met"
     lines = [
-        f"vgg-small on two {found.device} ranks, a look every {found.every:g} s, "
-        f"{len(found.alone)} turns of {SEGMENT_SECONDS:g} s",
+        f"vgg-small on two {found.device} ranks, a sample every {found.every:g} s, "
+        f"{len(found.alone)} segments of {SEGMENT_SECONDS:g} s",
         f"with the monitor     {_spread(found.watched)} images/s",
         f"without              {_spread(found.alone)} images/s",
         f"with / without       {ratio.value:.4f} ({ratio.low:.4f} to {ratio.high:.4f})",
-        f"its own thread       {found.share:.3%} of a core, {look * 1e3:.2f} ms a look, {found.looks} looks",
-        f"goal                 costs less than {LIMIT:.0%} of throughput: {verdict}",
-        f"a process instead    would take {found.start_seconds * 1e3:.0f} ms of a core before its first look",
+        f"its own thread       {found.share:.3%} of a core, {sample * 1e3:.2f} ms per sample, {found.looks} samples",
+        f"goal                 costs less than {LIMIT:.0%} of throughput: {goal}",
+        f"a process instead    would take {found.start_seconds * 1e3:.0f} ms of a core before its first sample",
         ", ".join(machine().values()),
     ]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

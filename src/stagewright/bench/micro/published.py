@@ -11,9 +11,9 @@ from stagewright.planning.calibrate import Calibration, Row, calibrate
 from stagewright.planning.predict import IMAGENET
 
 
-def measure(tell: Callable[[str], None]) -> Calibration:
+def measure(progress: Callable[[str], None]) -> Calibration:
     """Calibrate on all published runs."""
-    return calibrate(tell)
+    return calibrate(progress)
 
 
 def describe(calibration: Calibration) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Models made for measuring. What is measured: the work, the sides that do it, and what their ratio should be."""
+"""What is compared with stock PyTorch: cases of one workload and several sides, and the goal for each pair of sides.
+
+`SUITES` holds the cases of `bench overhead`, `bench peers` and `bench gpu`; nothing here runs anything.
+"""
 
 from __future__ import annotations
 
@@ -11,40 +14,35 @@ from torch import nn
 from stagewright.bench.statistics import Ratio
 from stagewright.cluster.placement import parse_placement
 
-WIDTH = 8
-
-
-def near_empty() -> nn.Module:
-    """Two units with next to nothing to compute: what a microbatch costs is the pipeline itself."""
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+_WIDTH = 8
 
 
 class Kind(StrEnum):
-    """Who does the work."""
+    """What trains the workload."""
 
     STAGEWRIGHT = "stagewright"
     ONE_F_ONE_B = "1f1b"
     DDP = "ddp"
-    STOCK = "stock"  # one process: a plain loop, compiled
-    BOUND = "bound"  # Stagewright's own ranks and kernels, without messages and sums
+    STOCK = "stock"  # a plain compiled loop in one process
+    BOUND = "bound"  # Stagewright's ranks and kernels without any communication: an upper bound
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One contestant: its rank processes train the work in a mode."""
+    """One way to train the workload, in a mode and in its own rank processes."""
 
     name: str
     kind: Kind
     mode: str
-    microbatches: int | None = None  # of its own, where one microbatch a rank is the side's way
-    steps: int | None = None  # of one segment, where its steps take much longer than the others'
+    microbatches: int | None = None  # in place of the workload's: DDP has one microbatch per rank
+    steps: int | None = None  # batches per segment in place of the case's, where its batches take much longer
     is_dynamic: bool = False
-    precision: str | None = None  # of its own
+    precision: str | None = None  # in place of the workload's
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """What the work runs on, and how."""
+class Execution:
+    """The device that the workload runs on, and how it computes."""
 
     device: str = "cpu"
     precision: str = "fp32"
@@ -57,8 +55,8 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What every side of a heat does."""
+class Workload:
+    """What every side of a case trains."""
 
     model: str
     placement: str
@@ -67,7 +65,7 @@ class Work:
     input_shape: tuple[int, ...]
     classes: int
     cut: str | None = None
-    setting: Setting = Setting()
+    setting: Execution = Execution()
 
     @property
     def world(self) -> int:
@@ -99,13 +97,13 @@ def at_least(limit: float) -> Goal:
 
 
 def not_slower() -> Goal:
-    """Of a ratio of speeds: as fast as the other side, as far as can be told."""
+    """For a ratio of speeds: not significantly slower than the other side."""
     return Goal("reaches 1", lambda ratio: ratio.high >= 1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Contest:
-    """Two sides of a heat, and the goal for the first over the second."""
+class Pairing:
+    """Two sides of a case, and the goal for the ratio of the first to the second."""
 
     ours: Side
     theirs: Side
@@ -117,56 +115,56 @@ class Contest:
 
 
 @dataclass(frozen=True, slots=True)
-class Heat:
-    """Contests over one piece of work, run in turns."""
+class Case:
+    """One workload and the sides that are compared on it, which train in turns."""
 
-    work: Work
-    steps: int  # batches of one segment, unless told
-    contests: tuple[Contest, ...]
+    workload: Workload
+    steps: int  # batches per segment by default
+    pairings: tuple[Pairing, ...]
 
     @property
     def sides(self) -> tuple[Side, ...]:
-        return tuple(dict.fromkeys(side for contest in self.contests for side in contest.sides))
+        return tuple(dict.fromkeys(side for pairing in self.pairings for side in pairing.sides))
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """The figure that a segment's seconds become."""
+    """The figure that is computed from the seconds of a segment."""
 
     name: str
-    of: Callable[[Work, int, float], float]  # work, steps, seconds
+    of: Callable[[Workload, int, float], float]  # workload, steps, seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Suite:
-    """What one `bench` command measures."""
+class PeerSuite:
+    """What `bench overhead`, `bench peers` or `bench gpu` measures."""
 
     name: str
     measure: Measure
-    heats: tuple[Heat, ...]
+    cases: tuple[Case, ...]
 
 
 _MICROSECONDS = Measure(
-    "microseconds a microbatch", lambda work, steps, seconds: seconds / (steps * work.microbatches) * 1e6
+    "microseconds per microbatch", lambda workload, steps, seconds: seconds / (steps * workload.microbatches) * 1e6
 )
-_IMAGES = Measure("images a second", lambda work, steps, seconds: steps * work.batch / seconds)
+_IMAGES = Measure("images per second", lambda workload, steps, seconds: steps * workload.batch / seconds)
 _SYNC = Side("sync", Kind.STAGEWRIGHT, "sync")
 _STALE = Side("stale", Kind.STAGEWRIGHT, "stale")
 _DP = Side("dp", Kind.STAGEWRIGHT, "dp")
 _ONE_F_ONE_B = Side("torch 1F1B", Kind.ONE_F_ONE_B, "sync")
 _DDP = Side("torch DDP", Kind.DDP, "dp")
-_NEAR_EMPTY = Work("stagewright.bench.peers.cases:near_empty", "0:0.0:1", 128, 64, (8,), 8)
-_SAMPLES = 32  # of a microbatch: the stages on both sides of the cut then take equally long
-_IMAGES_A_SEGMENT = 1024
-_SMALL_VGG_WHOLE = Work("vgg-small", "0:0-1", 64, 2, (3, 32, 32), 10)
+_NEAR_EMPTY = Workload("stagewright.bench.peers.cases:near_empty", "0:0.0:1", 128, 64, (_WIDTH,), _WIDTH)
+_SAMPLES = 32  # per microbatch: with so many, the stages on both sides of the cut take equally long
+_IMAGES_PER_SEGMENT = 1024
+_SMALL_VGG_WHOLE = Workload("vgg-small", "0:0-1", 64, 2, (3, 32, 32), 10)
 
 
-def _small_vgg(microbatches: int) -> Heat:
-    """What stale gains over 1F1B is the bubble, at most (M+1)/M: so it is shown at more than one M."""
+def _small_vgg(microbatches: int) -> Case:
+    """Stale gains the bubble over 1F1B, at most (M+1)/M: hence several numbers M of microbatches."""
     batch = microbatches * _SAMPLES
-    work = Work("vgg-small", "0:0.0:1", batch, microbatches, (3, 32, 32), 10, cut="avgpool")
-    contests = (Contest(_SYNC, _ONE_F_ONE_B, not_slower()), Contest(_STALE, _ONE_F_ONE_B, at_least(1.2)))
-    return Heat(work, _IMAGES_A_SEGMENT // batch, contests)
+    workload = Workload("vgg-small", "0:0.0:1", batch, microbatches, (3, 32, 32), 10, cut="avgpool")
+    pairings = (Pairing(_SYNC, _ONE_F_ONE_B, not_slower()), Pairing(_STALE, _ONE_F_ONE_B, at_least(1.2)))
+    return Case(workload, _IMAGES_PER_SEGMENT // batch, pairings)
 
 
 _DDP_8 = Side("torch DDP", Kind.DDP, "dp", microbatches=8, steps=6)
@@ -176,44 +174,44 @@ _BOUND = Side("bound", Kind.BOUND, "stale")
 _PHOTO = (3, 224, 224)
 
 
-def _vgg_on_gpu(precision: str, times_ddp: float, of_bound: float) -> Heat:
+def _vgg_on_gpu(precision: str, times_ddp: float, of_bound: float) -> Case:
     """The published experiment: convolutions on seven ranks, fully connected layers on one."""
-    work = Work("vgg16", "0:0-6.0:7", 224, 7, _PHOTO, 1000, cut="avgpool", setting=Setting("cuda", precision))
-    contests = (
-        Contest(_STALE_DYNAMIC, _DDP_8, at_least(times_ddp)),
-        Contest(_STALE_DYNAMIC, _BOUND, at_least(of_bound)),
-        Contest(_DP_8, _DDP_8, not_slower()),
+    workload = Workload("vgg16", "0:0-6.0:7", 224, 7, _PHOTO, 1000, cut="avgpool", setting=Execution("cuda", precision))
+    pairings = (
+        Pairing(_STALE_DYNAMIC, _DDP_8, at_least(times_ddp)),
+        Pairing(_STALE_DYNAMIC, _BOUND, at_least(of_bound)),
+        Pairing(_DP_8, _DDP_8, not_slower()),
     )
-    return Heat(work, 30, contests)
+    return Case(workload, 30, pairings)
 
 
-def _resnet_on_gpu() -> Iterator[Heat]:
-    """Data parallel on eight ranks; and one rank, compiled, where a stage's runtime should cost nothing."""
-    work = Work("resnet50", "0:0-7", 256, 8, _PHOTO, 1000, setting=Setting("cuda", "bf16"))
-    yield Heat(work, 12, (Contest(replace(_DP_8, steps=12), replace(_DDP_8, steps=12), not_slower()),))
-    contests = [
-        Contest(
+def _resnet_on_gpu() -> Iterator[Case]:
+    """Data parallel on eight ranks; and one compiled rank, where Stagewright's runtime should cost nothing."""
+    workload = Workload("resnet50", "0:0-7", 256, 8, _PHOTO, 1000, setting=Execution("cuda", "bf16"))
+    yield Case(workload, 12, (Pairing(replace(_DP_8, steps=12), replace(_DDP_8, steps=12), not_slower()),))
+    pairings = [
+        Pairing(
             Side(precision, Kind.STAGEWRIGHT, "dp", precision=precision),
             Side(f"torch {precision}", Kind.STOCK, "dp", precision=precision),
             not_slower(),
         )
         for precision in ("fp16", "bf16")
     ]
-    work = Work("resnet50", "0:0", 256, 1, _PHOTO, 1000, setting=Setting("cuda", "half", is_compiled=True))
-    yield Heat(work, 40, tuple(contests))
+    workload = Workload("resnet50", "0:0", 256, 1, _PHOTO, 1000, setting=Execution("cuda", "half", is_compiled=True))
+    yield Case(workload, 40, tuple(pairings))
 
 
-_GPU = Suite("gpu", _IMAGES, (_vgg_on_gpu("bf16", 6.0, 0.80), _vgg_on_gpu("fp32", 3.2, 0.88), *_resnet_on_gpu()))
+_GPU = PeerSuite("gpu", _IMAGES, (_vgg_on_gpu("bf16", 6.0, 0.80), _vgg_on_gpu("fp32", 3.2, 0.88), *_resnet_on_gpu()))
 SUITES = {
     suite.name: suite
     for suite in (
-        Suite("overhead", _MICROSECONDS, (Heat(_NEAR_EMPTY, 20, (Contest(_SYNC, _ONE_F_ONE_B, at_most(0.5)),)),)),
-        Suite(
+        PeerSuite("overhead", _MICROSECONDS, (Case(_NEAR_EMPTY, 20, (Pairing(_SYNC, _ONE_F_ONE_B, at_most(0.5)),)),)),
+        PeerSuite(
             "peers",
             _IMAGES,
             (
                 *(_small_vgg(microbatches) for microbatches in (2, 4, 8)),
-                Heat(_SMALL_VGG_WHOLE, 16, (Contest(_DP, _DDP, not_slower()),)),
+                Case(_SMALL_VGG_WHOLE, 16, (Pairing(_DP, _DDP, not_slower()),)),
             ),
         ),
         _GPU,
@@ -221,12 +219,17 @@ SUITES = {
 }
 
 
-def only_heats(suite: Suite, text: str | None) -> Suite:
-    """The suite with only the heats whose description has a text in it."""
+def near_empty() -> nn.Module:
+    """Two units with next to nothing to compute, so that a microbatch costs what the pipeline itself costs."""
+    return nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH))
+
+
+def only_cases(suite: PeerSuite, text: str | None) -> PeerSuite:
+    """The cases of a suite whose description contains a text."""
     if text is None:
         return suite
-    heats = tuple(heat for heat in suite.heats if text.lower() in str(heat.work).lower())
-    if not heats:
-        known = "; ".join(str(heat.work) for heat in suite.heats)
-        raise ValueError(f"--only '{text}' leaves none of {len(suite.heats)} heats: {known}")
-    return replace(suite, heats=heats)
+    cases = tuple(case for case in suite.cases if text.lower() in str(case.workload).lower())
+    if not cases:
+        known = "; ".join(str(case.workload) for case in suite.cases)
+        raise ValueError(f"--only '{text}' matches none of {len(suite.cases)} cases: {known}")
+    return replace(suite, cases=cases)

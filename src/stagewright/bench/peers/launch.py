@@ -1,4 +1,7 @@
-"""Where sides take turns: rank processes that are started once and sleep while another side runs."""
+"""The rank processes of each side: started once per case, they train in turns and sleep while another side trains.
+
+Commands and events are JSON lines over the standard input and output of `peers.process`.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ from stagewright.bench.peers.cases import Side
 Event = dict[str, Any]
 _START_SECONDS = 300.0
 _SEGMENT_SECONDS = 600.0
-_LEAD_SECONDS = 0.05  # from the command to the common start
-_PATIENCE_SECONDS = 2.0
+_LEAD_SECONDS = 0.05  # between the command and the common start
+_EXIT_SECONDS = 2.0
 _WARM_STEPS = 3
 
 
@@ -34,18 +37,18 @@ class Segment:
 
     seconds: float
     loss: float  # of the last batch
-    others: float  # cores that other processes kept busy meanwhile; 0 where the system does not tell
-    busiest: float | None = None  # share of the middle of the segment that the busiest rank's GPU work took
+    others: float  # cores that other processes kept busy meanwhile; 0 where the system does not say
+    busiest: float | None = None  # share of the middle of the segment in which the busiest rank's GPU computed
 
 
 class Ranks:
-    """The living rank processes of one side."""
+    """The rank processes of one side; leaving the context ends them."""
 
     def __init__(self, side: Side, job: Path, folder: Path, world: int) -> None:
         folder.mkdir()
         self.side = side
-        self._heard: queue.SimpleQueue[tuple[int, Event | None]] = queue.SimpleQueue()
-        self._ranks = [_Process(side, job, rank, folder, self._heard) for rank in range(world)]
+        self._events: queue.SimpleQueue[tuple[int, Event | None]] = queue.SimpleQueue()
+        self._ranks = [_Process(side, job, rank, folder, self._events) for rank in range(world)]
         self._trained = 0
 
     def __enter__(self) -> Ranks:
@@ -60,21 +63,21 @@ class Ranks:
             rank.end()
 
     def wait_ready(self) -> None:
-        self._hear("ready", _START_SECONDS)
+        self._wait("ready", _START_SECONDS)
 
     def begin(self, steps: int) -> float:
-        """Have every rank train the next batches from a common start on, which is soon."""
+        """Make every rank train the next batches, from a common start time that is returned."""
         at = time.monotonic() + _LEAD_SECONDS
         for rank in self._ranks:
-            rank.tell({"first": self._trained, "steps": steps, "at": at})
+            rank.send({"first": self._trained, "steps": steps, "at": at})
         self._trained += steps
         return at
 
     def wait_trained(self) -> list[Event]:
-        return self._hear("timed", _SEGMENT_SECONDS)
+        return self._wait("timed", _SEGMENT_SECONDS)
 
     def train(self, steps: int) -> Segment:
-        """Train the next batches."""
+        """Train the next batches and time them."""
         at = self.begin(steps)
         busy = busy_seconds()
         events = self.wait_trained()
@@ -88,32 +91,32 @@ class Ranks:
     def rest(self) -> None:
         """Give back memory that the next side may need."""
         for rank in self._ranks:
-            rank.tell({"rest": True})
-        self._hear("rested", _SEGMENT_SECONDS)
+            rank.send({"rest": True})
+        self._wait("rested", _SEGMENT_SECONDS)
 
-    def _hear(self, kind: str, timeout: float) -> list[Event]:
-        """One event of a kind from every rank; other kinds are dropped."""
+    def _wait(self, kind: str, timeout: float) -> list[Event]:
+        """Wait for one event of a kind from every rank; events of other kinds are dropped."""
         limit = time.monotonic() + timeout
         events: list[Event] = []
         while len(events) < len(self._ranks):
             try:
-                rank, event = self._heard.get(timeout=max(0.0, limit - time.monotonic()))
+                rank, event = self._events.get(timeout=max(0.0, limit - time.monotonic()))
             except queue.Empty:
                 raise ValueError(
-                    f"{self.side.name}: a rank was not {kind} after {timeout:g} s; give fewer --steps"
+                    f"{self.side.name}: a rank was not {kind} within {timeout:g} s; give fewer --steps"
                 ) from None
             if event is None:
-                raise ValueError(f"{self.side.name} rank {rank} {self._ranks[rank].story()}")
+                raise ValueError(f"{self.side.name} rank {rank} {self._ranks[rank].fault()}")
             if event["kind"] == kind:
                 events.append(event)
         return events
 
 
 class _Process:
-    """One rank's process: commands go to its input, events come from its output."""
+    """One rank's process: takes commands on its input and writes events to its output."""
 
     def __init__(
-        self, side: Side, job: Path, rank: int, folder: Path, heard: queue.SimpleQueue[tuple[int, Event | None]]
+        self, side: Side, job: Path, rank: int, folder: Path, events: queue.SimpleQueue[tuple[int, Event | None]]
     ) -> None:
         self._errors = folder / f"{rank}.err"
         with self._errors.open("wb") as errors:
@@ -124,14 +127,14 @@ class _Process:
                 stderr=errors,
                 text=True,
                 env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-                start_new_session=True,  # Ctrl-C reaches us alone; a rank ends when its input does
+                start_new_session=True,  # Ctrl-C reaches only this process; a rank ends when its input does
             )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._input = self._process.stdin
-        threading.Thread(target=_listen, args=(self._process.stdout, rank, heard), daemon=True).start()
+        threading.Thread(target=_read_events, args=(self._process.stdout, rank, events), daemon=True).start()
 
-    def tell(self, command: Event) -> None:
-        with suppress(BrokenPipeError):  # the end of its output tells of its death
+    def send(self, command: Event) -> None:
+        with suppress(BrokenPipeError):  # it died: the end of its output is its last event
             self._input.write(json.dumps(command) + "\n")
             self._input.flush()
 
@@ -141,29 +144,29 @@ class _Process:
             self._input.close()
 
     def end(self) -> None:
-        """Make sure that it is gone."""
+        """Wait for the process to end; kill it if it does not."""
         try:
-            self._process.wait(_PATIENCE_SECONDS)
+            self._process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
-    def story(self) -> str:
-        """How it ended, and the last thing it said."""
+    def fault(self) -> str:
+        """How it ended, and the last line of its errors."""
         code = self._process.wait()
         said = self._errors.read_text(errors="replace").strip().splitlines() or ["no message"]
         return f"ended with code {code}: {said[-1]}"
 
 
-def _listen(lines: IO[str], rank: int, heard: queue.SimpleQueue[tuple[int, Event | None]]) -> None:
-    """Pass on a rank's events, and after the last one that it is gone."""
+def _read_events(lines: IO[str], rank: int, events: queue.SimpleQueue[tuple[int, Event | None]]) -> None:
+    """Pass on a rank's events, and None once its output ends."""
     for line in lines:
-        heard.put((rank, json.loads(line)))
-    heard.put((rank, None))
+        events.put((rank, json.loads(line)))
+    events.put((rank, None))
 
 
 def open_ranks(stack: ExitStack, jobs: Mapping[Side, Path], folder: Path, world: int) -> list[Ranks]:
-    """Start every side's ranks at once, and wait until all are ready; the stack ends them."""
+    """Start the ranks of all sides at once and wait until they are ready; the stack ends them."""
     started = [
         stack.enter_context(Ranks(side, job, folder / f"side-{number}", world))
         for number, (side, job) in enumerate(jobs.items())
@@ -174,7 +177,7 @@ def open_ranks(stack: ExitStack, jobs: Mapping[Side, Path], folder: Path, world:
 
 
 def compile_together(sides: Sequence[Ranks]) -> None:
-    """One batch of every side at once: compilers need cores, and would otherwise take turns."""
+    """Train one batch on all sides at once, so that they compile at the same time."""
     for side in sides:
         side.begin(1)
     for side in sides:
@@ -183,7 +186,7 @@ def compile_together(sides: Sequence[Ranks]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One side's way to take a turn: on a GPU it warms up first, and gives memory back afterwards."""
+    """How a side takes its turn: on a GPU it warms up first and gives back memory afterwards."""
 
     ranks: Ranks
     steps: int
@@ -198,11 +201,11 @@ class Turn:
         return segment
 
 
-def take_turns(turns: Sequence[Turn], repeats: int, tell: Callable[[str], None]) -> list[list[Segment]]:
-    """Each side's segments, in the order A B A B ...; a first one of each does not count."""
+def take_turns(turns: Sequence[Turn], repeats: int, progress: Callable[[str], None]) -> list[list[Segment]]:
+    """The segments of each side, timed in the order A B A B ...; the first of each is a warm-up and does not count."""
     segments: list[list[Segment]] = [[] for _ in turns]
     for repeat in range(repeats + 1):
-        tell(f"repeat {repeat} of {repeats}" if repeat else "warming up")
+        progress(f"repeat {repeat} of {repeats}" if repeat else "warming up")
         for turn, timed in zip(turns, segments, strict=True):
             timed.append(turn.take())
     return [timed[1:] for timed in segments]

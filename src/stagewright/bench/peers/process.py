@@ -1,7 +1,8 @@
 """The process of one rank of one side: `python -m stagewright.bench.peers.process KIND JOB RANK MEETING`.
 
-Commands come as lines on standard input, answers go as lines to standard output; the end of the input is the end of
-the process, whatever it is doing, so no rank outlives whoever started it."""
+Commands are JSON lines on standard input, events are JSON lines on standard output. The process exits when its input
+ends, whatever it is doing, so that no rank outlives the process that started it.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ from stagewright.runtime.stage.worker import Emit
 
 
 class Runner(Protocol):
-    """One rank of a side, ready to train; it counts batches from 0."""
+    """One rank of a side, ready to train batches, which count from 0."""
 
-    loss: float | None  # of the last batch that was trained, where this rank has one
+    loss: float | None  # of the last batch trained, on ranks that compute one
 
     def train(self, first: int, steps: int) -> None: ...
 
     def busy(self, start: float, end: float) -> float | None:
-        """The share of a segment's middle in which this rank's GPU worked for it, where that is known."""
+        """The share of a segment's middle in which this rank's GPU computed, where it is known."""
         ...
 
 
@@ -45,42 +46,42 @@ _RUNNERS: dict[Kind, Callable[[Job, int, Path, Emit], Runner]] = {
 
 
 def main() -> None:
-    """Build one rank, then train a segment for every command."""
+    """Build one rank, then train one segment per command."""
     kind, path, rank, meeting = sys.argv[1:]
-    commands, tell = _listen(), _own_output()
+    commands, send = _read_commands(), _open_output()
     job = Job.load(Path(path))
     torch.set_num_threads(job.config.run.threads)
-    runner = _RUNNERS[Kind(kind)](job, int(rank), Path(meeting), tell)
-    tell({"kind": "ready"})
+    runner = _RUNNERS[Kind(kind)](job, int(rank), Path(meeting), send)
+    send({"kind": "ready"})
     while True:
         command = commands.get()
         if "rest" in command:
             torch.cuda.empty_cache()
-            tell({"kind": "rested"})
+            send({"kind": "rested"})
             continue
-        time.sleep(max(0.0, command["at"] - time.monotonic()))  # all ranks of the machine read one clock
+        time.sleep(max(0.0, command["at"] - time.monotonic()))  # all ranks of a machine read the same clock
         used = time.process_time()
         runner.train(command["first"], command["steps"])
         if job.config.run.device == "cuda":
             torch.cuda.synchronize()
         end, used = time.monotonic(), time.process_time() - used
         busy = runner.busy(command["at"], end)
-        tell({"kind": "timed", "end": end, "used": used, "loss": runner.loss, "busy": busy})
+        send({"kind": "timed", "end": end, "used": used, "loss": runner.loss, "busy": busy})
 
 
-def _own_output() -> Emit:
-    """Keep standard output for our lines; what anything else prints goes to standard error."""
+def _open_output() -> Emit:
+    """Reserve standard output for events; anything else that is printed goes to standard error."""
     output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
-    def tell(event: dict[str, Any]) -> None:
+    def send(event: dict[str, Any]) -> None:
         output.write(json.dumps(event) + "\n")
         output.flush()
 
-    return tell
+    return send
 
 
-def _listen() -> queue.SimpleQueue[dict[str, Any]]:
+def _read_commands() -> queue.SimpleQueue[dict[str, Any]]:
     commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
     def read() -> None:

@@ -1,4 +1,7 @@
-"""Stock PyTorch's sides: what a user would run instead, on the same work. Stagewright's side: the worker that `stagewright train` runs, over the same channels, span after span."""
+"""How each side trains one rank's part of a job: stock PyTorch as a user would run it, and Stagewright itself.
+
+Every class is a `Runner` of `peers.process`. All sides train the same model on the same samples.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,11 @@ from stagewright.runtime.stage.worker import Emit
 from stagewright.runtime.status_file import status_path
 
 _CPU = torch.device("cpu")
+_MIDDLE = (0.25, 0.85)  # of a segment: where the pipeline neither fills nor drains
 
 
 def static_batch(job: Job, device: torch.device) -> tuple[Tensor, Tensor]:
-    """One microbatch that stays on the device, as every side of a heat on GPUs has it."""
+    """One microbatch that stays on the device; on GPUs every side trains on it again and again."""
     image, classes = job.config.data.image, job.config.model.classes
     assert image is not None and classes is not None
     generator = torch.Generator(device).manual_seed(0)
@@ -41,8 +45,8 @@ def static_batch(job: Job, device: torch.device) -> tuple[Tensor, Tensor]:
     return inputs.contiguous(memory_format=torch.channels_last), labels
 
 
-class _Side:
-    """What stock sides have in common: they tell nothing of when the GPU worked."""
+class _Stock:
+    """What stock sides have in common: they do not know when the GPU computed."""
 
     loss: float | None = None
 
@@ -51,12 +55,12 @@ class _Side:
 
 
 def open_store(meeting: Path, world: int) -> dist.Store:
-    """Where the ranks of one side find each other; each side has a folder of its own."""
+    """The store through which the ranks of one side meet; each side has its own folder."""
     return dist.FileStore(str(meeting / "store"), world)
 
 
-class OneFOneB(_Side):
-    """torch.distributed.pipelining: one stage a rank, Schedule1F1B, shapes known from the start."""
+class OneFOneB(_Stock):
+    """torch.distributed.pipelining: one stage per rank, Schedule1F1B, shapes known from the start."""
 
     def __init__(self, job: Job, rank: int, meeting: Path, emit: Emit) -> None:
         world = job.plan.world
@@ -70,7 +74,7 @@ class OneFOneB(_Side):
         self._optimizer = _optimizer(job, module)
 
     def train(self, first: int, steps: int) -> None:
-        """Train some batches; each drains before its update."""
+        """Train some batches; the pipeline drains before each update."""
         losses: list[Tensor] = []
         for batch in range(first, first + steps):
             index = batch % len(self._inputs)
@@ -85,12 +89,12 @@ class OneFOneB(_Side):
         self.loss = float(torch.stack(losses).mean()) if losses else None
 
 
-class Ddp(_Side):
-    """DistributedDataParallel: every rank its share of the batch; on GPUs as fast as stock options make it."""
+class Ddp(_Stock):
+    """DistributedDataParallel: every rank trains its share of the batch; on GPUs with the fastest stock options."""
 
     def __init__(self, job: Job, rank: int, meeting: Path, emit: Emit) -> None:
         world, self._precision = job.plan.world, make_precision(job.config.run.precision, job.config.run.device)
-        assert job.plan.microbatches == world, "DDP runs one microbatch a rank"
+        assert job.plan.microbatches == world, "DDP runs one microbatch per rank"
         set_up(job.config)
         device = open_device(job.config.run.device, rank, share=True).device
         dist.init_process_group("gloo", store=open_store(meeting, world), rank=rank, world_size=world)
@@ -116,8 +120,8 @@ class Ddp(_Side):
         self.loss = float(loss.detach())
 
 
-class Plain(_Side):
-    """One process on one GPU: the loop that everybody writes, compiled, with torch's own loss scaling in fp16."""
+class Plain(_Stock):
+    """The usual training loop in one process on one GPU, compiled, with torch's own loss scaling in fp16."""
 
     def __init__(self, job: Job, rank: int, meeting: Path, emit: Emit) -> None:
         self._precision = make_precision(job.config.run.precision, job.config.run.device)
@@ -141,7 +145,7 @@ class Plain(_Side):
 
 
 def as_sequential(piece: Piece) -> nn.Module:
-    """A piece of a plain chain as a user would write it: its layers one after another, without a graph."""
+    """A piece of a plain chain as a user would write it: an nn.Sequential of its layers, not a graph."""
     assert isinstance(piece.training, fx.GraphModule)
     layers: list[nn.Module] = []
     for node in piece.training.graph.nodes:
@@ -154,7 +158,7 @@ def as_sequential(piece: Piece) -> nn.Module:
 
 
 def _batches(job: Job) -> tuple[Tensor, Tensor]:
-    """All the data in memory, a row a batch, in the order in which Stagewright reads it."""
+    """All the data in memory, one row per batch, in the order in which Stagewright reads it."""
     source = open_data(job.config, job.config.data.source)
     count = len(source) // job.plan.batch
     inputs, labels = source.batch(torch.arange(count * job.plan.batch).numpy())
@@ -163,22 +167,19 @@ def _batches(job: Job) -> tuple[Tensor, Tensor]:
 
 
 def _boundaries(job: Job) -> list[Tensor]:
-    """Examples of what leaves each stage."""
+    """Example outputs of each stage."""
     shapes: list[Any] = [value.shape for (value,) in job.training.cuts]
     return [torch.empty(shape, requires_grad=True) for shape in [*shapes, job.training.output]]
 
 
 def _optimizer(job: Job, module: nn.Module) -> torch.optim.Optimizer:
-    """Fused, as Stagewright's is: the fastest that torch has."""
+    """Fused, like Stagewright's: the fastest that torch has."""
     config = job.config.optimizer
     return torch.optim.SGD(module.parameters(), config.lr, config.momentum, fused=True)
 
 
-_MIDDLE = (0.25, 0.85)  # of a segment: the pipeline neither fills nor drains
-
-
 class Stagewright:
-    """One rank of a job, trained in segments."""
+    """One rank of a job with the worker that `stagewright train` runs, trained in segments."""
 
     def __init__(self, job: Job, rank: int, meeting: Path, emit: Emit) -> None:
         self.loss: float | None = None  # of the last batch, on ranks of the last stage
@@ -190,7 +191,7 @@ class Stagewright:
         device = open_device(job.config.run.device, job.plan.devices[rank].index, share=job.config.run.share_gpu)
         self.recorder = make_recorder(position, device)
         network = self._network(job, rank, meeting, device)
-        self._worker = assemble(job, rank, network, self._hear, self.recorder, device)
+        self._worker = assemble(job, rank, network, self._receive, self.recorder, device)
         if device.device.type == "cuda" and self._worker.loader is not None:
             self._worker.loader.close()
             self._worker.loader = _Static(*static_batch(job, device.device))
@@ -202,7 +203,7 @@ class Stagewright:
             pending.wait()
 
     def busy(self, start: float, end: float) -> float | None:
-        """The share of a segment's middle that lies under a compute."""
+        """The share of a segment's middle that compute spans cover."""
         low, high = (start + share * (end - start) for share in _MIDDLE)
         spans = [span for span in self.recorder.spans() if span[0] == "compute"]
         inside = sum(max(0.0, min(stop, high) - max(begin, low)) for *_, begin, stop in spans)
@@ -213,7 +214,7 @@ class Stagewright:
             job.config, open_store(meeting, job.plan.world), rank, Place(), job.config.run.timeout, device
         )
 
-    def _hear(self, event: dict[str, Any]) -> None:
+    def _receive(self, event: dict[str, Any]) -> None:
         if event["kind"] == "losses":
             self.loss = fmean(loss for _, loss in event["losses"])
         self._emit(event)
@@ -221,7 +222,7 @@ class Stagewright:
 
 @dataclass(frozen=True, slots=True)
 class _Static:
-    """One microbatch on the device, again and again: every side has its samples there."""
+    """A loader that always returns the same microbatch, which stays on the device."""
 
     inputs: Tensor
     labels: Tensor
@@ -234,7 +235,7 @@ class _Static:
 
 
 class Unconnected(Stagewright):
-    """The same ranks and kernels without a message or a sum: as fast as this layout could ever be here."""
+    """The same ranks and kernels without messages or all-reduces: the fastest that this plan could ever be here."""
 
     def __init__(self, job: Job, rank: int, meeting: Path, emit: Emit) -> None:
         super().__init__(job, rank, meeting, emit)
@@ -247,10 +248,10 @@ class Unconnected(Stagewright):
             own.gradients_to = {peer: _NoOutbox(outbox) for peer, outbox in own.gradients_to.items()}
 
     def _network(self, job: Job, rank: int, meeting: Path, device: Device) -> Network:
-        return _Nobody()
+        return _NoNetwork()
 
 
-class _Nobody:
+class _NoNetwork:
     """A network without other ranks."""
 
     store = DictStore({})
@@ -267,24 +268,24 @@ class _Nobody:
         return Alone()
 
     def message(self, message_format: MessageFormat) -> Message:
-        raise AssertionError("nobody sends and nobody receives")
+        raise AssertionError("without a network nothing is sent or received")
 
 
 class _NoOutbox(Outbox):
     """Sends nothing."""
 
     def __init__(self, real: Outbox) -> None:
-        super().__init__(real.name, MemoryTransport(), _Nobody.store, 1)
+        super().__init__(real.name, MemoryTransport(), _NoNetwork.store, 1)
 
     def send(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
         pass
 
 
 class _NoInbox(Inbox):
-    """Has something of the right shape whenever it is asked."""
+    """Always has a message of the right shape."""
 
     def __init__(self, real: Inbox, device: torch.device) -> None:
-        super().__init__(real.name, MemoryTransport(), _Nobody.store, 1)
+        super().__init__(real.name, MemoryTransport(), _NoNetwork.store, 1)
         self._device = device
         self._message: Any = None
 
@@ -308,7 +309,7 @@ class _NoInbox(Inbox):
 
 
 class _Noise:
-    """A message that nobody sent: small random numbers, and labels of class 0."""
+    """A message that was never sent: small random numbers, and labels of class 0."""
 
     def __init__(self, message_format: MessageFormat, device: torch.device) -> None:
         self.tensors = message_format.views(torch.zeros(message_format.bytes, dtype=torch.uint8, device=device))

@@ -1,4 +1,9 @@
-"""The plan that a configuration describes, without building its model. Whether a configuration fits this machine: its GPUs, their memory, or the memory of its processes. What a configuration would do on a cluster of the catalogue, by Stagewright's own efficiency. The published runs of the models and clusters that a bench predicts, beside what the simulator says of them."""
+"""What a configuration needs and how fast it would be, without running it.
+
+`Capacity` says whether a configuration fits a machine: its GPUs, their memory, the memory of its processes.
+`predict_config` simulates it on a cluster of the catalogue with Stagewright's own efficiency, and `published_rows` puts
+the published runs of the same models and clusters next to what the simulator predicts for them.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,18 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from stagewright.bench.result import PublishedRow, Row
+from stagewright.bench.suite import ANYWHERE, devices_of
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import Placement, parse_placement
-from stagewright.cluster.specs import MIB, Catalogue
-from stagewright.cluster.topology import Cluster, Device, Machine
+from stagewright.cluster.specs import Catalogue
+from stagewright.cluster.topology import Cluster, Machine
 from stagewright.config.sections import Config
+from stagewright.metrics import MIB
+from stagewright.model.cut import Chain
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.make import default_microbatches
 from stagewright.plan.plan import Mode, Plan
@@ -26,95 +33,66 @@ from stagewright.planning.planner import settle_lag
 from stagewright.planning.predict import Prediction, predict
 from stagewright.planning.setting import analytic_setting, study
 
-if TYPE_CHECKING:
-    from stagewright.model.cut import Chain
-
-
-_MOST_MACHINES = 1024
-ANYWHERE = Cluster((Machine(),) * _MOST_MACHINES, "anywhere")  # for placements whose machines are not looked at
-
-
-def devices_of(placement: str) -> tuple[Device, ...]:
-    """Every device that a placement names, once."""
-    return tuple(dict.fromkeys(device for stage in parse_placement(placement, ANYWHERE) for device in stage))
-
-
-def layout(config: Config, chain: Chain, placement: Placement, otherwise: Callable[[], tuple[str, ...]]) -> Plan:
-    """The plan on a placement; `otherwise` says where to cut if the configuration does not."""
-    options = config.plan
-    mode = Mode(options.mode)
-    cuts: tuple[str, ...] = ()
-    if mode is Mode.DP:
-        placement = (tuple(dict.fromkeys(device for stage in placement for device in stage)),)
-    elif len(placement) > 1:
-        shares = stage_numbers(options.shares, "shares", ":")
-        if options.cut is not None:
-            cuts = chain.by_names([name.strip() for name in options.cut.split(",")])
-        else:
-            cuts = otherwise() if shares is None else chain.by_shares(shares)
-    return plan_at(options, placement, cuts)
-
-
-_SURE = 1.15  # the memory model is good for 15 %: what may fit is tried
-_ANY_GPU = "h200"  # whose memory does not matter here, and which has every precision
+_MEMORY_MARGIN = 1.15  # the memory model is accurate to 15 %: what may fit is tried
+_ANY_GPU = "h200"  # supports every precision; its memory does not matter here
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What this machine has."""
+class Capacity:
+    """What a machine has to run configurations on."""
 
     gpus: int
     gpu_memory: int  # bytes of the smallest
-    memory: int
+    memory: int  # bytes of the machine
 
     @property
     def cluster(self) -> Cluster:
-        """Its GPUs as devices to place stages on; without any, processes, as many as there are cores."""
+        """Its GPUs as devices for stages; without GPUs, as many processes as there are cores."""
         count = self.gpus or len(os.sched_getaffinity(0))
         return Cluster((Machine(count),), "this machine")
 
-    def lacks(self, config: Config) -> str | None:
-        """What keeps a configuration from running here, in a few words."""
+    def shortage(self, config: Config) -> str | None:
+        """Why a configuration does not fit, in a few words; None where it does."""
         devices = devices_of(config.plan.placement)
         machines = {device.machine for device in devices}
         if config.run.device == "cuda":
             if len(machines) > 1:
-                return f"needs {len(machines)} machines of GPUs, this is one"
+                return f"needs {len(machines)} machines with GPUs, this is 1"
             needed = 1 + max(device.index for device in devices)
             if not self.gpus or (needed > self.gpus and not config.run.share_gpu):
                 return f"needs {needed} GPU{'s' if needed > 1 else ''}, this machine has {self.gpus}"
-        return self._lacks_memory(config)
+        return self._memory_shortage(config)
 
-    def _lacks_memory(self, config: Config) -> str | None:
+    def _memory_shortage(self, config: Config) -> str | None:
         needs = needed_memory(config)
         if config.run.device != "cuda":
             total = sum(needs)
-            return _too_much("of memory", total, self.memory) if total > self.memory * _SURE else None
+            return _too_much("of memory", total, self.memory) if total > self.memory * _MEMORY_MARGIN else None
         held: Counter[int] = Counter()
         for rank, need in enumerate(needs):
             held[rank % self.gpus] += need
         most = max(held.values(), default=0)
-        return _too_much("on a GPU", most, self.gpu_memory) if most > self.gpu_memory * _SURE else None
+        return _too_much("on a GPU", most, self.gpu_memory) if most > self.gpu_memory * _MEMORY_MARGIN else None
 
 
 def _too_much(where: str, needs: int, has: int) -> str:
     return f"needs about {needs / MIB:,.0f} MiB {where}, this machine has {has / MIB:,.0f}"
 
 
-def here() -> Room:
-    """The machine that this runs on."""
+def local_capacity() -> Capacity:
+    """The capacity of this machine."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     smallest = min((torch.cuda.get_device_properties(index).total_memory for index in range(count)), default=0)
-    return Room(count, smallest, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return Capacity(count, smallest, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def needed_memory(config: Config) -> list[int]:
-    """Bytes that each rank is expected to need; nothing is known of a model whose shapes can't be followed."""
+    """Predicted bytes per rank; empty for a model whose shapes cannot be traced."""
     try:
         studied = study(config.model.name, config.model.classes, config.data.image)
         placement = parse_placement(config.plan.placement, ANYWHERE)
         shares = [len(devices) for devices in placement]
-        plan = layout(config, studied.chain, placement, lambda: studied.chain.by_shares(shares))
+        plan = _plan_of(config, studied.chain, placement, lambda: studied.chain.by_shares(shares))
     except ValueError:
         return []
     count = 1 + max(device.index for device in plan.devices)
@@ -128,8 +106,8 @@ def needed_memory(config: Config) -> list[int]:
     return [int(estimate.memory(rank).total) for rank in range(plan.world)]
 
 
-def forecast(config: Config, catalogue: Catalogue, cluster: Cluster, *, loads: bool) -> Prediction:
-    """Simulate the plan that a configuration describes."""
+def predict_config(config: Config, catalogue: Catalogue, cluster: Cluster, *, loads: bool) -> Prediction:
+    """Simulate the plan that a configuration describes; `loads` includes the time to load and decode real data."""
     studied = study(config.model.name, config.model.classes, config.data.image)
     setting = analytic_setting(
         catalogue,
@@ -147,19 +125,22 @@ def forecast(config: Config, catalogue: Catalogue, cluster: Cluster, *, loads: b
         count = options.microbatches or default_microbatches(options.batch, [len(devices) for devices in placement])
         return best_cuts(setting, placement, Mode(options.mode), options.batch, count)
 
-    plan = layout(config, studied.chain, placement, fastest)
+    plan = _plan_of(config, studied.chain, placement, fastest)
     if options.versions is None:
         plan = settle_lag(plan, setting, options.staleness)
     return predict(plan, setting)
 
 
-def published_rows(rows: Iterable[Row], tell: Callable[[str], None]) -> tuple[PublishedRow, ...]:
-    """One row a published run; the calibration is fitted anew, so that each run can be told by the others."""
+def published_rows(rows: Iterable[Row], progress: Callable[[str], None]) -> tuple[PublishedRow, ...]:
+    """One row per published run of a predicted model, cluster and precision.
+
+    The calibration is fitted again, so that each run can also be predicted from the other runs alone.
+    """
     wanted = [(row.model, row.cluster, row.precision) for row in rows if row.kind == "predicted"]
     if not any((run.model, run.cluster, run.precision) in wanted for run in published_runs()):
         return ()
     found = []
-    for row in calibrate(tell).rows:
+    for row in calibrate(progress).rows:
         run = row.run
         if (run.model, run.cluster, run.precision) not in wanted:
             continue
@@ -183,3 +164,19 @@ def published_rows(rows: Iterable[Row], tell: Callable[[str], None]) -> tuple[Pu
         )
     order = list(dict.fromkeys(model for model, _, _ in wanted))
     return tuple(sorted(found, key=lambda row: order.index(row.model)))
+
+
+def _plan_of(config: Config, chain: Chain, placement: Placement, default_cuts: Callable[[], tuple[str, ...]]) -> Plan:
+    """The plan of a configuration on a placement; `default_cuts` is asked where the configuration gives no cut."""
+    options = config.plan
+    mode = Mode(options.mode)
+    cuts: tuple[str, ...] = ()
+    if mode is Mode.DP:
+        placement = (tuple(dict.fromkeys(device for stage in placement for device in stage)),)
+    elif len(placement) > 1:
+        shares = stage_numbers(options.shares, "shares", ":")
+        if options.cut is not None:
+            cuts = chain.by_names([name.strip() for name in options.cut.split(",")])
+        else:
+            cuts = default_cuts() if shares is None else chain.by_shares(shares)
+    return plan_at(options, placement, cuts)
