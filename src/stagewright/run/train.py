@@ -44,6 +44,7 @@ from stagewright.runtime.process.log import Ledger
 from stagewright.runtime.process.rank import state_file
 from stagewright.runtime.process.signals import stop_on_signal
 from stagewright.runtime.process.supervisor import NewestCheckpoint
+from stagewright.runtime.process.torch_flags import preserved_state
 
 
 @dataclass(frozen=True)
@@ -158,12 +159,13 @@ def _run_other_machine(job: Job, site: Site, console: Console) -> Result:
 def _execute(job: Job, ledger: Ledger, site: Site | None, say: Callable[[str], None]) -> Path | None:
     """Run the ranks of this machine; return the file of exported weights, if the options ask for one."""
     if job.config.run.emulate:
-        torch.set_num_threads(job.config.run.threads)
-        emulation = Emulation(job, ledger.handle)
-        with stop_on_signal(emulation.pauses.stop):
-            emulation.run()
-        is_finished = ledger.collector.stopped_at is None
-        return _export(job, [emulation.weights()]) if is_finished else None
+        with preserved_state([0] if job.config.run.device == "cuda" else []):
+            torch.set_num_threads(job.config.run.threads)
+            emulation = Emulation(job, ledger.handle)
+            with stop_on_signal(emulation.pauses.stop):
+                emulation.run()
+            is_finished = ledger.collector.stopped_at is None
+            return _export(job, [emulation.weights()]) if is_finished else None
     launch(job, ledger.handle, NewestCheckpoint(job), site, say)
     if not job.config.run.export or ledger.collector.stopped_at is not None:
         return None

@@ -25,7 +25,8 @@ from stagewright.runtime.comm.message import Message, MessageFormat
 from stagewright.runtime.comm.nccl import open_network
 from stagewright.runtime.comm.transport import Alone, Collective, Done, Pending, Place, Transport
 from stagewright.runtime.job import Job
-from stagewright.runtime.process.assemble import assemble, open_data, open_pieces, set_up
+from stagewright.runtime.process.assemble import assemble, open_data, open_pieces
+from stagewright.runtime.process.torch_flags import set_flags
 from stagewright.runtime.stage.precision import make_precision
 from stagewright.runtime.stage.recorder import make_recorder
 from stagewright.runtime.stage.worker import Emit
@@ -95,7 +96,7 @@ class Ddp(_Stock):
     def __init__(self, job: Job, rank: int, meeting: Path, emit: Emit) -> None:
         world, self._precision = job.plan.world, make_precision(job.config.run.precision, job.config.run.device)
         assert job.plan.microbatches == world, "DDP runs one microbatch per rank"
-        set_up(job.config)
+        set_flags(job.config)
         device = open_device(job.config.run.device, rank, share=True).device
         dist.init_process_group("gloo", store=open_store(meeting, world), rank=rank, world_size=world)
         if device.type == "cuda":
@@ -125,7 +126,7 @@ class Plain(_Stock):
 
     def __init__(self, job: Job, rank: int, meeting: Path, emit: Emit) -> None:
         self._precision = make_precision(job.config.run.precision, job.config.run.device)
-        set_up(job.config)
+        set_flags(job.config)
         device = open_device(job.config.run.device, 0, share=True).device
         self._inputs, self._labels = static_batch(job, device)
         (piece,) = open_pieces(job.config, (), device)
@@ -187,7 +188,7 @@ class Stagewright:
         self._plan = job.plan
         position = status_path(meeting, rank)
         position.parent.mkdir(exist_ok=True)
-        set_up(job.config)
+        set_flags(job.config)
         device = open_device(job.config.run.device, job.plan.devices[rank].index, share=job.config.run.share_gpu)
         self.recorder = make_recorder(position, device)
         network = self._network(job, rank, meeting, device)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import nn
 
@@ -53,17 +51,6 @@ def open_data(config: Config, text: str) -> Source:
     if Decode(data.decode) is Decode.ONCE and isinstance(source, ImageSource):
         require_cacheable(source)
     return source
-
-
-def set_up(config: Config) -> None:
-    """Set this process's rules for arithmetic; on a GPU the fastest convolutions, unless bits must repeat."""
-    if config.run.device != "cuda":
-        return
-    make_precision(config.run.precision, config.run.device).set_up()
-    torch.backends.cudnn.benchmark = not config.run.deterministic
-    if config.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
 
 
 def open_pieces(config: Config, cuts: tuple[str, ...], device: torch.device | None = None) -> tuple[Piece, ...]:

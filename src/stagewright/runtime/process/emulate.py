@@ -16,7 +16,8 @@ from stagewright.runtime.comm.device import open_device
 from stagewright.runtime.comm.memory import Memory, MemoryNetwork
 from stagewright.runtime.comm.transport import Pending
 from stagewright.runtime.job import Job
-from stagewright.runtime.process.assemble import assemble, set_up
+from stagewright.runtime.process.assemble import assemble
+from stagewright.runtime.process.torch_flags import set_flags
 from stagewright.runtime.stage.recorder import Recorder
 from stagewright.runtime.stage.worker import Emit, Worker
 from stagewright.schedule.action import Action
@@ -28,7 +29,7 @@ class Emulation:
     def __init__(self, job: Job, emit: Emit) -> None:
         memory = Memory()
         device = open_device(job.config.run.device, 0, share=True)
-        set_up(job.config)
+        set_flags(job.config)
         self.workers = [
             assemble(job, rank, MemoryNetwork(memory, rank, device), emit, _Place(), device)
             for rank in range(job.plan.world)

@@ -29,8 +29,9 @@ from stagewright.runtime.comm.transport import LostPeer, Pending, Place
 from stagewright.runtime.faults import describe_shortage, shortage_event
 from stagewright.runtime.job import Job
 from stagewright.runtime.multinode.shared_files import is_remote, receive_weights, send_weights
-from stagewright.runtime.process.assemble import assemble, set_up
+from stagewright.runtime.process.assemble import assemble
 from stagewright.runtime.process.signals import exit_with_parent
+from stagewright.runtime.process.torch_flags import set_flags
 from stagewright.runtime.stage.recorder import make_recorder
 from stagewright.runtime.stage.worker import Worker
 from stagewright.runtime.status_file import last_action, status_path
@@ -80,7 +81,7 @@ def _leave(code: int) -> None:
 def run_rank(job: Job, rank: int, store: Store, emit: Any, control: Store | None = None) -> None:
     """Build a rank's worker, run its job, leave its weights and its trace; `control` is where pauses are asked for."""
     folder = Path(job.folder)
-    set_up(job.config)
+    set_flags(job.config)
     device = open_device(job.config.run.device, job.plan.devices[rank].index, share=job.config.run.share_gpu)
     network = open_network(job.config, store, rank, Place.of(job.plan, rank), job.patience, device)
     recorder = make_recorder(status_path(folder, rank), device)

@@ -23,7 +23,7 @@ class Precision:
         """A fresh context for one forward: autocast keeps casts of the weights for as long as it is open."""
         return torch.autocast(self.device, self.autocast) if self.autocast else nullcontext()
 
-    def set_up(self) -> None:
+    def set_flags(self) -> None:
         """Set whether this process computes fp32 products in tf32; PyTorch's default is for convolutions only."""
         torch.backends.cuda.matmul.allow_tf32 = self.name == "tf32"
         torch.backends.cudnn.allow_tf32 = self.name != "ieee"
