@@ -12,10 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from stagewright.config.sections import CheckpointConfig
+from stagewright.events import Record
 from stagewright.runtime.checkpoint.folder import Checkpoint, checkpoints_folder, open_checkpoint
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.emulate import Emulation
-from stagewright.runtime.process.log import Ledger, Record
+from stagewright.runtime.process.log import Ledger
 from tests.parity import Case, EmulatedRun, make_job
 
 KILLS = int(os.environ.get("STAGEWRIGHT_KILLS", "0"))  # of each plan in the long tests; 0: the short ones

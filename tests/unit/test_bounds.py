@@ -18,7 +18,7 @@ from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
 from stagewright.run.prepare import within_memory
 from stagewright.schedule.check import ScheduleError, representative_span
-from tests.unit.test_cli import fails
+from tests.commands import fails
 
 HUGE = "99999999999999999999999999"
 BEYOND = {

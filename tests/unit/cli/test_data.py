@@ -14,9 +14,9 @@ from stagewright.data.order import Order
 from stagewright.data.records import PartRecords
 from stagewright.run.train import prepare, run
 from stagewright.runtime.process.emulate import Emulation
+from tests.commands import fails
 from tests.pictures import bytes_feature, jpeg, make_ofrecord, message, write_parts
 from tests.shared import shared_file
-from tests.unit.test_cli import fails
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:

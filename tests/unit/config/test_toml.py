@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
+import tomllib
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 import stagewright
 from stagewright.cli.main import main
+from stagewright.config.sections import Config, options
 from stagewright.config.toml import as_tables, as_toml, make_config, read_toml, toml_value, with_new_names
 from stagewright.run.folder import newest
 from stagewright.run.resume import resumed_config
@@ -114,3 +116,11 @@ def test_unknown_keys_and_tables_are_errors_that_name_the_nearest() -> None:
         make_config({"rum": {"seed": 1}})
     with pytest.raises(ValueError, match=r"'seed'.*not a table"):
         make_config({"seed": 1})  # type: ignore[dict-item]
+
+
+def test_a_configuration_file_holds_every_option(tmp_path: Path) -> None:
+    config = make_config({"run": {"seed": 7, "export": 'a "b" \\ c'}, "plan": {"mode": "sync"}})
+    path = tmp_path / "run.toml"
+    path.write_text(as_toml(config))
+    assert make_config(tomllib.loads(path.read_text())) == config
+    assert {option.key.split(".")[0] for option in options()} == {section.name for section in fields(Config)}
