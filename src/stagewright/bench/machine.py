@@ -14,12 +14,10 @@ from pathlib import Path
 from statistics import median
 
 from stagewright.events import Usage
-from stagewright.hardware.environment import environment
+from stagewright.hardware.environment import read_environment
 from stagewright.plan.plan import Plan
 from stagewright.report.read import read_usage
 
-_IDLE = (3, 4)  # columns of /proc/stat: idle, and waiting for a disk
-_GUEST = 8  # this column and later ones are already counted in earlier ones
 _CONTROL = "nvidia-cuda-mps-control"
 MPS_SECONDS = 10  # that the daemon gives its clients to end
 _FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
@@ -27,17 +25,7 @@ _FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 
 def machine() -> dict[str, str]:
     """The machine in a few words."""
-    return environment().words()
-
-
-def busy_seconds() -> float | None:
-    """Processor time that all processes of this machine have used so far; None where the system does not say."""
-    try:
-        first, *_ = Path("/proc/stat").read_text().splitlines()
-    except OSError:
-        return None
-    ticks = [int(text) for text in first.split()[1 : 1 + _GUEST]]
-    return sum(count for index, count in enumerate(ticks) if index not in _IDLE) / os.sysconf("SC_CLK_TCK")
+    return read_environment().words()
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from stagewright.cluster.topology import Cluster
 from stagewright.config.sections import Config
 from stagewright.config.toml import as_tables
 from stagewright.errors import Interrupted, RunFailed
-from stagewright.hardware.environment import environment
+from stagewright.hardware.environment import read_environment
 from stagewright.metrics import MIB
 from stagewright.plan.plan import Plan
 from stagewright.planning.predict import IMAGENET
@@ -189,7 +189,7 @@ def _repeat(result: Result) -> Repeat:
 
 def _blank(name: str, suite: Suite, options: SuiteOptions, published: tuple[PublishedRow, ...]) -> Outcome:
     """An outcome without rows: what is known before anything ran."""
-    here = environment()
+    here = read_environment()
     return Outcome(
         suite=Path(name).stem,
         title=suite.title,

@@ -1,4 +1,8 @@
-"""A machine as a cluster file: cards by the catalogue's names, connections as levels. Makes a cluster file of a machine: from nvidia-smi's texts, or from this one's driver."""
+"""Writes a cluster file for `--cluster` from this machine, or from another one's saved `nvidia-smi` output.
+
+`import_texts` and `import_this_machine` gather the facts of a machine; `_make` looks its GPUs up in the catalogue and
+turns the matrix of connections into levels; `checked_toml` makes sure that the planner accepts the result.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,8 @@ import itertools
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
 
 from stagewright.cluster.catalog import open_cluster, shipped
 from stagewright.cluster.specs import Catalogue, DeviceSpec
@@ -15,28 +19,30 @@ from stagewright.hardware.gpu import NoNvml, open_nvml, read_gpus
 from stagewright.hardware.host import num_cores
 from stagewright.hardware.smi import parse_smi, parse_topology, read_smi_text
 from stagewright.hardware.topology import SELF, LinkKind, Topology, read_topology
+from stagewright.metrics import MIB
 
-_MOST_LINKS = 18  # that a card has; rows with more are behind a switch, and name the same links again
+_MOST_LINKS = 18  # NVLinks of one GPU; a row with more is behind a switch and counts the same links again
 _TOLERANCE = 0.05  # of memory: drivers differ in what they count
-_LINK_OF = {
+_FULL_WIDTH = 16  # PCIe lanes
+_LINK_NAMES = {
     LinkKind.BRIDGE: "pix",
     LinkKind.BRIDGES: "pix",
     LinkKind.HOST: "phb",
     LinkKind.NODE: "node",
     LinkKind.SYSTEM: "sys",
 }
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A level of a cluster file: groups that reach each other over a link of the catalogue."""
+class FileLevel:
+    """One level of a cluster file: groups of GPUs that reach each other over a link of the catalogue."""
 
     link: str
     groups: tuple[tuple[int, ...], ...]
     lanes: float = 1
 
-    @property
-    def text(self) -> str:
+    def as_toml(self) -> str:
         lanes = f", lanes = {self.lanes:g}" if self.lanes != 1 else ""
         groups = [list(group) for group in self.groups]
         return f'{{ link = "{self.link}"{lanes}' + (f", groups = {groups} }}" if len(groups) > 1 else " }")
@@ -44,137 +50,38 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class MachineFile:
-    """A machine, ready to be written."""
+    """What a cluster file says about machines of one kind."""
 
     name: str
     title: str
     device: str
     devices: int
-    steps: tuple[Step, ...]
+    levels: tuple[FileLevel, ...]  # innermost first
     cores: int | None = None
     count: int = 1
     network: str | None = None
     remarks: tuple[str, ...] = ()
 
     def as_toml(self) -> str:
-        """The file that `--cluster` takes."""
+        """The text of the cluster file."""
         lines = [f"# {remark}" for remark in self.remarks]
-        lines += [f"[cluster.{self.name}]", f'title = "{_escaped(self.title)}"']
+        lines += [f"[cluster.{self.name}]", f'title = "{_without_quotes(self.title)}"']
         lines += [f'network = "{self.network}"'] if self.network else []
         lines.append(f"[[cluster.{self.name}.machines]]")
         lines += [f"count = {self.count}"] if self.count > 1 else []
         lines += [f'device = "{self.device}"', f"devices = {self.devices}"]
         lines += [f"cores = {self.cores}"] if self.cores else []
-        return "\n".join([*lines, "levels = [", *(f"  {step.text}," for step in self.steps), "]", ""])
+        return "\n".join([*lines, "levels = [", *(f"  {level.as_toml()}," for level in self.levels), "]", ""])
 
-
-def find_device(catalogue: Catalogue, name: str, memory: int | None) -> str:
-    """The catalogue's name of a card, by the driver's name and, where several share it, by memory."""
-    plain = _plain(name.removesuffix("..."))
-    is_whole = not name.endswith("...")
-    found = {
-        spec.name: spec
-        for known, spec in catalogue.devices.items()
-        if any(_is_called(text, plain, is_whole) for text in (known, spec.title))
-    }
-    near = [spec for spec in found.values() if memory is None or abs(spec.memory / memory - 1) < _TOLERANCE]
-    if len(near) == 1:
-        return near[0].name
-    if memory is not None and near:
-        return min(near, key=lambda spec: abs(spec.memory - memory)).name
-    mib = "" if memory is None else f" of {memory >> 20} MiB"
-    others = ", ".join(f"{spec.name} ({spec.memory >> 20} MiB)" for spec in found.values())
-    hint = f"it knows {others}" if others else f"known: {', '.join(sorted(_names(catalogue)))}"
-    raise ValueError(f"the catalogue has no '{name}'{mib}; {hint}; choose the nearest with --device NAME")
-
-
-def _names(catalogue: Catalogue) -> set[str]:
-    return {spec.name for spec in catalogue.devices.values()} - {"cpu"}
-
-
-def _is_called(text: str, plain: str, is_whole: bool) -> bool:
-    known = _plain(text)
-    return known == plain or known.startswith(f"{plain} " if is_whole else plain)
-
-
-def _plain(name: str) -> str:
-    words = name.lower().split()
-    return " ".join(word for word in words if word not in ("nvidia", "tesla"))
-
-
-def make_steps(topology: Topology, spec: DeviceSpec, generation: int, lanes: float = 1) -> tuple[Step, ...]:
-    """Levels from the nearest connection outwards; `lanes` is the share of 16 that each card's slot has."""
-    groups: tuple[tuple[int, ...], ...] = tuple((index,) for index in range(len(topology)))
-    if len(groups) == 1:
-        return (Step(f"pcie{generation}-{_kind(LinkKind.HOST, spec)}", groups, lanes),)
-    steps = []
-    for way in list(LinkKind)[1:]:
-        joined = _joined(topology, groups, way)
-        if joined == groups:
-            continue
-        if way is LinkKind.NVLINK:
-            steps.append(Step(_nvlink(spec), joined, _links(topology)))
-        else:
-            is_over_links = bool(steps) and steps[-1].link == spec.nvlink
-            # Linked cards keep a slot each; only what joins sockets is shared by all of a group.
-            slots = min(map(len, groups)) if is_over_links and way is not LinkKind.SYSTEM else 1
-            steps.append(Step(f"pcie{generation}-{_kind(way, spec)}", joined, lanes * slots))
-        groups = joined
-    if len(groups) > 1:
-        raise ValueError(
-            f"the topology does not say how GPU {groups[0][0]} reaches GPU {groups[1][0]}; "
-            "save all of nvidia-smi topo -m and import that"
-        )
-    return tuple(steps)
-
-
-def _kind(way: LinkKind, spec: DeviceSpec) -> str:
-    """GeForce cards have no peer access, so even behind one bridge they copy through the host."""
-    is_host_only = "GeForce" in spec.title and way in (LinkKind.BRIDGE, LinkKind.BRIDGES)
-    return "phb" if is_host_only else _LINK_OF[way]
-
-
-def _nvlink(spec: DeviceSpec) -> str:
-    if spec.nvlink is None:
-        raise ValueError(f"the topology has NVLinks but the catalogue gives {spec.name} none; choose another --device")
-    return spec.nvlink
-
-
-def _joined(topology: Topology, groups: Sequence[tuple[int, ...]], way: LinkKind) -> tuple[tuple[int, ...], ...]:
-    """The groups after those with a connection of this kind between them became one."""
-    merged = [set(group) for group in groups]
-    for one, other in itertools.combinations(range(len(topology)), 2):
-        cell = topology.rows[one][other]
-        if cell is not None and cell.way is way:
-            first = next(group for group in merged if one in group)
-            second = next(group for group in merged if other in group)
-            if first is not second:
-                first |= second
-                merged.remove(second)
-    return tuple(sorted(tuple(sorted(group)) for group in merged))
-
-
-def _links(topology: Topology) -> int:
-    """NVLinks that every linked card has: all that lead away from it, or those to its switch."""
-    counts = []
-    for row in topology.rows:
-        links = [cell.links for cell in row if cell is not None and cell.way is LinkKind.NVLINK]
-        if links:
-            counts.append(sum(links) if sum(links) <= _MOST_LINKS else max(links))
-    return min(counts)
-
-
-def _escaped(text: str) -> str:
-    return "".join(c if c.isprintable() and c not in '"\\' else " " for c in text)
-
-
-_FULL_WIDTH = 16
-_Card = TypeVar("_Card")
+    def describe(self) -> dict[str, Any]:
+        """The fields as JSON takes them; levels are called `steps` there."""
+        fields = asdict(self)
+        return {"steps" if name == "levels" else name: value for name, value in fields.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class ImportOptions:
-    """What the user says beside the texts, or against them; None where the texts are to tell."""
+    """What the user adds to the texts, or overrides; None means as the texts say."""
 
     name: str = "imported"
     device: str | None = None
@@ -186,57 +93,57 @@ class ImportOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """What is known of a machine before the catalogue is asked."""
+class _Facts:
+    """What is known about a machine before its GPUs are looked up in the catalogue."""
 
-    cards: tuple[tuple[str, int | None], ...]  # names, and bytes of memory
+    gpus: tuple[tuple[str, int | None], ...]  # name, and bytes of memory
     topology: Topology | None
-    about: str
+    software: str  # versions, for the title
     generation: int | None = None
     width: int | None = None
     cores: int | None = None
 
 
-def import_texts(topo: str | None, smi: str | None, wishes: ImportOptions) -> MachineFile:
-    """A machine from the texts of `nvidia-smi topo -m` and `nvidia-smi`, each a file or `-`; one file may hold both."""
-    pasted = {path: read_smi_text(path) for path in dict.fromkeys((topo, smi)) if path is not None}
-    topology = parse_topology(pasted[topo]) if topo is not None else None
-    cards: tuple[tuple[str, int | None], ...]
+def import_texts(topo: str | None, smi: str | None, options: ImportOptions) -> MachineFile:
+    """A machine from the output of `nvidia-smi topo -m` and `nvidia-smi`: files or `-`; one file may hold both."""
+    texts = {path: read_smi_text(path) for path in dict.fromkeys((topo, smi)) if path is not None}
+    topology = parse_topology(texts[topo]) if topo is not None else None
+    gpus: tuple[tuple[str, int | None], ...]
     if smi is not None:
-        table = parse_smi(pasted[smi])
-        kept = _chosen(table.cards, wishes.gpus)
-        cut = next((card for card in kept if card.is_mig), None)
-        if cut is not None:
-            raise ValueError(f"GPU {cut.index} is cut into MIG instances; leave it out with --gpus, or switch MIG off")
-        cards = tuple((card.name, card.memory) for card in table.cards)
-        about = f"driver {table.driver}" + (f", CUDA {table.cuda}" if table.cuda else "")
-    elif topology is not None and wishes.device is not None:
-        cards, about = ((wishes.device, None),) * len(topology), "no nvidia-smi table"
+        table = parse_smi(texts[smi])
+        kept = _selected(table.gpus, options.gpus)
+        mig = next((gpu for gpu in kept if gpu.is_mig), None)
+        if mig is not None:
+            raise ValueError(f"GPU {mig.index} is split into MIG instances; exclude it with --gpus, or switch MIG off")
+        gpus = tuple((gpu.name, gpu.memory) for gpu in table.gpus)
+        software = f"driver {table.driver}" + (f", CUDA {table.cuda}" if table.cuda else "")
+    elif topology is not None and options.device is not None:
+        gpus, software = ((options.device, None),) * len(topology), "no nvidia-smi table"
     else:
-        raise ValueError("nothing says which GPUs there are: give --smi FILE, or --topo FILE with --device NAME")
+        raise ValueError("the kind of GPU is unknown: give --smi FILE, or --topo FILE with --device NAME")
     cores = None if topology is None else topology.processors
-    return _make(_Seen(cards, topology, about, cores=cores), wishes)
+    return _make(_Facts(gpus, topology, software, cores=cores), options)
 
 
-def import_this(wishes: ImportOptions) -> MachineFile:
-    """This machine."""
+def import_this_machine(options: ImportOptions) -> MachineFile:
+    """This machine, as its driver describes it."""
     try:
         nvml = open_nvml()
     except NoNvml as error:
-        raise ValueError(f"this machine's GPUs can't be read ({error}); give --topo FILE and --smi FILE") from error
+        raise ValueError(f"can't read this machine's GPUs ({error}); give --topo FILE and --smi FILE") from error
     with nvml:
         gpus, topology, driver = read_gpus(nvml), read_topology(nvml), nvml.ask("nvmlSystemGetDriverVersion")
     if not gpus:
-        raise ValueError("this machine has 0 GPUs; give --topo FILE and --smi FILE of one that has some")
-    cards = tuple((gpu.name, gpu.memory) for gpu in gpus)
-    width = _least([gpu.pcie_width for gpu in _chosen(gpus, wishes.gpus)])
-    generation = _least([gpu.pcie_generation for gpu in _chosen(gpus, wishes.gpus)])
-    return _make(_Seen(cards, topology, f"driver {driver}", generation, width, num_cores()), wishes)
+        raise ValueError("this machine has 0 GPUs; give --topo FILE and --smi FILE of a machine with GPUs")
+    named = tuple((gpu.name, gpu.memory) for gpu in gpus)
+    width = _least([gpu.pcie_width for gpu in _selected(gpus, options.gpus)])
+    generation = _least([gpu.pcie_generation for gpu in _selected(gpus, options.gpus)])
+    return _make(_Facts(named, topology, f"driver {driver}", generation, width, num_cores()), options)
 
 
-def checked(box: MachineFile) -> str:
-    """The text of the file, once the planner has accepted it."""
-    text = box.as_toml()
+def checked_toml(machine: MachineFile) -> str:
+    """The text of the file; an error where the planner would not accept it."""
+    text = machine.as_toml()
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(text)
         file.flush()
@@ -244,55 +151,152 @@ def checked(box: MachineFile) -> str:
     return text
 
 
-def _make(seen: _Seen, wishes: ImportOptions) -> MachineFile:
-    catalogue = shipped()
-    every = range(len(seen.cards))
-    topology = seen.topology
-    if topology is not None and len(topology) != len(seen.cards):
+def find_device(catalogue: Catalogue, name: str, memory: int | None) -> str:
+    """The catalogue's name of a GPU, by the driver's name and, where several share it, by memory."""
+    plain = _plain(name.removesuffix("..."))
+    is_whole = not name.endswith("...")
+    found = {
+        spec.name: spec
+        for known, spec in catalogue.devices.items()
+        if any(_has_name(text, plain, is_whole) for text in (known, spec.title))
+    }
+    near = [spec for spec in found.values() if memory is None or abs(spec.memory / memory - 1) < _TOLERANCE]
+    if len(near) == 1:
+        return near[0].name
+    if memory is not None and near:
+        return min(near, key=lambda spec: abs(spec.memory - memory)).name
+    mib = "" if memory is None else f" with {memory // MIB} MiB"
+    others = ", ".join(f"{spec.name} ({spec.memory // MIB} MiB)" for spec in found.values())
+    hint = f"it knows {others}" if others else f"known: {', '.join(sorted(_device_names(catalogue)))}"
+    raise ValueError(f"the catalogue has no '{name}'{mib}; {hint}; choose the nearest with --device NAME")
+
+
+def make_levels(topology: Topology, spec: DeviceSpec, generation: int, lanes: float = 1) -> tuple[FileLevel, ...]:
+    """Levels from the nearest connection outwards; `lanes` is the share of 16 lanes that each GPU's slot has."""
+    groups: tuple[tuple[int, ...], ...] = tuple((index,) for index in range(len(topology)))
+    if len(groups) == 1:
+        return (FileLevel(f"pcie{generation}-{_pcie_link(LinkKind.HOST, spec)}", groups, lanes),)
+    levels: list[FileLevel] = []
+    for kind in list(LinkKind)[1:]:
+        joined = _join(topology, groups, kind)
+        if joined == groups:
+            continue
+        if kind is LinkKind.NVLINK:
+            levels.append(FileLevel(_nvlink(spec), joined, _num_links(topology)))
+        else:
+            is_over_nvlink = bool(levels) and levels[-1].link == spec.nvlink
+            # GPUs joined by NVLink still have a slot each; only the link between sockets is one for a whole group.
+            slots = min(map(len, groups)) if is_over_nvlink and kind is not LinkKind.SYSTEM else 1
+            levels.append(FileLevel(f"pcie{generation}-{_pcie_link(kind, spec)}", joined, lanes * slots))
+        groups = joined
+    if len(groups) > 1:
         raise ValueError(
-            f"the topology has {len(topology)} GPUs but the table {len(seen.cards)}; save both on the same machine"
+            f"the topology does not say how GPU {groups[0][0]} reaches GPU {groups[1][0]}; "
+            "save the whole output of nvidia-smi topo -m"
         )
-    if topology is None and len(seen.cards) > 1 and (wishes.gpus is None or len(wishes.gpus) > 1):
-        raise ValueError(f"{len(seen.cards)} GPUs and nothing says how they are connected; give --topo FILE as well")
-    indices = list(every if wishes.gpus is None else wishes.gpus)
-    beyond = [index for index in indices if index not in every]
+    return tuple(levels)
+
+
+def _make(facts: _Facts, options: ImportOptions) -> MachineFile:
+    catalogue = shipped()
+    count = len(facts.gpus)
+    topology = facts.topology
+    if topology is not None and len(topology) != count:
+        raise ValueError(f"the topology has {len(topology)} GPUs but the table {count}; save both on the same machine")
+    if topology is None and count > 1 and (options.gpus is None or len(options.gpus) > 1):
+        raise ValueError(f"{count} GPUs but nothing says how they are connected; give --topo FILE as well")
+    indices = list(range(count) if options.gpus is None else options.gpus)
+    beyond = [index for index in indices if index not in range(count)]
     if beyond:
-        raise ValueError(f"--gpus names {beyond[0]} but there are {len(every)} (0-{len(every) - 1})")
+        raise ValueError(f"--gpus names {beyond[0]} but there are {count} (0-{count - 1})")
     topology = Topology(((SELF,),)) if topology is None else topology.only(indices)
-    names = [wishes.device or find_device(catalogue, *seen.cards[index]) for index in indices]
+    names = [options.device or find_device(catalogue, *facts.gpus[index]) for index in indices]
     other = next((place for place, name in enumerate(names) if name != names[0]), None)
     if other is not None:
         raise ValueError(
             f"GPU {indices[0]} is a {names[0]} and GPU {indices[other]} a {names[other]}; a machine of a cluster file "
-            "has one kind, so import each kind with --gpus"
+            "has one kind of GPU, so import each kind with --gpus"
         )
     spec = catalogue.device(names[0])
-    generation = wishes.pcie or seen.generation or spec.pcie
-    steps = make_steps(topology, spec, generation, (seen.width or _FULL_WIDTH) / _FULL_WIDTH)
-    title = f"{len(indices)} x {seen.cards[indices[0]][0]}, {seen.about}"
-    box = MachineFile(wishes.name, title, spec.name, len(indices), steps, wishes.cores or seen.cores)
-    return replace(
-        box, count=wishes.count, network=wishes.network, remarks=_remarks(seen, wishes, indices, generation, box)
-    )
+    generation = options.pcie or facts.generation or spec.pcie
+    levels = make_levels(topology, spec, generation, (facts.width or _FULL_WIDTH) / _FULL_WIDTH)
+    title = f"{len(indices)} x {facts.gpus[indices[0]][0]}, {facts.software}"
+    machine = MachineFile(options.name, title, spec.name, len(indices), levels, options.cores or facts.cores)
+    remarks = _remarks(facts, options, indices, generation, levels)
+    return replace(machine, count=options.count, network=options.network, remarks=remarks)
 
 
 def _remarks(
-    seen: _Seen, wishes: ImportOptions, indices: Sequence[int], generation: int, box: MachineFile
+    facts: _Facts, options: ImportOptions, indices: Sequence[int], generation: int, levels: Sequence[FileLevel]
 ) -> tuple[str, ...]:
-    """What the reader of the file should know of it."""
+    """Comments for whoever reads the file."""
     remarks = [f"Imported {time.strftime('%Y-%m-%d')}; stagewright plan MODEL --cluster FILE --batch B"]
-    if any(step.link.startswith("pcie") for step in box.steps) and seen.width is None:
-        source = "as given" if wishes.pcie else "the best of the card"
-        remarks.append(f"PCIe {generation}.0 x16 is {source}: nvidia-smi's texts do not tell; lanes = 0.5 is x8.")
-    if list(indices) != list(range(len(seen.cards))):
-        remarks.append(f"Devices here are GPUs {', '.join(map(str, indices))} there.")
-    if wishes.cores is None and seen.cores:
-        remarks.append("Cores counts what the system counts: two for a core with two threads.")
+    if any(level.link.startswith("pcie") for level in levels) and facts.width is None:
+        source = "as given" if options.pcie else "the best that the GPU supports"
+        remarks.append(f"PCIe {generation}.0 x16 is {source}: nvidia-smi does not print the slot; lanes = 0.5 is x8.")
+    if list(indices) != list(range(len(facts.gpus))):
+        remarks.append(f"The devices of this file are GPUs {', '.join(map(str, indices))} of the machine.")
+    if options.cores is None and facts.cores:
+        remarks.append("Cores are counted as the system does: a core with two threads counts twice.")
     return tuple(remarks)
 
 
-def _chosen(cards: Sequence[_Card], gpus: tuple[int, ...] | None) -> list[_Card]:
-    return [card for index, card in enumerate(cards) if gpus is None or index in gpus]
+def _device_names(catalogue: Catalogue) -> set[str]:
+    return {spec.name for spec in catalogue.devices.values()} - {"cpu"}
+
+
+def _has_name(text: str, plain: str, is_whole: bool) -> bool:
+    known = _plain(text)
+    return known == plain or known.startswith(f"{plain} " if is_whole else plain)
+
+
+def _plain(name: str) -> str:
+    words = name.lower().split()
+    return " ".join(word for word in words if word not in ("nvidia", "tesla"))
+
+
+def _pcie_link(kind: LinkKind, spec: DeviceSpec) -> str:
+    """GeForce GPUs have no peer access, so even behind one bridge they copy through the host."""
+    is_host_only = "GeForce" in spec.title and kind in (LinkKind.BRIDGE, LinkKind.BRIDGES)
+    return "phb" if is_host_only else _LINK_NAMES[kind]
+
+
+def _nvlink(spec: DeviceSpec) -> str:
+    if spec.nvlink is None:
+        raise ValueError(f"the topology has NVLinks but the catalogue gives {spec.name} none; choose another --device")
+    return spec.nvlink
+
+
+def _join(topology: Topology, groups: Sequence[tuple[int, ...]], kind: LinkKind) -> tuple[tuple[int, ...], ...]:
+    """The groups after merging those with a connection of this kind between them."""
+    merged = [set(group) for group in groups]
+    for one, other in itertools.combinations(range(len(topology)), 2):
+        cell = topology.rows[one][other]
+        if cell is not None and cell.kind is kind:
+            first = next(group for group in merged if one in group)
+            second = next(group for group in merged if other in group)
+            if first is not second:
+                first |= second
+                merged.remove(second)
+    return tuple(sorted(tuple(sorted(group)) for group in merged))
+
+
+def _num_links(topology: Topology) -> int:
+    """NVLinks that every linked GPU has: the sum over its peers, or those to its switch."""
+    counts = []
+    for row in topology.rows:
+        links = [cell.links for cell in row if cell is not None and cell.kind is LinkKind.NVLINK]
+        if links:
+            counts.append(sum(links) if sum(links) <= _MOST_LINKS else max(links))
+    return min(counts)
+
+
+def _without_quotes(text: str) -> str:
+    return "".join(c if c.isprintable() and c not in '"\\' else " " for c in text)
+
+
+def _selected(gpus: Sequence[_Item], indices: tuple[int, ...] | None) -> list[_Item]:
+    return [gpu for index, gpu in enumerate(gpus) if indices is None or index in indices]
 
 
 def _least(values: Sequence[int | None]) -> int | None:

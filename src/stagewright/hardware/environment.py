@@ -1,4 +1,4 @@
-"""All that a figure depends on beside the plan: host, GPUs, drivers and libraries."""
+"""Everything besides the plan that a measurement depends on: host, GPUs, driver and libraries."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ import torch
 from stagewright.hardware.gpu import Gpu, NoNvml, Nvml, open_nvml, read_gpus
 from stagewright.hardware.host import Host, read_host
 from stagewright.hardware.topology import Topology, read_topology
-
-_GIB = 1 << 30
+from stagewright.metrics import GIB
 
 
 @dataclass(frozen=True, slots=True)
 class Libraries:
-    """Versions of what computes; None where it is not there."""
+    """Versions of the libraries; None where one is missing."""
 
     python: str
     torch: str | None
-    cuda: str | None  # that torch was built for
+    cuda: str | None  # the release that torch was built for
     cudnn: str | None
     nccl: str | None
 
@@ -37,18 +36,18 @@ class Environment:
     libraries: Libraries
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
-    driver_cuda: str | None = None  # the newest that the driver runs
+    driver_cuda: str | None = None  # the newest release that the driver supports
     topology: Topology | None = None
-    nvml: str | None = None  # why nothing is known of GPUs, where nothing is
+    nvml: str | None = None  # why no GPUs could be read; None where they were
 
     def describe(self) -> dict[str, Any]:
-        """Everything, as JSON takes it; what is not known is null."""
+        """Everything as JSON takes it; unknown values are null."""
         described = asdict(self)
         described["topology"] = None if self.topology is None else self.topology.texts()
         return described
 
     def words(self) -> dict[str, str]:
-        """The machine in a few words."""
+        """The machine in a few words: cpu, cores, gpus, torch and python."""
         known = {"cpu": self.host.cpu, "cores": f"{self.host.cores} cores"}
         if self.gpus:
             known["gpus"] = ", ".join(
@@ -57,9 +56,9 @@ class Environment:
         return known | {"torch": f"torch {self.libraries.torch}", "python": f"Python {self.libraries.python}"}
 
     def rows(self) -> list[tuple[str, str]]:
-        """Names and values as a report's table shows them; "not known" where that is so."""
+        """Names and values for a table of a report; unknown values read "not known"."""
         host, libraries = self.host, self.libraries
-        memory = "not known" if host.memory is None else f"{host.memory / _GIB:.1f} GiB"
+        memory = "not known" if host.memory is None else f"{host.memory / GIB:.1f} GiB"
         rows = [
             ("system", f"{host.system}, kernel {host.kernel}"),
             ("processor", f"{host.cpu}, {host.cores} cores"),
@@ -74,8 +73,8 @@ class Environment:
         return rows + [(label, getattr(libraries, name) or "not there") for name, label in named]
 
 
-def environment() -> Environment:
-    """This machine and its software, as they are now."""
+def read_environment() -> Environment:
+    """This machine and its software."""
     host, libraries = read_host(), read_libraries()
     try:
         nvml = open_nvml()
@@ -99,17 +98,17 @@ def read_libraries() -> Libraries:
     except PackageNotFoundError:
         return Libraries(python, None, None, None, None)
     nccl = None
-    with suppress(AttributeError):  # a torch that was built without it
+    with suppress(AttributeError):  # this torch was built without NCCL
         if torch.cuda.is_available():
             nccl = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
     cudnn = torch.backends.cudnn.version() if torch.version.cuda else None  # type: ignore[no-untyped-call]
-    return Libraries(python, installed, torch.version.cuda, None if cudnn is None else _dotted(cudnn), nccl)
+    return Libraries(python, installed, torch.version.cuda, None if cudnn is None else cudnn_version(cudnn), nccl)
 
 
-def _dotted(cudnn: int) -> str:
+def cudnn_version(number: int) -> str:
     """9.1.2 from 90102, 8.9.7 from 8907."""
-    thousand = 10_000 if cudnn >= 90_000 else 1_000
-    return f"{cudnn // thousand}.{cudnn % thousand // 100}.{cudnn % 100}"
+    major = 10_000 if number >= 90_000 else 1_000
+    return f"{number // major}.{number % major // 100}.{number % 100}"
 
 
 def _cuda_version(nvml: Nvml) -> str | None:
@@ -118,7 +117,7 @@ def _cuda_version(nvml: Nvml) -> str | None:
 
 
 def _gpu_words(gpu: Gpu) -> str:
-    memory = "" if gpu.memory is None else f", {gpu.memory / _GIB:.1f} GiB"
+    memory = "" if gpu.memory is None else f", {gpu.memory / GIB:.1f} GiB"
     power = "" if gpu.power_limit is None else f", {gpu.power_limit:.0f} W"
     pcie = "" if gpu.pcie_generation is None else f", PCIe {gpu.pcie_generation}.0 x{gpu.pcie_width or '?'}"
     return f"{gpu.name}{memory}{power}{pcie}"

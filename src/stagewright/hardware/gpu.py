@@ -1,4 +1,7 @@
-"""NVIDIA's management library: one place that loads it, and questions that may have no answer. What a GPU is: facts that do not change while a run lasts."""
+"""The GPUs of this machine: NVIDIA's management library (NVML), and the facts that do not change during a run.
+
+This is the only module that loads NVML. A question that a GPU, a driver or a container does not answer gives None.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,16 @@ from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import Any
 
+_VIRTUAL = {1: "passthrough", 2: "vGPU", 3: "host of vGPUs", 4: "host of vSGAs"}  # NVML's virtualisation modes
+_MILLI = 1e-3
+
 
 class NoNvml(RuntimeError):
-    """The library is not there, or does not work; the text says why."""
+    """The library is missing or does not work; the message says why."""
 
 
 class Nvml:
-    """An opened library; what a card, a driver or a container does not tell is None."""
+    """The loaded library; a question without an answer gives None."""
 
     def __init__(self, library: ModuleType) -> None:
         self._library = library
@@ -28,7 +34,7 @@ class Nvml:
         self.ask("nvmlShutdown")
 
     def ask(self, question: str, *arguments: Any) -> Any:
-        """What a function of the library answers; None where it is missing or fails."""
+        """Call a function of the library; None where it is missing or fails."""
         function = getattr(self._library, question, None)
         try:
             answer = None if function is None else function(*arguments)
@@ -37,17 +43,17 @@ class Nvml:
         return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
 
     def constant(self, name: str) -> Any:
-        """A number by its name in the library; None in a release that has no such name."""
+        """A constant of the library by name; None in a release that lacks it."""
         return getattr(self._library, name, None)
 
     def handles(self) -> list[Any]:
-        """Every GPU that this process may ask about, by index."""
+        """The GPUs that this process may query, by index."""
         found = (self.ask("nvmlDeviceGetHandleByIndex", index) for index in range(self.ask("nvmlDeviceGetCount") or 0))
         return [handle for handle in found if handle is not None]
 
 
 def open_nvml() -> Nvml:
-    """Load and start the library; NoNvml says why that can't be."""
+    """Load and initialise the library; NoNvml says why that fails."""
     try:
         import pynvml
     except ImportError as error:
@@ -61,13 +67,9 @@ def open_nvml() -> Nvml:
     return Nvml(pynvml)
 
 
-_VIRTUAL = {1: "passthrough", 2: "vGPU", 3: "host of vGPUs", 4: "host of vSGAs"}
-_MILLI = 1e-3
-
-
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU; None where its driver does not say."""
+    """One GPU; None where the driver does not say."""
 
     index: int
     uuid: str
@@ -75,18 +77,18 @@ class Gpu:
     memory: int | None  # bytes
     bus: str | None  # PCI address
     capability: str | None  # compute capability: 9.0
-    power_limit: float | None  # watts that it may draw now
-    power_default: float | None  # watts that it may draw as delivered
-    pcie_generation: int | None  # the best of card and slot together; less while idle
+    power_limit: float | None  # watts, now
+    power_default: float | None  # watts, by default
+    pcie_generation: int | None  # the best that GPU and slot both support; an idle link runs slower
     pcie_width: int | None  # lanes in use
-    card_generation: int | None  # the best of the card alone
+    card_generation: int | None  # the best that the GPU supports
     card_width: int | None
-    virtual: str | None  # passthrough, vGPU; None on bare metal too
-    is_mig: bool | None  # cut into instances
+    virtual: str | None  # passthrough, vGPU, ...; None on bare metal too
+    is_mig: bool | None  # split into MIG instances
 
 
 def read_gpus(nvml: Nvml) -> tuple[Gpu, ...]:
-    """Every GPU of this machine, in the order of its driver."""
+    """The GPUs of this machine, in the order of the driver."""
     return tuple(read_gpu(nvml, handle, index) for index, handle in enumerate(nvml.handles()))
 
 
@@ -98,7 +100,7 @@ def read_gpu(nvml: Nvml, handle: Any, index: int) -> Gpu:
     return Gpu(
         index,
         uuid=ask("nvmlDeviceGetUUID", handle) or f"GPU {index}",
-        name=ask("nvmlDeviceGetName", handle) or "GPU of an unknown name",
+        name=ask("nvmlDeviceGetName", handle) or "unknown GPU",
         memory=None if memory is None else int(memory.total),
         bus=bus_of(nvml, handle),
         capability=None if capability is None else ".".join(str(part) for part in capability),
@@ -120,7 +122,7 @@ def bus_of(nvml: Nvml, handle: Any) -> str | None:
 
 
 def visible(gpus: Sequence[Gpu]) -> list[Gpu]:
-    """The GPUs that CUDA shows to a process of this environment, in its order."""
+    """The GPUs that CUDA_VISIBLE_DEVICES shows to this process, in CUDA's order."""
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
         return list(gpus)
@@ -128,7 +130,7 @@ def visible(gpus: Sequence[Gpu]) -> list[Gpu]:
     for name in (piece.strip() for piece in wanted.split(",")):
         matches = [gpu for gpu in gpus if name == str(gpu.index) or (name[:4] == "GPU-" and gpu.uuid.startswith(name))]
         if len(matches) != 1:
-            break  # as CUDA does: nothing from the first unknown name on
+            break  # as CUDA does: everything from the first unknown name on is ignored
         shown += matches
     return shown
 

@@ -1,4 +1,4 @@
-"""The machine without its GPUs: system, processor, memory, and whether it is a virtual one."""
+"""The host without its GPUs: system, processor, memory, and whether it is virtual."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import psutil
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What a run's processes share; None where the system does not say."""
+    """The host that a run's processes share; None where the system does not say."""
 
     name: str
-    system: str  # its name and release
+    system: str  # name and release
     kernel: str
     cpu: str
     sockets: int | None
-    cores: int  # that this process may use, threads of one core counted apart
+    cores: int  # that this process may use; a core with two threads counts twice
     physical_cores: int | None
     memory: int | None  # bytes that this process may use
-    virtual: str | None  # the virtual machine or container that it is
+    virtual: str | None  # the kind of virtual machine or container
 
 
 def read_host(root: Path = Path("/")) -> Host:
-    """This machine; `root` is where the system's files are."""
+    """This host; `root` is where the system's files are, for tests."""
     lines = _lines(root / "proc/cpuinfo")
     sockets = {line for line in lines if line.startswith("physical id")}
     return Host(
@@ -66,7 +66,7 @@ def _cpu(lines: list[str]) -> str:
 
 
 def _memory(root: Path, total: int) -> int:
-    """The machine's, or as much of it as a container may use."""
+    """The memory of the machine, or the part of it that this container may use."""
     for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = "".join(_lines(root / name)).strip()
         if text.isdigit():
@@ -75,7 +75,7 @@ def _memory(root: Path, total: int) -> int:
 
 
 def _virtual(root: Path, lines: list[str]) -> str | None:
-    """What the processor's flags, the firmware's names and a container's marks say."""
+    """Judged by the processor's flags, the firmware's vendor and the files that containers leave."""
     found: list[str] = []
     if any("hypervisor" in line.split() for line in lines if line.startswith("flags")):
         vendor = "".join(_lines(root / "sys/class/dmi/id/sys_vendor")).strip()

@@ -1,4 +1,8 @@
-"""GPUs at a moment: what the driver counts, and who else is on them. Processes and the whole machine at a moment."""
+"""Meters for one moment: what the processes of ranks, the whole machine and its GPUs use right now.
+
+`HostMeter` reads memory and processor time, `GpuMeter` what the driver counts and who else computes on the GPUs. The
+monitor reads both at a fixed rate.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,8 @@ import psutil
 from stagewright.events import GpuUsage, RankUsage
 from stagewright.hardware.gpu import Nvml
 
-# Reasons for a lower clock, by NVML's bits; an idle GPU (bit 0) lacks nothing.
-_REASONS = {
+# Reasons for a lower clock, by NVML's bits; bit 0, an idle GPU, is none.
+_THROTTLE_REASONS = {
     0x002: "application clocks",
     0x004: "power cap",
     0x008: "hardware slowdown",
@@ -24,17 +28,27 @@ _REASONS = {
     0x080: "power brake",
     0x100: "display clocks",
 }
-MPS = "nvidia-cuda-mps"  # serves our own ranks
-_MEMORY_AS_SMI = "nvmlMemory_v2"  # without what the driver keeps for itself
-_HZ = 1e6  # of a MHz
+MPS = "nvidia-cuda-mps"  # the server that lets our own ranks share a GPU
+_MEMORY_AS_SMI = "nvmlMemory_v2"  # leaves out what the driver reserves
+_HZ = 1e6  # per MHz
+_SHORTEST_WINDOW = 0.1  # seconds; the kernel counts processor time in hundredths
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """The process of a rank, and the bytes that torch holds on its device, where known."""
+
+    rank: int
+    process: int
+    torch_memory: int | None = None
 
 
 class GpuMeter:
-    """Some GPUs of this machine, looked at again and again."""
+    """Reads some GPUs of this machine, again and again."""
 
     def __init__(self, nvml: Nvml, uuids: Collection[str], name_of: Callable[[int], str | None]) -> None:
         self._nvml = nvml
-        self._name_of = name_of  # a process's name; None where there is none of that number
+        self._name_of = name_of  # the name of a process; None where no process has that number
         named = [(index, handle, nvml.ask("nvmlDeviceGetUUID", handle)) for index, handle in enumerate(nvml.handles())]
         self._gpus = [(index, handle, uuid) for index, handle, uuid in named if uuid in uuids]
         self._sm = nvml.constant("NVML_CLOCK_SM")
@@ -42,14 +56,14 @@ class GpuMeter:
         self._version = nvml.constant(_MEMORY_AS_SMI)
 
     def read(self, ours: Collection[int]) -> tuple[GpuUsage, ...]:
-        """Every GPU now; `ours` are the ranks of this run, whose supervisor is no stranger either."""
+        """Every GPU now; `ours` are the processes of this run's ranks. This process, their supervisor, is ours too."""
         allowed = {os.getpid()} - set(ours)
         listed = [self._processes(handle, allowed) for _, handle, _ in self._gpus]
         seen = {process for processes in listed for process in processes}
-        strangers = _strangers(listed, ours, len(set(ours) - seen), self._name_of)
+        others = _count_other_processes(listed, ours, len(set(ours) - seen), self._name_of)
         return tuple(
             self._read(index, handle, uuid, foreign)
-            for (index, handle, uuid), foreign in zip(self._gpus, strangers, strict=True)
+            for (index, handle, uuid), foreign in zip(self._gpus, others, strict=True)
         )
 
     def _read(self, index: int, handle: Any, uuid: str, foreign: int) -> GpuUsage:
@@ -85,71 +99,19 @@ class GpuMeter:
         return [int(entry.pid) for entry in entries if int(entry.pid) not in allowed]
 
 
-def reasons_of(bits: int) -> tuple[str, ...]:
-    """Why a GPU is slower than it could be, in words."""
-    return tuple(reason for bit, reason in _REASONS.items() if bits & bit)
-
-
-def _strangers(
-    listed: list[list[int]], ours: Collection[int], unlisted: int, name_of: Callable[[int], str | None]
-) -> Iterator[int]:
-    """Processes of each GPU that are not of this run.
-
-    In a container the driver lists processes by the host's numbers. One that has no name here may be a rank of ours,
-    so as many of those as there are ranks that no GPU lists are not counted.
-    """
-    for processes in listed:
-        names = {process: name_of(process) for process in processes if process not in ours}
-        known = sum(name is not None and not name.startswith(MPS) for name in names.values())
-        nameless = sum(name is None for name in names.values())
-        excused = min(nameless, unlisted)
-        unlisted -= excused
-        yield known + nameless - excused
-
-
-def _scaled(value: Any, factor: float) -> float | None:
-    return None if value is None else float(value) * factor
-
-
-_SHORTEST = 0.1  # seconds; the kernel counts in hundredths
-
-
-@dataclass(frozen=True, slots=True)
-class RankProcess:
-    """The process of a rank, and what torch holds on its device, where it says."""
-
-    rank: int
-    process: int
-    torch_memory: int | None = None
-
-
-class _Clock:
-    """Cores kept busy, from processor seconds at two moments that are far enough apart to tell."""
-
-    def __init__(self, spent: float) -> None:
-        self._spent, self._at, self._cores = spent, time.monotonic(), 0.0
-
-    def cores(self, spent: float) -> float:
-        now = time.monotonic()
-        if now - self._at >= _SHORTEST:
-            self._cores = max(spent - self._spent, 0.0) / (now - self._at)
-            self._spent, self._at = spent, now
-        return self._cores
-
-
 class HostMeter:
-    """Looks at memory and at processor time, and remembers the look before."""
+    """Reads memory and processor time, and remembers the reading before."""
 
     def __init__(self) -> None:
         self._known: dict[int, psutil.Process] = {}
         self._clocks: dict[int, _Clock] = {}
-        self._machine = _Clock(_busy_seconds())
+        self._machine = _Clock(busy_seconds())
 
     def read(self, ranks: Iterable[RankProcess]) -> tuple[float, int, tuple[RankUsage, ...]]:
-        """Cores that everything kept busy since the last look, bytes that it uses, and the same of each rank."""
+        """Cores kept busy since the last reading and bytes in use, by the whole machine and by each rank."""
         memory = psutil.virtual_memory()
-        uses = [use for rank in ranks if (use := self._rank(rank)) is not None]
-        return self._machine.cores(_busy_seconds()), memory.total - memory.available, tuple(uses)
+        usages = [usage for rank in ranks if (usage := self._rank(rank)) is not None]
+        return self._machine.cores(busy_seconds()), memory.total - memory.available, tuple(usages)
 
     def _rank(self, rank: RankProcess) -> RankUsage | None:
         try:
@@ -166,7 +128,7 @@ class HostMeter:
 
 
 def name_of(process: int) -> str | None:
-    """A process's name; None where this machine, or this container, has none of that number."""
+    """The name of a process; None where this machine, or this container, has no process of that number."""
     try:
         return str(psutil.Process(process).name())
     except psutil.AccessDenied:
@@ -175,7 +137,51 @@ def name_of(process: int) -> str | None:
         return None
 
 
-def _busy_seconds() -> float:
-    """Processor time that everything on this machine has used so far."""
+def busy_seconds(*, with_stolen: bool = False) -> float:
+    """Processor seconds that everything on this machine has used since it was started.
+
+    With `with_stolen`, also those that the hypervisor gave to other virtual machines.
+    """
     times = psutil.cpu_times()
-    return float(times.user + times.system + sum(getattr(times, name, 0.0) for name in ("nice", "irq", "softirq")))
+    names = ("nice", "irq", "softirq", *(["steal"] if with_stolen else []))
+    return float(times.user + times.system + sum(getattr(times, name, 0.0) for name in names))
+
+
+def reasons_of(bits: int) -> tuple[str, ...]:
+    """The names of the reasons that lower a GPU's clock."""
+    return tuple(reason for bit, reason in _THROTTLE_REASONS.items() if bits & bit)
+
+
+def _count_other_processes(
+    listed: list[list[int]], ours: Collection[int], unlisted: int, name_of: Callable[[int], str | None]
+) -> Iterator[int]:
+    """For each GPU, how many of its processes are not of this run.
+
+    In a container the driver lists processes by the host's numbers. A process without a name here may be one of our
+    ranks, so as many of those as there are ranks that no GPU lists are not counted.
+    """
+    for processes in listed:
+        names = {process: name_of(process) for process in processes if process not in ours}
+        known = sum(name is not None and not name.startswith(MPS) for name in names.values())
+        nameless = sum(name is None for name in names.values())
+        excused = min(nameless, unlisted)
+        unlisted -= excused
+        yield known + nameless - excused
+
+
+def _scaled(value: Any, factor: float) -> float | None:
+    return None if value is None else float(value) * factor
+
+
+class _Clock:
+    """Cores kept busy between two moments, from the processor seconds used by each; moments too close count as one."""
+
+    def __init__(self, spent: float) -> None:
+        self._spent, self._at, self._cores = spent, time.monotonic(), 0.0
+
+    def cores(self, spent: float) -> float:
+        now = time.monotonic()
+        if now - self._at >= _SHORTEST_WINDOW:
+            self._cores = max(spent - self._spent, 0.0) / (now - self._at)
+            self._spent, self._at = spent, now
+        return self._cores

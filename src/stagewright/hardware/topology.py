@@ -10,22 +10,22 @@ from typing import Any
 from stagewright.hardware.gpu import Nvml, bus_of
 
 _MOST_LINKS = 36
-_SWITCH = 2  # NVML's number of a switch at the far end of a link
+_SWITCH = 2  # NVML's device type of a switch at the far end of a link
 
 
 class LinkKind(StrEnum):
-    """The kind of connection, the nearest first."""
+    """The kinds of connection, nearest first; values are the words of `nvidia-smi topo -m`."""
 
     SELF = "X"
     NVLINK = "NV"
     BRIDGE = "PIX"  # at most one PCIe bridge
-    BRIDGES = "PXB"  # several bridges, not the host's
-    HOST = "PHB"  # a PCIe host bridge, usually the CPU
-    NODE = "NODE"  # host bridges of one NUMA node
-    SYSTEM = "SYS"  # the link between sockets
+    BRIDGES = "PXB"  # several PCIe bridges, but no host bridge
+    HOST = "PHB"  # through a PCIe host bridge, usually the CPU
+    NODE = "NODE"  # between host bridges of one NUMA node
+    SYSTEM = "SYS"  # across sockets
 
 
-_ANCESTORS = {
+_COMMON_ANCESTORS = {  # NVML's topology levels
     0: LinkKind.BRIDGE,
     10: LinkKind.BRIDGE,
     20: LinkKind.BRIDGES,
@@ -37,13 +37,13 @@ _ANCESTORS = {
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """How one GPU reaches another; prints as in the matrix."""
+    """How one GPU reaches another; `str` gives the cell of the matrix."""
 
-    way: LinkKind
-    links: int = 0  # NVLinks side by side
+    kind: LinkKind
+    links: int = 0  # NVLinks in parallel
 
     def __str__(self) -> str:
-        return f"{self.way}{self.links}" if self.way is LinkKind.NVLINK else str(self.way)
+        return f"{self.kind}{self.links}" if self.kind is LinkKind.NVLINK else str(self.kind)
 
 
 SELF = Connection(LinkKind.SELF)
@@ -51,24 +51,24 @@ SELF = Connection(LinkKind.SELF)
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Every pair of a machine's GPUs; None where the driver does not say."""
+    """The connection of every pair of GPUs; None where the driver does not say."""
 
     rows: tuple[tuple[Connection | None, ...], ...]
-    processors: int | None = None  # that the GPUs are near to, where the text tells
+    processors: int | None = None  # that the GPUs have an affinity to; None where the text does not say
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def only(self, indices: Sequence[int]) -> Topology:
-        """The same matrix of some of the GPUs."""
+        """The matrix of some of the GPUs."""
         return Topology(tuple(tuple(self.rows[one][other] for other in indices) for one in indices), self.processors)
 
     def texts(self) -> list[list[str]]:
-        """The matrix as words."""
+        """The matrix as strings."""
         return [["?" if cell is None else str(cell) for cell in row] for row in self.rows]
 
     def table(self) -> list[str]:
-        """The matrix as lines, as wide as it must be."""
+        """The matrix as aligned lines."""
         names = [f"GPU{index}" for index in range(len(self))]
         width = max((len(name) for name in names), default=4)
         lines = ["  ".join([" " * width, *(name.rjust(width) for name in names)])]
@@ -79,7 +79,7 @@ class Topology:
 
 
 def read_topology(nvml: Nvml) -> Topology:
-    """The matrix of this machine."""
+    """The matrix of this machine, from its driver."""
     handles = nvml.handles()
     buses = [bus_of(nvml, handle) for handle in handles]
     links = [_links(nvml, handle) for handle in handles]
@@ -100,7 +100,7 @@ def read_topology(nvml: Nvml) -> Topology:
 
 
 def _links(nvml: Nvml, handle: Any) -> list[str]:
-    """What is at the far end of each NVLink that is up: a PCI address, or a switch."""
+    """The far end of each active NVLink: a PCI address, or `switch`."""
     ends: list[str] = []
     for link in range(_MOST_LINKS):
         if nvml.ask("nvmlDeviceGetNvLinkState", handle, link) != 1:
@@ -118,5 +118,5 @@ def _shared_links(ours: Sequence[str], theirs: Sequence[str], their_bus: str | N
 
 
 def _ancestor(level: int | None) -> Connection | None:
-    way = None if level is None else _ANCESTORS.get(level)
-    return None if way is None else Connection(way)
+    kind = None if level is None else _COMMON_ANCESTORS.get(level)
+    return None if kind is None else Connection(kind)

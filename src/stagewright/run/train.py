@@ -24,7 +24,7 @@ from stagewright.config.sections import Config
 from stagewright.config.toml import as_toml
 from stagewright.errors import Interrupted, RunFailed, first_line
 from stagewright.events import Evaluated, Step
-from stagewright.hardware.environment import environment
+from stagewright.hardware.environment import read_environment
 from stagewright.plan.plan import Plan
 from stagewright.planning.predict import modelled_memory, predict_job
 from stagewright.report.live.terminal import RunConsole
@@ -195,7 +195,7 @@ def _write_start(job: Job, warnings: Sequence[str] = ()) -> None:
         (folder / name).unlink(missing_ok=True)
     (folder / "config.toml").write_text(as_toml(job.config))
     (folder / "plan.json").write_text(json.dumps(job.plan.describe(), indent=1))
-    known = {"command": sys.argv} | environment().describe()
+    known = {"command": sys.argv} | read_environment().describe()
     (folder / "env.json").write_text(json.dumps(known, indent=1))
     with (folder / "log.txt").open("a") as log:
         log.writelines(f"warning: {warning}\n" for warning in warnings)

@@ -16,7 +16,7 @@ class Counting:
     """A monitor that only knows when it looks on."""
 
     def __init__(self) -> None:
-        self.looks = 2
+        self.samples = 2
         self.processor_seconds = 0.001
         self.is_on = False
 

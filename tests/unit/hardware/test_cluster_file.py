@@ -1,4 +1,4 @@
-"""Another machine's texts become a cluster file that the planner takes."""
+"""`cluster import`: the nvidia-smi output of a machine becomes a cluster file that the planner accepts."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def levels(path: Path) -> list[tuple[str, float, tuple[tuple[int, ...], ...]]]:
 
 
 @pytest.mark.parametrize("form", ["new", "newest"])
-def test_tables_of_new_drivers(form: str) -> None:
+def test_reads_tables_of_new_drivers(form: str) -> None:
     processes = ["|    1   N/A  N/A      1234      C   python                         1000MiB |"]
     found = parse_smi(SmiText("smi", smi("NVIDIA GeForce RTX 3090", 24576, 2, form=form, processes=processes)))
-    assert (found.driver, found.cuda, len(found.cards)) == ("550.54.15", "12.4", 2)
-    card = found.cards[1]
-    assert (card.index, card.name, card.memory) == (1, "NVIDIA GeForce RTX 3090", 24 * GIB)
-    assert (card.power_limit, card.used, card.is_mig, card.bus) == (350.0, 10 << 20, False, "00000000:02:00.0")
-    assert found.occupants == (GpuProcess(1, 1234, "C", "python", 1000 << 20),)
+    assert (found.driver, found.cuda, len(found.gpus)) == ("550.54.15", "12.4", 2)
+    gpu = found.gpus[1]
+    assert (gpu.index, gpu.name, gpu.memory) == (1, "NVIDIA GeForce RTX 3090", 24 * GIB)
+    assert (gpu.power_limit, gpu.used, gpu.is_mig, gpu.bus) == (350.0, 10 << 20, False, "00000000:02:00.0")
+    assert found.processes == (GpuProcess(1, 1234, "C", "python", 1000 << 20),)
 
 
-def test_tables_of_old_drivers() -> None:
+def test_reads_tables_of_old_drivers() -> None:
     found = parse_smi(SmiText("smi", OLD_SMI))
-    assert (found.driver, found.cuda, found.cards[0].power_limit) == ("396.24", None, None)
-    assert found.cards[0].is_cut_short
-    assert [(item.process, item.kind, item.name) for item in found.occupants] == [
+    assert (found.driver, found.cuda, found.gpus[0].power_limit) == ("396.24", None, None)
+    assert found.gpus[0].is_cut_short
+    assert [(item.process, item.kind, item.name) for item in found.processes] == [
         (489, "G", "/usr/bin/X"),
         (2211, "C+G", "/opt/a long name/of a job"),
     ]
@@ -73,18 +73,18 @@ def test_tables_of_old_drivers() -> None:
         ("NVIDIA H200", 143771, "h200"),
     ],
 )
-def test_cards_are_found_by_name_and_memory(name: str, mib: int, known: str) -> None:
+def test_finds_devices_by_name_and_memory(name: str, mib: int, known: str) -> None:
     assert find_device(shipped(), name, mib << 20) == known
 
 
-def test_an_unknown_card_says_what_to_choose() -> None:
-    with pytest.raises(ValueError, match=r"no 'NVIDIA GeForce RTX 3080 Ti' of 12288 MiB; known: .*rtx-3090.*--device"):
+def test_an_unknown_device_lists_the_choices() -> None:
+    with pytest.raises(ValueError, match=r"'NVIDIA GeForce RTX 3080 Ti' .*12288 MiB; known: .*rtx-3090.*--device"):
         find_device(shipped(), "NVIDIA GeForce RTX 3080 Ti", 12288 << 20)
-    with pytest.raises(ValueError, match=r"of 44000 MiB; it knows rtx-2080ti \(11019 MiB\).*--device NAME"):
+    with pytest.raises(ValueError, match=r"44000 MiB; .* rtx-2080ti \(11019 MiB\).*--device NAME"):
         find_device(shipped(), "GeForce RTX 2080 Ti", 44000 << 20)
 
 
-def test_the_published_box_comes_out_as_the_catalogue_has_it(tmp_path: Path) -> None:
+def test_the_published_machine_matches_the_catalogue(tmp_path: Path) -> None:
     path = imported(tmp_path, TITAN_8, smi("NVIDIA TITAN V", 12066, 8))
     _, found = open_cluster(str(path))
     known = shipped().cluster("titan-v-8")
@@ -92,24 +92,26 @@ def test_the_published_box_comes_out_as_the_catalogue_has_it(tmp_path: Path) -> 
     assert (found.machines[0].kind, found.machines[0].cores) == ("titan-v", 48)
 
 
-def test_a_mesh_has_the_links_of_each_card_and_a_switch_those_to_it(tmp_path: Path) -> None:
+def test_counts_all_links_in_a_mesh_and_only_those_to_a_switch(tmp_path: Path) -> None:
     mesh = levels(imported(tmp_path, MESH_8, smi("Tesla V100-SXM2-16GB", 16160, 8)))
     assert mesh == [("nvlink2", 6 * 20e9, (tuple(range(8)),))]
     switched = levels(imported(tmp_path, SWITCHED_4, smi("NVIDIA A100-SXM4-80GB", 81920, 4)))
     assert switched == [("nvlink3", 12 * 20e9, ((0, 1, 2, 3),))]
 
 
-def test_bridged_pairs_lie_inside_the_host_and_geforce_copies_through_it(tmp_path: Path) -> None:
+def test_nvlink_pairs_are_an_inner_level_and_geforce_copies_through_the_host(tmp_path: Path) -> None:
     pairs = levels(imported(tmp_path, BRIDGED_4, smi("NVIDIA GeForce RTX 3090", 24576, 4)))
     assert pairs == [("nvlink3-ga102", 4 * 12e9, ((0, 1), (2, 3))), ("pcie4-phb", 2 * 22.2e9, ((0, 1, 2, 3),))]
     (_, outer) = levels(imported(tmp_path, BRIDGED_4.replace("PHB", "SYS"), smi("NVIDIA GeForce RTX 3090", 24576, 4)))
-    assert outer[:2] == ("pcie4-sys", 16e9), "the link between sockets is one, whoever shares it"
+    assert outer[:2] == ("pcie4-sys", 16e9), "there is one link between sockets, however many share it"
     beside = TITAN_8.replace("SYS", "PHB")
     (first, second) = levels(imported(tmp_path, beside, smi("NVIDIA GeForce RTX 3090", 24576, 8), "--pcie", "3"))
     assert (first[0], second[0]) == ("pcie3-phb", "pcie3-phb") and first[2][0] == (0, 1)
 
 
-def test_some_gpus_several_machines_and_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_imports_some_gpus_of_several_machines_and_plans_on_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     both = TITAN_8 + smi("NVIDIA TITAN V", 12066, 8)
     options = ("--gpus", "4-7", "--count", "2", "--network", "net-10g", "--cores", "12", "--name", "two")
     (tmp_path / "both.txt").write_text(both)
@@ -126,7 +128,7 @@ def test_some_gpus_several_machines_and_a_plan(tmp_path: Path, capsys: pytest.Ca
     assert json.loads(capsys.readouterr().out)
 
 
-def test_text_on_standard_input_and_the_file_on_standard_output(
+def test_reads_standard_input_and_writes_standard_output(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", StringIO(SWITCHED_4 + smi("NVIDIA H200", 143771, 4)))
@@ -134,7 +136,9 @@ def test_text_on_standard_input_and_the_file_on_standard_output(
     assert 'device = "h200"' in capsys.readouterr().out
 
 
-def test_this_machine_by_its_driver(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_imports_this_machine_from_its_driver(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     cards = [Card(width=8, generation=3), Card(generation=3)]
     monkeypatch.setitem(sys.modules, "pynvml", Library(cards, {(0, 1): 30}))
     main(["cluster", "import", "--here"])
@@ -148,29 +152,29 @@ H200 = smi("NVIDIA H200", 143771, 4)
 @pytest.mark.parametrize(
     ("topo", "table", "arguments", "message"),
     [
-        (SWITCHED_4, None, (), "nothing says which GPUs there are: give --smi FILE"),
-        (None, H200, (), "4 GPUs and nothing says how they are connected; give --topo FILE as well"),
+        (SWITCHED_4, None, (), "give --smi FILE, or --topo FILE with --device NAME"),
+        (None, H200, (), "4 GPUs but nothing says how they are connected; give --topo FILE"),
         (TITAN_8, H200, (), "the topology has 8 GPUs but the table 4; save both on the same machine"),
         (SWITCHED_4, H200, ("--gpus", "2-9"), "--gpus names 4 but there are 4 (0-3)"),
         (SWITCHED_4, H200, ("--gpus", "2-x"), "--gpus '2-x' is not a list of GPUs (for example 0-3,6)"),
-        (SWITCHED_4, H200, ("--name", "a b"), "cluster name 'a b' has other characters"),
+        (SWITCHED_4, H200, ("--name", "a b"), "cluster name 'a b'"),
         (SWITCHED_4, H200, ("--cores", "0"), "--cores is 0; give at least 1"),
         (SWITCHED_4, H200, ("--count", "2"), "has no network between machines 0 and 1"),
         (SWITCHED_4, H200, ("--device", "h300"), "unknown device 'h300'; near names:"),
         (SWITCHED_4, H200, ("--device", "rtx-4090"), "the catalogue gives rtx-4090 none; choose another --device"),
-        (SWITCHED_4, H200, ("--here",), "both --here and a text were given"),
+        (SWITCHED_4, H200, ("--here",), "--here"),
         (SWITCHED_4, "no table", (), "has no line with a driver version in 1 lines"),
         (SWITCHED_4, "Driver Version: 5.1", (), "names driver 5.1 but no GPU"),
         (SWITCHED_4, H200.replace("143771MiB", ""), (), "line 10, column 1: GPU 0 should have its memory here"),
         (SWITCHED_4, H200 + H200, (), "shows GPU 0 2 times; save one table"),
-        (SWITCHED_4, smi("NVIDIA H200", 143771, 4, mig="Enabled"), (), "GPU 0 is cut into MIG instances;"),
-        (SWITCHED_4, smi("NVIDIA H200", 143771, 4, names={2: "NVIDIA L4"}), (), "no 'NVIDIA L4' of 143771 MiB"),
+        (SWITCHED_4, smi("NVIDIA H200", 143771, 4, mig="Enabled"), (), "GPU 0 is split into MIG instances;"),
+        (SWITCHED_4, smi("NVIDIA H200", 143771, 4, names={2: "NVIDIA L4"}), (), "no 'NVIDIA L4' with 143771 MiB"),
         (None, None, (), "nothing to import: give --topo FILE and --smi FILE, or --here for this machine"),
-        (None, None, ("--here",), "this machine's GPUs can't be read ("),
+        (None, None, ("--here",), "can't read this machine's GPUs ("),
         (None, None, ("--smi", "/nowhere/smi"), "/nowhere/smi: No such file or directory; give the file"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_one_line(
+def test_errors_are_one_line(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -187,7 +191,7 @@ def test_what_is_wrong_is_one_line(
     assert not (tmp_path / "box.toml").exists()
 
 
-def test_two_kinds_of_cards_are_imported_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_kinds_of_gpus_must_be_imported_separately(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = smi("NVIDIA A100-SXM4-40GB", 40960, 4)
     table = table.replace("NVIDIA A100-SXM4-40GB", "NVIDIA V100-SXM2-32GB", 1).replace("40960", "32510", 1)
     with pytest.raises(SystemExit):
@@ -197,7 +201,7 @@ def test_two_kinds_of_cards_are_imported_apart(tmp_path: Path, capsys: pytest.Ca
 
 
 @given(st.text(alphabet="|0123456789MiB/ NVOf:.\nDriver Version", max_size=300))
-def test_no_table_is_more_than_an_error(text: str) -> None:
+def test_any_other_text_is_one_line_of_error(text: str) -> None:
     try:
         parse_smi(SmiText("smi", text))
     except ValueError as error:

@@ -18,7 +18,7 @@ from stagewright.bench.predict import predict_config
 from stagewright.bench.result import cleaned, make_cleaner
 from stagewright.bench.suite import devices_of
 from stagewright.cluster.catalog import open_cluster
-from stagewright.hardware.environment import environment
+from stagewright.hardware.environment import read_environment
 from stagewright.hardware.host import num_cores
 from stagewright.run.folder import new_folder
 from stagewright.run.report import write_page
@@ -91,7 +91,7 @@ def make_study(
         found = target_of([finding for finding in findings if finding.group == group])
         if target is not None or found is not None:
             targets[group] = target / 100 if target is not None else found or 0.0
-    machine = dict(environment().rows())
+    machine = dict(read_environment().rows())
     return Study(title, time.strftime("%Y-%m-%d"), command, machine, tuple(findings), targets)
 
 

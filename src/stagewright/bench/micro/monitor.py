@@ -124,7 +124,7 @@ def measure(progress: Callable[[str], None]) -> Found:
         tuple(segments.watched),
         tuple(segments.alone),
         job.config.run.monitor_every,
-        sum(monitor.looks for monitor in segments.monitors),
+        sum(monitor.samples for monitor in segments.monitors),
         sum(monitor.processor_seconds for monitor in segments.monitors),
         _start_seconds(),
     )

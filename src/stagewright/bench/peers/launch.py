@@ -20,8 +20,8 @@ from statistics import fmean
 from types import TracebackType
 from typing import IO, Any
 
-from stagewright.bench.machine import busy_seconds
 from stagewright.bench.peers.cases import Side
+from stagewright.hardware.meters import busy_seconds
 
 Event = dict[str, Any]
 _START_SECONDS = 300.0
@@ -37,7 +37,7 @@ class Segment:
 
     seconds: float
     loss: float  # of the last batch
-    others: float  # cores that other processes kept busy meanwhile; 0 where the system does not say
+    others: float  # cores that other processes kept busy meanwhile
     busiest: float | None = None  # share of the middle of the segment in which the busiest rank's GPU computed
 
 
@@ -79,11 +79,11 @@ class Ranks:
     def train(self, steps: int) -> Segment:
         """Train the next batches and time them."""
         at = self.begin(steps)
-        busy = busy_seconds()
+        busy = busy_seconds(with_stolen=True)
         events = self.wait_trained()
         seconds = max(event["end"] for event in events) - at
         losses = [event["loss"] for event in events if event["loss"] is not None]
-        others = 0.0 if busy is None else (busy_seconds() or 0.0) - busy - sum(event["used"] for event in events)
+        others = busy_seconds(with_stolen=True) - busy - sum(event["used"] for event in events)
         busy_shares = [event["busy"] for event in events if event["busy"] is not None]
         busiest = max(busy_shares, default=None)
         return Segment(seconds, fmean(losses), max(0.0, others / (seconds + _LEAD_SECONDS)), busiest)

@@ -1,4 +1,4 @@
-"""The GPUs: power, slots, company, and how they reach each other. GPUs as they are now, asked of their driver."""
+"""Findings about GPUs: power, slots, other processes, temperature, and how the GPUs reach each other."""
 
 from __future__ import annotations
 
@@ -11,41 +11,66 @@ from stagewright.hardware.environment import Environment
 from stagewright.hardware.gpu import Gpu, NoNvml, Nvml, open_nvml
 from stagewright.hardware.meters import MPS, GpuMeter, name_of
 from stagewright.hardware.topology import LinkKind
+from stagewright.metrics import GIB
 
-_GIB = 1 << 30
-_WEAK_CAP = 0.8  # of the watts it was delivered with
-_HOT = 83.0  # degrees Celsius, where most cards begin to slow down
+_LOW_CAP = 0.8  # of the default power limit
+_HOT = 83.0  # degrees Celsius; most GPUs begin to lower their clocks there
 _TOPOLOGY = "topology"
+_P2P_READ = 0  # NVML's index of reading a peer's memory; the Python package has a tuple there by mistake
+_P2P_ALLOWED = 0  # NVML's answers
+_P2P_REFUSED = (1, 2, 3, 4, 5)
+Peers = list[list[bool | None]]  # whether GPU i may read the memory of GPU j
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """A GPU now: who is on it, and how it feels."""
+class GpuState:
+    """A GPU now: the processes on it, memory, temperature, and why its clock is lowered."""
 
-    processes: tuple[str, ...] = ()  # others', as `1234 python`
+    processes: tuple[str, ...] = ()  # of others, such as `1234 python`
     used: int | None = None  # bytes
     temperature: float | None = None
     throttled: tuple[str, ...] = ()
 
 
-def gpu_findings(gpus: Sequence[Gpu], states: Mapping[int, State]) -> Iterator[Finding]:
+def read_states() -> tuple[dict[int, GpuState], Peers]:
+    """The state of every GPU by index, and which may read each other's memory; both empty without a driver."""
+    try:
+        nvml = open_nvml()
+    except NoNvml:
+        return {}, []
+    with nvml:
+        handles = nvml.handles()
+        uuids = [nvml.ask("nvmlDeviceGetUUID", handle) for handle in handles]
+        usages = GpuMeter(nvml, uuids, name_of).read(())
+        states = {
+            gpu.index: GpuState(_processes(nvml, handles[gpu.index]), gpu.memory, gpu.temperature, gpu.throttled)
+            for gpu in usages
+        }
+        return states, [[_may_read(nvml, one, other) for other in handles] for one in handles]
+
+
+def gpu_findings(gpus: Sequence[Gpu], states: Mapping[int, GpuState]) -> Iterator[Finding]:
     for gpu in gpus:
-        area, state = f"GPU {gpu.index}", states.get(gpu.index, State())
-        memory = "" if gpu.memory is None else f", {gpu.memory / _GIB:.1f} GiB"
+        area, state = f"GPU {gpu.index}", states.get(gpu.index, GpuState())
+        memory = "" if gpu.memory is None else f", {gpu.memory / GIB:.1f} GiB"
         yield finding(
             area,
             "card",
             f"{gpu.name}{memory}",
-            (bool(gpu.is_mig), Grade.NOTE, "cut into MIG instances, which can't reach each other: nvidia-smi -mig 0"),
+            (
+                bool(gpu.is_mig),
+                Grade.NOTE,
+                "split into MIG instances, which can't reach each other; undo it with nvidia-smi -mig 0",
+            ),
         )
         yield _power(area, gpu)
         yield _slot(area, gpu)
-        yield _company(area, state)
+        yield _other_processes(area, state)
         yield _condition(area, state)
     kinds = Counter(gpu.name for gpu in gpus)
     if len(kinds) > 1:
         names = ", ".join(f"{count} x {name}" for name, count in kinds.items())
-        advice = "stages wait for the slowest of their replicas; give each kind stages of its own"
+        advice = "a stage waits for its slowest replica; give each stage GPUs of one kind"
         yield finding("GPUs", "kinds", names, (True, Grade.NOTE, advice))
 
 
@@ -58,11 +83,15 @@ def _power(area: str, gpu: Gpu) -> Finding:
         "power cap",
         value,
         (
-            is_capped and limit is not None and default is not None and limit < _WEAK_CAP * default,
+            is_capped and limit is not None and default is not None and limit < _LOW_CAP * default,
             Grade.PROBLEM,
-            f"clocks will fall under load; nvidia-smi -i {gpu.index} -pl {default or 0:.0f} lifts the cap",
+            f"clocks will drop under load; lift the cap with nvidia-smi -i {gpu.index} -pl {default or 0:.0f}",
         ),
-        (is_capped, Grade.NOTE, f"below what it was delivered with; nvidia-smi -i {gpu.index} -pl {default or 0:.0f}"),
+        (
+            is_capped,
+            Grade.NOTE,
+            f"below the default; lift the cap with nvidia-smi -i {gpu.index} -pl {default or 0:.0f}",
+        ),
     )
 
 
@@ -71,12 +100,12 @@ def _slot(area: str, gpu: Gpu) -> Finding:
     width, widest = gpu.pcie_width, gpu.card_width
     if generation is None and width is None:
         return finding(area, "PCIe", None)
-    value = f"{generation or '?'}.0 x{width or '?'}, the card's best is {best or '?'}.0 x{widest or '?'}"
+    value = f"{generation or '?'}.0 x{width or '?'}, the GPU supports {best or '?'}.0 x{widest or '?'}"
     is_narrow = width is not None and widest is not None and width < widest
     is_old = generation is not None and best is not None and generation < best
     share = (width or 1) / (widest or 1) * 2.0 ** ((generation or 0) - (best or generation or 0))
-    advice = f"about {share:.0%} of the bandwidth it could have; " + (
-        "use a slot with all lanes, or check riser and BIOS" if is_narrow else "board, riser or BIOS hold it back"
+    advice = f"about {share:.0%} of the bandwidth that the GPU supports; " + (
+        "use a slot with all lanes, or check riser and BIOS" if is_narrow else "board, riser or BIOS limit it"
     )
     return finding(
         area,
@@ -87,45 +116,49 @@ def _slot(area: str, gpu: Gpu) -> Finding:
     )
 
 
-def _company(area: str, state: State) -> Finding:
+def _other_processes(area: str, state: GpuState) -> Finding:
     others = ", ".join(state.processes[:3]) + (f" and {len(state.processes) - 3} more" if state.processes[3:] else "")
-    used = "" if state.used is None else f", {state.used / _GIB:.1f} GiB in use"
+    used = "" if state.used is None else f", {state.used / GIB:.1f} GiB in use"
     return finding(
         area,
         "processes",
         (others or "none") + used,
-        (bool(state.processes), Grade.PROBLEM, "others compute on it; wait for them or end them before measuring"),
+        (
+            bool(state.processes),
+            Grade.PROBLEM,
+            "other processes compute on this GPU; wait for them or end them before measuring",
+        ),
     )
 
 
-def _condition(area: str, state: State) -> Finding:
-    warmth = "temperature not known" if state.temperature is None else f"{state.temperature:.0f} C"
+def _condition(area: str, state: GpuState) -> Finding:
+    temperature = "temperature not known" if state.temperature is None else f"{state.temperature:.0f} C"
     slowed = [reason for reason in state.throttled if reason != "application clocks"]
     return finding(
         area,
         "condition",
-        ", ".join([warmth, *state.throttled]),
-        (bool(slowed), Grade.NOTE, f"slowed by {' and '.join(slowed)} already; look after cooling and power"),
-        ((state.temperature or 0) > _HOT, Grade.NOTE, "hot before any work; look after cooling"),
+        ", ".join([temperature, *state.throttled]),
+        (bool(slowed), Grade.NOTE, f"already slowed down by {' and '.join(slowed)}; check cooling and power"),
+        ((state.temperature or 0) > _HOT, Grade.NOTE, "hot before any work; check the cooling"),
     )
 
 
 def topology_findings(found: Environment, peers: Sequence[Sequence[bool | None]]) -> Iterator[Finding]:
-    """How pairs reach each other, and whether they may do so directly."""
+    """How pairs of GPUs are connected, and whether they may read each other's memory."""
     topology = found.topology
     if topology is None or len(topology) < 2:
         return
     cells = [cell for index, row in enumerate(topology.rows) for cell in row[:index]]
-    ways = Counter("not known" if cell is None else str(cell) for cell in cells)
-    is_far = any(cell is not None and cell.way is LinkKind.SYSTEM for cell in cells)
+    kinds = Counter("not known" if cell is None else str(cell) for cell in cells)
+    is_far = any(cell is not None and cell.kind is LinkKind.SYSTEM for cell in cells)
     yield finding(
         _TOPOLOGY,
         "pairs",
-        ", ".join(f"{count} x {way}" for way, count in ways.items()),
+        ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
         (
             is_far,
             Grade.NOTE,
-            "some pairs cross sockets; keep the replicas of a stage on one socket, or let the planner: "
+            "some pairs cross sockets; keep the replicas of a stage on one socket, or let the planner do it: "
             "stagewright cluster import --here -o box.toml",
         ),
     )
@@ -138,33 +171,10 @@ def topology_findings(found: Environment, peers: Sequence[Sequence[bool | None]]
         (
             bool(known) and not all(known),
             Grade.NOTE,
-            "the other pairs copy through host memory, where plans that move few bytes win; GeForce drivers, virtual "
-            "machines and an IOMMU in the way are the usual reasons (docs/hardware.md)",
+            "the other pairs copy through host memory, which favours plans that move few bytes; the usual reasons are "
+            "GeForce drivers, virtual machines and an IOMMU (docs/hardware.md)",
         ),
     )
-
-
-_READ = 0  # NVML's number for reading another GPU's memory; the Python package has a tuple there by mistake
-_ALLOWED = 0
-_UNSUPPORTED = (1, 2, 3, 4, 5)
-Peers = list[list[bool | None]]
-
-
-def read_states() -> tuple[dict[int, State], Peers]:
-    """Every GPU's state by index, and whether each may read each other's memory; nothing without a driver."""
-    try:
-        nvml = open_nvml()
-    except NoNvml:
-        return {}, []
-    with nvml:
-        handles = nvml.handles()
-        uuids = [nvml.ask("nvmlDeviceGetUUID", handle) for handle in handles]
-        uses = GpuMeter(nvml, uuids, name_of).read(())
-        states = {
-            use.index: State(_processes(nvml, handles[use.index]), use.memory, use.temperature, use.throttled)
-            for use in uses
-        }
-        return states, [[_may_read(nvml, one, other) for other in handles] for one in handles]
 
 
 def _processes(nvml: Nvml, handle: object) -> tuple[str, ...]:
@@ -176,5 +186,5 @@ def _processes(nvml: Nvml, handle: object) -> tuple[str, ...]:
 def _may_read(nvml: Nvml, one: object, other: object) -> bool | None:
     if one is other:
         return True
-    status = nvml.ask("nvmlDeviceGetP2PStatus", one, other, _READ)
-    return True if status == _ALLOWED else False if status in _UNSUPPORTED else None
+    status = nvml.ask("nvmlDeviceGetP2PStatus", one, other, _P2P_READ)
+    return True if status == _P2P_ALLOWED else False if status in _P2P_REFUSED else None

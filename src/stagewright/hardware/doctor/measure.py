@@ -1,4 +1,7 @@
-"""Bandwidths of this machine, each within a second or two. How fast the files of a data set come off their disk. What measured bandwidths mean."""
+"""Measures bandwidths of this machine, each within a second or two, and grades them as findings.
+
+Memory, messages between two ranks, copies to and between GPUs, and the disk that holds a data set.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +18,51 @@ import torch
 
 from stagewright.hardware.doctor.finding import UNKNOWN, Finding, Grade, finding
 from stagewright.hardware.gpu import Gpu
+from stagewright.metrics import MIB
 from stagewright.runtime.process.link_test import measure_links
 
-_HOST_BYTES = 64 << 20
-_GPU_BYTES = 128 << 20
+_AREA = "measured"
+_HOST_BYTES = 64 * MIB
+_GPU_BYTES = 128 * MIB
 _REPEATS = 5
-_MOST_PAIRS = 56  # eight GPUs
+_MOST_PAIRS = 56  # of eight GPUs
+# The disk is read in blocks, until one of these is reached.
+_BLOCK = 4 * MIB
+_MOST_BYTES = 512 * MIB
+_MOST_SECONDS = 2.0
+_MOST_FILES = 4096
+_GB = 1e9
+_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.56e9}  # bytes/s of one PCIe lane, by generation
+_NOTE_SHARE, _PROBLEM_SHARE = 0.6, 0.4  # of the slot's bandwidth
+_SLOW_MEMORY, _SLOW_RANKS = 2 * _GB, 0.3 * _GB
+_PHOTO = 110_000  # bytes of an ImageNet file
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One bandwidth, or why there is none."""
+    """One bandwidth, or why it could not be measured."""
 
     name: str
-    bandwidth: float | None  # bytes a second
-    latency: float | None = None  # seconds a small message
-    gpu: int | None = None  # whose slot it is
+    bandwidth: float | None  # bytes per second
+    latency: float | None = None  # seconds per small message
+    gpu: int | None = None  # the GPU whose slot was measured
     trouble: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class DiskRead:
+    """What was read from a disk, and how long it took."""
+
+    path: str
+    bytes: int
+    files: int
+    seconds: float
+    free: int  # bytes free on the disk
+    is_cold: bool  # the system was asked to drop the files from memory first
+
+
 def memory_copy() -> Measured:
-    """One core copying memory that is larger than caches."""
+    """One core copies memory that is larger than its caches."""
     source = torch.zeros(_HOST_BYTES, dtype=torch.uint8).fill_(1)
     target = torch.zeros_like(source).fill_(2)
     threads = torch.get_num_threads()
@@ -47,13 +74,13 @@ def memory_copy() -> Measured:
 
 
 def loopback() -> Measured:
-    """Two rank processes, by the transport that CPU ranks use."""
+    """Two processes exchange messages over the transport that CPU ranks use."""
     (pair,) = measure_links(2)["transfers"]
     return Measured("between two ranks", pair["bandwidth"], pair["latency"])
 
 
 def gpu_copies() -> Iterator[tuple[str, Callable[[], Measured]]]:
-    """Copies between pinned memory and each GPU both ways, and between GPUs, by name."""
+    """Copies between pinned memory and each GPU, both ways, and between GPUs, each with its name."""
     if not torch.cuda.is_available():
         return
     count = torch.cuda.device_count()
@@ -80,7 +107,7 @@ def _peer_copy(name: str, one: int, other: int) -> Measured:
 
 
 def _best(work: Callable[[], object], *gpus: int) -> float:
-    """Seconds of the quickest of a few: what the hardware can do, whatever else is going on."""
+    """Seconds of the fastest of a few runs: what the hardware can do despite other load."""
     times = []
     for _ in range(_REPEATS + 1):
         began = time.perf_counter()
@@ -91,31 +118,13 @@ def _best(work: Callable[[], object], *gpus: int) -> float:
     return min(times[1:])
 
 
-_BLOCK = 4 << 20
-_MOST_BYTES = 512 << 20
-_MOST_SECONDS = 2.0
-_MOST_FILES = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class DiskRead:
-    """What was read, and how long that took."""
-
-    path: str
-    bytes: int
-    files: int
-    seconds: float
-    free: int  # bytes left on that disk
-    is_cold: bool  # the system was asked to forget the files first
-
-
 def read_disk(path: Path) -> DiskRead:
-    """Read files below a folder for a second or two, from the disk and not from memory where the system lets us."""
+    """Read files below a folder for a second or two; from the disk, not from memory, where the system allows it."""
     done = files = 0
     is_cold = hasattr(os, "posix_fadvise")
     names = list(_files(path))
     if not names:
-        raise ValueError(f"--data {path} holds 0 files to read; name the folder or file that runs will read")
+        raise ValueError(f"--data {path} holds 0 files to read; give the folder or file that runs will read")
     began = time.perf_counter()
     for name in names:
         files += 1
@@ -126,12 +135,14 @@ def read_disk(path: Path) -> DiskRead:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Some files of a folder, or the file itself."""
+    """Some files below a folder, or the file itself."""
     if not path.exists():
-        raise ValueError(f"--data {path}: no such file or folder; name the one that runs will read")
+        raise ValueError(f"--data {path}: no such file or folder; give the one that runs will read")
     if not path.is_dir():
         if not _holds_bytes(path):
-            raise ValueError(f"--data {path} is not a file with content or a folder; name the one that runs will read")
+            raise ValueError(
+                f"--data {path} is neither a folder nor a file with content; give the one that runs will read"
+            )
         yield path
         return
     found = 0
@@ -146,7 +157,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _holds_bytes(path: Path) -> bool:
-    """Whether a path is a regular file on a disk: pipes, devices and the kernel's own files may never end."""
+    """Whether a path is a regular file with content: pipes, devices and the kernel's files may never end."""
     try:
         status = path.stat()
     except OSError:
@@ -154,31 +165,23 @@ def _holds_bytes(path: Path) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_size > 0
 
 
-def _read(path: Path, is_cold: bool, began: float, room: int) -> int:
+def _read(path: Path, is_cold: bool, began: float, most: int) -> int:
     done = 0
     try:
         with path.open("rb", buffering=0) as file:
             if is_cold:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            while done < room and time.perf_counter() - began < _MOST_SECONDS and (block := file.read(_BLOCK)):
+            while done < most and time.perf_counter() - began < _MOST_SECONDS and (block := file.read(_BLOCK)):
                 done += len(block)
     except OSError:
-        return done  # what can't be read here is what `stagewright data inspect` tells of
+        return done  # `stagewright data inspect` reports what can't be read
     return done
-
-
-_AREA = "measured"
-_GB = 1e9
-_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.56e9}  # bytes a second of one PCIe lane
-_POOR, _BAD = 0.6, 0.4  # of what a slot carries
-_SLOW_MEMORY, _SLOW_RANKS = 2 * _GB, 0.3 * _GB
-_PHOTO = 110_000  # bytes of an ImageNet file
 
 
 def speed_findings(measured: Iterable[Measured], gpus: Mapping[int, Gpu]) -> Iterator[Finding]:
     for one in measured:
         if one.bandwidth is None:
-            yield Finding(_AREA, one.name, UNKNOWN, Grade.NOTE, f"it could not be measured: {one.trouble}")
+            yield Finding(_AREA, one.name, UNKNOWN, Grade.NOTE, f"could not be measured: {one.trouble}")
         elif one.gpu is not None:
             yield _slot_speed(one, gpus.get(one.gpu))
         else:
@@ -187,13 +190,13 @@ def speed_findings(measured: Iterable[Measured], gpus: Mapping[int, Gpu]) -> Ite
 
 def _host_speed(one: Measured) -> Finding:
     assert one.bandwidth is not None
-    latency = "" if one.latency is None else f", {one.latency * 1e6:.0f} us a message"
+    latency = "" if one.latency is None else f", {one.latency * 1e6:.0f} us per message"
     slow = {"memory copy, one core": _SLOW_MEMORY, "between two ranks": _SLOW_RANKS}.get(one.name, 0.0)
     return finding(
         _AREA,
         one.name,
         f"{one.bandwidth / _GB:.1f} GB/s{latency}",
-        (one.bandwidth < slow, Grade.NOTE, "slow for any machine of today; is something else busy here?"),
+        (one.bandwidth < slow, Grade.NOTE, "slow for a current machine; check what else is running"),
     )
 
 
@@ -205,30 +208,30 @@ def _slot_speed(one: Measured, gpu: Gpu | None) -> Finding:
     if full is None:
         return finding(_AREA, one.name, value)
     share = one.bandwidth / full
-    advice = "the slot should carry more; other work on the host, a virtual machine or a riser may take it"
+    advice = "the slot can carry more; other load on the host, a virtual machine or a riser may be the reason"
     return finding(
         _AREA,
         one.name,
         f"{value}, {share:.0%} of the slot's",
-        (share < _BAD, Grade.PROBLEM, advice),
-        (share < _POOR, Grade.NOTE, advice),
+        (share < _PROBLEM_SHARE, Grade.PROBLEM, advice),
+        (share < _NOTE_SHARE, Grade.NOTE, advice),
     )
 
 
 def disk_finding(read: DiskRead) -> Finding:
-    """A disk's speed, in bytes and in photographs."""
+    """The speed of a disk, in bytes and in photographs of ImageNet's size."""
     rate, each = read.bytes / max(read.seconds, 1e-9), read.bytes / read.files
     photos = min(rate / _PHOTO, read.files / max(read.seconds, 1e-9) if each < _PHOTO else rate / _PHOTO)
+    files = "1 file" if read.files == 1 else f"{read.files} files"
     warm = "" if read.is_cold else ", perhaps from memory"
     return finding(
         _AREA,
         "data",
-        f"{rate / 1e6:.0f} MB/s{warm}, {read.files} files, {read.free / 1e9:.0f} GB free; "
-        f"about {photos:.0f} photographs/s",
+        f"{rate / 1e6:.0f} MB/s{warm}, {files}, {read.free / 1e9:.0f} GB free; about {photos:.0f} photographs/s",
         (
             rate < 100e6,
             Grade.PROBLEM,
-            "slower than one GPU reads ImageNet; copy the data to a local disk or into memory",
+            "too slow to train one GPU on ImageNet; copy the data to a local disk or into memory",
         ),
-        (rate < 500e6, Grade.NOTE, "enough for few GPUs; many want a faster disk, or data that stays in memory"),
+        (rate < 500e6, Grade.NOTE, "enough for a few GPUs; many need a faster disk, or data that fits in memory"),
     )

@@ -1,4 +1,4 @@
-"""The host: system, processor, memory, virtualisation, limits and ports. Python, torch and the libraries below it."""
+"""Findings about the host (processor, memory, virtualisation, limits, ports) and its software (driver, torch, NCCL)."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from pathlib import Path
 
 from stagewright.hardware.doctor.finding import Finding, Grade, finding
 from stagewright.hardware.environment import Environment
+from stagewright.metrics import GIB
 
-_SYSTEM = "system"
-_GIB = 1 << 30
-_SMALL_SHM = 1 << 30  # NCCL's rings of several GPUs need more than a container's 64 MiB
-_FEW_FILES = 4096
+_SYSTEM, _SOFTWARE = "system", "software"
+_SMALL_SHM = GIB  # NCCL's rings over several GPUs need more than a container's 64 MiB
+_ENOUGH_FILES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class SystemState:
-    """What the system's files and limits say; None where they say nothing."""
+    """What the system's files and limits say; None where they do not say."""
 
     iommu_groups: int | None
-    iommu_option: str | None  # of the kernel's command line
+    iommu_option: str | None  # on the kernel's command line
     shared_memory: int | None  # bytes of /dev/shm
     open_files: int | None
-    load: float | None  # processes that want a core, over a minute
+    load: float | None  # processes that want a core, averaged over a minute
     port: int
-    port_trouble: str | None  # why a socket can't listen on it
+    port_trouble: str | None  # why a socket can't listen on the port
     loopback_trouble: str | None
 
 
 def read_system_state(port: int, root: Path = Path("/")) -> SystemState:
-    """This system's; `root` is where its files are."""
+    """The state of this system; `root` is where its files are, for tests."""
     groups = root / "sys/kernel/iommu_groups"
     return SystemState(
         len(list(groups.iterdir())) if groups.is_dir() else None,
         _iommu_option(root),
-        _room(root / "dev/shm"),
+        _size(root / "dev/shm"),
         resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         port,
@@ -55,7 +55,7 @@ def _iommu_option(root: Path) -> str | None:
     return next((word for word in words if "iommu" in word), None)
 
 
-def _room(path: Path) -> int | None:
+def _size(path: Path) -> int | None:
     try:
         found = os.statvfs(path)
     except OSError:
@@ -74,22 +74,26 @@ def _listen_trouble(address: str, port: int) -> str | None:
     return None
 
 
-def system_findings(found: Environment, around: SystemState) -> Iterator[Finding]:
+def system_findings(found: Environment, state: SystemState) -> Iterator[Finding]:
     host = found.host
     yield finding(_SYSTEM, "system", f"{host.system}, kernel {host.kernel}")
-    load = around.load or 0.0
+    load = state.load or 0.0
     yield finding(
         _SYSTEM,
         "processor",
         f"{host.cpu}, {host.cores} cores, load {load:.1f}",
-        (load > 0.5 * host.cores, Grade.NOTE, "other work keeps cores busy; figures taken now will be low and spread"),
+        (
+            load > 0.5 * host.cores,
+            Grade.NOTE,
+            "other processes keep cores busy; measurements taken now will be low and vary",
+        ),
         (
             len(found.gpus) > 0 and host.cores < 2 * len(found.gpus),
             Grade.NOTE,
-            f"{host.cores} cores for {len(found.gpus)} GPUs; each rank wants one, and decoding images several more",
+            f"{host.cores} cores for {len(found.gpus)} GPUs; each rank needs one, and decoding images several more",
         ),
     )
-    memory = None if host.memory is None else f"{host.memory / _GIB:.1f} GiB"
+    memory = None if host.memory is None else f"{host.memory / GIB:.1f} GiB"
     least = sum(gpu.memory or 0 for gpu in found.gpus)
     yield finding(
         _SYSTEM,
@@ -98,15 +102,15 @@ def system_findings(found: Environment, around: SystemState) -> Iterator[Finding
         (
             host.memory is not None and 0 < host.memory < least,
             Grade.NOTE,
-            f"less than the {least / _GIB:.0f} GiB of its GPUs; pinned buffers and checkpoints share it",
+            f"less than the {least / GIB:.0f} GiB of the GPUs; pinned buffers and checkpoints share it",
         ),
     )
-    yield _virtual(found, around)
-    yield _iommu(found, around)
-    yield from _limits(found, around)
+    yield _virtual(found, state)
+    yield _iommu(found, state)
+    yield from _limits(found, state)
 
 
-def _virtual(found: Environment, around: SystemState) -> Finding:
+def _virtual(found: Environment, state: SystemState) -> Finding:
     is_passed = any(gpu.virtual == "passthrough" for gpu in found.gpus)
     virtual = found.host.virtual or "none seen"
     return finding(
@@ -116,14 +120,14 @@ def _virtual(found: Environment, around: SystemState) -> Finding:
         (
             len(found.gpus) > 1 and "virtual machine" in virtual,
             Grade.NOTE,
-            "virtual machines often show every GPU at PHB and refuse peer access, and copies between GPUs then go "
-            "through host memory; compare with the host's own nvidia-smi topo -m (docs/hardware.md)",
+            "virtual machines often show every GPU at PHB and refuse peer access, so copies between GPUs go through "
+            "host memory; compare with nvidia-smi topo -m on the host (docs/hardware.md)",
         ),
     )
 
 
-def _iommu(found: Environment, around: SystemState) -> Finding:
-    groups, option = around.iommu_groups, around.iommu_option
+def _iommu(found: Environment, state: SystemState) -> Finding:
+    groups, option = state.iommu_groups, state.iommu_option
     value = None if groups is None else f"{groups} groups" if groups else "off, or hidden"
     value = f"{value or 'groups not known'}, {option}" if option else value
     return finding(
@@ -138,44 +142,49 @@ def _iommu(found: Environment, around: SystemState) -> Finding:
     )
 
 
-def _limits(found: Environment, around: SystemState) -> Iterator[Finding]:
-    shared = around.shared_memory
+def _limits(found: Environment, state: SystemState) -> Iterator[Finding]:
+    shared = state.shared_memory
     yield finding(
         _SYSTEM,
         "shared memory",
-        None if shared is None else f"{shared / _GIB:.2f} GiB at /dev/shm",
+        None if shared is None else f"{shared / GIB:.2f} GiB at /dev/shm",
         (
             shared is not None and shared < _SMALL_SHM and len(found.gpus) > 1,
             Grade.PROBLEM,
-            "NCCL keeps its buffers there and fails without room; start the container with --shm-size 1g or --ipc host",
+            "NCCL keeps its buffers there and may fail; start the container with --shm-size 1g or --ipc host",
         ),
     )
-    files = around.open_files
+    files = state.open_files
     yield finding(
         _SYSTEM,
         "open files",
         files,
-        (files is not None and 0 < files < 1024, Grade.NOTE, f"few for many ranks; raise it: ulimit -n {_FEW_FILES}"),
+        (
+            files is not None and 0 < files < 1024,
+            Grade.NOTE,
+            f"too few for many ranks; raise the limit: ulimit -n {_ENOUGH_FILES}",
+        ),
     )
     yield finding(
         _SYSTEM,
         "loopback",
-        around.loopback_trouble or "ranks can listen",
-        (around.loopback_trouble is not None, Grade.PROBLEM, "ranks of one machine meet there; ask for 127.0.0.1"),
+        state.loopback_trouble or "ranks can listen",
+        (
+            state.loopback_trouble is not None,
+            Grade.PROBLEM,
+            "ranks of one machine connect over it; allow listening on 127.0.0.1",
+        ),
     )
     yield finding(
         _SYSTEM,
-        f"port {around.port}",
-        around.port_trouble or "free",
+        f"port {state.port}",
+        state.port_trouble or "free",
         (
-            around.port_trouble is not None,
+            state.port_trouble is not None,
             Grade.NOTE,
-            "--nodes meets there by default; give another: --nodes HOST:PORT,...",
+            "--nodes uses it by default; give another: --nodes HOST:PORT,...",
         ),
     )
-
-
-_SOFTWARE = "software"
 
 
 def software_findings(found: Environment) -> Iterator[Finding]:
@@ -185,26 +194,26 @@ def software_findings(found: Environment) -> Iterator[Finding]:
     yield finding(
         _SOFTWARE,
         "torch",
-        libraries.torch or "not there",
+        libraries.torch or "not installed",
         (libraries.torch is None, Grade.PROBLEM, "pip install torch"),
         (
             is_cpu_build and has_gpus,
             Grade.PROBLEM,
-            "this build knows no GPU; install one for the driver's CUDA: https://pytorch.org/get-started/locally",
+            "this build has no GPU support; install one for the driver's CUDA: https://pytorch.org/get-started/locally",
         ),
     )
     yield _driver_finding(found)
     if has_gpus or libraries.cuda:
         yield finding(_SOFTWARE, "CUDA", libraries.cuda or "not in this torch")
-        yield finding(_SOFTWARE, "cuDNN", libraries.cudnn or "not there")
+        yield finding(_SOFTWARE, "cuDNN", libraries.cudnn or "not installed")
         yield finding(
             _SOFTWARE,
             "NCCL",
-            libraries.nccl or "not there",
+            libraries.nccl or "not installed",
             (
                 libraries.nccl is None and len(found.gpus) > 1 and libraries.cuda is not None,
                 Grade.NOTE,
-                "without it ranks talk through host memory: --backend gloo",
+                "without it ranks exchange messages through host memory: --backend gloo",
             ),
         )
 
@@ -219,18 +228,18 @@ def _driver_finding(found: Environment) -> Finding:
         (
             found.nvml is not None and "mismatch" in found.nvml,
             Grade.PROBLEM,
-            "driver and library are of different versions; reboot, or load the kernel module again",
+            "driver and library have different versions; reboot, or reload the kernel module",
         ),
         (
             is_too_new,
             Grade.PROBLEM,
-            f"torch was built for CUDA {libraries.cuda} but the driver runs up to {found.driver_cuda}; update the "
+            f"torch was built for CUDA {libraries.cuda} but the driver supports up to {found.driver_cuda}; update the "
             "driver, or install an older build of torch",
         ),
         (
             not found.gpus and libraries.cuda is not None,
             Grade.NOTE,
-            "torch could use GPUs but no driver shows one; install it, or start the container with --gpus all",
+            "torch supports GPUs but no driver shows one; install a driver, or start the container with --gpus all",
         ),
     )
 
@@ -242,7 +251,7 @@ def _driver(found: Environment) -> str:
 
 
 def _is_newer(one: str | None, other: str | None) -> bool:
-    """Whether a CUDA is of a later major release; minor ones of a release run on each other's drivers."""
+    """Whether one CUDA is of a later major release; minor releases run on each other's drivers."""
     if one is None or other is None:
         return False
     return int(one.partition(".")[0]) > int(other.partition(".")[0])

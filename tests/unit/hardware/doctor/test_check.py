@@ -1,4 +1,4 @@
-"""`stagewright doctor` as people run it."""
+"""`stagewright doctor` as a user runs it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 from rich.console import Console
 
 from stagewright.cli.main import main
-from stagewright.hardware.doctor import examine as module
-from stagewright.hardware.doctor.examine import examine, show
+from stagewright.hardware.doctor.check import check_machine, try_measuring
 from stagewright.hardware.doctor.measure import Measured
+from stagewright.hardware.doctor.show import show
 from tests.nvml_like import Card, Library
 
 ROOT = Path(__file__).parents[4]
 
 
-def test_without_a_gpu_in_a_pipe_it_measures_what_there_is(tmp_path: Path) -> None:
+def test_prints_plain_lines_and_measures_without_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(1 << 20))
     done = subprocess.run(
         [sys.executable, "-m", "stagewright", "doctor", "--data", str(tmp_path)],
@@ -34,23 +34,23 @@ def test_without_a_gpu_in_a_pipe_it_measures_what_there_is(tmp_path: Path) -> No
     assert any("  data  " in line and "MB/s" in line for line in lines)
 
 
-def test_json_of_a_box_with_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_grades_the_findings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", Library([Card(limit=200_000), Card(width=4)], {(0, 1): 50}))
     main(["doctor", "--fast", "--json"])
     found = json.loads(capsys.readouterr().out)
-    hurting = {(item["area"], item["name"]) for item in found["findings"] if item["grade"] == "problem"}
-    assert {("GPU 0", "power cap"), ("GPU 1", "PCIe")} <= hurting
+    problems = {(item["area"], item["name"]) for item in found["findings"] if item["grade"] == "problem"}
+    assert {("GPU 0", "power cap"), ("GPU 1", "PCIe")} <= problems
     assert found["environment"]["topology"] == [["X", "SYS"], ["SYS", "X"]] and found["measured"] == []
     assert found["verdict"].startswith("2 GPUs; ")
     assert all(item["advice"] for item in found["findings"] if item["grade"] != "fine")
 
 
-def test_eight_gpus_fit_into_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eight_gpus_fit_into_80_columns_and_equal_findings_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = {(one, other): 30 for one in range(8) for other in range(one, 8)}
     cards = [Card(), Card(), Card(limit=200_000), *[Card()] * 5]
     monkeypatch.setitem(sys.modules, "pynvml", Library(cards, pairs))
     text = StringIO()
-    show(Console(file=text, width=80), examine(None, measures=False, tell=lambda step: None))
+    show(Console(file=text, width=80), check_machine(None, measures=False, tell=lambda step: None))
     assert max(len(line) for line in text.getvalue().splitlines()) <= 80
     assert "GPU7   PHB" in text.getvalue()
     said = [" ".join(line.split()) for line in text.getvalue().splitlines()]
@@ -58,22 +58,22 @@ def test_eight_gpus_fit_into_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None
     assert said.index("software") < said.index("GPUs") < said.index("topology") and "GPU 0" not in said
 
 
-def test_a_measurement_that_fails_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measurement_that_fails_gives_its_reason() -> None:
     def broken() -> Measured:
         raise RuntimeError("CUDA error:\nout of luck")
 
-    found = module._attempt("between two ranks", broken, Measured)
+    found = try_measuring("between two ranks", broken)
     assert found.bandwidth is None and found.trouble == "CUDA error: out of luck"
 
 
-def test_data_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_data_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--fast", "--data", "/nowhere"])
     error = capsys.readouterr().err
     assert ended.value.code == 2 and error.count("\n") == 1 and "--data /nowhere: no such file or folder" in error
 
 
-def test_data_that_would_never_end_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_without_an_end_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/null"), Path("/proc/kmsg"), tmp_path):
         if path.exists():

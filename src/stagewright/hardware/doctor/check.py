@@ -1,0 +1,105 @@
+"""Checks this machine: reads the facts, grades them as findings, and measures bandwidths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stagewright.hardware.doctor.finding import Finding, Grade
+from stagewright.hardware.doctor.gpus import gpu_findings, read_states, topology_findings
+from stagewright.hardware.doctor.measure import (
+    DiskRead,
+    Measured,
+    disk_finding,
+    gpu_copies,
+    loopback,
+    memory_copy,
+    read_disk,
+    speed_findings,
+)
+from stagewright.hardware.doctor.system import read_system_state, software_findings, system_findings
+from stagewright.hardware.environment import Environment, read_environment
+from stagewright.hardware.gpu import visible
+from stagewright.runtime.multinode.nodes import DEFAULT_PORT
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class MachineCheck:
+    """Everything that was found out about this machine."""
+
+    environment: Environment
+    findings: tuple[Finding, ...]
+    measured: tuple[Measured, ...]
+    disk: DiskRead | None
+
+    @property
+    def summary(self) -> str:
+        """All of it in one line."""
+        problems = sum(found.grade is Grade.PROBLEM for found in self.findings)
+        notes = sum(found.grade is Grade.NOTE for found in self.findings)
+        gpus = len(self.environment.gpus)
+        devices = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "no GPU: train with --device cpu"
+        if not problems and not notes:
+            return f"{devices}; no problems found"
+        fine = len(self.findings) - problems - notes
+        counts = (
+            f"{count} {word}{'' if count == 1 else 's'}" for count, word in ((problems, "problem"), (notes, "note"))
+        )
+        return f"{devices}; {', '.join(counts)}, {fine} fine"
+
+    def describe(self) -> dict[str, Any]:
+        """Everything as JSON takes it; the summary is called `verdict` there."""
+        return {
+            "verdict": self.summary,
+            "findings": [asdict(found) for found in self.findings],
+            "measured": [asdict(one) for one in self.measured],
+            "disk": None if self.disk is None else asdict(self.disk),
+            "environment": self.environment.describe(),
+        }
+
+
+def check_machine(data: str | None, *, measures: bool, tell: Tell) -> MachineCheck:
+    """Check this machine; `data` is a file or folder whose disk to time, `measures` asks for bandwidths too."""
+    read = None if data is None else _read_disk(data, tell)
+    tell("system and GPUs")
+    found = read_environment()
+    states, peers = read_states()
+    findings = [
+        *system_findings(found, read_system_state(DEFAULT_PORT)),
+        *software_findings(found),
+        *gpu_findings(found.gpus, states),
+        *topology_findings(found, peers),
+    ]
+    measured = tuple(_measured(tell)) if measures else ()
+    findings += speed_findings(measured, dict(enumerate(visible(found.gpus))))
+    if read is not None:
+        findings.append(disk_finding(read))
+    return MachineCheck(found, tuple(findings), measured, read)
+
+
+def try_measuring(name: str, measure: Callable[[], Measured]) -> Measured:
+    """A measurement, or the reason why it failed: the doctor reports faults and never stops at one."""
+    try:
+        return measure()
+    except Exception as error:
+        words = " ".join(str(error).split())[:120]
+        return Measured(name, None, trouble=words or type(error).__name__)
+
+
+def _read_disk(data: str, tell: Tell) -> DiskRead:
+    tell(f"reading {data}")
+    return read_disk(Path(data.partition(":")[2] if data.startswith(("folder:", "ofrecord:", "tensors:")) else data))
+
+
+def _measured(tell: Tell) -> Iterator[Measured]:
+    tell("memory copies")
+    yield try_measuring("memory copy, one core", memory_copy)
+    tell("messages between two ranks")
+    yield try_measuring("between two ranks", loopback)
+    for name, copy in gpu_copies():
+        tell(name)
+        yield try_measuring(name, copy)
