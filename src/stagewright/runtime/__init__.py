@@ -1,1 +1,4 @@
-"""The runtime: interprets a plan's programs on real ranks."""
+"""Runs a plan's programs on ranks: one process per rank, or all of them emulated in one process.
+
+`job`, `faults` and `status_file` are shared by everything below. The folders import each other in one direction:
+comm < stage < checkpoint < multinode < process. `run` and `bench` start ranks through `process`."""

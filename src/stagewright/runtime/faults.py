@@ -1,31 +1,51 @@
-"""Sees ranks that hang: a process that is stopped, an action that does not end, a message that does not come.
+"""Faults: what one rank or machine reports when something goes wrong, and the one sentence a person reads about it.
 
-limit            applies to
-10 s             a process that the kernel shows as stopped (SIGSTOP)
---timeout        an action that a rank works at; half as long again for one that it waits in, so that the rank that
-                 others wait for is named first
---start-timeout  the start (data index, connections, compilation) until every rank here has made its first update,
-                 and saving at the end What happened, in one message: which rank, where, at what action, and why. A GPU without memory to spare: what was asked of it, and what this rank could have had."""
+A supervisor observes `RankExit` and `HungRank` from outside; a rank sends a failure event before it exits.
+`describe_fault` picks the one that caused the others."""
 
 from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from stagewright.metrics import GIB
 from stagewright.plan.plan import Plan
 from stagewright.runtime.status_file import last_action, status_path
 from stagewright.schedule.action import Action
 
+_LONGEST_TICK = 1.0  # seconds
+_REQUESTED = re.compile(r"Tried to allocate ([0-9.]+ [KMG]iB)")
+
+
+class PausingClock:
+    """Counts the seconds in which this process ran: time that it was stopped or suspended blames nobody else.
+
+    `now` moves only in `tick`, by at most one second, so the process must tick more often than that.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.now = 0.0
+        self._clock = clock
+        self._read = clock()
+
+    def tick(self) -> float:
+        """Advance to the present; the new `now`."""
+        read = self._clock()
+        self.now += min(read - self._read, _LONGEST_TICK)
+        self._read = read
+        return self.now
+
 
 @dataclass(frozen=True, slots=True)
 class HungRank:
-    """A rank that made no progress in time, and what it was at."""
+    """A rank that made no progress in time, and the action it stayed in."""
 
     rank: int
     action: str | None
@@ -39,10 +59,10 @@ class HungRank:
 
 @dataclass(frozen=True, slots=True)
 class RankExit:
-    """A rank process that ended, and the action that it was at."""
+    """A rank process that ended with an error, and its last action."""
 
     rank: int
-    code: int  # as subprocess gives it: negative for a signal
+    code: int  # as subprocess reports it: negative for a signal
     action: str | None
     stage: int | None
 
@@ -57,7 +77,7 @@ class Fault:
     """Why the ranks had to stop."""
 
     text: str
-    is_final: bool  # what it is will not go away by trying again
+    is_final: bool  # a restart would fail the same way
 
 
 def describe_fault(
@@ -67,16 +87,20 @@ def describe_fault(
     hung: Sequence[HungRank] = (),
     lost: Sequence[str] = (),
 ) -> Fault:
-    """Who failed first, where, at what, and why."""
+    """Which rank failed first, at which action, and why; `lost` has one sentence per machine that is out of reach.
+
+    In order: an error of the user's, a killed rank, any other error, a hung rank, a lost machine, and last a rank that
+    only lost its peer. A killed rank comes before other errors because those may be how its peers noticed.
+    """
     primary = [failure for failure in failures if not failure["is_secondary"]]
-    killed = sorted((exit for exit in exits if exit.code < 0), key=lambda exit: exit.rank)
+    killed = sorted((ended for ended in exits if ended.code < 0), key=lambda ended: ended.rank)
     users = [failure for failure in primary if failure["is_users"]]
-    if users or (primary and not killed):  # losing a rank that was killed may also look like an error of another rank
+    if users or (primary and not killed):
         return _raised(plan, (users or primary)[0])
     if killed:
-        exit = killed[0]
-        name = _signal_name(-exit.code)
-        return Fault(f"{plan.name_replica(exit.rank, exit.stage)} was killed by {name} at {_at(exit.action)}", False)
+        first = killed[0]
+        name = plan.name_replica(first.rank, first.stage)
+        return Fault(f"{name} was killed by {_signal_name(-first.code)} at {_at(first.action)}", False)
     if hung:
         name = plan.name_replica(hung[0].rank, hung[0].stage)
         return Fault(f"{name} hangs at {_at(hung[0].action)}: {hung[0].cause}", False)
@@ -85,10 +109,35 @@ def describe_fault(
     if failures:
         failure = failures[0]
         return Fault(f"{plan.name_replica(failure['rank'])} failed: {failure['cause']}", False)
-    for exit in exits:
-        name = plan.name_replica(exit.rank, exit.stage)
-        return Fault(f"{name} ended with code {exit.code} at {_at(exit.action)}, without a word", False)
-    return Fault("a rank ended without a word", False)
+    if exits:
+        name = plan.name_replica(exits[0].rank, exits[0].stage)
+        return Fault(
+            f"{name} exited with code {exits[0].code} at {_at(exits[0].action)} without an error message", False
+        )
+    return Fault("a rank exited without an error message", False)
+
+
+def log_fault(folder: Path, fault: Fault, failures: Sequence[Mapping[str, Any]]) -> None:
+    """Append the fault and the traceback of every rank, also of those that only lost a peer, to the run's log."""
+    with (folder / "log.txt").open("a") as log:
+        log.write(f"{fault.text}\n")
+        for failure in failures:
+            log.write(f"rank {failure['rank']}:\n{failure['traceback']}\n")
+
+
+def describe_shortage(error: torch.OutOfMemoryError, samples: int) -> str:
+    """How much GPU memory an allocation asked for, and how much was free."""
+    requested = _REQUESTED.search(str(error))
+    free, total = torch.cuda.mem_get_info()
+    return (
+        f"out of GPU memory with microbatches of {samples} samples: {requested[1] if requested else 'something'} more "
+        f"needed, {free / GIB:.2f} GiB free of {total / GIB:.1f}"
+    )
+
+
+def shortage_event(rank: int) -> dict[str, Any]:
+    """The bytes that this rank could have had: those it holds and those that are free."""
+    return {"kind": "shortage", "rank": rank, "room": torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()}
 
 
 def _raised(plan: Plan, failure: Mapping[str, Any]) -> Fault:
@@ -108,30 +157,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def log_fault(folder: Path, fault: Fault, failures: Sequence[Mapping[str, Any]]) -> None:
-    """Keep every rank's own account, the secondary ones as well, in the run's log."""
-    with (folder / "log.txt").open("a") as log:
-        log.write(f"{fault.text}\n")
-        for failure in failures:
-            log.write(f"rank {failure['rank']}:\n{failure['traceback']}\n")
-
-
-GIB = 2**30
-_ASKED = re.compile(r"Tried to allocate ([0-9.]+ [KMG]iB)")
-
-
-def describe_shortage(error: torch.OutOfMemoryError, samples: int) -> str:
-    """The numbers of an allocation that failed."""
-    asked = _ASKED.search(str(error))
-    free, total = torch.cuda.mem_get_info()
-    return (
-        f"out of GPU memory with microbatches of {samples} samples: {asked[1] if asked else 'something'} more needed, "
-        f"{free / GIB:.2f} GiB free of {total / GIB:.1f}"
-    )
-
-
-def shortage_event(rank: int) -> dict[str, Any]:
-    """What the rank holds and what is free: all that it could have had."""
-    return {"kind": "shortage", "rank": rank, "room": torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()}

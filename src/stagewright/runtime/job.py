@@ -1,4 +1,4 @@
-"""Everything a rank is told: the configuration, the plan, and what crosses each cut."""
+"""The job: everything that a rank needs to know, as the supervisor writes it to job.json and every rank reads it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from stagewright.data.order import Order
 from stagewright.model.probe import Probe
 from stagewright.plan.plan import Plan
 
-_FEW_RESTARTS = 3
-
-
+_DEFAULT_RESTARTS = 3
 NEVER = sys.maxsize  # a batch or microbatch that never comes
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """How the evaluation data is cut into pieces: whole ones, and a short one at the end."""
+    """The probes of evaluation microbatches: full ones, and a shorter one at the end where there is one."""
 
     samples: int
     whole: Probe
@@ -31,7 +29,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run, as every rank reads it."""
+    """One run of a plan: configuration, plan, what crosses each cut, and where to start."""
 
     config: Config
     plan: Plan
@@ -41,24 +39,24 @@ class Job:
     training: Probe
     evaluation: Evaluation | None
     folder: str
-    channels_last: bool = False  # how images lie in memory
+    channels_last: bool = False  # the memory layout of images
     samples: int = 0  # of the training data
     fingerprint: str = ""  # of the training data
     start: int = 0  # batches trained before this job
-    resume: str | None = None  # the checkpoint that holds what they made
+    resume: str | None = None  # the checkpoint folder with their state
 
     @property
     def order(self) -> Order:
         return Order(self.samples, self.plan.batch, self.config.run.seed, self.config.data.shuffle)
 
     def next_pause(self, done: int) -> int:
-        """The first batch number after `done` at which the pipeline drains as planned."""
+        """The first batch number after `done` at which the pipeline is planned to drain."""
         after = bisect_right(self.pauses, done)
         evaluation = self.pauses[after] if after < len(self.pauses) else self.batches
         return min(evaluation, self.next_save(done), self.batches)
 
     def next_save(self, done: int) -> int:
-        """The first batch number after `done` with a planned checkpoint: every so many batches, and at the end."""
+        """The first batch number after `done` with a planned checkpoint: every so many batches, and the last."""
         every, step = self.config.checkpoint.every, self.plan.pause_step
         if not every:
             return NEVER
@@ -67,20 +65,20 @@ class Job:
 
     @property
     def patience(self) -> float:
-        """Seconds that a rank waits for another: longer than the watchdog, which knows whom to blame."""
+        """Seconds that a rank waits for another: longer than the watchdog does, which can name the rank at fault."""
         return 2 * max(self.config.run.timeout, self.config.run.start_timeout)
 
     @property
     def keeps_checkpoints(self) -> bool:
-        """Whether checkpoints are made without being asked for."""
+        """Whether the run saves checkpoints regularly."""
         return bool(self.config.checkpoint.every or self.config.checkpoint.minutes)
 
     @property
     def max_restarts(self) -> int:
-        """Starts after a fault; by default a few, where there is something to begin with."""
+        """How many restarts follow faults; by default 3 where there are checkpoints to start from, otherwise none."""
         if self.config.run.max_restarts is not None:
             return self.config.run.max_restarts
-        return _FEW_RESTARTS if self.keeps_checkpoints or self.resume else 0
+        return _DEFAULT_RESTARTS if self.keeps_checkpoints or self.resume else 0
 
     def save(self, path: Path) -> None:
         path.write_bytes(TypeAdapter(Job).dump_json(self, indent=1))

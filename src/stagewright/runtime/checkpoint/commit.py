@@ -1,4 +1,4 @@
-"""The supervisor's side of checkpoints: makes one of what the ranks have written, or cleans up; keeps the newest."""
+"""The supervisor's side of checkpoints: turns the ranks' shares into one, or removes them, and deletes the oldest."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ _Events = Mapping[int, Mapping[str, Any]]
 
 
 class Committer:
-    """Hears which shares of a checkpoint are on the disk; the manifest comes when all are."""
+    """Collects the ranks' reports on their shares; commits the checkpoint once every share is on the disk.
 
-    def __init__(self, job: Job, tell: Callable[[Saved | Unsaved], None]) -> None:
+    A checkpoint exists from the moment its folder is renamed, with a manifest in it and everything synced.
+    """
+
+    def __init__(self, job: Job, report: Callable[[Saved | Unsaved], None]) -> None:
         self._job = job
-        self._tell = tell
+        self._report = report
         self._shares: dict[int, dict[int, Mapping[str, Any]]] = {}
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Take one rank's word on its share."""
+        """Take one rank's `saved` event."""
         batch = int(event["batch"])
         shares = self._shares.setdefault(batch, {})
         shares[int(event["rank"])] = event
@@ -38,22 +41,22 @@ class Committer:
         reason = next((share["error"] for share in shares.values() if "error" in share), None)
         if reason is None:
             try:
-                self._tell(self._complete(folder, batch, shares))
+                self._report(self._commit(folder, batch, shares))
                 return
             except OSError as error:
                 reason = error.strerror or str(error)
         shutil.rmtree(folder, ignore_errors=True)
-        self._tell(Unsaved(batch, str(reason)))
+        self._report(Unsaved(batch, str(reason)))
 
     def discard(self) -> None:
-        """The ranks have ended; what they had not finished will not be."""
+        """Forget unfinished checkpoints: the ranks that wrote them have ended."""
         self._shares.clear()
 
-    def _complete(self, folder: Path, batch: int, shares: _Events) -> Saved:
-        """Add the manifest, give the folder its name, and delete what is too old."""
+    def _commit(self, folder: Path, batch: int, shares: _Events) -> Saved:
+        """Write the manifest, rename the folder, and delete the oldest checkpoints."""
         manifest = _manifest(self._job, batch, shares)
         if missing := [file.name for file in manifest.files if not (folder / file.name).is_file()]:
-            raise OSError(0, f"{missing[0]} is not here; the machines of a run need a run folder that they share")
+            raise OSError(0, f"{missing[0]} is missing; the machines of a run need a shared run folder")
         known = {file.name for file in manifest.files}
         for path in folder.iterdir():
             if path.name not in known:
@@ -80,7 +83,7 @@ class Committer:
 
 
 def _replace(folder: Path, final: Path) -> None:
-    """Put a checkpoint where another one of the same batch is."""
+    """Replace a checkpoint of the same batch."""
     old = final.with_name(f"{final.name}.old.partial")
     shutil.rmtree(old, ignore_errors=True)
     final.rename(old)
@@ -109,7 +112,7 @@ def _stage_state(index: int, stages: list[dict[str, Any]]) -> StageState:
 
 
 def set_aside_after(run: Path, batch: int) -> None:
-    """Put aside what is damaged after a batch that a run goes on from: its place will be needed."""
+    """Rename the checkpoints after `batch`, which are damaged if a run resumes before them: it needs their names."""
     for folder in list_folders(run):
         if int(folder.name) > batch:
             aside = checkpoints_folder(run) / f"damaged-{folder.name}"

@@ -1,6 +1,6 @@
-"""Checkpoints on the disk: `checkpoints/<batch>/` of a run folder, whole or not there.
+"""Checkpoints on the disk: finds, verifies, reads and deletes the folders `checkpoints/<batch>/` of a run.
 
-A checkpoint is written under the name `<batch>.partial`, and gets its own when everything is in it."""
+Ranks write to `<batch>.partial`; the supervisor renames that folder once it is complete."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def checkpoints_folder(run: Path) -> Path:
 
 
 def partial_folder(run: Path, batch: int) -> Path:
-    """Where a checkpoint is written."""
+    """Where ranks write a checkpoint."""
     return checkpoints_folder(run) / f"{batch}{_PARTIAL}"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder with a manifest; `verify` says whether it is whole."""
+    """A folder with a readable manifest; `verify` checks the other files."""
 
     folder: Path
     manifest: Manifest
@@ -39,7 +39,7 @@ class Checkpoint:
         return self.manifest.batch
 
     def verify(self) -> None:
-        """Raise CheckpointError unless every file is there, with its size and its hash."""
+        """Raise CheckpointError unless every file exists with its size and hash."""
         for file in self.manifest.files:
             path = self.folder / file.name
             if not path.is_file():
@@ -55,7 +55,7 @@ class Checkpoint:
         return any(file.kind == kind for file in self.manifest.files)
 
     def read(self, kind: str, names: Collection[str] | None = None, stage: int | None = None) -> dict[str, Tensor]:
-        """The tensors of one kind by name: some of them or all, of a stage or of all stages."""
+        """The tensors of one kind by name; of one stage if given, and only these names if given."""
         found: dict[str, Tensor] = {}
         for file in self.manifest.files:
             if file.kind != kind or (stage is not None and file.stage != stage):
@@ -69,7 +69,7 @@ class Checkpoint:
         return found
 
     def shapes(self) -> dict[str, list[int]]:
-        """Of every parameter that it holds."""
+        """The shape of every parameter by name."""
         found: dict[str, list[int]] = {}
         for file in self.manifest.files:
             if file.kind == MASTER:
@@ -78,7 +78,7 @@ class Checkpoint:
         return found
 
     def mean_buffers(self) -> dict[str, Tensor]:
-        """Every stage's buffers: statistics averaged over its replicas by their microbatches, counts summed."""
+        """The buffers of all stages: statistics averaged over replicas, weighted by microbatches; counts summed."""
         mean: dict[str, Tensor] = {}
         for stage in self.manifest.stages:
             replicas = [self.read(f"buffers/{index}", stage=stage.index) for index in range(len(stage.counts))]
@@ -91,14 +91,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def list_folders(run: Path) -> list[Path]:
-    """The folders of a run's checkpoints, the oldest first; some may be damaged."""
+    """The checkpoint folders of a run, oldest first; some may be damaged."""
     root = checkpoints_folder(run)
     folders = [path for path in root.iterdir() if path.name.isdecimal()] if root.is_dir() else []
     return sorted(folders, key=lambda path: int(path.name))
 
 
 def newest_intact(run: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that is whole, and what is wrong with those after it."""
+    """The newest checkpoint that is not damaged, and what is wrong with the newer ones."""
     reasons: list[str] = []
     for folder in reversed(list_folders(run)):
         try:
@@ -111,7 +111,7 @@ def newest_intact(run: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint; from the first moment on it is none any more."""
+    """Delete a checkpoint; renamed first, so an interrupted delete never looks like a checkpoint."""
     doomed = folder if folder.name.endswith(_PARTIAL) else folder.with_name(folder.name + _PARTIAL)
     if doomed != folder:
         shutil.rmtree(doomed, ignore_errors=True)
@@ -120,6 +120,6 @@ def remove(folder: Path) -> None:
 
 
 def clear(run: Path) -> None:
-    """Delete what interrupted writes have left."""
+    """Delete what interrupted writes and deletes left behind."""
     for path in checkpoints_folder(run).glob(f"*{_PARTIAL}"):
         remove(path)

@@ -1,4 +1,5 @@
-"""What a checkpoint holds: one JSON file that names every other file of its folder, with its size and its hash. Files of tensors: safetensors, written in pieces and hashed on the way, so that no thread is held up for long."""
+"""The format of a checkpoint: a manifest (JSON) that names every other file with its size and hash, and the files of
+tensors (safetensors), which are written and hashed in pieces so that the thread never blocks training for long."""
 
 from __future__ import annotations
 
@@ -23,6 +24,20 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 MASTER = "master"
 _HASH = "blake2b"
+_PIECE = 4 * 2**20  # bytes
+_ALIGNMENT = 8
+_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 class CheckpointError(ValueError):
@@ -42,17 +57,17 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """What is kept of a stage besides its tensors."""
+    """The state of a stage besides its tensors."""
 
     index: int
-    counts: tuple[int, ...]  # microbatches that have moved each replica's statistics
-    optimizer: Mapping[str, float] = field(default_factory=dict)  # its single numbers
+    counts: tuple[int, ...]  # per replica: microbatches in its BatchNorm statistics
+    optimizer: Mapping[str, float] = field(default_factory=dict)  # its scalars
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One checkpoint."""
+    """Everything about a checkpoint except its tensors."""
 
     format: int
     batch: int  # batches trained
@@ -67,7 +82,7 @@ class Manifest:
         return sum(file.bytes for file in self.files)
 
     def as_json(self) -> str:
-        """The text of the file, which ends with a hash of the rest."""
+        """The text of the manifest; its last field is a hash of the others."""
         fields = _adapter().dump_python(self, mode="json")
         return json.dumps(fields | {_HASH: _hash(fields)}, indent=1)
 
@@ -78,7 +93,7 @@ def _adapter() -> Any:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint's folder, or an error that says what is wrong with it."""
+    """The manifest in a checkpoint's folder; CheckpointError where it is missing, damaged or impossible."""
     damaged = f"checkpoint {folder} is damaged: {MANIFEST}"
     try:
         fields = json.loads((folder / MANIFEST).read_bytes())
@@ -97,14 +112,14 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{damaged}: {'.'.join(map(str, first['loc']))}: {first['msg'].lower()}") from error
     for file in manifest.files:
         if Path(file.name).name != file.name:
-            raise CheckpointError(f"{damaged} names '{file.name}', no file of its folder")
+            raise CheckpointError(f"{damaged} names '{file.name}', which is outside its folder")
     if not _is_consistent(manifest):
-        raise CheckpointError(f"{damaged} describes a plan that can't be")
+        raise CheckpointError(f"{damaged} describes an impossible plan")
     return replace(manifest, config=with_new_names(manifest.config))
 
 
 def _is_consistent(manifest: Manifest) -> bool:
-    """Whether its numbers go together, so that nobody who reads it has to ask again."""
+    """Whether its numbers fit together, so that readers need not check again."""
     plan, world = manifest.plan, len(manifest.plan.devices)
     return (
         min(plan.batch, plan.microbatches, len(plan.stages), world) >= 1
@@ -131,30 +146,14 @@ def _hash(fields: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=32).hexdigest()
 
 
-_PIECE = 4 * 2**20  # bytes
-_ALIGNMENT = 8
-_TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Write tensors to a file that is on the disk afterwards; its size and its hash."""
+    """Write tensors to a file and sync it; its size in bytes and its hash."""
     digest = hashlib.blake2b(digest_size=32)
     size = 0
     with path.open("wb", buffering=0) as file:
         for piece in _pieces(tensors):
             view = memoryview(piece)
-            while view:  # an unbuffered write may take less than all
+            while view:  # an unbuffered write may write only a part
                 view = view[file.write(view) :]
             digest.update(piece)
             size += len(piece)
@@ -163,7 +162,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
 
 
 def hash_file(path: Path) -> str:
-    """The hash that `write_shard` gave."""
+    """The hash of a file, as `write_shard` returns it."""
     digest = hashlib.blake2b(digest_size=32)
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
@@ -172,7 +171,7 @@ def hash_file(path: Path) -> str:
 
 
 def sync_folder(path: Path) -> None:
-    """Have the folder's names on the disk."""
+    """Sync a folder, so that new and renamed files survive a crash."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

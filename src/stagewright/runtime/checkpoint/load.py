@@ -1,4 +1,4 @@
-"""Puts a checkpoint back into a rank's replicas: bit for bit under its own plan, by name under another one."""
+"""Loads a checkpoint into a rank's replicas: bit for bit under the same plan, by parameter name under another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stagewright.runtime.stage.worker import Worker
 
 
 def restore(worker: Worker, checkpoint: Checkpoint) -> None:
-    """Have a worker's replicas go on where the checkpoint's did."""
+    """Set a worker's replicas to the state in the checkpoint."""
     is_same = checkpoint.manifest.plan.computes_as(worker.plan)
     for replica in worker.replicas.values():
         _restore_flats(replica, checkpoint)
@@ -23,12 +23,12 @@ def restore(worker: Worker, checkpoint: Checkpoint) -> None:
             _restore_exactly(replica, checkpoint, replica.stage.ranks.index(worker.rank))
             replica.resume_versions(worker.plan.boundary(checkpoint.batch) // replica.stage.round)
         else:
-            _restore_fairly(replica, checkpoint, replica.stage.ranks.index(worker.rank))
+            _restore_by_name(replica, checkpoint, replica.stage.ranks.index(worker.rank))
     worker.loss_scaling.resume(checkpoint.manifest.stages[-1].extra, checkpoint.batch, is_same=is_same)
 
 
 def _restore_flats(replica: Replica, checkpoint: Checkpoint) -> None:
-    """The newest weights, and the optimizer's tensors."""
+    """Restore the newest weights and the optimizer's tensors."""
     _write_flat(replica, replica.ring.master, MASTER, checkpoint)
     for name, flat in replica.optimizer.state.items():
         if flat.dim() and checkpoint.has(f"optimizer/{name}"):
@@ -36,7 +36,7 @@ def _restore_flats(replica: Replica, checkpoint: Checkpoint) -> None:
 
 
 def _restore_exactly(replica: Replica, checkpoint: Checkpoint, index: int) -> None:
-    """Every version in its slot, and the replica's own statistics."""
+    """Restore every version in its slot, and this replica's statistics."""
     stage = replica.stage.index
     if len(replica.ring.slots) > 1:
         for number, slot in enumerate(replica.ring.slots):
@@ -47,8 +47,8 @@ def _restore_exactly(replica: Replica, checkpoint: Checkpoint, index: int) -> No
     replica.statistics.count = state.counts[index]
 
 
-def _restore_fairly(replica: Replica, checkpoint: Checkpoint, index: int) -> None:
-    """Every slot from the newest weights; the mean statistics, with an equal share of what they are worth."""
+def _restore_by_name(replica: Replica, checkpoint: Checkpoint, index: int) -> None:
+    """Fill every slot from the newest weights; set mean statistics, which count as an equal share of microbatches."""
     states, replicas = checkpoint.manifest.stages, replica.stage.replicas
     names = {name for state in states for name in state.optimizer}
     _write_numbers(replica, {name: max(state.optimizer.get(name, 0.0) for state in states) for name in names})
@@ -67,7 +67,7 @@ def _write_flat(replica: Replica, flat: Tensor, kind: str, checkpoint: Checkpoin
     with torch.no_grad():
         for name, parameter in parameters.items():
             if name not in found:
-                raise CheckpointError(f"checkpoint {checkpoint.folder} has no {kind} of parameter '{name}'")
+                raise CheckpointError(f"checkpoint {checkpoint.folder} has no {kind} for parameter '{name}'")
             parameter.view(flat).copy_(found[name])
 
 

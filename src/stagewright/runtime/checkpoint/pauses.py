@@ -1,8 +1,8 @@
-"""Agreeing on a pause that nobody planned: every t minutes, or because the run is asked to stop.
+"""Unplanned pauses: ranks agree on a batch at which to save, every t minutes or when the run is asked to stop.
 
-    rank 0 asks ──► every rank holds, and tells the first batch it has not begun ──► the largest of them is the pause
+    rank 0 asks ──► every rank holds and posts the first batch it has not begun ──► all pause at the largest of them
 
-Nothing of this touches training before somebody asks: a thread of each rank looks at the store now and then."""
+Training is not affected until rank 0 asks: a thread per rank polls the store."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from stagewright.runtime.stage.gate import Gate
 
 STOP = "stop"
 _CHECKPOINT = "checkpoint"
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 0.005
 
 
 def pause_batch(plan: Plan, reached: Iterable[int]) -> int:
-    """The first batch at which all can pause, given the first that each has not begun."""
+    """The first batch at which all can pause, given the first one that each rank has not begun."""
     return -(-max(reached) // plan.pause_step) * plan.pause_step
 
 
 class Pauses:
-    """A rank's thread that waits for requests and agrees with the other ranks on a batch."""
+    """A rank's thread that waits for requests and agrees on a batch with the other ranks."""
 
     def __init__(self, store: Store, rank: int, plan: Plan, gate: Gate, minutes: float) -> None:
         self._control = store
@@ -55,10 +55,10 @@ class Pauses:
             if self._store.check([asked]):
                 self._agree(number, is_last=self._store.get(asked).decode() == STOP)
                 number += 1
-            self._closing.wait(_LOOK_SECONDS)
+            self._closing.wait(_POLL_SECONDS)
 
     def _reason(self) -> str | None:
-        """Why rank 0 asks for a pause now."""
+        """Why rank 0 should ask for a pause now; None if it should not."""
         if self._control.check([STOP]):
             return STOP
         is_due = self._seconds and time.monotonic() - self._last >= self._seconds
@@ -74,12 +74,12 @@ class Pauses:
                 self._store.set(batch, str(pause_batch(self._plan, reached)))
         if self._await([batch]):
             self._gate.pause_at(int(self._store.get(batch)), is_last=is_last)
-        while self._gate.batch != NEVER and not self._closing.wait(_LOOK_SECONDS):
+        while self._gate.batch != NEVER and not self._closing.wait(_POLL_SECONDS):
             pass
         self._last = time.monotonic()
 
     def _await(self, keys: Sequence[str]) -> bool:
-        """Wait until all are there; whether they are."""
+        """Wait until all keys are set; False if closed before that."""
         while not self._store.check(list(keys)):
             if self._closing.wait(_ANSWER_SECONDS):
                 return False
@@ -87,7 +87,7 @@ class Pauses:
 
 
 class EmulatedPauses:
-    """All the gates of one process: a request is settled when the next batch begins."""
+    """The gates of all emulated ranks: they agree at once when the next batch begins."""
 
     def __init__(self, plan: Plan, minutes: float) -> None:
         self._plan = plan
@@ -103,11 +103,11 @@ class EmulatedPauses:
         return gate
 
     def stop(self) -> None:
-        """Pause as soon as possible, for the last time."""
+        """Pause as soon as possible, and end there."""
         self._is_stopping = True
 
-    def look(self) -> None:
-        """Settle what is asked for."""
+    def poll(self) -> None:
+        """Agree on a batch if a pause is due."""
         is_due = self._seconds and time.monotonic() - self._last >= self._seconds
         if (self._is_stopping or is_due) and all(gate.batch == NEVER for gate in self._gates):
             batch = pause_batch(self._plan, [gate.hold() for gate in self._gates])
@@ -123,5 +123,5 @@ class _EmulatedGate(Gate):
 
     def enter(self, microbatch: int) -> bool:
         if microbatch >= self._entered:
-            self._pauses.look()
+            self._pauses.poll()
         return super().enter(microbatch)

@@ -1,7 +1,7 @@
-"""A rank's share of a checkpoint: copied in memory while training stands still, written while it goes on.
+"""Saves a rank's share of a checkpoint: copies it in memory while training pauses, writes it while training continues.
 
-Replicas of a stage hold the same weights, so each writes its share of the files: file j is replica j mod r's. What they
-do not share, their buffers, each writes itself."""
+The r replicas of a stage hold the same weights, so replica i writes files i, i + r, i + 2r, ... of the stage. Buffers
+differ between replicas, so each replica writes its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from stagewright.runtime.stage.versions import Parameter
 from stagewright.runtime.stage.worker import Emit, Saver, Worker
 
 _NICENESS = 10
-Shard = tuple[int, str, Callable[[], Mapping[str, Tensor]]]  # stage, kind, what gives the tensors by name
+Shard = tuple[int, str, Callable[[], Mapping[str, Tensor]]]  # stage, kind, a function that returns tensors by name
 
 
 def flats_of(replica: Replica) -> Iterator[tuple[str, Tensor]]:
@@ -42,13 +42,13 @@ def flats_of(replica: Replica) -> Iterator[tuple[str, Tensor]]:
 
 
 def own_flats(replica: Replica, rank: int) -> list[tuple[str, Tensor]]:
-    """Those that this rank writes."""
+    """The flat tensors that this rank writes."""
     index = replica.stage.ranks.index(rank)
     return [flat for number, flat in enumerate(flats_of(replica)) if number % replica.stage.replicas == index]
 
 
 class DiskSaver(Saver):
-    """Copies the state of a rank's replicas and has a thread write it; tells when it is on the disk, or why not."""
+    """Copies the state of a rank's replicas and writes it in a thread; emits `saved` with the files or an error."""
 
     def __init__(self, job: Job, worker: Worker, emit: Emit) -> None:
         self._folder = Path(job.folder)
@@ -60,7 +60,7 @@ class DiskSaver(Saver):
         self._thread: threading.Thread | None = None
         self._last: int | None = None
         if job.keeps_checkpoints:
-            self._make_room(is_early=True)
+            self._allocate(is_early=True)
 
     def save(self, batch: int) -> None:
         if batch == self._last:
@@ -79,18 +79,18 @@ class DiskSaver(Saver):
             self._thread.join()
             self._thread = None
 
-    def _make_room(self, *, is_early: bool = False) -> None:
-        """Have memory for the copies, touched: early on, so that the first checkpoint is as quick as the others."""
+    def _allocate(self, *, is_early: bool = False) -> None:
+        """Allocate and touch memory for the copies: early, so that the first checkpoint is as fast as the others."""
         for stage, replica in self._replicas.items():
             for kind, flat in own_flats(replica, self._rank):
-                is_pinned = is_early and flat.is_cuda  # later a receive may occupy the GPU, and pinning wait for it
-                room = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=is_pinned)
-                self._copies[stage, kind] = room.fill_(0)
+                is_pinned = is_early and flat.is_cuda  # later, pinning may have to wait for a posted receive
+                copy = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=is_pinned)
+                self._copies[stage, kind] = copy.fill_(0)
 
     def _copied(self) -> Iterator[Shard]:
-        """The rank's share of the state, in memory of its own."""
+        """Copies of the rank's share of the state."""
         if not self._copies:
-            self._make_room()
+            self._allocate()
         for stage, replica in self._replicas.items():
             for kind, flat in own_flats(replica, self._rank):
                 copy = self._copies[stage, kind]
@@ -117,13 +117,13 @@ class DiskSaver(Saver):
     def _write(self, batch: int, shards: list[Shard], about: list[dict[str, Any]], seconds: float) -> None:
         event = {"kind": "saved", "rank": self._rank, "batch": batch, "stages": about, "seconds": seconds}
         folder = partial_folder(self._folder, batch)
-        with suppress(OSError, AttributeError):  # training goes first where there are too few cores for both
+        with suppress(OSError, AttributeError):  # where cores are scarce, training goes first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             files = [_write_file(folder, stage, kind, tensors()) for stage, kind, tensors in shards]
             sync_folder(folder)
-        except Exception as error:  # whatever it is: the run goes on, and the user hears of it
+        except Exception as error:  # the run continues, and reports the failed checkpoint
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {first_line(error)}"
             self._emit(event | {"files": [], "error": reason})
         else:

@@ -1,4 +1,8 @@
-"""What must be the same on every machine of a run, and how to say what is not."""
+"""Checks between machines: the values that must be equal, and the checkpoint folder that they must share.
+
+Checkpoints lie in the run folder of machine 0; the other machines link to it, if they can see it:
+
+machine 0: runs/A/checkpoints/        machine 1: runs/B/checkpoints ─► runs/A/checkpoints"""
 
 from __future__ import annotations
 
@@ -6,17 +10,20 @@ import hashlib
 import json
 from collections.abc import Mapping, Set
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import TypeAdapter
+from torch.distributed import Store
 
 from stagewright import __version__
 from stagewright.config.toml import as_tables
+from stagewright.runtime.checkpoint.folder import checkpoints_folder
 from stagewright.runtime.job import Job
 
-# Each machine has its own of these: where files are, how it works through them, which machine it is.
-_OWN = {
+# Options that may differ between machines: where files are, how to read them, which machine this is.
+_LOCAL = {
     "data.source",
     "data.val",
     "data.class_names",
@@ -34,22 +41,24 @@ _OWN = {
     "nodes.token",
 }
 _MISSING = "nothing"
+_FOLDER_KEY = "folder"
+_SESSION_FILE = ".session"
 
 
 def consistency_values(job: Job) -> dict[str, Any]:
-    """Versions, options, the data's fingerprint and the plan, each under a name that a user knows."""
-    facts: dict[str, Any] = {"stagewright": __version__, "torch": torch.__version__}
-    for section, values in as_tables(job.config).items():
-        facts |= {f"{section}.{name}": value for name, value in values.items()}
-    facts = {name: value for name, value in facts.items() if name not in _OWN}
-    facts["data fingerprint"] = job.fingerprint
-    facts |= {f"plan {name}": value for name, value in job.plan.describe().items()}
-    facts["model and schedule"] = _digest(job)
-    return facts
+    """Versions, options, the data's fingerprint and the plan, each under a name that users know."""
+    values: dict[str, Any] = {"stagewright": __version__, "torch": torch.__version__}
+    for section, options in as_tables(job.config).items():
+        values |= {f"{section}.{name}": value for name, value in options.items()}
+    values = {name: value for name, value in values.items() if name not in _LOCAL}
+    values["data fingerprint"] = job.fingerprint
+    values |= {f"plan {name}": value for name, value in job.plan.describe().items()}
+    values["model and schedule"] = _digest(job)
+    return values
 
 
-def difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first fact that differs, in the order of the first, with both values."""
+def first_difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first name, in the order of `own`, whose values differ, with both values."""
     for name in dict.fromkeys([*own, *other]):
         here, there = own.get(name, _MISSING), other.get(name, _MISSING)
         if json.dumps(here) != json.dumps(there):
@@ -57,8 +66,28 @@ def difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, A
     return None
 
 
+def announce_folder(store: Store, folder: Path, session: str) -> None:
+    """Publish where machine 0's run folder is, and leave a file in it by which other machines recognize it."""
+    checkpoints_folder(folder).mkdir(exist_ok=True)
+    (checkpoints_folder(folder) / _SESSION_FILE).write_text(session)
+    store.set(_FOLDER_KEY, json.dumps(str(folder)))
+
+
+def link_checkpoints(store: Store, folder: Path, session: str) -> bool:
+    """Link this machine's checkpoints to those of machine 0; False where this machine can't see that folder."""
+    there, here = checkpoints_folder(Path(json.loads(store.get(_FOLDER_KEY)))), checkpoints_folder(folder)
+    try:
+        if (there / _SESSION_FILE).read_text() != session:
+            return False
+        if not here.is_symlink():
+            here.symlink_to(there, target_is_directory=True)
+    except OSError:
+        return False
+    return True
+
+
 def _digest(job: Job) -> str:
-    """Everything else that ranks are told: what crosses each cut, and when they pause."""
+    """A hash of the rest of the job: what crosses each cut, and when the ranks pause."""
     same = TypeAdapter(Job).dump_python(replace(job, folder="", resume=None, config=type(job.config)()))
     text = json.dumps(
         same, sort_keys=True, default=lambda value: sorted(value) if isinstance(value, Set) else str(value)

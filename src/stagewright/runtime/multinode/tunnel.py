@@ -1,9 +1,9 @@
-"""The door of the store: torch's store asks nobody for a name, so between machines only those with the token reach it.
+"""The tunnel to the store of machine 0: only machines that know the run's token get through.
 
     rank ─► loopback ─► Tunnel ═══ both sides prove that they know the token ═══► TunnelServer ─► loopback ─► store
 
-The store itself listens on loopback. A proof is a keyed hash of what both sides made up for this connection, so nothing
-that was overheard opens the door again."""
+torch's store has no authentication, so it listens on loopback only. A proof is a keyed hash of two nonces, one from
+each side and new for each connection, so a recorded handshake opens nothing. Later traffic is not encrypted."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from typing import Any
 
 from stagewright.runtime.comm.transport import LOOPBACK
 
-_NONCE = 32
-_PROOF = 32
+GREETING = b"stagewright tunnel 1\n"
+NONCE = 32  # bytes
+PROOF = 32  # bytes
 _HANDSHAKE_SECONDS = 10.0
-_MOST_STRANGERS = 64
-_CHUNK = 1 << 16
-_GREETING = b"stagewright door 1\n"
+_MAX_HANDSHAKES = 64  # at a time
+_CHUNK = 1 << 16  # bytes
 Refused = Callable[[str], None]
 
 
 class AccessDenied(ValueError):
-    """The other machine does not know the token, or this one does not."""
+    """The two machines have different tokens."""
 
 
 class LoopThread:
-    """An event loop on a thread of its own, and a server on it."""
+    """A socket server on an event loop in its own thread."""
 
     def __init__(self, listener: socket.socket, serve: Callable[[Any, Any], Awaitable[None]]) -> None:
         self.port = int(listener.getsockname()[1])
@@ -60,7 +60,7 @@ class LoopThread:
         self._server = asyncio.run_coroutine_threadsafe(start(), self._loop).result()
 
     def close(self) -> None:
-        """Close every connection and end the thread; a second time does nothing."""
+        """Close every connection and end the thread; calling it again does nothing."""
         if not self._thread.is_alive():
             return
 
@@ -77,39 +77,42 @@ class LoopThread:
 
 
 class TunnelServer:
-    """Lets those who know the token through to a port of this machine's loopback."""
+    """Machine 0's end: forwards connections that prove to know the token to a port on loopback.
+
+    `refused` gets the address of every other one. `lost` is how many seconds a connection may go unanswered.
+    """
 
     def __init__(self, listener: socket.socket, target: int, token: str, lost: float, refused: Refused) -> None:
         self._target = target
         self._token = token
         self._lost = lost
         self._refused = refused
-        self._strangers = 0
+        self._handshakes = 0
         self._loop = LoopThread(listener, self._serve)
         self.close = self._loop.close
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = str(writer.get_extra_info("peername")[0])
-        if self._strangers >= _MOST_STRANGERS:
+        if self._handshakes >= _MAX_HANDSHAKES:
             return
-        self._strangers += 1
+        self._handshakes += 1
         try:
-            is_known = await asyncio.wait_for(self._greet(reader, writer), _HANDSHAKE_SECONDS)
+            is_known = await asyncio.wait_for(self._authenticate(reader, writer), _HANDSHAKE_SECONDS)
         except (TimeoutError, OSError, EOFError):
             is_known = False
         finally:
-            self._strangers -= 1
+            self._handshakes -= 1
         if not is_known:
             self._refused(peer)
             return
-        _watch(writer, self._lost)
-        await _join(reader, writer, *await asyncio.open_connection(LOOPBACK, self._target))
+        _set_keepalive(writer, self._lost)
+        await _forward(reader, writer, *await asyncio.open_connection(LOOPBACK, self._target))
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        own = secrets.token_bytes(_NONCE)
-        writer.write(_GREETING + own)
-        theirs = await reader.readexactly(_NONCE)
-        proof = await reader.readexactly(_PROOF)
+    async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        own = secrets.token_bytes(NONCE)
+        writer.write(GREETING + own)
+        theirs = await reader.readexactly(NONCE)
+        proof = await reader.readexactly(PROOF)
         if not hmac.compare_digest(proof, _proof(self._token, b"guest", own, theirs)):
             return False
         writer.write(_proof(self._token, b"host", own, theirs))
@@ -117,7 +120,7 @@ class TunnelServer:
 
 
 class Tunnel:
-    """A port of this machine's loopback that leads through another machine's door."""
+    """Another machine's end: a port on loopback that leads to the store of machine 0."""
 
     def __init__(self, address: tuple[str, int], source: str, token: str, lost: float) -> None:
         self._address = address
@@ -132,36 +135,41 @@ class Tunnel:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            far = await asyncio.wait_for(_enter(self._address, self._source, self._token), _HANDSHAKE_SECONDS)
+            far = await asyncio.wait_for(_connect(self._address, self._source, self._token), _HANDSHAKE_SECONDS)
         except AccessDenied:
             return
-        _watch(far[1], self._lost)
-        await _join(reader, writer, *far)
+        _set_keepalive(far[1], self._lost)
+        await _forward(reader, writer, *far)
 
 
 def check_access(address: tuple[str, int], source: str, token: str, seconds: float = _HANDSHAKE_SECONDS) -> None:
-    """Pass through a door once: OSError where there is none yet, AccessDenied where the token is not the same."""
+    """Try a tunnel once: OSError where machine 0 does not listen yet, AccessDenied where its token is another one."""
 
-    async def visit() -> None:
-        _, writer = await asyncio.wait_for(_enter(address, source, token), seconds)
+    async def attempt() -> None:
+        _, writer = await asyncio.wait_for(_connect(address, source, token), seconds)
         writer.close()
 
     try:
-        asyncio.run(visit())
+        asyncio.run(attempt())
     except EOFError as error:
-        raise ConnectionError("it does not answer as a machine of a run") from error
+        raise ConnectionError("the other side closed the connection during the handshake") from error
 
 
-async def _enter(address: tuple[str, int], source: str, token: str) -> tuple[Any, Any]:
+def store_prefix(token: str) -> str:
+    """The prefix of a run's store keys: the same on each machine, and it does not reveal the token."""
+    return hmac.new(token.encode(), b"keys", hashlib.sha256).hexdigest()[:32]
+
+
+async def _connect(address: tuple[str, int], source: str, token: str) -> tuple[Any, Any]:
     reader, writer = await asyncio.open_connection(*address, local_addr=(source, 0))
     try:
-        if await reader.readexactly(len(_GREETING)) != _GREETING:
-            raise ConnectionError("something else answers there")
-        theirs = await reader.readexactly(_NONCE)
-        own = secrets.token_bytes(_NONCE)
+        if await reader.readexactly(len(GREETING)) != GREETING:
+            raise ConnectionError("another program listens there")
+        theirs = await reader.readexactly(NONCE)
+        own = secrets.token_bytes(NONCE)
         writer.write(own + _proof(token, b"guest", theirs, own))
         try:
-            proof = await reader.readexactly(_PROOF)
+            proof = await reader.readexactly(PROOF)
         except EOFError as error:
             raise AccessDenied from error
         if not hmac.compare_digest(proof, _proof(token, b"host", theirs, own)):
@@ -176,44 +184,39 @@ def _proof(token: str, side: bytes, host: bytes, guest: bytes) -> bytes:
     return hmac.new(token.encode(), side + b"/" + host + guest, hashlib.sha256).digest()
 
 
-def store_prefix(token: str) -> str:
-    """What every key of a run begins with: it shows the token to nobody."""
-    return hmac.new(token.encode(), b"keys", hashlib.sha256).hexdigest()[:32]
-
-
-def _watch(writer: asyncio.StreamWriter, lost: float) -> None:
-    """Let the kernel give up a connection on which nothing is answered any more."""
-    line = writer.get_extra_info("socket")
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    beat = max(1, int(lost / 4))
+def _set_keepalive(writer: asyncio.StreamWriter, lost: float) -> None:
+    """Have the kernel close a connection that has gone unanswered for `lost` seconds."""
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    interval = max(1, int(lost / 4))
     for name, value in (
         ("TCP_USER_TIMEOUT", int(lost * 1000)),
-        ("TCP_KEEPIDLE", beat),
-        ("TCP_KEEPINTVL", beat),
+        ("TCP_KEEPIDLE", interval),
+        ("TCP_KEEPINTVL", interval),
         ("TCP_KEEPCNT", 4),
     ):
         if hasattr(socket, name):
-            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-async def _join(
+async def _forward(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     far_reader: asyncio.StreamReader,
     far_writer: asyncio.StreamWriter,
 ) -> None:
-    """Pass on what comes from either side until one of them ends."""
-    ways = [asyncio.create_task(_pass(reader, far_writer)), asyncio.create_task(_pass(far_reader, writer))]
+    """Copy both ways until one side closes."""
+    copies = [asyncio.create_task(_copy(reader, far_writer)), asyncio.create_task(_copy(far_reader, writer))]
     try:
-        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for way in ways:
-            way.cancel()
-        await asyncio.gather(*ways, return_exceptions=True)
+        for copy in copies:
+            copy.cancel()
+        await asyncio.gather(*copies, return_exceptions=True)
         far_writer.close()
 
 
-async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     while data := await reader.read(_CHUNK):
         writer.write(data)
         await writer.drain()

@@ -1,4 +1,4 @@
-"""Where machines meet before every start: a store that we made, and an order that the plan gives. torch's elastic agent, with our ranks, our watchdog and less patience."""
+"""torch's elastic agent, which starts and stops rank processes, with our ranks, meeting and watchdog."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ from stagewright.runtime.multinode.meeting import Meeting
 from stagewright.runtime.process.signals import preserve_signals
 from stagewright.runtime.process.watchdog import Watchdog
 
+_STOP_SECONDS = 2
+_TORCH_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+
 
 class Rendezvous(RendezvousHandler):
-    """Asks the supervisor before every start; that may refuse by raising."""
+    """Calls the supervisor's `begin` before every start; that raises RunFailed where there is none."""
 
     def __init__(self, begin: Callable[[], Store], machine: int, machines: int, port: int) -> None:
         self._begin = begin
@@ -52,20 +55,16 @@ class Rendezvous(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        return "rank"  # torch names folders by it, so the token stays out of it
+        return "rank"  # torch names folders after it, so it must not contain the token
 
     def shutdown(self) -> bool:
         return True
 
 
-_PATIENCE_SECONDS = 2
-_TORCH_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-
-
 class Agent(LocalElasticAgent):
-    """Starts the ranks of one machine, and ends them all as soon as one is dead or hangs.
+    """Starts the ranks of one machine, and stops them all as soon as one has failed or hangs.
 
-    What it saw stays in `exits`, `hung` and `lost` until the next start; the rendezvous decides whether there is one.
+    `exits`, `hung` and `lost` say what happened until the next start; the rendezvous decides whether there is one.
     """
 
     def __init__(
@@ -93,13 +92,13 @@ class Agent(LocalElasticAgent):
     def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """The plan says which rank a device is, whoever comes first."""
+        """Assign ranks as the plan does, whatever the order in which machines join."""
         return [Worker(index, rank, rank, self._world, self._world) for index, rank in enumerate(self._ranks)]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.exits, self.hung, self.lost = [], [], []
         self._watchdog = self._make_watchdog()
-        os.environ[_TORCH_SIGNALS] = "SIGHUP,SIGQUIT"  # a handler of torch's would raise while processes are made
+        os.environ[_TORCH_SIGNALS] = "SIGHUP,SIGQUIT"  # torch's handler would raise while processes start
         with preserve_signals(), _in_environment(self._environment()):
             started: dict[int, Any] = super()._start_workers(worker_group)
         return started
@@ -116,7 +115,7 @@ class Agent(LocalElasticAgent):
         hung = self._watchdog.find_hung(running) if running else None
         if hung is not None:
             self.hung = [hung]
-            os.kill(running[hung.rank], signal.SIGKILL)  # it would not hear anything else
+            os.kill(running[hung.rank], signal.SIGKILL)  # a stopped process ignores SIGTERM
             return self._stop()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.SUCCEEDED and not self._meeting.all_done():
@@ -124,7 +123,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _exit_barrier(self) -> None:
-        """All machines are done already: the last look said so."""
+        """Nothing to wait for: `all_done` was true before the agent got here."""
 
     def _processes(self) -> dict[int, Any]:
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
@@ -135,15 +134,15 @@ class Agent(LocalElasticAgent):
         self._shutdown()
         return RunResult(WorkerState.FAILED)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _PATIENCE_SECONDS) -> None:
-        if self._pcontext is not None:  # here, since not every torch takes a timeout
-            self._pcontext.close(death_sig, min(timeout, _PATIENCE_SECONDS))
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _STOP_SECONDS) -> None:
+        if self._pcontext is not None:  # here, because not every version of torch passes a timeout on
+            self._pcontext.close(death_sig, min(timeout, _STOP_SECONDS))
         super()._shutdown(death_sig)
 
 
 @contextmanager
 def _in_environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Have variables in this process's environment, which ranks inherit."""
+    """Set environment variables of this process, which ranks inherit."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

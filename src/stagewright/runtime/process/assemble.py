@@ -1,4 +1,4 @@
-"""Builds one rank's worker from the job: its pieces of the model, its channels, its share of the data."""
+"""Builds one rank's worker from the job: its pieces of the model, its channels and its share of the data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from stagewright.runtime.stage.worker import Emit, Worker
 
 
 def open_data(config: Config, text: str) -> Source:
-    """The source a configuration names; its model and image size must be settled."""
+    """Open a data source of a configuration whose number of classes and image size are resolved."""
     data = config.data
     assert config.model.classes is not None and data.image is not None
     if names_images(text):
@@ -54,7 +54,7 @@ def open_data(config: Config, text: str) -> Source:
 
 
 def open_pieces(config: Config, cuts: tuple[str, ...], device: torch.device | None = None) -> tuple[Piece, ...]:
-    """The model's pieces with their initial weights, in the run's precision."""
+    """The model's pieces with initial weights in the run's precision."""
     precision = make_precision(config.run.precision, config.run.device)
     model = build_model(config.model.name, config.run.seed, config.model.classes).to(precision.weights)
     if config.run.deterministic:
@@ -66,7 +66,7 @@ def open_pieces(config: Config, cuts: tuple[str, ...], device: torch.device | No
 
 
 def has_channels_last(config: Config, model: nn.Module) -> bool:
-    """Whether images lie with their channels last: convolutions on GPUs are faster so."""
+    """Whether images are stored with channels last, which makes convolutions on GPUs faster."""
     is_convolutional = any(isinstance(module, nn.Conv2d) for module in model.modules())
     return config.run.device == "cuda" and config.run.channels_last and is_convolutional
 
@@ -108,7 +108,7 @@ def _scaling_options(job: Job) -> ScalingOptions | None:
 
 
 def _loaders(job: Job, emit: Emit, device: torch.device) -> tuple[Loader, Loader]:
-    """What gives a rank of the first stage its samples, in training and in evaluation."""
+    """The loaders of a rank of the first stage, for training and for evaluation."""
     plan, config = job.plan, job.config
     source = open_data(config, config.data.source)
     val = open_data(config, config.data.val) if config.data.val else source
@@ -134,7 +134,7 @@ def _connect(plan: Plan, rank: int, network: Network) -> dict[int, Exchange]:
     for name in channels_of(plan):
         is_forward = name.kind == "act"
         receiving = name.stage + (1 if is_forward else -1)
-        window = plan.stages[min(name.stage, receiving)].depth + 1  # no more than that can be under way in training
+        window = plan.stages[min(name.stage, receiving)].depth + 1  # the most messages in flight during training
         if rank == name.source:
             outbox = Outbox(str(name), network.transport(name, window), network.store, window, network.message)
             own = exchanges[name.stage]

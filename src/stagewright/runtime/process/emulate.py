@@ -1,4 +1,4 @@
-"""Every rank's program in one process, through memory: the same workers, taken in turn."""
+"""Emulation: the workers of all ranks in one process, run in turn and connected through memory."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from stagewright.schedule.action import Action
 
 
 class Emulation:
-    """All the workers of a job."""
+    """The workers of all ranks of a job."""
 
     def __init__(self, job: Job, emit: Emit) -> None:
         memory = Memory()
         device = open_device(job.config.run.device, 0, share=True)
         set_flags(job.config)
         self.workers = [
-            assemble(job, rank, MemoryNetwork(memory, rank, device), emit, _Place(), device)
+            assemble(job, rank, MemoryNetwork(memory, rank, device), emit, _CurrentAction(), device)
             for rank in range(job.plan.world)
         ]
         self.pauses = EmulatedPauses(job.plan, job.config.checkpoint.minutes)
@@ -43,7 +43,7 @@ class Emulation:
         self._emit = emit
 
     def run(self) -> None:
-        """Run the whole job, or until it is asked to stop."""
+        """Run the job to its end, or until it is asked to stop."""
         take_turns([_named_failures(worker) for worker in self.workers])
         if self.workers[0].is_stopped:
             self._emit({"kind": "stopped", "rank": 0, "batch": self.workers[0].done})
@@ -55,8 +55,8 @@ class Emulation:
         return states
 
 
-class _Place(Recorder):
-    """Where a worker is."""
+class _CurrentAction(Recorder):
+    """Remembers a worker's current action."""
 
     action: Action | None = None
 
@@ -65,13 +65,13 @@ class _Place(Recorder):
 
 
 def _named_failures(worker: Worker) -> Iterator[Pending]:
-    """A worker's run, whose errors name the replica and the action; a user's own are plain enough."""
+    """A worker's run, whose errors name the replica and the action; a ValueError is the user's and stays as it is."""
     try:
         yield from worker.run()
     except ValueError:
         raise
     except Exception as error:
-        action = worker.recorder.action if isinstance(worker.recorder, _Place) else None
+        action = worker.recorder.action if isinstance(worker.recorder, _CurrentAction) else None
         replica = worker.plan.name_replica(worker.rank, None if action is None else action.stage)
         cause = f"{type(error).__name__}: {first_line(error)}"
         raise RunFailed(f"{replica} failed at {action or 'start'}: {cause}") from error
@@ -86,7 +86,7 @@ def _collect(worker: Worker, states: dict[str, Tensor]) -> Iterator[Pending]:
 
 
 def take_turns(runs: list[Iterator[Pending]]) -> None:
-    """Let each go on until it must wait for something that is not over; raise if all must."""
+    """Run each until it must wait for something that is not complete, in turn; RuntimeError if all wait."""
     waiting = {run: next(run, None) for run in runs}
     while waiting:
         moved = False

@@ -1,4 +1,4 @@
-"""Runs a job's rank processes from this one: hosts their store, supervises them, and ends them together."""
+"""Launches the rank processes of a job: hosts their store, supervises them, and stops them together."""
 
 from __future__ import annotations
 
@@ -20,27 +20,31 @@ from stagewright.runtime.job import Job
 from stagewright.runtime.multinode.meeting import Meeting, MeetingConfig, Say
 from stagewright.runtime.multinode.nodes import Site, bound_to
 from stagewright.runtime.multinode.tunnel import Tunnel, TunnelServer, store_prefix
-from stagewright.runtime.process.event_reader import Listen
+from stagewright.runtime.process.log import OnEvent
 from stagewright.runtime.process.signals import preserve_signals, stop_on_signal
 from stagewright.runtime.process.supervisor import StartPoint, Supervisor
 
 
 def launch(
-    job: Job, listen: Listen, restart: StartPoint | None = None, site: Site | None = None, say: Say = lambda line: None
+    job: Job,
+    on_event: OnEvent,
+    start_point: StartPoint | None = None,
+    site: Site | None = None,
+    say: Say = lambda line: None,
 ) -> bool:
-    """Run a job's ranks of this machine, one process each; on machine 0 `listen` hears every event, one at a time.
+    """Run this machine's ranks of a job, one process each; whether the run was asked to stop.
 
-    Whether it was asked to stop.
+    On machine 0 `on_event` gets every event of every rank, one at a time.
     """
     folder = Path(job.folder)
     (folder / "ranks").mkdir(exist_ok=True)
     with (
         _agent_log(folder),
         preserve_signals(signal.SIGHUP, signal.SIGQUIT),
-        _meeting_place(job, site, folder) as terms,
+        _open_store(job, site, folder) as config,
     ):
-        meeting = Meeting(terms, say)
-        supervisor = Supervisor(job, listen, restart or StartPoint(), meeting)
+        meeting = Meeting(config, say)
+        supervisor = Supervisor(job, on_event, start_point or StartPoint(), meeting)
         ended: str | None = None
         try:
             with stop_on_signal(supervisor.stop):
@@ -57,16 +61,16 @@ def launch(
 
 
 @contextmanager
-def _meeting_place(job: Job, site: Site | None, folder: Path) -> Iterator[MeetingConfig]:
-    """A store on this machine's loopback, behind a door if there are others; or the way to machine 0's."""
+def _open_store(job: Job, site: Site | None, folder: Path) -> Iterator[MeetingConfig]:
+    """Machine 0's store: hosted on loopback here, with a tunnel server for the other machines; or a tunnel to it."""
     nodes = job.config.nodes
     keys = store_prefix(site.token) if site else secrets.token_hex(16)
-    terms = MeetingConfig(0, keys, folder, nodes.join_timeout, nodes.lost_timeout, site)
+    config = MeetingConfig(0, keys, folder, nodes.join_timeout, nodes.lost_timeout, site)
     if site is not None and not site.is_host:
         host = site.nodes[0]
         tunnel = Tunnel((host.host, host.port), site.address, site.token, nodes.lost_timeout)
         try:
-            yield replace(terms, port=tunnel.port)
+            yield replace(config, port=tunnel.port)
         finally:
             tunnel.close()
         return
@@ -74,15 +78,15 @@ def _meeting_place(job: Job, site: Site | None, folder: Path) -> Iterator[Meetin
         listener, port = stack.enter_context(bound_socket())
         store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         if site is not None:
-            stack.callback(_open_door(site, port, nodes.lost_timeout, folder / "log.txt").close)
-        yield replace(terms, port=port)
+            stack.callback(_open_tunnel_server(site, port, nodes.lost_timeout, folder / "log.txt").close)
+        yield replace(config, port=port)
         del store
 
 
-def _open_door(site: Site, port: int, lost: float, log: Path) -> TunnelServer:
+def _open_tunnel_server(site: Site, port: int, lost: float, log: Path) -> TunnelServer:
     def refused(peer: str) -> None:
         with log.open("a") as file:
-            file.write(f"refused {peer}: it did not prove that it knows the token\n")
+            file.write(f"refused {peer}: it did not prove to know the token\n")
 
     node = site.nodes[0]
     try:
@@ -97,7 +101,7 @@ def _open_door(site: Site, port: int, lost: float, log: Path) -> TunnelServer:
 
 @contextmanager
 def bound_socket() -> Iterator[tuple[socket.socket, int]]:
-    """A listening socket on loopback: torch's store would listen on every interface by itself."""
+    """A listening socket on loopback, because torch's store would listen on every interface."""
     with socket.socket() as listener:
         listener.bind((LOOPBACK, 0))
         listener.listen(1024)
@@ -106,7 +110,7 @@ def bound_socket() -> Iterator[tuple[socket.socket, int]]:
 
 @contextmanager
 def _agent_log(folder: Path) -> Iterator[None]:
-    """Send what torch's agent logs to the run's own log instead of the screen."""
+    """Send the log of torch's agent to the run's log instead of the screen."""
     logger = logging.getLogger("torch.distributed.elastic")
     handler = logging.FileHandler(folder / "log.txt")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))

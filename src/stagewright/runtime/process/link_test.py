@@ -1,4 +1,6 @@
-"""Times real transfers between rank processes: `python -m ...linktest RANK WORLD PORT TOKEN PARENT`."""
+"""Measures transfers between processes: bandwidth and latency of each pair, and the rate of an all-reduce.
+
+One process of the test: `python -m stagewright.runtime.process.link_test RANK WORLD PORT TOKEN PARENT TIMEOUT`."""
 
 from __future__ import annotations
 
@@ -29,8 +31,11 @@ _TIMEOUT = 60.0
 _RESULT = "result"
 
 
-def measure_links(ranks: int) -> dict[str, Any]:
-    """Bandwidth and latency between each pair of so many processes, and the rate of an all-reduce of them all."""
+def measure_links(ranks: int, timeout: float = _TIMEOUT) -> dict[str, Any]:
+    """Start this many processes and return what they measured within `timeout` seconds each.
+
+    Bandwidths are in bytes/s, latencies in seconds.
+    """
     token = secrets.token_hex(16)
     with bound_socket() as (listener, port):
         store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -38,14 +43,14 @@ def measure_links(ranks: int) -> dict[str, Any]:
         running: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(ranks):
-                words = [*command, str(rank), str(ranks), str(port), token, str(os.getpid())]
-                running.append(subprocess.Popen(words, start_new_session=True))  # Ctrl-C is for this process alone
+                words = [*command, str(rank), str(ranks), str(port), token, str(os.getpid()), str(timeout)]
+                running.append(subprocess.Popen(words, start_new_session=True))  # Ctrl-C reaches only this process
             for process in running:
-                if process.wait(timeout=_TIMEOUT):
-                    raise ValueError(f"a process of the link test ended with code {process.returncode}; try again")
+                if process.wait(timeout=timeout):
+                    raise ValueError(f"a process of the link test exited with code {process.returncode}; try again")
         except subprocess.TimeoutExpired as error:
-            advice = "end what keeps the cores busy, and try again"
-            raise ValueError(f"{ranks} processes did not meet within {_TIMEOUT:.0f} s; {advice}") from error
+            advice = "stop other programs that use the cores, and try again"
+            raise ValueError(f"{ranks} processes did not meet within {timeout:.0f} s; {advice}") from error
         finally:
             for process in running:
                 process.kill()
@@ -55,12 +60,13 @@ def measure_links(ranks: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """One process of the test."""
+    """Run one process of the test."""
     rank, world, port, parent = (int(arguments[place]) for place in (0, 1, 2, 4))
+    timeout = float(arguments[5])
     exit_with_parent(parent)
     torch.set_num_threads(1)
-    store = PrefixStore(arguments[3], TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=_TIMEOUT)))
-    network = GlooNetwork(store, rank, Place(), _TIMEOUT)
+    store = PrefixStore(arguments[3], TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout)))
+    network = GlooNetwork(store, rank, Place(), timeout)
     transfers = []
     for source, target in itertools.combinations(range(world), 2):
         everyone = network.collective(f"pair/{source}-{target}", range(world))
@@ -84,7 +90,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _echo(network: GlooNetwork, source: int, target: int, rank: int, size: int) -> float:
-    """Seconds of one message, as half of there and back."""
+    """Seconds per message: half of a round trip."""
     there = network.transport(ChannelName("act", size, source, target), 1)
     back = network.transport(ChannelName("grad", size, target, source), 1)
     buffer = torch.zeros(size, dtype=torch.uint8)

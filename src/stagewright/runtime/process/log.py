@@ -1,4 +1,8 @@
-"""metrics.jsonl: a record a line, in their order; a run that goes back to a checkpoint takes back what came after. Puts together what ranks tell: batches from their microbatches, evaluations from their replicas. Everything that ranks tell goes through here: to the journal, the screen and the checkpoints, one at a time."""
+"""The log of a run: what happens to the events that ranks send, on machine 0.
+
+store ─► EventReader ─► Ledger ─┬─► Committer    makes a checkpoint once every rank has saved its share
+                                └─► Collector    puts steps together from microbatches, evaluations from replicas
+                                        └─► Journal (metrics.jsonl, one record per line) and the screen"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from torch.distributed import Store
 
 from stagewright.events import (
     Evaluated,
@@ -28,31 +34,71 @@ from stagewright.metrics import Span, Timeline
 from stagewright.runtime.checkpoint.commit import Committer, set_aside_after
 from stagewright.runtime.checkpoint.folder import clear, open_checkpoint
 from stagewright.runtime.job import Job
+from stagewright.runtime.process.rank import EVENTS
 from stagewright.runtime.stage.optimizer import learning_rate
+
+OnEvent = Callable[[dict[str, Any]], None]
+_POLL_SECONDS = 0.02
+
+
+class EventReader:
+    """A thread that takes the events of one start off the store, keeps the failures and passes on the rest."""
+
+    def __init__(self, store: Store, on_event: OnEvent) -> None:
+        self.failures: list[dict[str, Any]] = []
+        self._store = store
+        self._on_event = on_event
+        self._closing = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Read the events that are there already, then stop; raises what the thread raised."""
+        self._closing.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.wait(_POLL_SECONDS):
+                self._drain()
+            self._drain()
+        except Exception as error:
+            self._error = error
+
+    def _drain(self) -> None:
+        while self._store.queue_len(EVENTS):
+            event = json.loads(self._store.queue_pop(EVENTS, block=False))
+            if event["kind"] == "failure":
+                self.failures.append(event)
+            else:
+                self._on_event(event)
 
 
 class Journal:
-    """The records of a run, handed to the system as soon as they are written; where there is no room, a bit later."""
+    """metrics.jsonl: one record per line. A record that does not fit on the disk is kept and written with the next."""
 
     def __init__(self, path: Path, start: int) -> None:
         self._path = path
         path.touch()
         self._file = path.open("ab", buffering=0)
-        self._waiting = b""  # for room on the disk
-        self.records: tuple[Record, ...] = ()  # of what was trained before
+        self._waiting = b""  # for space on the disk
+        self.records: tuple[Record, ...] = ()  # of the batches before `start`
         self.rewind(start)
 
     def write(self, record: Record) -> None:
         self._waiting += json.dumps(as_fields(record)).encode() + b"\n"
         with suppress(OSError):
-            self._hand_over()
+            self._flush()
             if isinstance(record, Saved):
                 os.fsync(self._file.fileno())
 
     def rewind(self, batch: int) -> None:
-        """Keep what `batch` batches have left, and nothing else."""
+        """Drop the records of batches after the first `batch`, as a restart from there makes them again."""
         with suppress(OSError):
-            self._hand_over()
+            self._flush()
         self._file.close()
         lines = [*self._path.read_bytes().splitlines(), *self._waiting.splitlines()]
         kept = [(line, record) for line, record in _read(lines) if _is_before(record, batch)]
@@ -68,17 +114,17 @@ class Journal:
 
     def close(self) -> None:
         try:
-            self._hand_over()
+            self._flush()
         except OSError as error:
             lost = self._waiting.count(b"\n")
             raise ValueError(
-                f"{lost} records could not be written to {self._path}: {error.strerror}; make room on the disk"
+                f"{lost} records could not be written to {self._path}: {error.strerror}; free space on the disk"
             ) from error
         finally:
             self._file.close()
 
-    def _hand_over(self) -> None:
-        """Write what waits, whole lines or nothing."""
+    def _flush(self) -> None:
+        """Write the waiting lines, all of them or none."""
         size = self._path.stat().st_size
         try:
             view = memoryview(self._waiting)
@@ -91,7 +137,7 @@ class Journal:
 
 
 def _read(lines: Iterable[bytes]) -> Iterator[tuple[bytes, Record]]:
-    """The lines that are whole, and what they say; a run that was killed may leave a torn one."""
+    """Each line that is complete, with its record; a run that was killed may leave half a line."""
     for line in lines:
         try:
             yield line, as_record(json.loads(line))
@@ -106,31 +152,31 @@ def _is_before(record: Record, batch: int) -> bool:
 
 
 class Collector:
-    """Hears the ranks' events in any order; tells of steps and evaluations in theirs."""
+    """Takes the ranks' events in any order and passes on steps and evaluations in the order of batches."""
 
     def __init__(
-        self, job: Job, batches_per_epoch: int, tell: Callable[[Record], None], before: Iterable[Record] = ()
+        self, job: Job, batches_per_epoch: int, write: Callable[[Record], None], before: Iterable[Record] = ()
     ) -> None:
         before = tuple(before)
         self._job = job
         self._per_epoch = batches_per_epoch
-        self._tell = tell
+        self._write = write
         self._losses: dict[int, dict[int, float]] = {}
         self._scores: dict[int, dict[int, Score]] = {}
         self._ready: set[int] = set()
         self._spans: list[Span] = []
-        self._next = job.start  # the batch to tell of next
+        self._next = job.start  # the batch of the next step
         self.steps = [record for record in before if isinstance(record, Step)]
         self.evaluations = [record for record in before if isinstance(record, Evaluated)]
         self.replaced = {record for record in before if isinstance(record, Replaced)}
         self.skipped = [0] * len(job.plan.stages)  # updates that overflowed, by stage
         self._scales: dict[int, float] = {}
         self.stopped_at: int | None = None
-        self.shortage: tuple[int, int] | None = None  # the rank that ran out of memory, and what it could have had
+        self.shortage: tuple[int, int] | None = None  # rank out of GPU memory, and the bytes it could have had
         self._start_clock()
 
     def rewind(self, batch: int) -> None:
-        """The ranks begin again after `batch` batches."""
+        """The ranks start again after the first `batch` batches."""
         self._next = batch
         self._losses.clear()
         self._scores.clear()
@@ -141,7 +187,7 @@ class Collector:
         self.evaluations = [evaluated for evaluated in self.evaluations if evaluated.batch <= batch]
 
     def handle(self, event: dict[str, Any]) -> None:
-        """Take one event of one rank."""
+        """Take one rank's event."""
         match event["kind"]:
             case "ready":
                 self._ready.add(event["rank"])
@@ -164,7 +210,7 @@ class Collector:
 
     @property
     def timeline(self) -> Timeline:
-        """The last actions of every rank, from the first of them on."""
+        """The last actions of every rank; the first of them starts at 0 s."""
         first = min((span.start for span in self._spans), default=0.0)
         return Timeline(
             tuple(
@@ -174,7 +220,7 @@ class Collector:
         )
 
     def images_per_second(self) -> float | None:
-        """Throughput of the steady state since the job began: without its first batches, nor those after a pause."""
+        """Steady throughput of this job: without its first two batches and those right after a pause."""
         pauses, start = set(self._job.pauses), self._job.start
         own = [step for step in self.steps if step.batch >= start]
         warmup = min(2, len(own) - 1)
@@ -183,15 +229,15 @@ class Collector:
         return len(steady) * self._job.plan.batch / seconds if seconds else None
 
     def _start_clock(self) -> None:
-        """Training begins now, or goes on."""
+        """Training starts or resumes now."""
         self._last = time.monotonic()
         self._began = self._last - (self.steps[-1].seconds if self.steps else 0.0)
 
     def _add_bad(self, replaced: Replaced) -> None:
-        """Tell of a bad record once, however many ranks or epochs met it."""
+        """Report a bad record once, however many ranks or epochs met it."""
         if replaced not in self.replaced:
             self.replaced.add(replaced)
-            self._tell(replaced)
+            self._write(replaced)
 
     def _add_losses(self, losses: list[tuple[int, float]], at: float, scale: float | None) -> None:
         microbatches = self._job.plan.microbatches
@@ -212,7 +258,7 @@ class Collector:
         scale = self._scales.pop(batch, None)
         step = Step(batch, batch // self._per_epoch, loss, rate, at - self._began, speed, scale)
         self.steps.append(step)
-        self._tell(step)
+        self._write(step)
 
     def _add_score(self, batch: int, rank: int, score: Score) -> None:
         scores = self._scores.setdefault(batch, {})
@@ -221,11 +267,11 @@ class Collector:
         if len(scores) == len(last_ranks):
             evaluated = Evaluated.of(batch, [scores[rank] for rank in last_ranks])
             self.evaluations.append(evaluated)
-            self._tell(evaluated)
+            self._write(evaluated)
 
 
 class Ledger:
-    """Hears the events of a run, whichever thread they come from; what a run left before is there already."""
+    """Takes all events of a run, from any thread, one at a time; begins with the records that the run has already."""
 
     def __init__(self, job: Job, batches_per_epoch: int, show: Callable[[Record], None]) -> None:
         self._folder = folder = Path(job.folder)
@@ -234,11 +280,11 @@ class Ledger:
         self._lock = threading.Lock()
         self._show = show
         self._journal = Journal(folder / "metrics.jsonl", job.start)
-        self._committer = Committer(job, self._tell)
-        self.collector = Collector(job, batches_per_epoch, self._tell, self._journal.records)
+        self._committer = Committer(job, self._write)
+        self.collector = Collector(job, batches_per_epoch, self._write, self._journal.records)
         if job.resume is not None:
             plan = open_checkpoint(Path(job.resume)).manifest.plan
-            self._tell(Resumed(job.start, job.resume, f"{plan.mode} {plan.shape}"))
+            self._write(Resumed(job.start, job.resume, f"{plan.mode} {plan.shape}"))
 
     def __enter__(self) -> Ledger:
         return self
@@ -249,7 +295,7 @@ class Ledger:
         self._journal.close()
 
     def handle(self, event: dict[str, Any]) -> None:
-        """Take one event of one rank."""
+        """Take one rank's event, or the supervisor's on a restart."""
         with self._lock:
             match event["kind"]:
                 case "saved":
@@ -260,17 +306,17 @@ class Ledger:
                     self.collector.handle(event)
 
     def _rewind(self, restarted: Restarted) -> None:
-        """The ranks have ended, and begin again."""
+        """The ranks have ended and start again."""
         self._committer.discard()
         clear(self._folder)
         set_aside_after(self._folder, restarted.batch)
         self._journal.rewind(restarted.batch)
         self.collector.rewind(restarted.batch)
-        self._tell(restarted)
+        self._write(restarted)
 
-    def _tell(self, record: Record) -> None:
+    def _write(self, record: Record) -> None:
         self._journal.write(record)
         try:
             self._show(record)
-        except OSError:  # nobody looks any more; the run goes on
+        except OSError:  # the screen is gone; the run continues
             self._show = lambda record: None

@@ -1,4 +1,6 @@
-"""The process of one rank: `python -m stagewright.runtime.process.rank JOB`, started by the supervisor."""
+"""The process of one rank: `python -m stagewright.runtime.process.rank JOB`, started by the supervisor.
+
+It builds its worker, runs the job, sends events through the store, and leaves the weights of its stages for export."""
 
 from __future__ import annotations
 
@@ -8,27 +10,29 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load, save, save_file
+from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from stagewright.errors import first_line
+from stagewright.plan.plan import Plan, Stage
 from stagewright.runtime.checkpoint.folder import open_checkpoint
 from stagewright.runtime.checkpoint.load import restore
 from stagewright.runtime.checkpoint.pauses import Pauses
 from stagewright.runtime.checkpoint.save import DiskSaver
-from stagewright.runtime.comm.channel import Network
+from stagewright.runtime.comm.channel import ChannelName, Network
 from stagewright.runtime.comm.device import open_device
 from stagewright.runtime.comm.message import FormatError
 from stagewright.runtime.comm.nccl import open_network
 from stagewright.runtime.comm.transport import LostPeer, Pending, Place
 from stagewright.runtime.faults import describe_shortage, shortage_event
 from stagewright.runtime.job import Job
-from stagewright.runtime.multinode.shared_files import is_remote, receive_weights, send_weights
 from stagewright.runtime.process.assemble import assemble
 from stagewright.runtime.process.signals import exit_with_parent
 from stagewright.runtime.process.torch_flags import set_flags
@@ -37,15 +41,18 @@ from stagewright.runtime.stage.worker import Worker
 from stagewright.runtime.status_file import last_action, status_path
 
 EVENTS = "events"
-SUPERVISOR = "STAGEWRIGHT_SUPERVISOR"  # the environment variable that holds its process id
-KEYS = "STAGEWRIGHT_KEYS"  # the environment variable that holds the prefix of a start's store keys
-_LOOK_SECONDS = 0.5
+SUPERVISOR = "STAGEWRIGHT_SUPERVISOR"  # environment variable: process id of the supervisor
+KEYS = "STAGEWRIGHT_KEYS"  # environment variable: prefix of the store keys of this start
+_BLAME_SECONDS = 2.0
+_PIECE = 64 << 20  # bytes
 
 
 def main() -> None:
     """Run one rank of a job to its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells every process; the supervisor tells the ranks
-    exit_with_parent(int(os.environ[SUPERVISOR]))  # which may have ended while this process was still importing
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches every process of a terminal; the supervisor decides what it means
+    exit_with_parent(int(os.environ[SUPERVISOR]))  # also where it ended while this process was still importing
     job = Job.load(Path(sys.argv[1]))
     rank, keys = int(os.environ["RANK"]), os.environ[KEYS]
     torch.set_num_threads(job.config.run.threads)
@@ -65,21 +72,14 @@ def main() -> None:
             emit(shortage_event(rank))
         emit(_failure(job, rank, error))
         if isinstance(error, LostPeer):
-            time.sleep(4 * _LOOK_SECONDS)  # let the supervisor see the rank that caused it first
+            time.sleep(_BLAME_SECONDS)  # let the supervisor see the exit of the rank that caused it first
         traceback.print_exc()
-        _leave(1)
-    _leave(0)
-
-
-def _leave(code: int) -> None:
-    """End without tidying up: that takes seconds on a busy machine, and a thread of gloo may abort it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        _exit(1)
+    _exit(0)
 
 
 def run_rank(job: Job, rank: int, store: Store, emit: Any, control: Store | None = None) -> None:
-    """Build a rank's worker, run its job, leave its weights and its trace; `control` is where pauses are asked for."""
+    """Build a rank's worker, run its job, and leave its weights and trace; pauses are requested through `control`."""
     folder = Path(job.folder)
     set_flags(job.config)
     device = open_device(job.config.run.device, job.plan.devices[rank].index, share=job.config.run.share_gpu)
@@ -98,18 +98,70 @@ def run_rank(job: Job, rank: int, store: Store, emit: Any, control: Store | None
     if worker.is_stopped:
         emit({"kind": "stopped", "rank": rank, "batch": worker.done})
     elif job.config.run.export:
-        _save_states(worker, folder, network.host)
+        gather_weights(worker, folder, network.host)
     emit({"kind": "done", "rank": rank, "spans": recorder.spans()})
 
 
 def drive(worker: Worker) -> None:
-    """Run a worker's job, waiting for whatever it waits for."""
+    """Run a worker's job to its end."""
     for pending in worker.run():
         _wait(pending)
 
 
 def state_file(folder: Path, stage: int) -> Path:
     return folder / "ranks" / f"stage-{stage}.safetensors"
+
+
+def gather_weights(worker: Worker, folder: Path, network: Network) -> None:
+    """Leave every stage's weights on machine 0: its first replica writes them, or sends them to rank 0."""
+    for item in worker.states():
+        if not isinstance(item, tuple):
+            _wait(item)
+            continue
+        stage, state = item
+        tensors = {name: tensor.contiguous().clone().cpu() for name, tensor in state.items()}
+        if _is_remote(worker.plan, stage):
+            _send_weights(network, stage, tensors)
+        else:
+            save_file(tensors, state_file(folder, stage.index))
+    if worker.rank == 0:
+        for stage in worker.plan.stages:
+            if _is_remote(worker.plan, stage):
+                save_file(_receive_weights(network, stage), state_file(folder, stage.index))
+
+
+def _is_remote(plan: Plan, stage: Stage) -> bool:
+    """Whether a stage's first replica is on another machine than rank 0."""
+    return plan.devices[stage.ranks[0]].machine != plan.devices[0].machine
+
+
+def _send_weights(network: Network, stage: Stage, weights: Mapping[str, Tensor]) -> None:
+    content = torch.frombuffer(bytearray(save(dict(weights))), dtype=torch.uint8)
+    name = _weights_channel(stage)
+    network.store.set(str(name), str(len(content)))
+    transport = network.transport(name, 1)
+    for piece in torch.split(content, _PIECE):
+        transport.send(piece).wait()
+
+
+def _receive_weights(network: Network, stage: Stage) -> dict[str, Tensor]:
+    name = _weights_channel(stage)
+    transport = network.transport(name, 1)
+    content = torch.empty(int(network.store.get(str(name))), dtype=torch.uint8)
+    for piece in torch.split(content, _PIECE):
+        transport.receive(piece).wait()
+    return load(content.numpy().tobytes())
+
+
+def _weights_channel(stage: Stage) -> ChannelName:
+    return ChannelName("state", stage.index, stage.ranks[0], 0)
+
+
+def _exit(code: int) -> None:
+    """Exit without cleaning up: that takes seconds on a busy machine, and a thread of gloo may abort it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _wait(pending: Pending) -> None:
@@ -119,22 +171,6 @@ def _wait(pending: Pending) -> None:
         raise
     except RuntimeError as error:
         raise LostPeer(first_line(error)) from error
-
-
-def _save_states(worker: Worker, folder: Path, network: Network) -> None:
-    """Leave every stage's weights on the first machine: by the stage's first replica, or sent by it to rank 0."""
-    for item in worker.states():
-        if not isinstance(item, tuple):
-            _wait(item)
-            continue
-        stage, state = item
-        tensors = {name: tensor.contiguous().clone().cpu() for name, tensor in state.items()}
-        if is_remote(worker.plan, stage):
-            send_weights(network, stage, tensors)
-        else:
-            save_file(tensors, state_file(folder, stage.index))
-    for stage in filter(lambda stage: worker.rank == 0 and is_remote(worker.plan, stage), worker.plan.stages):
-        save_file(receive_weights(network, stage), state_file(folder, stage.index))
 
 
 def _failure(job: Job, rank: int, error: BaseException) -> dict[str, Any]:

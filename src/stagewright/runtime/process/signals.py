@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks a run to stop when it can, the second stops it at once. Processes that do not outlive the one that started them."""
+"""Signals: Ctrl-C and SIGTERM ask a run to stop, the second one stops it at once; ranks exit with their supervisor."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from types import FrameType
 from stagewright.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
+_POLL_SECONDS = 0.5
 
 
 @contextmanager
 def stop_on_signal(stop: Callable[[], None]) -> Iterator[None]:
-    """Have the first signal call `stop` and the second raise, while the context is open."""
+    """While the context is open, the first signal calls `stop` and the second raises Interrupted."""
     with preserve_signals():
         if threading.current_thread() is threading.main_thread():
             handler = _polite_handler(stop)
@@ -31,7 +33,7 @@ def stop_on_signal(stop: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def preserve_signals(*numbers: signal.Signals) -> Iterator[None]:
-    """Put handlers back that others replace while the context is open: of SIGINT and SIGTERM, and of these signals."""
+    """Restore the handlers of SIGINT, SIGTERM and these signals when the context ends, whoever replaced them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -44,32 +46,27 @@ def preserve_signals(*numbers: signal.Signals) -> Iterator[None]:
 
 
 def _polite_handler(stop: Callable[[], None]) -> Callable[[int, FrameType | None], None]:
-    """A signal handler that asks before it insists."""
-    heard: list[int] = []
+    received: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
-        if len(heard) > 1:
+        received.append(number)
+        if len(received) > 1:
             raise Interrupted(f"by {signal.Signals(number).name}")
         if sys.stderr.isatty():
-            sys.stderr.write("stopping after the batches that have begun; once more stops at once\n")
+            sys.stderr.write("stopping after the batches in flight; press again to stop at once\n")
         stop()
 
     return handle
 
 
-_PARENT_DEATH_SIGNAL = 1  # of prctl
-_LOOK_SECONDS = 0.5
-
-
 def exit_with_parent(parent: int) -> None:
-    """End this process soon after its supervisor, however that ended; Linux does it even for one that is stopped."""
+    """End this process soon after its parent, however that ended; Linux does so even where this one is stopped."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

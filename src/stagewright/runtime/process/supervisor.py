@@ -1,4 +1,4 @@
-"""Where a start or a restart may begin. The supervisor of one machine's ranks: decides before every start whether there is one, and where it begins."""
+"""The supervisor of one machine's ranks: decides before every start whether there is one and from which batch."""
 
 from __future__ import annotations
 
@@ -18,30 +18,34 @@ from stagewright.runtime.checkpoint.pauses import STOP
 from stagewright.runtime.comm.transport import ADDRESS, LOOPBACK
 from stagewright.runtime.faults import Fault, describe_fault, log_fault
 from stagewright.runtime.job import Job
-from stagewright.runtime.multinode.consistency import consistency_values, difference
+from stagewright.runtime.multinode.consistency import consistency_values, first_difference
 from stagewright.runtime.multinode.meeting import MachineReport, Meeting, StartDecision
 from stagewright.runtime.multinode.nodes import interface_of
 from stagewright.runtime.process.agent import Agent, Rendezvous
-from stagewright.runtime.process.event_reader import EventReader, Listen
+from stagewright.runtime.process.log import EventReader, OnEvent
 from stagewright.runtime.process.rank import KEYS, SUPERVISOR
 from stagewright.runtime.process.watchdog import Limits, Watchdog
 from stagewright.runtime.status_file import status_path
 
+_REPORT_SECONDS = 8.0  # for the other machines to report what happened to them
+_UNLIMITED = 1 << 30
+_NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+
 
 class StartPoint:
-    """Decides before every start where ranks begin; this one knows no other place than the beginning."""
+    """Where a start may begin: here always with the first batch."""
 
     def batches(self) -> Sequence[int]:
-        """The batch numbers to begin with: the run's own first, and better ones; machine 0's count."""
+        """Batch numbers to start from: the run's own start, and later ones that save work. Machine 0's are used."""
         return (0,)
 
     def job(self, job: Job, batch: int) -> Job:
-        """The job that ranks read when they begin with a batch."""
+        """The job of ranks that start from a batch."""
         return job
 
 
 class NewestCheckpoint(StartPoint):
-    """Begins with the newest whole checkpoint of a run, or where the run itself began."""
+    """Starts from the newest intact checkpoint of a run, or where the run itself started."""
 
     def __init__(self, job: Job) -> None:
         self._start = job.start
@@ -59,47 +63,42 @@ class NewestCheckpoint(StartPoint):
         return replace(job, start=batch, resume=str(checkpoints_folder(self._folder) / str(batch)))
 
 
-_REPORT_SECONDS = 8.0  # that machines get to say what happened to them
-_MANY = 1 << 30
-_NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
-
-
 class Supervisor:
-    """Runs a job's ranks, start after start; every start has store keys of its own.
+    """Runs a job's ranks, start after start; every start has its own store keys.
 
-    start 1 ── fault ──► ranks stop ── story ──► final, or too many: RunFailed
-                                            └──► start 2, from the last batch that every machine knows of
+    start 1 ── fault ──► ranks stop ── start decision ──► final, or too many restarts: RunFailed
+                                                     └──► start 2, from the last batch that every machine can load
     """
 
-    def __init__(self, job: Job, listen: Listen, restart: StartPoint, meeting: Meeting) -> None:
+    def __init__(self, job: Job, on_event: OnEvent, start_point: StartPoint, meeting: Meeting) -> None:
         self._job = job
-        self._listen = listen
-        self._restart = restart
+        self._on_event = on_event
+        self._start_point = start_point
         self._meeting = meeting
         self._restarts = 0
         self.is_stopping = False
-        self._fault: Fault | None = None  # of the start before, once it is told
-        self._last: Fault | None = None
-        self._hearing: EventReader | None = None
+        self._fault: Fault | None = None  # of the start before, once it is known
+        self._last: Fault | None = None  # the one before that
+        self._reader: EventReader | None = None
         self._folder = Path(job.folder)
         self._agent = self._make_agent()
 
     def run(self) -> None:
-        """Run to the end; a fault that is not to be tried again is a RunFailed."""
+        """Run to the end; RunFailed after a fault without another restart."""
         try:
             self._agent.run()
             self.is_stopping = self.is_stopping or self._was_stopped()
         except RunFailed as error:
-            if self._fault is None:  # otherwise it is there already
+            if self._fault is None:  # otherwise it is in the log already
                 log_fault(self._folder, Fault(str(error), is_final=True), ())
             raise RunFailed(f"{error}; more in {self._folder / 'log.txt'}") from None
         finally:
             self.close()
 
     def close(self) -> None:
-        """Hear the last events."""
-        if self._hearing is not None:
-            self._hearing.close()
+        """Read the last events."""
+        if self._reader is not None:
+            self._reader.close()
 
     def _make_agent(self) -> Agent:
         plan, run = self._job.plan, self._job.config.run
@@ -112,7 +111,7 @@ class Supervisor:
             entrypoint=sys.executable,
             args=("-m", "stagewright.runtime.process.rank", str(self._folder / "job.json")),
             rdzv_handler=Rendezvous(self.begin, self._meeting.machine, self._meeting.machines, port),
-            max_restarts=_MANY,  # the meeting of machines counts them
+            max_restarts=_UNLIMITED,  # `decide` counts them
             monitor_interval=0.1,
             master_addr=LOOPBACK,
             master_port=port,
@@ -128,60 +127,65 @@ class Supervisor:
         )
 
     def environment(self) -> Mapping[str, str]:
-        """What ranks are told beside their job: the keys of this start, and the interface to use."""
+        """The environment variables of ranks: the keys of this start, and the network interface to use."""
         site = self._meeting.config.site
-        told = {KEYS: f"{self._meeting.config.keys}/{self._meeting.start}", ADDRESS: site.address if site else LOOPBACK}
-        told[SUPERVISOR] = str(os.getpid())
+        variables = {
+            KEYS: f"{self._meeting.config.keys}/{self._meeting.start}",
+            ADDRESS: site.address if site else LOOPBACK,
+        }
+        variables[SUPERVISOR] = str(os.getpid())
         interface = interface_of(site.address) if site else None
         if interface is not None and _NCCL_INTERFACE not in os.environ:
-            told[_NCCL_INTERFACE] = f"={interface}"  # this one, not all whose names begin like it
-        return told
+            variables[_NCCL_INTERFACE] = f"={interface}"  # "=" for exactly this name, not a prefix
+        return variables
 
     def begin(self) -> Store:
-        """Before every start: account for the one before, agree where to begin, and listen."""
+        """Before every start: report on the one before, agree where to start, and read events."""
         self.close()
         agent = self._agent
         report = MachineReport(
             consistency_values(self._job) if self._meeting.machines > 1 else {},
-            tuple(self._restart.batches()),
+            tuple(self._start_point.batches()),
             exits=tuple(agent.exits),
             hung=tuple(agent.hung),
             lost=tuple(agent.lost),
         )
         if self._meeting.machine and self._meeting.start and agent.lost and self._restarts >= self._most_restarts:
-            raise RunFailed(self._lost_text(agent.lost[0]))  # nobody is there to decide it
+            raise RunFailed(self._lost_text(agent.lost[0]))  # machine 0, which would decide that, is lost
         self._fault = None
         decision = self._meeting.meet(report, self.decide)
         if decision.cause is not None:
             self._restarts = decision.restart
             self._note(decision)
         for rank in range(self._job.plan.world):
-            status_path(self._folder, rank).unlink(missing_ok=True)  # where the last start was is no news of this one
-        self._restart.job(self._job, decision.batch).save(self._folder / "job.json")
+            status_path(self._folder, rank).unlink(missing_ok=True)  # of the start before
+        self._start_point.job(self._job, decision.batch).save(self._folder / "job.json")
         if self._meeting.machine == 0:
-            self._hearing = EventReader(PrefixStore(str(self._meeting.start), self._meeting.open_store()), self._listen)
+            self._reader = EventReader(
+                PrefixStore(str(self._meeting.start), self._meeting.open_store()), self._on_event
+            )
         if self.is_stopping:
-            self.stop()  # it was asked for before there was anybody to ask
+            self.stop()  # the signal came before there was a store
         return PrefixStore(f"{self._meeting.start}/agent", self._meeting.open_store())
 
     def _note(self, decision: StartDecision) -> None:
-        told: dict[str, Any] = {
+        event: dict[str, Any] = {
             "kind": "restarted",
             "batch": decision.batch,
             "restart": decision.restart,
             "cause": decision.cause,
         }
         self._meeting.say(f"{decision.cause}; restart {decision.restart} from batch {decision.batch}")
-        self._listen(told)
+        self._on_event(event)
 
     def stop(self) -> None:
-        """Have all ranks, of every machine, keep a checkpoint as soon as they can, and end."""
+        """Ask the ranks of all machines to save a checkpoint as soon as they can, and to end."""
         self.is_stopping = True
         if self._meeting.start:
             PrefixStore(str(self._meeting.start), self._meeting.open_store()).set(STOP, STOP)
 
     def _was_stopped(self) -> bool:
-        """Whether another machine asked all to stop."""
+        """Whether another machine asked all ranks to stop."""
         start = PrefixStore(str(self._meeting.start), self._meeting.open_store())
         return self._meeting.machine > 0 and bool(start.check([STOP]))
 
@@ -190,9 +194,9 @@ class Supervisor:
         return self._job.max_restarts
 
     def decide(self, reports: Mapping[int, MachineReport], waited: float) -> StartDecision | None:
-        """Machine 0's decision on what the machines report; None to wait for more of them."""
+        """Machine 0's decision, given the reports and the seconds waited; None to wait for more reports."""
         for machine, report in reports.items():
-            if differs := difference(reports[0].facts, report.facts):
+            if differs := first_difference(reports[0].values, report.values):
                 name, here, there = differs
                 return StartDecision(
                     failed=f"{self._meeting.name(machine)} has {name} = {there} but machine 0 has {here}; "
@@ -207,16 +211,16 @@ class Supervisor:
                 and waited < _REPORT_SECONDS
             ):
                 return None
-            self._fault = self._account(reports)
+            self._fault = self._find_fault(reports)
         if self._fault is not None and (final := self._final(self._fault)):
             return StartDecision(failed=final)
         if not is_complete:
             return None
-        blind = [machine for machine, report in reports.items() if not report.sees]
+        blind = [machine for machine, report in reports.items() if not report.sees_checkpoints]
         if blind and self._job.keeps_checkpoints:
             return StartDecision(
-                failed=f"{self._meeting.name(blind[0])} does not see {self._folder}, where machine 0 keeps checkpoints; "
-                "choose --runs on a file system that they share, or leave out --checkpoint-every"
+                failed=f"{self._meeting.name(blind[0])} can't see {self._folder}, where machine 0 saves "
+                "checkpoints; choose --runs on a shared file system, or leave out --checkpoint-every"
             )
         batches = reports[0].batches
         batch = min(batches) if blind else max(batches)
@@ -225,9 +229,9 @@ class Supervisor:
         self._last = self._fault
         return StartDecision(batch, self._restarts + 1, self._fault.text)
 
-    def _account(self, reports: Mapping[int, MachineReport]) -> Fault:
-        """What went wrong, from all that is known; every account goes into the log."""
-        failures = self._hearing.failures if self._hearing else []
+    def _find_fault(self, reports: Mapping[int, MachineReport]) -> Fault:
+        """What went wrong, from the reports and the ranks' failures, which all go into the log."""
+        failures = self._reader.failures if self._reader else []
         silent = [machine for machine in range(self._meeting.machines) if machine not in reports]
         fault = describe_fault(
             self._job.plan,
@@ -235,17 +239,19 @@ class Supervisor:
             [exit for report in reports.values() for exit in report.exits],
             [hung for report in reports.values() for hung in report.hung],
             [self._lost_text(machine) for report in reports.values() for machine in report.lost]
-            + [f"lost {self._meeting.name(machine)}: it does not say what happened" for machine in silent],
+            + [f"lost {self._meeting.name(machine)}: it did not report what happened" for machine in silent],
         )
         log_fault(self._folder, fault, failures)
         return fault
 
     def _final(self, fault: Fault) -> str | None:
-        """The last word on a fault that is not to be tried again."""
+        """The error message of a fault without another restart; None where there is one."""
         is_same = self._last is not None and fault.text == self._last.text
         if not (fault.is_final or is_same or self.is_stopping or self._restarts >= self._most_restarts):
             return None
-        return f"{fault.text}, again after {self._restarts} restarts" if is_same else fault.text
+        restarts = "1 restart" if self._restarts == 1 else f"{self._restarts} restarts"
+        return f"{fault.text}, again after {restarts}" if is_same else fault.text
 
     def _lost_text(self, machine: int) -> str:
-        return f"lost {self._meeting.name(machine)}: no sign of it for {self._meeting.config.lost:g} s (see --lost-timeout)"
+        lost = self._meeting.config.lost
+        return f"lost {self._meeting.name(machine)}: no sign of it for {lost:g} s (see --lost-timeout)"
