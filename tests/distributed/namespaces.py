@@ -1,9 +1,9 @@
-"""Machines on one machine: network namespaces on a bridge of veth pairs, each line shaped like a slow network.
+"""Several machines on one: network namespaces on a bridge of veth pairs, with the bandwidth of a slow network.
 
     namespace 0 ── veth ──┐
     namespace 1 ── veth ──┴── bridge, in a namespace of its own
 
-Whoever may not make namespaces skips. Everything is removed at the end, however that comes.
+Tests are skipped where namespaces can't be made. Everything is removed at the end, also after an interrupt.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Machines:
         return process
 
     def cut(self, machine: int) -> None:
-        """Nothing reaches the machine any more, and nobody is told."""
+        """Drop everything to and from a machine, without an error on either side."""
         ip("-n", f"{self.prefix}-hub", "link", "set", f"p{machine}", "down")
 
     def heal(self, machine: int) -> None:
@@ -87,7 +87,7 @@ class Machines:
 
 @contextmanager
 def machines(count: int = 2, rate: str = "1gbit", prefix: str | None = None) -> Iterator[Machines]:
-    """So many machines whose lines carry `rate`; skips where that can't be had."""
+    """Make machines whose connections carry `rate`; skip the test where that is not possible."""
     found = Machines(prefix or f"sw{os.getpid()}", count)
     hub = f"{found.prefix}-hub"
     if not (shutil.which("ip") and shutil.which("tc")) or os.geteuid() != 0:

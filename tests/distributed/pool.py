@@ -1,8 +1,8 @@
-"""Gloo ranks that are started once for a whole test session and run one job after another.
+"""A pool of gloo ranks, started once per test session, that run one job after another.
 
     pytest ─ job ─► queue of each rank in a TCPStore ─► run_rank ─► events, done or failed ─► one queue ─► pytest
 
-The ranks are forks of a server that has imported torch already. They end with pytest, however it ends.
+The ranks are forks of a server that has already imported torch. They end with pytest, however that ends.
 """
 
 import json
@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.rank import run_rank, state_file
 from tests.parity import Run
+from tests.waiting import LONG
 
 _SIZE = 8
 _LOOPBACK = "127.0.0.1"
@@ -33,21 +34,21 @@ _POLL_SECONDS = 0.002
 
 
 class PoolError(AssertionError):
-    """A job failed on the pool; the message holds every rank's own."""
+    """A job failed on the pool; the message contains the traceback of the first rank that failed."""
 
 
 @dataclass
 class Pool:
-    """Up to eight rank processes, started when the first job comes."""
+    """Eight rank processes, started with the first job."""
 
-    timeout: float = 60.0
+    timeout: float = LONG
     processes: list[BaseProcess] = field(default_factory=list)
     _store: dist.TCPStore | None = None
     _jobs: int = 0
 
     def run(self, job: Job) -> Run:
-        """Run a job on the first of the ranks; its weights are read from the files it exports."""
-        assert job.config.run.export, "the pool reads weights from the files that a rank leaves for an export"
+        """Run a job on the first ranks of the pool; its weights are read from the files it exports."""
+        assert job.config.run.export, "the pool reads weights from the files that ranks leave for an export"
         folder = Path(job.folder)
         (folder / "ranks").mkdir(exist_ok=True)
         job.save(folder / "job.json")
@@ -59,7 +60,7 @@ class Pool:
         for rank in range(job.plan.world):
             self._store.queue_push(f"jobs/{rank}", json.dumps([token, str(folder / "job.json")]))
         try:
-            events = self._listen(token, job.plan.world)
+            events = self._collect(token, job.plan.world)
         except BaseException:
             self.close()  # the other ranks wait for the one that failed
             raise
@@ -87,8 +88,8 @@ class Pool:
         for process in self.processes:
             process.start()
 
-    def _listen(self, token: str, world: int) -> list[dict[str, Any]]:
-        """Events until every rank is done; the first failure is an error."""
+    def _collect(self, token: str, world: int) -> list[dict[str, Any]]:
+        """All events until every rank is done; PoolError at the first failure."""
         assert self._store is not None
         events: list[dict[str, Any]] = []
         missing, limit = set(range(world)), time.monotonic() + self.timeout
@@ -103,7 +104,7 @@ class Pool:
                     events.append(event)
                 continue
             if dead := [rank for rank in missing if not self.processes[rank].is_alive()]:
-                raise PoolError(f"ranks {dead} ended with {[self.processes[rank].exitcode for rank in dead]}")
+                raise PoolError(f"ranks {dead} exited with {[self.processes[rank].exitcode for rank in dead]}")
             if time.monotonic() > limit:
                 raise PoolError(f"ranks {sorted(missing)} were not done after {self.timeout:g} s")
             time.sleep(_POLL_SECONDS)
@@ -113,23 +114,23 @@ class Pool:
 def _serve(rank: int, port: int, folder: str) -> None:
     """One rank: job after job, until the process is killed."""
     _end_with_parent()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a failure is told through the store; torch cries when that is gone
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch complains when the store is gone
     os.chdir(folder)
     torch.set_num_threads(1)
     store, control = (dist.TCPStore(_LOOPBACK, port, is_master=False, timeout=_FOREVER) for _ in range(2))
     while True:
         token, path = json.loads(store.queue_pop(f"jobs/{rank}"))
 
-        def tell(event: dict[str, Any], token: str = token) -> None:
+        def emit(event: dict[str, Any], token: str = token) -> None:
             store.queue_push(token, json.dumps(event))
 
         try:
             own = dist.PrefixStore(f"{token}/run", store)
-            run_rank(Job.load(Path(path)), rank, own, tell, dist.PrefixStore(f"{token}/control", control))
+            run_rank(Job.load(Path(path)), rank, own, emit, dist.PrefixStore(f"{token}/control", control))
         except BaseException:
-            tell({"kind": "failed", "rank": rank, "text": traceback.format_exc()})
+            emit({"kind": "failed", "rank": rank, "text": traceback.format_exc()})
         else:
-            tell({"kind": "finished", "rank": rank})
+            emit({"kind": "finished", "rank": rank})
 
 
 def _end_with_parent() -> None:

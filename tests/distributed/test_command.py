@@ -1,4 +1,4 @@
-"""`stagewright train` with real ranks: it finishes, or it ends in one line with nothing left running."""
+"""`stagewright train` with real ranks: it finishes, or fails with one line and leaves no process running."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.soak import soak
+from tests.waiting import LONG, wait_until
 
 ROOT = Path(__file__).parents[2]
 COMMON = ("--model", "tests.distributed.test_command:tiny", "--placement", "0:0-1.0:2", "--cut", "3", "--batch", "8")
@@ -28,7 +28,7 @@ def tiny() -> torch.nn.Module:
 
 
 class Raising(torch.nn.Module):
-    """Raises at its fifth training forward; what it looks at keeps the tracer out."""
+    """Raises at its fifth training forward; a condition on values makes it a leaf for the tracer."""
 
     calls = 0
 
@@ -36,7 +36,7 @@ class Raising(torch.nn.Module):
         if x.isfinite().all() and x.abs().sum() > 0 and "RANK" in os.environ:
             Raising.calls += 1
             if Raising.calls == 5:
-                raise RuntimeError(f"the layer gave up at {time.time()}")
+                raise RuntimeError("the layer gave up")
         return x
 
 
@@ -55,7 +55,7 @@ def start(runs: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def ranks_of(runs: Path) -> list[int]:
-    """Rank processes whose job lies under this folder, by rank."""
+    """Process ids of the ranks whose job is under this folder, in the order of ranks."""
     found: dict[int, int] = {}
     for process in Path("/proc").iterdir():
         try:
@@ -71,34 +71,25 @@ def ranks_of(runs: Path) -> list[int]:
     return [pid for _, pid in sorted(found.items())]
 
 
-def wait_until(condition: Callable[[], object], seconds: float) -> float:
-    """Seconds until a condition holds."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < seconds, "it never came about"
-        time.sleep(0.05)
-    return time.monotonic() - began
-
-
 def is_training(runs: Path) -> bool:
     return any(path.stat().st_size for path in runs.glob("*/metrics.jsonl"))
 
 
 @pytest.fixture
 def endless(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A run that trains until somebody ends it."""
+    """A run that trains until a test ends it."""
     process = start(tmp_path, "--steps", "1000000", "--samples", "64")
-    wait_until(lambda: is_training(tmp_path), 60)
+    wait_until(lambda: is_training(tmp_path))
     yield process
     process.kill()
     process.communicate()
 
 
-def test_a_run_trains_evaluates_and_exports(tmp_path: Path) -> None:
+def test_trains_evaluates_and_exports(tmp_path: Path) -> None:
     weights = tmp_path / "trained.safetensors"
     arguments = ("--steps", "12", "--samples", "60", "--eval-every", "6", "--export", str(weights), "--json")
     done = subprocess.run(
-        command(tmp_path, *arguments), cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+        command(tmp_path, *arguments), cwd=ROOT, capture_output=True, text=True, timeout=LONG, check=True
     )
     summary = json.loads(done.stdout)
     assert summary["batches"] == 12 and summary["images_per_second"] > 0
@@ -112,35 +103,28 @@ def test_a_run_trains_evaluates_and_exports(tmp_path: Path) -> None:
     assert ranks_of(tmp_path) == []
 
 
-def test_a_rank_that_raises_is_named(tmp_path: Path) -> None:
+def test_names_a_rank_that_raises(tmp_path: Path) -> None:
     process = start(tmp_path, "--model", "tests.distributed.test_command:raising", "--steps", "100")
-    _, error = process.communicate(timeout=120)
-    ended = time.time()
+    _, error = process.communicate(timeout=LONG)
     assert process.returncode == 2 and error.count("\n") == 1 and "Traceback" not in error
     assert "stage 1 replica 0 (rank 2, machine 0) failed at 1F4@" in error and "the layer gave up" in error
-    seconds = ended - float(error.partition("gave up at ")[2].partition(";")[0])
-    print(f"told {seconds:.1f} s after it was raised")
-    assert 0 < seconds < 5
     (log,) = tmp_path.glob("*/log.txt")
     assert "Traceback" in log.read_text()
     assert ranks_of(tmp_path) == []
 
 
-def test_a_killed_rank_is_named_and_all_stop(endless: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_names_a_killed_rank_and_stops_all_ranks(endless: subprocess.Popen[str], tmp_path: Path) -> None:
     os.kill(ranks_of(tmp_path)[1], signal.SIGKILL)
-    seconds = wait_until(lambda: endless.poll() is not None, 30)
-    _, error = endless.communicate()
+    _, error = endless.communicate(timeout=LONG)
     assert endless.returncode == 2 and error.count("\n") == 1
     assert "stage 0 replica 1 (rank 1, machine 0) was killed by SIGKILL at 0" in error
-    print(f"told {seconds:.1f} s after it was killed")
-    assert seconds < 5 and ranks_of(tmp_path) == []
+    assert ranks_of(tmp_path) == []
 
 
-def test_ctrl_c_ends_everything_in_one_line(endless: subprocess.Popen[str], tmp_path: Path) -> None:
-    for pid in (*ranks_of(tmp_path), endless.pid):  # a terminal sends it to the whole group
+def test_ctrl_c_saves_a_checkpoint_and_prints_one_line(endless: subprocess.Popen[str], tmp_path: Path) -> None:
+    for pid in (*ranks_of(tmp_path), endless.pid):  # a terminal sends it to the whole process group
         os.kill(pid, signal.SIGINT)
-    wait_until(lambda: endless.poll() is not None, 30)
-    _, error = endless.communicate()
+    _, error = endless.communicate(timeout=LONG)
     (run,) = tmp_path.iterdir()
     assert endless.returncode == 2 and error.count("\n") == 1 and "interrupted after step" in error
     assert error.endswith(f"resume with stagewright train --resume {run}\n")
@@ -149,14 +133,14 @@ def test_ctrl_c_ends_everything_in_one_line(endless: subprocess.Popen[str], tmp_
 
 def test_ranks_do_not_outlive_their_supervisor(endless: subprocess.Popen[str], tmp_path: Path) -> None:
     assert len(ranks_of(tmp_path)) == 3
-    os.kill(ranks_of(tmp_path)[1], signal.SIGSTOP)  # it can't look after its parent itself
+    os.kill(ranks_of(tmp_path)[1], signal.SIGSTOP)  # it can't watch its parent itself
     endless.kill()
-    wait_until(lambda: ranks_of(tmp_path) == [], 5)
+    wait_until(lambda: ranks_of(tmp_path) == [])
 
 
 @soak
-def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
+def test_stops_when_the_loss_is_not_finite(tmp_path: Path) -> None:
     process = start(tmp_path, "--steps", "100", "--lr", "1e30")
-    _, error = process.communicate(timeout=120)
+    _, error = process.communicate(timeout=LONG)
     assert process.returncode == 2 and error.count("\n") == 1
     assert "stage 1 replica 0" in error and "batch" in error and "--lr" in error

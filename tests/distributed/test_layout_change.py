@@ -1,6 +1,6 @@
-"""A run goes on under another plan: its first step is a single process's from the same weights and optimizer state.
+"""A run resumes under another plan: its first step equals that of a single process from the same checkpoint.
 
-The single process reads the checkpoint's files by itself, and steps with the reference's own rules.
+The single process reads the checkpoint's files without our code, and steps by the rules of the reference.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Step:
 
 
 def single_step(case: Case, folder: Path) -> Step:
-    """One batch in one process, from what lies in a checkpoint's folder."""
+    """One batch in one process, from the files of a checkpoint."""
     about = json.loads((folder / "manifest.json").read_text())
     batch = about["batch"]
 
@@ -77,8 +77,10 @@ def on_pool(pool: Pool) -> Execute:
     return execute
 
 
-def go(execute: Execute, case: Case, folder: Path, steps: int, before: Checkpoint | None) -> tuple[Run, Checkpoint]:
-    """Train up to a batch, from a checkpoint or from the start, and keep what is there then."""
+def train_to(
+    execute: Execute, case: Case, folder: Path, steps: int, before: Checkpoint | None
+) -> tuple[Run, Checkpoint]:
+    """Train up to a batch, from a checkpoint or from the start, and save a checkpoint there."""
     case = replace(case, steps=steps)
     resume = {} if before is None else {"resume": str(before.folder)}
     job = keeping(make_job(case, folder, export="for the pool.safetensors", **resume), every=1000, keep=0)
@@ -86,25 +88,25 @@ def go(execute: Execute, case: Case, folder: Path, steps: int, before: Checkpoin
     return run, saved_at(job, steps)
 
 
-def follow(execute: Execute, cases: list[Case], folder: Path) -> None:
-    """Each plan goes on from the checkpoint of the one before."""
-    _, checkpoint = go(execute, cases[0], folder, 3, None)
+def resume_each(execute: Execute, cases: list[Case], folder: Path) -> None:
+    """Each plan resumes from the checkpoint of the one before."""
+    _, checkpoint = train_to(execute, cases[0], folder, 3, None)
     for case in cases[1:]:
         start = checkpoint.batch
         expected = single_step(case, checkpoint.folder)
-        run, after = go(execute, case, folder, start + 1, checkpoint)
+        run, after = train_to(execute, case, folder, start + 1, checkpoint)
         (loss,) = batch_losses(run)
         assert loss == pytest.approx(expected.loss, rel=1e-10)
         assert_near(after.read("master"), expected.weights, TOLERANCE["fp64"])
-        further, checkpoint = go(execute, case, folder, start + 3, checkpoint)
+        further, checkpoint = train_to(execute, case, folder, start + 3, checkpoint)
         assert batch_losses(further)[0] == loss and len(batch_losses(further)) == 3
 
 
 def batch_losses(run: Run) -> list[float]:
-    told = dict(pair for event in run.events if event["kind"] == "losses" for pair in event["losses"])
+    losses = dict(pair for event in run.events if event["kind"] == "losses" for pair in event["losses"])
     count = run.job.plan.microbatches
-    ordered = [told[number] for number in sorted(told)]
-    assert sorted(told) == list(range(min(told), max(told) + 1))
+    ordered = [losses[number] for number in sorted(losses)]
+    assert sorted(losses) == list(range(min(losses), max(losses) + 1))
     return [sum(ordered[first : first + count]) / count for first in range(0, len(ordered), count)]
 
 
@@ -115,8 +117,8 @@ PIPEDREAM = Case("normed", "0:0-2.0:3", "second", mode="pipedream", microbatches
 ADAMW = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1}
 
 
-def test_seven_one_stale_to_eight_data_parallel_to_two_one_sync(pool: Pool, tmp_path: Path) -> None:
-    follow(on_pool(pool), [SEVEN_ONE, EIGHT, TWO_ONE], tmp_path)
+def test_resumes_seven_one_stale_as_eight_data_parallel_as_two_one_sync(pool: Pool, tmp_path: Path) -> None:
+    resume_each(on_pool(pool), [SEVEN_ONE, EIGHT, TWO_ONE], tmp_path)
 
 
 CHAINS = {
@@ -128,30 +130,30 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-def test_other_changes_of_layout(chain: str, tmp_path: Path) -> None:
+def test_resumes_under_other_plans(chain: str, tmp_path: Path) -> None:
     cases = [replace(case, cut=None) if "." not in case.placement else case for case in CHAINS[chain]]
-    follow(emulate_job, cases, tmp_path)
+    resume_each(emulate_job, cases, tmp_path)
 
 
-def test_a_run_of_another_layout_goes_on_with_its_own_bits(tmp_path: Path) -> None:
+def test_a_run_under_a_new_plan_resumes_bit_for_bit(tmp_path: Path) -> None:
     stale = Case("normed", "0:0.0:1.0:2", "second,third", mode="stale", versions=(4, 2, 1))
-    _, checkpoint = go(emulate_job, SEVEN_ONE, tmp_path, 3, None)
-    straight, _ = go(emulate_job, stale, tmp_path, 9, checkpoint)
+    _, checkpoint = train_to(emulate_job, SEVEN_ONE, tmp_path, 3, None)
+    straight, _ = train_to(emulate_job, stale, tmp_path, 9, checkpoint)
     for batch in (4, 5, 7):  # before, while and after the lag has built up
-        _, later = go(emulate_job, stale, tmp_path, batch, checkpoint)
+        _, later = train_to(emulate_job, stale, tmp_path, batch, checkpoint)
         assert [stage.origin for stage in later.manifest.plan.stages] == [3, 3, 3]
-        further, _ = go(emulate_job, stale, tmp_path, 9, later)
+        further, _ = train_to(emulate_job, stale, tmp_path, 9, later)
         assert same_bits(further.weights, straight.weights)
 
 
-def test_statistics_are_worth_as_much_after_the_change_as_before(tmp_path: Path) -> None:
-    run, checkpoint = go(emulate_job, SEVEN_ONE, tmp_path, 5, None)
+def test_statistics_keep_their_weight_under_a_new_plan(tmp_path: Path) -> None:
+    run, checkpoint = train_to(emulate_job, SEVEN_ONE, tmp_path, 5, None)
     for case in (EIGHT, TWO_ONE, replace(TWO_ONE, placement="0:0-4.0:5")):
         emulation = Emulation(make_job(case, tmp_path, resume=str(checkpoint.folder)), lambda event: None)
         assert_near(emulation.weights(), run.weights, 1e-12)
 
 
-def test_an_exported_checkpoint_evaluates_in_the_plain_model_as_the_run_did(tmp_path: Path) -> None:
+def test_an_exported_checkpoint_scores_in_the_plain_model_as_in_the_run(tmp_path: Path) -> None:
     case = replace(SEVEN_ONE, eval_every=4)
     job = keeping(make_job(case, tmp_path), every=4, keep=0)
     run = emulate_job(job)

@@ -1,4 +1,4 @@
-"""The same command on two machines that are network namespaces: they train as one, and stop as one."""
+"""The same command on two machines, which are network namespaces: they train together and stop together."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from safetensors.torch import load_file
 
 from stagewright.config.toml import as_toml
 from tests.distributed.namespaces import TOKEN, Machines, machines
-from tests.distributed.test_command import ranks_of, wait_until
+from tests.distributed.test_command import ranks_of
 from tests.parity import TOLERANCE, Case, assert_near, emulate, make_job, refer
 from tests.soak import soak
+from tests.waiting import LONG, wait_until
 
 STAGES = Case("normed", "0:0-1.1:0", "third", mode="stale", staleness=1, steps=12)
 DATA_PARALLEL = Case("dropping", "0:0,1:0", mode="dp", steps=12)
@@ -31,7 +32,7 @@ DATA_PARALLEL = Case("dropping", "0:0,1:0", mode="dp", steps=12)
 @pytest.fixture
 def pair() -> Iterator[Machines]:
     with machines(3) as found:
-        yield replace(found, count=2)  # the third is for strangers
+        yield replace(found, count=2)  # the third is not part of the run
 
 
 def _on_one_machine(case: Case) -> Case:
@@ -67,19 +68,19 @@ class Runs:
         assert_near(trained, {**expected.weights, **expected.buffers}, TOLERANCE[self.case.precision])
 
 
-def end(process: subprocess.Popen[str], seconds: float = 60) -> tuple[int, str, str]:
-    out, error = process.communicate(timeout=seconds)
+def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, error = process.communicate(timeout=LONG)
     return process.returncode, out, error
 
 
 def listening(pair: Machines, machine: int) -> set[str]:
-    """Addresses that somebody on a machine listens at, TCP of both families."""
+    """Addresses on which a machine listens, TCP over IPv4 and IPv6."""
     done = subprocess.run(pair.inside(machine, "ss", "-Htln"), capture_output=True, text=True, check=True)
     return {line.split()[3].rpartition(":")[0] for line in done.stdout.splitlines()}
 
 
 def steps_of(folder: Path) -> list[int]:
-    """The batches that a run's metrics tell of, in their order."""
+    """The batches of the steps in a run's metrics, in their order."""
     (metrics,) = folder.glob("machine-0/*/metrics.jsonl")
     records = map(json.loads, metrics.read_text().splitlines())
     return [record["batch"] for record in records if record["kind"] == "step"]
@@ -90,7 +91,7 @@ import socket
 import sys
 import time
 from datetime import timedelta
-for _ in range(600):
+for _ in range(9000):
     try:
         socket.create_connection((sys.argv[1], 29600), 1).close()
         break
@@ -105,13 +106,17 @@ except Exception as error:
 """
 
 
-def test_stages_on_two_machines_train_as_one_process_and_strangers_stay_outside(pair: Machines, tmp_path: Path) -> None:
-    runs = Runs(pair, tmp_path, replace(STAGES, steps=200))
+def test_stages_on_two_machines_train_as_one_process_and_strangers_are_refused(pair: Machines, tmp_path: Path) -> None:
+    runs = Runs(pair, tmp_path, replace(STAGES, steps=200), "--join-timeout", str(LONG))
     first = runs.start(0)
-    second = runs.start(1)
     stranger = pair.run(2, [sys.executable, "-c", JOIN, pair.address(0)])
     thief = runs.start(1, token="some other token, as long as it")
-    wait_until(runs.is_training, 60)
+    _, out, error = end(stranger)
+    assert "refused" in out and "joined" not in out
+    code, out, error = end(thief)
+    assert code == 2 and error.count("\n") == 1 and "use the same token on each machine" in error
+    second = runs.start(1)
+    wait_until(runs.is_training)
     addresses = [listening(pair, machine) for machine in range(2)]
     assert addresses[0] <= {"127.0.0.1", pair.address(0)} and pair.address(0) in addresses[0]
     assert addresses[1] <= {"127.0.0.1", pair.address(1)} and pair.address(1) in addresses[1]
@@ -120,10 +125,6 @@ def test_stages_on_two_machines_train_as_one_process_and_strangers_stay_outside(
     code, out, error = end(second)
     assert code == 0 and "metrics and weights are on machine 0" in out and error == ""
     runs.assert_result()
-    code, out, error = end(stranger)
-    assert "refused" in out and "joined" not in out
-    code, out, error = end(thief)
-    assert code == 2 and error.count("\n") == 1 and "use the same token on each machine" in error
     (log,) = tmp_path.glob("machine-0/*/log.txt")
     assert f"refused {pair.address(2)}" in log.read_text()
     assert [path.name for path in tmp_path.glob("machine-*/*/summary.json")] == ["summary.json"]
@@ -134,7 +135,7 @@ def files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-def test_options_that_differ_are_named_on_both_machines(pair: Machines, tmp_path: Path) -> None:
+def test_names_options_that_differ_on_both_machines(pair: Machines, tmp_path: Path) -> None:
     runs = Runs(pair, tmp_path, DATA_PARALLEL)
     both = [runs.start(0), runs.start(1, "--lr", "0.25")]
     for process in both:
@@ -143,7 +144,8 @@ def test_options_that_differ_are_named_on_both_machines(pair: Machines, tmp_path
         assert "machine 1 (10.77.0.2) has optimizer.lr = 0.25 but machine 0 has 0.05" in error
 
 
-LIMITS = ("--lost-timeout", "4", "--join-timeout", "20")
+LOST, JOIN_SECONDS = 15, 120
+LIMITS = ("--lost-timeout", str(LOST), "--join-timeout", str(JOIN_SECONDS))
 
 
 @soak
@@ -163,33 +165,31 @@ def test_data_parallel_over_two_machines_trains_as_one_process(pair: Machines, t
 
 
 @soak
-def test_the_first_machine_waits_for_one_that_never_comes(pair: Machines, tmp_path: Path) -> None:
+def test_either_machine_waits_for_the_other_and_names_it(pair: Machines, tmp_path: Path) -> None:
     for machine, other in ((0, "machine 1 (10.77.0.2)"), (1, "machine 0 (10.77.0.1)")):
-        code, out, error = end(Runs(pair, tmp_path, DATA_PARALLEL, "--join-timeout", "4").start(machine))
-        assert code == 2 and error.count("\n") == 1 and f"{other} did not come within 4 s" in error
+        code, out, error = end(Runs(pair, tmp_path, DATA_PARALLEL, "--join-timeout", "20").start(machine))
+        assert code == 2 and error.count("\n") == 1 and f"{other} did not join within 20 s" in error
         assert f"waiting for {other}" in out
 
 
 @soak
-def test_a_rank_killed_over_there_is_named_here_and_both_stop(pair: Machines, tmp_path: Path) -> None:
+def test_both_machines_name_a_killed_rank_and_stop(pair: Machines, tmp_path: Path) -> None:
     runs = Runs(pair, tmp_path, replace(STAGES, steps=1_000_000), *LIMITS)
     both = [runs.start(0), runs.start(1)]
-    wait_until(runs.is_training, 60)
+    wait_until(runs.is_training)
     os.kill(ranks_of(tmp_path)[2], signal.SIGKILL)
-    began = time.monotonic()
     for process in both:
         code, _, error = end(process)
         assert code == 2 and error.count("\n") == 1
         assert "stage 1 replica 0 (rank 2, machine 1) was killed by SIGKILL at 1" in error
-    print(f"told on both machines after {time.monotonic() - began:.1f} s")
-    assert time.monotonic() - began < 5 and ranks_of(tmp_path) == []
+    assert ranks_of(tmp_path) == []
 
 
 @soak
-def test_a_rank_killed_over_there_starts_all_again(pair: Machines, tmp_path: Path) -> None:
+def test_restarts_both_machines_after_a_killed_rank(pair: Machines, tmp_path: Path) -> None:
     runs = Runs(pair, tmp_path, replace(STAGES, steps=300), *LIMITS, "--checkpoint-every", "20")
     both = [runs.start(0), runs.start(1)]
-    wait_until(lambda: list(tmp_path.glob("machine-0/*/checkpoints/20/manifest.json")), 60)
+    wait_until(lambda: list(tmp_path.glob("machine-0/*/checkpoints/20/manifest.json")))
     os.kill(ranks_of(tmp_path)[2], signal.SIGKILL)
     for process in both:
         code, out, error = end(process)
@@ -200,19 +200,19 @@ def test_a_rank_killed_over_there_starts_all_again(pair: Machines, tmp_path: Pat
 
 
 @soak
-@pytest.mark.parametrize("seconds", [2, 9])
-def test_a_cut_that_heals_changes_nothing(pair: Machines, tmp_path: Path, seconds: int) -> None:
-    """Two seconds are bridged by TCP; nine are more than --lost-timeout, so both machines start again."""
+@pytest.mark.parametrize("seconds", [5, 2 * LOST])
+def test_a_network_cut_that_heals_changes_no_bit(pair: Machines, tmp_path: Path, seconds: int) -> None:
+    """TCP bridges a short cut; one longer than --lost-timeout makes both machines start again."""
     runs = Runs(pair, tmp_path, replace(STAGES, steps=1200), *LIMITS, "--checkpoint-every", "50")
     both = [runs.start(0), runs.start(1)]
-    wait_until(runs.is_training, 60)
+    wait_until(runs.is_training)
     pair.cut(1)
     time.sleep(seconds)
     pair.heal(1)
     for process in both:
-        code, out, error = end(process, 120)
+        code, out, error = end(process)
         assert code == 0, error
-        assert ("restart 1 from batch" in out) == (seconds > 4)
+        assert ("restart 1 from batch" in out) == (seconds > LOST)
     runs.assert_result(is_exact=True)
     assert steps_of(tmp_path) == list(range(1200))
     assert ranks_of(tmp_path) == []
@@ -220,35 +220,38 @@ def test_a_cut_that_heals_changes_nothing(pair: Machines, tmp_path: Path, second
 
 @soak
 @pytest.mark.parametrize("restarts", ["0", "1"])
-def test_a_cut_that_does_not_heal_ends_both_in_one_line(pair: Machines, tmp_path: Path, restarts: str) -> None:
+def test_a_network_cut_that_stays_fails_both_with_one_line(pair: Machines, tmp_path: Path, restarts: str) -> None:
     runs = Runs(pair, tmp_path, replace(STAGES, steps=1_000_000), *LIMITS, "--max-restarts", restarts)
     both = [runs.start(0), runs.start(1)]
-    wait_until(runs.is_training, 60)
+    wait_until(runs.is_training)
     pair.cut(1)
     for process, other in zip(both, ("machine 1 (10.77.0.2)", "machine 0 (10.77.0.1)"), strict=True):
-        code, _, error = end(process, 60)
+        code, _, error = end(process)
         assert code == 2 and error.count("\n") == 1
-        assert f"lost {other}: no sign of it for 4 s" in error or f"{other} did not come within 20 s" in error
+        assert (
+            f"lost {other}: no sign of it for {LOST} s" in error
+            or f"{other} did not join within {JOIN_SECONDS} s" in error
+        )
     assert ranks_of(tmp_path) == []
 
 
 @soak
-def test_a_supervisor_killed_over_there_leaves_nothing_behind(pair: Machines, tmp_path: Path) -> None:
+def test_a_killed_supervisor_leaves_no_rank_on_either_machine(pair: Machines, tmp_path: Path) -> None:
     runs = Runs(pair, tmp_path, replace(STAGES, steps=1_000_000), *LIMITS)
     both = [runs.start(0), runs.start(1)]
-    wait_until(runs.is_training, 60)
+    wait_until(runs.is_training)
     both[1].kill()
     code, _, error = end(both[0])
     assert code == 2 and error.count("\n") == 1 and "machine 1" in error
-    wait_until(lambda: ranks_of(tmp_path) == [], 5)
+    wait_until(lambda: ranks_of(tmp_path) == [])
 
 
 @soak
 @pytest.mark.parametrize("asked", [0, 1])
-def test_ctrl_c_on_either_machine_stops_both_and_keeps_a_checkpoint(pair: Machines, tmp_path: Path, asked: int) -> None:
+def test_ctrl_c_on_either_machine_stops_both_and_saves_a_checkpoint(pair: Machines, tmp_path: Path, asked: int) -> None:
     runs = Runs(pair, tmp_path, replace(STAGES, steps=1_000_000), *LIMITS)
     both = [runs.start(0), runs.start(1)]
-    wait_until(runs.is_training, 60)
+    wait_until(runs.is_training)
     both[asked].send_signal(signal.SIGINT)
     for process in both:
         code, _, error = end(process)
@@ -257,7 +260,7 @@ def test_ctrl_c_on_either_machine_stops_both_and_keeps_a_checkpoint(pair: Machin
 
 
 @soak
-def test_checkpoints_need_a_folder_that_all_see(pair: Machines, tmp_path: Path) -> None:
+def test_checkpoints_need_a_shared_folder(pair: Machines, tmp_path: Path) -> None:
     runs = Runs(pair, tmp_path, DATA_PARALLEL, *LIMITS, "--checkpoint-every", "4")
     hidden = tmp_path / "hidden"
     hidden.mkdir()
@@ -268,4 +271,4 @@ def test_checkpoints_need_a_folder_that_all_see(pair: Machines, tmp_path: Path) 
     for process in (first, second):
         code, _, error = end(process)
         assert code == 2 and error.count("\n") == 1
-        assert "machine 1 (10.77.0.2) does not see" in error and "a file system that they share" in error
+        assert "machine 1 (10.77.0.2) can't see" in error and "a shared file system" in error

@@ -15,6 +15,7 @@ from stagewright.runtime.comm.gloo import GlooNetwork, SocketTransport
 from stagewright.runtime.comm.memory import MemoryTransport
 from stagewright.runtime.comm.message import Field, MessageFormat
 from stagewright.runtime.comm.transport import Place, Transport
+from tests.waiting import LONG
 
 NAME = ChannelName("act", 0, 0, 1)
 WINDOW = 4
@@ -24,7 +25,7 @@ SMALL, LARGE = 1_000, 100_000  # bytes on either side of what a socket takes
 def connect() -> tuple[GlooNetwork, Transport, GlooNetwork, Transport]:
     """Both ends of one channel, as two ranks would make them."""
     store = HashStore()
-    networks = [GlooNetwork(store, rank, Place(), 20.0) for rank in range(2)]
+    networks = [GlooNetwork(store, rank, Place(), LONG) for rank in range(2)]
     ends: dict[int, Transport] = {}
     run_both(*(lambda rank=rank: ends.update({rank: networks[rank].transport(NAME, WINDOW)}) for rank in range(2)))
     return networks[0], ends[0], networks[1], ends[1]
@@ -35,7 +36,7 @@ def run_both(*functions: Callable[[], object]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(LONG)
         assert not thread.is_alive(), "the two ends wait for each other"
 
 
@@ -90,7 +91,7 @@ def test_a_full_window_of_the_largest_small_messages_fits() -> None:
 
 def test_ranks_on_different_machines_use_no_socket() -> None:
     store = HashStore()
-    networks = [GlooNetwork(store, rank, Place(local=frozenset({rank})), 20.0) for rank in range(2)]
+    networks = [GlooNetwork(store, rank, Place(local=frozenset({rank})), LONG) for rank in range(2)]
     ends: dict[int, Transport] = {}
     run_both(*(lambda rank=rank: ends.update({rank: networks[rank].transport(NAME, WINDOW)}) for rank in range(2)))
     assert not any(isinstance(end, SocketTransport) for end in ends.values())

@@ -75,11 +75,11 @@ def test_a_second_run_and_one_without_evaluations_give_the_same_bits(case: Case,
     assert_same_bits(first, run(pool, replace(case, eval_every=None), tmp_path))
 
 
-def test_a_job_that_fails_tells_why_and_the_next_one_runs(pool: Pool, tmp_path: Path) -> None:
+def test_the_pool_reports_a_failed_job_and_runs_the_next_one(pool: Pool, tmp_path: Path) -> None:
     case = Case("plain", "0:0-1.0:2", "third")
     with pytest.raises(PoolError, match=r"rank 2 failed:(.|\n)*NonFiniteLoss: the loss of batch \d is (nan|inf)"):
         run(pool, replace(case, optimizer={"lr": 1e300}), tmp_path)
     assert_parity(case, run(pool, case, tmp_path), refer(case))
     pool.processes[1].kill()
-    with pytest.raises(PoolError, match=r"ranks \[1\] ended with \[-9\]"):
+    with pytest.raises(PoolError, match=r"ranks \[1\] exited with \[-9\]"):
         run(pool, case, tmp_path)

@@ -14,8 +14,9 @@ import pytest
 
 from tests.distributed.namespaces import ROOT, Machines, machines
 from tests.soak import soak
+from tests.waiting import LONG
 
-RATES = {"100mbit": 100e6 / 8 * 0.94, "1gbit": 0.1175e9}  # bytes a second that TCP gets out of them
+RATES = {"100mbit": 100e6 / 8 * 0.94, "1gbit": 0.1175e9}  # bytes per second over TCP
 PLANS = {"between stages": ("stale", "0:0.1:0"), "inside a stage": ("dp", "0:0,1:0")}
 BATCH, MICROBATCHES, STEPS = 64, 4, 14
 CLUSTER = """
@@ -33,24 +34,23 @@ count = 2
 
 def stagewright(*arguments: str) -> dict[str, float]:
     command = [sys.executable, "-m", "stagewright", *arguments, "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONG)
     assert done.returncode == 0, done.stderr
     found: dict[str, float] = json.loads(done.stdout)
     return found
 
 
 def measured(pair: Machines, folder: Path, mode: str, placement: str, cut: list[str]) -> float:
-    """Images a second of the same command on both machines."""
+    """Images per second of the same command on both machines."""
     common = ("--model", "vgg-small", "--mode", mode, "--placement", placement, "--nodes", pair.nodes, *cut)
     size = ("--batch", str(BATCH), "--microbatches", str(MICROBATCHES), "--steps", str(STEPS))
     both = [pair.start(m, "train", *common, *size, "--runs", str(folder / str(m)), "--json") for m in range(2)]
-    outputs = [process.communicate(timeout=280) for process in both]
+    outputs = [process.communicate(timeout=LONG) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     return float(json.loads(outputs[0][0])["images_per_second"])
 
 
 @soak
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("rate", RATES)
 def test_a_slow_link_costs_what_the_simulator_says(rate: str, tmp_path: Path) -> None:
     profile, cluster = tmp_path / "profile.json", tmp_path / "cluster.toml"

@@ -1,4 +1,4 @@
-"""Supervisors that are interrupted, killed, or run out of disk: nothing is left running, and `--resume` goes on."""
+"""Supervisors that are interrupted, killed, or run out of disk leave no process running, and `--resume` works."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import pytest
 
 import stagewright
 from stagewright.runtime.checkpoint.folder import list_folders, newest_intact
-from tests.distributed.test_command import is_training, ranks_of, start, wait_until
+from tests.distributed.test_command import is_training, ranks_of, start
 from tests.keeping import KILLS, same_bits
+from tests.waiting import LONG, wait_until
 
 soak = pytest.mark.skipif(not KILLS, reason="make soak runs it")
 ENDLESS = ("--steps", "1000000", "--samples", "64")
@@ -27,8 +28,8 @@ def steps_of(run: Path) -> list[int]:
     return [record["batch"] for record in records if record["kind"] == "step"]
 
 
-def assert_goes_on(run: Path, tmp_path: Path) -> None:
-    """The run ends with the bits of one that was never stopped, and with every step once."""
+def assert_resumes(run: Path, tmp_path: Path) -> None:
+    """The resumed run ends with the bits of one that was never stopped, and has every step once."""
     newest, _ = newest_intact(run)
     assert newest is not None
     goal = newest.batch + 3
@@ -44,52 +45,52 @@ def assert_goes_on(run: Path, tmp_path: Path) -> None:
 
 
 @soak
-def test_a_killed_supervisor_leaves_no_ranks_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_killed_supervisor_leaves_no_ranks_and_the_run_resumes(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     process = start(runs, *ENDLESS, "--checkpoint-every", "3")
-    wait_until(lambda: [run for run in runs.glob("*") if list_folders(run)], 60)
+    wait_until(lambda: [run for run in runs.glob("*") if list_folders(run)])
     time.sleep(0.3)
     process.kill()
     process.communicate()
-    wait_until(lambda: ranks_of(runs) == [], 5)
+    wait_until(lambda: ranks_of(runs) == [])
     (run,) = runs.iterdir()
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "batch": 99')
-    assert_goes_on(run, tmp_path)
+    assert_resumes(run, tmp_path)
 
 
 @soak
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_an_interrupted_run_goes_on(number: signal.Signals, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes(number: signal.Signals, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     process = start(runs, *ENDLESS)
-    wait_until(lambda: is_training(runs), 60)
+    wait_until(lambda: is_training(runs))
     process.send_signal(number)
-    wait_until(lambda: process.poll() is not None, 30)
+    wait_until(lambda: process.poll() is not None)
     _, error = process.communicate()
     (run,) = runs.iterdir()
     assert process.returncode == 2 and error.count("\n") == 1 and f"--resume {run}" in error
     assert len(list_folders(run)) == 1 and ranks_of(runs) == []
-    assert_goes_on(run, tmp_path)
+    assert_resumes(run, tmp_path)
 
 
 @soak
 def test_a_supervisor_killed_while_ranks_import_leaves_none(tmp_path: Path) -> None:
     process = start(tmp_path, *ENDLESS)
-    wait_until(lambda: ranks_of(tmp_path), 60)
+    wait_until(lambda: ranks_of(tmp_path))
     process.kill()
     process.communicate()
-    wait_until(lambda: ranks_of(tmp_path) == [], 30)
+    wait_until(lambda: ranks_of(tmp_path) == [])
 
 
 @soak
 @pytest.mark.parametrize("delay", [0.0, 0.5])
 def test_an_interrupt_while_ranks_start_ends_the_run(delay: float, tmp_path: Path) -> None:
     process = start(tmp_path, *ENDLESS)
-    wait_until(lambda: ranks_of(tmp_path), 60)
-    time.sleep(delay)  # the processes are there, but still import
+    wait_until(lambda: ranks_of(tmp_path))
+    time.sleep(delay)  # the processes exist, but are still importing
     process.send_signal(signal.SIGINT)
-    wait_until(lambda: process.poll() is not None, 60)
+    wait_until(lambda: process.poll() is not None)
     _, error = process.communicate()
     assert process.returncode == 2 and error.count("\n") == 1
     assert re.match(r"stagewright: interrupted after step \d+; nothing is left running", error)
@@ -97,23 +98,23 @@ def test_an_interrupt_while_ranks_start_ends_the_run(delay: float, tmp_path: Pat
 
 
 @soak
-def test_a_second_interrupt_does_not_wait_for_ranks_that_can_not_stop(tmp_path: Path) -> None:
+def test_a_second_interrupt_ends_the_run_although_a_rank_is_stopped(tmp_path: Path) -> None:
     process = start(tmp_path, *ENDLESS)
-    wait_until(lambda: is_training(tmp_path), 60)
+    wait_until(lambda: is_training(tmp_path))
     os.kill(ranks_of(tmp_path)[1], signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
     time.sleep(2)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    assert wait_until(lambda: process.poll() is not None, 30) < 8
+    wait_until(lambda: process.poll() is not None)
     _, error = process.communicate()
     assert process.returncode == 2 and error.count("\n") == 1 and "interrupted by SIGINT" in error
-    wait_until(lambda: ranks_of(tmp_path) == [], 5)
+    wait_until(lambda: ranks_of(tmp_path) == [])
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for a run's own files and one checkpoint, not for two."""
+    """A file system with space for a run's other files and one checkpoint, but not two."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(folder)]
@@ -125,9 +126,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @soak
-def test_a_disk_that_fills_up_does_not_end_the_run(small_disk: Path) -> None:
+def test_a_full_disk_does_not_end_the_run(small_disk: Path) -> None:
     process = start(small_disk, "--steps", "40", "--samples", "64", "--checkpoint-every", "10", "--keep", "1")
-    out, error = process.communicate(timeout=120)
+    out, error = process.communicate(timeout=LONG)
     assert process.returncode == 0, error
     assert "checkpoint after step 10" in out and "no checkpoint after step 20: No space left on device" in out
     (run,) = small_disk.iterdir()

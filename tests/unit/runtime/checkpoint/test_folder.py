@@ -105,14 +105,14 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a manifest without a plan": ("manifest.json", lambda path: _rewrite(
         path, lambda fields: fields.pop("plan")), "plan: field required"),
     "a plan without stages": ("manifest.json", lambda path: _rewrite(
-        path, lambda fields: fields["plan"].update(stages=[], cuts=[])), "can't be"),
+        path, lambda fields: fields["plan"].update(stages=[], cuts=[])), "impossible plan"),
     "a stage without ranks": ("manifest.json", lambda path: _rewrite(
-        path, lambda fields: fields["plan"]["stages"][0].update(ranks=[])), "can't be"),
+        path, lambda fields: fields["plan"]["stages"][0].update(ranks=[])), "impossible plan"),
     "a rank that is not there": ("manifest.json", lambda path: _rewrite(
-        path, lambda fields: fields["plan"]["stages"][0].update(ranks=[0, 9])), "can't be"),
+        path, lambda fields: fields["plan"]["stages"][0].update(ranks=[0, 9])), "impossible plan"),
     "a round of nothing": ("manifest.json", lambda path: _rewrite(
-        path, lambda fields: fields["plan"]["stages"][1].update(round=0)), "can't be"),
-    "a path outside": ("manifest.json", _rename_file_in_manifest, "no file of its folder"),
+        path, lambda fields: fields["plan"]["stages"][1].update(round=0)), "impossible plan"),
+    "a path outside": ("manifest.json", _rename_file_in_manifest, "outside its folder"),
 }  # fmt: skip
 
 

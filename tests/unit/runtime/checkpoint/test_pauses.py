@@ -1,10 +1,11 @@
-"""Agreeing on a pause that nobody planned: one batch for all, which nobody has begun."""
+"""Unplanned pauses: all ranks agree on one batch, which none of them has begun."""
 
 from __future__ import annotations
 
 import random
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from torch.distributed import HashStore
@@ -15,6 +16,7 @@ from stagewright.plan.plan import Mode, Plan
 from stagewright.runtime.checkpoint.pauses import STOP, Pauses, pause_batch
 from stagewright.runtime.job import NEVER
 from stagewright.runtime.stage.gate import Gate
+from tests.waiting import LONG, wait_until
 
 MICROBATCHES = 4
 
@@ -23,7 +25,7 @@ def make(mode: Mode = Mode.STALE) -> Plan:
     return make_plan(parse_placement("0:0-1.0:2"), batch=8, microbatches=MICROBATCHES, mode=mode)
 
 
-def test_a_gate_holds_what_has_not_begun_and_lets_the_rest_go_on() -> None:
+def test_a_gate_holds_batches_that_have_not_begun_and_no_others() -> None:
     gate = Gate(MICROBATCHES)
     assert gate.enter(5) and gate.is_completed()
     assert gate.hold() == 2  # batches 0 and 1 have begun
@@ -41,7 +43,7 @@ def test_a_gate_that_starts_later_counts_from_there() -> None:
     assert gate.hold() == 7
 
 
-def test_waiting_at_a_gate_ends_when_it_is_settled() -> None:
+def test_waiting_at_a_gate_ends_when_the_batch_is_known() -> None:
     gate = Gate(MICROBATCHES)
     gate.hold()
     threading.Timer(0.05, gate.pause_at, (9,)).start()
@@ -50,7 +52,7 @@ def test_waiting_at_a_gate_ends_when_it_is_settled() -> None:
 
 
 @pytest.mark.parametrize(("reached", "pause"), [([3, 5, 4], 5), ([0, 0, 0], 0)])
-def test_the_pause_is_the_first_batch_that_nobody_has_begun(reached: list[int], pause: int) -> None:
+def test_the_pause_is_the_first_batch_that_no_rank_has_begun(reached: list[int], pause: int) -> None:
     assert pause_batch(make(), reached) == pause
 
 
@@ -61,7 +63,7 @@ def test_pipedream_pauses_where_every_round_ends_with_a_batch() -> None:
 
 
 class Rank(threading.Thread):
-    """Goes through batches at a speed of its own, no more than two ahead of the slowest."""
+    """Goes through batches at its own speed, at most two ahead of the slowest rank."""
 
     def __init__(self, number: int, store: HashStore, everyone: list[Rank], minutes: float) -> None:
         super().__init__(daemon=True)
@@ -91,27 +93,27 @@ class Rank(threading.Thread):
         self._pauses.close()
 
 
-def run_ranks(minutes: float, stop_after: float) -> list[Rank]:
+def run_ranks(minutes: float, is_enough: Callable[[list[Rank]], bool]) -> list[Rank]:
     store = HashStore()
     ranks: list[Rank] = []
     ranks += [Rank(number, store, ranks, minutes) for number in range(3)]
     for rank in ranks:
         rank.start()
-    time.sleep(stop_after)
+    wait_until(lambda: is_enough(ranks))
     store.set(STOP, STOP)
     for rank in ranks:
-        rank.join(20)
+        rank.join(LONG)
         assert not rank.is_alive(), "the ranks never agreed"
     return ranks
 
 
-def test_ranks_stop_together_where_none_has_begun() -> None:
-    first, *others = run_ranks(0.0, 0.3)
+def test_ranks_stop_together_at_a_batch_that_none_has_begun() -> None:
+    first, *others = run_ranks(0.0, lambda ranks: min(len(rank.begun) for rank in ranks) > 20)
     assert len(first.paused) == 1 and all(rank.paused == first.paused for rank in others)
     assert all(rank.begun == list(range(first.paused[0])) for rank in (first, *others))
 
 
-def test_pauses_by_the_clock_come_again_and_again_and_are_the_same_everywhere() -> None:
-    first, *others = run_ranks(0.3 / 60, 2.0)
+def test_timed_pauses_repeat_and_are_the_same_on_every_rank() -> None:
+    first, *others = run_ranks(0.3 / 60, lambda ranks: len(ranks[0].paused) >= 2)
     assert len(first.paused) >= 3 and all(rank.paused == first.paused for rank in others)
     assert all(rank.begun == list(range(first.paused[-1])) for rank in (first, *others))

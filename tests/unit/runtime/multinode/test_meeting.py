@@ -1,4 +1,4 @@
-"""Supervisors of several machines meet, decide together and stop together; here they are threads of one process."""
+"""Supervisors of several machines start together and stop together; here they are threads of one process."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch.distributed import TCPStore
 
 from stagewright.errors import RunFailed
 from stagewright.runtime.faults import HungRank, RankExit
-from stagewright.runtime.multinode.consistency import difference
+from stagewright.runtime.multinode.consistency import first_difference, link_checkpoints
 from stagewright.runtime.multinode.meeting import MachineReport, Meeting, MeetingConfig, StartDecision
 from stagewright.runtime.multinode.nodes import Node, Site, bound_to
-from stagewright.runtime.multinode.shared_files import link_checkpoints
 from stagewright.runtime.multinode.tunnel import TunnelServer, store_prefix
+from tests.waiting import LONG, wait_until
 
 TOKEN, HOST = "a token of tests, long enough", "127.0.0.1"
 
 
-class Office:
-    """A store behind a door, and crews of two machines that meet there."""
+class Host:
+    """A store behind a tunnel server, and the meetings of two machines that use it."""
 
     def __init__(self, folder: Path) -> None:
         self.folders = [folder / "0", folder / "1"]
@@ -33,9 +33,9 @@ class Office:
         listener = bound_to(HOST, 0)
         port = int(listener.getsockname()[1])
         self.nodes = (Node(0, HOST, port), Node(1, "127.0.0.2", port))
-        self.door = TunnelServer(listener, self._store.port, TOKEN, 5.0, lambda peer: None)
+        self.server = TunnelServer(listener, self._store.port, TOKEN, float(LONG), lambda peer: None)
 
-    def meeting(self, machine: int, token: str = TOKEN, lost: float = 5.0, join: float = 5.0) -> Meeting:
+    def meeting(self, machine: int, token: str = TOKEN, lost: float = LONG, join: float = LONG) -> Meeting:
         site = Site(self.nodes, machine, (HOST, "127.0.0.2")[machine], token)
         return Meeting(
             MeetingConfig(self._store.port, store_prefix(TOKEN), self.folders[machine], join, lost, site),
@@ -44,10 +44,10 @@ class Office:
 
 
 @pytest.fixture
-def office(tmp_path: Path) -> Iterator[Office]:
-    found = Office(tmp_path)
+def hosted(tmp_path: Path) -> Iterator[Host]:
+    found = Host(tmp_path)
     yield found
-    found.door.close()
+    found.server.close()
 
 
 def when_all(batch: int = 3) -> Callable[[Mapping[int, MachineReport], float], StartDecision | None]:
@@ -55,7 +55,7 @@ def when_all(batch: int = 3) -> Callable[[Mapping[int, MachineReport], float], S
 
 
 def together(*functions: Callable[[], object]) -> list[object]:
-    """What each returns, or raises."""
+    """What each function returns, or the message of the RunFailed that it raises; they run at the same time."""
     found: list[object] = [None] * len(functions)
 
     def run(index: int) -> None:
@@ -68,30 +68,22 @@ def together(*functions: Callable[[], object]) -> list[object]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(LONG)
         assert not thread.is_alive()
     return found
 
 
-def until(condition: Callable[[], object], seconds: float = 5.0) -> object:
-    limit = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < limit, "it never came about"
-        time.sleep(0.02)
-    return found
-
-
 REPORT = MachineReport(
-    {"lr": 1}, (0, 3), True, (RankExit(1, -9, "0F3@2", 0),), (HungRank(0, None, None, "it sleeps"),), (1,)
+    {"lr": 1}, (0, 3), True, (RankExit(1, -9, "0F3@2", 0),), (HungRank(0, None, None, "it is stopped"),), (1,)
 )
 
 
-def test_reports_travel_whole() -> None:
+def test_reports_survive_json() -> None:
     assert MachineReport.from_json(REPORT.as_json().encode()) == REPORT
 
 
-def test_machines_meet_whoever_comes_first_and_end_together(office: Office) -> None:
-    host, guest = office.meeting(0), office.meeting(1)
+def test_machines_meet_in_any_order_and_end_together(hosted: Host) -> None:
+    host, guest = hosted.meeting(0), hosted.meeting(1)
     seen: dict[int, MachineReport] = {}
 
     def decide(here: Mapping[int, MachineReport], waited: float) -> StartDecision | None:
@@ -108,114 +100,107 @@ def test_machines_meet_whoever_comes_first_and_end_together(office: Office) -> N
     assert not guest.all_done()
     time.sleep(0.6)
     assert not guest.all_done()
-    until(host.all_done)
-    until(guest.all_done)
+    wait_until(host.all_done)
+    wait_until(guest.all_done)
     together(host.leave, guest.leave)
 
 
-def test_checkpoints_lie_in_the_folder_of_the_first_machine_where_the_other_sees_it(office: Office) -> None:
-    host, guest = office.meeting(0), office.meeting(1)
+def test_links_checkpoints_to_machine_0_where_its_folder_is_shared(hosted: Host) -> None:
+    host, guest = hosted.meeting(0), hosted.meeting(1)
     seen: list[bool] = []
 
     def decide(here: Mapping[int, MachineReport], waited: float) -> StartDecision | None:
-        seen.extend(here[1].sees for _ in here if 1 in here)
+        seen.extend(here[1].sees_checkpoints for _ in here if 1 in here)
         return when_all()(here, waited)
 
     for _ in range(2):
         together(lambda: host.meet(REPORT, decide), lambda: guest.meet(REPORT, decide))
-    (office.folders[0] / "checkpoints" / "8").mkdir()
-    assert all(seen) and [path.name for path in (office.folders[1] / "checkpoints").glob("[0-9]*")] == ["8"]
-    (office.folders[0] / "checkpoints" / ".session").unlink()
-    assert not link_checkpoints(host.open_store(), office.folders[1], host.session)
+    (hosted.folders[0] / "checkpoints" / "8").mkdir()
+    assert all(seen) and [path.name for path in (hosted.folders[1] / "checkpoints").glob("[0-9]*")] == ["8"]
+    (hosted.folders[0] / "checkpoints" / ".session").unlink()
+    assert not link_checkpoints(host.open_store(), hosted.folders[1], host.session)
     together(host.leave, guest.leave)
 
 
-def test_a_fault_on_one_machine_stops_the_other_and_both_start_again(office: Office) -> None:
-    host, guest = office.meeting(0), office.meeting(1)
+def test_a_fault_on_one_machine_stops_the_other_and_both_restart(hosted: Host) -> None:
+    host, guest = hosted.meeting(0), hosted.meeting(1)
     together(lambda: host.meet(REPORT, when_all()), lambda: guest.meet(REPORT, when_all()))
     guest.announce_fault()
-    assert until(host.peer_fault) == -1
-    assert (
-        together(lambda: guest.meet(REPORT, when_all(5)), lambda: host.meet(REPORT, when_all(5)))
-        == [StartDecision(5)] * 2
-    )
+    assert wait_until(host.peer_fault) == -1
+    decisions = together(lambda: guest.meet(REPORT, when_all(5)), lambda: host.meet(REPORT, when_all(5)))
+    assert decisions == [StartDecision(5)] * 2
     assert host.start == guest.start == 2
     time.sleep(0.6)
-    assert host.peer_fault() is None and guest.peer_fault() is None  # the fault of the start before is over
+    assert host.peer_fault() is None and guest.peer_fault() is None  # the fault of the previous start is over
     together(host.leave, guest.leave)
 
 
-def test_a_silent_machine_is_lost_and_may_come_back(office: Office) -> None:
-    host, guest = office.meeting(0, lost=0.8), office.meeting(1)
+def test_a_silent_machine_counts_as_lost_and_may_rejoin(hosted: Host) -> None:
+    host, guest = hosted.meeting(0, lost=0.8), hosted.meeting(1)
     together(lambda: host.meet(REPORT, when_all()), lambda: guest.meet(REPORT, when_all()))
     guest.stop_heartbeat()
-    assert until(host.peer_fault) == 1
-    anew = office.meeting(1)  # the command was started again over there
-    assert (
-        together(lambda: host.meet(REPORT, when_all()), lambda: anew.meet(REPORT, when_all())) == [StartDecision(3)] * 2
-    )
-    assert anew.start == 2
-    together(host.leave, anew.leave)
+    assert wait_until(host.peer_fault) == 1
+    again = hosted.meeting(1)  # the command was started again on machine 1
+    decisions = together(lambda: host.meet(REPORT, when_all()), lambda: again.meet(REPORT, when_all()))
+    assert decisions == [StartDecision(3)] * 2
+    assert again.start == 2
+    together(host.leave, again.leave)
 
 
-def test_a_machine_that_begins_anew_makes_all_begin_anew(office: Office) -> None:
-    host, guest = office.meeting(0), office.meeting(1)
+def test_a_machine_that_starts_again_makes_all_start_again(hosted: Host) -> None:
+    host, guest = hosted.meeting(0), hosted.meeting(1)
     together(lambda: host.meet(REPORT, when_all()), lambda: guest.meet(REPORT, when_all()))
     guest.stop_heartbeat()
-    anew = office.meeting(1)
+    again = hosted.meeting(1)
 
-    def host_goes_on() -> StartDecision:
-        assert until(host.peer_fault) == -1
+    def host_restarts() -> StartDecision:
+        assert wait_until(host.peer_fault) == -1
         return host.meet(REPORT, when_all())
 
-    assert together(host_goes_on, lambda: anew.meet(REPORT, when_all())) == [StartDecision(3)] * 2
-    together(host.leave, anew.leave)
+    assert together(host_restarts, lambda: again.meet(REPORT, when_all())) == [StartDecision(3)] * 2
+    together(host.leave, again.leave)
 
 
-def test_a_machine_that_does_not_come_is_waited_for_and_then_named(office: Office) -> None:
-    host = office.meeting(0, join=2.5)
+def test_names_a_machine_that_does_not_join_in_time(hosted: Host) -> None:
+    host = hosted.meeting(0, join=8.0)
     (failed,) = together(lambda: host.meet(REPORT, when_all()))
-    assert str(failed).startswith("machine 1 (127.0.0.2) did not come within 2.5 s; start the same command there")
-    assert office.said[0] == ["waiting for machine 1 (127.0.0.2)"]
-    office.door.close()
-    guest = office.meeting(1, join=1.0)
+    assert str(failed).startswith("machine 1 (127.0.0.2) did not join within 8 s; start the same command there")
+    assert hosted.said[0] == ["waiting for machine 1 (127.0.0.2)"]
+    hosted.server.close()
+    guest = hosted.meeting(1, join=1.0)
     (failed,) = together(lambda: guest.meet(REPORT, when_all()))
-    assert str(failed).startswith("machine 0 (127.0.0.1) did not come within 1 s")
+    assert str(failed).startswith("machine 0 (127.0.0.1) did not join within 1 s")
 
 
-def test_another_token_is_told_at_once(office: Office) -> None:
-    guest = office.meeting(1, token="another token, as long as that")
+def test_fails_at_once_with_another_token(hosted: Host) -> None:
+    guest = hosted.meeting(1, token="another token, as long as that")
     (failed,) = together(lambda: guest.meet(REPORT, when_all()))
     assert "machine 0 (127.0.0.1) at port" in str(failed) and "use the same token on each machine" in str(failed)
 
 
-def test_both_machines_hear_why_there_is_no_start(office: Office) -> None:
-    host, guest = office.meeting(0), office.meeting(1)
+def test_both_machines_fail_with_the_same_message(hosted: Host) -> None:
+    host, guest = hosted.meeting(0), hosted.meeting(1)
     refuse = lambda here, waited: StartDecision(failed="no") if len(here) == 2 else None  # noqa: E731
     assert together(lambda: host.meet(REPORT, refuse), lambda: guest.meet(REPORT, refuse)) == ["no", "no"]
 
 
-def test_an_interrupt_is_told_to_all(office: Office) -> None:
-    host, guest = office.meeting(0), office.meeting(1)
+def test_an_interrupt_on_one_machine_ends_the_others(hosted: Host) -> None:
+    host, guest = hosted.meeting(0), hosted.meeting(1)
     together(lambda: host.meet(REPORT, when_all()), lambda: guest.meet(REPORT, when_all()))
     guest.leave("interrupted by SIGINT")
     with pytest.raises(RunFailed, match=r"interrupted by SIGINT on machine 1 \(127.0.0.2\)"):
-        until(host.peer_fault)
+        wait_until(host.peer_fault)
     host.leave()
 
 
-def test_the_first_difference_is_named_with_both_values() -> None:
-    facts = {"optimizer.lr": 0.1, "plan cuts": ["a"], "data fingerprint": "x"}
-    assert difference(facts, dict(facts)) is None
-    assert difference(facts, replace_fact(facts, "plan cuts", ["b"])) == ("plan cuts", ["a"], ["b"])
-    assert difference(facts, facts | {"run.seed": 3}) == ("run.seed", "nothing", 3)
+def test_first_difference_gives_both_values() -> None:
+    values = {"optimizer.lr": 0.1, "plan cuts": ["a"], "data fingerprint": "x"}
+    assert first_difference(values, dict(values)) is None
+    assert first_difference(values, values | {"plan cuts": ["b"]}) == ("plan cuts", ["a"], ["b"])
+    assert first_difference(values, values | {"run.seed": 3}) == ("run.seed", "nothing", 3)
 
 
-def replace_fact(facts: Mapping[str, object], name: str, value: object) -> dict[str, object]:
-    return {**facts, name: value}
-
-
-def test_one_machine_is_a_crew_of_its_own() -> None:
+def test_a_single_machine_needs_no_other() -> None:
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     meeting = Meeting(MeetingConfig(store.port, "keys", Path()))
     assert meeting.meet(REPORT, lambda here, waited: StartDecision(7)) == StartDecision(7)

@@ -1,10 +1,9 @@
-"""The store's door: whoever knows the token is let through, nobody else."""
+"""The tunnel to the store: whoever proves to know the token gets through, and nobody else."""
 
 from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -12,125 +11,133 @@ import pytest
 from torch.distributed import TCPStore
 
 from stagewright.runtime.multinode.nodes import bound_to
-from stagewright.runtime.multinode.tunnel import AccessDenied, Tunnel, TunnelServer, check_access, store_prefix
+from stagewright.runtime.multinode.tunnel import (
+    GREETING,
+    NONCE,
+    PROOF,
+    AccessDenied,
+    Tunnel,
+    TunnelServer,
+    check_access,
+    store_prefix,
+)
+from tests.waiting import LONG, wait_until
 
-TOKEN, HOST = "a token of tests, long enough", "127.0.0.1"
+TOKEN, OTHER_TOKEN, HOST = "a token of tests, long enough", "another token, as long as that", "127.0.0.1"
+LOST = float(LONG)
 
 
-class House:
-    """A store behind a door."""
+class Host:
+    """A store behind a tunnel server."""
 
     def __init__(self) -> None:
         self.refused: list[str] = []
         self.store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         listener = bound_to(HOST, 0)
         self.address = (HOST, int(listener.getsockname()[1]))
-        self.door = TunnelServer(listener, self.store.port, TOKEN, 5.0, self.refused.append)
+        self.server = TunnelServer(listener, self.store.port, TOKEN, LOST, self.refused.append)
 
 
 @pytest.fixture
-def house() -> Iterator[House]:
-    found = House()
+def host() -> Iterator[Host]:
+    found = Host()
     yield found
-    found.door.close()
+    found.server.close()
 
 
-def eventually(condition: object) -> None:
-    limit = time.monotonic() + 5
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-
-
-def test_a_store_is_used_through_the_door(house: House) -> None:
-    tunnel = Tunnel(house.address, HOST, TOKEN, 5.0)
+def test_several_clients_use_the_store_through_one_tunnel(host: Host) -> None:
+    tunnel = Tunnel(host.address, HOST, TOKEN, LOST)
     try:
-        clients = [TCPStore(HOST, tunnel.port, is_master=False, timeout=timedelta(seconds=5)) for _ in range(3)]
+        clients = [TCPStore(HOST, tunnel.port, is_master=False, timeout=timedelta(seconds=LONG)) for _ in range(3)]
         clients[0].set("key", "x" * 1_000_000)
         assert clients[1].get("key") == b"x" * 1_000_000
         threading.Timer(0.2, lambda: clients[2].set("late", "yes")).start()
         assert clients[1].get("late") == b"yes"
-        check_access(house.address, HOST, TOKEN)
+        check_access(host.address, HOST, TOKEN, LONG)
     finally:
         tunnel.close()
-    assert house.refused == []
+    assert host.refused == []
     with pytest.raises(RuntimeError):
         clients[0].get("key")
 
 
-def test_another_token_is_no_entry(house: House) -> None:
+def test_denies_access_with_another_token(host: Host) -> None:
     with pytest.raises(AccessDenied):
-        check_access(house.address, HOST, "another token, as long as that")
-    eventually(lambda: house.refused == [HOST])
-    tunnel = Tunnel(house.address, HOST, "another token, as long as that", 5.0)
+        check_access(host.address, HOST, OTHER_TOKEN, LONG)
+    wait_until(lambda: host.refused == [HOST])
+    tunnel = Tunnel(host.address, HOST, OTHER_TOKEN, LOST)
     with pytest.raises(RuntimeError):
         TCPStore(HOST, tunnel.port, is_master=False, timeout=timedelta(seconds=1))
     tunnel.close()
 
 
-def test_a_store_client_that_knows_nothing_of_doors_gets_nothing(house: House) -> None:
-    house.store.set("secret", "value")
+def test_a_plain_store_client_can_not_read_keys(host: Host) -> None:
+    host.store.set("secret", "value")
     with pytest.raises(RuntimeError):
-        TCPStore(*house.address, is_master=False, timeout=timedelta(seconds=1)).get("secret")
+        TCPStore(*host.address, is_master=False, timeout=timedelta(seconds=1)).get("secret")
 
 
-@pytest.mark.parametrize("said", [b"", b"\0" * 64, b"x" * 63, b"GET / HTTP/1.1\r\n\r\n" + b"\0" * 64])
-def test_strangers_that_say_anything_are_refused(house: House, said: bytes) -> None:
-    with socket.create_connection(house.address) as stranger:
-        stranger.sendall(said)
+@pytest.mark.parametrize("sent", [b"", b"\0" * 64, b"x" * 63, b"GET / HTTP/1.1\r\n\r\n" + b"\0" * 64])
+def test_refuses_clients_that_do_not_know_the_handshake(host: Host, sent: bytes) -> None:
+    with socket.create_connection(host.address) as stranger:
+        stranger.sendall(sent)
         stranger.shutdown(socket.SHUT_WR)
-        stranger.settimeout(5)
-        heard = b""
+        stranger.settimeout(LONG)
+        received = b""
         while data := stranger.recv(1000):
-            heard += data
-    assert heard.startswith(b"stagewright door 1\n") and len(heard) == 19 + 32  # a greeting and a nonce, no proof
-    eventually(lambda: house.refused == [HOST])
+            received += data
+    assert received.startswith(GREETING) and len(received) == len(GREETING) + NONCE  # and no proof
+    wait_until(lambda: host.refused == [HOST])
 
 
-def test_what_was_overheard_does_not_open_it_again(house: House) -> None:
-    overheard = bytearray()
+def receive(connection: socket.socket, size: int) -> bytes:
+    return connection.recv(size, socket.MSG_WAITALL)
+
+
+def test_a_recorded_handshake_opens_nothing(host: Host) -> None:
+    recorded = bytearray()
     relay = bound_to(HOST, 0)
     relay.listen(1)
 
-    def listen_in() -> None:
+    def record() -> None:
         near, _ = relay.accept()
-        with near, socket.create_connection(house.address) as far:
-            near.sendall(far.recv(51))
-            overheard.extend(near.recv(64))
-            far.sendall(overheard)
-            near.sendall(far.recv(32))
+        with near, socket.create_connection(host.address) as far:
+            near.sendall(receive(far, len(GREETING) + NONCE))
+            recorded.extend(receive(near, NONCE + PROOF))
+            far.sendall(recorded)
+            near.sendall(receive(far, PROOF))
 
-    thread = threading.Thread(target=listen_in)
+    thread = threading.Thread(target=record)
     thread.start()
-    check_access((HOST, relay.getsockname()[1]), HOST, TOKEN)
+    check_access((HOST, relay.getsockname()[1]), HOST, TOKEN, LONG)
     thread.join()
     relay.close()
-    with socket.create_connection(house.address) as thief:
-        thief.recv(51)
-        thief.sendall(overheard)
-        thief.settimeout(5)
+    with socket.create_connection(host.address) as thief:
+        receive(thief, len(GREETING) + NONCE)
+        thief.sendall(recorded)
+        thief.settimeout(LONG)
         assert thief.recv(1) == b""
 
 
-def test_a_host_that_does_not_know_the_token_is_no_host() -> None:
+def test_denies_access_to_a_host_that_does_not_know_the_token() -> None:
     impostor = bound_to(HOST, 0)
     impostor.listen(1)
 
     def pretend() -> None:
         near, _ = impostor.accept()
         with near:
-            near.sendall(b"stagewright door 1\n" + bytes(32))
-            near.recv(64)
-            near.sendall(bytes(32))
+            near.sendall(GREETING + bytes(NONCE))
+            receive(near, NONCE + PROOF)
+            near.sendall(bytes(PROOF))
 
     thread = threading.Thread(target=pretend)
     thread.start()
     with pytest.raises(AccessDenied):
-        check_access((HOST, impostor.getsockname()[1]), HOST, TOKEN)
+        check_access((HOST, impostor.getsockname()[1]), HOST, TOKEN, LONG)
     thread.join()
     impostor.close()
 
 
-def test_keys_do_not_show_the_token() -> None:
+def test_store_keys_do_not_reveal_the_token() -> None:
     prefix = store_prefix(TOKEN)
     assert len(prefix) == 32 and TOKEN not in prefix and prefix != store_prefix(TOKEN + "!")

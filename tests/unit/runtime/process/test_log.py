@@ -1,4 +1,4 @@
-"""What ranks tell is written down, whoever looks on."""
+"""Events become records: in order, once, and also without a screen."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from stagewright.runtime.process.event_reader import EventReader
-from stagewright.runtime.process.log import Journal, Ledger, Record
+from stagewright.runtime.process.log import EventReader, Journal, Ledger, Record
 from stagewright.runtime.process.rank import EVENTS
 from tests.parity import Case, make_job
 
 
-def test_a_screen_that_is_gone_does_not_end_the_records(tmp_path: Path) -> None:
+def test_records_continue_when_the_screen_is_gone(tmp_path: Path) -> None:
     job = make_job(Case(microbatches=1, steps=3), tmp_path)
 
     def show(record: Record) -> None:
@@ -25,7 +24,7 @@ def test_a_screen_that_is_gone_does_not_end_the_records(tmp_path: Path) -> None:
     assert len(Journal(Path(job.folder) / "metrics.jsonl", 3).records) == 3
 
 
-def test_a_restart_takes_back_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+def test_a_restart_drops_the_records_after_its_checkpoint(tmp_path: Path) -> None:
     job = make_job(Case(microbatches=1, steps=5), tmp_path)
     with Ledger(job, job.order.batches, lambda record: None) as ledger:
         for batch in range(4):
@@ -38,13 +37,13 @@ def test_a_restart_takes_back_what_came_after_the_checkpoint(tmp_path: Path) -> 
     assert [type(record).__name__ for record in records] == ["Step", "Step", "Restarted", "Step", "Step", "Step"]
 
 
-def test_what_goes_wrong_while_hearing_is_not_lost() -> None:
+def test_close_raises_what_the_event_handler_raised() -> None:
     store = HashStore()
     store.queue_push(EVENTS, '{"kind": "ready"}')
 
-    def listen(event: dict[str, object]) -> None:
-        raise RuntimeError("the listener gave up")
+    def on_event(event: dict[str, object]) -> None:
+        raise RuntimeError("the handler gave up")
 
-    hearing = EventReader(store, listen)
-    with pytest.raises(RuntimeError, match="the listener gave up"):
-        hearing.close()
+    reader = EventReader(store, on_event)
+    with pytest.raises(RuntimeError, match="the handler gave up"):
+        reader.close()

@@ -1,4 +1,4 @@
-"""What machine 0 decides before every start: begin, try again, wait for a machine, or end with a story."""
+"""Machine 0 decides before every start: start, restart, wait for a machine, or fail."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def job(tmp_path: Path) -> Job:
 
 
 def supervisor(job: Job, start: int, **run: Any) -> Supervisor:
-    """Of machine 0 of two, before a start."""
+    """The supervisor of machine 0 of two, before a start."""
     job = replace(job, config=replace(job.config, run=replace(job.config.run, **run)))
     meeting = Meeting(MeetingConfig(1, "keys", Path(job.folder), site=Site(NODES, 0, "10.0.0.1", "token")), start=start)
     return Supervisor(job, lambda event: None, StartPoint(), meeting)
 
 
-def test_a_first_start_waits_for_all_and_begins_with_the_newest_checkpoint(job: Job) -> None:
+def test_the_first_start_waits_for_all_and_uses_the_newest_checkpoint(job: Job) -> None:
     first = supervisor(job, 1)
     assert first.decide({0: WELL}, 100.0) is None
     assert first.decide({0: WELL, 1: WELL}, 0.0) == StartDecision(8)
 
 
-def test_a_fault_is_tried_again_with_its_cause(job: Job) -> None:
+def test_restarts_after_a_fault_and_names_its_cause(job: Job) -> None:
     second = supervisor(job, 2)
     assert second.decide({0: WELL}, 1.0) is None  # machine 1 may know more
     decision = second.decide({0: WELL, 1: KILLED}, 1.0)
@@ -50,23 +50,23 @@ def test_a_fault_is_tried_again_with_its_cause(job: Job) -> None:
     assert cause in (Path(job.folder) / "log.txt").read_text()
 
 
-def test_a_restart_too_many_is_none(job: Job) -> None:
+def test_fails_after_max_restarts(job: Job) -> None:
     decision = supervisor(job, 2, max_restarts=0).decide({0: KILLED, 1: WELL}, 0.0)
     assert decision is not None and decision.failed is not None and "was killed by SIGKILL" in decision.failed
 
 
-def test_the_same_fault_twice_is_not_tried_a_third_time(job: Job) -> None:
+def test_fails_when_the_same_fault_happens_again(job: Job) -> None:
     found = supervisor(job, 2)
     assert found.decide({0: KILLED, 1: WELL}, 0.0) == StartDecision(8, 1, found._fault and found._fault.text)
     found._fault, found._restarts = None, 1
     decision = found.decide({0: KILLED, 1: WELL}, 0.0)
-    assert decision is not None and decision.failed is not None and decision.failed.endswith("again after 1 restarts")
+    assert decision is not None and decision.failed is not None and decision.failed.endswith("again after 1 restart")
     other = replace(KILLED, exits=(RankExit(1, -9, "0F99@2", 0),))
     found._fault = None
     assert found.decide({0: other, 1: WELL}, 0.0) == StartDecision(8, 2, found._fault and found._fault.text)
 
 
-def test_a_lost_machine_is_told_at_once_where_nothing_is_tried_again(job: Job) -> None:
+def test_names_a_lost_machine_at_once_without_restarts(job: Job) -> None:
     lost = replace(WELL, lost=(1,))
     decision = supervisor(job, 2, max_restarts=0).decide({0: lost}, 0.0)
     assert decision is not None and decision.failed is not None
@@ -77,33 +77,31 @@ def test_a_lost_machine_is_told_at_once_where_nothing_is_tried_again(job: Job) -
     assert back is not None and back.restart == 1 and "lost machine 1" in str(back.cause)
 
 
-def test_a_machine_that_says_nothing_is_named(job: Job) -> None:
+def test_names_a_machine_that_does_not_report(job: Job) -> None:
     decision = supervisor(job, 2, max_restarts=0).decide({0: WELL}, 9.0)
-    assert decision is not None and decision.failed == "lost machine 1 (10.0.0.2): it does not say what happened"
+    assert decision is not None and decision.failed == "lost machine 1 (10.0.0.2): it did not report what happened"
 
 
-def test_different_facts_are_told_before_anything_starts(job: Job) -> None:
-    decision = supervisor(job, 1).decide({0: replace(WELL, facts={"run.seed": 1}), 1: WELL}, 0.0)
+def test_fails_before_the_first_start_when_options_differ(job: Job) -> None:
+    decision = supervisor(job, 1).decide({0: replace(WELL, values={"run.seed": 1}), 1: WELL}, 0.0)
     assert decision is not None and decision.failed is not None
     assert decision.failed.startswith("machine 1 (10.0.0.2) has run.seed = nothing but machine 0 has 1")
 
 
-def test_a_machine_that_does_not_see_the_checkpoints_begins_where_the_run_began(job: Job) -> None:
-    blind = replace(WELL, sees=False)
+def test_starts_from_the_beginning_where_a_machine_can_not_see_the_checkpoints(job: Job) -> None:
+    blind = replace(WELL, sees_checkpoints=False)
     assert supervisor(job, 1).decide({0: WELL, 1: blind}, 0.0) == StartDecision(0)
     keeping = replace(job, config=replace(job.config, checkpoint=replace(job.config.checkpoint, every=4)))
     decision = supervisor(keeping, 1).decide({0: WELL, 1: blind}, 0.0)
-    assert (
-        decision is not None and decision.failed is not None and "machine 1 (10.0.0.2) does not see" in decision.failed
-    )
+    assert decision is not None and decision.failed is not None and "machine 1 (10.0.0.2) can't see" in decision.failed
 
 
-def test_a_start_forgets_where_the_ranks_of_the_last_one_were(job: Job) -> None:
+def test_a_start_removes_old_status_files_and_uses_new_keys(job: Job) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meeting = Meeting(MeetingConfig(store.port, "keys", Path(job.folder)))
     alone = Supervisor(job, lambda event: None, StartPoint(), meeting)
     (Path(job.folder) / "ranks").mkdir()
-    status_path(Path(job.folder), 2).write_bytes(b"where it was")
+    status_path(Path(job.folder), 2).write_bytes(b"the previous start")
     alone.begin()
     alone.close()
     assert not status_path(Path(job.folder), 2).exists() and (Path(job.folder) / "job.json").exists()
