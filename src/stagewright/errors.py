@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_MOST_NAMES = 20  # in a list of known names
+
 
 class RunFailed(RuntimeError):
     """A rank failed; the message names the rank and its action."""
@@ -28,7 +30,9 @@ def first_line(error: BaseException, most: int | None = None) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The last part of an error about an unknown name: the nearest known name, or all of them if none is near."""
+    """The last part of an error about an unknown name: the nearest known name, or if none is near, the known names."""
     names = list(known)
     near = difflib.get_close_matches(name.lower(), names, 1, 0.5)
-    return f"did you mean '{near[0]}'?" if near else f"known: {', '.join(names)}"
+    if near:
+        return f"did you mean '{near[0]}'?"
+    return f"known: {', '.join(names[:_MOST_NAMES])}{f', ... ({len(names)} names)' if len(names) > _MOST_NAMES else ''}"

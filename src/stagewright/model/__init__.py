@@ -1,1 +1,6 @@
-"""Models: the zoo, and how a model is cut into units."""
+"""Models: the zoo, loading a user's model, and cutting any model into stages.
+
+`load` builds a model from its name, `cut` traces it into a chain of units and cuts that, `walk` runs it unit by unit,
+`probe` finds what crosses each cut. Imports `errors` only; everything except `config`, `cluster`, `data` and `report`
+may import it.
+"""

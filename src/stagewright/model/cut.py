@@ -1,22 +1,29 @@
-"""Any model as a chain of units, and the cutting of that chain into stages."""
+"""Traces a model into a chain of units, and cuts the chain into stages.
+
+A unit is one call in the model's forward: of a module, a function or a method. `Chain` holds the traces of training and
+evaluation; `Chain.cut` returns one `Piece` per stage.
+"""
 
 from __future__ import annotations
 
-import difflib
+import inspect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx, nn
 
-from stagewright.model.trace import calls, trace, unit_names
+from stagewright.errors import did_you_mean, first_line
+
+_CALLS = ("call_module", "call_function", "call_method")
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One stage's part of a model: the live values that enter it, and those that leave it.
+    """One stage's part of a model, and the names of the live values that enter it.
 
-    `training` and `evaluation` share their modules and parameters; they differ where the model's own code asks
+    `training` and `evaluation` share their modules and parameters; they differ where the model's code reads
     `self.training`. Parameter names are those of the whole model.
     """
 
@@ -32,25 +39,25 @@ class Piece:
 
 
 class Chain:
-    """A model traced into units: one call of the forward each, in the order they run."""
+    """A model as a sequence of units, in the order in which they run."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.why_whole: str | None = None
+        self.why_whole: str | None = None  # why the model can't be cut
         was_training = model.training
         try:
-            self._training = trace(model.train())
-            self._evaluation = trace(model.eval())
-        except Exception as error:  # the model's own code ran: whatever it raises means that it can't be traced
-            self.why_whole = f"{type(model).__name__} can't be traced ({_first_line(error)})"
+            self._training = _trace(model.train())
+            self._evaluation = _trace(model.eval())
+        except Exception as error:  # the model's code ran on symbols: any error means that it can't be traced
+            self.why_whole = f"{type(model).__name__} can't be traced ({first_line(error, 160)})"
         model.train(was_training)
-        nodes = [] if self.why_whole else calls(self._training)
-        self.units = tuple(unit_names(nodes)) or (type(model).__name__,)
+        nodes = [] if self.why_whole else _calls(self._training)
+        self.units = tuple(_unit_names(nodes)) or (type(model).__name__,)
         self._first_nodes = {name: node.name for name, node in zip(self.units, nodes, strict=False)}
 
     @property
     def training_graph(self) -> fx.Graph | None:
-        """The trace of the training forward; None where the model stays whole."""
+        """The trace of the training forward; None if the model can't be traced."""
         return None if self.why_whole else self._training
 
     def by_shares(self, shares: Sequence[int]) -> tuple[str, ...]:
@@ -76,7 +83,7 @@ class Chain:
         return tuple(self._find(name) for name in names)
 
     def cut(self, cuts: Sequence[str]) -> tuple[Piece, ...]:
-        """The model as one piece a stage; `cuts` name the first unit of each stage after the first."""
+        """The model as one piece per stage; `cuts` name the first unit of each stage after the first."""
         if not cuts:
             return (Piece(self.model, self.model, ("input",), ("input",), self.units[0]),)
         self._require_parts(len(cuts) + 1)
@@ -108,19 +115,16 @@ class Chain:
         for unit in self.units:
             if unit == name or unit.startswith(name + "."):
                 return unit
-        near = difflib.get_close_matches(name, self.units, 3, 0.3)
+        why = f" ({self.why_whole})" if self.why_whole else ""
         raise ValueError(
-            f"the cut before '{name}', by --cut or a plan file, is at no such unit of the model{self._why()}; "
-            f"near names: {', '.join(near or self.units[1:4])}"
+            f"--cut or the plan file cuts before '{name}', but the model has no such unit{why}; "
+            f"{did_you_mean(name, self.units)}"
         )
-
-    def _why(self) -> str:
-        return f" ({self.why_whole})" if self.why_whole else ""
 
 
 def _slices(model: nn.Module, graph: fx.Graph, first_nodes: Sequence[str]) -> list[tuple[nn.Module, tuple[str, ...]]]:
-    """The graph as one module a stage, each with the names of the live values that enter it."""
-    nodes = calls(graph)
+    """The graph as one module per stage, each with the names of the live values that enter it."""
+    nodes = _calls(graph)
     position = {node.name: index for index, node in enumerate(nodes)}
     missing = [name for name in first_nodes if name not in position]
     if missing:
@@ -140,9 +144,9 @@ def _slices(model: nn.Module, graph: fx.Graph, first_nodes: Sequence[str]) -> li
     return stages
 
 
-def _live(graph: fx.Graph, before: Sequence[fx.Node], behind: Sequence[fx.Node], returned: fx.Node) -> list[fx.Node]:
-    """Values made before a boundary and used behind it; attributes are fetched where they are used."""
-    later = {*behind, returned}
+def _live(graph: fx.Graph, before: Sequence[fx.Node], after: Sequence[fx.Node], returned: fx.Node) -> list[fx.Node]:
+    """Values made before a boundary and used after it; attributes are fetched where they are used."""
+    later = {*after, returned}
     made = [*(node for node in graph.nodes if node.op == "placeholder"), *before]
     return [node for node in made if any(user in later for user in node.users)]
 
@@ -164,7 +168,7 @@ def _slice(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequenc
 
 
 def _refuse_shared(pieces: Sequence[Piece]) -> None:
-    """Parameters and statistics have one home: nothing that training changes may be used by two stages."""
+    """Raise if two stages use a tensor that training changes: each parameter and statistic belongs to one stage."""
     users: dict[int, tuple[int, str]] = {}
     for stage, piece in enumerate(pieces):
         named = piece.training.named_parameters()
@@ -180,5 +184,48 @@ def _refuse_shared(pieces: Sequence[Piece]) -> None:
                 )
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+class _Tracer(fx.Tracer):
+    """Traces into modules; a module whose code can't be traced stays whole, as one unit."""
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        known = set(self.graph.nodes)
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:  # the module's code ran on symbols: any error means that it can't be traced
+            for node in reversed([node for node in self.graph.nodes if node not in known]):
+                self.graph.erase_node(node)
+            return self.create_proxy("call_module", self.path_of_module(m), args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        return super().getattr(attr, attr_val, {})  # no cache: it would return nodes that call_module erased
+
+
+def _trace(model: nn.Module) -> fx.Graph:
+    """The graph of a model's forward, which takes one tensor; optional arguments keep their defaults."""
+    optional = {
+        name: parameter.default
+        for name, parameter in list(inspect.signature(model.forward).parameters.items())[1:]
+        if parameter.default is not inspect.Parameter.empty
+    }
+    graph = _Tracer().trace(model, concrete_args=optional or None)
+    for node in reversed(list(graph.nodes)):  # drop what the tracer adds for arguments that keep their default
+        guard = node.op == "call_function" and getattr(node.target, "__name__", "") in ("_assert", "_assert_is_none")
+        if (guard or node.op == "placeholder") and not node.users and node is not next(iter(graph.nodes)):
+            graph.erase_node(node)
+    inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
+    if len(inputs) != 1:
+        raise ValueError(f"forward takes {len(inputs)} arguments ({', '.join(inputs)}), not one tensor")
+    return graph
+
+
+def _calls(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op in _CALLS]
+
+
+def _unit_names(nodes: Sequence[fx.Node]) -> list[str]:
+    """A module's name for its first call, otherwise the name of the call."""
+    names: dict[str, None] = {}
+    for node in nodes:
+        name = str(node.target) if node.op == "call_module" and str(node.target) not in names else node.name
+        names[name if name not in names else f"{name}#{len(names)}"] = None
+    return list(names)

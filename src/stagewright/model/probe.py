@@ -1,4 +1,7 @@
-"""What crosses each cut, found by running the stages on fake tensors: no data, no statistics, no random state."""
+"""Finds what crosses each cut by running the stages on fake tensors.
+
+It needs no data, and changes neither BatchNorm statistics nor the random state.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.func import functional_call
 
 from stagewright.model.cut import Piece
-from stagewright.model.load import require_logits
+from stagewright.model.walk import require_logits
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 Constant = int | float | bool | str | None | tuple[int, ...]
@@ -28,13 +31,13 @@ Constant = int | float | bool | str | None | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One live value at a cut: a tensor that travels, or a constant that follows from the shapes and does not."""
+    """One live value at a cut: a tensor that is sent, or a constant that follows from the shapes and is not sent."""
 
     name: str
     shape: tuple[int, ...] = ()
     dtype: str | None = None  # None: a constant
     requires_grad: bool = False
-    changed: bool = False  # the next stage changes it in place, so it works on a copy
+    changed: bool = False  # the next stage changes it in place, so it gets a copy
     constant: Constant = None
 
     def __str__(self) -> str:
@@ -61,10 +64,10 @@ def probe(
     training: bool,
     device: str = "cpu",
 ) -> Probe:
-    """Run every stage on fake tensors, as one process would, and note what passes from each to the next.
+    """Run every stage on fake tensors, as one process would, and record what passes from each to the next.
 
-    Fake tensors pretend to be on the run's device, since autocast makes other types there. Where the model's code looks
-    at values, which fake tensors have none of, it runs on copies of the real ones.
+    Fake tensors pretend to be on the run's device, since autocast's types depend on it. If the model's code reads
+    values, which fake tensors don't have, it runs on copies of the real tensors.
     """
     modules = [piece.training if training else piece.evaluation for piece in pieces]
     modes = {module: module.training for root in modules for module in root.modules()}
@@ -78,7 +81,7 @@ def probe(
                     return _probe(pieces, modules, example, context, fake)
             except _NEEDS_VALUES:
                 found = _probe(pieces, modules, example, context, partial(_copy, device=device))
-                return replace(found, reached=_all_trainable(modules))  # another sample may go another way
+                return replace(found, reached=_all_trainable(modules))  # another sample may take another path
     finally:
         for module, mode_before in modes.items():
             module.training = mode_before
@@ -95,7 +98,7 @@ def _all_trainable(modules: Sequence[nn.Module]) -> frozenset[str]:
 
 @contextmanager
 def _quiet_fakes() -> Iterator[None]:
-    """Keep fake tensors from printing a traceback of what is raised anyway."""
+    """Keep torch from logging a traceback of exceptions that are raised anyway."""
     logger = logging.getLogger(FakeTensorMode.__module__)
     level = logger.level
     logger.setLevel(logging.CRITICAL)

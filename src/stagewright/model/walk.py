@@ -1,22 +1,27 @@
-"""Runs a chain unit by unit, for those who want to look at each: its inputs, its call, what is alive behind it."""
+"""Runs a user's model outside training: unit by unit, with a check of its output and one-line errors.
+
+`Walk` stops before each unit of a chain and shows its inputs, its call and the values that are live after it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
 
+from stagewright.errors import first_line
 from stagewright.model.cut import Chain
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One unit about to run; `call` runs it and may be called again where it changes nothing in place."""
+    """One unit before it runs; `call` runs it, and may be called again if the unit changes nothing in place."""
 
     name: str
-    target: str  # the function or method that a unit without a module calls
+    target: str  # the function or method of a unit that is not a module
     module: nn.Module | None
     parameters: tuple[nn.Parameter, ...]
     inputs: tuple[Any, ...]
@@ -48,8 +53,8 @@ class Walk:
             return
         yield from self._nodes(graph)
 
-    def live_behind(self, output: Any) -> list[Any]:
-        """The values that cross a cut behind the unit that just returned `output`."""
+    def live_after(self, output: Any) -> list[Any]:
+        """The values that cross a cut after the unit that just returned `output`."""
         after = self._position + 1
         kept = [value for node, value in self._values.items() if self._last_use.get(node, -1) > after]
         return [*kept, output]
@@ -101,3 +106,31 @@ class Walk:
         end = len(positions)
         for node in graph.nodes:
             self._last_use[node] = max((positions.get(user, end) for user in node.users), default=-1)
+
+
+class WrongOutput(ValueError):
+    """A model runs, but its output can't be trained."""
+
+
+def require_logits(output: Any, *, training: bool = True) -> None:
+    """Raise unless the output is one tensor [samples, classes], in training one with a gradient."""
+    if not isinstance(output, Tensor):
+        kind = type(output).__name__.removeprefix("immutable_")  # the prefix of a traced list
+        raise WrongOutput(f"the model returns {kind}, not one tensor; return the logits alone")
+    if training and not output.requires_grad:
+        raise WrongOutput("no parameter of the model gets a gradient; at least one must require it")
+    if output.dim() < 2:
+        raise WrongOutput(f"the model returns shape {list(output.shape)}; it must return logits [samples, classes]")
+
+
+@contextmanager
+def model_errors(name: str, sample: Sequence[int]) -> Iterator[None]:
+    """Turn whatever a model's code raises on samples of a shape into a one-line error for the user."""
+    try:
+        yield
+    except WrongOutput as error:
+        raise ValueError(f"model '{name}': {error}") from error
+    except Exception as error:
+        raise ValueError(
+            f"{name} can't run on input {list(sample)}: {type(error).__name__}: {first_line(error, 160)}; give --image"
+        ) from error

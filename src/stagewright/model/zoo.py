@@ -1,8 +1,7 @@
-"""AlexNet, VGG and ResNet with torchvision's parameter names and initial weights, so that its weight files load."""
+"""AlexNet, VGG and ResNet, with torchvision's parameter names and initialization, so that its weight files load."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +9,8 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+
+from stagewright.errors import did_you_mean
 
 RGB = 3
 Blocks = tuple[tuple[int, ...], ...]
@@ -30,7 +31,7 @@ class ConvNet(nn.Module):
 
 
 class AlexNet(ConvNet):
-    """AlexNet in one column, its weights drawn as PyTorch's layers draw them."""
+    """AlexNet in one column, with the default initialization of PyTorch's layers."""
 
     def __init__(self, classes: int) -> None:
         features = nn.Sequential(
@@ -54,7 +55,7 @@ class AlexNet(ConvNet):
 
 
 class VGG(ConvNet):
-    """Blocks of 3x3 convolutions, each block given by its widths and closed by a pool."""
+    """Blocks of 3x3 convolutions, each given by its widths and followed by a pool."""
 
     def __init__(self, blocks: Blocks, classes: int, *, norm: bool = False, grid: int = 7, hidden: int = 4096) -> None:
         features = nn.Sequential(*_vgg_layers(blocks, norm))
@@ -66,7 +67,7 @@ class VGG(ConvNet):
             nn.Linear(hidden, classes),
         )
         super().__init__(features, grid, classifier)
-        _redraw_convolutions(features)
+        _initialize_convolutions(features)
         for layer in classifier:
             if isinstance(layer, nn.Linear):
                 nn.init.normal_(layer.weight, std=0.01)
@@ -136,9 +137,9 @@ Residual = type[BasicBlock | Bottleneck]
 
 
 class ResNet(nn.Module):
-    """A stem, four layers of residual blocks at half the resolution each, and one fully connected layer.
+    """A stem, four layers of residual blocks, each at half the resolution, and one fully connected layer.
 
-    The stem quarters the resolution, unless images are small.
+    The stem reduces the resolution by four, unless images are small.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class ResNet(nn.Module):
         self.layer4 = nn.Sequential(*_residual_blocks(block, depths[3], 256 * block.expansion, 512, stride=2))
         self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
         self.fc = nn.Linear(512 * block.expansion, classes)
-        _redraw_convolutions(self)
+        _initialize_convolutions(self)
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.maxpool(self.relu(self.bn1(self.conv1(images))))
@@ -177,7 +178,7 @@ class SmallResNet(nn.Module):
         self.layer3 = nn.Sequential(*_residual_blocks(BasicBlock, depth, 32, 64, stride=2))
         self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
         self.fc = nn.Linear(64, classes)
-        _redraw_convolutions(self)
+        _initialize_convolutions(self)
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.relu(self.bn1(self.conv1(images)))
@@ -197,14 +198,14 @@ def _convolution(channels: int, width: int, kernel: int, stride: int = 1) -> nn.
 
 
 def _shortcut(channels: int, width: int, stride: int) -> nn.Sequential:
-    """The identity, without parameters, where the shape stays; a projection where it changes."""
+    """The identity, without parameters, if the shape stays the same; a projection if it changes."""
     if stride == 1 and channels == width:
         return nn.Sequential()
     return nn.Sequential(_convolution(channels, width, 1, stride), nn.BatchNorm2d(width))
 
 
-def _redraw_convolutions(module: nn.Module) -> None:
-    """Draw every convolution anew, normal with the variance that keeps gradients' size through a ReLU."""
+def _initialize_convolutions(module: nn.Module) -> None:
+    """Draw every convolution's weights again, with the variance that preserves gradients through a ReLU."""
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
@@ -214,7 +215,7 @@ def _redraw_convolutions(module: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """How to build a model for so many classes, and the image side and class count it is known for."""
+    """How to build a model for a number of classes, and its default image side and number of classes."""
 
     build: Callable[[int], nn.Module]
     image: int = 224
@@ -245,10 +246,8 @@ ZOO: Mapping[str, Entry] = {
 
 
 def build(name: str, classes: int | None = None) -> nn.Module:
-    """The named model with freshly drawn weights, for the class count it is known for unless another is given."""
+    """The named model with new weights, for its default number of classes unless another is given."""
     if name not in ZOO:
-        near = difflib.get_close_matches(name.lower(), ZOO)
-        hint = f"did you mean {', '.join(near)}?" if near else f"the zoo has {', '.join(ZOO)}."
-        raise ValueError(f"unknown model {name!r}; {hint} A model of your own is package.module:factory")
+        raise ValueError(f"unknown model '{name}'; {did_you_mean(name, ZOO)} (your own model: package.module:factory)")
     entry = ZOO[name]
     return entry.build(entry.classes if classes is None else classes)

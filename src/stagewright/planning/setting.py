@@ -14,7 +14,8 @@ from stagewright.cluster.specs import Catalogue, DeviceSpec, Software
 from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.config.sections import Config
 from stagewright.model.cut import Chain
-from stagewright.model.load import build_model, running
+from stagewright.model.load import build_model
+from stagewright.model.walk import model_errors
 from stagewright.model.zoo import ZOO, build
 from stagewright.plan.estimate import Setting
 from stagewright.plan.plan import Plan
@@ -66,7 +67,7 @@ def study(name: str, classes: int | None = None, image: int | None = None) -> St
     sample = (3, side, side)
     module = build_model(name, 0, classes).to("meta") if ":" in name else on_meta(lambda: build(name, classes))
     chain = Chain(module)
-    with running(name, sample):
+    with model_errors(name, sample):
         shapes = trace_shapes(chain, sample)
     return Study(name, chain, sample, shapes)
 

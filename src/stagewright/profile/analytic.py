@@ -1,9 +1,11 @@
-"""The profile of hardware that isn't there: every unit's time from its operations, its bytes and the catalogue.
+"""Computes a profile for hardware of the catalogue: every unit's time from its operations and bytes.
 
-A unit takes the longer of its arithmetic and its memory traffic, and a launch. Convolutions are told apart: a 3x3 of
-stride 1 in plain fp32 may run as Winograd's F(4x4, 3x3), four times fewer products for 2.25 times the traffic of its
-inputs and outputs twice over; larger kernels of stride 1 as FFT tiles of 32x32; everything else directly. The constants
-were checked layer by layer against measured profiles of AlexNet, VGG-16 and ResNet-50 (docs/planning.md)."""
+A unit takes the longer of its arithmetic and its memory traffic, plus a kernel launch. Convolutions run by one of three
+algorithms: a 3x3 of stride 1 in plain fp32 may run as Winograd's F(4x4, 3x3), with four times fewer products for 2.25
+times the traffic of its inputs and outputs, twice; larger kernels of stride 1 as FFT tiles of 32x32; everything else
+directly. The constants were checked layer by layer against measured profiles of AlexNet, VGG-16 and ResNet-50
+(docs/planning.md).
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,25 @@ from stagewright.cluster.specs import DeviceSpec, Software
 from stagewright.profile.profile import Table, Unit
 from stagewright.profile.shapes import Convolution, Kind, Shape
 
-MEMORY_SHARE = 0.8  # of the data sheet's bandwidth that a plain kernel reaches
+MEMORY_SHARE = 0.8  # fraction of the data sheet's bandwidth that a plain kernel reaches
 LAUNCH_SECONDS = 4e-6
-_SHORT = 64  # a matrix product whose inner side is this short runs at half speed
+_SHORT = 64  # a matrix product with an inner side of this length runs at half speed
 _FFT_TILE = 32
 _HALF = ("fp16", "bf16")
 
 
 def bytes_of(precision: str) -> int:
-    """Bytes of one activation."""
+    """Bytes per activation."""
     return 2 if precision in _HALF else 8 if precision == "fp64" else 4
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a device does for a program in one precision."""
+    """What a device and its software achieve in one precision."""
 
-    products: float  # operations a second in a large matrix product
+    products: float  # operations per second in a large matrix product
     convolutions: float
-    traffic: float  # bytes a second
+    traffic: float  # bytes per second
     element: int
     has_winograd: bool
     changes_layout: bool
@@ -58,13 +60,13 @@ class Rates:
 def analytic_table(
     shapes: Sequence[Shape], device: DeviceSpec, precision: str, samples: int, software: Software
 ) -> Table:
-    """Every unit of a model on a device of the catalogue, under a software, for a microbatch."""
+    """Every unit of a model on a device of the catalogue with some software, for microbatches of `samples`."""
     rates = Rates.of(device, precision, software)
     return Table(precision, samples, tuple(_units(shapes, rates, samples, software.efficiency)))
 
 
 def _units(shapes: Sequence[Shape], rates: Rates, samples: int, efficiency: float) -> Iterator[Unit]:
-    absorbs = False  # whether the kernel before takes a pointwise unit along
+    absorbs = False  # whether the previous kernel includes a pointwise unit that follows
     for shape in shapes:
         forward, backward = _seconds(shape, rates, samples)
         if shape.kind is Kind.POINTWISE and absorbs:
@@ -86,7 +88,7 @@ def _units(shapes: Sequence[Shape], rates: Rates, samples: int, efficiency: floa
 
 
 def _seconds(shape: Shape, rates: Rates, samples: int) -> tuple[float, float]:
-    """Forward and backward of one unit."""
+    """Forward and backward seconds of one unit."""
     inputs, outputs = (count * samples * rates.element / rates.traffic for count in (shape.inputs, shape.outputs))
     weights = shape.parameters * rates.element / rates.traffic
     both = inputs + outputs
@@ -108,7 +110,7 @@ def _seconds(shape: Shape, rates: Rates, samples: int) -> tuple[float, float]:
 
 
 def convolution_seconds(shape: Shape, convolution: Convolution, rates: Rates, samples: int) -> float:
-    """Forward of a convolution by the fastest algorithm that fits it."""
+    """Forward seconds of a convolution, by the fastest algorithm that applies."""
     traffic = (shape.inputs + shape.outputs) * samples * rates.element / rates.traffic
     operations = shape.operations * samples
     width = convolution.filters // convolution.groups
@@ -125,7 +127,7 @@ def convolution_seconds(shape: Shape, convolution: Convolution, rates: Rates, sa
 
 
 def _workspace(shape: Shape, rates: Rates) -> float:
-    """Elements a sample that a convolution's transform borrows."""
+    """Elements per sample that the transform of a convolution needs as workspace."""
     if shape.convolution is None or not rates.has_winograd:
         return 0.0
     tiled = _tiling(shape, shape.convolution)
@@ -133,12 +135,12 @@ def _workspace(shape: Shape, rates: Rates) -> float:
 
 
 def _fill(inner: int, width: int) -> float:
-    """How much of the peak a product with short sides reaches."""
+    """The fraction of the peak that a product with short sides reaches."""
     return inner / (inner + _SHORT) * width / (width + _SHORT / 2)
 
 
 def _tiling(shape: Shape, convolution: Convolution) -> tuple[float, float, float] | None:
-    """Products saved, growth of the traffic and waste at the edges, of the transform that fits a convolution."""
+    """The transform that applies to a convolution: factor of products saved, growth of traffic, waste at the edges."""
     side = math.isqrt(convolution.kernel)
     if convolution.stride != 1 or convolution.groups != 1 or convolution.channels < 16 or side < 3:
         return None

@@ -1,4 +1,4 @@
-"""Reads PipeDream's graph.txt: nodes with forward and backward milliseconds and bytes, then edges."""
+"""Imports PipeDream's graph.txt: nodes with forward and backward milliseconds and bytes, then edges."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Node(NamedTuple):
 
 
 def read_pipedream(path: str | Path, model: str, samples: int) -> Profile:
-    """The profile of a model at the minibatch that the file was taken at; its Input node is dropped."""
+    """The profile of a model, at the minibatch size that the file was measured at; its Input node is dropped."""
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -79,7 +79,7 @@ def _number(text: str, path: str | Path, line: int) -> float:
 
 
 def _topological(nodes: dict[str, _Node], edges: dict[str, list[str]], path: str | Path) -> list[str]:
-    """An order in which every node follows what feeds it; among equals, by the number in the name."""
+    """An order in which every node comes after its inputs; ties are broken by the number in the name."""
 
     def key(name: str) -> tuple[int, str]:
         digits = re.sub(r"\D", "", name)
@@ -100,7 +100,7 @@ def _topological(nodes: dict[str, _Node], edges: dict[str, list[str]], path: str
             if not waiting[target]:
                 heapq.heappush(ready, key(target))
     if len(order) < len(nodes):
-        raise ValueError(f"PipeDream profile {path}: its edges go in a circle")
+        raise ValueError(f"PipeDream profile {path}: its edges form a cycle")
     return order
 
 

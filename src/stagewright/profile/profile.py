@@ -1,4 +1,4 @@
-"""The profile of a model: every unit's time and bytes, at the microbatch sizes and precisions it was taken at."""
+"""The profile of a model: time and bytes of every unit, at the measured microbatch sizes and precisions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMAT = "stagewright-profile-1"
 
 
 class NotProfiled(ValueError):
-    """A microbatch is smaller or larger than all that were measured."""
+    """A microbatch is smaller or larger than all measured ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Unit:
     kind: str
     forward: float
     backward: float
-    parameters: int  # elements that training changes
+    parameters: int  # trainable elements
     output: int  # bytes it returns
-    live: int  # bytes that cross a cut behind it, forward
+    live: int  # bytes that cross a cut after it, forward
     live_gradient: int  # bytes that cross the same cut backward
     saved: int  # bytes it keeps for backward
     workspace: int = 0  # bytes it borrows while it runs
@@ -48,7 +48,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What a real transfer between two ranks took: seconds = latency + bytes / bandwidth."""
+    """The measured speed of transfers between two ranks: seconds = latency + bytes / bandwidth."""
 
     source: int
     target: int
@@ -58,30 +58,30 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the device itself can do, measured beside the units."""
+    """The peak rates of the device, measured together with the units."""
 
-    matrix: dict[str, float]  # operations a second, by precision
-    copy: float  # bytes a second, read and write counted
-    update: float  # bytes of weights a second through the optimizer
-    reduce: float | None = None  # bytes of gradient a second through an all-reduce of two ranks
+    matrix: dict[str, float]  # operations per second, by precision
+    copy: float  # bytes per second, reads and writes counted
+    update: float  # bytes of weights per second that the optimizer updates
+    reduce: float | None = None  # bytes of gradients per second in an all-reduce of two ranks
     transfers: tuple[Transfer, ...] = ()
-    overhead: float = 0.0  # seconds a microbatch costs a rank beside its units
+    overhead: float = 0.0  # seconds per microbatch and rank in addition to its units
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Tables of one model on one device."""
+    """The tables of one model on one device."""
 
     model: str
     device: str
     software: str
     input: tuple[int, ...]  # shape of one sample
-    together: int  # processes that ran at once while it was taken
+    together: int  # processes that ran at once while it was measured
     ceilings: Ceilings | None
     tables: tuple[Table, ...]
 
     def at(self, precision: str, samples: int) -> Table:
-        """The table of a precision at a microbatch size: measured, or on the line between two measured sizes."""
+        """The table of a precision and microbatch size: measured, or interpolated between two measured sizes."""
         sizes = self._sizes(precision)
         if samples in sizes:
             return sizes[samples]
@@ -89,13 +89,13 @@ class Profile:
         above = min((size for size in sizes if size > samples), default=None)
         if below is None or above is None:
             raise NotProfiled(
-                f"the profile of {self.model} covers microbatches of {_range(sizes)} samples but the plan's has "
+                f"the profile of {self.model} covers microbatches of {_range(sizes)} samples but the plan's have "
                 f"{samples}; profile again with --samples {samples}"
             )
         return _between(sizes[below], sizes[above], samples)
 
     def covered(self, precision: str) -> tuple[int, int]:
-        """The smallest and the largest microbatch that it can tell of."""
+        """The smallest and the largest microbatch size that `at` accepts."""
         sizes = self._sizes(precision)
         return min(sizes), max(sizes)
 
@@ -111,11 +111,11 @@ class Profile:
 
     @property
     def is_imported(self) -> bool:
-        """Whether it was read from PipeDream's file, whose nodes are not the model's own units."""
+        """Whether it was imported from PipeDream's file, whose nodes are not the model's units."""
         return self.device == "pipedream"
 
     def require(self, model: str, units: Sequence[str]) -> None:
-        """Raise unless this is a profile of that model, unit by unit."""
+        """Raise unless this profile has exactly these units."""
         own = [unit.name for unit in self.tables[0].units]
         if own == list(units):
             return
@@ -151,25 +151,23 @@ def read_profile(path: str | Path) -> Profile:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise ValueError(f"profile {path}: {place}: {first['msg']}; profile again") from error
-    _require_sane(profile, path)
+    _check(profile, path)
     return profile
 
 
-def _require_sane(profile: Profile, path: str | Path) -> None:
+def _check(profile: Profile, path: str | Path) -> None:
     if not profile.tables or not all(table.units for table in profile.tables):
         raise ValueError(f"profile {path} has no units; profile again")
     names = [unit.name for unit in profile.tables[0].units]
     for table in profile.tables:
         if [unit.name for unit in table.units] != names:
-            raise ValueError(f"profile {path}: its table of {table.samples} samples names other units; profile again")
+            raise ValueError(f"profile {path}: its table of {table.samples} samples has other units; profile again")
         if table.samples < 1:
             raise ValueError(f"profile {path} has a table of {table.samples} samples; it must be at least 1")
         for unit in table.units:
             numbers = (unit.forward, unit.backward, unit.parameters, unit.output, unit.live, unit.saved)
             if not all(0 <= number < float("inf") for number in numbers):
-                raise ValueError(
-                    f"profile {path}: unit '{unit.name}' has a number below 0 or not finite; profile again"
-                )
+                raise ValueError(f"profile {path}: unit '{unit.name}' has a negative or infinite number; profile again")
 
 
 def _range(sizes: dict[int, Table]) -> str:

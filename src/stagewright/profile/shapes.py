@@ -1,4 +1,8 @@
-"""What a unit does to one sample, whatever runs it: operations, bytes and the geometry of its convolution. Shapes of a model's units, from one run of its trace on tensors without storage."""
+"""What each unit of a model does to one sample: operations, elements and the geometry of its convolution.
+
+`trace_shapes` finds the shapes in one run of the model on tensors without storage; they hold for any device and
+precision.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,15 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from stagewright.model.cut import Chain
-from stagewright.model.load import require_logits
-from stagewright.model.walk import Visit, Walk
+from stagewright.model.walk import Visit, Walk, require_logits
+
+_PROBE_SAMPLES = 4
+_ELEMENT = 4  # bytes of an element in fp32
+_VIEWS = {"flatten", "view", "reshape", "size", "getattr", "getitem", "permute", "transpose", "contiguous", "unsqueeze"}
 
 
 class Kind(StrEnum):
-    """Units that hardware runs differently."""
+    """The kinds of units that hardware runs differently."""
 
     CONVOLUTION = "convolution"
     LINEAR = "linear"
@@ -42,34 +49,35 @@ class Convolution:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One unit, for one sample; elements, not bytes, so that any precision can read it."""
+    """One unit on one sample; counted in elements, not bytes, so that it holds for any precision."""
 
     name: str
     kind: Kind
-    operations: float  # of forward, two a multiply-add
+    operations: float  # of forward; a multiply-add counts as two
     inputs: int
     outputs: int
     parameters: int
-    saved: float  # elements kept for backward, 8-byte indices counted twice
+    saved: float  # elements kept for backward; 8-byte indices count twice
     live: int
     live_gradient: int
-    input_gradient: bool  # whether backward goes on to what is before it
+    input_gradient: bool  # whether backward continues to the units before it
     inplace: bool = False
     convolution: Convolution | None = None
 
 
-_PROBE_SAMPLES = 4
-_ELEMENT = 4  # bytes of the fp32 elements a shape counts in
 _KINDS: tuple[tuple[tuple[type[nn.Module], ...], Kind], ...] = (
-    ((nn.modules.conv._ConvNd,), Kind.CONVOLUTION),
+    ((nn.Conv1d, nn.Conv2d, nn.Conv3d), Kind.CONVOLUTION),
+    ((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), Kind.CONVOLUTION),
     ((nn.Linear,), Kind.LINEAR),
-    ((nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm), Kind.NORM),
-    ((nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd), Kind.POOL),
-    ((nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd), Kind.POOL),
-    ((nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.modules.dropout._DropoutNd), Kind.POINTWISE),
+    ((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm), Kind.NORM),
+    ((nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d), Kind.POOL),
+    ((nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d), Kind.POOL),
+    ((nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d), Kind.POOL),
+    ((nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh), Kind.POINTWISE),
+    ((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d), Kind.POINTWISE),
+    ((nn.AlphaDropout, nn.FeatureAlphaDropout), Kind.POINTWISE),
     ((nn.Flatten, nn.Identity), Kind.VIEW),
 )
-_VIEWS = {"flatten", "view", "reshape", "size", "getattr", "getitem", "permute", "transpose", "contiguous", "unsqueeze"}
 
 
 def trace_shapes(chain: Chain, sample: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[Shape, ...]:
@@ -84,7 +92,7 @@ def trace_shapes(chain: Chain, sample: Sequence[int], dtype: torch.dtype = torch
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model without storage."""
+    """Build a model whose tensors have no storage."""
     with torch.device("meta"):
         return build()
 
@@ -99,12 +107,12 @@ def _shapes(chain: Chain, example: Tensor) -> Iterator[Shape]:
             output = visit.call()
         trained = [p for p in visit.parameters if p.requires_grad and id(p) not in counted]
         counted |= {id(parameter) for parameter in trained}
-        yield _partial(visit, output, saved, operations.get_total_flops(), sum(p.numel() for p in trained), walk)
+        yield _shape(visit, output, saved, operations.get_total_flops(), sum(p.numel() for p in trained), walk)
     require_logits(walk.output)
 
 
-def _partial(visit: Visit, output: Any, saved: Sequence[int], operations: float, parameters: int, walk: Walk) -> Shape:
-    live = [value for value in walk.live_behind(output) if isinstance(value, Tensor)]
+def _shape(visit: Visit, output: Any, saved: Sequence[int], operations: float, parameters: int, walk: Walk) -> Shape:
+    live = [value for value in walk.live_after(output) if isinstance(value, Tensor)]
     return Shape(
         name=visit.name,
         kind=kind_of(visit),
@@ -123,7 +131,7 @@ def _partial(visit: Visit, output: Any, saved: Sequence[int], operations: float,
 
 @contextmanager
 def saving(kept: list[UntypedStorage], owned: set[int]) -> Iterator[list[int]]:
-    """Collect the bytes of tensors that autograd keeps for backward, each storage once, the model's own apart."""
+    """Collect the bytes of tensors that autograd saves for backward: each storage once, without those in `owned`."""
     sizes: list[int] = []
     seen = {storage._cdata for storage in kept}
 
@@ -131,7 +139,7 @@ def saving(kept: list[UntypedStorage], owned: set[int]) -> Iterator[list[int]]:
         storage = tensor.untyped_storage()
         if storage._cdata not in owned and storage._cdata not in seen:
             seen.add(storage._cdata)
-            kept.append(storage)  # held, so that no other storage takes its address
+            kept.append(storage)  # kept alive, so that no other storage gets its address
             sizes.append(storage.nbytes())
         return tensor
 
@@ -144,7 +152,7 @@ def _elements(value: Any) -> int:
 
 
 def kind_of(visit: Visit) -> Kind:
-    """What hardware will see in a unit."""
+    """The kind of a unit, from its module or function."""
     if visit.module is not None:
         return next((kind for types, kind in _KINDS if isinstance(visit.module, types)), Kind.OTHER)
     return Kind.VIEW if visit.target in _VIEWS else Kind.POINTWISE

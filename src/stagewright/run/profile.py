@@ -11,7 +11,7 @@ import torch
 from stagewright.config.sections import require_options, require_within
 from stagewright.hardware.host import num_cores
 from stagewright.model.zoo import ZOO
-from stagewright.profile.measure import Subject, measure, sample_sizes
+from stagewright.profile.measure import Workload, measure, sample_sizes
 from stagewright.profile.pipedream import read_pipedream
 from stagewright.profile.profile import Profile, Transfer
 from stagewright.run.prepare import within_memory
@@ -33,11 +33,11 @@ def measure_profile(options: Any, report: Callable[[str], None]) -> Profile:
     precisions = [make_precision(name, options.device) for name in names]
     profiles = []
     for name, precision in zip(names, precisions, strict=True):
-        subject = Subject(
+        workload = Workload(
             options.model, 0, options.classes, (3, side, side), name, options.device, options.threads, sizes
         )
         with within_memory(image=side, classes=options.classes, samples=sizes[-1], together=options.together):
-            profiles.append(measure(subject, precision.forward_context, options.together, report))
+            profiles.append(measure(workload, precision.forward_context, options.together, report))
     profile = _merged(profiles)
     if options.together > 1 and options.device == "cpu":
         report("links between ranks")

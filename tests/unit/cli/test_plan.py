@@ -54,7 +54,7 @@ def test_value_and_plan_warn_about_uncalibrated_devices(
         ),
         (["plan", "vgg16", "--batch", "8", "--profile", "f", "--data", "imagenet"], ["--data imagenet", "--profile f"]),
         (["simulate", "vgg16", "--cluster", "titan-v-8"], ["--batch", "--microbatch"]),
-        (["simulate", "vgg17", "--cluster", "titan-v-8", "--batch", "8"], ["vgg17", "vgg16"]),
+        (["simulate", "vgg17", "--cluster", "titan-v-8", "--batch", "8"], ["vgg17", "vgg19"]),
         (["simulate", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--devices", "9"], ["9 devices", "has 8"]),
         (["simulate", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--placement", "0:8"], ["0:8", "0:7"]),
         (["simulate", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--software", "torch"], ["torch", "pytorch"]),

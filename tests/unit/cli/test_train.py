@@ -25,7 +25,7 @@ from tests.commands import fails
         (["--placement", "0:0", "--shares", "3:1"], ["3:1", "2 stages", "has 1"]),
         (["--placement", "0:0.0:1", "--shares", "1:a"], ["1:a", "3:1"]),
         (["--placement", "0:0.0:1", "--shares", "1:1000"], ["without units", "operations"]),
-        (["--placement", "0:0.0:1", "--cut", "clasifier"], ["clasifier", "near names"]),
+        (["--placement", "0:0.0:1", "--cut", "clasifier"], ["clasifier", "did you mean 'classifier"]),
         (["--placement", "0:0.0:1.0:2", "--cut", "classifier.3,classifier.1"], ["without units"]),
         (["--placement", "0:0.0:1", "--cut", "classifier,avgpool"], ["3 stages", "has 2"]),
         (["--batch", "10", "--microbatches", "3"], ["10", "3", "1, 2, 5"]),
@@ -33,7 +33,7 @@ from tests.commands import fails
         (["--versions", "2", "--mode", "sync"], ["versions 2", "mode sync"]),
         (["--versions", "2,1"], ["2 stages", "has 1"]),
         (["--staleness", "-1"], ["staleness is -1"]),
-        (["--model", "vgg61"], ["vgg61", "vgg16", "package.module:factory"]),
+        (["--model", "vgg61"], ["vgg61", "vgg19", "package.module:factory"]),
         (["--model", "no.such:thing"], ["no.such", "PYTHONPATH"]),
         (["--model", "json:nothing"], ["json", "'nothing'"]),
         (["--model", "tests.unit.cli.test_train:broken_factory"], ["factory raised KeyError", "why"]),
@@ -124,7 +124,7 @@ def test_a_truncated_tensors_file_is_one_line(tmp_path: Path, capsys: pytest.Cap
     path = tmp_path / "data.safetensors"
     save_file({"images": torch.zeros(8, 3, 32, 32), "labels": torch.zeros(8).long()}, path)
     path.write_bytes(path.read_bytes()[:-100])
-    assert "not a whole safetensors file" in fails(capsys, "train", "--steps", "1", "--data", f"tensors:{path}")
+    assert "not a complete safetensors file" in fails(capsys, "train", "--steps", "1", "--data", f"tensors:{path}")
 
 
 def test_a_loss_that_is_not_finite_names_stage_batch_and_remedy(

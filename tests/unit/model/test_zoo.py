@@ -1,7 +1,6 @@
 """The zoo's models are torchvision's by name, shape, count, structure and first weights."""
 
 import math
-import re
 
 import pytest
 import torch
@@ -118,12 +117,12 @@ def he_normal(*shape: int) -> Tensor:
     return torch.empty(shape).normal_(0, math.sqrt(2) / math.sqrt(outputs * height * width))
 
 
-def test_every_model_of_the_zoo_is_counted_here() -> None:
+def test_every_model_of_the_zoo_has_a_parameter_count_here() -> None:
     assert set(zoo.ZOO) == set(PARAMETERS)
 
 
 @pytest.mark.parametrize(("name", "count"), PARAMETERS.items())
-def test_parameter_count(name: str, count: int) -> None:
+def test_has_the_published_parameter_count(name: str, count: int) -> None:
     assert sum(parameter.numel() for parameter in on_meta(name).parameters()) == count
 
 
@@ -148,7 +147,7 @@ def test_state_has_no_other_entries(name: str, tensors: int) -> None:
     assert len(on_meta(name).state_dict()) == tensors
 
 
-def test_only_a_change_of_shape_is_projected() -> None:
+def test_a_shortcut_is_a_projection_only_where_the_shape_changes() -> None:
     projected = {key.partition(".downsample")[0] for key in on_meta("resnet50").state_dict() if "downsample" in key}
     assert projected == {"layer1.0", "layer2.0", "layer3.0", "layer4.0"}
     assert not any(key.startswith("layer1.0.downsample") for key in on_meta("resnet18").state_dict())
@@ -164,7 +163,7 @@ def test_a_bottleneck_lists_its_layers_with_the_projection_last() -> None:
     ("name", "count"),
     {"alexnet": 22, "vgg16": 40, "vgg16_bn": 53, "vgg19": 46, "resnet18": 69, "resnet50": 175, "vgg-small": 18}.items(),
 )
-def test_call_nodes_of_the_trace(name: str, count: int) -> None:
+def test_the_trace_has_the_known_number_of_calls(name: str, count: int) -> None:
     assert len(calls(on_meta(name))) == count
 
 
@@ -194,7 +193,7 @@ def test_every_relu_works_in_place(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_default_image_and_classes(name: str) -> None:
+def test_the_default_image_gives_the_default_number_of_classes(name: str) -> None:
     side, classes = (32, 10) if "small" in name or name in ("resnet8", "resnet20") else (224, 1000)
     assert (zoo.ZOO[name].image, zoo.ZOO[name].classes) == (side, classes)
     assert on_meta(name)(torch.empty(2, 3, side, side, device="meta")).shape == (2, classes)
@@ -212,11 +211,11 @@ def test_default_image_and_classes(name: str) -> None:
         ("vgg-small", 57),
     ],
 )
-def test_other_image_sizes_and_class_counts(name: str, side: int) -> None:
+def test_accepts_other_image_sizes_and_numbers_of_classes(name: str, side: int) -> None:
     assert on_meta(name, 7)(torch.empty(2, 3, side, side + 5, device="meta")).shape == (2, 7)
 
 
-def test_resolutions_inside_the_models() -> None:
+def test_feature_maps_have_the_known_resolutions() -> None:
     images = torch.empty(1, 3, 224, 224, device="meta")
     sides = {name: on_meta(name).get_submodule("features")(images).shape[-1] for name in ("alexnet", "vgg16")}
     assert sides == {"alexnet": 6, "vgg16": 7}
@@ -226,7 +225,7 @@ def test_resolutions_inside_the_models() -> None:
         assert images.shape[-1] == side, name
 
 
-def test_bottleneck_strides_in_its_3x3_convolution() -> None:
+def test_a_bottleneck_strides_in_its_3x3_convolution() -> None:
     strided = {
         name: layer.kernel_size
         for name, layer in on_meta("resnet50").named_modules()
@@ -246,7 +245,7 @@ def test_a_residual_block_adds_its_input() -> None:
     assert torch.equal(block(images), images.relu())
 
 
-def test_vgg_weights_start_with_the_published_spread() -> None:
+def test_vgg_weights_have_the_published_initial_variance() -> None:
     state = drawn("vgg11", 10)
     for name, outputs in {"features.3.weight": 128, "features.8.weight": 256, "features.18.weight": 512}.items():
         assert state[name].std().item() == pytest.approx(math.sqrt(2 / (outputs * 9)), rel=0.02)
@@ -255,7 +254,7 @@ def test_vgg_weights_start_with_the_published_spread() -> None:
     assert not any(tensor.any() for name, tensor in state.items() if name.endswith("bias"))
 
 
-def test_resnet_weights_start_with_the_published_spread() -> None:
+def test_resnet_weights_have_the_published_initial_variance() -> None:
     state = drawn("resnet18", 10)
     assert state["layer3.0.downsample.0.weight"].std().item() == pytest.approx(math.sqrt(2 / 256), rel=0.02)
     assert state["layer4.1.conv2.weight"].std().item() == pytest.approx(math.sqrt(2 / (512 * 9)), rel=0.02)
@@ -278,7 +277,7 @@ def test_resnet18_draws_default_layers_then_the_classifier_then_its_convolutions
         assert torch.equal(state[f"{name}.weight"], he_normal(outputs, inputs, kernel, kernel))
 
 
-def test_vgg_draws_default_layers_then_every_weight_again_from_the_front() -> None:
+def test_vgg_draws_default_layers_and_then_every_weight_again_in_order() -> None:
     state = drawn("vgg-small", 10, seed=5)
     torch.manual_seed(5)
     for inputs, outputs in [(3, 32), (32, 64), (64, 128)]:
@@ -291,7 +290,7 @@ def test_vgg_draws_default_layers_then_every_weight_again_from_the_front() -> No
         assert torch.equal(state[f"classifier.{name}.weight"], torch.empty(outputs, 2048).normal_(0, 0.01))
 
 
-def test_alexnet_keeps_the_weights_its_layers_are_made_with() -> None:
+def test_alexnet_keeps_the_default_weights_of_its_layers() -> None:
     state = drawn("alexnet", 10, seed=5)
     torch.manual_seed(5)
     layers = {
@@ -309,14 +308,14 @@ def test_alexnet_keeps_the_weights_its_layers_are_made_with() -> None:
             assert torch.equal(state[f"{name}.{kind}"], tensor)
 
 
-def test_a_seed_fixes_every_weight() -> None:
+def test_the_seed_determines_every_weight() -> None:
     first, again, other = drawn("vgg-small", 10, seed=1), drawn("vgg-small", 10, seed=1), drawn("vgg-small", 10, seed=2)
     weights = [name for name in first if name.endswith("weight")]
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in weights)
 
 
-def test_vgg_small_pool_is_the_identity_at_its_own_size() -> None:
+def test_the_pool_of_vgg_small_is_the_identity_at_the_default_size() -> None:
     model = zoo.build("vgg-small").eval()
     features = model.get_submodule("features")(torch.randn(2, 3, 32, 32))
     assert features.shape == (2, 128, 4, 4)
@@ -325,15 +324,9 @@ def test_vgg_small_pool_is_the_identity_at_its_own_size() -> None:
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    {
-        "vgg61": "did you mean vgg19, vgg16, vgg13?",
-        "ResNet-50": "did you mean resnet50, resnet20, resnet152?",
-        "bert": "the zoo has alexnet, vgg11, vgg13, vgg16, vgg19, vgg11_bn, vgg13_bn, vgg16_bn, vgg19_bn, "
-        "resnet18, resnet34, resnet50, resnet101, resnet152, resnet8, resnet20, resnet18-small, vgg16-small, "
-        "vgg-small.",
-    }.items(),
+    [("vgg61", "did you mean 'vgg19'?"), ("ResNet-50", "did you mean 'resnet50'?"), ("bert", ", ".join(zoo.ZOO))],
 )
-def test_an_unknown_name_is_told_its_neighbours_and_the_way_out(name: str, hint: str) -> None:
-    message = f"unknown model '{name}'; {hint} A model of your own is package.module:factory"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+def test_an_unknown_name_gets_a_hint(name: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown model '{name}'") as caught:
         zoo.build(name)
+    assert hint in str(caught.value) and "package.module:factory" in str(caught.value)

@@ -1,4 +1,4 @@
-"""The analytic profile against measured layers, and the law's own claims."""
+"""The analytic profile is close to measured layers, and follows its formulas."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from stagewright.profile.shapes import Convolution, Kind, Shape
 from tests.shared import shared_file
 
 PLAIN = Software("plain", "plain", 1.0)
-SYNC_SECONDS = 0.4e-3  # what the measured profiles add to each forward
+SYNC_SECONDS = 0.4e-3  # that the measured profiles add to each forward
 
 
 @pytest.mark.parametrize(
     ("model", "samples", "bound"), [("alexnet", 256, 0.12), ("vgg16", 128, 0.1), ("resnet50", 128, 0.2)]
 )
-def test_a_v100_by_arithmetic_is_close_to_one_that_was_measured(model: str, samples: int, bound: float) -> None:
-    """The first convolution's forward is left out: in all three files it holds the library's start as well."""
+def test_a_computed_v100_is_close_to_a_measured_one(model: str, samples: int, bound: float) -> None:
+    """Without the first convolution's forward, which includes the library's start-up in all three files."""
     measured = read_pipedream(shared_file(f"profiles/pipedream/{model}.txt"), model, samples).tables[0].units
     seconds = sum(max(0.0, unit.forward - SYNC_SECONDS) + unit.backward for unit in measured) - measured[0].forward
     device = replace(shipped().device("v100-sxm2-16"), efficiency={"fp32": 0.85})
@@ -32,7 +32,7 @@ def test_a_v100_by_arithmetic_is_close_to_one_that_was_measured(model: str, samp
 
 
 def device(bandwidth: float = 1e15) -> DeviceSpec:
-    """So much memory bandwidth that arithmetic alone counts, unless a test takes it away."""
+    """By default, with so much memory bandwidth that only arithmetic counts."""
     return DeviceSpec("made", "made", 1 << 30, bandwidth, {"fp32": 1e12, "fp16": 1e12}, {"fp32": 1.0, "fp16": 1.0})
 
 
@@ -53,35 +53,35 @@ def direct(shape: Shape) -> float:
 
 
 @pytest.mark.parametrize(("kernel", "stride", "gain"), [(3, 1, 4.0), (1, 1, 1.0), (3, 2, 1.0), (1, 2, 1.0)])
-def test_only_small_kernels_of_stride_one_save_products(kernel: int, stride: int, gain: float) -> None:
+def test_only_3x3_kernels_of_stride_one_save_products(kernel: int, stride: int, gain: float) -> None:
     shape = convolution(kernel, stride)
     assert seconds(shape) == pytest.approx(direct(shape) / gain, rel=0.01)
 
 
-def test_large_kernels_run_as_transforms_of_tiles() -> None:
+def test_large_kernels_run_as_fft_tiles() -> None:
     tiles = convolution(5, side=28)  # one tile of 28x28 outputs: 32x17 complex products of 4 for 28x28x25
     assert seconds(tiles) == pytest.approx(direct(tiles) * 32 * 17 * 4 / (28 * 28 * 25), rel=0.01)
 
 
-def test_half_precision_has_no_such_transform() -> None:
+def test_half_precision_does_not_use_winograd() -> None:
     assert seconds(convolution(3), "fp16") == pytest.approx(direct(convolution(3)), rel=0.01)
 
 
-def test_where_memory_is_slow_saved_products_do_not_pay() -> None:
+def test_winograd_does_not_pay_where_memory_is_slow() -> None:
     narrow = convolution(3, channels=64)
     slow = seconds(narrow, bandwidth=1e8)
     traffic = 2 * narrow.inputs * 4 / (1e8 * 0.8)
     assert slow == pytest.approx(traffic, rel=0.05)
 
 
-def test_channels_first_pays_for_the_change_of_layout_in_half_precision() -> None:
+def test_channels_first_costs_a_memory_layout_change_in_half_precision() -> None:
     shape = convolution(1, channels=64)
     plain = seconds(shape, "fp16", bandwidth=1e9)
     turned = seconds(shape, "fp16", Software("old", "old", 1.0), bandwidth=1e9)
     assert turned - plain == pytest.approx(2 * 2 * shape.inputs * 2 / 0.8e9, rel=0.05)
 
 
-def test_a_fused_software_runs_relu_for_nothing() -> None:
+def test_relu_is_free_in_fused_software() -> None:
     norm = Shape("n", Kind.NORM, 0, 100, 100, 0, 0, 0, 0, True)
     relu = Shape("r", Kind.POINTWISE, 0, 100, 100, 0, 0, 0, 0, True)
     fused = Software("fused", "fused", 1.0, fused=True)
@@ -89,7 +89,7 @@ def test_a_fused_software_runs_relu_for_nothing() -> None:
     assert [unit.forward > 0 for unit in units] == [True, False, False, True]
 
 
-def test_units_without_products_move_their_bytes() -> None:
+def test_the_time_of_units_without_products_is_their_memory_traffic() -> None:
     both, rate = 200 * 4, 0.8e3
     times = {
         kind: analytic_table([Shape("n", kind, 0, 100, 100, 0, 0, 0, 0, True)], device(1e3), "fp32", 1, PLAIN).units[0]
@@ -103,7 +103,7 @@ def test_units_without_products_move_their_bytes() -> None:
     assert times[Kind.VIEW].forward == 0.0
 
 
-def test_a_software_half_as_efficient_takes_twice_as_long() -> None:
+def test_half_the_efficiency_takes_twice_as_long() -> None:
     fast = analytic_table(study("resnet50").shapes, shipped().device("titan-v"), "fp32", 8, Software("a", "a", 1.0))
     slow = analytic_table(study("resnet50").shapes, shipped().device("titan-v"), "fp32", 8, Software("b", "b", 0.5))
     assert math.isclose(slow.seconds, 2 * fast.seconds)

@@ -1,8 +1,9 @@
-"""Measuring here: every unit is there, its bytes are right, and times are the parts of whole passes."""
+"""Measuring on this machine: a profile has every unit, its bytes and its share of the time."""
 
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from contextlib import nullcontext
 
 import pytest
@@ -10,17 +11,17 @@ import torch
 from torch import nn
 
 from stagewright.model.cut import Chain
-from stagewright.profile import measure as room
-from stagewright.profile.measure import Subject, measure, sample_sizes
+from stagewright.profile.measure import Clock, Workload, build_workload, measure, sample_sizes, time_units
+from stagewright.run.profile import measure_profile
 
 
-def subject(model: str, samples: tuple[int, ...] = (2, 4)) -> Subject:
-    return Subject(model, 0, None, (3, 8, 8), "fp32", "cpu", 1, samples)
+def workload(model: str, samples: tuple[int, ...] = (2, 4)) -> Workload:
+    return Workload(model, 0, None, (3, 8, 8), "fp32", "cpu", 1, samples)
 
 
 def test_a_profile_has_every_unit_and_the_models_parameters() -> None:
-    profile = measure(subject("tests.models:residual"), nullcontext)
-    model = room.subject_model(subject("tests.models:residual"))
+    profile = measure(workload("tests.models:residual"), nullcontext)
+    model = build_workload(workload("tests.models:residual"))
     assert [table.samples for table in profile.tables] == [2, 4]
     for table in profile.tables:
         assert [unit.name for unit in table.units] == list(Chain(model).units)
@@ -33,7 +34,7 @@ def test_a_profile_has_every_unit_and_the_models_parameters() -> None:
 
 
 class Slow(torch.autograd.Function):
-    """Takes a known time each way."""
+    """Sleeps for a known time in forward and in backward."""
 
     @staticmethod
     def forward(context, value):  # type: ignore[no-untyped-def,override]
@@ -49,17 +50,17 @@ class Slow(torch.autograd.Function):
 class Sleeper(nn.Module):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         slow: torch.Tensor = Slow.apply(value)
-        return slow if slow.sum() > -1e9 else value  # looks at values, so that it stays whole
+        return slow if slow.sum() > -1e9 else value  # reads values, so that it can't be traced and stays one unit
 
 
 def sleepy() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.ReLU(inplace=True), Sleeper(), nn.Linear(8, 4))
 
 
-def test_time_goes_to_the_unit_that_took_it() -> None:
+def test_the_slow_unit_gets_its_time_and_no_other() -> None:
     chain = Chain(sleepy())
     assert "3" in chain.units[3]
-    seconds = room._pass(chain, torch.randn(2, 3, 8, 8), nullcontext, room.Clock("cpu"))
+    seconds = time_units(chain, torch.randn(2, 3, 8, 8), nullcontext, Clock("cpu"))
     slow = chain.units[3]
     assert seconds[slow][0] >= 0.02 and seconds[slow][1] >= 0.05
     others = [name for name in chain.units if name != slow]
@@ -67,12 +68,8 @@ def test_time_goes_to_the_unit_that_took_it() -> None:
     assert sum(seconds[name][1] for name in others) < 0.05
 
 
-def test_several_precisions_make_one_profile() -> None:
-    from argparse import Namespace
-
-    from stagewright.run.profile import measure_profile
-
-    asked = Namespace(
+def test_profiles_of_several_precisions_are_merged() -> None:
+    options = Namespace(
         model="tests.models:plain",
         samples="2",
         precision="fp32,bf16",
@@ -82,13 +79,13 @@ def test_several_precisions_make_one_profile() -> None:
         image=8,
         classes=None,
     )
-    profile = measure_profile(asked, lambda text: None)
+    profile = measure_profile(options, lambda text: None)
     assert [table.precision for table in profile.tables] == ["fp32", "bf16"]
     assert profile.at("bf16", 2).units[0].output * 2 == profile.at("fp32", 2).units[0].output
     assert profile.ceilings is not None and set(profile.ceilings.matrix) == {"fp32", "bf16"}
 
 
-def test_sizes_to_measure_are_checked() -> None:
+def test_sample_sizes_are_sorted_unique_and_positive() -> None:
     assert sample_sizes([16, 8, 8]) == (8, 16)
     with pytest.raises(ValueError, match="at least 1"):
         sample_sizes([0, 8])

@@ -13,8 +13,7 @@ from stagewright.data.order import EvaluationSampler, Order, ReplicaSlice, Train
 from stagewright.data.pool import Decode, LoaderOptions
 from stagewright.data.sources import ImageOptions, ImageSource, Source, open_source
 from stagewright.model.cut import Chain, Piece
-from stagewright.model.deterministic import make_repeatable
-from stagewright.model.load import build_model
+from stagewright.model.load import build_model, make_deterministic
 from stagewright.plan.plan import Plan, Stage
 from stagewright.runtime.comm.boundary import Exchange, FormatOptions
 from stagewright.runtime.comm.channel import Inbox, Network, Outbox, channels_of
@@ -58,7 +57,7 @@ def open_pieces(config: Config, cuts: tuple[str, ...], device: torch.device | No
     precision = make_precision(config.run.precision, config.run.device)
     model = build_model(config.model.name, config.run.seed, config.model.classes).to(precision.weights)
     if config.run.deterministic:
-        model = make_repeatable(model)
+        model = make_deterministic(model)
     if device is not None:
         order = torch.channels_last if has_channels_last(config, model) else torch.preserve_format
         model = model.to(device=device, memory_format=order)  # type: ignore[call-overload]

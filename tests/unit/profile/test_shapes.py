@@ -1,4 +1,4 @@
-"""Shapes of units against arithmetic done by hand."""
+"""The shapes of units equal arithmetic done by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def by_name(shapes: tuple[Shape, ...]) -> dict[str, Shape]:
     return {shape.name: shape for shape in shapes}
 
 
-def test_a_convolution_by_hand() -> None:
+def test_a_convolution_has_the_operations_and_elements_of_its_geometry() -> None:
     shape = by_name(study("vgg16").shapes)["features.2"]  # 64 channels to 64, 3x3, on 224x224
     assert shape.kind is Kind.CONVOLUTION
     assert shape.operations == 2 * 224 * 224 * 64 * 64 * 9
@@ -29,18 +29,18 @@ def test_a_convolution_by_hand() -> None:
     ("model", "billions", "parameters"),
     [("alexnet", 1.428, 61_100_840), ("vgg16", 30.94, 138_357_544), ("resnet50", 8.178, 25_557_032)],
 )
-def test_whole_models_have_their_known_size(model: str, billions: float, parameters: int) -> None:
+def test_models_have_their_known_operations_and_parameters(model: str, billions: float, parameters: int) -> None:
     shapes = study(model).shapes
     assert sum(shape.operations for shape in shapes) / 1e9 == pytest.approx(billions, rel=1e-3)
     assert sum(shape.parameters for shape in shapes) == parameters
 
 
-def test_the_first_unit_sends_no_gradient_back() -> None:
+def test_only_the_first_unit_has_no_input_gradient() -> None:
     shapes = study("vgg16").shapes
     assert not shapes[0].input_gradient and all(shape.input_gradient for shape in shapes[1:])
 
 
-def test_a_cut_inside_a_residual_block_carries_both_branches() -> None:
+def test_both_branches_of_a_residual_block_cross_a_cut_inside_it() -> None:
     shapes = by_name(study("resnet50").shapes)
     side, inner, wide = 56 * 56, 64, 256
     assert shapes["layer1.1.conv1"].live == side * inner + side * wide
@@ -58,15 +58,15 @@ class Inner(nn.Module):
         return self.body(x)
 
 
-def test_saved_tensors_are_counted_once_each() -> None:
+def test_a_tensor_that_two_units_save_is_counted_once() -> None:
     with torch.device("meta"):
         shapes = trace_shapes(Chain(Inner()), (6,))
-    # the first layer keeps its input, ReLU its output, the second layer the same output again
+    # the first layer saves its input, ReLU its output, the second layer that same output
     assert [shape.saved for shape in shapes] == [6, 10, 0]
     assert [shape.operations for shape in shapes] == [2 * 6 * 10, 0, 2 * 10 * 4]
 
 
-def test_a_model_of_ones_own() -> None:
+def test_a_model_outside_the_zoo_has_shapes() -> None:
     with torch.device("meta"):
         shapes = trace_shapes(Chain(residual()), (3, 8, 8))
     assert len(shapes) > 3 and all(shape.live > 0 for shape in shapes)
