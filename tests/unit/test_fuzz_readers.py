@@ -23,7 +23,7 @@ from stagewright.cluster.topology import Cluster, Machine
 from stagewright.config.toml import as_toml, make_config, parse_assignment, read_toml
 from stagewright.model.cut import Chain
 from stagewright.plan.make import make_plan, read_plan
-from stagewright.planning.build import make_plan_for, stage_numbers
+from stagewright.planning.build import build_plan, stage_numbers
 from stagewright.profile.profile import read_profile
 from stagewright.runtime.multinode.nodes import expand_hosts, read_nodes
 
@@ -123,7 +123,7 @@ def _file(text: str, path: Path) -> str:
 
 def _read_config(text: str, path: Path) -> None:
     config = make_config(read_toml(_file(text, path)))
-    plan = make_plan_for(config, None)
+    plan = build_plan(config, None)
     assert plan.world <= 65536 * 8
 
 

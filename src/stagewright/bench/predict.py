@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from stagewright.bench.result import PublishedRow, Row
-from stagewright.bench.suite import ANYWHERE, devices_of
+from stagewright.bench.suite import devices_of
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import Placement, parse_placement
 from stagewright.cluster.specs import Catalogue
-from stagewright.cluster.topology import Cluster, Machine
+from stagewright.cluster.topology import ANYWHERE, Cluster, Machine
 from stagewright.config.sections import Config
 from stagewright.metrics import MIB
 from stagewright.model.cut import Chain
@@ -29,9 +29,9 @@ from stagewright.plan.plan import Mode, Plan
 from stagewright.plan.search import best_cuts
 from stagewright.planning.build import plan_at, stage_numbers
 from stagewright.planning.calibrate import calibrate, published_runs
-from stagewright.planning.planner import settle_lag
+from stagewright.planning.planner import choose_lag
 from stagewright.planning.predict import Prediction, predict
-from stagewright.planning.setting import analytic_setting, study
+from stagewright.planning.setting import analytic_setting, trace_model
 
 _MEMORY_MARGIN = 1.15  # the memory model is accurate to 15 %: what may fit is tried
 _ANY_GPU = "h200"  # supports every precision; its memory does not matter here
@@ -89,10 +89,10 @@ def local_capacity() -> Capacity:
 def needed_memory(config: Config) -> list[int]:
     """Predicted bytes per rank; empty for a model whose shapes cannot be traced."""
     try:
-        studied = study(config.model.name, config.model.classes, config.data.image)
+        model = trace_model(config.model.name, config.model.classes, config.data.image)
         placement = parse_placement(config.plan.placement, ANYWHERE)
         shares = [len(devices) for devices in placement]
-        plan = _plan_of(config, studied.chain, placement, lambda: studied.chain.by_shares(shares))
+        plan = _plan_of(config, model.chain, placement, lambda: model.chain.by_shares(shares))
     except ValueError:
         return []
     count = 1 + max(device.index for device in plan.devices)
@@ -100,7 +100,7 @@ def needed_memory(config: Config) -> list[int]:
     cluster = Cluster((Machine(count, _ANY_GPU),) * machines, "anywhere")
     software = shipped().system("stagewright")
     setting = analytic_setting(
-        shipped(), cluster, studied.shapes, software, config.run.precision, optimizer=config.optimizer.name
+        shipped(), cluster, model.shapes, software, config.run.precision, optimizer=config.optimizer.name
     )
     estimate = Estimate(plan, setting)
     return [int(estimate.memory(rank).total) for rank in range(plan.world)]
@@ -108,11 +108,11 @@ def needed_memory(config: Config) -> list[int]:
 
 def predict_config(config: Config, catalogue: Catalogue, cluster: Cluster, *, loads: bool) -> Prediction:
     """Simulate the plan that a configuration describes; `loads` includes the time to load and decode real data."""
-    studied = study(config.model.name, config.model.classes, config.data.image)
+    model = trace_model(config.model.name, config.model.classes, config.data.image)
     setting = analytic_setting(
         catalogue,
         cluster,
-        studied.shapes,
+        model.shapes,
         catalogue.system("stagewright"),
         config.run.precision,
         optimizer=config.optimizer.name,
@@ -125,9 +125,9 @@ def predict_config(config: Config, catalogue: Catalogue, cluster: Cluster, *, lo
         count = options.microbatches or default_microbatches(options.batch, [len(devices) for devices in placement])
         return best_cuts(setting, placement, Mode(options.mode), options.batch, count)
 
-    plan = _plan_of(config, studied.chain, placement, fastest)
+    plan = _plan_of(config, model.chain, placement, fastest)
     if options.versions is None:
-        plan = settle_lag(plan, setting, options.staleness)
+        plan = choose_lag(plan, setting, options.staleness)
     return predict(plan, setting)
 
 

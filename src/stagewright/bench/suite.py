@@ -16,15 +16,13 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from stagewright.cluster.placement import format_placement, parse_placement
-from stagewright.cluster.topology import Cluster, Device, Machine
+from stagewright.cluster.topology import ANYWHERE, Cluster, Device
 from stagewright.config.sections import Config, Section
 from stagewright.config.toml import make_config, read_toml
 from stagewright.errors import did_you_mean
 
 Tables = dict[str, dict[str, Any]]
 REPEATS = 7
-_MOST_MACHINES = 1024
-ANYWHERE = Cluster((Machine(),) * _MOST_MACHINES, "anywhere")  # to parse placements without checking their machines
 
 
 @dataclass(frozen=True)

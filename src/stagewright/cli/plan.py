@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from stagewright.cli.setting import device_remark, read_setting
+from stagewright.cli.setting import device_note, read_setting
 from stagewright.cluster.placement import format_placement
 from stagewright.cluster.specs import MIB
 from stagewright.config.sections import require_options
-from stagewright.plan.make import require_pieces
+from stagewright.plan.make import require_divisible
 from stagewright.plan.plan import Mode
-from stagewright.plan.stability import Motion, stability_remark, stable_limit
-from stagewright.planning.build import BUBBLE_GOAL, idle_remark
+from stagewright.plan.stability import Motion, stability_warning, stable_limit
+from stagewright.planning.build import BUBBLE_GOAL, idle_warning
 from stagewright.planning.planner import choose, explain
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def run(parsed: argparse.Namespace) -> None:
     if parsed.microbatches is not None and not 1 <= parsed.microbatches <= parsed.batch:
         raise ValueError(f"--microbatches is {parsed.microbatches}; a batch of {parsed.batch} has 1 to {parsed.batch}")
     if parsed.microbatches is not None:
-        require_pieces(parsed.batch, parsed.microbatches)
+        require_divisible(parsed.batch, parsed.microbatches)
     _, setting = read_setting(parsed, parsed.cluster)
     modes = tuple(Mode(mode) for mode in parsed.mode or ("stale", "sync"))
     errors = Console(stderr=True)
@@ -43,7 +43,7 @@ def run(parsed: argparse.Namespace) -> None:
     if parsed.output:
         Path(parsed.output).write_text(json.dumps(choice.best.plan.describe(), indent=1))
     if parsed.json:
-        remark = {"calibration": device_remark(parsed, [setting]), "remarks": _remarks(parsed, choice)}
+        remark = {"calibration": device_note(parsed, [setting]), "remarks": _remarks(parsed, choice)}
         print(json.dumps(_as_json(parsed.model, setting, choice, explained) | remark | _stability(parsed, choice)))
         return
     show(Console(), parsed, setting, choice, explained)
@@ -110,7 +110,7 @@ def show(
     say(f"run {best.plan.mode} {format_placement(best.plan.placement)}{cuts}: {gain}{close}")
     if choice.lags:
         say(_lag_line(choice))
-    if remark := device_remark(parsed, [setting]):
+    if remark := device_note(parsed, [setting]):
         say(remark)
     for warning in (*_remarks(parsed, choice), _stability(parsed, choice).get("warning")):
         if warning:
@@ -142,7 +142,7 @@ def _remarks(parsed: argparse.Namespace, choice: Choice) -> list[str]:
         f"ranks would wait {best.prediction.steady.bubble:.0%} of the time; without --microbatches "
         f"{parsed.microbatches} other numbers are looked at"
     )
-    return [*filter(None, [idle_remark(best.plan)]), *([waiting] if least > BUBBLE_GOAL else [])]
+    return [*filter(None, [idle_warning(best.plan)]), *([waiting] if least > BUBBLE_GOAL else [])]
 
 
 def _stability(parsed: argparse.Namespace, choice: Choice) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def _stability(parsed: argparse.Namespace, choice: Choice) -> dict[str, Any]:
     lag = max(stage.versions for stage in choice.best.plan.stages) - 1
     motion = Motion(parsed.momentum, lag, parsed.predict, parsed.nesterov)
     takes_staleness = choice.best.plan.mode is Mode.STALE
-    remark = stability_remark(motion, parsed.lr, takes_staleness=takes_staleness)
+    remark = stability_warning(motion, parsed.lr, takes_staleness=takes_staleness)
     return {"stable_limit": stable_limit(motion), "warning": remark}
 
 

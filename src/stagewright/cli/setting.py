@@ -7,23 +7,23 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from stagewright.cluster.catalog import open_cluster, shipped
-from stagewright.cluster.specs import calibration_remark
+from stagewright.cluster.specs import calibration_note
 from stagewright.config.sections import require_options, require_within
-from stagewright.planning.setting import analytic_setting, profile_setting, study
+from stagewright.planning.setting import analytic_setting, profile_setting, trace_model
 from stagewright.profile.profile import read_profile
 
 if TYPE_CHECKING:
     from stagewright.plan.estimate import Setting
-    from stagewright.planning.setting import Study
+    from stagewright.planning.setting import TracedModel
     from stagewright.profile.profile import Profile
 
 
-def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[Study, Setting]:
-    """The model studied, and the setting that the options describe."""
+def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[TracedModel, Setting]:
+    """The traced model, and the setting that the options describe."""
     require_options(image=parsed.image, classes=parsed.classes)
     if parsed.devices is not None:
         require_within("--devices", parsed.devices, least=1)
-    studied = study(parsed.model, parsed.classes, parsed.image)
+    model = trace_model(parsed.model, parsed.classes, parsed.image)
     if cluster is None and parsed.profile is None:
         raise ValueError(f"no cluster: give --cluster NAME ({', '.join(sorted(shipped().clusters))}) or --profile FILE")
     catalogue, where = open_cluster(cluster) if cluster is not None else (shipped(), None)
@@ -35,13 +35,13 @@ def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[Study
         if profile.is_imported:
             _require_own_names(parsed, profile)
         else:
-            profile.require(parsed.model, studied.chain.units)
-        return studied, profile_setting(profile, where, catalogue, parsed.precision, optimizer=parsed.optimizer)
+            profile.require(parsed.model, model.chain.units)
+        return model, profile_setting(profile, where, catalogue, parsed.precision, optimizer=parsed.optimizer)
     assert where is not None
     software = catalogue.system(parsed.software)
     loads = parsed.data != "synthetic"
-    return studied, analytic_setting(
-        catalogue, where, studied.shapes, software, parsed.precision, optimizer=parsed.optimizer, loads=loads
+    return model, analytic_setting(
+        catalogue, where, model.shapes, software, parsed.precision, optimizer=parsed.optimizer, loads=loads
     )
 
 
@@ -74,9 +74,9 @@ def _require_own_names(parsed: argparse.Namespace, profile: Profile) -> None:
             )
 
 
-def device_remark(parsed: argparse.Namespace, settings: Sequence[Setting]) -> str | None:
+def device_note(parsed: argparse.Namespace, settings: Sequence[Setting]) -> str | None:
     """Which devices' speeds rest on no measurement, or on one; a profile is one itself."""
     if parsed.profile is not None:
         return None
     kinds = [setting.devices(machine.kind) for setting in settings for machine in setting.cluster.machines]
-    return calibration_remark(kinds, parsed.precision)
+    return calibration_note(kinds, parsed.precision)

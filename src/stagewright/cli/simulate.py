@@ -18,11 +18,11 @@ from stagewright.cluster.placement import format_devices, parse_placement
 from stagewright.cluster.specs import MIB
 from stagewright.config.sections import require_options, require_within
 from stagewright.plan.estimate import Estimate
-from stagewright.plan.make import default_microbatches, make_plan, read_plan, require_pieces
+from stagewright.plan.make import default_microbatches, make_plan, read_plan, require_divisible
 from stagewright.plan.plan import Mode
 from stagewright.plan.search import best_cuts
-from stagewright.planning.build import idle_remark, make_plan_for, waiting_remark, with_plan_file
-from stagewright.planning.planner import bubble_in, settle_lag
+from stagewright.planning.build import build_plan, idle_warning, waiting_warning, with_plan_file
+from stagewright.planning.planner import bubble_in, choose_lag
 from stagewright.planning.predict import predict
 from stagewright.planning.simulate import StageCosts, simulate
 from stagewright.report.live.terminal import draw_timeline, has_blocks
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from stagewright.plan.estimate import Setting
     from stagewright.plan.plan import Plan
     from stagewright.planning.predict import Prediction
-    from stagewright.planning.setting import Study
+    from stagewright.planning.setting import TracedModel
 
 
 def run_simulate(parsed: argparse.Namespace) -> None:
     require_options(batch=parsed.batch, microbatches=parsed.microbatches, staleness=parsed.staleness)
     if parsed.microbatch is not None:
         require_within("--microbatch", parsed.microbatch, least=1)
-    studied, setting = read_setting(parsed, parsed.cluster)
-    plan = _plan(parsed, studied, setting)
+    model, setting = read_setting(parsed, parsed.cluster)
+    plan = _plan(parsed, model, setting)
     console = Console(stderr=parsed.json)
     for remark in _remarks(parsed, plan, setting):
         console.print(f"warning: {remark}", highlight=False, markup=False)
@@ -61,14 +61,14 @@ def run_simulate(parsed: argparse.Namespace) -> None:
 
 def _remarks(parsed: argparse.Namespace, plan: Plan, setting: Setting) -> Iterator[str]:
     """Where devices are left idle, and how many microbatches would not."""
-    if idle := idle_remark(plan):
+    if idle := idle_warning(plan):
         yield idle
     is_free = parsed.staleness is None and not parsed.plan and not setting.software.whole_batches
-    if is_free and plan.mode == "stale" and (waiting := waiting_remark(plan, bubble_in(setting))):
+    if is_free and plan.mode == "stale" and (waiting := waiting_warning(plan, bubble_in(setting))):
         yield waiting
 
 
-def _plan(parsed: argparse.Namespace, studied: Study, setting: Setting) -> Plan:
+def _plan(parsed: argparse.Namespace, model: TracedModel, setting: Setting) -> Plan:
     if parsed.plan:
         _require_alone(parsed)
         try:
@@ -76,7 +76,7 @@ def _plan(parsed: argparse.Namespace, studied: Study, setting: Setting) -> Plan:
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ValueError(f"plan {parsed.plan}: {reason}; give a file that stagewright plan -o wrote") from error
-        return _require_cuts(plan, parsed, studied)
+        return _require_cuts(plan, parsed, model)
     placement: Placement = (setting.cluster.devices,)
     if parsed.placement is not None:
         placement = parse_placement(parsed.placement, setting.cluster)
@@ -88,21 +88,21 @@ def _plan(parsed: argparse.Namespace, studied: Study, setting: Setting) -> Plan:
     batch, count = _sizes(parsed, replicas, setting.software.whole_batches)
     if count is None:
         count = default_microbatches(batch, replicas)
-    require_pieces(batch, count)
+    require_divisible(batch, count)
     cuts: tuple[str, ...] = ()
     if len(placement) > 1:
         if parsed.cut is not None and parsed.shares is not None:
             raise ValueError(f"both --cut {parsed.cut} and --shares {parsed.shares} were given; give one")
         if parsed.cut is not None:
-            cuts = studied.chain.by_names([name.strip() for name in parsed.cut.split(",")])
+            cuts = model.chain.by_names([name.strip() for name in parsed.cut.split(",")])
         elif parsed.shares is not None:
-            cuts = studied.chain.by_shares(_shares(parsed.shares, len(replicas)))
+            cuts = model.chain.by_shares(_shares(parsed.shares, len(replicas)))
         else:
             cuts = best_cuts(setting, placement, mode, batch, count)
         if len(cuts) != len(replicas) - 1:
             raise ValueError(f"{len(cuts)} cuts make {len(cuts) + 1} stages but the placement has {len(replicas)}")
     plan = make_plan(placement, batch=batch, microbatches=count, mode=mode, staleness=parsed.staleness, cuts=cuts)
-    return settle_lag(plan, setting, parsed.staleness)
+    return choose_lag(plan, setting, parsed.staleness)
 
 
 def _require_alone(parsed: argparse.Namespace) -> None:
@@ -112,9 +112,9 @@ def _require_alone(parsed: argparse.Namespace) -> None:
             raise ValueError(f"--plan {parsed.plan} was given with --{name} {value}; the file decides that: give one")
 
 
-def _require_cuts(plan: Plan, parsed: argparse.Namespace, studied: Study) -> Plan:
+def _require_cuts(plan: Plan, parsed: argparse.Namespace, model: TracedModel) -> Plan:
     """A plan whose cuts are units of the model, in the order they run, one for each later stage."""
-    units = studied.chain.units
+    units = model.chain.units
     missing = [cut for cut in plan.cuts if cut not in units]
     if missing:
         raise ValueError(
@@ -158,7 +158,7 @@ def _shares(text: str, stages: int) -> list[int]:
     try:
         shares = [int(part) for part in text.split(":")]
     except ValueError:
-        raise ValueError(f"--shares '{text}' are not numbers between ':' (for example 11:7)") from None
+        raise ValueError(f"--shares must be ':'-separated integers such as 11:7, got '{text}'") from None
     if len(shares) != stages:
         raise ValueError(f"--shares {text} names {len(shares)} stages but the placement has {stages}")
     return shares
@@ -218,7 +218,7 @@ def run_schedule(parsed: argparse.Namespace) -> None:
             "or use stagewright simulate --profile"
         )
     is_timed = parsed.forward is not None or parsed.backward is not None
-    plan = make_plan_for(config, None, warn, partial(_costs, parsed) if is_timed else None)
+    plan = build_plan(config, None, warn, partial(_costs, parsed) if is_timed else None)
     require_within("--batches", parsed.batches, least=1, most=max(1, _MOST_MICROBATCHES // plan.microbatches))
     costs = _costs(parsed, plan)
     check(plan)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from stagewright.cli.setting import device_remark, read_setting
+from stagewright.cli.setting import device_note, read_setting
 from stagewright.cluster.catalog import price_source
 from stagewright.config.sections import require_options
 from stagewright.planning.planner import choose
@@ -26,7 +26,7 @@ def run(parsed: argparse.Namespace) -> None:
     settings = [read_setting(parsed, text)[1] for text in parsed.cluster]
     _require_priced(prices, settings)
     rows = [_row(parsed, setting, prices) for setting in settings]
-    remark = device_remark(parsed, settings)
+    remark = device_note(parsed, settings)
     if parsed.json:
         found = {"model": parsed.model, "precision": parsed.precision, "clusters": rows, "calibration": remark}
         print(json.dumps(found))

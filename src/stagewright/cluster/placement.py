@@ -1,4 +1,4 @@
-"""Machines and their devices, and the text that places stages on them."""
+"""Placements: the devices of each stage, from and to text such as `0:0-6.0:7`."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def find(known: Mapping[str, _Entry], name: str, what: str) -> _Entry:
     raise ValueError(f"unknown {what} '{name}'; {hint}{listed}")
 
 
-def calibration_remark(devices: Iterable[DeviceSpec], precision: str) -> str | None:
+def calibration_note(devices: Iterable[DeviceSpec], precision: str) -> str | None:
     """A line that names devices whose speed no measurement, or a single one, has calibrated."""
     bases = {device.name: device.basis(precision) for device in devices}
     without = sorted(name for name, basis in bases.items() if basis is None)

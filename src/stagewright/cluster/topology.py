@@ -1,4 +1,4 @@
-"""Machines and their devices, and the text that places stages on them."""
+"""Machines, their devices, and the links between them."""
 
 from __future__ import annotations
 
@@ -145,6 +145,9 @@ class Cluster:
             assert self.network is not None
             edges.append((((device.machine, len(machine.levels), 0), up), self.network))
         return edges
+
+
+ANYWHERE = Cluster((Machine(),) * 1024, "anywhere")  # for placements that need no real machines
 
 
 def _cut_machine(machine: Machine, devices: int) -> Machine:

@@ -1,4 +1,4 @@
-"""Every cost formula, once: transfers, reductions, updates, loading. Numbers in, seconds out; arrays go as well."""
+"""The cost formulas: transfers, all-reduces, updates, loading. Numbers or arrays in, seconds out."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import numpy as np
 from stagewright.cluster.topology import Cluster, Device, Edge, Link
 
 Number = Any  # a float, or an array of them
-_SOFTNESS = 4  # how sharply loader and devices take turns in being the bound
-PAGEABLE_SHARE = 0.5  # of a link that a copy from pageable memory reaches
+_SOFTNESS = 4  # how sharp the change is between being bound by the loader and by the devices
+PAGEABLE_SHARE = 0.5  # of a link's bandwidth that a copy from pageable memory reaches
 BUCKET_BYTES = 25 << 20  # of gradient summed at a time
 GRADIENT_BYTES = 4  # gradients and weights are kept in fp32
 
 
 def transfer_seconds(size: Number, bandwidth: Number, latency: Number) -> Number:
-    """One message."""
+    """Seconds of one message."""
     return latency + size / bandwidth
 
 
 def allreduce_seconds(size: Number, ranks: Number, bandwidth: Number, latency: Number) -> Number:
-    """The faster of a ring (least traffic) and a tree (fewest steps); nothing for one rank."""
+    """Seconds of the faster of a ring (least traffic) and a tree (fewest steps); 0 for one rank."""
     ring = 2 * (ranks - 1) / ranks * size / bandwidth + 2 * (ranks - 1) * latency
     tree = 2 * size / bandwidth + 2 * np.ceil(np.log2(ranks)) * latency
     return np.where(np.asarray(ranks) > 1, np.minimum(ring, tree), 0.0)
 
 
 def exposed_seconds(reduction: Number, hiding: Number, tail: Number) -> Number:
-    """What is left of a reduction that runs beside compute of so many seconds: at least its last bucket.
+    """Seconds of a reduction that are not hidden by `hiding` seconds of compute: at least those of its last bucket.
 
-    `tail` is the last bucket's share; its gradients are whole only when backward is over.
+    `tail` is the last bucket's share of the gradient; it is complete only when backward ends.
     """
     return np.maximum(reduction - hiding, reduction * tail)
 
@@ -44,18 +44,18 @@ def tail_share(size: Number) -> Number:
 
 
 def update_seconds(parameters: Number, passes: float, bandwidth: float) -> Number:
-    """The optimizer, and the copy of a version: so many passes over the weights through device memory."""
+    """Seconds of the optimizer, or of the copy of a version: so many passes over the weights in device memory."""
     return parameters * GRADIENT_BYTES * passes / bandwidth
 
 
 def loaded_rate(devices: float, loader: float) -> float:
-    """Samples a second when two uneven processes feed each other through a short queue: below both."""
+    """Samples per second when the loader feeds the devices through a short queue: below both rates."""
     return float((devices**-_SOFTNESS + loader**-_SOFTNESS) ** (-1 / _SOFTNESS))
 
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """What a set of devices reduces over: the bottleneck of its ring."""
+    """The bottleneck of the ring over which a set of devices reduces."""
 
     bandwidth: float
     latency: float
@@ -63,7 +63,7 @@ class Fabric:
 
 
 def ring_fabric(cluster: Cluster, devices: Sequence[Device]) -> Fabric:
-    """The ring through the devices in their order; an edge that it crosses twice one way is shared by two messages."""
+    """The ring through the devices in their order; two messages share an edge that it crosses twice one way."""
     if len(devices) < 2:
         return Fabric(float("inf"), 0.0, False)
     load: Counter[tuple[Edge, bool]] = Counter()
@@ -77,5 +77,5 @@ def ring_fabric(cluster: Cluster, devices: Sequence[Device]) -> Fabric:
 
 
 def hidden_seconds(backward: float, fabric: Fabric) -> float:
-    """How much of a reduction backward hides: none where the copy goes through host memory."""
+    """Seconds of a reduction that backward hides: none if it is copied through host memory."""
     return 0.0 if fabric.staged else backward

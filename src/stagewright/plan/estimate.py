@@ -1,4 +1,4 @@
-"""What a plan's stages cost on a cluster: seconds an action, bytes a message, memory a rank."""
+"""What a plan costs on a cluster: seconds per action, bytes per message, memory per rank."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from functools import cached_property
 
 import numpy as np
 
-from stagewright.cluster.specs import MIB, DeviceSpec, Software
+from stagewright.cluster.specs import DeviceSpec, Software
 from stagewright.cluster.topology import Cluster, Device
+from stagewright.metrics import MIB
 from stagewright.plan import cost
-from stagewright.plan.memory import Memory, gradient_copies, microbatches_held, weight_copies
-from stagewright.plan.plan import Plan, Stage
+from stagewright.plan.memory import Memory, microbatches_held, weight_copies
+from stagewright.plan.plan import Plan, Stage, gradient_buffers
 from stagewright.profile.profile import Table
 
 _OPTIMIZER_MOMENTS = {"sgd": 1.0, "adamw": 2.0}
 
 
-class Sums:
-    """A table's units summed over any contiguous run of them."""
+class UnitSums:
+    """Prefix sums over a table's units, from which any contiguous segment is summed."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -53,9 +54,9 @@ class Setting:
     tables: Callable[[str, int], Table]
     optimizer: str = "sgd"
     input: int = 0  # values of one sample
-    loader: float | None = None  # samples a second a machine can load; None: data is made on the device
-    overhead: float = 0.0  # seconds a compute costs beside its units
-    covered: tuple[int, int] | None = None  # smallest and largest microbatch with a table; None: there is one of any
+    loader: float | None = None  # samples per second that a machine can load; None: data is made on the device
+    overhead: float = 0.0  # seconds per compute beside its units
+    covered: tuple[int, int] | None = None  # smallest and largest microbatch with a table; None: any size has one
 
     def covers(self, samples: int) -> bool:
         return self.covered is None or self.covered[0] <= samples <= self.covered[1]
@@ -64,8 +65,8 @@ class Setting:
     def moments(self) -> float:
         return _OPTIMIZER_MOMENTS.get(self.optimizer, 1.0)
 
-    def sums(self, kind: str, samples: int) -> Sums:
-        return Sums(self.tables(kind, samples))
+    def sums(self, kind: str, samples: int) -> UnitSums:
+        return UnitSums(self.tables(kind, samples))
 
     def update_seconds(self, parameters: float, kind: str) -> float:
         return float(cost.update_seconds(parameters, self.software.update_passes, self.devices(kind).bandwidth))
@@ -84,7 +85,7 @@ class Estimate:
         names = next(iter(self._sums.values())).names
         self.bounds = [0, *(names.index(cut) for cut in plan.cuts), len(names)]
 
-    def _of(self, rank: int) -> Sums:
+    def _of(self, rank: int) -> UnitSums:
         return self._sums[self.kind(rank)]
 
     def kind(self, rank: int) -> str:
@@ -105,7 +106,7 @@ class Estimate:
         return seconds + self._copies(stage, backward=True)
 
     def _copies(self, stage: int, *, backward: bool) -> float:
-        """Copies of messages in and out through the host, where a software makes its computes wait for them."""
+        """Seconds of copying messages through the host, if the software's computes wait for these copies."""
         software = self.setting.software
         if not software.blocking or software.handover is None:
             return 0.0
@@ -115,7 +116,7 @@ class Estimate:
         return size / software.handover.bandwidth
 
     def _input_seconds(self, rank: int) -> float:
-        """The copy of a microbatch's images to the device, where a software makes its computes wait for it."""
+        """Seconds of copying a microbatch's images to the device, if the software's computes wait for the copy."""
         software, machine = self.setting.software, self.setting.cluster.machines[self.plan.devices[rank].machine]
         if not software.blocking or not machine.levels:
             return 0.0
@@ -127,7 +128,7 @@ class Estimate:
         return float(sums.parameters[self.bounds[stage + 1]] - sums.parameters[self.bounds[stage]])
 
     def update(self, stage: int, rank: int) -> float:
-        """The optimizer, and the copy of the new version into its slot."""
+        """Seconds of the optimizer, and of the copy of the new version into its slot."""
         parameters, kind = self.parameters(stage), self.kind(rank)
         seconds = self.setting.update_seconds(parameters, kind)
         if self.plan.stages[stage].versions > 1:
@@ -147,7 +148,7 @@ class Estimate:
         return float(cost.allreduce_seconds(size, len(ranks), fabric.bandwidth, fabric.latency))
 
     def exposed(self, stage: int) -> float:
-        """Seconds of it that the last backward of a round does not hide."""
+        """Seconds of a stage's all-reduce that the last backward of a round does not hide."""
         backward = min(self.backward(stage, rank) for rank in self.plan.stages[stage].ranks)
         hiding = cost.hidden_seconds(backward, self._fabrics[stage])
         tail = cost.tail_share(self.parameters(stage) * cost.GRADIENT_BYTES)
@@ -164,7 +165,7 @@ class Estimate:
         return self.plan.devices[rank]
 
     def memory(self, rank: int) -> Memory:
-        """What a rank holds."""
+        """The memory of a rank."""
         return Memory.sum(self._stage_memory(stage, rank) for stage in self.plan.stages_of(rank))
 
     def _stage_memory(self, stage: Stage, rank: int) -> Memory:
@@ -186,7 +187,7 @@ class Estimate:
         loads = stage.is_first and self.setting.loader is not None
         return Memory(
             weights=weights * weight_copies(stage.versions),
-            gradients=weights * gradient_copies(stage.versions, stage.replicas),
+            gradients=weights * gradient_buffers(stage.versions, stage.replicas),
             optimizer=weights * (self.setting.moments + software.temporaries),
             activations=saved * depth,
             buffers=2 * messages + 2 * largest + (software.loader if loads else 0),
@@ -219,8 +220,8 @@ def _remedy(part: str) -> str:
     }.get(part, "use a device with more memory")
 
 
-def holding_batches(plan: Plan, software: Software) -> Plan:
-    """The plan with stages deep enough for what a software passes at once: whole batches, where it says so."""
+def with_whole_batches(plan: Plan, software: Software) -> Plan:
+    """The plan with stages deep enough for whole batches, if the software passes whole batches between stages."""
     if not software.whole_batches:
         return plan
     stages = (replace(stage, depth=max(stage.depth, _least_depth(stage))) for stage in plan.stages)
@@ -228,5 +229,5 @@ def holding_batches(plan: Plan, software: Software) -> Plan:
 
 
 def _least_depth(stage: Stage) -> int:
-    """A replica's microbatches of a batch for itself and for every stage behind it."""
+    """A replica's microbatches of a batch, once for its own stage and once for every stage behind it."""
     return -(-stage.round // stage.replicas) * (stage.count - stage.index)

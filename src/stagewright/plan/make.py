@@ -1,4 +1,4 @@
-"""A plan from its few free choices, or from a file that has them all."""
+"""Plans from their few free choices, with every default resolved, or from a plan file that has them all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_MICROBATCHES = 2**14
 
 
 def read_plan(text: str, where: str, cluster: Cluster | None = None) -> Plan:
-    """The plan that a plan file describes: what `describe` writes, read back."""
+    """The plan of a plan file, which `Plan.describe` wrote."""
     content = _read_choices(text, where)
     mode = Mode(content["mode"])
     plan = make_plan(
@@ -39,7 +39,7 @@ def read_plan(text: str, where: str, cluster: Cluster | None = None) -> Plan:
 
 
 def _read_choices(text: str, where: str) -> dict[str, Any]:
-    """A plan file's entries, each of its type."""
+    """A plan file's entries, with their types checked."""
     try:
         content = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -75,16 +75,16 @@ def make_plan(
     agree: bool = False,
     flags: bool = False,
 ) -> Plan:
-    """Build a plan from its few free choices, filling in every default of the design."""
+    """A plan from its free choices, with every default of the design."""
     if mode is Mode.DP:
         placement = (tuple(dict.fromkeys(device for devices in placement for device in devices)),)
     replicas = [len(devices) for devices in placement]
     if microbatches is None:
         microbatches = default_microbatches(batch, replicas)
-    require_pieces(batch, microbatches)
+    require_divisible(batch, microbatches)
     rounds = replicas if mode is Mode.PIPEDREAM else [microbatches] * len(replicas)
     versions = _versions(mode, replicas, staleness, versions)
-    depths = _one_a_stage("depths", depths or default_depths(replicas), len(replicas), _MOST_DEPTH)
+    depths = _one_per_stage("depths", depths or default_depths(replicas), len(replicas), _MOST_DEPTH)
     devices = tuple(sorted({device for devices in placement for device in devices}))
     rank_of = {device: rank for rank, device in enumerate(devices)}
     stages = tuple(
@@ -115,8 +115,8 @@ def divisors(batch: int) -> list[int]:
     return sorted({*small, *(batch // divisor for divisor in small)})
 
 
-def require_pieces(batch: int, microbatches: int) -> None:
-    """An error unless a batch can be cut into so many microbatches."""
+def require_divisible(batch: int, microbatches: int) -> None:
+    """Raise unless a batch can be divided into so many microbatches."""
     possible = [divisor for divisor in divisors(batch) if divisor <= MOST_MICROBATCHES]
     if microbatches > MOST_MICROBATCHES:
         raise ValueError(
@@ -132,7 +132,7 @@ def require_pieces(batch: int, microbatches: int) -> None:
 
 
 def stale_versions(num_stages: int, staleness: int) -> list[int]:
-    """K_s = min(S-s, n+1): a stage lags by what is behind it, at most n updates."""
+    """K_s = min(S-s, n+1): a stage lags by the stages behind it, by at most n updates."""
     return [min(num_stages - index, staleness + 1) for index in range(num_stages)]
 
 
@@ -144,11 +144,13 @@ def _versions(
         raise ValueError(f"staleness is {staleness}; it must be 0 (synchronous) or more")
     if staleness is not None and (mode is not Mode.STALE or versions is not None):
         other = f"mode {mode}" if versions is None else f"versions {_join(versions)}"
-        raise ValueError(f"staleness {staleness} was given with {other}; it goes with --mode stale alone")
+        raise ValueError(
+            f"staleness {staleness} was given with {other}; it is only for --mode stale without --versions"
+        )
     if versions is not None:
         if mode is not Mode.STALE:
             raise ValueError(f"versions {_join(versions)} were given with mode {mode}; use --mode stale")
-        return _one_a_stage("versions", versions, num_stages, _MOST_VERSIONS)
+        return _one_per_stage("versions", versions, num_stages, _MOST_VERSIONS)
     if mode is Mode.PIPEDREAM:
         return [-(-sum(replicas[index:]) // replicas[index]) for index in range(num_stages)]
     if mode is Mode.STALE:
@@ -161,17 +163,17 @@ def _join(numbers: Sequence[int]) -> str:
 
 
 def default_depths(replicas: Sequence[int]) -> list[int]:
-    """ceil(sum of r_t for t >= s, / r_s) + (S-1-s): enough in flight to cover what is behind a stage."""
+    """ceil(sum of r_t for t >= s, / r_s) + (S-1-s): enough in flight to keep the stages behind busy."""
     last = len(replicas) - 1
     return [-(-sum(replicas[index:]) // replicas[index]) + (last - index) for index in range(len(replicas))]
 
 
-def _one_a_stage(name: str, numbers: Sequence[int], num_stages: int, most: int) -> Sequence[int]:
-    """The numbers, or an error unless each stage has one that it can have."""
+def _one_per_stage(name: str, numbers: Sequence[int], num_stages: int, most: int) -> Sequence[int]:
+    """The numbers, if there is one per stage and each is from 1 to `most`."""
     if len(numbers) != num_stages:
         raise ValueError(
             f"{name} {_join(numbers)} name {len(numbers)} stages but the placement has {num_stages}; "
-            "give one number a stage"
+            "give one number per stage"
         )
     if min(numbers) < 1:
         raise ValueError(f"{name} {_join(numbers)}: a stage needs at least 1")

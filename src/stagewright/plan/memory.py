@@ -1,4 +1,4 @@
-"""What a rank holds, by part."""
+"""The memory of a rank, by part, and the formulas of its parts; numbers or arrays."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 
 from stagewright.plan.cost import GRADIENT_BYTES, Number
+from stagewright.plan.plan import gradient_buffers
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one rank, by what they are for; they add up over the stages it carries."""
+    """Bytes of one rank, by purpose."""
 
     weights: float = 0.0  # master and versions
     gradients: float = 0.0
@@ -28,12 +29,12 @@ class Memory:
 
     @property
     def largest(self) -> str:
-        """The part that dominates."""
+        """The name of the largest part."""
         return max(asdict(self).items(), key=lambda item: item[1])[0]
 
     @staticmethod
     def sum(parts: Iterable[Memory]) -> Memory:
-        """Several stages on one rank: everything adds up but the workspace and the context, which they share."""
+        """The memory of several stages on one rank: a sum, except for the workspace and context that they share."""
         parts = list(parts)
         totals = {field.name: sum(getattr(part, field.name) for part in parts) for field in fields(Memory)}
         totals["workspace"] = max(part.workspace for part in parts)
@@ -42,21 +43,16 @@ class Memory:
 
 
 def weight_copies(versions: Number) -> Number:
-    """The master, and a slot a version where there is more than one."""
+    """The master weights, and one slot per version if there is more than one."""
     return 1 + versions * (versions > 1)
-
-
-def gradient_copies(versions: Number, replicas: Number) -> Number:
-    """Two buffers where backward of the next round need not wait for this round's reduce."""
-    return 1 + ((versions > 1) & (replicas > 1))
 
 
 def state_bytes(parameters: Number, versions: Number, replicas: Number, moments: float) -> Number:
     """Weights, gradients and optimizer state of a stage; `moments` are the optimizer's buffers."""
-    copies = weight_copies(versions) + gradient_copies(versions, replicas) + moments
+    copies = weight_copies(versions) + gradient_buffers(versions, replicas) + moments
     return parameters * GRADIENT_BYTES * copies
 
 
 def microbatches_held(depth: Number, versions: Number, rounds: Number, replicas: Number) -> Number:
-    """Microbatches of which a replica keeps activations: its depth, but no more than its versions let in."""
+    """Microbatches of which a replica keeps activations: its depth, but no more than its versions allow."""
     return np.minimum(depth, versions * -(-rounds // replicas))

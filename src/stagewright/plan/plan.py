@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from stagewright.cluster.placement import Placement, format_placement
 from stagewright.cluster.topology import Device
@@ -17,6 +18,14 @@ class Mode(StrEnum):
     SYNC = "sync"
     STALE = "stale"
     PIPEDREAM = "pipedream"
+
+
+def gradient_buffers(versions: Any, replicas: Any) -> Any:
+    """Gradient buffers of a stage: two if the next round's backward need not wait for this round's reduce.
+
+    Takes integers or arrays of them.
+    """
+    return 1 + ((versions > 1) & (replicas > 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +54,7 @@ class Stage:
 
     @property
     def num_gradients(self) -> int:
-        """Gradient buffers: two where backward of the next round need not wait for this round's reduce."""
-        return 2 if self.versions > 1 and self.replicas > 1 else 1
+        return int(gradient_buffers(self.versions, self.replicas))
 
     def rank_of(self, microbatch: int) -> int:
         """The rank that runs a microbatch."""
@@ -72,7 +80,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything a run needs to know about its layout; see docs/design.md for the rules."""
+    """Which rank runs what, when, with which weights: everything together; docs/design.md has the rules."""
 
     mode: Mode
     batch: int
@@ -98,8 +106,8 @@ class Plan:
         return self.mode is not Mode.PIPEDREAM and all(stage.versions == 1 for stage in self.stages)
 
     @property
-    def verdict_delay(self) -> int:
-        """Batches until the last stage knows what became of one: L of the design."""
+    def decision_delay(self) -> int:
+        """Batches until the last stage knows whether one was skipped: L of the design."""
         return 1 if self.is_synchronous else max(len(self.stages), self.stages[0].versions)
 
     @property
@@ -126,7 +134,7 @@ class Plan:
         return -(-batch * self.microbatches // self.alignment) * self.alignment
 
     def starting_at(self, batch: int) -> Plan:
-        """The plan as it begins after so many batches, which other plans have trained."""
+        """The plan as it begins after so many batches, trained under other plans."""
         begun = self.boundary(batch)
         return replace(self, stages=tuple(replace(stage, origin=begun // stage.round) for stage in self.stages))
 
@@ -140,13 +148,13 @@ class Plan:
         return tuple(stage for stage in self.stages if rank in stage.ranks)
 
     def name_replica(self, rank: int, stage: int | None = None) -> str:
-        """`stage 1 replica 0 (rank 7, machine 0)`; without a stage, the first that the rank carries."""
+        """`stage 1 replica 0 (rank 7, machine 0)`; without a stage, the first stage of the rank."""
         carried = self.stages_of(rank)[0] if stage is None else self.stages[stage]
         replica, machine = carried.ranks.index(rank), self.devices[rank].machine
         return f"stage {carried.index} replica {replica} (rank {rank}, machine {machine})"
 
     def describe(self) -> dict[str, object]:
-        """The plan as it stands in plan.json: its free choices, settled."""
+        """The plan as plan.json has it: every choice resolved."""
         return {
             "mode": str(self.mode),
             "placement": format_placement(self.placement),

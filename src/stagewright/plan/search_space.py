@@ -1,4 +1,7 @@
-"""Every contiguous block of a cluster's devices: what a stage could run on. Every contiguous run of a model's units, as arrays: what a stage could be."""
+"""What the search chooses from: contiguous blocks of devices, and contiguous segments of a model's units.
+
+Both are columns of numpy arrays, so that the time and memory of every segment on every block is one expression.
+"""
 
 from __future__ import annotations
 
@@ -11,46 +14,47 @@ import numpy as np
 from stagewright.cluster.specs import Software
 from stagewright.cluster.topology import Cluster, Device
 from stagewright.plan import cost
-from stagewright.plan.estimate import Sums
+from stagewright.plan.estimate import UnitSums
 
 Array = Any  # a numpy array
-_MANY = 64  # devices from which on large blocks come in steps
-_STEPS = 128
+_MANY = 64  # with more devices than this, large blocks come in steps
+_STEPS = 128  # at most so many sizes of large blocks
 
 
 @dataclass(frozen=True)
-class Kinds:
-    """Blocks that cost alike, as columns."""
+class BlockKinds:
+    """Kinds of blocks, as columns: blocks of one kind cost the same."""
 
     size: Array
     bandwidth: Array  # of the block's ring
     latency: Array
     staged: Array
-    front: Array  # bandwidth of the link to the device before it
-    back: Array  # and to the one behind
-    device: Array  # the slowest kind of device in it
+    front: Array  # bandwidth of the link to the device before the block
+    back: Array  # bandwidth of the link to the device behind it
+    device: Array  # the slowest kind of device in the block
 
-    def borderless(self) -> tuple[Kinds, Array]:
-        """The kinds that differ in more than their borders, and which of them each is."""
+    def borderless(self) -> tuple[BlockKinds, Array]:
+        """The kinds without their borders, each once, and for every kind the index of its borderless one."""
         inner = list(zip(self.size, self.bandwidth, self.latency, self.staged, self.device, strict=True))
         first = {found: inner.index(found) for found in dict.fromkeys(inner)}
         order = {found: number for number, found in enumerate(first)}
         columns = (getattr(self, field.name)[list(first.values())] for field in fields(self))
-        return Kinds(*columns), np.array([order[found] for found in inner])
+        return BlockKinds(*columns), np.array([order[found] for found in inner])
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Every contiguous block of devices a stage may take, by where it ends and how large it is."""
+    """Every contiguous block of devices that a stage may take, by its end and its size."""
 
     devices: tuple[Device, ...]
     period: int  # devices after which positions repeat
     offset: Array  # devices behind the block, modulo the period
     size: Array
-    signature: Array  # which of the kinds it is
-    kinds: Kinds
+    signature: Array  # index of its kind
+    kinds: BlockKinds
 
     def take(self, behind: int, size: int) -> tuple[Device, ...]:
+        """The devices of a block of some size with so many devices behind it."""
         end = len(self.devices) - behind
         return self.devices[end - size : end]
 
@@ -66,12 +70,12 @@ def make_blocks(cluster: Cluster, kinds: Sequence[str]) -> Blocks:
             signature = (size, *_block(cluster, offset, size, period, kinds))
             places.append((offset, size, signatures.setdefault(signature, len(signatures))))
     offsets, sizes, numbers = (np.array(column) for column in zip(*places, strict=True))
-    columns = Kinds(*(np.array(column) for column in zip(*signatures, strict=True)))
+    columns = BlockKinds(*(np.array(column) for column in zip(*signatures, strict=True)))
     return Blocks(devices, period, offsets, sizes, numbers, columns)
 
 
 def _period(cluster: Cluster) -> int:
-    """Positions repeat from machine to machine where all are alike, and from device to device where all links are."""
+    """Positions repeat after a machine if all machines are equal, and after a device if all links are equal."""
     machine = cluster.machines[0]
     if any(other != machine for other in cluster.machines):
         return len(cluster.devices)
@@ -81,7 +85,7 @@ def _period(cluster: Cluster) -> int:
 
 
 def _sizes(devices: int, period: int, offset: int) -> Iterator[int]:
-    """Every size; from many devices on, large blocks are whole machines, or whole steps of a flat cluster."""
+    """Every size; with many devices, large blocks are whole machines, or whole steps of a flat cluster."""
     step = max(period, -(-devices // _STEPS))
     for size in range(1, devices - offset + 1):
         if devices <= _MANY or size <= 2 * step or (offset == 0 and size % step == 0):
@@ -106,39 +110,40 @@ def _block(
     return fabric.bandwidth, fabric.latency, fabric.staged, border(end - size), back, kind
 
 
-def as_kind(cluster: Cluster, devices: Sequence[Device], kinds: Sequence[str]) -> Kinds:
+def as_kind(cluster: Cluster, devices: Sequence[Device], kinds: Sequence[str]) -> BlockKinds:
+    """Some devices as a block of a kind of its own; `kinds` name devices from the fastest to the slowest."""
     fabric = cost.ring_fabric(cluster, devices)
     others = [device for device in cluster.devices if device not in set(devices)]
     border = max((cluster.link(devices[0], other).bandwidth for other in others), default=float("inf"))
     kind = max(kinds.index(cluster.kind_of(device)) for device in devices)
     values = (len(devices), fabric.bandwidth, fabric.latency, fabric.staged, border, border, kind)
-    return Kinds(*(np.array([value]) for value in values))
+    return BlockKinds(*(np.array([value]) for value in values))
 
 
 @dataclass(frozen=True)
-class Runs:
-    """Every contiguous run of units, as arrays over pairs (first, last); runs that begin alike stand together.
+class Segments:
+    """Every contiguous segment of units, as arrays over pairs (first, last), ordered by first.
 
-    Runs begin and end at points, which are all units unless only some are looked at.
+    Segments begin and end at points: at all units, or only at some of them to keep the arrays small.
     """
 
-    units: int  # pieces between points
+    units: int  # between neighbouring points
     points: Array
-    first: Array  # numbers of points
+    first: Array  # indices of points
     last: Array
-    compute: Array  # kinds of devices x pairs, seconds of a microbatch
+    compute: Array  # kinds of devices x pairs, seconds per microbatch
     backward: Array
     parameters: Array
     saved: Array
     before: Array  # bytes of activations that enter
     behind: Array  # bytes of activations that leave
-    entering: Array  # bytes that come in over both borders for a microbatch, forward and backward
+    entering: Array  # bytes that enter over both borders per microbatch, forward and backward
     leaving: Array
     transient: Array  # bytes of message buffers, of gradients of activations, and of workspace
 
     @staticmethod
-    def of(sums: Sequence[Sums], software: Software, points: Array | None = None) -> Runs:
-        """From one table a kind of device."""
+    def of(sums: Sequence[UnitSums], software: Software, points: Array | None = None) -> Segments:
+        """The segments of one table per kind of device."""
         points = np.arange(sums[0].count + 1) if points is None else points
         first, last = np.triu_indices(len(points), 1)
         begin, end = points[first], points[last]
@@ -156,7 +161,7 @@ class Runs:
         if not software.keeps_workspace:
             workspace = np.minimum(borrowed, workspace)
         messages = 2 * (own.live[begin] + own.live[end])
-        return Runs(
+        return Segments(
             len(points) - 1,
             points,
             first,
@@ -173,13 +178,13 @@ class Runs:
         )
 
     def beginning(self, unit: int) -> slice:
-        """The runs that begin at a unit."""
+        """The pairs of the segments that begin at a unit."""
         start = unit * self.units - unit * (unit - 1) // 2
         return slice(start, start + self.units - unit)
 
 
-def narrow_points(sums: Sums) -> Array:
-    """Where a chain is narrow: no more bytes are alive than at the points on either side. The ends are always there."""
+def narrow_points(sums: UnitSums) -> Array:
+    """The points where no more bytes are live than at their neighbours, and both ends of the chain."""
     live = np.concatenate(([np.inf], sums.live[1:-1], [np.inf]))
     inner = [unit for unit in range(1, sums.count) if live[unit] <= live[unit - 1] and live[unit] < live[unit + 1]]
     return np.array([0, *inner, sums.count])

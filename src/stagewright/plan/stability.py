@@ -1,12 +1,14 @@
-"""How far lag narrows the learning rates that momentum can bear: linear analysis of one direction of the loss.
+"""Which learning rates are stable at a lag and a momentum: linear analysis of one direction of the loss.
 
 Along a direction of curvature c the gradient at x is c*x, so SGD at rate lr moves x by a linear rule whose only unknown
 is a = lr*c. With lag d the gradient is that of d updates ago:
 
     v[t+1] = mu v[t] + a x[t-d]        x[t+1] = x[t] - v[t+1]
 
-Nesterov moves x by the gradient and mu v[t+1] instead; with prediction the gradient is taken where v[t-d] would bring
-x[t-d] in d updates without a gradient. x shrinks while all roots of the rule's polynomial lie within the unit circle."""
+Nesterov moves x by the gradient and mu v[t+1] instead; with extrapolation (--predict) the gradient is taken where
+v[t-d] would bring x[t-d] in d updates without a gradient. x shrinks while all roots of the rule's polynomial lie
+within the unit circle.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from functools import cache
 
 import numpy as np
 
-_MOST = 4.0  # lr times curvature that SGD bears without lag and with the most momentum
+_MOST = 4.0  # largest stable lr x curvature of SGD, without lag and with the most momentum
 _GRID = 400
 _HALVINGS = 40
 _CLOSE = 1e-9
@@ -25,11 +27,11 @@ _CLOSE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Motion:
-    """What moves weights, and how late its gradients are."""
+    """How SGD moves weights, and by how many updates its gradients are late."""
 
     momentum: float
     lag: int = 0
-    is_predicted: bool = False
+    is_extrapolated: bool = False
     is_nesterov: bool = False
 
     def polynomial(self, product: float) -> list[float]:
@@ -37,12 +39,12 @@ class Motion:
         mu, lag = self.momentum, self.lag
         free = np.polymul([1.0, -(1 + mu), mu], [1.0] + [0.0] * lag)  # z^lag (z-1) (z-mu)
         push = [1 + mu, -mu] if self.is_nesterov else [1.0, 0.0]
-        driven = product * np.polyadd(push, self._foreseen() * np.array([1.0, -1.0]))
+        driven = product * np.polyadd(push, self._extrapolation() * np.array([1.0, -1.0]))
         return [float(factor) for factor in np.polyadd(free, driven)]
 
-    def _foreseen(self) -> float:
-        """How far ahead of the weights a gradient is taken, in velocities."""
-        if not self.is_predicted:
+    def _extrapolation(self) -> float:
+        """How far ahead of the stale weights a gradient is taken, in velocities."""
+        if not self.is_extrapolated:
             return 0.0
         first = self.momentum**2 if self.is_nesterov else self.momentum
         return sum(first * self.momentum**number for number in range(self.lag))
@@ -53,7 +55,7 @@ class Motion:
 
 @cache
 def stable_limit(motion: Motion) -> float:
-    """The learning rate times curvature up to which such weights settle."""
+    """The largest stable learning rate times curvature."""
     grid = np.geomspace(1e-4, _MOST * 1.05, _GRID)
     low = 0.0
     for product in grid:
@@ -70,18 +72,18 @@ def _border(is_stable: Callable[[float], bool], low: float, high: float) -> floa
     return low
 
 
-def stability_remark(motion: Motion, rate: float, *, takes_staleness: bool = True) -> str | None:
-    """A warning with the remedies, where a rate is beyond what the lag bears along a direction of curvature 1.
+def stability_warning(motion: Motion, rate: float, *, takes_staleness: bool = True) -> str | None:
+    """A warning with remedies, if a rate is unstable at this lag along a direction of curvature 1.
 
-    Not every plan takes --staleness, which is one of them.
+    `takes_staleness`: whether --staleness, one of the remedies, is an option of this plan.
     """
     limit = stable_limit(motion)
     if motion.lag == 0 or rate <= limit:
         return None
     without = stable_limit(replace(motion, lag=0))
     remedies = []
-    if not motion.is_predicted and (foreseen := stable_limit(replace(motion, is_predicted=True))) > limit:
-        remedies.append(f"--predict (up to {foreseen:.2g})")
+    if not motion.is_extrapolated and (extrapolated := stable_limit(replace(motion, is_extrapolated=True))) > limit:
+        remedies.append(f"--predict (up to {extrapolated:.2g})")
     if takes_staleness and motion.lag > 1:
         less = stable_limit(replace(motion, lag=1))
         remedies.append(f"--staleness 1 with more --microbatches (up to {less:.2g})")
@@ -94,12 +96,12 @@ def stability_remark(motion: Motion, rate: float, *, takes_staleness: bool = Tru
 
 
 def _down(limit: float) -> str:
-    """Two digits that are still within it."""
+    """The limit rounded down to two digits."""
     return f"{float(Context(prec=2, rounding=ROUND_DOWN).create_decimal_from_float(limit)):g}"
 
 
 def _gentler(motion: Motion, rate: float) -> str | None:
-    """Half the momentum at the same lr/(1-momentum), where that bears more curvature."""
+    """Half the momentum at the same lr/(1-momentum), if that is stable at more curvature."""
     if motion.momentum >= 1:
         return None
     momentum = motion.momentum / 2

@@ -27,7 +27,7 @@ from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan
 from stagewright.plan.search import best_cuts
 from stagewright.planning.predict import IMAGENET, Prediction, predict
-from stagewright.planning.setting import analytic_setting, study
+from stagewright.planning.setting import analytic_setting, trace_model
 
 Array = Any  # a numpy array
 _ROW_SPREAD = 0.05  # the error to expect of such a model for one run, in logarithms
@@ -98,7 +98,7 @@ def run_plan(run: Run, catalogue: Catalogue) -> Plan:
     mode = Mode(run.mode)
     cuts: tuple[str, ...] = ()
     if mode is not Mode.DP and run.shares is not None:
-        cuts = study(run.model).chain.by_shares([int(share) for share in run.shares.split(":")])
+        cuts = trace_model(run.model).chain.by_shares([int(share) for share in run.shares.split(":")])
     elif mode is not Mode.DP:
         cuts = best_cuts(run_setting(run, catalogue), placement, mode, batch, microbatches)
     return make_plan(placement, batch=batch, microbatches=microbatches, mode=mode, cuts=cuts)
@@ -114,7 +114,7 @@ def run_setting(run: Run, catalogue: Catalogue) -> Setting:
     return analytic_setting(
         catalogue,
         _run_cluster(run, catalogue),
-        study(run.model).shapes,
+        trace_model(run.model).shapes,
         catalogue.system(run.software),
         run.precision,
         loads=run.data != "synthetic",

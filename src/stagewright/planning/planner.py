@@ -9,10 +9,10 @@ from functools import cache
 
 from stagewright.cluster.placement import format_placement
 from stagewright.cluster.specs import MIB
-from stagewright.plan.estimate import Estimate, Setting, holding_batches
+from stagewright.plan.estimate import Estimate, Setting, with_whole_batches
 from stagewright.plan.make import make_plan, stale_versions
 from stagewright.plan.plan import Mode, Plan
-from stagewright.plan.search import Found, make_search
+from stagewright.plan.search import Partition, make_search
 from stagewright.plan.search_space import make_blocks
 from stagewright.planning.predict import Prediction, predict
 from stagewright.planning.simulate import ClusterCosts, steady
@@ -94,8 +94,8 @@ def choose(
     refused: list[str] = []
     for plan in [parallel, *wanted]:
         tell(f"simulating {plan.mode} {'-'.join(str(stage.replicas) for stage in plan.stages)}")
-        plan = settle_lag(plan, setting, staleness)
-        prediction = settle_depth(plan, setting) if devices <= _SMALL else predict(plan, setting)
+        plan = choose_lag(plan, setting, staleness)
+        prediction = choose_depth(plan, setting) if devices <= _SMALL else predict(plan, setting)
         found.append(prediction)
         if not prediction.fits:
             refused.append(_refusal(plan, setting))
@@ -137,7 +137,7 @@ def _lags(plan: Plan, setting: Setting) -> tuple[Prediction, ...]:
     """What each lag would give a layout of several stages."""
     if len(plan.stages) == 1 or plan.mode is Mode.PIPEDREAM:
         return ()
-    return tuple(predict(candidate, setting) for candidate in at_every_lag(replace(plan, mode=Mode.STALE)))
+    return tuple(predict(candidate, setting) for candidate in every_lag(replace(plan, mode=Mode.STALE)))
 
 
 def _refusal(plan: Plan, setting: Setting) -> str:
@@ -183,10 +183,15 @@ def _searched(
                 found = search.best(number)
                 if found is not None and len(found.sizes) > 1:
                     fill = through if mode is Mode.SYNC else 0.0
-                    yield (found.seconds + fill) / batch, as_plan(found, setting, mode, batch, count, staleness)
+                    yield (
+                        (found.seconds + fill) / batch,
+                        plan_of_partition(found, setting, mode, batch, count, staleness),
+                    )
 
 
-def as_plan(found: Found, setting: Setting, mode: Mode, batch: int, microbatches: int, staleness: int | None) -> Plan:
+def plan_of_partition(
+    found: Partition, setting: Setting, mode: Mode, batch: int, microbatches: int, staleness: int | None
+) -> Plan:
     """The plan of a layout."""
     cluster = setting.cluster
     kinds = sorted({machine.kind for machine in cluster.machines})
@@ -205,7 +210,7 @@ def _distinct(plans: Sequence[Plan]) -> list[Plan]:
     return list(kept.values())
 
 
-def settle_lag(plan: Plan, setting: Setting, staleness: int | None = None) -> Plan:
+def choose_lag(plan: Plan, setting: Setting, staleness: int | None = None) -> Plan:
     """The plan at its least lag, unless a lag is asked for."""
     if plan.mode is not Mode.STALE or staleness is not None or len(plan.stages) == 1:
         return plan
@@ -216,7 +221,7 @@ def bubble_in(setting: Setting) -> Callable[[Plan], float]:
     """The share of time that a plan's ranks wait in a setting, found once a plan."""
 
     def bubble(plan: Plan) -> float:
-        deep = holding_batches(plan, setting.software)
+        deep = with_whole_batches(plan, setting.software)
         return steady(deep, ClusterCosts(Estimate(deep, setting))).bubble
 
     return cache(bubble)
@@ -224,12 +229,12 @@ def bubble_in(setting: Setting) -> Callable[[Plan], float]:
 
 def least_lag(plan: Plan, bubble: Callable[[Plan], float]) -> Plan:
     """The smallest lag whose bubble is within two points of the fullest lag's."""
-    *lesser, fullest = at_every_lag(plan)
+    *lesser, fullest = every_lag(plan)
     most = bubble(fullest) + BUBBLE_MARGIN
     return next((candidate for candidate in lesser if bubble(candidate) <= most), fullest)
 
 
-def at_every_lag(plan: Plan) -> list[Plan]:
+def every_lag(plan: Plan) -> list[Plan]:
     """The same layout with no lag, with one update, and so on."""
     count = len(plan.stages)
     versions = [stale_versions(count, lag) for lag in range(count)]
@@ -239,7 +244,7 @@ def at_every_lag(plan: Plan) -> list[Plan]:
     ]
 
 
-def settle_depth(plan: Plan, setting: Setting) -> Prediction:
+def choose_depth(plan: Plan, setting: Setting) -> Prediction:
     """The prediction of a plan at the depth that suits it: the usual one, one less or one more of what can be deeper.
 
     The fastest that fits is taken; a shallower one within half a percent of it holds less and is taken instead.

@@ -10,7 +10,7 @@ from stagewright.cluster.specs import MIB
 from stagewright.cluster.topology import Cluster, Machine
 from stagewright.config.sections import Config
 from stagewright.plan import cost
-from stagewright.plan.estimate import Estimate, Setting, holding_batches
+from stagewright.plan.estimate import Estimate, Setting, with_whole_batches
 from stagewright.plan.memory import Memory
 from stagewright.plan.plan import Plan
 from stagewright.planning.setting import measured_cluster, memory_setting, profile_setting
@@ -64,7 +64,7 @@ class Prediction:
 
 def predict(plan: Plan, setting: Setting) -> Prediction:
     """Simulate a plan in a setting."""
-    plan = holding_batches(plan, setting.software)
+    plan = with_whole_batches(plan, setting.software)
     estimate = Estimate(plan, setting)
     found = steady(plan, ClusterCosts(estimate))
     rate = plan.batch / found.batch_seconds
@@ -134,7 +134,7 @@ def predict_job(config: Config, plan: Plan) -> Prediction | None:
     return predict(plan, setting)
 
 
-def modelled_memory(config: Config, plan: Plan) -> tuple[Memory, ...]:
+def predict_memory(config: Config, plan: Plan) -> tuple[Memory, ...]:
     """What each rank should hold, by part; nothing for a model that is not of the zoo, and would have to be built."""
     if ":" in config.model.name:
         return ()

@@ -51,7 +51,7 @@ def analytic_setting(
 
 
 @dataclass(frozen=True)
-class Study:
+class TracedModel:
     """A model looked at without running it: its chain of units, and each unit for one sample."""
 
     name: str
@@ -61,7 +61,7 @@ class Study:
 
 
 @cache
-def study(name: str, classes: int | None = None, image: int | None = None) -> Study:
+def trace_model(name: str, classes: int | None = None, image: int | None = None) -> TracedModel:
     """Trace a zoo model or a user's own, on tensors without storage."""
     side = image or (ZOO[name].image if name in ZOO else 32)
     sample = (3, side, side)
@@ -69,7 +69,7 @@ def study(name: str, classes: int | None = None, image: int | None = None) -> St
     chain = Chain(module)
     with model_errors(name, sample):
         shapes = trace_shapes(chain, sample)
-    return Study(name, chain, sample, shapes)
+    return TracedModel(name, chain, sample, shapes)
 
 
 def profile_setting(
@@ -129,7 +129,7 @@ def memory_setting(config: Config, plan: Plan) -> Setting:
     count = 1 + max(device.index for device in plan.devices)
     machines = 1 + max(device.machine for device in plan.devices)
     cluster = Cluster((Machine(count, kind),) * machines, "this machine")
-    shapes = study(config.model.name, config.model.classes, config.data.image).shapes
+    shapes = trace_model(config.model.name, config.model.classes, config.data.image).shapes
     return analytic_setting(shipped(), cluster, shapes, software, config.run.precision, optimizer=config.optimizer.name)
 
 
@@ -145,7 +145,7 @@ def planning_setting(config: Config, chain: Chain, placement: Placement) -> Sett
         profile.require(config.model.name, chain.units)
         return profile_setting(profile, None, shipped(), config.run.precision, optimizer=config.optimizer.name)
     try:
-        shapes = study(config.model.name, config.model.classes, config.data.image).shapes
+        shapes = trace_model(config.model.name, config.model.classes, config.data.image).shapes
     except ValueError as error:
         raise Untraceable from error
     software = shipped().system("stagewright")

@@ -31,8 +31,8 @@ from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Plan
 from stagewright.planning.build import (
     Warn,
-    make_plan_for,
-    warn_of_lag,
+    build_plan,
+    warn_about_lag,
     with_agreement,
     with_plan_file,
 )
@@ -126,9 +126,9 @@ def _plan_for(config: Config, chain: Chain, resume: Resume | None, warn: Warn) -
     """The plan that the options describe; on resume, the checkpoint's own where the options have not changed."""
     if resume is not None and keeps_plan(config, resume):
         plan = resume.checkpoint.manifest.plan
-        warn_of_lag(config, plan, warn)  # the learning rate may have changed
+        warn_about_lag(config, plan, warn)  # the learning rate may have changed
         return with_agreement(config, plan)
-    plan = make_plan_for(config, chain, warn)
+    plan = build_plan(config, chain, warn)
     return plan if resume is None else resumed_plan(plan, resume)
 
 

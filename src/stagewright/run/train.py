@@ -26,7 +26,7 @@ from stagewright.errors import Interrupted, RunFailed, first_line
 from stagewright.events import Evaluated, Step
 from stagewright.hardware.environment import read_environment
 from stagewright.plan.plan import Plan
-from stagewright.planning.predict import modelled_memory, predict_job
+from stagewright.planning.predict import predict_job, predict_memory
 from stagewright.report.live.terminal import RunConsole
 from stagewright.report.run import run_page
 from stagewright.run.export import export_states, require_target
@@ -230,7 +230,7 @@ def _write_report(job: Job, warn: Callable[[str], None]) -> None:
 
 def _write_memory(job: Job) -> None:
     """Write the memory that the planner's model predicts per rank, for models whose shapes are known."""
-    memory = modelled_memory(job.config, job.plan)
+    memory = predict_memory(job.config, job.plan)
     if memory:
         parts = {"ranks": [asdict(rank) for rank in memory]}
         (Path(job.folder) / "memory.json").write_text(json.dumps(parts))

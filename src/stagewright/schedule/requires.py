@@ -55,7 +55,7 @@ def _free_buffer(stage: Stage, rank: int, update: int, start: int) -> Iterator[A
 
 def _verdict(plan: Plan, microbatch: int, start: int) -> Iterator[Action]:
     """What settles the loss scale of a batch: the first stage's flag of an earlier one."""
-    batch = microbatch // plan.microbatches - plan.verdict_delay
+    batch = microbatch // plan.microbatches - plan.decision_delay
     if plan.flags and batch * plan.microbatches >= start:
         yield Action(Op.AGREE, plan.stages[0].ranks[0], 0, None, batch)
 

@@ -13,7 +13,7 @@ import torch
 
 from stagewright.cli.main import main
 from stagewright.config.sections import OptimizerConfig, ScheduleConfig
-from stagewright.plan.stability import Motion, stability_remark, stable_limit
+from stagewright.plan.stability import Motion, stability_warning, stable_limit
 from stagewright.runtime.stage.optimizer import Optimizer, Rates
 
 
@@ -31,7 +31,7 @@ def weights_of(motion: Motion, product: float) -> Iterator[float]:
         weight -= gradient + mu * velocity if motion.is_nesterov else velocity
         yield weight
         ahead, left = weight, velocity
-        for _ in range(motion.lag if motion.is_predicted else 0):
+        for _ in range(motion.lag if motion.is_extrapolated else 0):
             left *= mu
             ahead -= mu * left if motion.is_nesterov else left
         seen.append(ahead)
@@ -50,12 +50,12 @@ def settles(motion: Motion, product: float) -> bool:
     "motion",
     [
         *(Motion(0.9, lag) for lag in (0, 1, 3)),
-        *(Motion(0.9, lag, is_predicted=True) for lag in (1, 3)),
+        *(Motion(0.9, lag, is_extrapolated=True) for lag in (1, 3)),
         Motion(0.5, 2),
-        Motion(0.0, 2, is_predicted=True),
+        Motion(0.0, 2, is_extrapolated=True),
         Motion(0.8, 1, is_nesterov=True),
-        *(Motion(0.9, lag, is_predicted=True, is_nesterov=True) for lag in (0, 1, 3, 7)),
-        Motion(0.5, 1, is_predicted=True, is_nesterov=True),
+        *(Motion(0.9, lag, is_extrapolated=True, is_nesterov=True) for lag in (0, 1, 3, 7)),
+        Motion(0.5, 1, is_extrapolated=True, is_nesterov=True),
     ],
     ids=str,
 )
@@ -66,10 +66,10 @@ def test_just_below_the_limit_a_weight_settles_and_just_above_it_does_not(motion
 
 
 @pytest.mark.parametrize("is_nesterov", [False, True])
-@pytest.mark.parametrize("is_predicted", [False, True])
+@pytest.mark.parametrize("is_extrapolated", [False, True])
 @pytest.mark.parametrize("lag", [1, 3])
-def test_training_moves_weights_so(lag: int, is_predicted: bool, is_nesterov: bool) -> None:
-    config = OptimizerConfig(lr=1.0, momentum=0.9, nesterov=is_nesterov, predict=is_predicted)
+def test_training_moves_weights_so(lag: int, is_extrapolated: bool, is_nesterov: bool) -> None:
+    config = OptimizerConfig(lr=1.0, momentum=0.9, nesterov=is_nesterov, predict=is_extrapolated)
     master = torch.ones(1, dtype=torch.float64)
     optimizer = Optimizer(config, master, Rates(1.0, ScheduleConfig(), 20))
     seen = deque([master.clone() for _ in range(lag + 1)])
@@ -79,15 +79,15 @@ def test_training_moves_weights_so(lag: int, is_predicted: bool, is_nesterov: bo
         moved.append(master.item())
         seen.append(torch.empty_like(master))
         optimizer.extrapolate(seen[-1], update + 1, lag)
-    expected = islice(weights_of(Motion(0.9, lag, is_predicted, is_nesterov), 0.1), 20)
+    expected = islice(weights_of(Motion(0.9, lag, is_extrapolated, is_nesterov), 0.1), 20)
     assert moved == pytest.approx(list(expected), rel=1e-9)
 
 
 def test_the_limits_at_the_usual_momentum() -> None:
     assert [round(stable_limit(Motion(0.9, lag)), 3) for lag in (0, 1, 3, 7)] == [3.8, 0.1, 0.035, 0.016]
-    both = [Motion(0.9, lag, is_predicted=True, is_nesterov=True) for lag in (1, 3, 7)]
+    both = [Motion(0.9, lag, is_extrapolated=True, is_nesterov=True) for lag in (1, 3, 7)]
     assert [round(stable_limit(motion), 3) for motion in both] == [0.299, 0.072, 0.024]
-    assert round(stable_limit(Motion(0.5, 1, is_predicted=True, is_nesterov=True)), 3) == 0.539
+    assert round(stable_limit(Motion(0.5, 1, is_extrapolated=True, is_nesterov=True)), 3) == 0.539
 
 
 @pytest.mark.parametrize(
@@ -117,33 +117,33 @@ def test_the_limits_at_the_usual_momentum() -> None:
     ids=["lag 3", "lag 1", "no momentum"],
 )
 def test_a_remark_has_the_limit_and_the_remedies(motion: Motion, rate: float, expected: str) -> None:
-    assert stability_remark(motion, rate) == expected
+    assert stability_warning(motion, rate) == expected
 
 
 @pytest.mark.parametrize("is_nesterov", [False, True])
-@pytest.mark.parametrize("is_predicted", [False, True])
+@pytest.mark.parametrize("is_extrapolated", [False, True])
 @pytest.mark.parametrize("lag", [1, 2, 3, 7])
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.95])
 def test_who_takes_the_advice_is_not_warned_again(
-    momentum: float, lag: int, is_predicted: bool, is_nesterov: bool
+    momentum: float, lag: int, is_extrapolated: bool, is_nesterov: bool
 ) -> None:
-    motion = Motion(momentum, lag, is_predicted, is_nesterov)
-    advice = re.search(r"or --lr (\S+)$|try --lr (\S+)$", stability_remark(motion, 50.0) or "")
+    motion = Motion(momentum, lag, is_extrapolated, is_nesterov)
+    advice = re.search(r"or --lr (\S+)$|try --lr (\S+)$", stability_warning(motion, 50.0) or "")
     if advice is not None:  # half the momentum is offered instead where it bears more
-        assert stability_remark(motion, float(advice[1] or advice[2])) is None
+        assert stability_warning(motion, float(advice[1] or advice[2])) is None
 
 
 def test_a_remark_offers_only_what_can_be_done() -> None:
-    assert "--predict" not in (stability_remark(Motion(0.9, 3, is_predicted=True), 0.4) or "--predict")
-    assert "--momentum" not in (stability_remark(Motion(1.0, 1), 0.1) or "--momentum")  # settles at no rate
-    refused = stability_remark(Motion(0.9, 3), 0.4, takes_staleness=False)
+    assert "--predict" not in (stability_warning(Motion(0.9, 3, is_extrapolated=True), 0.4) or "--predict")
+    assert "--momentum" not in (stability_warning(Motion(1.0, 1), 0.1) or "--momentum")  # settles at no rate
+    refused = stability_warning(Motion(0.9, 3), 0.4, takes_staleness=False)
     assert refused is not None and "--staleness" not in refused and "--predict (up to 0.069), or --momentum" in refused
 
 
 def test_there_is_no_remark_on_a_rate_that_is_borne_or_on_one_that_lag_has_no_part_in() -> None:
-    assert stability_remark(Motion(0.9, 1), 0.09) is None
-    assert stability_remark(Motion(0.9, 0), 3.0) is None
-    assert stability_remark(Motion(0.9, 0), 5.0) is None
+    assert stability_warning(Motion(0.9, 1), 0.09) is None
+    assert stability_warning(Motion(0.9, 0), 3.0) is None
+    assert stability_warning(Motion(0.9, 0), 5.0) is None
 
 
 @pytest.mark.parametrize("given", [("--nesterov",), ("--predict", "--nesterov")])

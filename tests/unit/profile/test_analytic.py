@@ -9,7 +9,7 @@ import pytest
 
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.specs import DeviceSpec, Software
-from stagewright.planning.setting import study
+from stagewright.planning.setting import trace_model
 from stagewright.profile.analytic import analytic_table
 from stagewright.profile.pipedream import read_pipedream
 from stagewright.profile.shapes import Convolution, Kind, Shape
@@ -27,7 +27,7 @@ def test_a_computed_v100_is_close_to_a_measured_one(model: str, samples: int, bo
     measured = read_pipedream(shared_file(f"profiles/pipedream/{model}.txt"), model, samples).tables[0].units
     seconds = sum(max(0.0, unit.forward - SYNC_SECONDS) + unit.backward for unit in measured) - measured[0].forward
     device = replace(shipped().device("v100-sxm2-16"), efficiency={"fp32": 0.85})
-    table = analytic_table(study(model).shapes, device, "fp32", samples, Software("plain", "plain", 1.0))
+    table = analytic_table(trace_model(model).shapes, device, "fp32", samples, Software("plain", "plain", 1.0))
     assert table.seconds - table.units[0].forward == pytest.approx(seconds, rel=bound)
 
 
@@ -104,6 +104,6 @@ def test_the_time_of_units_without_products_is_their_memory_traffic() -> None:
 
 
 def test_half_the_efficiency_takes_twice_as_long() -> None:
-    fast = analytic_table(study("resnet50").shapes, shipped().device("titan-v"), "fp32", 8, Software("a", "a", 1.0))
-    slow = analytic_table(study("resnet50").shapes, shipped().device("titan-v"), "fp32", 8, Software("b", "b", 0.5))
+    fast = analytic_table(trace_model("resnet50").shapes, shipped().device("titan-v"), "fp32", 8, Software("a", "a", 1.0))
+    slow = analytic_table(trace_model("resnet50").shapes, shipped().device("titan-v"), "fp32", 8, Software("b", "b", 0.5))
     assert math.isclose(slow.seconds, 2 * fast.seconds)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stagewright.model.cut import Chain
-from stagewright.planning.setting import study
+from stagewright.planning.setting import trace_model
 from stagewright.profile.shapes import Kind, Shape, trace_shapes
 from tests.models import residual
 
@@ -17,7 +17,7 @@ def by_name(shapes: tuple[Shape, ...]) -> dict[str, Shape]:
 
 
 def test_a_convolution_has_the_operations_and_elements_of_its_geometry() -> None:
-    shape = by_name(study("vgg16").shapes)["features.2"]  # 64 channels to 64, 3x3, on 224x224
+    shape = by_name(trace_model("vgg16").shapes)["features.2"]  # 64 channels to 64, 3x3, on 224x224
     assert shape.kind is Kind.CONVOLUTION
     assert shape.operations == 2 * 224 * 224 * 64 * 64 * 9
     assert (shape.inputs, shape.outputs) == (64 * 224 * 224, 64 * 224 * 224)
@@ -30,22 +30,22 @@ def test_a_convolution_has_the_operations_and_elements_of_its_geometry() -> None
     [("alexnet", 1.428, 61_100_840), ("vgg16", 30.94, 138_357_544), ("resnet50", 8.178, 25_557_032)],
 )
 def test_models_have_their_known_operations_and_parameters(model: str, billions: float, parameters: int) -> None:
-    shapes = study(model).shapes
+    shapes = trace_model(model).shapes
     assert sum(shape.operations for shape in shapes) / 1e9 == pytest.approx(billions, rel=1e-3)
     assert sum(shape.parameters for shape in shapes) == parameters
 
 
 def test_only_the_first_unit_has_no_input_gradient() -> None:
-    shapes = study("vgg16").shapes
+    shapes = trace_model("vgg16").shapes
     assert not shapes[0].input_gradient and all(shape.input_gradient for shape in shapes[1:])
 
 
 def test_both_branches_of_a_residual_block_cross_a_cut_inside_it() -> None:
-    shapes = by_name(study("resnet50").shapes)
+    shapes = by_name(trace_model("resnet50").shapes)
     side, inner, wide = 56 * 56, 64, 256
     assert shapes["layer1.1.conv1"].live == side * inner + side * wide
     assert shapes["layer1.0.relu"].live <= side * (inner + 64)
-    block_end = next(shape for shape in study("resnet50").shapes if shape.name.startswith("add"))
+    block_end = next(shape for shape in trace_model("resnet50").shapes if shape.name.startswith("add"))
     assert block_end.live == side * wide
 
 

@@ -98,7 +98,7 @@ def test_a_rate_that_the_lag_does_not_bear_is_said_when_going_on(half: Path) -> 
 
 def test_what_was_warned_of_is_in_the_log(whole: Result, tmp_path: Path) -> None:
     log = (train(tmp_path, steps=1, clip=1.0).folder / "log.txt").read_text()
-    assert log == "warning: stages lag, so each clips its own gradient norm, not the whole model's\n"
+    assert log == "warning: stages lag, so each stage clips by its own gradient norm, not by the whole model's\n"
     assert (whole.folder / "log.txt").read_text() == ""
 
 

@@ -14,7 +14,7 @@ from stagewright.cluster.topology import Cluster, Device, Level, Machine
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
 from stagewright.plan.search import make_search
-from stagewright.planning.setting import analytic_setting, study
+from stagewright.planning.setting import analytic_setting, trace_model
 from stagewright.planning.simulate import balanced_costs, simulate
 from stagewright.report.live.terminal import plain_table
 
@@ -66,7 +66,7 @@ def _search(model: str, cluster: Cluster, goal: float | None, progress: Progress
     devices = len(cluster.devices)
     progress(f"{model} on {cluster.name}")
     catalogue = shipped()
-    setting = analytic_setting(catalogue, cluster, study(model).shapes, catalogue.system("stagewright"), "fp32")
+    setting = analytic_setting(catalogue, cluster, trace_model(model).shapes, catalogue.system("stagewright"), "fp32")
     setting.tables("v100-sxm2-16", _SAMPLES)
     begun = time.perf_counter()
     found = make_search(setting, Mode.STALE, _SAMPLES * devices, devices).best()

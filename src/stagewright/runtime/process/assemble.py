@@ -103,7 +103,7 @@ def _scaling_options(job: Job) -> ScalingOptions | None:
     config = job.config.run
     if not make_precision(config.precision, config.device).is_scaled:
         return None
-    return ScalingOptions(config.loss_scale, config.growth_interval, job.plan.verdict_delay)
+    return ScalingOptions(config.loss_scale, config.growth_interval, job.plan.decision_delay)
 
 
 def _loaders(job: Job, emit: Emit, device: torch.device) -> tuple[Loader, Loader]:

@@ -7,11 +7,9 @@ import pytest
 from stagewright.cluster.placement import parse_placement
 from stagewright.cluster.specs import DeviceSpec, Software
 from stagewright.cluster.topology import Cluster, Level, Link, Machine
-from stagewright.config.toml import make_config
 from stagewright.plan.estimate import Estimate, Setting
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan
-from stagewright.planning.build import make_plan_for
 from stagewright.planning.simulate import ClusterCosts, StageCosts, balanced_costs, simulate, steady_bubble
 from stagewright.profile.profile import Table, Unit
 from stagewright.schedule.action import Action, Op
@@ -58,48 +56,6 @@ def test_transfers_take_time_on_their_own_lane() -> None:
     ]
 
 
-def test_the_default_lag_is_the_least_that_keeps_the_pipeline_full() -> None:
-    def versions(microbatches: int) -> list[int]:
-        tables = {"plan": {"placement": "0:0.0:1.0:2.0:3", "batch": 64, "microbatches": microbatches}}
-        return [stage.versions for stage in make_plan_for(make_config(tables), None).stages]
-
-    assert versions(64) == [2, 2, 2, 1]  # many microbatches: one update of lag is enough
-    assert max(versions(2)) > 2  # few: it takes more
-
-
-def test_a_pipeline_that_can_not_be_filled_warns() -> None:
-    warnings: list[str] = []
-    tables = {"plan": {"placement": "0:0-2.0:3", "batch": 24, "microbatches": 1}}
-    make_plan_for(make_config(tables), None, warnings.append)
-    (idle,) = (warning for warning in warnings if "would wait" in warning)
-    filling = int(idle.partition("--microbatches ")[2].split()[0])
-    plan = plan_of("0:0-2.0:3", Mode.STALE, filling)
-    assert steady_bubble(plan, balanced_costs(plan)) < 0.05
-    warnings.clear()
-    make_plan_for(make_config(tables | {"run": {"emulate": True}}), None, warnings.append)
-    assert not any("would wait" in warning for warning in warnings)  # ranks of one process take turns
-
-
-@pytest.mark.parametrize(
-    ("plan", "optimizer", "told"),
-    [
-        ({"mode": "stale", "staleness": 1}, {"lr": 0.4}, "lag 1 learning rate x curvature is stable up to 0.1"),
-        ({"mode": "stale", "staleness": 1}, {"lr": 0.4, "predict": True}, "stable up to 0.25"),
-        ({"mode": "stale", "staleness": 1}, {"lr": 0.05}, None),
-        ({"mode": "stale", "staleness": 1}, {"lr": 0.4, "name": "adamw"}, None),
-        ({"mode": "sync"}, {"lr": 0.4}, None),
-        ({"mode": "sync"}, {"predict": True}, "--predict changes nothing: no stage lags"),
-    ],
-)
-def test_a_lag_that_is_too_much_for_the_rate_warns(
-    plan: dict[str, object], optimizer: dict[str, object], told: str | None
-) -> None:
-    warnings: list[str] = []
-    tables = {"plan": {"placement": "0:0.0:1", "batch": 64, "microbatches": 16, **plan}, "optimizer": optimizer}
-    make_plan_for(make_config(tables), None, warnings.append)
-    assert [told in warning for warning in warnings] == [True] if told else warnings == []
-
-
 def test_balanced_costs_give_every_rank_the_same_work() -> None:
     plan = plan_of("0:0-2.0:3", Mode.STALE, 12)
     timeline = simulate(plan, balanced_costs(plan), range(120))
@@ -110,7 +66,7 @@ def test_balanced_costs_give_every_rank_the_same_work() -> None:
 SECOND = 1 << 20  # bytes that a link of the made cluster carries a second
 
 
-def made(software: Software, placement: str, mode: Mode, microbatches: int) -> ClusterCosts:
+def made(software: Software, placement: str, mode: Mode, microbatches: int) -> tuple[Plan, ClusterCosts]:
     """Two units of 1 + 1 and 2 + 2 seconds; a message of 3 seconds one way and 1 the other."""
     units = (
         Unit("a", "made", 1.0, 1.0, 0, 0, 3 * SECOND, 1 * SECOND, 0),
@@ -123,14 +79,14 @@ def made(software: Software, placement: str, mode: Mode, microbatches: int) -> C
         cluster, lambda kind: device, software, "fp32", lambda kind, samples: Table("fp32", samples, units)
     )
     plan = make_plan(parse_placement(placement), batch=microbatches, microbatches=microbatches, mode=mode, cuts=("b",))
-    return ClusterCosts(Estimate(plan, setting))
+    return plan, ClusterCosts(Estimate(plan, setting))
 
 
 PLAIN = Software("plain", "plain", 1.0)
 
 
-def ends(costs: ClusterCosts, microbatches: int) -> dict[str, float]:
-    plan = costs._plan
+def ends(made: tuple[Plan, ClusterCosts], microbatches: int) -> dict[str, float]:
+    plan, costs = made
     return {span.name: span.end for span in simulate(plan, costs, range(microbatches)).spans}
 
 
@@ -144,14 +100,14 @@ def test_senders_that_share_a_receiver_take_turns() -> None:
     assert [found[f"0SA{i}>3"] for i in range(3)] == [4, 7, 10]  # all three are ready after a second
 
 
-def test_both_ways_at_once_do_not_disturb_each_other() -> None:
-    costs = made(PLAIN, "0:0.0:1", Mode.STALE, 2)
+def test_messages_in_both_directions_do_not_delay_each_other() -> None:
+    _, costs = made(PLAIN, "0:0.0:1", Mode.STALE, 2)
     assert set(costs.lanes(Action(Op.SEND_ACT, 0, 0, 0, None, 1))).isdisjoint(
         costs.lanes(Action(Op.SEND_GRAD, 1, 1, 0, None, 0))
     )
 
 
-def test_a_software_that_passes_whole_batches_waits_for_the_last_piece() -> None:
+def test_software_that_passes_whole_batches_waits_for_the_last_microbatch() -> None:
     whole = Software("whole", "whole", 1.0, whole_batches=True)
     found = ends(made(whole, "0:0-2.0:3", Mode.SYNC, 3), 3)
     assert found["1F0@0"] == 10 + 2  # the third message has come

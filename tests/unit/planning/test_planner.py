@@ -15,7 +15,7 @@ from stagewright.plan.make import make_plan, read_plan
 from stagewright.plan.plan import Mode
 from stagewright.planning.planner import choose, explain, microbatch_counts
 from stagewright.planning.predict import predict
-from stagewright.planning.setting import analytic_setting, profile_setting, study
+from stagewright.planning.setting import analytic_setting, profile_setting, trace_model
 from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
 
 
@@ -23,7 +23,7 @@ def setting(model: str, cluster: str, software: str = "stagewright", devices: in
     catalogue = shipped()
     where = catalogue.cluster(cluster)
     where = where.first(devices) if devices else where
-    return analytic_setting(catalogue, where, study(model).shapes, catalogue.system(software), "fp32")
+    return analytic_setting(catalogue, where, trace_model(model).shapes, catalogue.system(software), "fp32")
 
 
 @pytest.mark.parametrize("placement", ["0:0-6.0:7", "0:0-3.0:4-5.0:6-7", "0:0.0:1-2.0:3", "0:0.0:1-7"])

@@ -1,4 +1,4 @@
-"""Devices that are not there, and what goes with them: one line with both numbers and the next step."""
+"""Checks before a run: devices, precisions, memory and evaluations, each error one line with both numbers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.test_cli import fails
 
 from stagewright.cluster.placement import parse_placement
 from stagewright.config.toml import make_config
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
-from stagewright.planning.build import make_plan_for
-from stagewright.run.prepare import memory_advice, require_device_kind, require_devices
+from stagewright.run.prepare import memory_advice, require_device_kind, require_devices, within_memory
 from stagewright.runtime.comm.device import gpu_of
 from stagewright.runtime.comm.nccl import uses_nccl
 from stagewright.runtime.stage.precision import make_precision
@@ -33,7 +33,7 @@ _CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU
         ({"growth_interval": 0}, "--growth-interval is 0; give at least 1"),
     ],
 )
-def test_what_the_machine_lacks_is_one_line(run: dict[str, Any], message: str) -> None:
+def test_options_that_the_machine_lacks_are_one_line(run: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         require_device_kind(make_config({"run": run}))
     assert "\n" not in str(caught.value)
@@ -43,7 +43,7 @@ def test_what_the_machine_lacks_is_one_line(run: dict[str, Any], message: str) -
     ("name", "message"),
     [("fp16", "fp16 needs a GPU, but the device is cpu"), ("tf32", "tf32 needs a GPU"), ("fp8", "unknown precision")],
 )
-def test_precisions_that_a_cpu_lacks(name: str, message: str) -> None:
+def test_refuses_precisions_that_a_cpu_lacks(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_precision(name, "cpu")
 
@@ -57,13 +57,13 @@ def _check(placement: str, gpus: int, monkeypatch: pytest.MonkeyPatch, **run: An
     return warnings
 
 
-def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"device 0:4 but this machine has 4 GPUs \(0-3\); use --share-gpu"):
         _check("0:0-3.0:4", 4, monkeypatch)
     assert _check("0:0-3", 4, monkeypatch) == []
 
 
-def test_ranks_that_share_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_warns_about_ranks_that_share_a_gpu_without_mps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     (warning,) = _check("0:0-6.0:7", 1, monkeypatch, share_gpu=True)
     assert "8 ranks share GPU 0 and CUDA MPS is not running" in warning and "slower" in warning
@@ -82,34 +82,26 @@ def test_nccl_is_for_ranks_with_a_gpu_each() -> None:
     assert not (uses() or uses(device="cuda", share_gpu=True) or uses(device="cuda", backend="gloo"))
 
 
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        ({"mode": "pipedream", "placement": "0:0.0:1"}, "fp16 goes with sync, stale and dp, but the mode is pipedream"),
-        ({"placement": "0:0-3.0:4", "microbatches": 2}, "a microbatch for each of the 4 replicas, but a batch has 2"),
-    ],
-)
-def test_plans_that_fp16_can_not_have(plan: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_plan_for(make_config({"plan": plan, "run": {"precision": "fp16"}}), None)
-
-
-def test_what_stages_tell_each_other_in_fp16() -> None:
-    def told(mode: str, placement: str) -> tuple[bool, bool]:
-        tables = {"plan": {"mode": mode, "placement": placement}, "run": {"precision": "fp16"}}
-        plan = make_plan_for(make_config(tables), None)
-        return plan.agree, plan.flags
-
-    assert told("sync", "0:0.0:1") == (True, False)
-    assert told("stale", "0:0.0:1") == (False, True)
-    assert told("dp", "0:0-1") == (False, False)
-
-
-def test_advice_for_a_full_gpu() -> None:
+def test_advises_microbatches_that_fit_a_full_gpu() -> None:
     config = make_config({"model": {"name": "vgg16"}, "data": {"image": 224}})
     plan = make_plan(parse_placement("0:0"), batch=256, microbatches=1, mode=Mode.DP)
-    fits = {room: memory_advice(config, plan, 0, room * 2**30) for room in (1, 4, 16)}
+    fits = {gib: memory_advice(config, plan, 0, gib * 2**30) for gib in (1, 4, 16)}
     assert fits[1].startswith("no microbatch should fit")
-    sizes = [int(fits[room].partition(":")[0].rpartition(" ")[2]) for room in (4, 16)]
+    sizes = [int(fits[gib].partition(":")[0].rpartition(" ")[2]) for gib in (4, 16)]
     assert sizes[0] < sizes[1] <= 128
     assert fits[4].endswith(f"--microbatches {256 // sizes[0]}")
+
+
+def test_running_out_of_memory_is_one_line() -> None:
+    with (
+        pytest.raises(ValueError, match=r"--image 65536, --batch 8; reduce the largest"),
+        within_memory(image=65536, batch=8),
+    ):
+        torch.empty(2**60, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="another"), within_memory(image=1):
+        raise RuntimeError("another")
+
+
+def test_too_many_evaluations_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("--model", "resnet8", "--emulate", "--batch", "8", "--samples", "16", "--eval-every", "1")
+    assert "give at least 1000" in fails(capsys, "train", *common, "--steps", "1000000000")

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.specs import DeviceSpec, Software
 from stagewright.cluster.topology import Cluster, Level, Link, Machine
-from stagewright.plan.estimate import Estimate, Setting, Sums
+from stagewright.plan.estimate import Estimate, Setting, UnitSums
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
 from stagewright.plan.search import Search, best_cuts, make_search
-from stagewright.plan.search_space import Runs, make_blocks
+from stagewright.plan.search_space import Segments, make_blocks
 from stagewright.plan.stage_costs import pipedream_seconds
 from stagewright.profile.pipedream import read_pipedream
 from stagewright.profile.profile import Table, Unit
@@ -261,7 +261,7 @@ PUBLISHED = {4: (1.19, 1.74, 2.84), 8: (1.16, 1.72, 2.75), 16: (1.23, 1.84, 2.66
 @pytest.mark.parametrize("devices", PUBLISHED)
 def test_under_its_own_formula_no_plan_of_pipedream_is_faster(devices: int) -> None:
     profile = read_pipedream(shared_file("profiles/pipedream/vgg16.txt"), "vgg16", 128)
-    runs = Runs.of([Sums(profile.tables[0])], shipped().system("pipedream"))
+    runs = Segments.of([UnitSums(profile.tables[0])], shipped().system("pipedream"))
     for bandwidth, speedup in zip((12e9, 3.125e9, 1.25e9), PUBLISHED[devices], strict=True):
         blocks = make_blocks(flat(devices, link(bandwidth)), ["made"])
         seconds = pipedream_seconds(runs, blocks.kinds, bandwidth)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from stagewright.cluster.catalog import open_cluster, price_source, read_catalogue, shipped
-from stagewright.cluster.specs import DeviceSpec, calibration_remark
+from stagewright.cluster.specs import DeviceSpec, calibration_note
 from stagewright.cluster.topology import Device
 from stagewright.planning.calibrate import published_runs
 
@@ -226,7 +226,7 @@ def test_a_price_comes_with_its_date() -> None:
 
 def test_devices_that_nobody_measured_are_named() -> None:
     def remark(*names: str, precision: str = "fp16") -> str | None:
-        return calibration_remark([shipped().device(name) for name in names], precision)
+        return calibration_note([shipped().device(name) for name in names], precision)
 
     assert remark("v100-sxm2-16", "h200") is None and remark("h200", "titan-v", precision="fp32") is None
     assert remark("rtx-4090", "a10") == "fp16 speed of a10, rtx-4090: not calibrated by a measurement"
@@ -238,9 +238,9 @@ def test_devices_that_nobody_measured_are_named() -> None:
 
 def test_a_users_own_efficiency_is_believed(tmp_path: Path) -> None:
     catalogue, _ = open_cluster(own(tmp_path, MINE.replace("peak =", "efficiency = { fp32 = 0.7 }\npeak =")))
-    assert calibration_remark([catalogue.device("my-card")], "fp32") is None
+    assert calibration_note([catalogue.device("my-card")], "fp32") is None
     catalogue, _ = open_cluster(own(tmp_path, MINE))
-    assert "my-card" in str(calibration_remark([catalogue.device("my-card")], "fp32"))
+    assert "my-card" in str(calibration_note([catalogue.device("my-card")], "fp32"))
 
 
 def test_a_cluster_can_be_cut_down_to_its_first_devices() -> None:
