@@ -36,3 +36,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if near:
         return f"did you mean '{near[0]}'?"
     return f"known: {', '.join(names[:_MOST_NAMES])}{f', ... ({len(names)} names)' if len(names) > _MOST_NAMES else ''}"
+
+
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """A number with its noun: 1 step, 3 steps, 2 batches (with the plural `es`)."""
+    return f"{number} {noun}{'' if number == 1 else plural}"

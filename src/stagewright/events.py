@@ -1,8 +1,8 @@
 """What happens in a run, as values: records of metrics.jsonl, and moments of monitor.jsonl.
 
 A `Record` is one line of metrics.jsonl; `as_fields` and `as_record` are its only codec. They also read lines of older
-runs: a new field has a default. A `Usage` is one line of monitor.jsonl, with its `GpuUsage` and `RankUsage`. A `Score` is
-written nowhere: those of all replicas add up to an `Evaluated`.
+runs: a new field has a default. A `Usage`, with its `GpuUsage` and `RankUsage`, is one line of monitor.jsonl. A `Score`
+is written nowhere: those of all replicas add up to an `Evaluated`.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def check(opened: Opened, path: Path, *words: str) -> None:
 
 def test_the_demo_s_page_of_two_small_runs(tmp_path: Path, visit: Callable[..., Opened]) -> None:
     short = {"run": {"steps": 3, "emulate": True, "runs": str(tmp_path)}, "data": {"samples": 64}}
-    results = {name: run(make_config(demo._COMMON, {"plan": plan}, short)) for name, plan in demo._PLANS.items()}
+    results = {name: run(make_config(demo.COMMON, {"plan": plan}, short)) for name, plan in demo.PLANS.items()}
     path = demo.write_comparison(results)
     check(visit(path), path)
 

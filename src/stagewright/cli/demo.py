@@ -1,4 +1,4 @@
-"""A first look: a small VGG over 2+1 stale stages, beside the same steps on one process."""
+"""`stagewright demo`: train a small VGG over 2+1 stale stages and on one process, and compare them."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from stagewright.run.train import Result
 from stagewright.run.train import run as train
 
 _STEPS = 100
-_COMMON: dict[str, dict[str, Any]] = {
+COMMON: dict[str, dict[str, Any]] = {
     "model": {"name": "vgg-small"},
     "data": {"source": "synthetic", "samples": 2048},
     "plan": {"batch": 64, "microbatches": 8, "cut": "classifier"},
     "optimizer": {"lr": 0.02},
     "run": {"steps": _STEPS, "log_every": 20, "eval_every": 0},
 }
-_PLANS: dict[str, dict[str, Any]] = {
+PLANS: dict[str, dict[str, Any]] = {
     "2+1 stages, stale": {"placement": "0:0-1.0:2", "mode": "stale", "staleness": 1},
     "one process": {"placement": "0:0", "mode": "dp", "cut": None},
 }
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Train twice, compare, and say where to look."""
+    """Train twice, print both results, and write a page that compares them."""
     console = Console()
-    results = {name: train(make_config(_COMMON, {"plan": plan}), console) for name, plan in _PLANS.items()}
+    results = {name: train(make_config(COMMON, {"plan": plan}), console) for name, plan in PLANS.items()}
     console.print()
     console.print(_table(results))
-    console.print("Weights that lag learn a little later; docs/learning.md has what is left of that in the end.")
+    console.print("Stale weights learn a little more slowly at first; docs/learning.md shows how much of that remains.")
     for name, result in results.items():
         console.print(f"{name}: files in {result.folder}", highlight=False, soft_wrap=True)
     console.print(f"open in a browser: {write_comparison(results)}", highlight=False, soft_wrap=True)
 
 
 def write_comparison(results: dict[str, Result]) -> Path:
-    """One page of all runs, beside their folders."""
+    """Write one page that compares all runs, beside their folders."""
     folders = [result.folder for result in results.values()]
     return write_page(page_of_runs(folders, list(results)), folders[0].parent / "demo.html")[0]
 

@@ -1,4 +1,4 @@
-"""`stagewright train`: train a model over stages. Also reads the options of `schedule` as a configuration."""
+"""`stagewright train`: make a configuration of the options, train it, and print the result."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 
 from stagewright.config.sections import Config
 from stagewright.config.toml import parse_assignment, read_toml, with_new_names
+from stagewright.errors import counted
 from stagewright.report.live.terminal import PipeSafeConsole
-from stagewright.run import train as experiment
 from stagewright.run.folder import is_run
 from stagewright.run.resume import resumed_config
+from stagewright.run.train import run as train
 
 
 def run(parsed: argparse.Namespace) -> None:
+    """Train, then print where the results are."""
     console = PipeSafeConsole(stderr=parsed.json)
-    result = experiment.run(read_config(parsed), console)
+    result = train(read_config(parsed), console)
     if parsed.json:
         print(json.dumps(result.summary))
         return
@@ -25,7 +27,7 @@ def run(parsed: argparse.Namespace) -> None:
         console.print(f"done; metrics and weights are on machine 0, this machine's files in {result.folder}")
         return
     speed = result.summary["images_per_second"]
-    lines = [f"done: {result.summary['batches']} steps" + (f", {speed:.0f} images/s" if speed else "")]
+    lines = [f"done: {counted(result.summary['batches'], 'step')}" + (f", {speed:.0f} images/s" if speed else "")]
     if speed and (predicted := result.summary["predicted_images_per_second"]):
         lines.append(f"predicted: {predicted:.0f} images/s, {predicted / speed - 1:+.1%}")
     if result.exported:
@@ -37,7 +39,7 @@ def run(parsed: argparse.Namespace) -> None:
 
 
 def read_config(parsed: argparse.Namespace) -> Config:
-    """The run to resume, if any, then the file, then --set, then the flags: later ones win."""
+    """The configuration of a command line: the run to resume, then --config, then --set, then flags; later ones win."""
     layers = [_read_file(parsed.config)] if parsed.config else []
     layers += [parse_assignment(text) for text in parsed.set]
     for key, value in vars(parsed).items():

@@ -21,7 +21,7 @@ from torch import Tensor
 from stagewright.config.sections import Config
 from stagewright.data.order import Order
 from stagewright.data.sources import Source
-from stagewright.errors import first_line
+from stagewright.errors import counted, first_line
 from stagewright.model.cut import Chain, Piece
 from stagewright.model.load import build_model
 from stagewright.model.probe import Probe, probe
@@ -273,7 +273,7 @@ def require_devices(config: Config, plan: Plan, warn: Callable[[str], None]) -> 
     beyond = [device for device in here if device.index >= gpus]
     if beyond and not run.share_gpu:
         raise ValueError(
-            f"placement names device {beyond[0]} but this machine has {gpus} GPU{'s' if gpus > 1 else ''} "
+            f"placement names device {beyond[0]} but this machine has {counted(gpus, 'GPU')} "
             f"(0-{gpus - 1}); use --share-gpu to put several ranks on one"
         )
     ranks = Counter(gpu_of(device.index, gpus, share=run.share_gpu) for device in here)

@@ -22,7 +22,7 @@ from torch import Tensor
 from stagewright.cluster.placement import format_devices
 from stagewright.config.sections import Config
 from stagewright.config.toml import as_toml
-from stagewright.errors import Interrupted, RunFailed, first_line
+from stagewright.errors import Interrupted, RunFailed, counted, first_line
 from stagewright.events import Evaluated, Step
 from stagewright.hardware.environment import read_environment
 from stagewright.plan.plan import Plan
@@ -209,10 +209,10 @@ def _headline(job: Job) -> str:
         first = f" from {plan.cuts[stage.index - 1]}" if stage.index else ""
         lag = f", lag {stage.versions - 1}" if stage.versions > 1 else ""
         parts.append(f"stage {stage.index} on {format_devices(devices)}{first}{lag}")
-    pieces = "1 microbatch" if plan.microbatches == 1 else f"{plan.microbatches} microbatches"
+    microbatches, steps = counted(plan.microbatches, "microbatch", "es"), counted(job.batches, "step")
     return (
         f"{job.config.model.name}, mode {plan.mode}: {'; '.join(parts)}\n"
-        f"batch {plan.batch} in {pieces}, {job.batches} steps, files in {job.folder}"
+        f"batch {plan.batch} in {microbatches}, {steps}, files in {job.folder}"
     )
 
 

@@ -124,7 +124,7 @@ def test_a_truncated_tensors_file_is_one_line(tmp_path: Path, capsys: pytest.Cap
     path = tmp_path / "data.safetensors"
     save_file({"images": torch.zeros(8, 3, 32, 32), "labels": torch.zeros(8).long()}, path)
     path.write_bytes(path.read_bytes()[:-100])
-    assert "not a complete safetensors file" in fails(capsys, "train", "--steps", "1", "--data", f"tensors:{path}")
+    assert str(path) in fails(capsys, "train", "--steps", "1", "--data", f"tensors:{path}")
 
 
 def test_a_loss_that_is_not_finite_names_stage_batch_and_remedy(
