@@ -35,7 +35,7 @@ soak: $(READY)
 	STAGEWRIGHT_READER_FUZZ=8000 $(BIN)/python -m pytest -s tests/unit/test_fuzz_readers.py
 	STAGEWRIGHT_SOAK=1 $(BIN)/python -m pytest -s tests/distributed/test_machines.py tests/distributed/test_slow_link.py \
 		tests/distributed/test_planning.py tests/distributed/test_command.py tests/distributed/test_data.py \
-		tests/browser/test_demo_page.py tests/unit/bench/test_learning_bench.py
+		tests/browser/test_demo_page.py tests/unit/bench/learning/test_study.py
 
 # Every command of README and docs that takes too long for every day.
 nightly: $(READY) demo

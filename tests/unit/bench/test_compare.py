@@ -52,18 +52,18 @@ def compared(capsys: pytest.CaptureFixture[str], first: Path, second: Path) -> A
     return json.loads(capsys.readouterr().out)
 
 
-def test_runs_of_the_same_speed_do_not_differ(make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_equal_speed_do_not_differ_significantly(make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
     found = compared(capsys, make_run("a", 500.0, seed=1), make_run("b", 500.0, seed=2))
     (pair,) = found["pairs"]
     assert found["is_comparable"] and not pair["is_significant"]
     assert pair["verdict"].startswith("no significant difference")
     assert pair["first"]["value"] == pytest.approx(500, rel=0.02)
-    assert pair["first"]["low"] > 490, "the slow batches of the start are no part of it"
+    assert pair["first"]["low"] > 490, "the slow batches at the start do not count"
     assert "losses of all 60 common batches are bit-for-bit equal" in found["notes"]
     assert "top-1 after batch 60: A 50.00%, B 50.00%" in found["notes"]
 
 
-def test_a_run_that_is_faster_is_told_by_how_much(make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_faster_run_differs_significantly(make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
     found = compared(capsys, make_run("a", 500.0, seed=1), make_run("b", 600.0, seed=2, mode="stale", loss=0.1))
     (pair,) = found["pairs"]
     assert pair["is_significant"] and pair["verdict"].startswith("B is faster: 1.2")
@@ -82,7 +82,7 @@ def test_a_run_that_is_faster_is_told_by_how_much(make_run: Make, capsys: pytest
     ],
     ids=lambda value: str(value),
 )
-def test_runs_of_other_work_are_not_comparable(
+def test_runs_of_different_work_are_not_comparable(
     change: dict[str, Any], reason: str, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = make_run("a", 500.0), make_run("b", 900.0, **change)
@@ -93,7 +93,7 @@ def test_runs_of_other_work_are_not_comparable(
     assert max(map(len, printed.splitlines())) <= 80
 
 
-def test_emulated_runs_are_compared_by_what_they_learnt(make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_emulated_runs_are_compared_by_losses_only(make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = make_run("a", 500.0, steps=4, emulate=True), make_run("b", 900.0, loss=0.1, emulate=True)
     main(["compare", str(first), str(second)])
     printed = capsys.readouterr().out
@@ -120,7 +120,7 @@ def outcome(*rows: Row, cpu: str = "EPYC", suite: str = "quick") -> Outcome:
 QUIET = [100.0, 101.0, 99.0, 100.5, 99.5, 100.2, 99.8]
 
 
-def test_benches_are_compared_configuration_by_configuration() -> None:
+def test_benches_are_compared_per_configuration() -> None:
     faster = [rate * 1.3 for rate in QUIET]
     first = outcome(row("dp", QUIET), row("stale", QUIET), row("gone", QUIET))
     second = outcome(row("dp", QUIET[::-1]), row("stale", faster))
@@ -130,7 +130,7 @@ def test_benches_are_compared_configuration_by_configuration() -> None:
     assert found.notes == ("only in one of them: gone, synthetic",)
 
 
-def test_benches_of_other_machines_or_work_say_so() -> None:
+def test_benches_of_different_machines_or_work_are_not_comparable() -> None:
     first, second = outcome(row("dp", QUIET)), outcome(row("dp", QUIET, batch=32), cpu="Xeon")
     reasons = compare_benches("a", "b", first, second).reasons
     assert reasons == ("VGG, dp, synthetic: different batch: 64 and 32", "different processor: EPYC and Xeon")
@@ -150,7 +150,9 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return error
 
 
-def test_what_can_not_be_read_is_one_line(make_run: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_folders_are_reported_in_one_line(
+    make_run: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make_run("a", 500.0)
     assert "no run folder" in fails(capsys, str(run), str(tmp_path / "nowhere"))
     empty = make_run("empty", 500.0, steps=0)

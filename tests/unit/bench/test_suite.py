@@ -1,76 +1,87 @@
-"""The bench command end to end, with settings too small to mean anything: what it reports, never how fast."""
+"""Suite files: the shipped ones are sound, and errors in others are reported in one line."""
 
 from __future__ import annotations
 
-import json
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from stagewright.bench.peers.cases import SUITES
-from stagewright.bench.peers.launch import Segment, open_ranks
-from stagewright.bench.peers.run import PeerOutcome, make_series, show_machine, show_workload
-from stagewright.cli.bench import Request, run_bench
+from stagewright.bench.suite import SuiteOptions, configurations_of, read_suite, shipped_names
+from stagewright.cluster.topology import Cluster, Machine
+from stagewright.planning.calibrate import published_runs
+from tests.unit.cli.test_bench import fails
+
+HEAD = 'title = "t"\n[[group]]\nname = "g"\n'
 
 
-def test_overhead_runs_both_sides_on_the_same_work(capfd: pytest.CaptureFixture[str]) -> None:
-    run_bench(Request("overhead", repeats=2, steps=1, as_json=True))
-    result = json.loads(capfd.readouterr().out)
-    assert result.keys() == {"suite", "measure", "contests", "machine", "others", "date", "command"}
-    assert result["command"] == "stagewright bench overhead --repeats 2 --steps 1"
-    (contest,) = result["contests"]
-    assert contest["ours"]["side"] == "sync" and contest["theirs"]["side"] == "torch 1F1B"
-    for side in (contest["ours"], contest["theirs"]):
-        assert len(side["values"]) == 2 and min(side["values"]) > 0
-    assert contest["interval"][0] <= contest["ratio"] <= contest["interval"][1]
-    assert contest["ours"]["losses"] == pytest.approx(contest["theirs"]["losses"], rel=1e-5)
+def test_ships_four_suites() -> None:
+    assert set(shipped_names()) == {"quick", "stages", "scaling", "homelab"}
+    assert read_suite("stages").repeats == read_suite("scaling").repeats == 7
 
 
-def test_a_rank_that_fails_is_one_line(tmp_path: Path) -> None:
-    side = SUITES["overhead"].cases[0].sides[0]
-    with ExitStack() as stack, pytest.raises(ValueError, match=r"^sync rank \d ended with code 1: FileNotFound.*$"):
-        open_ranks(stack, {side: tmp_path / "no.json"}, tmp_path, 2)
-
-
-@pytest.mark.parametrize("name", sorted(SUITES))
-def test_a_table_fits_80_columns(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from rich.console import Console
-
-    monkeypatch.setenv("COLUMNS", "80")
-    suite = SUITES[name]
-    segments = [Segment(1.0, 2.0, 0.0), Segment(1.5, 2.0, 1.5)]
-    outcomes = [
-        PeerOutcome(
-            pairing,
-            case.workload,
-            make_series(pairing.ours, suite.measure, case.workload, case.steps, segments),
-            make_series(pairing.theirs, suite.measure, case.workload, case.steps, segments),
+def test_stages_has_every_published_configuration() -> None:
+    """Every published placement, shares and batch of one server or two is a configuration of the suite."""
+    ours = set()
+    for configuration in configurations_of(read_suite("stages"), SuiteOptions(1, 1, simulate=True)):
+        config = configuration.resolve(Cluster((Machine(8),) * 2, "two servers"))
+        shares = config.plan.shares if config.plan.mode != "dp" else None
+        ours.add(
+            (
+                config.model.name,
+                configuration.group.cluster,
+                config.plan.mode,
+                config.plan.batch,
+                shares,
+                configuration.data,
+            )
         )
-        for case in suite.cases
-        for pairing in case.pairings
-    ]
-    for case in suite.cases:
-        show_workload(Console(), suite, [outcome for outcome in outcomes if outcome.workload == case.workload])
-    show_machine(Console(), outcomes, f"stagewright bench {name}")
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= 80
-    for outcome in outcomes:
-        assert f"{outcome.ours.side} / {outcome.theirs.side}" in printed
-    assert "1.00 - 1.00" in printed and "torch" in printed and f"stagewright bench {name}" in printed
+    for run in published_runs():
+        if run.cluster in ("titan-v-8", "titan-v-16") and run.software == "oneflow":
+            data = "real" if run.data == "imagenet" else "synthetic"
+            assert (run.model, run.cluster, run.mode, run.global_batch, run.shares, data) in ours, str(run)
+
+
+def test_stages_has_every_mode_for_every_model() -> None:
+    for group in read_suite("stages").group:
+        modes = [(t.options["plan"]["mode"], t.options.get("run", {}).get("dynamic", False)) for t in group.trial]
+        assert modes == [("dp", False), ("sync", False), ("stale", False), ("stale", True), ("pipedream", False)]
+
+
+def test_devices_and_batch_a_device_become_placement_and_batch() -> None:
+    (fp16, fp32) = configurations_of(read_suite("homelab"), SuiteOptions(1, 1))
+    config = fp16.resolve(Cluster((Machine(4),), "box"))
+    assert (config.plan.placement, config.plan.batch, config.run.precision) == ("0:0-3", 1800, "fp16")
+    assert fp32.resolve(Cluster((Machine(4),), "box")).plan.batch == 1000 and fp32.is_baseline
+    scaling = {
+        configuration.trial.name: configuration
+        for configuration in configurations_of(read_suite("scaling"), SuiteOptions(1, 1))
+    }
+    across = scaling["16 ranks"].resolve(Cluster((Machine(8),) * 4, "four"))
+    assert across.plan.placement == "0:0-7,1:0-7" and across.plan.batch == 4096
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("content", "words"),
     [
-        ({"suite": "zzz"}, "unknown suite 'zzz'.*; known: homelab, quick"),
-        ({"suite": "peers", "repeats": 0}, "--repeats is 0"),
-        ({"suite": "peers", "steps": -1}, "--steps is -1"),
+        ("[", ["not TOML"]),
+        ('title = "t"', ["group", "field required"]),
+        ('title = "t"\ngroup = []', ["0 groups"]),
+        (HEAD + "trial = []", ["0 trials"]),
+        (HEAD + 'trial = [{ name = "a" }, { name = "a" }]', ["2 trials but 1 names"]),
+        (HEAD + 'trial = [{ name = "a" }]\nbaseline = "b"', ["baseline 'b'", "only trials a"]),
+        (HEAD + 'trial = [{ name = "a", repeats = 3 }]', ["group.0.trial.0.repeats", "unknown key"]),
+        (HEAD + 'trial = [{ name = "a", devices = 0 }]', ["devices is 0", "at least 1"]),
+        (HEAD + 'trial = [{ name = "a", options = { plan = { bath = 8 } } }]', ["plan.bath", "did you mean 'batch'"]),
+        (HEAD + 'trial = [{ name = "a", options = { plan = { batch = "x" } } }]', ["plan.batch", "'x'"]),
+        ("repeats = 0\n" + HEAD + 'trial = [{ name = "a" }]', ["repeats is 0"]),
+        (HEAD + 'data = ["fake"]\ntrial = [{ name = "a" }]', ["group.0.data.0", "'fake'"]),
     ],
 )
-def test_bad_options_are_one_line(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        run_bench(Request(**options))  # type: ignore[arg-type]
-    assert "\n" not in str(caught.value)
+def test_a_bad_suite_is_reported_in_one_line(
+    content: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(content)
+    line = fails(capsys, str(path), "--runs", str(tmp_path / "runs"))
+    assert all(word in line for word in words), line
+    assert not (tmp_path / "runs").exists()

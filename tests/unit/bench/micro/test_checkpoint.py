@@ -11,7 +11,7 @@ from stagewright.bench.micro import checkpoint
 from stagewright.cli.bench import Request, run_bench
 
 
-def test_both_sides_are_timed_and_the_size_is_told(
+def test_reports_times_of_both_sides_and_sizes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(checkpoint, "REPEATS", 2)

@@ -1,4 +1,4 @@
-"""What tells of a machine, its user or its network goes; figures, versions and placements stay."""
+"""Anonymised texts lose names, paths and addresses, and keep numbers, versions and placements."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.bench import result as anonymise
+from stagewright.bench import result
 from stagewright.bench.result import cleaned, make_cleaner
 
 
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    monkeypatch.setattr(anonymise.socket, "gethostname", lambda: "atlas.lab.example")
-    monkeypatch.setattr(anonymise.socket, "getfqdn", lambda: "atlas.lab.example")
-    monkeypatch.setattr(anonymise.getpass, "getuser", lambda: "alice")
+    monkeypatch.setattr(result.socket, "gethostname", lambda: "atlas.lab.example")
+    monkeypatch.setattr(result.socket, "getfqdn", lambda: "atlas.lab.example")
+    monkeypatch.setattr(result.getpass, "getuser", lambda: "alice")
     monkeypatch.setattr(Path, "home", lambda: Path("/home/alice"))
     return make_cleaner()
 
@@ -38,7 +38,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
         ("GPU-8f0d3b1e-1234-abcd-9876-0123456789ab", "<uuid>"),
     ],
 )
-def test_names_paths_and_addresses_go(text: str, expected: str, clean: Callable[[str], str]) -> None:
+def test_removes_names_paths_and_addresses(text: str, expected: str, clean: Callable[[str], str]) -> None:
     assert clean(text) == expected
 
 
@@ -55,9 +55,9 @@ def test_names_paths_and_addresses_go(text: str, expected: str, clean: Callable[
         "epoch 1  step 10/16  loss 2.3111",
     ],
 )
-def test_everything_else_stays(text: str, clean: Callable[[str], str]) -> None:
+def test_keeps_everything_else(text: str, clean: Callable[[str], str]) -> None:
     assert clean(text) == text
 
 
-def test_nested_values_are_cleaned_with_their_keys(clean: Callable[[str], str]) -> None:
+def test_cleans_nested_values_and_their_keys(clean: Callable[[str], str]) -> None:
     assert cleaned({"atlas": ["alice", 3, None, ("/a/b",)]}, clean) == {"<name>": ["<name>", 3, None, ["<path>"]]}

@@ -1,0 +1,201 @@
+"""Runs of a study as commands: how many at the same time, which are reused, and what counts as diverged."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from stagewright.bench.learning import runs
+from stagewright.bench.learning.findings import Study
+from stagewright.bench.learning.pages import describe_study, study_page
+from stagewright.bench.learning.runs import TrainedRun, earlier_runs, train_runs
+from stagewright.bench.learning.trials import StudyOptions, TrialRun, open_study, trial_runs_of
+from stagewright.bench.result import make_cleaner
+from stagewright.report.markdown import as_markdown
+from tests.unit.bench.learning.made import findings, trained
+
+
+class FakeCommand:
+    """A stand-in for a training command that ends when it is polled a second time."""
+
+    alive: ClassVar[list[FakeCommand]] = []
+    most: ClassVar[int] = 0
+    ended: ClassVar[list[str]] = []
+    error: ClassVar[str] = ""  # of those whose seed is 1
+    stubborn: ClassVar[bool] = False
+
+    def __init__(self, words: list[str], stdout: Any, stderr: Any, env: dict[str, str]) -> None:
+        settings = Path(words[words.index("--config") + 1])
+        self.looks = 0
+        self.is_faulty = bool(self.error) and "seed = 1" in settings.read_text()
+        folder = settings.parent / "runs" / "one"
+        folder.mkdir(parents=True)
+        steps = [{"batch": batch, "epoch": batch // 3} for batch in range(6)]
+        (folder / "metrics.jsonl").write_text(
+            "\n".join(json.dumps(line) for line in [*steps, {"batch": 6, "top1": 0.5}]) + '\n{"batch": 7, "to'
+        )
+        stdout.write(json.dumps({"images_per_second": 12.5}))
+        stderr.write(f"a warning\nstagewright: {self.error if self.is_faulty else 'fine'}\n")
+        FakeCommand.alive.append(self)
+        FakeCommand.most = max(FakeCommand.most, len(FakeCommand.alive))
+
+    def poll(self) -> int | None:
+        self.looks += 1
+        return self.wait() if self.looks > 1 else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.stubborn and timeout is not None:
+            raise runs.subprocess.TimeoutExpired("train", timeout)
+        if self in FakeCommand.alive:
+            FakeCommand.alive.remove(self)
+        return 2 if self.is_faulty else 0
+
+    def terminate(self) -> None:
+        FakeCommand.ended.append("asked")
+
+    def kill(self) -> None:
+        FakeCommand.ended.append("killed")
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> type[FakeCommand]:
+    monkeypatch.setattr(runs.subprocess, "Popen", FakeCommand)
+    monkeypatch.setattr(runs, "POLL_SECONDS", 0.0)
+    for name, value in (("alive", []), ("most", 0), ("ended", []), ("error", ""), ("stubborn", False)):
+        monkeypatch.setattr(FakeCommand, name, value)
+    return FakeCommand
+
+
+def trial_runs(seeds: int = 2, **changes: Any) -> list[TrialRun]:
+    options = StudyOptions(data="synthetic", seeds=seeds, only="ResNet-18, 4", **changes)
+    return trial_runs_of(options, open_study(options))
+
+
+def trained_from(asked: list[TrialRun], jobs: int, folder: Path, known: list[TrainedRun]) -> list[list[TrainedRun]]:
+    calls: list[list[TrainedRun]] = []
+    train_runs(asked, jobs, folder, lambda text: None, lambda found: calls.append(list(found)), known)
+    return calls
+
+
+def test_trains_every_run_with_at_most_jobs_at_the_same_time(command: type[FakeCommand], tmp_path: Path) -> None:
+    asked = trial_runs()
+    calls = trained_from(asked, 4, tmp_path, [])
+    assert command.most == 4 and not command.ended
+    assert [len(found) for found in calls] == list(range(1, len(asked) + 1))
+    assert {(run.key, run.seed) for run in calls[-1]} == {(trial_run.key, trial_run.seed) for trial_run in asked}
+    assert all(run.scores == ((6, 0.5),) and run.per_epoch == 3 and run.rate is None for run in calls[-1])
+    assert {run.settings for run in calls[-1]} == {trial_run.settings for trial_run in asked}
+
+
+def test_does_not_train_known_runs(command: type[FakeCommand], tmp_path: Path) -> None:
+    asked = trial_runs()
+    known = [TrainedRun(*trial_run.key, trial_run.seed, (), 3, settings=trial_run.settings) for trial_run in asked[:-1]]
+    calls = trained_from(asked, 4, tmp_path, known)
+    assert command.most == 1 and [len(found) for found in calls] == [len(asked) - 1, len(asked)]
+    assert (
+        len(trained_from(asked, 4, tmp_path / "none", [*known, *calls[-1][-1:]])) == 1
+    )  # called once, although none runs
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "the loss of batch 14 is nan (stage 1)",
+        "the loss of batch 3 is -inf; x",
+        "gradients overflow fp16 at any loss scale (batch 9)",
+    ],
+)
+def test_a_diverged_run_is_a_result(error: str, command: type[FakeCommand], tmp_path: Path) -> None:
+    command.error = error
+    calls = trained_from(trial_runs(), 8, tmp_path, [])[-1]
+    assert {bool(run.diverged) for run in calls if run.seed == 1} == {True} and calls[0].diverged == ""
+    assert error.startswith(next(run.diverged for run in calls if run.diverged))
+
+
+@pytest.mark.parametrize(("stubborn", "ended"), [(False, {"asked"}), (True, {"asked", "killed"})])
+def test_any_other_failure_ends_all_runs(
+    stubborn: bool, ended: set[str], command: type[FakeCommand], tmp_path: Path
+) -> None:
+    command.error = "no such file"
+    command.stubborn = stubborn
+    with pytest.raises(ValueError, match=r"seed 1: no such file; its files are .*logs.zip:3"):
+        trained_from(trial_runs(seeds=3), 5, tmp_path, [])
+    assert set(command.ended) == ended
+
+
+def test_batches_per_epoch_are_those_of_the_first_epoch(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    file = tmp_path / "runs" / "x" / "metrics.jsonl"
+    for steps, per_epoch in ((2, 2), (5, 5), (8, 5)):
+        file.write_text("".join(json.dumps({"batch": b, "epoch": b // 5}) + "\n" for b in range(steps)))
+        assert runs.batches_per_epoch(tmp_path) == per_epoch
+
+
+def write_study(folder: Path, runs: list[TrainedRun]) -> str:
+    study = Study("Lag", "2026-01-01", "stagewright", {"GPU": folder.name}, tuple(findings(*runs)), {})
+    folder.mkdir()
+    (folder / "learning.json").write_text(json.dumps(describe_study(study)))
+    return str(folder)
+
+
+def test_reuses_runs_with_equal_settings_under_their_new_names(tmp_path: Path) -> None:
+    options = StudyOptions(data="tensors:a", val="tensors:b", seeds=2, only="ResNet-18")
+    trial_runs = trial_runs_of(options, open_study(options))
+    first, second = trial_runs[1], trial_runs[-1]
+    runs = [
+        replace(trained("other", first.seed, 0.5, 0.75), settings=first.settings.replace("cutout = 0\n", "")),  # older
+        replace(trained("other", second.seed, 0.5, diverged="nan"), settings=second.settings),
+        replace(trained("other", 7, 0.9), settings="of nobody"),
+    ]
+    a, b = write_study(tmp_path / "a", runs[:1]), write_study(tmp_path / "b", runs[1:])
+    earlier = earlier_runs([a, b], trial_runs)
+    known = earlier.runs
+    assert earlier.machines == {a: {"GPU": "a"}, b: {"GPU": "b"}}
+    assert [(run.key, run.seed, run.origin) for run in known] == [
+        (first.key, first.seed, a),
+        (second.key, second.seed, b),
+    ]
+    assert known[0].scores == runs[0].scores and known[1].diverged == "nan"
+    assert [run.settings for run in known] == [first.settings, second.settings]
+    study = Study("Lag", "2026-01-01", "stagewright", {}, tuple(findings(*(replace(r, group="R") for r in known))), {})
+    text = as_markdown(study_page(replace(study, elsewhere={"x": {"GPU": "one"}, "y": {"GPU": "one"}})))
+    assert (
+        "Environment of reused runs" in text and "Runs of x, y." in text and "## Environment\n" not in text
+    )  # nothing ran here
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "learning.json").write_text(
+        json.dumps(describe_study(replace(study, elsewhere=earlier.machines)))
+    )
+    assert earlier_runs([str(tmp_path / "c")], trial_runs).machines == earlier.machines  # at second hand
+    waiting = [trial_run for trial_run in trial_runs if trial_run.settings not in {run.settings for run in known}]
+    assert len(waiting) == len(trial_runs) - 2
+
+
+def test_refuses_to_reuse_a_study_without_equal_settings(tmp_path: Path) -> None:
+    options = StudyOptions(data="tensors:a", val="tensors:b", seeds=1, only="ResNet-18")
+    trial_runs = trial_runs_of(options, open_study(options))
+    settings = trial_runs[0].settings.replace("epochs = 60", "epochs = 40")
+    runs = [replace(trained(trial_runs[0].key[1], 0, 0.5), group="ResNet-18", settings=settings)]
+    tables = {"machine": {}, "elsewhere": {}, "findings": [{"learnt": [asdict(run) for run in runs]}]}
+    (tmp_path / "learning.json").write_text(json.dumps(tables))
+    with pytest.raises(
+        ValueError, match=r"none of its 1 runs .* of the 6 asked for \(first: run.epochs is 40 there, 60 here\)"
+    ):
+        earlier_runs([str(tmp_path)], trial_runs)
+    anonymous = replace(
+        runs[0], settings=make_cleaner()(trial_runs[0].settings.replace("tensors:a", "tensors:/home/me/a"))
+    )
+    (tmp_path / "learning.json").write_text(
+        json.dumps(
+            {"machine": {}, "findings": [{"learnt": [asdict(anonymous), asdict(replace(runs[0], settings="?"))]}]}
+        )
+    )
+    with pytest.raises(ValueError, match="none of its 2 runs"):
+        earlier_runs([str(tmp_path)], trial_runs)
+    (tmp_path / "learning.json").write_text("[1]")
+    with pytest.raises(ValueError, match="was not written by bench learning"):
+        earlier_runs([str(tmp_path)], trial_runs)
