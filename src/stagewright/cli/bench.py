@@ -55,7 +55,6 @@ _LEARNING_OPTIONS = (
     *("val", "study", "seeds", "jobs", "target", "real", "reuse"),
 )
 _SEEDS = 3
-_DATA_REPEATS, _IMAGES, _THREADS = 30, 64, 2  # of `bench data`
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +145,7 @@ def run_bench(request: Request) -> None:
         _run_part(request)
     elif request.suite == "data":
         _refuse_unused(request, ("repeats",))
-        data.run(
-            repeats=request.repeats or _DATA_REPEATS, images=_IMAGES, most_threads=_THREADS, as_json=request.as_json
-        )
+        data.run(repeats=request.repeats, as_json=request.as_json)
     elif request.suite in SUITES:
         _refuse_unused(request, _PEER_OPTIONS)
         _run_peers(request)

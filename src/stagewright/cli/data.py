@@ -1,4 +1,4 @@
-"""`stagewright data`: look at a data set, index it, write it in another format, measure how fast it loads."""
+"""`stagewright data`: inspect, index and convert a data set, and measure how fast data sets load."""
 
 from __future__ import annotations
 
@@ -9,34 +9,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stagewright.bench.micro.data import run
+from stagewright.bench.micro import data
 from stagewright.data.convert import convert
 from stagewright.data.datasets import Kind, open_records
 from stagewright.data.sources import ImageOptions, with_transforms
-from stagewright.data.survey import draw_sheet, survey
+from stagewright.data.survey import Survey, draw_sheet, survey
 
-if TYPE_CHECKING:
-    from stagewright.data.survey import Survey
-
-
-_MOST_SHOWN = 20
-_MOST_SIDE = 2048  # of a sheet's samples
+_MOST_SHOWN = 20  # classes, bad records
+_MOST_SIDE = 2048  # pixels of a sample on a sheet
 
 
 def run_inspect(parsed: argparse.Namespace) -> None:
     if parsed.most < 0:
-        raise ValueError(f"--most is {parsed.most}; give the records to decode, or 0 for all")
+        raise ValueError(f"--most is {parsed.most}; give the number of records to decode, or 0 for all")
     if parsed.image > _MOST_SIDE:
-        raise ValueError(f"--image is {parsed.image}; a sheet has samples of at most {_MOST_SIDE} pixels a side")
-    with _progress("indexing") as tell:
-        records = open_records(parsed.path, parsed.class_names, progress=tell)
-    with _progress("decoding") as tell:
-        found = survey(records, parsed.most, tell)
+        raise ValueError(f"--image is {parsed.image}; give at most {_MOST_SIDE} pixels")
+    with _progress("indexing") as update:
+        records = open_records(parsed.path, parsed.class_names, progress=update)
+    with _progress("decoding") as update:
+        found = survey(records, parsed.most, update)
     side = parsed.image or (32 if 0 < found.heights.high <= 64 else 224)
     source = with_transforms(records, side, ImageOptions(parsed.crop, jitter=parsed.jitter, cutout=parsed.cutout))
     if len(found.bad) < found.looked_at:
@@ -55,11 +50,11 @@ def _show(console: Console, found: Survey, sheet: str) -> None:
         f"height         {found.heights}",
         f"width          {found.widths}",
     ]
-    lines += [] if found.looked_at == found.records else ["of those, in each class:"]
+    lines += [] if found.looked_at == found.records else ["of these, per class:"]
     for label, count in list(enumerate(found.per_class))[:_MOST_SHOWN]:
         lines.append(f"class {label:4} {count:8}  {found.class_names[label] if label < len(found.class_names) else ''}")
     if found.classes > _MOST_SHOWN:
-        lines.append(f"... and {found.classes - _MOST_SHOWN} more classes; --json has them all")
+        lines.append(f"... and {found.classes - _MOST_SHOWN} more classes; --json lists all")
     lines.append(f"bad records: {len(found.bad)}")
     lines += [f"  {bad.index}: {bad.reason}" for bad in found.bad[:_MOST_SHOWN]]
     lines += [f"fingerprint: {found.fingerprint}", f"samples after augmentation: {sheet}"]
@@ -68,8 +63,8 @@ def _show(console: Console, found: Survey, sheet: str) -> None:
 
 def run_index(parsed: argparse.Namespace) -> None:
     began = time.perf_counter()
-    with _progress("indexing") as tell:
-        records = open_records(parsed.path, parsed.class_names, progress=tell)
+    with _progress("indexing") as update:
+        records = open_records(parsed.path, parsed.class_names, progress=update)
     seconds = time.perf_counter() - began
     if parsed.json:
         about = {"records": len(records), "classes": records.classes, "fingerprint": records.fingerprint}
@@ -82,10 +77,10 @@ def run_convert(parsed: argparse.Namespace) -> None:
     kind, _, where = parsed.target.partition(":")
     if kind not in set(Kind) or not where:
         raise ValueError(f"target '{parsed.target}' is not one of folder:DIR, tar:DIR, ofrecord:DIR")
-    with _progress("indexing") as tell:
-        records = open_records(parsed.source, parsed.class_names, parsed.limit, tell)
-    with _progress("converting", len(records)) as tell:
-        done = convert(records, Kind(kind), Path(where), parsed.per_part, tell)
+    with _progress("indexing") as update:
+        records = open_records(parsed.source, parsed.class_names, parsed.limit, update)
+    with _progress("converting", len(records)) as update:
+        done = convert(records, Kind(kind), Path(where), parsed.per_part, update)
     if parsed.json:
         print(json.dumps(asdict(done)))
         return
@@ -97,12 +92,12 @@ def run_convert(parsed: argparse.Namespace) -> None:
 
 
 def run_bench(parsed: argparse.Namespace) -> None:
-    run(repeats=parsed.repeats, images=parsed.images, most_threads=parsed.threads, as_json=parsed.json)
+    data.run(repeats=parsed.repeats, images=parsed.images, most_threads=parsed.threads, as_json=parsed.json)
 
 
 @contextmanager
 def _progress(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """A bar on the terminal that follows a count; nothing anywhere else."""
+    """A progress bar on a terminal, nothing elsewhere; yields the function that takes the count."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:

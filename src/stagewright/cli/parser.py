@@ -393,9 +393,9 @@ def _add_data(commands: _Commands) -> None:
         usage="[options]",
         description="Measure the images per second of this loader and of stock ones, in turns.",
     )
-    bench.add_argument("--repeats", type=int, default=30, metavar="N", help="repeats per loader (default: 30)")
-    bench.add_argument("--images", type=int, default=64, metavar="N", help="images per repeat (default: 64)")
-    bench.add_argument("--threads", type=int, default=2, metavar="N", help="most loader threads (default: 2)")
+    bench.add_argument("--repeats", type=int, metavar="N", help="repeats per loader (default: 30)")
+    bench.add_argument("--images", type=int, metavar="N", help="images per repeat (default: 64)")
+    bench.add_argument("--threads", type=int, metavar="N", help="most loader threads (default: 2)")
     _add_json(bench)
 
 

@@ -41,6 +41,7 @@ _DISTINCT = 16
 _QUALITY = 94
 _IMAGENET = 1_281_167
 _MICROBATCH = 16
+_REPEATS, _IMAGES, _MOST_THREADS = 30, 64, 2  # unless options say otherwise
 _BATCHES = 48
 
 
@@ -124,8 +125,11 @@ class Outcome:
         }
 
 
-def run(*, repeats: int, images: int, most_threads: int, as_json: bool) -> None:
-    """Measure and print a table, or one JSON object."""
+def run(*, repeats: int | None, images: int | None = None, most_threads: int | None = None, as_json: bool) -> None:
+    """Measure and print a table, or one JSON object; `bench data` and `data bench` are this with other options."""
+    repeats = _REPEATS if repeats is None else repeats
+    images = _IMAGES if images is None else images
+    most_threads = _MOST_THREADS if most_threads is None else most_threads
     for flag, value, least in (("repeats", repeats, 1), ("images", images, _MICROBATCH), ("threads", most_threads, 1)):
         if value < least:
             raise ValueError(f"--{flag} is {value}; give at least {least}")
