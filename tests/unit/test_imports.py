@@ -351,3 +351,14 @@ def test_the_package_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "stagewright", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == f"stagewright {stagewright.__version__}\n"
+
+
+def test_every_module_that_a_subprocess_runs_has_a_main() -> None:
+    started = {
+        name for path in SOURCE.rglob("*.py") for name in re.findall(r'"-m",\s*"(stagewright[\w.]*)"', path.read_text())
+    }
+    assert {"stagewright", "stagewright.runtime.process.rank"} <= started
+    for name in started:
+        path = SOURCE.joinpath(*name.split(".")[1:])
+        main = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+        assert 'if __name__ == "__main__":' in main.read_text(), name

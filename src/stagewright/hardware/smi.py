@@ -163,9 +163,7 @@ def _row(text: SmiText, number: int, name: str, names: list[str], words: list[re
     missing = [other for other in names if _GPU.fullmatch(other) and other not in cells]
     if missing:
         end = words[-1].end() + 1 if words else len(name) + 1
-        raise text.error(
-            number, end, f"{name} has {len(words)} of {len(names)} entries, none for {missing[0]}"
-        )
+        raise text.error(number, end, f"{name} has {len(words)} of {len(names)} entries, none for {missing[0]}")
     return cells
 
 

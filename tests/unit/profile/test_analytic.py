@@ -104,6 +104,10 @@ def test_the_time_of_units_without_products_is_their_memory_traffic() -> None:
 
 
 def test_half_the_efficiency_takes_twice_as_long() -> None:
-    fast = analytic_table(trace_model("resnet50").shapes, shipped().device("titan-v"), "fp32", 8, Software("a", "a", 1.0))
-    slow = analytic_table(trace_model("resnet50").shapes, shipped().device("titan-v"), "fp32", 8, Software("b", "b", 0.5))
+    fast = analytic_table(
+        trace_model("resnet50").shapes, shipped().device("titan-v"), "fp32", 8, Software("a", "a", 1.0)
+    )
+    slow = analytic_table(
+        trace_model("resnet50").shapes, shipped().device("titan-v"), "fp32", 8, Software("b", "b", 0.5)
+    )
     assert math.isclose(slow.seconds, 2 * fast.seconds)

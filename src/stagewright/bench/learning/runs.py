@@ -113,7 +113,7 @@ class _Running:
                 [
                     sys.executable,
                     "-m",
-                    "stagewright.cli.main",
+                    "stagewright",
                     "train",
                     "--config",
                     str(folder / "trial.toml"),

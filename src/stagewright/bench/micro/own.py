@@ -62,7 +62,7 @@ def measure(progress: Progress) -> list[Compared]:
 def _profile(model: str, image: int, batch: int, file: str) -> None:
     """Profile in a separate process, just as ranks run in separate processes."""
     sizes = sorted({batch // microbatches for _, _, microbatches in _PLANS})
-    command = [sys.executable, "-m", "stagewright.cli.main", "profile", model, "--together", "2", "-o", file]
+    command = [sys.executable, "-m", "stagewright", "profile", model, "--together", "2", "-o", file]
     command += ["--image", str(image), "--classes", str(_CLASSES), "--samples", ",".join(map(str, sizes))]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
