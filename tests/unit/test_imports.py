@@ -355,10 +355,10 @@ def test_the_package_runs_as_a_module() -> None:
 
 def test_every_module_that_a_subprocess_runs_has_a_main() -> None:
     started = {
-        name for path in SOURCE.rglob("*.py") for name in re.findall(r'"-m",\s*"(stagewright[\w.]*)"', path.read_text())
+        name for path in ROOT.rglob("*.py") for name in re.findall(r'"-m",\s*"(stagewright[\w.]*)"', path.read_text())
     }
     assert {"stagewright", "stagewright.runtime.process.rank"} <= started
     for name in started:
-        path = SOURCE.joinpath(*name.split(".")[1:])
+        path = ROOT.joinpath(*name.split(".")[1:])
         main = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
         assert 'if __name__ == "__main__":' in main.read_text(), name
