@@ -1,4 +1,4 @@
-"""Runs that keep checkpoints, for tests: where they are, what they hold, and going on from them."""
+"""Runs that save checkpoints, for tests: how to make, read and resume them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stagewright.runtime.process.emulate import Emulation
 from stagewright.runtime.process.log import Ledger
 from tests.parity import Case, EmulatedRun, make_job
 
-KILLS = int(os.environ.get("STAGEWRIGHT_KILLS", "0"))  # of each plan in the long tests; 0: the short ones
+KILLS = int(os.environ.get("STAGEWRIGHT_KILLS", "0"))  # per plan in the long tests; 0 for the short ones
 
 
 def keeping(job: Job, **options: Any) -> Job:
@@ -27,7 +27,7 @@ def keeping(job: Job, **options: Any) -> Job:
     return replace(job, config=replace(job.config, checkpoint=CheckpointConfig(**options)))
 
 
-def going_on(job: Job, checkpoint: Checkpoint) -> Job:
+def resumed(job: Job, checkpoint: Checkpoint) -> Job:
     return replace(job, start=checkpoint.batch, resume=str(checkpoint.folder))
 
 
@@ -36,15 +36,15 @@ def saved_at(job: Job, batch: int) -> Checkpoint:
 
 
 def emulate_job(job: Job, records: list[Record] | None = None) -> EmulatedRun:
-    """Run a job with every rank in this process, and keep its checkpoints."""
+    """Run a job with every rank in this process, and save its checkpoints."""
     events: list[Mapping[str, Any]] = []
     with Ledger(job, job.order.batches, (records if records is not None else []).append) as ledger:
 
-        def hear(event: dict[str, Any]) -> None:
+        def on_event(event: dict[str, Any]) -> None:
             events.append(json.loads(json.dumps(event)))
             ledger.handle(event)
 
-        emulation = Emulation(job, hear)
+        emulation = Emulation(job, on_event)
         emulation.run()
     return EmulatedRun(job, events, emulation.weights(), emulation)
 
@@ -54,10 +54,10 @@ def emulate_keeping(case: Case, folder: Path, **options: Any) -> EmulatedRun:
 
 
 def losses_from(run: EmulatedRun, first: int) -> dict[int, float]:
-    """Every microbatch's loss from one on, each told once."""
-    told = [pair for event in run.events if event["kind"] == "losses" for pair in event["losses"]]
-    assert len(told) == len(dict(told))
-    return {number: loss for number, loss in told if number >= first}
+    """The loss of every microbatch from a number on, each reported once."""
+    reported = [pair for event in run.events if event["kind"] == "losses" for pair in event["losses"]]
+    assert len(reported) == len(dict(reported))
+    return {number: loss for number, loss in reported if number >= first}
 
 
 def same_bits(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:

@@ -11,7 +11,7 @@ from stagewright.runtime.checkpoint.folder import list_folders
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.log import Ledger
 from tests.distributed.pool import Pool
-from tests.keeping import KILLS, going_on, keeping, same_bits, saved_at
+from tests.keeping import KILLS, keeping, resumed, same_bits, saved_at
 from tests.parity import Case, Run, make_job
 
 CASES = [
@@ -48,5 +48,5 @@ def test_timed_pauses_change_no_bit(case: Case, pool: Pool, tmp_path: Path) -> N
     checkpoint = saved_at(kept.job, int(folders[0].name))
     checkpoint.verify()
     if checkpoint.batch < case.steps:
-        resumed = run(pool, going_on(make_job(case, tmp_path, export="for the pool"), checkpoint))
-        assert same_bits(resumed.weights, whole.weights)
+        again = run(pool, resumed(make_job(case, tmp_path, export="for the pool"), checkpoint))
+        assert same_bits(again.weights, whole.weights)

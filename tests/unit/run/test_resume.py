@@ -1,4 +1,4 @@
-"""`--resume`: which options hold, which folder it goes on in, what it refuses, and `stagewright checkpoint`."""
+"""`--resume`: which options it uses, which folder, what it refuses; and `stagewright checkpoint`."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def half(whole: Result, tmp_path: Path) -> Path:
     return run
 
 
-def told_of(run: Path) -> list[str]:
-    """What a run's report says first."""
+def summary_of(run: Path) -> list[str]:
+    """The first two sentences of a run's report."""
     return [line.removeprefix("- ") for line in (run / "report.md").read_text().splitlines()[2:4]]
 
 
@@ -77,39 +77,39 @@ def steps_of(run: Path) -> list[int]:
     return [record["batch"] for record in records if record["kind"] == "step"]
 
 
-# --- Going on ---------------------------------------------------------------------------------------------------------
+# --- Resuming ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_in_its_folder_with_its_own_options(whole: Result, half: Path) -> None:
+def test_resumes_in_the_same_folder_with_the_same_options(whole: Result, half: Path) -> None:
     result = stagewright.train(resume=str(half), export=str(half / "weights.safetensors"))
     assert result.folder == half and result.plan == whole.plan
     assert [step.batch for step in result.steps] == steps_of(half) == list(range(8))
     assert [step.loss for step in result.steps] == [step.loss for step in whole.steps]
     assert same_bits(result.weights(), whole.weights())
-    looks = map(json.loads, (half / "monitor.jsonl").read_text().splitlines())
-    assert list(dict.fromkeys(look["start"] for look in looks)) == [0, 6]
+    samples = map(json.loads, (half / "monitor.jsonl").read_text().splitlines())
+    assert list(dict.fromkeys(look["start"] for look in samples)) == [0, 6]
 
 
-def test_a_rate_that_the_lag_does_not_bear_is_said_when_going_on(half: Path) -> None:
+def test_warns_on_resume_when_the_learning_rate_is_unstable_at_this_lag(half: Path) -> None:
     said: list[str] = []
     prepare(resumed_config({"run": {"resume": str(half)}, "optimizer": {"lr": 0.5}}), said.append)
     assert len(said) == 1 and "stable up to" in said[0] and "--lr 0.5" in said[0]
 
 
-def test_what_was_warned_of_is_in_the_log(whole: Result, tmp_path: Path) -> None:
+def test_writes_warnings_to_the_log(whole: Result, tmp_path: Path) -> None:
     log = (train(tmp_path, steps=1, clip=1.0).folder / "log.txt").read_text()
     assert log == "warning: stages lag, so each stage clips by its own gradient norm, not by the whole model's\n"
     assert (whole.folder / "log.txt").read_text() == ""
 
 
-def test_more_steps_go_on_from_the_end(whole: Result, tmp_path: Path) -> None:
+def test_resumes_a_finished_run_for_more_steps(whole: Result, tmp_path: Path) -> None:
     run = Path(shutil.copytree(whole.folder, tmp_path / "whole"))
     result = stagewright.train(resume=str(run), steps=11, export=str(tmp_path / "weights.safetensors"))
     longer = train(tmp_path, steps=11, export=str(tmp_path / "longer.safetensors"))
     assert same_bits(result.weights(), longer.weights()) and steps_of(run) == list(range(11))
 
 
-def test_an_older_checkpoint_begins_a_folder_of_its_own(whole: Result, tmp_path: Path) -> None:
+def test_resumes_an_older_checkpoint_in_a_new_folder(whole: Result, tmp_path: Path) -> None:
     old = checkpoints_folder(whole.folder) / "3"
     result = stagewright.train(resume=str(old), runs=str(tmp_path), export=str(tmp_path / "weights.safetensors"))
     assert result.folder.parent == tmp_path and steps_of(result.folder) == list(range(3, 8))
@@ -117,7 +117,7 @@ def test_an_older_checkpoint_begins_a_folder_of_its_own(whole: Result, tmp_path:
     assert steps_of(whole.folder) == list(range(8)) and len(list_folders(whole.folder)) == 3
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_put_aside(half: Path) -> None:
+def test_skips_and_sets_aside_a_damaged_checkpoint(half: Path) -> None:
     (checkpoints_folder(half) / "6" / "stage-0.master.safetensors").write_bytes(b"no")
     result = stagewright.train(resume=str(half))
     assert [step.batch for step in result.steps] == steps_of(half) == list(range(8))
@@ -125,34 +125,34 @@ def test_a_damaged_checkpoint_is_passed_over_and_put_aside(half: Path) -> None:
     assert names == {"3", "6", "8", "damaged-6"}
 
 
-def test_smaller_batches_take_up_where_the_larger_ones_were(half: Path, tmp_path: Path) -> None:
+def test_resumes_with_smaller_batches_at_the_same_sample(half: Path, tmp_path: Path) -> None:
     other = {"runs": str(tmp_path / "other"), "export": str(tmp_path / "other.safetensors")}
     result = stagewright.train(resume=str(half), batch=8, microbatches=4, steps=14, **other)
     # Six batches of 16: an epoch of four, then 32 samples; with batches of 8 an epoch has eight, so that is batch 12.
     assert steps_of(result.folder) == [12, 13] and result.folder != half and steps_of(half) == list(range(8))
 
 
-def test_a_report_says_what_a_run_went_on_from(half: Path, tmp_path: Path) -> None:
+def test_the_report_names_the_checkpoint_that_a_run_resumed_from(half: Path, tmp_path: Path) -> None:
     result = stagewright.train(resume=str(half), placement="0:0-1", mode="dp", export=str(half / "w.safetensors"))
-    told, origin = told_of(half)
+    told, origin = summary_of(half)
     assert ", dp 2: steps 7-8 of 16 images" in told
     assert origin == "Resumed from half at step 6; steps before were made under stale 2-1."
     speed = result.summary["images_per_second"]
     assert speed == pytest.approx(result.steps[-1].images_per_second), "of its own steps alone, but the first"
     other = stagewright.train(resume=str(half), batch=8, microbatches=4, steps=18, runs=str(tmp_path / "other"))
-    told, origin = told_of(other.folder)
+    told, origin = summary_of(other.folder)
     assert ", dp 2: steps 17-18 of 8 images" in told and origin == "Resumed from half at step 8."
 
 
-def test_a_run_that_goes_on_is_not_finished_any_more(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_is_unfinished_until_it_ends_again(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (half / "summary.json").exists()
-    monkeypatch.setattr("stagewright.run.train._execute", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("stagewright.run.train.Emulation", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         stagewright.train(resume=str(half), export=str(half / "w.safetensors"))
-    assert not (half / "summary.json").exists() and "not finished" in told_of(half)[0]
+    assert not (half / "summary.json").exists() and "not finished" in summary_of(half)[0]
 
 
-def test_another_layout_drops_what_described_the_old_one(half: Path) -> None:
+def test_a_new_placement_drops_the_old_cut(half: Path) -> None:
     config = resumed_config({"run": {"resume": str(half)}, "plan": {"placement": "0:0", "mode": "dp"}})
     assert config.plan.cut is None and config.plan.batch == 16 and config.optimizer.lr == 0.05
     config = resumed_config({"run": {"resume": str(half), "epochs": 3}})
@@ -187,7 +187,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--checkpoint-every", "-1"], ["--checkpoint-every is -1"]),
     ],
 )  # fmt: skip
-def test_what_resume_refuses(
+def test_refuses_options_that_do_not_fit_the_checkpoint(
     capsys: pytest.CaptureFixture[str], half: Path, arguments: list[str], words: list[str]
 ) -> None:
     before = sorted(path.name for path in half.iterdir())
@@ -196,7 +196,7 @@ def test_what_resume_refuses(
     assert sorted(path.name for path in half.iterdir()) == before  # nothing was touched
 
 
-def test_resume_needs_a_run_with_a_whole_checkpoint(capsys: pytest.CaptureFixture[str], half: Path) -> None:
+def test_refuses_a_run_without_an_intact_checkpoint(capsys: pytest.CaptureFixture[str], half: Path) -> None:
     assert "no such folder" in fails(capsys, "train", "--resume", str(half / "nowhere"))
     for folder in list_folders(half):
         (folder / "manifest.json").write_text("{}")
@@ -204,7 +204,7 @@ def test_resume_needs_a_run_with_a_whole_checkpoint(capsys: pytest.CaptureFixtur
     assert "no whole checkpoint" in line and "damaged" in line
 
 
-def test_a_run_that_is_being_trained_is_not_resumed(capsys: pytest.CaptureFixture[str], half: Path) -> None:
+def test_refuses_a_run_that_is_locked(capsys: pytest.CaptureFixture[str], half: Path) -> None:
     with run_lock(half):
         assert "another process" in fails(capsys, "train", "--resume", str(half))
 
@@ -212,7 +212,7 @@ def test_a_run_that_is_being_trained_is_not_resumed(capsys: pytest.CaptureFixtur
 # --- Stopping ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupt_keeps_a_checkpoint_and_says_how_to_go_on(whole: Result, tmp_path: Path) -> None:
+def test_an_interrupt_saves_a_checkpoint_and_prints_how_to_resume(whole: Result, tmp_path: Path) -> None:
     def interrupt() -> None:
         while not any(path.stat().st_size for path in tmp_path.glob("*/metrics.jsonl")):
             pass
@@ -230,8 +230,8 @@ def test_an_interrupt_keeps_a_checkpoint_and_says_how_to_go_on(whole: Result, tm
     assert same_bits(resumed.weights(), straight.weights())
 
 
-def test_an_interrupt_on_a_full_disk_says_what_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = saver._write_file
+def test_an_interrupt_on_a_full_disk_names_the_lost_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = saver.write_file
 
     def fail(folder: Path, *shard: Any) -> object:
         if folder.name != "3.partial":
@@ -239,17 +239,17 @@ def test_an_interrupt_on_a_full_disk_says_what_is_lost(tmp_path: Path, monkeypat
         return written(folder, *shard)
 
     def stop_at(self: Committer, event: Any) -> None:
-        heard(self, event)
+        add(self, event)
         os.kill(os.getpid(), signal.SIGTERM) if event["batch"] == 6 and event["rank"] == 0 else None
 
-    heard = Committer.add
-    monkeypatch.setattr(saver, "_write_file", fail)
+    add = Committer.add
+    monkeypatch.setattr(saver, "write_file", fail)
     monkeypatch.setattr(Committer, "add", stop_at)
     with pytest.raises(Interrupted, match="steps after 3 could not be saved; resume with"):
         train(tmp_path, steps=1_000_000)
 
 
-def test_the_second_signal_does_not_wait() -> None:
+def test_the_second_signal_interrupts_at_once() -> None:
     asked: list[str] = []
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(Interrupted, match="by SIGINT"), stop_on_signal(lambda: asked.append("stop")):
@@ -267,7 +267,7 @@ def prints(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_list_and_show_tell_what_is_there(capsys: pytest.CaptureFixture[str], whole: Result, half: Path) -> None:
+def test_list_and_show_describe_checkpoints(capsys: pytest.CaptureFixture[str], whole: Result, half: Path) -> None:
     rows = json.loads(prints(capsys, "checkpoint", "list", str(whole.folder), "--json"))["checkpoints"]
     assert [(row["batch"], row["plan"], row["epoch"]) for row in rows] == [
         (3, "stale 2-1", 0), (6, "stale 2-1", 1), (8, "stale 2-1", 2)
@@ -280,7 +280,7 @@ def test_list_and_show_tell_what_is_there(capsys: pytest.CaptureFixture[str], wh
     assert "no checkpoints" in prints(capsys, "checkpoint", "list", str(half / "checkpoints"))
 
 
-def test_verify_reads_everything(capsys: pytest.CaptureFixture[str], half: Path) -> None:
+def test_verify_reads_every_file(capsys: pytest.CaptureFixture[str], half: Path) -> None:
     assert prints(capsys, "checkpoint", "verify", str(half)) == "2 whole: 3, 6\n"
     target = checkpoints_folder(half) / "3" / "stage-1.master.safetensors"
     content = bytearray(target.read_bytes())
@@ -291,7 +291,7 @@ def test_verify_reads_everything(capsys: pytest.CaptureFixture[str], half: Path)
     assert "no such folder" in fails(capsys, "checkpoint", "verify", str(half / "nowhere"))
 
 
-def test_export_writes_what_the_plain_model_loads(
+def test_export_writes_weights_for_the_plain_model(
     capsys: pytest.CaptureFixture[str], whole: Result, tmp_path: Path
 ) -> None:
     target = tmp_path / "new" / "weights.safetensors"

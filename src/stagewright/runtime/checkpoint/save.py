@@ -121,7 +121,7 @@ class DiskSaver(Saver):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            files = [_write_file(folder, stage, kind, tensors()) for stage, kind, tensors in shards]
+            files = [write_file(folder, stage, kind, tensors()) for stage, kind, tensors in shards]
             sync_folder(folder)
         except Exception as error:  # the run continues, and reports the failed checkpoint
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {first_line(error)}"
@@ -130,11 +130,12 @@ class DiskSaver(Saver):
             self._emit(event | {"files": [asdict(file) for file in files]})
 
 
-def _by_name(parameters: Sequence[Parameter], flat: Tensor) -> Mapping[str, Tensor]:
-    return {parameter.names[0]: parameter.view(flat) for parameter in parameters}
-
-
-def _write_file(folder: Path, stage: int, kind: str, tensors: Mapping[str, Tensor]) -> File:
+def write_file(folder: Path, stage: int, kind: str, tensors: Mapping[str, Tensor]) -> File:
+    """Write one file of a stage's tensors."""
     name = f"stage-{stage}.{kind.replace('/', '-')}.safetensors"
     size, digest = write_shard(folder / name, tensors)
     return File(name, stage, kind, size, digest)
+
+
+def _by_name(parameters: Sequence[Parameter], flat: Tensor) -> Mapping[str, Tensor]:
+    return {parameter.names[0]: parameter.view(flat) for parameter in parameters}

@@ -1,4 +1,4 @@
-"""The machines of a run: where each one is reached, which one this is, and the token that they share."""
+"""The machines of a run as `--nodes` names them: their addresses, which one this is, and the token they share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine as `--nodes` names it."""
+    """One machine of `--nodes`."""
 
     index: int
     host: str
@@ -37,24 +37,24 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """All machines of a run, and which of them this is."""
+    """All machines of a run, and which one this is."""
 
     nodes: tuple[Node, ...]
     index: int
-    address: str  # of this machine, on the interface that the others reach
+    address: str  # of this machine, on an interface that the others can reach
     token: str
 
     @property
     def is_host(self) -> bool:
-        """Whether this machine holds the store and collects what ranks tell."""
+        """Whether this machine hosts the store and gets the events of all ranks."""
         return self.index == 0
 
 
 def find_site(config: NodesConfig, environment: Mapping[str, str] = os.environ) -> Site | None:
-    """Where a run takes place; None on one machine."""
+    """The machines that the options name; None for a single machine."""
     if config.list is None:
         if config.index is not None:
-            raise ValueError(f"--node-index {config.index} was given without --nodes; name all machines with it")
+            raise ValueError(f"--node-index {config.index} was given without --nodes; name all machines with --nodes")
         return None
     nodes, index = read_nodes(config.list, environment), config.index
     if config.list == SLURM and index is None:
@@ -66,11 +66,11 @@ def find_site(config: NodesConfig, environment: Mapping[str, str] = os.environ) 
 
 
 def read_nodes(text: str, environment: Mapping[str, str] = os.environ) -> tuple[Node, ...]:
-    """The machines that `--nodes` names: addresses or host names between commas, or those of SLURM's job."""
+    """The machines of `--nodes`: addresses or host names separated by commas, or those of SLURM's job."""
     if text == SLURM:
         listed = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
         if not listed:
-            raise ValueError("--nodes slurm was given but SLURM_JOB_NODELIST is not set; start it with srun")
+            raise ValueError("--nodes slurm was given but SLURM_JOB_NODELIST is not set; start the command with srun")
         nodes = tuple(_read_node(index, host, listed) for index, host in enumerate(expand_hosts(listed)))
     else:
         nodes = tuple(_read_node(index, piece.strip(), text) for index, piece in enumerate(text.split(",")))
@@ -90,11 +90,13 @@ def _read_node(index: int, piece: str, text: str) -> Node:
         host, port = piece, None
     bad = f"--nodes piece {_short(piece)} of {_short(text)}"
     if not host or (":" in host and not _is_address(host)):
-        raise ValueError(f"{bad} is no address or host name; write 10.0.0.1, 10.0.0.1:29600, [fd00::1]:29600 or a name")
+        raise ValueError(
+            f"{bad} is not an address or host name; write 10.0.0.1, 10.0.0.1:29600, [fd00::1]:29600 or a name"
+        )
     if not _is_address(host) and not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?", host):
-        raise ValueError(f"{bad} is no host name; a name has letters, digits, dots and hyphens")
+        raise ValueError(f"{bad} is not a host name; a name has letters, digits, dots and hyphens")
     if port is not None and (len(port) > 5 or not 0 < int(port) < 65536):
-        raise ValueError(f"{bad} has port {port[:8]}; a port is 1 to 65535")
+        raise ValueError(f"{bad} has port {port[:8]}; ports are 1 to 65535")
     return Node(index, host, DEFAULT_PORT if port is None else int(port))
 
 
@@ -135,33 +137,33 @@ def _slurm_number(name: str, environment: Mapping[str, str]) -> int:
     except (KeyError, ValueError):
         found = environment.get(name)
         raise ValueError(
-            f"--nodes slurm was given but {name} is {found!r}; start it with srun, or give --node-index"
+            f"--nodes slurm was given but {name} is {found!r}; start the command with srun, or give --node-index"
         ) from None
 
 
 def _own_index(nodes: Sequence[Node]) -> int:
-    """The one machine of the list whose address is this machine's."""
+    """The index of the one machine that has an address of this machine."""
     own = [node.index for node in nodes if any(is_own(address) for address in _addresses(node, quiet=True))]
     if len(own) == 1:
         return own[0]
     listed = ", ".join(node.host for node in nodes[:8])
     found = "none of them is" if not own else f"{len(own)} of them ({', '.join(nodes[i].host for i in own)}) are"
-    raise ValueError(f"--nodes names {listed}, and {found} this machine's; say which it is with --node-index")
+    raise ValueError(f"--nodes names {listed}, and {found} this machine; choose one with --node-index")
 
 
 def _own_address(nodes: Sequence[Node], index: int) -> str:
-    """An address of this machine that others can reach too."""
+    """An address of this machine that the others can reach."""
     node = nodes[index]
     addresses = [address for address in _addresses(node) if is_own(address)]
     if not addresses:
         raise ValueError(
-            f"--nodes gives {node}, but that is no address of this machine; "
+            f"--nodes gives {node}, but this machine does not have that address; "
             "check --node-index, or name the address of the interface to use"
         )
     reachable = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
     if not reachable and any(not _is_loopback_host(other) for other in nodes):
         raise ValueError(
-            f"--nodes gives {node}, which is {addresses[0]} here, and that no other machine can reach; "
+            f"--nodes gives {node}, which is {addresses[0]} here, an address that no other machine can reach; "
             "name the address of the interface to use"
         )
     return (reachable or addresses)[0]
@@ -174,12 +176,12 @@ def _addresses(node: Node, quiet: bool = False) -> list[str]:
         if quiet:
             return []
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"--nodes gives {node}, which can't be found: {reason}; name its address") from error
+        raise ValueError(f"--nodes gives {node}, which can't be resolved: {reason}; give its address") from error
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 def is_own(address: str) -> bool:
-    """Whether an address is one of this machine's: only then can a socket be bound to it."""
+    """Whether this machine has an address: only then can a socket be bound to it."""
     try:
         with bound_to(address, 0):
             return True
@@ -188,7 +190,7 @@ def is_own(address: str) -> bool:
 
 
 def bound_to(address: str, port: int) -> socket.socket:
-    """A socket on one interface alone."""
+    """A socket bound to one interface only."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     bound = socket.socket(family)
     try:
@@ -201,7 +203,7 @@ def bound_to(address: str, port: int) -> socket.socket:
 
 
 def read_token(path: str | None, environment: Mapping[str, str] = os.environ) -> str:
-    """The secret that machines show each other: from a file that nobody else reads, or from the environment."""
+    """The secret that all machines share, from a file that only the user can read or from the environment."""
     if path is None:
         token, where = environment.get(TOKEN, ""), f"environment variable {TOKEN}"
         if not token:
@@ -216,12 +218,12 @@ def read_token(path: str | None, environment: Mapping[str, str] = os.environ) ->
             raise ValueError(f"{where}: {getattr(error, 'strerror', None) or 'not text'}") from error
     token = token.strip()
     if len(token) < _LEAST_TOKEN:
-        raise ValueError(f"{where} has {len(token)} characters; a token has at least {_LEAST_TOKEN}")
+        raise ValueError(f"{where} has {len(token)} characters; a token needs at least {_LEAST_TOKEN}")
     return token
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has an address; None where the system does not say."""
+    """The name of the network interface that has an address; None where the system does not tell."""
     for _, name in socket.if_nameindex():
         with socket.socket() as probe:
             try:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import PrefixStore, Store
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -152,11 +151,8 @@ class Supervisor:
         )
         if self._meeting.machine and self._meeting.start and agent.lost and self._restarts >= self._most_restarts:
             raise RunFailed(self._lost_text(agent.lost[0]))  # machine 0, which would decide that, is lost
-        self._fault = None
         decision = self._meeting.meet(report, self.decide)
-        if decision.cause is not None:
-            self._restarts = decision.restart
-            self._note(decision)
+        self.accept(decision)
         for rank in range(self._job.plan.world):
             status_path(self._folder, rank).unlink(missing_ok=True)  # of the start before
         self._start_point.job(self._job, decision.batch).save(self._folder / "job.json")
@@ -168,15 +164,15 @@ class Supervisor:
             self.stop()  # the signal came before there was a store
         return PrefixStore(f"{self._meeting.start}/agent", self._meeting.open_store())
 
-    def _note(self, decision: StartDecision) -> None:
-        event: dict[str, Any] = {
-            "kind": "restarted",
-            "batch": decision.batch,
-            "restart": decision.restart,
-            "cause": decision.cause,
-        }
+    def accept(self, decision: StartDecision) -> None:
+        """Count a restart and report it; the fault that caused it is dealt with."""
+        self._fault = None
+        if decision.cause is None:
+            return
+        self._restarts = decision.restart
         self._meeting.say(f"{decision.cause}; restart {decision.restart} from batch {decision.batch}")
-        self._on_event(event)
+        event = {"batch": decision.batch, "restart": decision.restart, "cause": decision.cause}
+        self._on_event({"kind": "restarted", **event})
 
     def stop(self) -> None:
         """Ask the ranks of all machines to save a checkpoint as soon as they can, and to end."""

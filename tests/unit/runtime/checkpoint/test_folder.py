@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: whole or never chosen; a full disk; what is kept and what is deleted."""
+"""Checkpoints on the disk: complete or never used; which are kept; a full disk."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from stagewright.cli.checkpoint import run_list
 from stagewright.events import Saved, Step, Unsaved
 from stagewright.runtime.checkpoint import save as saver
 from stagewright.runtime.checkpoint.folder import (
     CheckpointError,
     checkpoints_folder,
+    clear,
     list_folders,
     newest_intact,
     open_checkpoint,
 )
 from stagewright.runtime.checkpoint.format import hash_file, write_shard
 from stagewright.runtime.job import Job
-from stagewright.runtime.process.log import Journal, Record
+from stagewright.runtime.process.log import Record
 from tests.keeping import KILLS, emulate_job, emulate_keeping, keeping, same_bits, saved_at
 from tests.parity import Case, EmulatedRun, emulate, make_job
 
@@ -52,7 +54,7 @@ def run(kept: EmulatedRun, tmp_path: Path) -> Path:
 # --- Files ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_shard_reads_back_and_hashes_as_it_was_written(tmp_path: Path) -> None:
+def test_a_file_of_tensors_reads_back_and_has_its_hash(tmp_path: Path) -> None:
     tensors = {
         "weight": torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last),
         "half": torch.randn(5).bfloat16(),
@@ -81,7 +83,7 @@ def _rename_file_in_manifest(path: Path) -> None:
 
 
 def _rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Another content with the hash that goes with it."""
+    """Change a manifest and its hash with it."""
     fields = json.loads(path.read_text())
     del fields["blake2b"]
     change(fields)
@@ -117,9 +119,9 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=str)
-def test_a_damaged_checkpoint_is_named_and_never_chosen(damage: str, run: Path) -> None:
-    name, deed, words = DAMAGES[damage]
-    deed(checkpoints_folder(run) / "6" / name)
+def test_names_a_damaged_checkpoint_and_uses_the_one_before(damage: str, run: Path) -> None:
+    name, damaging, words = DAMAGES[damage]
+    damaging(checkpoints_folder(run) / "6" / name)
     newest, (reason,) = newest_intact(run)
     assert newest is not None and newest.batch == 4
     assert words in reason and "\n" not in reason and str(checkpoints_folder(run) / "6") in reason
@@ -127,14 +129,12 @@ def test_a_damaged_checkpoint_is_named_and_never_chosen(damage: str, run: Path) 
         open_checkpoint(checkpoints_folder(run) / "6").verify()
 
 
-def test_what_an_interrupted_write_left_is_not_seen_and_is_cleared_away(run: Path) -> None:
+def test_ignores_and_clears_interrupted_writes(run: Path) -> None:
     root = checkpoints_folder(run)
-    (root / "6").rename(root / "6.partial")  # everything is there but the name, which comes last
+    (root / "6").rename(root / "6.partial")  # complete except for its name, which comes last
     newest, reasons = newest_intact(run)
     assert newest is not None and newest.batch == 4 and reasons == []
     (root / "8.partial").mkdir()
-    from stagewright.runtime.checkpoint.folder import clear
-
     clear(run)
     assert sorted(path.name for path in root.iterdir()) == ["2", "4"]
 
@@ -147,23 +147,23 @@ def test_a_run_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [6]), (2, [4, 6]), (0, [2, 4, 6])])
-def test_the_newest_are_kept(keep: int, left: list[int], tmp_path: Path) -> None:
+def test_keeps_the_newest_checkpoints(keep: int, left: list[int], tmp_path: Path) -> None:
     job = emulate_keeping(CASE, tmp_path, every=2, keep=keep).job
     assert [int(folder.name) for folder in list_folders(Path(job.folder))] == left
     assert [path.name for path in checkpoints_folder(Path(job.folder)).glob("*.partial")] == []
 
 
-def test_an_old_checkpoint_goes_only_after_the_new_one_is_whole(
+def test_deletes_an_old_checkpoint_only_after_the_new_one_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = saver._write_file
+    written = saver.write_file
 
     def fail_late(folder: Path, stage: int, kind: str, tensors: dict[str, torch.Tensor]) -> object:
         if folder.name == "6.partial" and (stage, kind) == (1, "optimizer/momentum_buffer"):
             raise OSError(28, "No space left on device")
         return written(folder, stage, kind, tensors)
 
-    monkeypatch.setattr(saver, "_write_file", fail_late)
+    monkeypatch.setattr(saver, "write_file", fail_late)
     records: list[Record] = []
     job = keeping(make_job(CASE, tmp_path), every=2, keep=1)
     emulate_job(job, records)
@@ -177,7 +177,7 @@ def test_an_old_checkpoint_goes_only_after_the_new_one_is_whole(
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Callable[[Job], None]]:
-    """Leaves less room than one checkpoint needs: a small file system where that can be had, otherwise small files."""
+    """Leave less space than one checkpoint needs: by a small file system if possible, otherwise by a limit on files."""
     mounted: list[Path] = []
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -198,7 +198,7 @@ def full_disk(tmp_path: Path) -> Iterator[Callable[[Job], None]]:
         subprocess.run(["umount", str(target)], check=True)
 
 
-def test_on_a_full_disk_the_run_goes_on_says_so_and_leaves_nothing_behind(
+def test_a_run_continues_on_a_full_disk_and_reports_the_missing_checkpoints(
     tmp_path: Path, full_disk: Callable[[Job], None]
 ) -> None:
     whole = emulate(CASE, tmp_path)
@@ -215,29 +215,13 @@ def test_on_a_full_disk_the_run_goes_on_says_so_and_leaves_nothing_behind(
     assert same_bits(run.weights, whole.weights)
 
 
-def test_records_that_find_no_room_wait_for_it(tmp_path: Path) -> None:
-    """A full disk may take the metrics too: they are written when there is room again, whole lines only."""
-    path = tmp_path / "metrics.jsonl"
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    journal = Journal(path, 0)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (250, limits[1]))
-        for batch in range(6):
-            journal.write(Unsaved(batch, "a reason of some length"))
-        assert path.read_text().endswith("}\n") and 0 < path.read_text().count("\n") < 6
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    journal.close()
-    assert [json.loads(line)["batch"] for line in path.read_text().splitlines()] == list(range(6))
-
-
-# --- Anything for a manifest ------------------------------------------------------------------------------------------
+# --- Junk in a manifest -----------------------------------------------------------------------------------------
 
 JUNK: list[Any] = [None, -1, 0, 2**70, 1.5, "", "x", [], {}, [[]], {"x": 1}, True]
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where something stands in nested tables and lists."""
+    """The paths of all values in nested tables and lists."""
     if path:
         yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -252,9 +236,7 @@ def _put(fields: Any, path: tuple[Any, ...], junk: Any) -> None:
     fields[last] = junk
 
 
-def test_junk_in_a_manifest_is_one_line_or_harmless(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from stagewright.cli.checkpoint import run_list
-
+def test_refuses_junk_in_a_manifest_with_one_line_or_reads_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = checkpoints_folder(run) / "6" / "manifest.json"
     good = path.read_text()
     outcomes = {"read": 0, "refused": 0}

@@ -1,4 +1,4 @@
-"""A run that stops and goes on is the run that never stopped, bit for bit."""
+"""A run that is stopped and resumed equals the run that was never stopped, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from stagewright.events import Evaluated, Step
 from stagewright.runtime.checkpoint.folder import Checkpoint, list_folders
 from stagewright.runtime.checkpoint.save import flats_of
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.emulate import Emulation, take_turns
-from stagewright.runtime.process.log import Ledger
-from tests.keeping import KILLS, emulate_job, emulate_keeping, going_on, keeping, losses_from, same_bits, saved_at
+from stagewright.runtime.process.log import Journal, Ledger
+from tests.keeping import KILLS, emulate_job, emulate_keeping, keeping, losses_from, resumed, same_bits, saved_at
 from tests.parity import Case, EmulatedRun, emulate, make_job
 
 ADAMW = {"name": "adamw", "lr": 0.01}
@@ -32,7 +33,7 @@ CASES = [
     Case("normed", "0:0-1.0:0-1", "third", mode="stale", staleness=1, microbatches=3, eval_every=4, optimizer=ADAMW),
 ]
 
-# Every case static and dynamic in the long tests, otherwise in turns.
+# The long tests run every case static and dynamic, the others alternate.
 BOTH_WAYS = [
     replace(case, dynamic=dynamic)
     for index, case in enumerate(CASES)
@@ -55,7 +56,7 @@ def buffers_of(run: EmulatedRun) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", BOTH_WAYS, ids=str)
-def test_going_on_from_any_checkpoint_gives_the_same_bits(case: Case, tmp_path: Path) -> None:
+def test_resuming_from_any_checkpoint_gives_the_same_bits(case: Case, tmp_path: Path) -> None:
     whole = emulate(case, tmp_path)
     kept = emulate_keeping(case, tmp_path, every=2, keep=0)
     assert same_bits(kept.weights, whole.weights) and kept.microbatch_losses == whole.microbatch_losses
@@ -63,12 +64,12 @@ def test_going_on_from_any_checkpoint_gives_the_same_bits(case: Case, tmp_path: 
     step = kept.job.plan.pause_step
     assert batches and all(batch % step == 0 for batch in batches)
     for batch in [batch for batch in batches if batch < case.steps]:
-        resumed = emulate_job(going_on(make_job(case, tmp_path), saved_at(kept.job, batch)))
-        assert same_bits(resumed.weights, whole.weights)
-        assert losses_from(resumed, 0) == losses_from(whole, batch * case.microbatches)
-        assert all(map(torch.equal, slots_of(resumed).values(), slots_of(whole).values()))
-        assert all(map(torch.equal, buffers_of(resumed), buffers_of(whole)))
-        assert resumed.scores == {at: score for at, score in whole.scores.items() if at > batch}
+        again = emulate_job(resumed(make_job(case, tmp_path), saved_at(kept.job, batch)))
+        assert same_bits(again.weights, whole.weights)
+        assert losses_from(again, 0) == losses_from(whole, batch * case.microbatches)
+        assert all(map(torch.equal, slots_of(again).values(), slots_of(whole).values()))
+        assert all(map(torch.equal, buffers_of(again), buffers_of(whole)))
+        assert again.scores == {at: score for at, score in whole.scores.items() if at > batch}
 
 
 def read_all(checkpoint: Checkpoint) -> dict[str, bytes]:
@@ -76,10 +77,10 @@ def read_all(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("case", BOTH_WAYS[::-1] if KILLS else BOTH_WAYS[::2], ids=str)
-def test_pauses_nobody_planned_change_no_bit(case: Case, tmp_path: Path) -> None:
+def test_unplanned_pauses_change_no_bit(case: Case, tmp_path: Path) -> None:
     case = replace(case, steps=12)
     whole = emulate(case, tmp_path)
-    kept = emulate_keeping(case, tmp_path, minutes=1e-9, keep=0)  # as often as it can
+    kept = emulate_keeping(case, tmp_path, minutes=1e-9, keep=0)  # as often as possible
     assert same_bits(kept.weights, whole.weights) and kept.microbatch_losses == whole.microbatch_losses
     assert len(list_folders(Path(kept.job.folder))) >= 2
     planned = emulate_keeping(case, tmp_path, every=kept.job.plan.pause_step, keep=0)
@@ -87,23 +88,23 @@ def test_pauses_nobody_planned_change_no_bit(case: Case, tmp_path: Path) -> None
         assert read_all(saved_at(kept.job, int(folder.name))) == read_all(saved_at(planned.job, int(folder.name)))
 
 
-def test_a_run_asked_to_stop_keeps_a_checkpoint_and_ends(tmp_path: Path) -> None:
+def test_a_run_that_is_asked_to_stop_pauses_and_ends(tmp_path: Path) -> None:
     case = replace(CASES[0], steps=20)
     job = keeping(make_job(case, tmp_path))
     stopping: list[Emulation] = []
 
-    def hear(event: dict[str, object]) -> None:
+    def on_event(event: dict[str, object]) -> None:
         if event["kind"] == "losses" and len(stopping) == 1:
             stopping[0].pauses.stop()
 
-    emulation = Emulation(job, hear)
+    emulation = Emulation(job, on_event)
     stopping.append(emulation)
     take_turns([worker.run() for worker in emulation.workers])
     (done,) = {worker.done for worker in emulation.workers}
     assert all(worker.is_stopped for worker in emulation.workers) and 0 < done < 6
 
 
-def test_a_checkpoint_holds_master_optimizer_and_versions_once_and_no_more(tmp_path: Path) -> None:
+def test_a_checkpoint_contains_every_tensor_once(tmp_path: Path) -> None:
     case = Case("normed", "0:0-2.0:3", "third", mode="stale", versions=(3, 1), optimizer=ADAMW, precision="fp32")
     kept = emulate_keeping(case, tmp_path, every=8)
     manifest = saved_at(kept.job, 8).manifest
@@ -127,8 +128,8 @@ def test_a_checkpoint_holds_master_optimizer_and_versions_once_and_no_more(tmp_p
     ],
     ids=str,
 )
-def test_the_loss_scale_goes_on(case: Case, tmp_path: Path, scaled: None) -> None:
-    """The scale of a batch after the pause depends on verdicts from before it."""
+def test_resumes_the_loss_scale(case: Case, tmp_path: Path, scaled: None) -> None:
+    """The scale of a batch after the pause depends on skip decisions before it."""
     case = replace(case, precision="fp16", loss_scale=2.0**124, growth_interval=2, loud=11, steps=14)
     case = replace(case, optimizer={"lr": 1e-5})
     job = keeping(make_job(case, tmp_path), every=7)
@@ -139,22 +140,22 @@ def test_the_loss_scale_goes_on(case: Case, tmp_path: Path, scaled: None) -> Non
 
 
 def run_all(job: Job) -> list[dict[str, Any]]:
-    """A job's events, with its checkpoints kept."""
+    """The events of a job that saves checkpoints."""
     events: list[dict[str, Any]] = []
     with Ledger(job, job.order.batches, lambda record: None) as ledger:
 
-        def hear(event: dict[str, Any]) -> None:
+        def on_event(event: dict[str, Any]) -> None:
             events.append(event)
             ledger.handle(event)
 
-        Emulation(job, hear).run()
+        Emulation(job, on_event).run()
     return events
 
 
 def scales_of(events: Sequence[Mapping[str, Any]], case: Case) -> list[float]:
     """The scale of each batch, in order."""
-    told = [event for event in events if event["kind"] == "losses"]
-    scales = {number // case.microbatches: event["scale"] for event in told for number, _ in event["losses"]}
+    events = [event for event in events if event["kind"] == "losses"]
+    scales = {number // case.microbatches: event["scale"] for event in events for number, _ in event["losses"]}
     return [scales[batch] for batch in sorted(scales)]
 
 
@@ -162,17 +163,14 @@ def replica(run: EmulatedRun, stage: int):  # type: ignore[no-untyped-def]
     return next(worker.replicas[stage] for worker in run.emulation.workers if stage in worker.replicas)
 
 
-def test_replicas_share_the_writing(tmp_path: Path) -> None:
+def test_replicas_share_the_files_to_write(tmp_path: Path) -> None:
     case = Case("plain", "0:0-2", mode="stale", versions=(2,))
     kept = emulate_keeping(case, tmp_path, every=8)
     wrote = {event["rank"]: len(event["files"]) for event in kept.events if event["kind"] == "saved"}
     assert wrote == {0: 2, 1: 1, 2: 1}  # master, momentum and two versions over three replicas
 
 
-def test_metrics_go_on_without_gap_or_double_count(tmp_path: Path) -> None:
-    from stagewright.events import Evaluated, Step
-    from stagewright.runtime.process.log import Journal
-
+def test_metrics_of_a_resumed_run_have_every_step_once(tmp_path: Path) -> None:
     case = Case("normed", "0:0-1.0:2", "third", mode="stale", staleness=1, microbatches=3, eval_every=3)
     kept = emulate_keeping(case, tmp_path, every=3, keep=0)  # at 3, 6 and 8, and so are evaluations
     metrics = Path(kept.job.folder) / "metrics.jsonl"
@@ -181,7 +179,7 @@ def test_metrics_go_on_without_gap_or_double_count(tmp_path: Path) -> None:
     records = Journal(metrics, 6).records
     assert [record.batch for record in records if isinstance(record, Step)] == list(range(6))
     assert [record.batch for record in records if isinstance(record, Evaluated)] == [3, 6]
-    emulate_job(going_on(kept.job, saved_at(kept.job, 3)))
+    emulate_job(resumed(kept.job, saved_at(kept.job, 3)))
     records = Journal(metrics, 10**9).records
     assert [record.batch for record in records if isinstance(record, Step)] == list(range(8))
     assert [record.batch for record in records if isinstance(record, Evaluated)] == [3, 6, 8]

@@ -1,4 +1,4 @@
-"""Which machines take part, which one this is, and the token they share."""
+"""`--nodes`: which machines take part, which one this is, and the token they share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stagewright.runtime.multinode.nodes import Node, expand_hosts, find_site, i
 TOKEN = {"STAGEWRIGHT_TOKEN": "sixteen letters or more"}
 
 
-def test_addresses_and_names_with_and_without_a_port() -> None:
+def test_reads_addresses_and_names_with_and_without_a_port() -> None:
     nodes = read_nodes("10.0.0.1, 10.0.0.2:7000,fd00::1,[fd00::2],[fd00::3]:7001,worker-3.lan,worker-4:7002")
     assert [(node.host, node.port) for node in nodes] == [
         ("10.0.0.1", 29600),
@@ -28,49 +28,49 @@ def test_addresses_and_names_with_and_without_a_port() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "words"),
     [
-        ("", "no address or host name"),
-        ("10.0.0.1,", "no address or host name"),
+        ("", "not an address or host name"),
+        ("10.0.0.1,", "not an address or host name"),
         ("10.0.0.1:0", "port 0"),
         ("10.0.0.1:65536", "port 65536"),
         ("10.0.0.1:" + "9" * 5000, "port 99999999;"),
-        ("[fd00::1", "no address or host name"),
-        ("fd00::zz", "no address or host name"),
-        ("a b", "no host name"),
-        ("$(reboot)", "no host name"),
+        ("[fd00::1", "not an address or host name"),
+        ("fd00::zz", "not an address or host name"),
+        ("a b", "not a host name"),
+        ("$(reboot)", "not a host name"),
         ("10.0.0.1,10.0.0.1", "10.0.0.1:29600 twice"),
     ],
 )
-def test_what_is_no_machine_is_named(text: str, said: str) -> None:
+def test_refuses_a_piece_that_is_not_a_machine(text: str, words: str) -> None:
     with pytest.raises(ValueError) as caught:
         read_nodes(text)
-    assert said in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    assert words in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_this_machine_is_found_by_its_address_or_by_its_index() -> None:
+def test_finds_this_machine_by_address_or_index() -> None:
     found = find_site(NodesConfig("127.0.0.1:7000,127.0.0.1:7001", index=1), TOKEN)
     assert found is not None and found.index == 1 and found.address == "127.0.0.1" and not found.is_host
     assert found.nodes[0] == Node(0, "127.0.0.1", 7000)
-    with pytest.raises(ValueError, match=r"2 of them .* are this machine's; say which it is with --node-index"):
+    with pytest.raises(ValueError, match=r"2 of them .* are this machine; choose one with --node-index"):
         find_site(NodesConfig("127.0.0.1:7000,127.0.0.1:7001"), TOKEN)
-    with pytest.raises(ValueError, match=r"198.51.100.1, 198.51.100.2, and none of them is this machine's"):
+    with pytest.raises(ValueError, match=r"198.51.100.1, 198.51.100.2, and none of them is this machine"):
         find_site(NodesConfig("198.51.100.1,198.51.100.2"), TOKEN)
     with pytest.raises(ValueError, match=r"index is 2 but --nodes names 2 machines \(0-1\)"):
         find_site(NodesConfig("127.0.0.1:7000,127.0.0.1:7001", index=2), TOKEN)
-    with pytest.raises(ValueError, match=r"machine 0 \(198.51.100.1\), but that is no address of this machine"):
+    with pytest.raises(ValueError, match=r"machine 0 \(198.51.100.1\), but this machine does not have that address"):
         find_site(NodesConfig("198.51.100.1,198.51.100.2", index=0), TOKEN)
     with pytest.raises(ValueError, match="without --nodes"):
         find_site(NodesConfig(index=0), TOKEN)
     assert find_site(NodesConfig(), {}) is None
 
 
-def test_a_name_that_means_loopback_here_is_of_no_use_to_others() -> None:
+def test_refuses_a_name_that_only_this_machine_can_reach() -> None:
     with pytest.raises(ValueError, match=r"machine 0 \(localhost\), which is .* no other machine can reach"):
         find_site(NodesConfig("localhost,198.51.100.2"), TOKEN)
 
 
-def test_slurm_says_who_takes_part_and_which_this_is() -> None:
+def test_reads_machines_and_index_from_slurm() -> None:
     assert list(expand_hosts("a[1-3,07],b,r[1-2]n[09-10]")) == [
         *("a1", "a2", "a3", "a07", "b"),
         *("r1n09", "r1n10", "r2n09", "r2n10"),
@@ -80,7 +80,7 @@ def test_slurm_says_who_takes_part_and_which_this_is() -> None:
     assert site is not None and site.index == 0 and [node.host for node in site.nodes] == ["localhost"]
     stepped = environment | {"SLURM_STEP_NODELIST": "n[1-2]"}
     assert [node.host for node in read_nodes("slurm", stepped)] == ["n1", "n2"]
-    with pytest.raises(ValueError, match="SLURM_JOB_NODELIST is not set; start it with srun"):
+    with pytest.raises(ValueError, match="SLURM_JOB_NODELIST is not set; start the command with srun"):
         find_site(NodesConfig("slurm"), TOKEN)
     with pytest.raises(ValueError, match="SLURM_NODEID is None"):
         find_site(NodesConfig("slurm"), TOKEN | {"SLURM_JOB_NODELIST": "localhost"})
@@ -91,7 +91,7 @@ def test_slurm_says_who_takes_part_and_which_this_is() -> None:
         list(expand_hosts("a[0-99999999]"))
 
 
-def test_a_token_is_long_enough_and_nobody_else_reads_it(tmp_path: Path) -> None:
+def test_refuses_a_token_that_is_short_or_readable_by_others(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("x" * 32 + "\n")
     path.chmod(0o644)
@@ -100,7 +100,7 @@ def test_a_token_is_long_enough_and_nobody_else_reads_it(tmp_path: Path) -> None
     path.chmod(0o600)
     assert read_token(str(path), {}) == "x" * 32
     path.write_text("short")
-    with pytest.raises(ValueError, match="has 5 characters; a token has at least 16"):
+    with pytest.raises(ValueError, match="has 5 characters; a token needs at least 16"):
         read_token(str(path), {})
     path.write_bytes(b"\xff" * 40)
     with pytest.raises(ValueError, match="not text"):
@@ -112,5 +112,5 @@ def test_a_token_is_long_enough_and_nobody_else_reads_it(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="Linux names its interfaces there")  # noqa: PTH110
-def test_an_address_belongs_to_an_interface() -> None:
+def test_finds_the_interface_of_an_address() -> None:
     assert interface_of("127.0.0.1") == "lo" and interface_of("198.51.100.1") is None

@@ -21,6 +21,7 @@ from tests.parity import Case, make_job
 NODES = (Node(0, "10.0.0.1"), Node(1, "10.0.0.2"))
 KILLED = MachineReport({}, (0, 8), exits=(RankExit(1, -9, "0F3@2", 0),))
 WELL = MachineReport({}, (0, 8))
+CAUSE = "stage 0 replica 1 (rank 1, machine 0) was killed by SIGKILL at "
 
 
 @pytest.fixture
@@ -35,6 +36,11 @@ def supervisor(job: Job, start: int, **run: Any) -> Supervisor:
     return Supervisor(job, lambda event: None, StartPoint(), meeting)
 
 
+def decided(decision: StartDecision | None) -> StartDecision:
+    assert decision is not None
+    return decision
+
+
 def test_the_first_start_waits_for_all_and_uses_the_newest_checkpoint(job: Job) -> None:
     first = supervisor(job, 1)
     assert first.decide({0: WELL}, 100.0) is None
@@ -45,9 +51,8 @@ def test_restarts_after_a_fault_and_names_its_cause(job: Job) -> None:
     second = supervisor(job, 2)
     assert second.decide({0: WELL}, 1.0) is None  # machine 1 may know more
     decision = second.decide({0: WELL, 1: KILLED}, 1.0)
-    cause = "stage 0 replica 1 (rank 1, machine 0) was killed by SIGKILL at 0F3@2"
-    assert decision == StartDecision(8, 1, cause)
-    assert cause in (Path(job.folder) / "log.txt").read_text()
+    assert decision == StartDecision(8, 1, f"{CAUSE}0F3@2")
+    assert f"{CAUSE}0F3@2" in (Path(job.folder) / "log.txt").read_text()
 
 
 def test_fails_after_max_restarts(job: Job) -> None:
@@ -56,14 +61,17 @@ def test_fails_after_max_restarts(job: Job) -> None:
 
 
 def test_fails_when_the_same_fault_happens_again(job: Job) -> None:
-    found = supervisor(job, 2)
-    assert found.decide({0: KILLED, 1: WELL}, 0.0) == StartDecision(8, 1, found._fault and found._fault.text)
-    found._fault, found._restarts = None, 1
-    decision = found.decide({0: KILLED, 1: WELL}, 0.0)
-    assert decision is not None and decision.failed is not None and decision.failed.endswith("again after 1 restart")
+    again = supervisor(job, 2)
+    again.accept(decided(again.decide({0: KILLED, 1: WELL}, 0.0)))
+    failed = decided(again.decide({0: KILLED, 1: WELL}, 0.0)).failed
+    assert failed is not None and failed.endswith("again after 1 restart")
+
+
+def test_restarts_after_another_fault(job: Job) -> None:
+    again = supervisor(job, 2)
+    again.accept(decided(again.decide({0: KILLED, 1: WELL}, 0.0)))
     other = replace(KILLED, exits=(RankExit(1, -9, "0F99@2", 0),))
-    found._fault = None
-    assert found.decide({0: other, 1: WELL}, 0.0) == StartDecision(8, 2, found._fault and found._fault.text)
+    assert decided(again.decide({0: other, 1: WELL}, 0.0)) == StartDecision(8, 2, f"{CAUSE}0F99@2")
 
 
 def test_names_a_lost_machine_at_once_without_restarts(job: Job) -> None:
