@@ -18,6 +18,7 @@ from stagewright.data.convert import convert
 from stagewright.data.datasets import Kind, open_records
 from stagewright.data.sources import ImageOptions, with_transforms
 from stagewright.data.survey import Survey, draw_sheet, survey
+from stagewright.errors import counted
 
 _MOST_SHOWN = 20  # classes, bad records
 _MOST_SIDE = 2048  # pixels of a sample on a sheet
@@ -45,7 +46,7 @@ def run_inspect(parsed: argparse.Namespace) -> None:
 def _show(console: Console, found: Survey, sheet: str) -> None:
     looked = "all" if found.looked_at == found.records else f"{found.looked_at} of them, evenly spread,"
     lines = [
-        f"{found.records} records, {found.classes} classes; {looked} were decoded",
+        f"{_size(found.records, found.classes)}; {looked} were decoded",
         f"encoded bytes  {found.encoded}   (smallest / median / largest)",
         f"height         {found.heights}",
         f"width          {found.widths}",
@@ -70,7 +71,8 @@ def run_index(parsed: argparse.Namespace) -> None:
         about = {"records": len(records), "classes": records.classes, "fingerprint": records.fingerprint}
         print(json.dumps(about | {"seconds": seconds}))
     else:
-        print(f"{len(records)} records, {records.classes} classes, fingerprint {records.fingerprint}, {seconds:.2f} s")
+        size = _size(len(records), records.classes)
+        print(f"{size}, fingerprint {records.fingerprint}, {seconds:.2f} s")
 
 
 def run_convert(parsed: argparse.Namespace) -> None:
@@ -84,7 +86,7 @@ def run_convert(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps(asdict(done)))
         return
-    print(f"{done.records} records, {done.classes} classes in {where}")
+    print(f"{_size(done.records, done.classes)} in {where}")
     for reason in done.left_out[:_MOST_SHOWN]:
         print(f"left out: {reason}")
     if len(done.left_out) > _MOST_SHOWN:
@@ -93,6 +95,10 @@ def run_convert(parsed: argparse.Namespace) -> None:
 
 def run_bench(parsed: argparse.Namespace) -> None:
     data.run(repeats=parsed.repeats, images=parsed.images, most_threads=parsed.threads, as_json=parsed.json)
+
+
+def _size(records: int, classes: int) -> str:
+    return f"{counted(records, 'record')}, {counted(classes, 'class', 'es')}"
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from stagewright.data.records import (
     require_limit,
 )
 from stagewright.data.tar import list_shards, scan_shards
+from stagewright.errors import counted
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 CLASS_NAMES = "classes.txt"  # beside the data: one name per line, in label order
@@ -163,7 +164,7 @@ def scan_folder(root: Path, class_names: tuple[str, ...], progress: Progress) ->
     labels = {name: number for number, name in enumerate(names)}
     if unknown := next((name for name in found if name not in labels), None):
         raise DataError(
-            f"{root}: folder {unknown} is not among the {len(names)} class names; add the name or remove the folder"
+            f"{root}: folder {unknown} is not one of {counted(len(names), 'class name')}; add it or remove the folder"
         )
     builder, watched = IndexBuilder(progress), list[Watched]()
     for name in found:
@@ -173,8 +174,7 @@ def scan_folder(root: Path, class_names: tuple[str, ...], progress: Progress) ->
                 builder.add(0, 0, size, labels[name], f"{folder}/{file}")
     index = builder.build(root, watched, names)
     if not len(index):
-        folders = "1 class folder contains" if len(found) == 1 else f"{len(found)} class folders contain"
-        raise DataError(f"{root}: {folders} no images ({', '.join(_SUFFIXES)})")
+        raise DataError(f"{root}: no images in {counted(len(found), 'class folder')} ({', '.join(_SUFFIXES)})")
     return index
 
 

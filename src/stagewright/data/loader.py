@@ -33,19 +33,19 @@ class Loader(Protocol):
 def make_loaders(options: LoaderOptions, *slices: tuple[Source, ReplicaSlice]) -> tuple[Loader, ...]:
     """One loader per source; loaders of images share their threads."""
     pool = Pool(options.threads)
-    return tuple(_make_loader(source, part, options, pool) for source, part in slices)
+    return tuple(_make_loader(source, replica_slice, options, pool) for source, replica_slice in slices)
 
 
-def _make_loader(source: Source, part: ReplicaSlice, options: LoaderOptions, pool: Pool) -> Loader:
+def _make_loader(source: Source, replica_slice: ReplicaSlice, options: LoaderOptions, pool: Pool) -> Loader:
     if not isinstance(source, ImageSource):
         if isinstance(source, SyntheticSource):
             source.to(options.device)
-        return DirectLoader(source, part.sampler, options)
+        return DirectLoader(source, replica_slice.sampler, options)
     if options.decode is Decode.CPU:
-        return ImageLoader(source, part, options, pool)
+        return ImageLoader(source, replica_slice, options, pool)
     if options.decode is Decode.ONCE:
-        return CachedLoader(source, part, options, pool)
-    return DeviceLoader(source, part, options, torchcodec_decoder(options.device))
+        return CachedLoader(source, replica_slice, options, pool)
+    return DeviceLoader(source, replica_slice, options, torchcodec_decoder(options.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class ImageLoader:
     requested: 12        window: 12 14 16 18 20        (step 2, 4 ahead; the threads fill it from the left)
     """
 
-    def __init__(self, source: ImageSource, part: ReplicaSlice, options: LoaderOptions, pool: Pool) -> None:
+    def __init__(self, source: ImageSource, replica_slice: ReplicaSlice, options: LoaderOptions, pool: Pool) -> None:
         self._source = source
-        self._slice = part
+        self._slice = replica_slice
         self._options = options
         self._pool = pool
         self._bad = BadRecordCounter(options)

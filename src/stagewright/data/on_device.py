@@ -59,9 +59,11 @@ class DeviceLoader:
     A microbatch with a bad record or another image format is decoded on the CPU, which replaces bad records.
     """
 
-    def __init__(self, source: ImageSource, part: ReplicaSlice, options: LoaderOptions, decode: DecodeBatch) -> None:
+    def __init__(
+        self, source: ImageSource, replica_slice: ReplicaSlice, options: LoaderOptions, decode: DecodeBatch
+    ) -> None:
         self._source = source
-        self._slice = part
+        self._slice = replica_slice
         self._options = options
         self._bad = BadRecordCounter(options)
         self._decode = decode
@@ -168,10 +170,10 @@ def require_cacheable(source: ImageSource) -> None:
 class CachedLoader:
     """Decodes every image once, keeps all of them on the device, and draws each epoch's views there."""
 
-    def __init__(self, source: ImageSource, part: ReplicaSlice, options: LoaderOptions, pool: Pool) -> None:
+    def __init__(self, source: ImageSource, replica_slice: ReplicaSlice, options: LoaderOptions, pool: Pool) -> None:
         require_cacheable(source)
         self._source = source
-        self._slice = part
+        self._slice = replica_slice
         self._options = options
         self._pool = pool
 

@@ -13,6 +13,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.errors import counted
+
 Indices = NDArray[np.int64]
 
 
@@ -39,7 +41,7 @@ class Order:
     def __post_init__(self) -> None:
         if self.samples < self.batch:
             raise ValueError(
-                f"the data set has {self.samples} samples but a batch takes {self.batch}; "
+                f"the data set has {counted(self.samples, 'sample')} but a batch takes {self.batch}; "
                 f"use --batch {self.samples} or less"
             )
 
@@ -165,7 +167,7 @@ class Position:
             )
         if self.batch >= order.batches:
             raise DataChanged(
-                f"the checkpoint is at batch {self.batch} of its epoch, but an epoch has {order.batches} batches of "
-                f"{order.batch}; use the --batch of the checkpoint"
+                f"the checkpoint is at batch {self.batch} of its epoch, but an epoch has "
+                f"{counted(order.batches, 'batch', 'es')} of {order.batch}; use the --batch of the checkpoint"
             )
         return self.epoch * order.batches + self.batch

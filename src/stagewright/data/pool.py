@@ -17,6 +17,7 @@ from torch import Tensor
 from stagewright.data.decode import Decoder
 from stagewright.data.order import AugmentSeed, Indices
 from stagewright.data.records import BadRecord, DataError
+from stagewright.errors import counted
 
 Load = Callable[[int, AugmentSeed | None, Tensor, Decoder], tuple[int, tuple[BadRecord, ...]]]
 
@@ -71,9 +72,9 @@ class BadRecordCounter:
         self._seen.add(bad.index)
         self._on_bad(bad)
         if len(self._seen) > self._most:
-            found = "1 bad record" if len(self._seen) == 1 else f"{len(self._seen)} bad records"
             raise DataError(
-                f"{found} but --max-bad is {self._most}; the last: {bad.reason}; fix the data or raise --max-bad"
+                f"{counted(len(self._seen), 'bad record')} but --max-bad is {self._most}; the last: {bad.reason}; "
+                "fix the data or raise --max-bad"
             )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from stagewright.data.index import Index
+from stagewright.errors import counted
 
 
 class DataError(ValueError):
@@ -205,4 +206,4 @@ def spread_index(index: int, limit: int, samples: int) -> int:
 
 def require_limit(limit: int, samples: int) -> None:
     if not 0 < limit <= samples:
-        raise DataError(f"--limit is {limit} but the data set has {samples} records; give 1 to {samples}")
+        raise DataError(f"--limit is {limit} but the data set has {counted(samples, 'record')}; give 1 to {samples}")

@@ -43,38 +43,38 @@ class Chain:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.why_whole: str | None = None  # why the model can't be cut
+        self.trace_error: str | None = None  # why the model stays whole
         was_training = model.training
         try:
             self._training = _trace(model.train())
             self._evaluation = _trace(model.eval())
         except Exception as error:  # the model's code ran on symbols: any error means that it can't be traced
-            self.why_whole = f"{type(model).__name__} can't be traced ({first_line(error, 160)})"
+            self.trace_error = f"{type(model).__name__} can't be traced ({first_line(error, 160)})"
         model.train(was_training)
-        nodes = [] if self.why_whole else _calls(self._training)
+        nodes = [] if self.trace_error else _calls(self._training)
         self.units = tuple(_unit_names(nodes)) or (type(model).__name__,)
         self._first_nodes = {name: node.name for name, node in zip(self.units, nodes, strict=False)}
 
     @property
     def training_graph(self) -> fx.Graph | None:
         """The trace of the training forward; None if the model can't be traced."""
-        return None if self.why_whole else self._training
+        return None if self.trace_error else self._training
 
     def by_shares(self, shares: Sequence[int]) -> tuple[str, ...]:
-        """The first unit of each later stage when every stage gets its share of the operations.
+        """The first unit of each later stage when every stage gets its share of the units.
 
-        The boundary after a prefix of the shares is floor(operations * prefix / total).
+        The boundary after a prefix of the shares is floor(units * prefix / total).
         """
-        operations, total = len(self.units), sum(shares)
+        units, total = len(self.units), sum(shares)
         if min(shares) < 1:
             raise ValueError(f"shares {':'.join(map(str, shares))}: each must be at least 1")
-        self._require_parts(len(shares))
-        bounds = [operations * sum(shares[:index]) // total for index in range(len(shares) + 1)]
+        self._require_cuttable(len(shares))
+        bounds = [units * sum(shares[:index]) // total for index in range(len(shares) + 1)]
         for stage, (first, last) in enumerate(itertools.pairwise(bounds)):
             if first == last:
                 raise ValueError(
                     f"shares {':'.join(map(str, shares))} leave stage {stage} without units: the model has "
-                    f"{operations} operations; raise that share or name the units with --cut"
+                    f"{units} units; raise that share or name the units with --cut"
                 )
         return tuple(self.units[bound] for bound in bounds[1:-1])
 
@@ -86,7 +86,7 @@ class Chain:
         """The model as one piece per stage; `cuts` name the first unit of each stage after the first."""
         if not cuts:
             return (Piece(self.model, self.model, ("input",), ("input",), self.units[0]),)
-        self._require_parts(len(cuts) + 1)
+        self._require_cuttable(len(cuts) + 1)
         positions = [0, *(self.units.index(name) for name in cuts), len(self.units)]
         for stage, (first, last) in enumerate(itertools.pairwise(positions)):
             if first >= last:
@@ -101,13 +101,13 @@ class Chain:
             Piece(train[0], evaluate[0], train[1], evaluate[1], first_unit)
             for train, evaluate, first_unit in zip(training, evaluation, (self.units[0], *cuts), strict=True)
         )
-        _refuse_shared(pieces)
+        _require_unshared(pieces)
         return pieces
 
-    def _require_parts(self, stages: int) -> None:
-        if self.why_whole and stages > 1:
+    def _require_cuttable(self, stages: int) -> None:
+        if self.trace_error and stages > 1:
             raise ValueError(
-                f"{self.why_whole}, so it can't be cut into {stages} stages; return an nn.Sequential or a "
+                f"{self.trace_error}, so it can't be cut into {stages} stages; return an nn.Sequential or a "
                 "list of modules from the factory, or use one stage"
             )
 
@@ -115,7 +115,7 @@ class Chain:
         for unit in self.units:
             if unit == name or unit.startswith(name + "."):
                 return unit
-        why = f" ({self.why_whole})" if self.why_whole else ""
+        why = f" ({self.trace_error})" if self.trace_error else ""
         raise ValueError(
             f"--cut or the plan file cuts before '{name}', but the model has no such unit{why}; "
             f"{did_you_mean(name, self.units)}"
@@ -167,7 +167,7 @@ def _slice(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequenc
     return part
 
 
-def _refuse_shared(pieces: Sequence[Piece]) -> None:
+def _require_unshared(pieces: Sequence[Piece]) -> None:
     """Raise if two stages use a tensor that training changes: each parameter and statistic belongs to one stage."""
     users: dict[int, tuple[int, str]] = {}
     for stage, piece in enumerate(pieces):

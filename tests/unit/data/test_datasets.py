@@ -62,7 +62,7 @@ def test_a_folder_needs_classes_and_images(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"one subfolder .* per class"):
         open_records(f"folder:{tmp_path}")
     (tmp_path / "a").mkdir()
-    with pytest.raises(DataError, match="1 class folder contains no images"):
+    with pytest.raises(DataError, match="no images in 1 class folder"):
         open_records(f"folder:{tmp_path}")
 
 
