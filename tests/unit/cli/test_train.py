@@ -24,7 +24,7 @@ from tests.commands import fails
         (["--placement", "0:0.0:1", "--shares", "1:2:3"], ["1:2:3", "3 stages", "has 2"]),
         (["--placement", "0:0", "--shares", "3:1"], ["3:1", "2 stages", "has 1"]),
         (["--placement", "0:0.0:1", "--shares", "1:a"], ["1:a", "3:1"]),
-        (["--placement", "0:0.0:1", "--shares", "1:1000"], ["without units", "operations"]),
+        (["--placement", "0:0.0:1", "--shares", "1:1000"], ["without units", "units; raise"]),
         (["--placement", "0:0.0:1", "--cut", "clasifier"], ["clasifier", "did you mean 'classifier"]),
         (["--placement", "0:0.0:1.0:2", "--cut", "classifier.3,classifier.1"], ["without units"]),
         (["--placement", "0:0.0:1", "--cut", "classifier,avgpool"], ["3 stages", "has 2"]),
