@@ -1,15 +1,15 @@
 """Command blocks of the documentation, and how a test runs them.
 
-A fence says after its language what becomes of it:
+After its language, a fence says who runs it:
 
-    ```sh run                   every line is run by `make test`
-    ```sh nightly               by `make nightly`, in a shell
-    ```sh gpu                   by `make nightly`, where there is a GPU
-    ```sh not run: REASON       by nobody, and why
-    ```console run              lines behind `$` are run, the others are what they print; `...` stands for any lines
-    ```python run | nightly     run as a program
-    <!-- not run: REASON -->    the same for an indented block behind it
-    ```toml file: NAME          written to a file for the blocks behind it; other languages as well
+    ```sh run                   `make test` runs every line
+    ```sh nightly               `make nightly` runs it in a shell
+    ```sh gpu                   `make nightly` runs it where there is a GPU
+    ```sh not run: REASON       nobody runs it, for this reason
+    ```console run              lines after `$` are commands, the others what they print; `...` stands for any lines
+    ```python run | nightly     runs as a program
+    <!-- not run: REASON -->    the same for the indented block after it
+    ```toml file: NAME          written to a file for later blocks; any language
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Block:
 
     file: Path
     line: int
-    language: str  # empty where nothing says
+    language: str  # empty if the fence names none
     mark: str
     text: str
 
     @property
     def kind(self) -> str:
-        """run, nightly, gpu, not run, file, or nothing."""
+        """run, nightly, gpu, not run, file, or empty."""
         return next((kind for kind in ("run", "nightly", "gpu", "not run", "file") if self.is_marked(kind)), "")
 
     def is_marked(self, kind: str) -> bool:
@@ -82,7 +82,7 @@ def _fenced(file: Path) -> Iterator[Block]:
 
 
 def _indented(file: Path) -> Iterator[Block]:
-    """Runs of lines indented by four behind an empty line, outside fences and lists."""
+    """Lines indented by four after an empty line, outside fences and lists."""
     is_fenced, in_list, before, kept, began, mark = False, False, "", [], 0, ""
     for number, line in enumerate([*file.read_text().splitlines(), ""], 1):
         if _FENCE.match(line):
@@ -103,7 +103,7 @@ def _indented(file: Path) -> Iterator[Block]:
 
 
 def commands(block: Block) -> list[tuple[list[str], list[str]]]:
-    """Every command of a block as words, with the lines it is said to print."""
+    """Every command of a block as words, with the lines that it should print."""
     found: list[tuple[str, list[str]]] = []
     is_console = block.language == "console"
     for line in block.text.splitlines():
@@ -117,7 +117,7 @@ def commands(block: Block) -> list[tuple[list[str], list[str]]]:
 
 
 def filled(words: list[str]) -> list[str]:
-    """Words with their patterns filled in, as a shell would in the current folder."""
+    """Words with their patterns expanded, as a shell does in the current folder."""
     found: list[str] = []
     for word in words:
         found += (sorted(map(str, Path().glob(word))) or [word]) if "*" in word else [word]
@@ -125,7 +125,7 @@ def filled(words: list[str]) -> list[str]:
 
 
 def differs(expected: list[str], printed: str) -> str | None:
-    """The first expected line that is not where it should be; `...` lets any lines pass."""
+    """The first expected line that is not where it should be; `...` matches any lines."""
     lines, position, may_skip = [line.rstrip() for line in printed.splitlines()], 0, False
     for line in expected:
         if line.strip() == "...":

@@ -1,4 +1,4 @@
-"""Every command block of README and docs is run, here or every night, or says why not."""
+"""Every command block of README and docs runs, here or every night, or says why not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.docs import COMMANDS, FILES, ROOT, Block, blocks, commands, differs, 
 
 nightly = pytest.mark.skipif("STAGEWRIGHT_NIGHTLY" not in os.environ, reason="takes long: make nightly")
 HERE = [file for file in FILES if any(block.kind == "run" for block in blocks(file))]
-AT_NIGHT = [file for file in FILES if any(block.kind in ("nightly", "gpu") for block in blocks(file))]
+NIGHTLY = [file for file in FILES if any(block.kind in ("nightly", "gpu") for block in blocks(file))]
 
 
 def name(file: Path) -> str:
@@ -27,18 +27,18 @@ def name(file: Path) -> str:
 def test_every_command_block_is_run_or_says_why_not(file: Path) -> None:
     for block in blocks(file):
         if block.looks_like_commands:
-            assert block.language, f"{block}: commands without a fence; begin with ```sh run, nightly or not run: WHY"
-            assert block.kind, f"{block}: say run, nightly, gpu or not run: WHY behind ```{block.language}"
-            assert "`" not in block.mark, f"{block}: a backtick behind ``` makes it no fence"
+            assert block.language, f"{block}: commands without a fence; start with ```sh run, nightly or not run: WHY"
+            assert block.kind, f"{block}: say run, nightly, gpu or not run: WHY after ```{block.language}"
+            assert "`" not in block.mark, f"{block}: a backtick after ``` ends the fence"
             assert block.kind != "not run" or block.reason, f"{block}: not run, and no reason given"
 
 
 @pytest.mark.parametrize("file", HERE, ids=name)
-def test_commands_that_are_run_here_work(
+def test_commands_of_the_documentation_work(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))  # a model of the reader's own is in the current folder
+    monkeypatch.syspath_prepend(str(tmp_path))  # so that a block can import the model file of an earlier one
     for block in blocks(file):
         if block.kind == "file":
             Path(block.reason).write_text(block.text + "\n")
@@ -64,9 +64,9 @@ def run_here(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
 
 @nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("file", AT_NIGHT, ids=name)
-def test_commands_of_the_night_work(file: Path, tmp_path: Path) -> None:
-    """Blocks run in their order in one folder, those of the day as well, with `stagewright` on the path."""
+@pytest.mark.parametrize("file", NIGHTLY, ids=name)
+def test_nightly_commands_of_the_documentation_work(file: Path, tmp_path: Path) -> None:
+    """All blocks run in order in one folder, with `stagewright` on the path."""
     shim = tmp_path / "bin" / "stagewright"
     shim.parent.mkdir()
     shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m stagewright "$@"\n')
@@ -91,7 +91,7 @@ def test_commands_of_the_night_work(file: Path, tmp_path: Path) -> None:
 
 
 def programs(block: Block) -> list[tuple[str, list[str]]]:
-    """What a shell or Python is to run, and the lines it should print."""
+    """What a shell or Python runs, and the lines that it should print."""
     if block.language != "console":
         return [(block.text, [])]
     return [(shlex.join(words), expected) for words, expected in commands(block)]
@@ -113,7 +113,7 @@ def fence(language: str, mark: str, text: str) -> str:
         fence("python", "", "import stagewright"),
     ],
 )
-def test_a_block_that_nobody_runs_is_found(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unmarked_command_block_is_an_error(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "x.md"
     file.write_text(text)
     monkeypatch.setattr("tests.docs.ROOT", tmp_path)
@@ -121,7 +121,7 @@ def test_a_block_that_nobody_runs_is_found(text: str, tmp_path: Path, monkeypatc
         test_every_command_block_is_run_or_says_why_not(file)
 
 
-def test_pictures_lists_and_marked_blocks_are_left_alone(tmp_path: Path) -> None:
+def test_pictures_lists_and_marked_blocks_need_no_mark(tmp_path: Path) -> None:
     file = tmp_path / "x.md"
     marked = fence("sh", "not run: needs two machines", "stagewright train --nodes a,b")
     file.write_text(f"Picture:\n\n    a ──► b\n\n- item\n\n    stagewright is a word here\n\n{marked}")
@@ -129,16 +129,14 @@ def test_pictures_lists_and_marked_blocks_are_left_alone(tmp_path: Path) -> None
     assert [block.kind for block in blocks(file) if block.language in COMMANDS] == ["not run"]
 
 
-def test_what_a_command_prints_is_compared_line_by_line() -> None:
+def test_output_is_compared_line_by_line() -> None:
     printed = "a 1\nb 2\nc 3\nd 4\n"
     assert differs(["a 1", "b 2"], printed) is None and differs(["a 1", "...", "d 4"], printed) is None
     assert differs(["a 1", "c 3"], printed) == "c 3" and differs(["...", "e"], printed) == "e"
     assert differs(["b 2"], printed) == "b 2" and differs([*printed.splitlines(), "e"], printed) == "e"
 
 
-def test_commands_go_on_behind_a_backslash_and_patterns_are_filled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backslash_continues_a_command_and_patterns_expand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run-1").mkdir()
     text = "# first\nstagewright report run-* \\\n    --json  # the page\n\nstagewright --version"

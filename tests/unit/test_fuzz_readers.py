@@ -1,4 +1,4 @@
-"""Mutated configurations, placements, shares, plans, profiles, clusters, machines: read, or refused in one line."""
+"""Mutated configurations, placements, shares, plans, profiles, clusters, node lists: read, or refused in one line."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from stagewright.planning.build import build_plan, stage_numbers
 from stagewright.profile.profile import read_profile
 from stagewright.runtime.multinode.nodes import expand_hosts, read_nodes
 
-CASES = int(os.environ.get("STAGEWRIGHT_READER_FUZZ", "400"))  # of each reader; `make soak` asks for many more
-_SHOWN = max(4, CASES // 100)  # of them also go through the command line
-_SECONDS = 2.0  # of a processor that reading one may take
-_TELLING = (
+CASES = int(os.environ.get("STAGEWRIGHT_READER_FUZZ", "400"))  # per reader; `make soak` runs many more
+_SHOWN = max(4, CASES // 100)  # of them also run as a command
+_SECONDS = 2.0  # of CPU time per text
+_TOKENS = (
     *("nan", "inf", "-inf", "1e999", "-1", "0", "1.5", "9" * 25, "9" * 5000, "true", "null", '""', "''", "[]", "{}"),
     *("[", "]", "{", "}", '"', "\\", "\0", "\n", "\r", "=", ":", ",", ".", "-", "\ud800", "\u202e", "٣", "²", " "),
     *("[[", "]]", "[" * 3000, "1-99999999", "0:0-65536", "65536:0", "$(id)", "../..", "\x1b[2J"),
@@ -44,7 +44,7 @@ _VALUES = (
 
 
 def mutated(text: str, generator: random.Random) -> str:
-    """A few changes of a kind that breaks readers: characters changed, stretches removed, doubled or moved, tokens."""
+    """A text with a few changes of the kind that breaks readers: changed, removed or doubled pieces, odd tokens."""
     for _ in range(generator.choice((1, 1, 1, 2, 4, 8))):
         at = generator.randrange(len(text) + 1)
         end = at + generator.randrange(1, 30)
@@ -61,16 +61,16 @@ def mutated(text: str, generator: random.Random) -> str:
             case 2:
                 text = text[:end] + text[at:]
             case 3:
-                text = text[:at] + generator.choice(_TELLING) + text[at:]
+                text = text[:at] + generator.choice(_TOKENS) + text[at:]
             case 4:
-                text = text[:at] + generator.choice(_TELLING) + text[end:]
+                text = text[:at] + generator.choice(_TOKENS) + text[end:]
             case _:
                 text = text[:at]
     return text
 
 
 def with_value_changed(tree: Any, generator: random.Random) -> Any:
-    """The same JSON with one value replaced by one of another kind, or left out."""
+    """The same JSON with one value replaced by one of another type, or left out."""
     values = (
         None,
         True,
@@ -103,13 +103,13 @@ def with_value_changed(tree: Any, generator: random.Random) -> Any:
 
 @dataclass(frozen=True)
 class Reader:
-    """Something that reads what a user wrote."""
+    """A reader of something that a user wrote."""
 
     read: Callable[[str, Path], object]
     seeds: Sequence[str]
-    command: Callable[[str, Path], list[str]]  # that reads the same
+    command: Callable[[str, Path], list[str]]  # the command that reads the same
     is_json: bool = False
-    share: float = 1.0  # of the cases: less for a reader that takes long
+    share: float = 1.0  # of the cases: fewer for a slow reader
 
     @property
     def cases(self) -> int:
@@ -240,7 +240,7 @@ READERS = {
 
 
 def attempt(reader: Reader, text: str, path: Path) -> str | None:
-    """Why it was refused, if it was; anything but a ValueError comes out, and so does one that takes its time."""
+    """Why the reader refuses a text, or None; fails on any other exception, and where reading takes long."""
     began = time.process_time()
     try:
         reader.read(text, path)
@@ -254,7 +254,7 @@ def attempt(reader: Reader, text: str, path: Path) -> str | None:
 
 
 def assert_one_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """The command ends with code 2 and one line that says why."""
+    """The command fails with exit code 2 and one line that says why."""
     with pytest.raises(SystemExit) as ended:
         cli.main(command)
     shown = capsys.readouterr().err
@@ -282,7 +282,7 @@ def test_mutated_texts_are_read_or_refused_in_one_line(
         if attempt(reader, text, path) is not None:
             refused.append(text)
     assert 0.1 < len(refused) / reader.cases < 1
-    shown = [text for text in refused if "\0" not in text]  # no command line can hold that
+    shown = [text for text in refused if "\0" not in text]  # a command line can't hold that
     for text in shown[:: max(1, len(shown) // _SHOWN)]:
         assert_one_line(reader.command(text, path), capsys)
 
