@@ -31,7 +31,7 @@ class Trial(Section):
 
     name: str
     options: Tables = field(default_factory=dict)
-    devices: int | Literal["all"] | None = None  # in place of a placement: one stage on the first so many devices
+    devices: int | Literal["all"] | None = None  # in place of a placement: one stage on the first of them
     batch_a_device: int | None = None  # in place of a batch
 
 

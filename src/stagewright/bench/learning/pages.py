@@ -89,10 +89,15 @@ def headlines(study: Study) -> Iterator[str]:
         if target is None or not times:
             continue
         first = min(times, key=lambda trial: times[trial])
-        after = {f.trial: _duration(f, times[f.trial]) for f in findings if f.trial in times}
+        after = {f.trial: _time_and_devices(f, times[f.trial]) for f in findings if f.trial in times}
         compared = f", {base} after {after[base]}" if base in times and base != first else ""
         source = _source([finding for finding in findings if finding.trial in times])
         yield f"{group} reaches {target:.1%} first with {first}: after {after[first]}{compared} ({source})."
+
+
+def _time_and_devices(finding: Finding, seconds: float) -> str:
+    assert finding.speed is not None
+    return f"{_duration(finding, seconds)} device{'' if finding.speed.devices == 1 else 's'}"
 
 
 def _duration(finding: Finding, seconds: float) -> str:
@@ -129,7 +134,7 @@ def _note(findings: Sequence[Finding]) -> str:
     seeds = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
     about = f"Means over {seeds} seeds with Student's interval" if counts[-1] > 1 else "One seed, so no interval"
     about += "; differences are paired by seed."
-    return f"{about} Times are {_source(timed)}, on the number of devices given." if timed else about
+    return f"{about} Times are {_source(timed)}; 'on N' is the number of devices." if timed else about
 
 
 def _source(findings: Sequence[Finding]) -> str:
@@ -187,7 +192,7 @@ def show_study(console: Console, study: Study, folder: Path) -> None:
                 console.print(f"{finding.trial}: {finding.summary}", highlight=False, markup=False)
         timed = [finding for finding in findings if finding.speed]
         if timed:
-            console.print(f"times are {_source(timed)}, on the number of devices given", highlight=False, markup=False)
+            console.print(f"times are {_source(timed)}; 'on N' is the number of devices", highlight=False, markup=False)
     for line in headlines(study):
         console.print(line, highlight=False, markup=False)
     console.print(f"report: {folder / 'report.md'}", highlight=False, markup=False, soft_wrap=True)

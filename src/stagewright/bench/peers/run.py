@@ -106,7 +106,7 @@ def _run_case(
 
 
 def _save_jobs(case: Case, folder: Path) -> dict[Side, Path]:
-    """Write each side's job to a file for its ranks; sides differ only in mode, microbatches and precision."""
+    """Write each side's job to a file for its ranks; sides differ only in what `Side` says."""
     data = "synthetic"  # unused: on GPUs every side keeps one batch on the device
     if case.workload.setting.device == "cpu":
         data = f"tensors:{folder / 'data.safetensors'}"

@@ -32,7 +32,7 @@ def test_a_page_has_tables_curves_and_every_run(tmp_path: Path) -> None:
     stale = replace(stale, speed=Speed(128.0, "measured here", 4))
     raced = replace(study, findings=(sync, stale, slow), targets={"R": 0.8})
     assert list(headlines(raced)) == [
-        "R reaches 80.0% first with stale: after 10 s on 4, sync after 20 s on 2 (measured here)."
+        "R reaches 80.0% first with stale: after 10 s on 4 devices, sync after 20 s on 2 devices (measured here)."
     ]
     of_sync = study_page(raced).blocks[2:5]
     assert all(isinstance(block, Curves) for block in of_sync)
