@@ -25,6 +25,7 @@ from stagewright.runtime.checkpoint import save as saver
 from stagewright.runtime.checkpoint.commit import Committer
 from stagewright.runtime.checkpoint.folder import checkpoints_folder, list_folders
 from stagewright.runtime.process.signals import stop_on_signal
+from tests.commands import fails, prints
 from tests.keeping import same_bits
 
 OPTIONS: dict[str, Any] = {
@@ -164,14 +165,6 @@ def test_a_new_placement_drops_the_old_cut(half: Path) -> None:
 # --- Refused ----------------------------------------------------------------------------------------------------------
 
 
-def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    error = capsys.readouterr().err
-    assert ended.value.code == 2 and error.count("\n") == 1 and "Traceback" not in error
-    return error
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -260,11 +253,6 @@ def test_the_second_signal_interrupts_at_once() -> None:
 
 
 # --- stagewright checkpoint -------------------------------------------------------------------------------------------
-
-
-def prints(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    main(arguments)
-    return capsys.readouterr().out
 
 
 def test_list_and_show_describe_checkpoints(capsys: pytest.CaptureFixture[str], whole: Result, half: Path) -> None:
