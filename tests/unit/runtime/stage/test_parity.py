@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stagewright.model.cut import Chain
-from stagewright.model.probe import probe
 from stagewright.runtime.process.emulate import Emulation
-from stagewright.runtime.stage.precision import make_precision
-from tests import models
 from tests.parity import (
     Case,
     Drive,
@@ -296,60 +292,8 @@ def test_another_seed_gives_other_bits(tmp_path: Path) -> None:
         assert_same_bits(emulate(case, tmp_path), emulate(replace(case, seed=6), tmp_path))
 
 
-# --- Probing ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize(
-    ("model", "cut"), [("normed", "third"), ("dropping", "third"), ("cumulative", "third"), ("gated", "gate")]
-)
-def test_probing_changes_neither_statistics_nor_random_state(model: str, cut: str, training: bool) -> None:
-    module = build(model).double()
-    pieces = (chain := Chain(module)).cut(chain.by_names([cut]))
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    modes = [part.training for part in module.modules()]
-    random_state = torch.get_rng_state()
-    probe(
-        pieces, models.make_data(model, 4)[0].double(), make_precision("fp64", "cpu").forward_context, training=training
-    )
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert [part.training for part in module.modules()] == modes
-    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
-    assert all(parameter.grad is None for parameter in module.parameters())
-
-
 @pytest.mark.parametrize("model", ["normed", "dropping", "gated"])
 def test_before_its_first_step_a_run_has_the_seeded_weights(model: str, tmp_path: Path) -> None:
     case = Case(model, "0:0-1.0:2", "head", eval_every=4)
     emulation = Emulation(make_job(case, tmp_path), lambda event: None)
     assert_near(emulation.weights(), initial_state(case), 0.0)
-
-
-# --- Invalid cuts -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("model", "cut", "pieces"),
-    [
-        ("tied", "third", ["third.weight", "second.weight", "stage 0", "stage 1", "move the cut"]),
-        ("reused", "second_1", ["second.weight", "stage 0", "stage 1"]),
-        ("alias", "relu", ["view", "first", "cut before 'relu'", "in place"]),
-        ("untraceable", "head", ["_Untraceable", "can't be traced", "control flow"]),
-        ("gated", "gate.conv", ["gate.conv", "no such unit"]),
-        ("recurrent", "getitem", ["lstm", "cut before 'getitem'", "tuple"]),
-        ("plain", "spam", ["spam", "no such unit"]),
-        ("plain", "first", ["stage 0", "without units"]),
-    ],
-)
-def test_an_invalid_cut_is_a_one_line_error(model: str, cut: str, pieces: list[str], tmp_path: Path) -> None:
-    with pytest.raises(ValueError) as raised:
-        make_job(Case(model, "0:0-1.0:2", cut), tmp_path)
-    message = str(raised.value)
-    assert "\n" not in message
-    assert [piece for piece in pieces if piece not in message] == []
-
-
-def test_an_untraceable_model_is_an_error_without_a_named_cut_too(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="_Untraceable can't be traced") as raised:
-        make_job(Case("untraceable", "0:0-1.0:2"), tmp_path)
-    assert "\n" not in str(raised.value)
