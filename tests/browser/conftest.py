@@ -73,7 +73,7 @@ def visit(chromium: Any) -> Iterator[Callable[..., Opened]]:
         opened.page.on("dialog", lambda dialog: (opened.said.append(f"dialog: {dialog.message}"), dialog.dismiss()))
         opened.page.on("request", lambda request: opened.asked.append(request.url))
         opened.page.goto(where.as_uri() if isinstance(where, Path) else where)
-        opened.page.wait_for_selector("html[data-ready]", timeout=10_000)
+        opened.page.wait_for_selector("html[data-ready]", timeout=300_000)
         return opened
 
     yield visit

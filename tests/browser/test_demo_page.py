@@ -15,6 +15,7 @@ from stagewright.run.train import run
 from tests.browser.conftest import Opened
 from tests.browser.test_report_page import COUNT, colours
 from tests.soak import soak
+from tests.waiting import LONG
 
 
 def check(opened: Opened, path: Path, *words: str) -> None:
@@ -39,7 +40,7 @@ def test_the_whole_demo(tmp_path: Path, visit: Callable[..., Opened]) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=LONG,
         check=True,
     )
     path = Path(done.stdout.splitlines()[-1].removeprefix("open in a browser: "))

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -21,6 +20,7 @@ from stagewright.report.live.terminal import PipeSafeConsole
 from stagewright.run.train import run
 from tests.commands import prints
 from tests.unit.api.test_training import make_net
+from tests.waiting import LONG, wait_until
 
 
 def test_warnings_do_not_break_json_output(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,7 +46,7 @@ def test_a_terminal_without_unicode_gets_ascii() -> None:
     command = ["schedule", "--placement", "0:0.0:1"]
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     program = [sys.executable, "-m", "stagewright", *command]
-    done = subprocess.run(program, env=os.environ | ascii_only, capture_output=True, timeout=60)
+    done = subprocess.run(program, env=os.environ | ascii_only, capture_output=True, timeout=LONG)
     assert done.returncode == 0 and b"F0" in done.stdout and b".." in done.stdout, done.stderr
 
 
@@ -93,7 +93,7 @@ import os, time
 from stagewright.runtime.process.signals import exit_with_parent
 exit_with_parent(os.getppid())
 print(os.getpid(), flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -104,8 +104,4 @@ def test_a_child_process_dies_with_its_parent() -> None:
     child = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
-    for _ in range(100):
-        if not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
-            return
-        time.sleep(0.1)
-    raise AssertionError("the child is still running")
+    wait_until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)

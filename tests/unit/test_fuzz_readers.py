@@ -262,7 +262,7 @@ def assert_one_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> N
     assert len(shown) < 1000 and shown[:-1].isprintable(), shown
 
 
-@pytest.mark.timeout(120 + CASES // 5)
+@pytest.mark.timeout(1800 + CASES // 5)
 @pytest.mark.parametrize("name", READERS)
 def test_mutated_texts_are_read_or_refused_in_one_line(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

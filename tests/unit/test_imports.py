@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 import stagewright
+from tests.waiting import LONG
 
 ROOT = Path(stagewright.__file__).parent
 Source = Mapping[str, str]  # the text of every file, by its path below the package
@@ -350,7 +351,7 @@ print(json.dumps(loaded))
 
 
 def test_help_of_every_command_imports_nothing_large() -> None:
-    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=LONG, check=True)
     loaded = json.loads(done.stdout)
     assert {"", "train", "bench", "demo", "checkpoint verify", "data inspect", "cluster import"} <= loaded.keys()
     assert {command: names for command, names in loaded.items() if names} == {}
@@ -358,5 +359,5 @@ def test_help_of_every_command_imports_nothing_large() -> None:
 
 def test_the_package_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "stagewright", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, check=True)
     assert done.stdout == f"stagewright {stagewright.__version__}\n"

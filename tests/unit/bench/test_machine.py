@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from stagewright.cluster.placement import parse_placement
 from stagewright.events import GpuUsage, RankUsage, Usage
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
+from tests.waiting import wait_until
 
 PLAN = make_plan(parse_placement("0:0-1.0:2"), batch=8, microbatches=4, mode=Mode.STALE, cuts=("x",))
 _DAEMON = """#!/bin/sh
@@ -24,7 +24,7 @@ _DAEMON = """#!/bin/sh
 cd "$CUDA_MPS_PIPE_DIRECTORY"
 if [ "$1" = -d ]; then
     {fault}
-    sleep 60 > /dev/null 2>&1 &
+    sleep 3600 > /dev/null 2>&1 &
     echo $! > nvidia-cuda-mps-control.pid
     echo $! > {folder}/pid
 else
@@ -75,15 +75,11 @@ def is_alive(pid: int) -> bool:
 
 
 def ends(pid: int) -> bool:
-    """Whether it ends soon: a signal takes a moment."""
-    for _ in range(200):
-        if not is_alive(pid):
-            return True
-        time.sleep(0.05)
-    return False
+    """Wait until it ends: a signal takes a moment."""
+    return wait_until(lambda: not is_alive(pid))
 
 
-@pytest.mark.parametrize("deaf", ["", "exec sleep 60"])
+@pytest.mark.parametrize("deaf", ["", "exec sleep 3600"])
 def test_the_mps_daemon_ends_with_the_measurement(deaf: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     daemon(tmp_path, monkeypatch, deaf=deaf)
     monkeypatch.setattr(machine, "MPS_SECONDS", 1)

@@ -44,7 +44,7 @@ def test_on_cpu_any_index_is_a_process() -> None:
     assert parse_placement("0:0.0:1000") == (devices(0, 0), devices(0, 1000))
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(300)
 def test_the_largest_range_is_read_at_once() -> None:
     assert len(parse_placement("0:0-65535")[0]) == 65536
 

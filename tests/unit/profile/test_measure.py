@@ -65,7 +65,7 @@ def test_the_slow_unit_gets_its_time_and_no_other() -> None:
     assert seconds[slow][0] >= 0.02 and seconds[slow][1] >= 0.05
     others = [name for name in chain.units if name != slow]
     assert max(seconds, key=lambda name: seconds[name][1]) == slow
-    assert sum(seconds[name][1] for name in others) < 0.05
+    assert sum(seconds[name][1] for name in others) < seconds[slow][1]
 
 
 def test_profiles_of_several_precisions_are_merged() -> None:

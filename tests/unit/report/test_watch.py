@@ -23,6 +23,7 @@ from stagewright.report.live.watch import Tail, Watch, as_line, as_screen
 from stagewright.run.folder import is_locked, run_lock
 from stagewright.run.report import live_page, read_rank_map, take_snapshot
 from tests.made_runs import make_run, steps, uses
+from tests.waiting import LONG
 
 
 def append(folder: Path, *records: Step | Restarted) -> None:
@@ -152,7 +153,7 @@ def serving(make_page: object = lambda: "<p>page") -> Iterator[PageServer]:
 
 
 def ask(server: PageServer, host: str | None, path: str = "/", method: str = "GET") -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=LONG)
     connection.putrequest(method, path, skip_host=True)
     if host is not None:
         connection.putheader("Host", host)
@@ -225,7 +226,7 @@ def test_watching_needs_no_torch(tmp_path: Path) -> None:
         f"with run_lock(Path({str(folder)!r})): main(['watch', {str(folder)!r}, '--json'])\n"
         "print([name for name in ('torch', 'numpy', 'pydantic') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG, check=True)
     moment, heavy = done.stdout.splitlines()
     assert json.loads(moment)["doing"] == ["starting"] * 3 and heavy == "[]"
 

@@ -17,6 +17,7 @@ from stagewright.hardware.doctor.check import check_machine, try_measuring
 from stagewright.hardware.doctor.measure import Measured
 from stagewright.hardware.doctor.show import show
 from tests.nvml_like import Card, Library
+from tests.waiting import LONG
 
 ROOT = Path(__file__).parents[4]
 
@@ -25,7 +26,7 @@ def test_prints_plain_lines_and_measures_without_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(1 << 20))
     done = subprocess.run(
         [sys.executable, "-m", "stagewright", "doctor", "--data", str(tmp_path)],
-        cwd=ROOT, env=os.environ | {"COLUMNS": "80"}, capture_output=True, text=True, timeout=100, check=True,
+        cwd=ROOT, env=os.environ | {"COLUMNS": "80"}, capture_output=True, text=True, timeout=LONG, check=True,
     )  # fmt: skip
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80 and "\x1b" not in done.stdout and done.stderr == ""
