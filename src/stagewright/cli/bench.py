@@ -10,7 +10,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -110,28 +110,10 @@ class Request:
 
 
 def run(parsed: argparse.Namespace) -> None:
-    run_bench(
-        Request(
-            parsed.suite,
-            repeats=parsed.repeats,
-            steps=parsed.steps,
-            only=parsed.only,
-            data=parsed.data,
-            overrides=[parse_assignment(text) for text in parsed.set],
-            simulate=parsed.simulate,
-            cluster=parsed.cluster,
-            anonymise=parsed.anonymise,
-            runs=parsed.runs,
-            as_json=parsed.json,
-            val=parsed.val,
-            study=parsed.study,
-            seeds=parsed.seeds,
-            jobs=parsed.jobs,
-            target=parsed.target,
-            real=parsed.real,
-            reuse=parsed.reuse,
-        )
-    )
+    """Run the command line's request."""
+    names = {field.name for field in fields(Request)} - {"overrides", "as_json"}
+    given = {name: getattr(parsed, name) for name in names}
+    run_bench(Request(**given, overrides=[parse_assignment(text) for text in parsed.set], as_json=parsed.json))
 
 
 def run_bench(request: Request) -> None:

@@ -30,7 +30,8 @@ After = Callable[[Sequence["TrainedRun"]], None]
 FILE = "learning.json"
 POLL_SECONDS = 0.5
 _PROGRESS_SECONDS = 10.0  # between lines about how far the runs are
-_DIVERGED = re.compile(r"the loss of batch \d+ is (nan|-?inf)|gradients overflow fp16 at any loss scale")
+# The errors of `runtime.stage` that mean divergence: a result of the study, not a failure.
+DIVERGED = re.compile(r"the loss of batch \d+ is (nan|-?inf)|gradients overflow fp16 at any loss scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +109,10 @@ class _Running:
         self._folder = folder
         config = replace(trial_run.config, run=replace(trial_run.config.run, runs=str(folder / "runs")))
         (folder / "trial.toml").write_text(as_toml(config))
+        command = [sys.executable, "-m", "stagewright", "train", "--config", str(folder / "trial.toml"), "--json"]
         with (folder / "out.json").open("w") as out, (folder / "errors.txt").open("w") as errors:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "stagewright",
-                    "train",
-                    "--config",
-                    str(folder / "trial.toml"),
-                    "--json",
-                ],
+                command,
                 stdout=out,
                 stderr=errors,
                 env={**os.environ, "OMP_NUM_THREADS": str(config.run.threads)},
@@ -141,7 +135,7 @@ class _Running:
             summary = json.loads((self._folder / "out.json").read_text())
             rate = None if trial_run.config.run.emulate else summary["images_per_second"]
             return TrainedRun(*trial_run.key, trial_run.seed, scores, per_epoch, rate, settings=trial_run.settings)
-        if found := _DIVERGED.search(errors[-1]):
+        if found := DIVERGED.search(errors[-1]):
             return TrainedRun(*trial_run.key, trial_run.seed, scores, per_epoch, None, found[0], trial_run.settings)
         logs = self._folder.parent.parent / LOGS
         raise ValueError(

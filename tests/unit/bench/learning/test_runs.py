@@ -15,7 +15,10 @@ from stagewright.bench.learning.pages import describe_study, study_page
 from stagewright.bench.learning.runs import TrainedRun, earlier_runs, train_runs
 from stagewright.bench.learning.trials import StudyOptions, TrialRun, open_study, trial_runs_of
 from stagewright.bench.result import make_cleaner
+from stagewright.config.toml import make_config
+from stagewright.errors import RunFailed
 from stagewright.report.markdown import as_markdown
+from stagewright.run.train import run
 from tests.unit.bench.learning.made import findings, trained
 
 
@@ -114,6 +117,19 @@ def test_a_diverged_run_is_a_result(error: str, command: type[FakeCommand], tmp_
     calls = trained_from(trial_runs(), 8, tmp_path, [])[-1]
     assert {bool(run.diverged) for run in calls if run.seed == 1} == {True} and calls[0].diverged == ""
     assert error.startswith(next(run.diverged for run in calls if run.diverged))
+
+
+def test_recognises_the_error_of_a_run_that_diverges(tmp_path: Path) -> None:
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"name": "tests.models:plain", "classes": 7},
+        "data": {"samples": 64, "image": 8},
+        "plan": {"batch": 32, "microbatches": 2, "placement": "0:0", "mode": "sync"},
+        "optimizer": {"lr": 1e30},
+        "run": {"steps": 8, "emulate": True, "runs": str(tmp_path)},
+    }
+    with pytest.raises((ValueError, RunFailed)) as caught:
+        run(make_config(tables))
+    assert runs.DIVERGED.search(str(caught.value))
 
 
 @pytest.mark.parametrize(("stubborn", "ended"), [(False, {"asked"}), (True, {"asked", "killed"})])
