@@ -166,7 +166,7 @@ def _add_simulate(commands: _Commands) -> None:
     parser = _add(
         commands,
         "simulate",
-        "simulate:run_simulate",
+        "simulate:run",
         help="predict the speed and memory of a plan on a cluster",
         usage="MODEL --cluster NAME|FILE [options]",
         description="Predict the speed, memory and idle time of a plan, on hardware that you need not have.",
@@ -213,7 +213,7 @@ def _add_schedule(commands: _Commands) -> None:
     parser = _add(
         commands,
         "schedule",
-        "simulate:run_schedule",
+        "schedule:run",
         help="draw what each rank does when",
         usage="[options]",
         description="Draw the programs of a plan: one row per rank, time from left to right.",

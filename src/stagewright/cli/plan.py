@@ -1,28 +1,25 @@
-"""`stagewright plan`: the candidates, why the best one wins, why the others lose."""
+"""`stagewright plan`: search for the fastest plan, and show the candidates with what limits each."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from stagewright.cli.setting import device_note, read_setting
 from stagewright.cluster.placement import format_placement
-from stagewright.cluster.specs import MIB
 from stagewright.config.sections import require_options
+from stagewright.metrics import MIB
+from stagewright.plan.estimate import Setting
 from stagewright.plan.make import require_divisible
 from stagewright.plan.plan import Mode
 from stagewright.plan.stability import Motion, stability_warning, stable_limit
 from stagewright.planning.build import BUBBLE_GOAL, idle_warning
-from stagewright.planning.planner import choose, explain
-
-if TYPE_CHECKING:
-    from stagewright.plan.estimate import Setting
-    from stagewright.planning.planner import Choice
+from stagewright.planning.planner import Choice, choose, explain
+from stagewright.report.live.terminal import plain_table
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -35,16 +32,20 @@ def run(parsed: argparse.Namespace) -> None:
     modes = tuple(Mode(mode) for mode in parsed.mode or ("stale", "sync"))
     errors = Console(stderr=True)
     with errors.status("planning") as status:
-        tell = status.update if errors.is_terminal else lambda text: None
         choice = choose(
-            setting, parsed.batch, modes=modes, microbatches=parsed.microbatches, staleness=parsed.staleness, tell=tell
+            setting,
+            parsed.batch,
+            modes=modes,
+            microbatches=parsed.microbatches,
+            staleness=parsed.staleness,
+            progress=status.update if errors.is_terminal else lambda text: None,
         )
     explained = explain(setting, choice.best.plan, parsed.explain) if parsed.explain else None
     if parsed.output:
         Path(parsed.output).write_text(json.dumps(choice.best.plan.describe(), indent=1))
     if parsed.json:
-        remark = {"calibration": device_note(parsed, [setting]), "remarks": _remarks(parsed, choice)}
-        print(json.dumps(_as_json(parsed.model, setting, choice, explained) | remark | _stability(parsed, choice)))
+        notes = {"calibration": device_note(parsed, [setting]), "remarks": _warnings(parsed, choice)}
+        print(json.dumps(_as_json(parsed.model, setting, choice, explained) | notes | _stability(parsed, choice)))
         return
     show(Console(), parsed, setting, choice, explained)
 
@@ -72,15 +73,14 @@ def _as_json(model: str, setting: Setting, choice: Choice, explained: dict[str, 
 def show(
     console: Console, parsed: argparse.Namespace, setting: Setting, choice: Choice, explained: dict[str, Any] | None
 ) -> None:
-    """The table of candidates, the verdict and the command that runs it."""
+    """Print the candidates, the plan to run, the warnings about it and the command that runs it."""
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
     say(f"{parsed.model} on {setting.cluster.name}, {setting.precision}, batch {parsed.batch}")
-    table = Table(box=None, pad_edge=False)
-    for name in ("", "plan", "M", "lag", "images/s", "x dp", "waits", "MiB", "moves MiB"):
-        table.add_column(name, justify="left" if name in ("", "plan", "lag") else "right", no_wrap=True)
+    columns = ("", "plan", "M", "lag", "images/s", "x dp", "waits", "MiB", "moves MiB")
+    table = plain_table(*columns, left=("", "plan", "lag"), no_wrap=columns)
     for candidate in choice.candidates:
         prediction, plan = candidate.prediction, candidate.plan
         table.add_row(
@@ -102,7 +102,7 @@ def show(
         say(f"  does not fit: {line}")
     if choice.unprofiled:
         sizes = ",".join(map(str, choice.unprofiled))
-        say(f"  not looked at: microbatches of {sizes} samples; the profile does not cover them (profile --samples)")
+        say(f"  not tried: microbatches of {sizes} samples; the profile does not cover them (profile --samples)")
     best = choice.best
     close = "" if best is choice.fastest else " (fewer stages, within 3 % of the fastest)"
     cuts = f", cut before {', '.join(best.plan.cuts)}" if best.plan.cuts else ""
@@ -110,9 +110,9 @@ def show(
     say(f"run {best.plan.mode} {format_placement(best.plan.placement)}{cuts}: {gain}{close}")
     if choice.lags:
         say(_lag_line(choice))
-    if remark := device_note(parsed, [setting]):
-        say(remark)
-    for warning in (*_remarks(parsed, choice), _stability(parsed, choice).get("warning")):
+    if note := device_note(parsed, [setting]):
+        say(note)
+    for warning in (*_warnings(parsed, choice), _stability(parsed, choice).get("warning")):
         if warning:
             say(f"warning: {warning}")
     if explained:
@@ -122,7 +122,7 @@ def show(
 
 
 def _lag_line(choice: Choice) -> str:
-    """What less lag costs, and more gains, in the layout to run."""
+    """The speed of the plan to run at every lag."""
     own = max(stage.versions for stage in choice.best.plan.stages) - 1
     parts = [
         f"{lag}{' (this plan)' if lag == own else ''}: {found.images_per_second:,.0f} images/s, "
@@ -132,28 +132,28 @@ def _lag_line(choice: Choice) -> str:
     return f"by --staleness: {'; '.join(parts)}"
 
 
-def _remarks(parsed: argparse.Namespace, choice: Choice) -> list[str]:
-    """Where the microbatches that were asked for leave devices idle."""
-    if parsed.microbatches is None:  # the search has looked at others
+def _warnings(parsed: argparse.Namespace, choice: Choice) -> list[str]:
+    """Warnings if the given number of microbatches leaves devices idle."""
+    if parsed.microbatches is None:  # the search has tried several
         return []
     best = choice.best
     least = min((found.steady.bubble for found in choice.lags), default=0.0)
     waiting = (
         f"ranks would wait {best.prediction.steady.bubble:.0%} of the time; without --microbatches "
-        f"{parsed.microbatches} other numbers are looked at"
+        f"{parsed.microbatches} other numbers are tried"
     )
     return [*filter(None, [idle_warning(best.plan)]), *([waiting] if least > BUBBLE_GOAL else [])]
 
 
 def _stability(parsed: argparse.Namespace, choice: Choice) -> dict[str, Any]:
-    """What the best plan's lag leaves of the learning rate, where one is given and SGD moves the weights."""
+    """The largest stable learning rate at the best plan's lag, if a learning rate is given and the optimizer is SGD."""
     if parsed.lr is None or parsed.optimizer != "sgd":
         return {}
     lag = max(stage.versions for stage in choice.best.plan.stages) - 1
     motion = Motion(parsed.momentum, lag, parsed.predict, parsed.nesterov)
     takes_staleness = choice.best.plan.mode is Mode.STALE
-    remark = stability_warning(motion, parsed.lr, takes_staleness=takes_staleness)
-    return {"stable_limit": stable_limit(motion), "warning": remark}
+    warning = stability_warning(motion, parsed.lr, takes_staleness=takes_staleness)
+    return {"stable_limit": stable_limit(motion), "warning": warning}
 
 
 def _show_unit(say: Any, unit: dict[str, Any]) -> None:
@@ -163,5 +163,5 @@ def _show_unit(say: Any, unit: dict[str, Any]) -> None:
     )
     say(
         f"  {unit['parameters'] * 4 / MIB:,.1f} MiB of weights, keeps {unit['saved'] / MIB:,.1f} MiB; a cut before it "
-        f"carries {unit['cut_before'] / MIB:,.2f} MiB, behind it {unit['cut_behind'] / MIB:,.2f} MiB a microbatch"
+        f"carries {unit['cut_before'] / MIB:,.2f} MiB, behind it {unit['cut_behind'] / MIB:,.2f} MiB per microbatch"
     )

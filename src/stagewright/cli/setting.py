@@ -1,21 +1,16 @@
-"""Options that say where and how a model would run, shared by simulate, plan and value."""
+"""The options that say where and how a model would run, shared by `plan`, `simulate` and `value`."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from stagewright.cluster.catalog import open_cluster, shipped
 from stagewright.cluster.specs import calibration_note
 from stagewright.config.sections import require_options, require_within
-from stagewright.planning.setting import analytic_setting, profile_setting, trace_model
-from stagewright.profile.profile import read_profile
-
-if TYPE_CHECKING:
-    from stagewright.plan.estimate import Setting
-    from stagewright.planning.setting import TracedModel
-    from stagewright.profile.profile import Profile
+from stagewright.plan.estimate import Setting
+from stagewright.planning.setting import TracedModel, analytic_setting, profile_setting, trace_model
+from stagewright.profile.profile import Profile, read_profile
 
 
 def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[TracedModel, Setting]:
@@ -46,11 +41,11 @@ def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[Trace
 
 
 def _require_profile_decides(parsed: argparse.Namespace, cluster: str | None) -> None:
-    """An error where an option asks for what a profile does not tell, or has told already."""
+    """Raise for options that a profile replaces."""
     for name, default in (("software", "stagewright"), ("data", "synthetic")):
         if (value := getattr(parsed, name)) != default:
             raise ValueError(
-                f"--{name} {value} goes with the catalogue's times, not with --profile {parsed.profile}; leave one out"
+                f"--{name} {value} is for the catalogue's times, not for --profile {parsed.profile}; leave one out"
             )
     if parsed.devices is not None and cluster is None:
         raise ValueError(
@@ -60,7 +55,7 @@ def _require_profile_decides(parsed: argparse.Namespace, cluster: str | None) ->
 
 
 def _require_own_names(parsed: argparse.Namespace, profile: Profile) -> None:
-    """An error where an imported profile, which has its own names for units, is asked about those of the model."""
+    """Raise for options with units of the model: an imported profile has its own names for units."""
     if profile.model != parsed.model:
         raise ValueError(
             f"the profile was imported as {profile.model} but the model is {parsed.model}; "
@@ -69,13 +64,13 @@ def _require_own_names(parsed: argparse.Namespace, profile: Profile) -> None:
     for name in ("shares", "cut", "plan", "output"):
         if (value := getattr(parsed, name, None)) is not None:
             raise ValueError(
-                f"--{name} {value} goes by the units of {parsed.model} but the imported profile has PipeDream's nodes; "
+                f"--{name} {value} needs the units of {parsed.model} but the imported profile has PipeDream's nodes; "
                 "leave it out"
             )
 
 
 def device_note(parsed: argparse.Namespace, settings: Sequence[Setting]) -> str | None:
-    """Which devices' speeds rest on no measurement, or on one; a profile is one itself."""
+    """A line that names the devices whose speed is calibrated by no measurement or one; None with a profile."""
     if parsed.profile is not None:
         return None
     kinds = [setting.devices(machine.kind) for setting in settings for machine in setting.cluster.machines]

@@ -1,52 +1,39 @@
-"""`stagewright simulate`: what a plan would do on a cluster, before it runs. `stagewright schedule`: draw a plan's programs, and print them."""
+"""`stagewright simulate`: predict what a plan would do on a cluster, before it runs."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
 from stagewright.cli.setting import read_setting
-from stagewright.cli.train import read_config
-from stagewright.cluster.placement import format_devices, parse_placement
-from stagewright.cluster.specs import MIB
+from stagewright.cluster.placement import Placement, format_devices, parse_placement
 from stagewright.config.sections import require_options, require_within
-from stagewright.plan.estimate import Estimate
+from stagewright.metrics import MIB
+from stagewright.plan.estimate import Estimate, Setting
 from stagewright.plan.make import default_microbatches, make_plan, read_plan, require_divisible
-from stagewright.plan.plan import Mode
+from stagewright.plan.plan import Mode, Plan
 from stagewright.plan.search import best_cuts
-from stagewright.planning.build import build_plan, idle_warning, waiting_warning, with_plan_file
+from stagewright.planning.build import idle_warning, stage_numbers, waiting_warning
 from stagewright.planning.planner import bubble_in, choose_lag
-from stagewright.planning.predict import predict
-from stagewright.planning.simulate import StageCosts, simulate
-from stagewright.report.live.terminal import draw_timeline, has_blocks
+from stagewright.planning.predict import Prediction, predict
+from stagewright.planning.setting import TracedModel
+from stagewright.report.live.terminal import plain_table
 from stagewright.run.report import page_of_prediction, write_page
-from stagewright.schedule.check import check
-from stagewright.schedule.lower import program
-
-if TYPE_CHECKING:
-    from stagewright.cluster.placement import Placement
-    from stagewright.plan.estimate import Setting
-    from stagewright.plan.plan import Plan
-    from stagewright.planning.predict import Prediction
-    from stagewright.planning.setting import TracedModel
 
 
-def run_simulate(parsed: argparse.Namespace) -> None:
+def run(parsed: argparse.Namespace) -> None:
     require_options(batch=parsed.batch, microbatches=parsed.microbatches, staleness=parsed.staleness)
     if parsed.microbatch is not None:
         require_within("--microbatch", parsed.microbatch, least=1)
     model, setting = read_setting(parsed, parsed.cluster)
     plan = _plan(parsed, model, setting)
     console = Console(stderr=parsed.json)
-    for remark in _remarks(parsed, plan, setting):
-        console.print(f"warning: {remark}", highlight=False, markup=False)
+    for warning in _warnings(parsed, plan, setting):
+        console.print(f"warning: {warning}", highlight=False, markup=False)
     prediction = predict(plan, setting)
     if parsed.trace:
         Path(parsed.trace).write_text(json.dumps(prediction.steady.timeline.chrome_trace()))
@@ -59,8 +46,8 @@ def run_simulate(parsed: argparse.Namespace) -> None:
     show_prediction(console, parsed.model, prediction, setting)
 
 
-def _remarks(parsed: argparse.Namespace, plan: Plan, setting: Setting) -> Iterator[str]:
-    """Where devices are left idle, and how many microbatches would not."""
+def _warnings(parsed: argparse.Namespace, plan: Plan, setting: Setting) -> Iterator[str]:
+    """Warnings about idle devices, with the number of microbatches that would keep them busy."""
     if idle := idle_warning(plan):
         yield idle
     is_free = parsed.staleness is None and not parsed.plan and not setting.software.whole_batches
@@ -69,6 +56,7 @@ def _remarks(parsed: argparse.Namespace, plan: Plan, setting: Setting) -> Iterat
 
 
 def _plan(parsed: argparse.Namespace, model: TracedModel, setting: Setting) -> Plan:
+    """The plan of a plan file or of the options."""
     if parsed.plan:
         _require_alone(parsed)
         try:
@@ -95,8 +83,13 @@ def _plan(parsed: argparse.Namespace, model: TracedModel, setting: Setting) -> P
             raise ValueError(f"both --cut {parsed.cut} and --shares {parsed.shares} were given; give one")
         if parsed.cut is not None:
             cuts = model.chain.by_names([name.strip() for name in parsed.cut.split(",")])
-        elif parsed.shares is not None:
-            cuts = model.chain.by_shares(_shares(parsed.shares, len(replicas)))
+        elif shares := stage_numbers(parsed.shares, "shares", ":"):
+            if len(shares) != len(replicas):
+                raise ValueError(
+                    f"--shares {parsed.shares} names {len(shares)} stages but the placement has {len(replicas)}; "
+                    "give one number per stage"
+                )
+            cuts = model.chain.by_shares(shares)
         else:
             cuts = best_cuts(setting, placement, mode, batch, count)
         if len(cuts) != len(replicas) - 1:
@@ -106,14 +99,14 @@ def _plan(parsed: argparse.Namespace, model: TracedModel, setting: Setting) -> P
 
 
 def _require_alone(parsed: argparse.Namespace) -> None:
-    """An error for what a plan file decides."""
+    """Raise for options that a plan file decides."""
     for name in ("mode", "placement", "shares", "cut", "batch", "microbatch", "microbatches", "staleness"):
         if (value := getattr(parsed, name)) is not None:
             raise ValueError(f"--plan {parsed.plan} was given with --{name} {value}; the file decides that: give one")
 
 
 def _require_cuts(plan: Plan, parsed: argparse.Namespace, model: TracedModel) -> Plan:
-    """A plan whose cuts are units of the model, in the order they run, one for each later stage."""
+    """The plan, if its cuts are units of the model in the order they run, one for each later stage."""
     units = model.chain.units
     missing = [cut for cut in plan.cuts if cut not in units]
     if missing:
@@ -125,13 +118,13 @@ def _require_cuts(plan: Plan, parsed: argparse.Namespace, model: TracedModel) ->
     if len(bounds) != len(plan.stages) or bounds != sorted(set(bounds)):
         raise ValueError(
             f"plan {parsed.plan} has {len(plan.stages)} stages, which its cuts ({', '.join(plan.cuts) or 'none'}) "
-            f"don't make of {parsed.model}; make one again: stagewright plan {parsed.model} -o FILE"
+            f"do not make of {parsed.model}; make one again: stagewright plan {parsed.model} -o FILE"
         )
     return plan
 
 
 def _require_stages(parsed: argparse.Namespace, mode: str, placement: Placement) -> None:
-    """What cuts a model is refused where there is nothing to cut."""
+    """Raise for options that cut the model, if there is only one stage."""
     for flag, value in (("--cut", parsed.cut), ("--shares", parsed.shares)):
         if value is not None and (mode == "dp" or len(placement) == 1):
             why = "mode dp has one stage" if mode == "dp" else "the placement has one stage"
@@ -142,30 +135,20 @@ def _require_stages(parsed: argparse.Namespace, mode: str, placement: Placement)
 
 
 def _sizes(parsed: argparse.Namespace, replicas: list[int], whole: bool) -> tuple[int, int | None]:
-    """The batch and its pieces; a software that passes whole batches cuts one into a piece a replica."""
+    """The batch and its microbatches, if given or implied: software that passes whole batches has one per replica."""
     if (parsed.batch is None) == (parsed.microbatch is None):
-        raise ValueError("give --batch (samples of an update) or --microbatch (samples of a piece), one of them")
-    pieces = parsed.microbatches
-    if pieces is None and (whole or parsed.batch is None):
-        pieces = max(replicas)
-    batch = parsed.batch if parsed.batch is not None else parsed.microbatch * pieces
-    if pieces is not None and batch % pieces and parsed.microbatches is None:
-        pieces = None
-    return batch, pieces
-
-
-def _shares(text: str, stages: int) -> list[int]:
-    try:
-        shares = [int(part) for part in text.split(":")]
-    except ValueError:
-        raise ValueError(f"--shares must be ':'-separated integers such as 11:7, got '{text}'") from None
-    if len(shares) != stages:
-        raise ValueError(f"--shares {text} names {len(shares)} stages but the placement has {stages}")
-    return shares
+        raise ValueError("give either --batch (samples per update) or --microbatch (samples per microbatch)")
+    count = parsed.microbatches
+    if count is None and (whole or parsed.batch is None):
+        count = max(replicas)
+    batch = parsed.batch if parsed.batch is not None else parsed.microbatch * count
+    if count is not None and batch % count and parsed.microbatches is None:
+        count = None
+    return batch, count
 
 
 def show_prediction(console: Console, model: str, prediction: Prediction, setting: Setting) -> None:
-    """A prediction as a person reads it."""
+    """Print a prediction."""
     plan = prediction.plan
     console.print(
         f"{model} on {setting.cluster.name}, {setting.precision}, {plan.mode}: batch {plan.batch} in "
@@ -173,9 +156,8 @@ def show_prediction(console: Console, model: str, prediction: Prediction, settin
         highlight=False,
         markup=False,
     )
-    table = Table(box=None, pad_edge=False)
-    for name in ("stage", "devices", "from", "lag", "busy", "memory MiB", "of", "mostly"):
-        table.add_column(name, justify="left" if name in ("devices", "from", "mostly") else "right")
+    columns = ("stage", "devices", "from", "lag", "busy", "memory MiB", "of", "mostly")
+    table = plain_table(*columns, left=("devices", "from", "mostly"))
     for stage, devices in zip(plan.stages, plan.placement, strict=True):
         rank = max(stage.ranks, key=lambda rank: prediction.memory[rank].total)
         busy = sum(prediction.steady.busy[rank] for rank in stage.ranks) / stage.replicas
@@ -201,59 +183,3 @@ def show_prediction(console: Console, model: str, prediction: Prediction, settin
             Estimate(plan, setting).require_fit()
         except ValueError as error:
             console.print(f"does not fit: {error}", highlight=False, markup=False)
-
-
-_MOST_MICROBATCHES = 2**14  # microbatches
-
-
-def run_schedule(parsed: argparse.Namespace) -> None:
-    def warn(warning: str) -> None:
-        console.print(f"warning: {warning}", markup=False)
-
-    console = Console(soft_wrap=True, stderr=parsed.json)
-    config = with_plan_file(read_config(parsed))
-    if config.plan.profile is not None:
-        raise ValueError(
-            f"--profile {config.plan.profile} does not tell a schedule its times; give --forward and --backward, "
-            "or use stagewright simulate --profile"
-        )
-    is_timed = parsed.forward is not None or parsed.backward is not None
-    plan = build_plan(config, None, warn, partial(_costs, parsed) if is_timed else None)
-    require_within("--batches", parsed.batches, least=1, most=max(1, _MOST_MICROBATCHES // plan.microbatches))
-    costs = _costs(parsed, plan)
-    check(plan)
-    span = range(plan.boundary(parsed.batches))
-    programs = {rank: " ".join(map(str, program(plan, rank, span))) for rank in range(plan.world)}
-    timeline = simulate(plan, costs, span)
-    bubble = timeline.bubble(range(plan.world), 0.0, timeline.end)
-    if parsed.json:
-        print(json.dumps({"plan": plan.describe(), "programs": programs, "time": timeline.end, "bubble": bubble}))
-        return
-    for row in draw_timeline(timeline, plan.world, console.width, "·" if has_blocks(console) else "."):
-        console.print(row)
-    console.print(f"time {timeline.end:g}, bubble {bubble:.1%} with fill and drain", highlight=False)
-    if parsed.programs:
-        console.print()
-        for rank, text in programs.items():
-            console.print(f"rank {rank}: {text}", markup=False, highlight=False)
-
-
-def _costs(parsed: argparse.Namespace, plan: Plan) -> StageCosts:
-    """The times that were given, of a plan's stages."""
-    require_within("--transfer", parsed.transfer, least=0)
-    forward, backward = (_times(getattr(parsed, name), name, len(plan.stages)) for name in ("forward", "backward"))
-    if not sum(forward) + sum(backward):
-        raise ValueError("--forward and --backward are 0 for every stage; give at least one a time above 0")
-    return StageCosts(forward, backward, parsed.transfer)
-
-
-def _times(text: str | None, name: str, stages: int) -> list[float]:
-    try:
-        times = [1.0] * stages if text is None else [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--{name} '{text}' are not times between ',' (for example 1,2)") from None
-    for time in times:
-        require_within(f"--{name}", time, least=0)
-    if len(times) != stages:
-        raise ValueError(f"--{name} {text} names {len(times)} stages but the placement has {stages}; one time a stage")
-    return times

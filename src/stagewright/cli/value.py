@@ -1,21 +1,20 @@
-"""`stagewright value`: what clusters give for their price, their power and their memory."""
+"""`stagewright value`: compare clusters by speed, price, power and memory."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from stagewright.cli.setting import device_note, read_setting
 from stagewright.cluster.catalog import price_source
 from stagewright.config.sections import require_options
+from stagewright.metrics import GIB
+from stagewright.plan.estimate import Setting
 from stagewright.planning.planner import choose
-
-if TYPE_CHECKING:
-    from stagewright.plan.estimate import Setting
+from stagewright.report.live.terminal import plain_table
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -26,16 +25,15 @@ def run(parsed: argparse.Namespace) -> None:
     settings = [read_setting(parsed, text)[1] for text in parsed.cluster]
     _require_priced(prices, settings)
     rows = [_row(parsed, setting, prices) for setting in settings]
-    remark = device_note(parsed, settings)
+    note = device_note(parsed, settings)
     if parsed.json:
-        found = {"model": parsed.model, "precision": parsed.precision, "clusters": rows, "calibration": remark}
+        found = {"model": parsed.model, "precision": parsed.precision, "clusters": rows, "calibration": note}
         print(json.dumps(found))
         return
     console = Console()
     console.print(f"{parsed.model}, {parsed.precision}, batch {parsed.batch}", highlight=False, markup=False)
-    table = Table(box=None, pad_edge=False)
-    for name in ("cluster", "plan", "lag", "images/s", "USD", "W", "/USD", "/W", "GiB", "GiB/k$"):
-        table.add_column(name, justify="left" if name in ("cluster", "plan") else "right", no_wrap=name != "plan")
+    columns = ("cluster", "plan", "lag", "images/s", "USD", "W", "/USD", "/W", "GiB", "GiB/k$")
+    table = plain_table(*columns, left=("cluster", "plan"), no_wrap={*columns} - {"plan"})
     for row in rows:
         table.add_row(
             row["cluster"],
@@ -51,10 +49,10 @@ def run(parsed: argparse.Namespace) -> None:
         )
     console.print(table)
     for row in rows:
-        for note in row["prices"]:
-            console.print(note, highlight=False, markup=False, style="dim")
-    if remark:
-        console.print(remark, highlight=False, markup=False)
+        for price in row["prices"]:
+            console.print(price, highlight=False, markup=False, style="dim")
+    if note:
+        console.print(note, highlight=False, markup=False)
 
 
 def _price(text: str) -> tuple[str, float]:
@@ -69,7 +67,7 @@ def _price(text: str) -> tuple[str, float]:
 
 
 def _require_priced(prices: dict[str, float], settings: list[Setting]) -> None:
-    """An error where a price is of a device that no cluster has: it would change nothing."""
+    """Raise for the price of a device that no cluster has: it would change nothing."""
     kinds = {setting.cluster.kind_of(device) for setting in settings for device in setting.cluster.devices}
     for name in prices:
         if name not in kinds:
@@ -86,7 +84,7 @@ def _row(parsed: argparse.Namespace, setting: Setting, prices: dict[str, float])
     best = choose(setting, parsed.batch).best
     rate = best.prediction.images_per_second
     usd, watts, notes = _totals(setting, prices)
-    memory = sum(setting.devices(setting.cluster.kind_of(device)).memory for device in setting.cluster.devices) / 2**30
+    memory = sum(setting.devices(setting.cluster.kind_of(device)).memory for device in setting.cluster.devices) / GIB
     return {
         "cluster": setting.cluster.name,
         "plan": f"{best.plan.mode} {best.shape}",
@@ -103,7 +101,7 @@ def _row(parsed: argparse.Namespace, setting: Setting, prices: dict[str, float])
 
 
 def _totals(setting: Setting, prices: dict[str, float]) -> tuple[float | None, float | None, list[str]]:
-    """Dollars and watts of all devices, and where the prices come from; the rest of the box is not counted."""
+    """Dollars and watts of all devices, and the sources of the prices; the rest of the machine is not counted."""
     kinds = [setting.cluster.kind_of(device) for device in setting.cluster.devices]
     usd = [prices.get(kind, setting.devices(kind).usd) for kind in kinds]
     watts = [setting.devices(kind).watts for kind in kinds]

@@ -1,8 +1,10 @@
-"""Hardware, links, software and clusters as TOML, each figure with its source and date. Tables of TOML as what they describe; what is wrong in one is one line."""
+"""The catalogue, from its TOML files and a user's own: devices, links, software and clusters, with sources.
+
+`shipped` is the catalogue of the package; `open_cluster` reads what `--cluster` names. An error in a table is one line.
+"""
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -12,10 +14,23 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from stagewright.cluster.specs import MIB, Catalogue, DeviceSpec, Software, find
+from stagewright.cluster.specs import Catalogue, DeviceSpec, Software, find
 from stagewright.cluster.topology import Cluster, Level, Link, Machine
+from stagewright.errors import did_you_mean
+from stagewright.metrics import MIB
 
 _FILES = ("devices.toml", "links.toml", "software.toml", "clusters.toml", "calibration.toml")
+_MOST_DEVICES = 65536
+_KEYS: Mapping[str, tuple[str, ...]] = {  # of each table; some are only for people
+    "device": (
+        *("title", "aliases", "memory_mib", "bandwidth", "peak", "efficiency", "watts", "usd", "pcie"),
+        *("nvlink_kind", "nvlink", "sms", "boost_mhz"),
+    ),
+    "link": ("title", "bandwidth", "latency", "staged"),
+    "cluster": ("title", "network", "machines"),
+    "machine": ("device", "devices", "count", "cores", "levels"),
+    "level": ("link", "lanes", "groups"),
+}
 
 
 @cache
@@ -25,7 +40,7 @@ def shipped() -> Catalogue:
 
 
 def price_source(device: str) -> str:
-    """Where the catalogue's price of a device comes from, and when it was one."""
+    """The source and date of the catalogue's price of a device."""
     tables: dict[str, Any] = tomllib.loads(resources.files(__package__).joinpath("devices.toml").read_text())
     figure = tables["device"].get(device, {}).get("usd")
     source = tables["source"].get(figure[1], {}) if isinstance(figure, list) else {}
@@ -33,7 +48,7 @@ def price_source(device: str) -> str:
 
 
 def open_cluster(text: str) -> tuple[Catalogue, Cluster]:
-    """A cluster by name, or the one that a user's own file describes, with what that file adds to the catalogue."""
+    """A cluster by name or from a user's file, and the catalogue with what that file adds."""
     if not (text.endswith(".toml") or Path(text).is_file()):
         catalogue = shipped()
         return catalogue, catalogue.cluster(text)
@@ -45,7 +60,7 @@ def open_cluster(text: str) -> tuple[Catalogue, Cluster]:
 
 
 def read_catalogue(own_files: Iterable[str], overrides: Mapping[str, Any] | None = None) -> Catalogue:
-    """The shipped files, then a user's own over them, then single values as a calibration tries them."""
+    """The catalogue of the shipped files; a user's files override them, and `overrides` override both."""
     tables: dict[str, dict[str, Any]] = {}
     folder = resources.files(__package__)
     for name in _FILES:
@@ -73,20 +88,8 @@ def _merge(tables: dict[str, Any], more: Mapping[str, Any]) -> None:
             tables[key] = value
 
 
-_MOST_DEVICES = 65536
-_KEYS: Mapping[str, tuple[str, ...]] = {  # of each table; what is not read is there for people
-    "device": (
-        *("title", "aliases", "memory_mib", "bandwidth", "peak", "efficiency", "watts", "usd", "pcie"),
-        *("nvlink_kind", "nvlink", "sms", "boost_mhz"),
-    ),
-    "link": ("title", "bandwidth", "latency", "staged"),
-    "cluster": ("title", "network", "machines"),
-    "machine": ("device", "devices", "count", "cores", "levels"),
-    "level": ("link", "lanes", "groups"),
-}
-
-
 def make_catalogue(tables: Mapping[str, Any]) -> Catalogue:
+    """The catalogue of merged tables."""
     links = {name: _link(name, entry) for name, entry in _section(tables, "link").items()}
     sources = _section(tables, "source")
     devices = {name: _device(name, entry, sources) for name, entry in _section(tables, "device").items()}
@@ -102,18 +105,18 @@ def make_catalogue(tables: Mapping[str, Any]) -> Catalogue:
 def _section(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     section = tables[name]
     if not isinstance(section, Mapping):
-        raise ValueError(f"catalogue: {name} is {str(section)[:40]!r}, no table; write [{name}.NAME]")
+        raise ValueError(f"catalogue: {name} is {str(section)[:40]!r}, not a table; write [{name}.NAME]")
     return section
 
 
 def _names(entry: Any, where: str) -> list[str]:
     if not isinstance(entry, list) or not all(isinstance(name, str) for name in entry):
-        raise ValueError(f'catalogue: {where} is {str(entry)[:40]!r}, no list of names; write ["NAME"]')
+        raise ValueError(f'catalogue: {where} is {str(entry)[:40]!r}, not a list of names; write ["NAME"]')
     return entry
 
 
 def _figure(entry: Any, where: str) -> float:
-    """A number, alone or with its source."""
+    """A number, with or without its source."""
     value = entry[0] if isinstance(entry, list) and entry else entry
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"catalogue: {where} is {str(entry)[:40]!r}, not a number")
@@ -129,7 +132,7 @@ def _positive(entry: Any, where: str) -> float:
 
 def _require_table(entry: Any, where: str) -> None:
     if not isinstance(entry, Mapping):
-        raise ValueError(f"catalogue: {where} is no table; write [{where}]")
+        raise ValueError(f"catalogue: {where} is not a table; write [{where}]")
 
 
 def _required(entry: Mapping[str, Any], key: str, where: str) -> Any:
@@ -140,12 +143,12 @@ def _required(entry: Mapping[str, Any], key: str, where: str) -> Any:
 
 
 def _refuse_unknown(entry: Mapping[str, Any], table: str, where: str) -> None:
-    """An error where a table has a key that nobody reads, such as a misspelt one."""
+    """Raise if a table has an unknown key, such as a misspelt one."""
     for key in entry:
         if key not in _KEYS[table]:
-            near = difflib.get_close_matches(key, _KEYS[table], 1, 0.7)
-            hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(_KEYS[table])}"
-            raise ValueError(f"catalogue: {where} has the unknown key '{key}'; {hint}")
+            hint = did_you_mean(key, _KEYS[table])
+            listed = "" if hint.startswith("known") else f" (known: {', '.join(_KEYS[table])})"
+            raise ValueError(f"catalogue: {where} has the unknown key '{key}'{listed}; {hint}")
 
 
 def _optional(entry: Mapping[str, Any], key: str, where: str) -> float | None:
@@ -165,7 +168,7 @@ def _link(name: str, entry: Mapping[str, Any]) -> Link:
 
 
 def _measured(figure: Any, sources: Mapping[str, Any]) -> str | None:
-    """What a figure rests on, by its source; one without a source is the user's own."""
+    """The measurements behind a figure, by its source; a figure without a source is the user's own."""
     if not isinstance(figure, list):
         return "your own"
     source = sources.get(figure[1]) if len(figure) > 1 and isinstance(figure[1], str) else None
@@ -247,7 +250,7 @@ def _machine(entry: Any, where: str, links: Mapping[str, Link], devices: Mapping
     levels: list[Level] = []
     described = entry.get("levels", [])
     if not isinstance(described, list):
-        raise ValueError(f"catalogue: {where}.levels is no list; describe one as [[{where}.levels]]")
+        raise ValueError(f"catalogue: {where}.levels is not a list; describe one as [[{where}.levels]]")
     for level in described:
         link = find(links, str(_required(level, "link", f"{where}.levels")), "link")
         _refuse_unknown(level, "level", f"{where}.levels")
@@ -265,7 +268,7 @@ def _machine(entry: Any, where: str, links: Mapping[str, Link], devices: Mapping
 
 
 def _require_connected(cluster: Cluster) -> None:
-    """Every pair of neighbours must have a link, so that no plan can need one that is missing."""
+    """Raise unless all neighbouring devices have a link, so that no plan can need a missing one."""
     devices = cluster.devices
     for one, other in itertools.pairwise(devices):
         cluster.path(one, other)

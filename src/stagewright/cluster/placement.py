@@ -49,7 +49,7 @@ def _parse_piece(piece: str, machine: int | None, placement: str) -> tuple[int, 
     if last < first:
         raise ValueError(f"placement piece '{piece}' counts down from {first} to {last}; write {last}-{first}")
     if last - first >= _MOST_DEVICES:
-        raise ValueError(f"placement piece '{piece}' names {last - first + 1} devices; the most is {_MOST_DEVICES}")
+        raise ValueError(f"placement piece '{piece}' names {last - first + 1} devices; the limit is {_MOST_DEVICES}")
     return (int(match[1]) if match[1] is not None else machine or 0), range(first, last + 1)
 
 

@@ -1,15 +1,15 @@
-"""What the catalogue knows: devices, links, software and clusters, by name."""
+"""The entries of the catalogue: devices, links, software and clusters, by name."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from stagewright.cluster.topology import Cluster, Link
+from stagewright.errors import did_you_mean
+from stagewright.metrics import MIB
 
-MIB = 1 << 20
 ALONE = "one run"
 _Entry = TypeVar("_Entry")
 _EFFICIENCY = 0.85  # of a device that no published run has measured
@@ -17,24 +17,24 @@ _EFFICIENCY = 0.85  # of a device that no published run has measured
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """What a data sheet says of a device, and what was measured on it."""
+    """A device by its data sheet, and by what was measured on it."""
 
     name: str
     title: str
     memory: int  # bytes
     bandwidth: float
-    peak: Mapping[str, float]  # operations a second by precision
+    peak: Mapping[str, float]  # operations per second by precision
     efficiency: Mapping[str, float]  # share of the peak that large matrix products reach, by precision
     watts: float | None = None
     usd: float | None = None
     pcie: int = 0  # generation
-    nvlink: str | None = None  # its kind of NVLink, a name of links.toml
-    measured: Mapping[str, str] = field(default_factory=dict)  # what each efficiency rests on, where it was measured
+    nvlink: str | None = None  # its kind of NVLink, a name in links.toml
+    measured: Mapping[str, str] = field(default_factory=dict)  # what each measured efficiency is based on
 
     def units(self, precision: str, *, convolution: bool) -> str:
-        """The units that compute in a precision; what a device has none for runs on its fp32 ones.
+        """The units that compute in a precision: the fp32 units, if the device has none for it.
 
-        `fp32` is stock PyTorch's: convolutions may use tf32, other products do not.
+        `fp32` is as in stock PyTorch: convolutions may use tf32, other products do not.
         """
         wanted = {"ieee": "fp32", "fp32": "tf32" if convolution else "fp32"}.get(precision, precision)
         return wanted if wanted in self.peak else "fp32"
@@ -45,42 +45,42 @@ class DeviceSpec:
         return self.peak[units], self.efficiency.get(units, _EFFICIENCY)
 
     def basis(self, precision: str) -> str | None:
-        """What was measured to calibrate its speed in a precision, that of convolutions; None: nothing."""
+        """The measurements behind its speed in a precision, that of convolutions; None if there are none."""
         return self.measured.get(self.units(precision, convolution=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """How a training system uses a device: one efficiency, and facts of how it works."""
+    """How a training system uses a device: one efficiency, and facts about how it works."""
 
     name: str
     title: str
-    efficiency: float  # beside the device's own
+    efficiency: float  # multiplied with the device's
     fused: bool = False  # ReLU and addition run inside the normalisation before them
-    channels_last: bool = False  # half-precision convolutions need no change of layout
+    channels_last: bool = False  # half-precision convolutions need no change of memory layout
     whole_batches: bool = False  # a stage waits for a whole batch before it begins
-    in_flight: int | None = None  # batches in the pipeline, where the software says so
+    in_flight: int | None = None  # batches in the pipeline, if the software fixes them
     blocking: bool = False  # computes wait for copies to and from the host
-    handover: Link | None = None  # what stages hand over through, where that is the host's own memory
+    handover: Link | None = None  # the host's memory, if stages hand over through it
     update_passes: float = 5.0  # times the optimizer reads or writes the weights
     temporaries: float = 0.0  # buffers as large as the weights, beside weights, gradient and optimizer state
     context: int = 500 * MIB  # memory of the process itself on a GPU
     workspace: int = 1024 * MIB  # most that a convolution may borrow
-    keeps_workspace: bool = False  # and keeps all of it
-    loader: int = 0  # memory of the input pipeline on the device, real data
+    keeps_workspace: bool = False  # the largest workspace is never given back
+    loader: int = 0  # memory of the input pipeline on the device, with real data
     input_bytes: int = 1  # bytes of one value of an image as it is copied to the device
 
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """Everything known, by name."""
+    """All entries, by name."""
 
     devices: Mapping[str, DeviceSpec]
     links: Mapping[str, Link]
     software: Mapping[str, Software]
     clusters: Mapping[str, Cluster]
     sources: Mapping[str, Mapping[str, Any]]
-    decode: float  # images a second that one core decodes
+    decode: float  # images per second that one core decodes
 
     def device(self, name: str) -> DeviceSpec:
         return find(self.devices, name, "device")
@@ -93,17 +93,15 @@ class Catalogue:
 
 
 def find(known: Mapping[str, _Entry], name: str, what: str) -> _Entry:
-    """The entry of a name, or an error with the names next to it."""
+    """The entry of a name, or an error with the nearest name."""
     if name in known:
         return known[name]
-    near = difflib.get_close_matches(name.lower(), known, 3, 0.4)
-    hint = f"near names: {', '.join(near)}" if near else f"known: {', '.join(sorted(known))}"
-    listed = "" if what == "software" else "; stagewright cluster list shows all"
-    raise ValueError(f"unknown {what} '{name}'; {hint}{listed}")
+    listed = "" if what == "software" else " (stagewright cluster list shows all)"
+    raise ValueError(f"unknown {what} '{name}'{listed}; {did_you_mean(name, sorted(known))}")
 
 
 def calibration_note(devices: Iterable[DeviceSpec], precision: str) -> str | None:
-    """A line that names devices whose speed no measurement, or a single one, has calibrated."""
+    """A line that names the devices whose speed is calibrated by no measurement, or by one."""
     bases = {device.name: device.basis(precision) for device in devices}
     without = sorted(name for name, basis in bases.items() if basis is None)
     alone = sorted(name for name, basis in bases.items() if basis == ALONE)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class Device:
-    """One device of one machine; prints as it stands in a placement."""
+    """One device of one machine; prints as in a placement."""
 
     machine: int
     index: int
@@ -18,13 +18,13 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What devices talk over: bytes a second one way, and seconds a message."""
+    """A connection between devices: bytes per second in one direction, and seconds per message."""
 
     name: str
     bandwidth: float
     latency: float
     staged: bool = False  # copied through host memory: the copy is not hidden behind compute
-    reduction: float | None = None  # bytes a second of a ring, where that differs
+    reduction: float | None = None  # bytes per second of a ring, if different
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A host and how many devices it has; None where any index is a process of its own (CPU)."""
+    """A host and how many devices it has; None on CPUs, where any index is another process."""
 
     devices: int | None = None
     kind: str = "cpu"  # the catalogue's name of its devices
@@ -91,7 +91,7 @@ class Cluster:
             )
 
     def first(self, count: int) -> Cluster:
-        """The same cluster cut down to its first devices."""
+        """The cluster reduced to its first devices."""
         available = len(self.devices)
         if not 1 <= count <= available:
             raise ValueError(
@@ -113,7 +113,7 @@ class Cluster:
         return min((link for _, link in self.path(one, other)), key=lambda link: link.bandwidth)
 
     def path(self, source: Device, target: Device) -> list[tuple[tuple[Edge, bool], Link]]:
-        """The edges a message takes, each with its direction (up: True) and its link; edges are what messages share."""
+        """The edges of a message, each with its direction (True: up) and its link; messages share edges."""
         if source.machine != target.machine:
             if self.network is None:
                 raise ValueError(
@@ -133,7 +133,7 @@ class Cluster:
         return [*self._climb(source, level, True), *self._climb(target, level, False)]
 
     def _climb(self, device: Device, stop: int | None, up: bool) -> list[tuple[tuple[Edge, bool], Link]]:
-        """The edges from a device up to a level of its machine, or out of it."""
+        """The edges from a device up to a level of its machine, or out of the machine."""
         machine = self.machines[device.machine]
         levels = machine.levels if stop is None else machine.levels[: stop + 1]
         edges: list[tuple[tuple[Edge, bool], Link]] = []

@@ -1,14 +1,17 @@
-"""The planner: searches layouts, settles the best of them by simulation, and says why the others lose."""
+"""The planner: searches plans, simulates the best of them, and explains why the others are slower.
+
+`choose` does that for `stagewright plan`; `choose_lag` and `least_lag` choose a lag for `simulate` and `build` as well.
+"""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from stagewright.cluster.placement import format_placement
-from stagewright.cluster.specs import MIB
+from stagewright.errors import did_you_mean
+from stagewright.metrics import MIB
 from stagewright.plan.estimate import Estimate, Setting, with_whole_batches
 from stagewright.plan.make import make_plan, stale_versions
 from stagewright.plan.plan import Mode, Plan
@@ -18,18 +21,18 @@ from stagewright.planning.predict import Prediction, predict
 from stagewright.planning.simulate import ClusterCosts, steady
 
 BUBBLE_MARGIN = 0.02
-_MARGIN = 0.03  # what the predictions themselves are good for (bench published)
-_SMALL, _FEW, _SOME = 8, 32, 128  # devices up to which the planner looks at much, at less, and at little
-_SETTLED = 8
+_MARGIN = 0.03  # the accuracy of the predictions themselves (bench published)
+_SMALL, _FEW, _SOME = 8, 32, 128  # devices up to which the planner tries much, less, and little
+_SIMULATED = 8  # plans that are simulated
 _MOST_STAGES = 6
-_COUNTS = 6
+_COUNTS = 6  # numbers of microbatches
 _TIE = 0.005
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan with what it would do, and why it is not the best."""
+    """A plan with its prediction, and why it is not the best."""
 
     prediction: Prediction
     speedup: float  # over plain data parallel
@@ -46,12 +49,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The candidates, the best first, and what could not be placed."""
+    """The candidates, fastest first, and the plans that do not fit."""
 
     candidates: tuple[Candidate, ...]
     refused: tuple[str, ...]
-    lags: tuple[Prediction, ...] = ()  # the best layout with no lag, with one update, and so on
-    unprofiled: tuple[int, ...] = ()  # microbatch sizes that were not looked at: the profile does not cover them
+    lags: tuple[Prediction, ...] = ()  # the best plan with no lag, with a lag of one update, and so on
+    unprofiled: tuple[int, ...] = ()  # microbatch sizes that were not tried, because the profile does not cover them
 
     @property
     def fastest(self) -> Candidate:
@@ -77,23 +80,23 @@ def choose(
     modes: Sequence[Mode] = (Mode.STALE, Mode.SYNC),
     microbatches: int | None = None,
     staleness: int | None = None,
-    tell: Tell = lambda text: None,
+    progress: Progress = lambda text: None,
 ) -> Choice:
-    """Search, simulate the most promising, and compare; plain data parallel is always among them."""
+    """Search, simulate the most promising plans, and compare them; plain data parallel is always among them."""
     devices = len(setting.cluster.devices)
     usual = microbatch_counts(batch, devices) if microbatches is None else [microbatches]
     counts = microbatch_counts(batch, devices, setting.covers) if microbatches is None else usual
     _require_covered(setting, batch, usual, counts)
-    tell(f"searching layouts on {devices} devices")
+    progress(f"searching plans on {devices} devices")
     wanted = [plan for _, plan in sorted(_searched(setting, batch, modes, counts, staleness), key=lambda p: p[0])]
-    settled = _SETTLED if devices <= _SMALL else _SETTLED // 2 if devices <= _FEW else 2 if devices <= _SOME else 1
-    wanted = _distinct(wanted)[:settled]
+    most = _SIMULATED if devices <= _SMALL else _SIMULATED // 2 if devices <= _FEW else 2 if devices <= _SOME else 1
+    wanted = _distinct(wanted)[:most]
     plain_count = _parallel_count(setting, batch, counts[-1])
     parallel = make_plan((setting.cluster.devices,), batch=batch, microbatches=plain_count, mode=Mode.DP)
     found: list[Prediction] = []
     refused: list[str] = []
     for plan in [parallel, *wanted]:
-        tell(f"simulating {plan.mode} {'-'.join(str(stage.replicas) for stage in plan.stages)}")
+        progress(f"simulating {plan.mode} {'-'.join(str(stage.replicas) for stage in plan.stages)}")
         plan = choose_lag(plan, setting, staleness)
         prediction = choose_depth(plan, setting) if devices <= _SMALL else predict(plan, setting)
         found.append(prediction)
@@ -121,7 +124,7 @@ def _sizes(batch: int, counts: Sequence[int]) -> list[int]:
 
 
 def _require_covered(setting: Setting, batch: int, usual: Sequence[int], counts: Sequence[int]) -> None:
-    """Raise where the profile has no size that the search would look at; names all that it would."""
+    """Raise if the profile covers no microbatch size that the search would try; names all of these."""
     if any(setting.covers(size) for size in _sizes(batch, counts)):
         return
     assert setting.covered is not None
@@ -134,7 +137,7 @@ def _require_covered(setting: Setting, batch: int, usual: Sequence[int], counts:
 
 
 def _lags(plan: Plan, setting: Setting) -> tuple[Prediction, ...]:
-    """What each lag would give a layout of several stages."""
+    """The predictions of a plan at every lag; none for one stage."""
     if len(plan.stages) == 1 or plan.mode is Mode.PIPEDREAM:
         return ()
     return tuple(predict(candidate, setting) for candidate in every_lag(replace(plan, mode=Mode.STALE)))
@@ -149,16 +152,16 @@ def _refusal(plan: Plan, setting: Setting) -> str:
 
 
 def _parallel_count(setting: Setting, batch: int, fallback: int) -> int:
-    """Microbatches of plain data parallel: one a device, or the next number that gives a size to tell of."""
+    """Microbatches of plain data parallel: one per device, or the next number whose size the profile covers."""
     first = min(len(setting.cluster.devices), batch)
     covered = (count for count in range(first, batch + 1) if batch % count == 0 and setting.covers(batch // count))
     return next(covered, fallback)
 
 
 def microbatch_counts(batch: int, devices: int, covers: Callable[[int], bool] = lambda samples: True) -> list[int]:
-    """Numbers of microbatches worth trying: what divides the batch, from one to four a device, a few of them.
+    """A few numbers of microbatches worth trying: divisors of the batch, from one to four per device.
 
-    Only those of a size that `covers` knows.
+    Only those whose microbatch size is covered.
     """
     fitting = [count for count in range(devices, min(4 * devices, batch) + 1) if batch % count == 0]
     if not fitting:
@@ -171,7 +174,7 @@ def microbatch_counts(batch: int, devices: int, covers: Callable[[int], bool] = 
 def _searched(
     setting: Setting, batch: int, modes: Sequence[Mode], counts: Sequence[int], staleness: int | None
 ) -> Iterator[tuple[float, Plan]]:
-    """The best layout of every mode, number of microbatches and, on few devices, number of stages."""
+    """The best plan of every mode, number of microbatches and, on few devices, number of stages, by its seconds."""
     devices = len(setting.cluster.devices)
     for mode in modes:
         for count in counts:
@@ -192,7 +195,7 @@ def _searched(
 def plan_of_partition(
     found: Partition, setting: Setting, mode: Mode, batch: int, microbatches: int, staleness: int | None
 ) -> Plan:
-    """The plan of a layout."""
+    """The plan of a partition that the search found."""
     cluster = setting.cluster
     kinds = sorted({machine.kind for machine in cluster.machines})
     names = [unit.name for unit in setting.tables(kinds[0], batch // microbatches).units]
@@ -203,7 +206,7 @@ def plan_of_partition(
 
 
 def _distinct(plans: Sequence[Plan]) -> list[Plan]:
-    """The first of plans that differ in nothing but their microbatches."""
+    """The plans without those that differ from an earlier one in their microbatches only."""
     kept: dict[object, Plan] = {}
     for plan in plans:
         kept.setdefault((plan.mode, plan.placement, plan.cuts), plan)
@@ -211,14 +214,14 @@ def _distinct(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def choose_lag(plan: Plan, setting: Setting, staleness: int | None = None) -> Plan:
-    """The plan at its least lag, unless a lag is asked for."""
+    """The plan at the least lag that fills the pipeline, unless a staleness is given."""
     if plan.mode is not Mode.STALE or staleness is not None or len(plan.stages) == 1:
         return plan
     return least_lag(plan, bubble_in(setting))
 
 
 def bubble_in(setting: Setting) -> Callable[[Plan], float]:
-    """The share of time that a plan's ranks wait in a setting, found once a plan."""
+    """The share of time that a plan's ranks wait in a setting; computed once per plan."""
 
     def bubble(plan: Plan) -> float:
         deep = with_whole_batches(plan, setting.software)
@@ -235,7 +238,7 @@ def least_lag(plan: Plan, bubble: Callable[[Plan], float]) -> Plan:
 
 
 def every_lag(plan: Plan) -> list[Plan]:
-    """The same layout with no lag, with one update, and so on."""
+    """The same plan with no lag, with a lag of one update, and so on."""
     count = len(plan.stages)
     versions = [stale_versions(count, lag) for lag in range(count)]
     return [
@@ -245,9 +248,9 @@ def every_lag(plan: Plan) -> list[Plan]:
 
 
 def choose_depth(plan: Plan, setting: Setting) -> Prediction:
-    """The prediction of a plan at the depth that suits it: the usual one, one less or one more of what can be deeper.
+    """The prediction of a plan at the best of three depths: the default, one less and one more.
 
-    The fastest that fits is taken; a shallower one within half a percent of it holds less and is taken instead.
+    That is the shallowest within half a percent of the fastest that fits: a shallower pipeline needs less memory.
     """
     usual = predict(plan, setting)
     if len(plan.stages) == 1 or plan.mode is Mode.PIPEDREAM:
@@ -264,7 +267,7 @@ def choose_depth(plan: Plan, setting: Setting) -> Prediction:
 
 
 def _why(prediction: Prediction, best: Prediction, setting: Setting) -> str:
-    """In a line, what makes a plan slower than the best, or what the best gains."""
+    """One line: what makes a plan slower than the best, or what limits the best."""
     estimate = Estimate(prediction.plan, setting)
     plan = prediction.plan
     if prediction is best:
@@ -286,15 +289,12 @@ def _why(prediction: Prediction, best: Prediction, setting: Setting) -> str:
 
 
 def explain(setting: Setting, plan: Plan, unit: str) -> dict[str, object]:
-    """What a unit costs, where a plan puts it, and what a cut before it would carry."""
+    """The cost of a unit, its stage in a plan, and the bytes that a cut before or behind it would carry."""
     estimate = Estimate(plan, setting)
     table = setting.tables(setting.cluster.kind_of(plan.devices[0]), plan.samples)
     names = [entry.name for entry in table.units]
     if unit not in names:
-        near = difflib.get_close_matches(unit, names, 3, 0.3)
-        raise ValueError(
-            f"--explain names '{unit}' but the model has no such unit; near names: {', '.join(near or names[:3])}"
-        )
+        raise ValueError(f"--explain names '{unit}' but the model has no such unit; {did_you_mean(unit, names)}")
     position = names.index(unit)
     entry = table.units[position]
     stage = max(index for index, bound in enumerate(estimate.bounds[:-1]) if bound <= position)

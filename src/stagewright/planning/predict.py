@@ -1,14 +1,14 @@
-"""What a plan would do on a cluster: images a second, memory, bubble; from a profile or from the catalogue. What planning gives a run: the plan of a file, the cuts of the planner, the speed that a profile predicts."""
+"""Predictions: what a plan would do in a setting, as images per second, memory and bubble, before it runs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stagewright.cluster.catalog import shipped
-from stagewright.cluster.specs import MIB
 from stagewright.cluster.topology import Cluster, Machine
 from stagewright.config.sections import Config
+from stagewright.metrics import MIB
 from stagewright.plan import cost
 from stagewright.plan.estimate import Estimate, Setting, with_whole_batches
 from stagewright.plan.memory import Memory
@@ -17,24 +17,20 @@ from stagewright.planning.setting import measured_cluster, memory_setting, profi
 from stagewright.planning.simulate import ClusterCosts, Steady, steady
 from stagewright.profile.profile import read_profile
 
-if TYPE_CHECKING:
-    pass
-
-
-IMAGENET = 1_281_167
+IMAGENET = 1_281_167  # training images
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A plan in numbers, before it runs."""
+    """What a plan would do."""
 
     plan: Plan
     images_per_second: float
     steady: Steady
     memory: tuple[Memory, ...]  # of each rank
-    limits: tuple[int, ...]
-    traffic: float  # bytes a batch moves between devices
-    bound: str  # what the time goes to
+    limits: tuple[int, ...]  # bytes of each rank's device
+    traffic: float  # bytes between devices per batch
+    bound: str  # what limits the speed
 
     @property
     def epoch_seconds(self) -> float:
@@ -45,7 +41,7 @@ class Prediction:
         return all(memory.total <= limit for memory, limit in zip(self.memory, self.limits, strict=True))
 
     def describe(self) -> dict[str, Any]:
-        """The prediction as it stands in JSON."""
+        """The prediction as JSON has it."""
         return {
             "plan": self.plan.describe(),
             "images_per_second": self.images_per_second,
@@ -98,7 +94,7 @@ def traffic(estimate: Estimate) -> float:
 
 
 def _bound(estimate: Estimate, found: Steady) -> str:
-    """What the time of a batch goes to, in a few words."""
+    """What limits the speed, in a few words."""
     plan = estimate.plan
     exposed = max(
         estimate.exposed(stage.index) * plan.microbatches / stage.round if stage.replicas > 1 else 0.0
@@ -116,7 +112,7 @@ def _bound(estimate: Estimate, found: Steady) -> str:
 
 
 def predict_job(config: Config, plan: Plan) -> Prediction | None:
-    """What the profile says the run will do; None without a profile."""
+    """The prediction of a run by its profile; None if it has none."""
     if config.plan.profile is None:
         return None
     profile = read_profile(config.plan.profile)
@@ -135,7 +131,7 @@ def predict_job(config: Config, plan: Plan) -> Prediction | None:
 
 
 def predict_memory(config: Config, plan: Plan) -> tuple[Memory, ...]:
-    """What each rank should hold, by part; nothing for a model that is not of the zoo, and would have to be built."""
+    """The predicted memory of each rank; empty for a model outside the zoo, which would have to be built."""
     if ":" in config.model.name:
         return ()
     try:

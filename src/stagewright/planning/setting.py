@@ -1,4 +1,8 @@
-"""What a plan would do on a cluster: images a second, memory, bubble; from a profile or from the catalogue. What planning gives a run: the plan of a file, the cuts of the planner, the speed that a profile predicts."""
+"""Settings: where and how a model would run, with the cost of its units, for the planner and the simulator.
+
+`analytic_setting` takes costs from the catalogue's arithmetic, `profile_setting` from a measured profile;
+`planning_setting` and `memory_setting` are those of a configuration.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
 
 from stagewright.cluster.catalog import shipped
+from stagewright.cluster.placement import Placement
 from stagewright.cluster.specs import Catalogue, DeviceSpec, Software
 from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.config.sections import Config
@@ -23,36 +27,16 @@ from stagewright.profile.analytic import analytic_table
 from stagewright.profile.profile import Profile, Table, read_profile
 from stagewright.profile.shapes import Shape, on_meta, trace_shapes
 
-if TYPE_CHECKING:
-    from stagewright.cluster.placement import Placement
+_ANY_GPU = "h200"  # supports every precision; its memory does not matter here
 
 
-def analytic_setting(
-    catalogue: Catalogue,
-    cluster: Cluster,
-    shapes: Sequence[Shape],
-    software: Software,
-    precision: str,
-    *,
-    optimizer: str = "sgd",
-    loads: bool = False,
-) -> Setting:
-    """A model on hardware of the catalogue."""
-    kept: dict[tuple[str, int], Table] = {}
-
-    def tables(kind: str, samples: int) -> Table:
-        if (kind, samples) not in kept:
-            kept[kind, samples] = analytic_table(shapes, catalogue.device(kind), precision, samples, software)
-        return kept[kind, samples]
-
-    cores = min((machine.cores or 1 for machine in cluster.machines), default=1)
-    loader = catalogue.decode * cores if loads else None
-    return Setting(cluster, catalogue.device, software, precision, tables, optimizer, shapes[0].inputs, loader)
+class Untraceable(Exception):
+    """The shapes of the model's units can't be traced."""
 
 
 @dataclass(frozen=True)
 class TracedModel:
-    """A model looked at without running it: its chain of units, and each unit for one sample."""
+    """A model traced without running it: its chain of units, and the shape of each unit for one sample."""
 
     name: str
     chain: Chain
@@ -70,6 +54,29 @@ def trace_model(name: str, classes: int | None = None, image: int | None = None)
     with model_errors(name, sample):
         shapes = trace_shapes(chain, sample)
     return TracedModel(name, chain, sample, shapes)
+
+
+def analytic_setting(
+    catalogue: Catalogue,
+    cluster: Cluster,
+    shapes: Sequence[Shape],
+    software: Software,
+    precision: str,
+    *,
+    optimizer: str = "sgd",
+    loads: bool = False,
+) -> Setting:
+    """A model on hardware of the catalogue; `loads`: training data is loaded and decoded, not synthetic."""
+    kept: dict[tuple[str, int], Table] = {}
+
+    def tables(kind: str, samples: int) -> Table:
+        if (kind, samples) not in kept:
+            kept[kind, samples] = analytic_table(shapes, catalogue.device(kind), precision, samples, software)
+        return kept[kind, samples]
+
+    cores = min((machine.cores or 1 for machine in cluster.machines), default=1)
+    loader = catalogue.decode * cores if loads else None
+    return Setting(cluster, catalogue.device, software, precision, tables, optimizer, shapes[0].inputs, loader)
 
 
 def profile_setting(
@@ -100,7 +107,7 @@ def profile_setting(
 
 
 def measured_cluster(profile: Profile) -> Cluster:
-    """The machine a profile was taken on: as many devices as ran together, over the links it measured."""
+    """The machine that a profile was taken on: as many devices as ran together, over the measured links."""
     ceilings = profile.ceilings
     if ceilings is None or not ceilings.transfers:
         raise ValueError(
@@ -118,13 +125,10 @@ def _own_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-_ANY_GPU = "h200"  # whose memory does not matter here, and which has every precision
-
-
 def memory_setting(config: Config, plan: Plan) -> Setting:
-    """The model on devices of the run's kind, as far as memory goes; an error where its shapes can't be found."""
+    """The setting of a run, for its memory only; raises ValueError if the model can't be traced."""
     kind, software = _ANY_GPU, shipped().system("stagewright")
-    if config.run.device == "cpu":  # has no context and no workspaces
+    if config.run.device == "cpu":  # no CUDA context, no workspaces
         kind, software = "cpu", replace(software, context=0, workspace=0)
     count = 1 + max(device.index for device in plan.devices)
     machines = 1 + max(device.machine for device in plan.devices)
@@ -133,12 +137,11 @@ def memory_setting(config: Config, plan: Plan) -> Setting:
     return analytic_setting(shipped(), cluster, shapes, software, config.run.precision, optimizer=config.optimizer.name)
 
 
-class Untraceable(Exception):
-    """The model's units have no shapes that arithmetic can follow."""
-
-
 def planning_setting(config: Config, chain: Chain, placement: Placement) -> Setting:
-    """Where the run will be, as the planner sees it."""
+    """The setting of a run for its planner: by its profile if it has one, else by the catalogue's generic core.
+
+    Raises Untraceable if there is no profile and the model can't be traced.
+    """
     cluster = _local_cluster(placement)
     if config.plan.profile is not None:
         profile = read_profile(config.plan.profile)
@@ -153,7 +156,7 @@ def planning_setting(config: Config, chain: Chain, placement: Placement) -> Sett
 
 
 def _local_cluster(placement: Placement) -> Cluster:
-    """Processes of CPU machines, as many as the placement's highest index, on an ordinary network."""
+    """CPU machines with as many processes as the placement's highest index, on an ordinary network."""
     devices = [device for stage in placement for device in stage]
     count = 1 + max(device.index for device in devices)
     level = Level(shipped().links["memory"], (tuple(range(count)),))

@@ -93,7 +93,7 @@ def test_any_placement_reads_back_as_itself(placement: Placement) -> None:
         ("0:6-0", "placement piece '0:6-0' counts down from 6 to 0; write 0-6"),
         ("3-5", "placement piece '3-5' names no machine; write 0:3-5"),
         ("0:0.1", "placement piece '1' names no machine; write 0:1"),
-        ("0:0-65536", "placement piece '0:0-65536' names 65537 devices; the most is 65536"),
+        ("0:0-65536", "placement piece '0:0-65536' names 65537 devices; the limit is 65536"),
     ],
 )
 def test_the_error_names_the_piece(text: str, message: str) -> None:

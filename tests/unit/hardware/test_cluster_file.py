@@ -160,7 +160,7 @@ H200 = smi("NVIDIA H200", 143771, 4)
         (SWITCHED_4, H200, ("--name", "a b"), "cluster name 'a b'"),
         (SWITCHED_4, H200, ("--cores", "0"), "--cores is 0; give at least 1"),
         (SWITCHED_4, H200, ("--count", "2"), "has no network between machines 0 and 1"),
-        (SWITCHED_4, H200, ("--device", "h300"), "unknown device 'h300'; near names:"),
+        (SWITCHED_4, H200, ("--device", "h300"), "unknown device 'h300'"),
         (SWITCHED_4, H200, ("--device", "rtx-4090"), "the catalogue gives rtx-4090 none; choose another --device"),
         (SWITCHED_4, H200, ("--here",), "--here"),
         (SWITCHED_4, "no table", (), "has no line with a driver version in 1 lines"),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from stagewright.cluster.placement import parse_placement
-from stagewright.cluster.specs import MIB, DeviceSpec, Software
+from stagewright.cluster.specs import DeviceSpec, Software
 from stagewright.cluster.topology import Cluster, Level, Link, Machine
+from stagewright.metrics import MIB
 from stagewright.plan.estimate import Estimate, Setting
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode

@@ -9,7 +9,7 @@ import pytest
 
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import parse_placement
-from stagewright.cluster.specs import MIB
+from stagewright.metrics import MIB
 from stagewright.plan.estimate import Setting
 from stagewright.plan.make import make_plan, read_plan
 from stagewright.plan.plan import Mode
@@ -132,7 +132,7 @@ def test_a_unit_is_explained() -> None:
     plan = choose(where, 64).best.plan
     unit = explain(where, plan, "classifier.0")
     assert unit["parameters"] == 25088 * 4096 + 4096 and unit["stage"] == len(plan.stages) - 1
-    with pytest.raises(ValueError, match=r"near names: .*classifier\.0"):
+    with pytest.raises(ValueError, match=r"'clasifier\.0'.*classifier\.0"):
         explain(where, plan, "clasifier.0")
 
 

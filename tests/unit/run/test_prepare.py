@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.test_cli import fails
+from tests.commands import fails
 
 from stagewright.cluster.placement import parse_placement
 from stagewright.config.toml import make_config

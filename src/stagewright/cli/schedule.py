@@ -1,0 +1,77 @@
+"""`stagewright schedule`: draw the programs of a plan, and print them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+
+from rich.console import Console
+
+from stagewright.cli.train import read_config
+from stagewright.config.sections import require_within
+from stagewright.plan.plan import Plan
+from stagewright.planning.build import build_plan, with_plan_file
+from stagewright.planning.simulate import StageCosts, simulate
+from stagewright.report.live.terminal import draw_timeline, has_blocks
+from stagewright.schedule.check import check
+from stagewright.schedule.lower import program
+
+_MOST_MICROBATCHES = 2**14  # to draw
+
+
+def run(parsed: argparse.Namespace) -> None:
+    """Draw the schedule that the options describe."""
+
+    def warn(warning: str) -> None:
+        console.print(f"warning: {warning}", markup=False)
+
+    console = Console(soft_wrap=True, stderr=parsed.json)
+    config = with_plan_file(read_config(parsed))
+    if config.plan.profile is not None:
+        raise ValueError(
+            f"--profile {config.plan.profile} does not set the times of a schedule; give --forward and --backward, "
+            "or use stagewright simulate --profile"
+        )
+    is_timed = parsed.forward is not None or parsed.backward is not None
+    plan = build_plan(config, None, warn, partial(_costs, parsed) if is_timed else None)
+    require_within("--batches", parsed.batches, least=1, most=max(1, _MOST_MICROBATCHES // plan.microbatches))
+    costs = _costs(parsed, plan)
+    check(plan)
+    span = range(plan.boundary(parsed.batches))
+    programs = {rank: " ".join(map(str, program(plan, rank, span))) for rank in range(plan.world)}
+    timeline = simulate(plan, costs, span)
+    bubble = timeline.bubble(range(plan.world), 0.0, timeline.end)
+    if parsed.json:
+        print(json.dumps({"plan": plan.describe(), "programs": programs, "time": timeline.end, "bubble": bubble}))
+        return
+    for row in draw_timeline(timeline, plan.world, console.width, "·" if has_blocks(console) else "."):
+        console.print(row)
+    console.print(f"time {timeline.end:g}, bubble {bubble:.1%} with fill and drain", highlight=False)
+    if parsed.programs:
+        console.print()
+        for rank, text in programs.items():
+            console.print(f"rank {rank}: {text}", markup=False, highlight=False)
+
+
+def _costs(parsed: argparse.Namespace, plan: Plan) -> StageCosts:
+    """The given times of a plan's stages."""
+    require_within("--transfer", parsed.transfer, least=0)
+    forward, backward = (_times(getattr(parsed, name), name, len(plan.stages)) for name in ("forward", "backward"))
+    if not sum(forward) + sum(backward):
+        raise ValueError("--forward and --backward are 0 for every stage; give at least one a time above 0")
+    return StageCosts(forward, backward, parsed.transfer)
+
+
+def _times(text: str | None, name: str, stages: int) -> list[float]:
+    try:
+        times = [1.0] * stages if text is None else [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--{name} must be comma-separated times such as 1,2, got '{text}'") from None
+    for time in times:
+        require_within(f"--{name}", time, least=0)
+    if len(times) != stages:
+        raise ValueError(
+            f"--{name} {text} names {len(times)} stages but the placement has {stages}; give one time per stage"
+        )
+    return times
