@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.commands import fails
 
 from stagewright.cluster.placement import parse_placement
 from stagewright.config.toml import make_config
@@ -17,6 +16,7 @@ from stagewright.run.prepare import memory_advice, require_device_kind, require_
 from stagewright.runtime.comm.device import gpu_of
 from stagewright.runtime.comm.nccl import uses_nccl
 from stagewright.runtime.stage.precision import make_precision
+from tests.commands import fails
 
 _CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
