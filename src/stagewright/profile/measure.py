@@ -14,17 +14,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 
 from stagewright.model.cut import Chain
 from stagewright.model.load import build_model
 from stagewright.model.walk import Walk, model_errors, require_logits
 from stagewright.profile.profile import Ceilings, Profile, Table, Unit
-from stagewright.profile.shapes import kind_of, saving
+from stagewright.profile.shapes import kind_of, run_units
 
 _WARM_UP = 2  # passes that are not counted
 _REPEATS = 7
@@ -106,50 +106,37 @@ def _table(workload: Workload, chain: Chain, samples: int, context: Context) -> 
     if workload.precision == "fp64":
         example = example.double()
     with model_errors(workload.model, workload.input):
-        constants = _constants(chain, example, context)
+        units = _untimed_units(chain, example, context)
     clock = Clock(workload.device)
     passes = [time_units(chain, example, context, clock) for _ in range(_WARM_UP + _REPEATS)][_WARM_UP:]
-    units = tuple(
-        Unit(
-            name,
-            constant["kind"],
-            statistics.median(times[name][0] for times in passes),
-            statistics.median(times[name][1] for times in passes),
-            constant["parameters"],
-            constant["output"],
-            constant["live"],
-            constant["live_gradient"],
-            constant["saved"],
-        )
-        for name, constant in constants.items()
-    )
-    return Table(workload.precision, samples, units)
+    timed = []
+    for unit in units:
+        forward, backward = (statistics.median(times[unit.name][way] for times in passes) for way in (0, 1))
+        timed.append(replace(unit, forward=forward, backward=backward))
+    return Table(workload.precision, samples, tuple(timed))
 
 
-def _constants(chain: Chain, example: Tensor, context: Context) -> dict[str, dict[str, Any]]:
-    """What is the same in every pass: kind, parameters and bytes per unit."""
-    owned = {tensor.untyped_storage()._cdata for tensor in (*chain.model.parameters(), *chain.model.buffers())}
-    kept: list[UntypedStorage] = []
-    counted: set[int] = set()
-    constants: dict[str, dict[str, Any]] = {}
+def _untimed_units(chain: Chain, example: Tensor, context: Context) -> list[Unit]:
+    """The units with everything that is the same in every pass: kind, parameters and bytes."""
+    units = []
     with context():
         walk = Walk(chain, example)
-        for visit in walk:
-            with saving(kept, owned) as saved:
-                output = visit.call()
-            trained = [p for p in visit.parameters if p.requires_grad and id(p) not in counted]
-            counted |= {id(parameter) for parameter in trained}
-            live = [value for value in walk.live_after(output) if isinstance(value, Tensor)]
-            constants[visit.name] = {
-                "kind": str(kind_of(visit)),
-                "parameters": sum(parameter.numel() for parameter in trained),
-                "output": output.nbytes if isinstance(output, Tensor) else 0,
-                "live": sum(value.nbytes for value in live),
-                "live_gradient": sum(value.nbytes for value in live if value.requires_grad),
-                "saved": sum(saved),
-            }
+        for run in run_units(chain, walk):
+            units.append(
+                Unit(
+                    run.visit.name,
+                    str(kind_of(run.visit)),
+                    forward=0.0,
+                    backward=0.0,
+                    parameters=run.parameters,
+                    output=run.output.nbytes if isinstance(run.output, Tensor) else 0,
+                    live=sum(value.nbytes for value in run.live),
+                    live_gradient=sum(value.nbytes for value in run.live if value.requires_grad),
+                    saved=run.saved,
+                )
+            )
     require_logits(walk.output)
-    return constants
+    return units
 
 
 def time_units(chain: Chain, example: Tensor, context: Context, clock: Clock) -> dict[str, tuple[float, float]]:

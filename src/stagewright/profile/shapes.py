@@ -65,6 +65,17 @@ class Shape:
     convolution: Convolution | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RunUnit:
+    """What one unit left behind when it ran."""
+
+    visit: Visit
+    output: Any
+    parameters: int  # trainable elements
+    saved: int  # bytes that autograd keeps for backward
+    live: tuple[Tensor, ...]  # what crosses a cut after it
+
+
 _KINDS: tuple[tuple[tuple[type[nn.Module], ...], Kind], ...] = (
     ((nn.Conv1d, nn.Conv2d, nn.Conv3d), Kind.CONVOLUTION),
     ((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), Kind.CONVOLUTION),
@@ -98,29 +109,25 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _shapes(chain: Chain, example: Tensor) -> Iterator[Shape]:
-    owned = {tensor.untyped_storage()._cdata for tensor in (*chain.model.parameters(), *chain.model.buffers())}
-    kept: list[UntypedStorage] = []
-    counted: set[int] = set()
-    walk = Walk(chain, example)
-    for visit in walk:
-        with saving(kept, owned) as saved, FlopCounterMode(display=False) as operations:
-            output = visit.call()
-        trained = [p for p in visit.parameters if p.requires_grad and id(p) not in counted]
-        counted |= {id(parameter) for parameter in trained}
-        yield _shape(visit, output, saved, operations.get_total_flops(), sum(p.numel() for p in trained), walk)
+    walk, before = Walk(chain, example), 0
+    with FlopCounterMode(display=False) as counter:
+        for unit in run_units(chain, walk):
+            operations = counter.get_total_flops()
+            yield _shape(unit, operations - before)
+            before = operations
     require_logits(walk.output)
 
 
-def _shape(visit: Visit, output: Any, saved: Sequence[int], operations: float, parameters: int, walk: Walk) -> Shape:
-    live = [value for value in walk.live_after(output) if isinstance(value, Tensor)]
+def _shape(unit: RunUnit, operations: int) -> Shape:
+    visit, live = unit.visit, unit.live
     return Shape(
         name=visit.name,
         kind=kind_of(visit),
         operations=operations / _PROBE_SAMPLES,
         inputs=sum(map(_elements, visit.inputs)) // _PROBE_SAMPLES,
-        outputs=_elements(output) // _PROBE_SAMPLES,
-        parameters=parameters,
-        saved=sum(saved) / _ELEMENT / _PROBE_SAMPLES,
+        outputs=_elements(unit.output) // _PROBE_SAMPLES,
+        parameters=unit.parameters,
+        saved=unit.saved / _ELEMENT / _PROBE_SAMPLES,
         live=sum(map(_elements, live)) // _PROBE_SAMPLES,
         live_gradient=sum(_elements(value) for value in live if value.requires_grad) // _PROBE_SAMPLES,
         input_gradient=any(value.requires_grad for value in visit.inputs if isinstance(value, Tensor)),
@@ -129,8 +136,22 @@ def _shape(visit: Visit, output: Any, saved: Sequence[int], operations: float, p
     )
 
 
+def run_units(chain: Chain, walk: Walk) -> Iterator[RunUnit]:
+    """Run every unit of a walk; parameters and saved tensors that several units share count for the first of them."""
+    owned = {tensor.untyped_storage()._cdata for tensor in (*chain.model.parameters(), *chain.model.buffers())}
+    kept: list[UntypedStorage] = []
+    counted: set[int] = set()
+    for visit in walk:
+        with _saving(kept, owned) as saved:
+            output = visit.call()
+        trained = [p for p in visit.parameters if p.requires_grad and id(p) not in counted]
+        counted |= {id(parameter) for parameter in trained}
+        live = tuple(value for value in walk.live_after(output) if isinstance(value, Tensor))
+        yield RunUnit(visit, output, sum(p.numel() for p in trained), sum(saved), live)
+
+
 @contextmanager
-def saving(kept: list[UntypedStorage], owned: set[int]) -> Iterator[list[int]]:
+def _saving(kept: list[UntypedStorage], owned: set[int]) -> Iterator[list[int]]:
     """Collect the bytes of tensors that autograd saves for backward: each storage once, without those in `owned`."""
     sizes: list[int] = []
     seen = {storage._cdata for storage in kept}
