@@ -24,7 +24,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def calibration() -> Calibration:
-    """The catalogue fitted to the published runs; it takes a while."""
+    """The catalog fitted to the published runs; it takes a while."""
     from stagewright.planning.calibrate import calibrate
 
     return calibrate()

@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime.checkpoint": {*TRAINING, "runtime.comm", "runtime.stage"},
     "runtime.multinode": {*TRAINING, "runtime.comm", "runtime.stage", "runtime.checkpoint"},
     "runtime.process": {*TRAINING, *RUNTIME},
-    "hardware": {*BASICS, "cluster"},
+    "hardware": {*BASICS, "cluster", "config"},
     "hardware.doctor": {*BASICS, "cluster", "hardware", "runtime.multinode", "runtime.process"},
     "report": BASICS,
     "report.live": {*BASICS, "report"},

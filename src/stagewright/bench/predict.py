@@ -1,7 +1,7 @@
 """What a configuration needs and how fast it would be, without running it.
 
 `Capacity` says whether a configuration fits a machine: its GPUs, their memory, the memory of its processes.
-`predict_config` simulates it on a cluster of the catalogue with Stagewright's own efficiency, and `published_rows` puts
+`predict_config` simulates it on a cluster of the catalog with Stagewright's own efficiency, and `published_rows` puts
 the published runs of the same models and clusters next to what the simulator predicts for them.
 """
 
@@ -18,7 +18,7 @@ from stagewright.bench.result import PublishedRow, Row
 from stagewright.bench.suite import devices_of
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import Placement, parse_placement
-from stagewright.cluster.specs import Catalogue
+from stagewright.cluster.specs import Catalog
 from stagewright.cluster.topology import ANYWHERE, Cluster, Machine
 from stagewright.config.sections import Config
 from stagewright.metrics import MIB
@@ -106,14 +106,14 @@ def needed_memory(config: Config) -> list[int]:
     return [int(estimate.memory(rank).total) for rank in range(plan.world)]
 
 
-def predict_config(config: Config, catalogue: Catalogue, cluster: Cluster, *, loads: bool) -> Prediction:
+def predict_config(config: Config, catalog: Catalog, cluster: Cluster, *, loads: bool) -> Prediction:
     """Simulate the plan that a configuration describes; `loads` includes the time to load and decode real data."""
     model = trace_model(config.model.name, config.model.classes, config.data.image)
     setting = analytic_setting(
-        catalogue,
+        catalog,
         cluster,
         model.shapes,
-        catalogue.system("stagewright"),
+        catalog.system("stagewright"),
         config.run.precision,
         optimizer=config.optimizer.name,
         loads=loads,

@@ -31,7 +31,7 @@ from stagewright.bench.suite import (
 )
 from stagewright.cluster.catalog import open_cluster
 from stagewright.cluster.placement import parse_placement
-from stagewright.cluster.specs import Catalogue
+from stagewright.cluster.specs import Catalog
 from stagewright.cluster.topology import Cluster
 from stagewright.config.sections import Config
 from stagewright.config.toml import as_tables
@@ -264,9 +264,9 @@ def _left_out(configuration: Configuration, capacity: Capacity, reason: str, opt
 
 
 def _predicted(configuration: Configuration, capacity: Capacity, reason: str, options: SuiteOptions) -> Row:
-    catalogue, cluster = _cluster_to_simulate(configuration, options)
+    catalog, cluster = _cluster_to_simulate(configuration, options)
     config = configuration.resolve(cluster)
-    prediction = predict_config(config, catalogue, cluster, loads=configuration.is_real)
+    prediction = predict_config(config, catalog, cluster, loads=configuration.is_real)
     plan = prediction.plan
     memory = tuple(max(prediction.memory[rank].total for rank in stage.ranks) for stage in plan.stages)
     reasons = [reason] if reason else []
@@ -288,15 +288,15 @@ def _predicted(configuration: Configuration, capacity: Capacity, reason: str, op
     )
 
 
-def _cluster_to_simulate(configuration: Configuration, options: SuiteOptions) -> tuple[Catalogue, Cluster]:
+def _cluster_to_simulate(configuration: Configuration, options: SuiteOptions) -> tuple[Catalog, Cluster]:
     """The cluster that the user gives; the group's own where none is given, or where that one has too few devices."""
     own = configuration.group.cluster
     if options.cluster is None and own is None:
         raise ValueError(f"group '{configuration.group.name}' names no cluster to simulate; give --cluster NAME")
-    catalogue, cluster = open_cluster(options.cluster or str(own))
+    catalog, cluster = open_cluster(options.cluster or str(own))
     devices = configuration.trial.devices
     if own is None or own == options.cluster:
-        return catalogue, cluster
+        return catalog, cluster
     try:
         if isinstance(devices, int):
             cluster.first(devices)
@@ -304,7 +304,7 @@ def _cluster_to_simulate(configuration: Configuration, options: SuiteOptions) ->
             parse_placement(configuration.resolve(cluster).plan.placement, cluster)
     except ValueError:
         return open_cluster(own)
-    return catalogue, cluster
+    return catalog, cluster
 
 
 def measured_row(configuration: Configuration, found: Measurements) -> Row:

@@ -1,7 +1,7 @@
 """Commands about machines: `doctor`, `profile`, `cluster import` and `cluster list`.
 
 `doctor` checks this machine, `profile` measures every unit of a model on it, `cluster import` writes a machine as a
-file for `--cluster`, and `cluster list` shows the catalogue.
+file for `--cluster`, and `cluster list` shows the catalog.
 """
 
 from __future__ import annotations
@@ -142,10 +142,10 @@ def _write(path: Path, text: str) -> None:
 
 
 def run_list(parsed: argparse.Namespace) -> None:
-    catalogue = shipped()
-    clusters = [_describe_cluster(cluster) for cluster in catalogue.clusters.values()]
-    devices = list({spec.name: asdict(spec) for spec in catalogue.devices.values()}.values())
-    links = [asdict(link) for link in catalogue.links.values()]
+    catalog = shipped()
+    clusters = [_describe_cluster(cluster) for cluster in catalog.clusters.values()]
+    devices = list({spec.name: asdict(spec) for spec in catalog.devices.values()}.values())
+    links = [asdict(link) for link in catalog.links.values()]
     if parsed.json:
         print(json.dumps({"clusters": clusters, "devices": devices, "links": links}))
         return

@@ -233,7 +233,7 @@ def _add_setting(parser: argparse.ArgumentParser, *, several: bool = False) -> N
         "--cluster",
         action="append" if several else "store",
         metavar="NAME|FILE",
-        help=f"a cluster of the catalogue, or a cluster file{'; may be repeated' if several else ''}",
+        help=f"a cluster of the catalog, or a cluster file{'; may be repeated' if several else ''}",
     )
     parser.add_argument("--devices", type=int, metavar="N", help="use only the first N devices of the cluster")
     parser.add_argument(
@@ -257,7 +257,7 @@ def _add_setting(parser: argparse.ArgumentParser, *, several: bool = False) -> N
     )
     parser.add_argument("--image", type=int, metavar="N", help=_IMAGE)
     parser.add_argument("--classes", type=int, metavar="N", help=_CLASSES)
-    parser.add_argument("--profile", metavar="FILE", help="measured units, instead of the catalogue's figures")
+    parser.add_argument("--profile", metavar="FILE", help="measured units, instead of the catalog's figures")
 
 
 def _add_train(commands: _Commands) -> None:
@@ -439,9 +439,9 @@ def _add_cluster(commands: _Commands) -> None:
         actions,
         "cluster list",
         "machine:run_list",
-        help="list the clusters, devices and links of the catalogue",
+        help="list the clusters, devices and links of the catalog",
         usage="[options]",
-        description="List what --cluster and cluster files can name: the clusters, devices and links of the catalogue.",
+        description="List what --cluster and cluster files can name: the clusters, devices and links of the catalog.",
     )
     _add_json(listing)
     importing = _add(
@@ -457,7 +457,7 @@ def _add_cluster(commands: _Commands) -> None:
     importing.add_argument("--here", action="store_true", help="describe this machine instead, through its driver")
     importing.add_argument("-o", "--output", metavar="FILE", help="file to write (default: standard output)")
     importing.add_argument("--name", metavar="NAME", help="name of the cluster (default: the file's)")
-    importing.add_argument("--device", metavar="NAME", help="the catalogue's name of the GPUs (default: by theirs)")
+    importing.add_argument("--device", metavar="NAME", help="the catalog's name of the GPUs (default: by theirs)")
     importing.add_argument("--gpus", metavar="0-3,6", help="use only these GPUs")
     importing.add_argument("--pcie", type=int, metavar="N", help="PCIe generation (default: the GPU's)")
     importing.add_argument("--cores", type=int, metavar="N", help="CPU cores that decode images")

@@ -21,7 +21,7 @@ def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[Trace
     model = trace_model(parsed.model, parsed.classes, parsed.image)
     if cluster is None and parsed.profile is None:
         raise ValueError(f"no cluster: give --cluster NAME ({', '.join(sorted(shipped().clusters))}) or --profile FILE")
-    catalogue, where = open_cluster(cluster) if cluster is not None else (shipped(), None)
+    catalog, where = open_cluster(cluster) if cluster is not None else (shipped(), None)
     if where is not None and parsed.devices is not None:
         where = where.first(parsed.devices)
     if parsed.profile is not None:
@@ -31,12 +31,12 @@ def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[Trace
             _require_own_names(parsed, profile)
         else:
             profile.require(parsed.model, model.chain.units)
-        return model, profile_setting(profile, where, catalogue, parsed.precision, optimizer=parsed.optimizer)
+        return model, profile_setting(profile, where, catalog, parsed.precision, optimizer=parsed.optimizer)
     assert where is not None
-    software = catalogue.system(parsed.software)
+    software = catalog.system(parsed.software)
     loads = parsed.data != "synthetic"
     return model, analytic_setting(
-        catalogue, where, model.shapes, software, parsed.precision, optimizer=parsed.optimizer, loads=loads
+        catalog, where, model.shapes, software, parsed.precision, optimizer=parsed.optimizer, loads=loads
     )
 
 
@@ -45,7 +45,7 @@ def _require_profile_decides(parsed: argparse.Namespace, cluster: str | None) ->
     for name, default in (("software", "stagewright"), ("data", "synthetic")):
         if (value := getattr(parsed, name)) != default:
             raise ValueError(
-                f"--{name} {value} is for the catalogue's times, not for --profile {parsed.profile}; leave one out"
+                f"--{name} {value} is for the catalog's times, not for --profile {parsed.profile}; leave one out"
             )
     if parsed.devices is not None and cluster is None:
         raise ValueError(

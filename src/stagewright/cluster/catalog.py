@@ -1,6 +1,6 @@
-"""The catalogue, from its TOML files and a user's own: devices, links, software and clusters, with sources.
+"""The catalog, from its TOML files and a user's own: devices, links, software and clusters, with sources.
 
-`shipped` is the catalogue of the package; `open_cluster` reads what `--cluster` names. An error in a table is one line.
+`shipped` is the catalog of the package; `open_cluster` reads what `--cluster` names. An error in a table is one line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from stagewright.cluster.specs import Catalogue, DeviceSpec, Software, find
+from stagewright.cluster.specs import Catalog, DeviceSpec, Software, find
 from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.errors import did_you_mean
 from stagewright.metrics import MIB
@@ -34,33 +34,33 @@ _KEYS: Mapping[str, tuple[str, ...]] = {  # of each table; some are only for peo
 
 
 @cache
-def shipped() -> Catalogue:
-    """The catalogue that comes with the package."""
-    return read_catalogue(())
+def shipped() -> Catalog:
+    """The catalog that comes with the package."""
+    return read_catalog(())
 
 
 def price_source(device: str) -> str:
-    """The source and date of the catalogue's price of a device."""
+    """The source and date of the catalog's price of a device."""
     tables: dict[str, Any] = tomllib.loads(resources.files(__package__).joinpath("devices.toml").read_text())
     figure = tables["device"].get(device, {}).get("usd")
     source = tables["source"].get(figure[1], {}) if isinstance(figure, list) else {}
     return f"{source.get('date', 'no date')}: {source.get('text', 'no source')}"
 
 
-def open_cluster(text: str) -> tuple[Catalogue, Cluster]:
-    """A cluster by name or from a user's file, and the catalogue with what that file adds."""
+def open_cluster(text: str) -> tuple[Catalog, Cluster]:
+    """A cluster by name or from a user's file, and the catalog with what that file adds."""
     if not (text.endswith(".toml") or Path(text).is_file()):
-        catalogue = shipped()
-        return catalogue, catalogue.cluster(text)
-    catalogue = read_catalogue([text])
+        catalog = shipped()
+        return catalog, catalog.cluster(text)
+    catalog = read_catalog([text])
     own = list(_read_file(text).get("cluster", {}))
     if len(own) != 1:
         raise ValueError(f"cluster file {text} describes {len(own)} clusters; describe one as [cluster.NAME]")
-    return catalogue, catalogue.clusters[own[0]]
+    return catalog, catalog.clusters[own[0]]
 
 
-def read_catalogue(own_files: Iterable[str], overrides: Mapping[str, Any] | None = None) -> Catalogue:
-    """The catalogue of the shipped files; a user's files override them, and `overrides` override both."""
+def read_catalog(own_files: Iterable[str], overrides: Mapping[str, Any] | None = None) -> Catalog:
+    """The catalog of the shipped files; a user's files override them, and `overrides` override both."""
     tables: dict[str, dict[str, Any]] = {}
     folder = resources.files(__package__)
     for name in _FILES:
@@ -68,7 +68,7 @@ def read_catalogue(own_files: Iterable[str], overrides: Mapping[str, Any] | None
     for path in own_files:
         _merge(tables, _read_file(path))
     _merge(tables, overrides or {})
-    return make_catalogue(tables)
+    return make_catalog(tables)
 
 
 def _read_file(path: str) -> dict[str, Any]:
@@ -88,8 +88,8 @@ def _merge(tables: dict[str, Any], more: Mapping[str, Any]) -> None:
             tables[key] = value
 
 
-def make_catalogue(tables: Mapping[str, Any]) -> Catalogue:
-    """The catalogue of merged tables."""
+def make_catalog(tables: Mapping[str, Any]) -> Catalog:
+    """The catalog of merged tables."""
     links = {name: _link(name, entry) for name, entry in _section(tables, "link").items()}
     sources = _section(tables, "source")
     devices = {name: _device(name, entry, sources) for name, entry in _section(tables, "device").items()}
@@ -99,19 +99,19 @@ def make_catalogue(tables: Mapping[str, Any]) -> Catalogue:
     software = {name: _software(name, entry, links) for name, entry in _section(tables, "software").items()}
     clusters = {name: _cluster(name, entry, links, devices) for name, entry in _section(tables, "cluster").items()}
     decode = _figure(_section(tables, "loader")["decode"], "loader.decode")
-    return Catalogue(devices, links, software, clusters, sources, decode)
+    return Catalog(devices, links, software, clusters, sources, decode)
 
 
 def _section(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     section = tables[name]
     if not isinstance(section, Mapping):
-        raise ValueError(f"catalogue: {name} is {str(section)[:40]!r}, not a table; write [{name}.NAME]")
+        raise ValueError(f"catalog: {name} is {str(section)[:40]!r}, not a table; write [{name}.NAME]")
     return section
 
 
 def _names(entry: Any, where: str) -> list[str]:
     if not isinstance(entry, list) or not all(isinstance(name, str) for name in entry):
-        raise ValueError(f'catalogue: {where} is {str(entry)[:40]!r}, not a list of names; write ["NAME"]')
+        raise ValueError(f'catalog: {where} is {str(entry)[:40]!r}, not a list of names; write ["NAME"]')
     return entry
 
 
@@ -119,26 +119,26 @@ def _figure(entry: Any, where: str) -> float:
     """A number, with or without its source."""
     value = entry[0] if isinstance(entry, list) and entry else entry
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"catalogue: {where} is {str(entry)[:40]!r}, not a number")
+        raise ValueError(f"catalog: {where} is {str(entry)[:40]!r}, not a number")
     return float(value)
 
 
 def _positive(entry: Any, where: str) -> float:
     value = _figure(entry, where)
     if not 0 < value < float("inf"):
-        raise ValueError(f"catalogue: {where} is {value:g}; it must be above 0")
+        raise ValueError(f"catalog: {where} is {value:g}; it must be above 0")
     return value
 
 
 def _require_table(entry: Any, where: str) -> None:
     if not isinstance(entry, Mapping):
-        raise ValueError(f"catalogue: {where} is not a table; write [{where}]")
+        raise ValueError(f"catalog: {where} is not a table; write [{where}]")
 
 
 def _required(entry: Mapping[str, Any], key: str, where: str) -> Any:
     _require_table(entry, where)
     if key not in entry:
-        raise ValueError(f"catalogue: {where} has no '{key}'; it needs one")
+        raise ValueError(f"catalog: {where} has no '{key}'; it needs one")
     return entry[key]
 
 
@@ -148,7 +148,7 @@ def _refuse_unknown(entry: Mapping[str, Any], table: str, where: str) -> None:
         if key not in _KEYS[table]:
             hint = did_you_mean(key, _KEYS[table])
             listed = "" if hint.startswith("known") else f" (known: {', '.join(_KEYS[table])})"
-            raise ValueError(f"catalogue: {where} has the unknown key '{key}'{listed}; {hint}")
+            raise ValueError(f"catalog: {where} has the unknown key '{key}'{listed}; {hint}")
 
 
 def _optional(entry: Mapping[str, Any], key: str, where: str) -> float | None:
@@ -181,7 +181,7 @@ def _device(name: str, entry: Mapping[str, Any], sources: Mapping[str, Any]) -> 
     _refuse_unknown(entry, "device", where)
     efficiency = entry.get("efficiency", {})
     if not isinstance(peaks, Mapping) or "fp32" not in peaks or not isinstance(efficiency, Mapping):
-        raise ValueError(f"catalogue: {where}.peak needs fp32; write [{where}.peak]")
+        raise ValueError(f"catalog: {where}.peak needs fp32; write [{where}.peak]")
     return DeviceSpec(
         name,
         str(entry.get("title", name)),
@@ -226,7 +226,7 @@ def _cluster(name: str, entry: Any, links: Mapping[str, Link], devices: Mapping[
     described = _required(entry, "machines", where)
     _refuse_unknown(entry, "cluster", where)
     if not isinstance(described, list) or not described:
-        raise ValueError(f"catalogue: {where}.machines is empty; describe one as [[{where}.machines]]")
+        raise ValueError(f"catalog: {where}.machines is empty; describe one as [[{where}.machines]]")
     machines: list[Machine] = []
     for machine in described:
         _required(machine, "device", f"{where}.machines")
@@ -234,7 +234,7 @@ def _cluster(name: str, entry: Any, links: Mapping[str, Link], devices: Mapping[
         count = int(_positive(machine.get("count", 1), f"{where}.machines.count"))
         machines += [_machine(machine, f"{where}.machines", links, devices)] * min(count, _MOST_DEVICES + 1)
         if sum(machine.devices or 0 for machine in machines) > _MOST_DEVICES:
-            raise ValueError(f"catalogue: {where} has more than {_MOST_DEVICES} devices")
+            raise ValueError(f"catalog: {where} has more than {_MOST_DEVICES} devices")
     network = find(links, str(entry["network"]), "link") if "network" in entry else None
     cluster = Cluster(tuple(machines), name, network)
     _require_connected(cluster)
@@ -246,11 +246,11 @@ def _machine(entry: Any, where: str, links: Mapping[str, Link], devices: Mapping
     find(devices, kind, "device")
     count = int(_positive(_required(entry, "devices", where), f"{where}.devices"))
     if count > _MOST_DEVICES:
-        raise ValueError(f"catalogue: {where}.devices is {count}; the most is {_MOST_DEVICES}")
+        raise ValueError(f"catalog: {where}.devices is {count}; the most is {_MOST_DEVICES}")
     levels: list[Level] = []
     described = entry.get("levels", [])
     if not isinstance(described, list):
-        raise ValueError(f"catalogue: {where}.levels is not a list; describe one as [[{where}.levels]]")
+        raise ValueError(f"catalog: {where}.levels is not a list; describe one as [[{where}.levels]]")
     for level in described:
         link = find(links, str(_required(level, "link", f"{where}.levels")), "link")
         _refuse_unknown(level, "level", f"{where}.levels")
@@ -259,9 +259,7 @@ def _machine(entry: Any, where: str, links: Mapping[str, Link], devices: Mapping
         if not isinstance(groups, list) or not all(
             isinstance(group, list) and all(isinstance(index, int) for index in group) for group in groups
         ):
-            raise ValueError(
-                f"catalogue: {where}.levels.groups are not lists of devices (for example [[0, 1], [2, 3]])"
-            )
+            raise ValueError(f"catalog: {where}.levels.groups are not lists of devices (for example [[0, 1], [2, 3]])")
         levels.append(Level(replace(link, bandwidth=link.bandwidth * lanes), tuple(tuple(group) for group in groups)))
     cores = _optional(entry, "cores", where)
     return Machine(count, kind, tuple(levels), None if cores is None else int(cores))

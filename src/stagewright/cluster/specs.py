@@ -1,4 +1,4 @@
-"""The entries of the catalogue: devices, links, software and clusters, by name."""
+"""The entries of the catalog: devices, links, software and clusters, by name."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Software:
 
 
 @dataclass(frozen=True, slots=True)
-class Catalogue:
+class Catalog:
     """All entries, by name."""
 
     devices: Mapping[str, DeviceSpec]

@@ -43,7 +43,7 @@ class Machine:
     """A host and how many devices it has; None on CPUs, where any index is another process."""
 
     devices: int | None = None
-    kind: str = "cpu"  # the catalogue's name of its devices
+    kind: str = "cpu"  # the catalog's name of its devices
     levels: tuple[Level, ...] = ()
     cores: int | None = None
 

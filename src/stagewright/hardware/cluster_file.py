@@ -1,6 +1,6 @@
 """Writes a cluster file for `--cluster` from this machine, or from another one's saved `nvidia-smi` output.
 
-`import_texts` and `import_this_machine` gather the facts of a machine; `_make` looks its GPUs up in the catalogue and
+`import_texts` and `import_this_machine` gather the facts of a machine; `_make` looks its GPUs up in the catalog and
 turns the matrix of connections into levels; `checked_toml` makes sure that the planner accepts the result.
 """
 
@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from stagewright.cluster.catalog import open_cluster, shipped
-from stagewright.cluster.specs import Catalogue, DeviceSpec
+from stagewright.cluster.specs import Catalog, DeviceSpec
+from stagewright.config.toml import toml_value
 from stagewright.hardware.gpu import NoNvml, open_nvml, read_gpus
 from stagewright.hardware.host import num_cores
 from stagewright.hardware.smi import parse_smi, parse_topology, read_smi_text
@@ -36,7 +37,7 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True)
 class FileLevel:
-    """One level of a cluster file: groups of GPUs that reach each other over a link of the catalogue."""
+    """One level of a cluster file: groups of GPUs that reach each other over a link of the catalog."""
 
     link: str
     groups: tuple[tuple[int, ...], ...]
@@ -65,7 +66,7 @@ class MachineFile:
     def as_toml(self) -> str:
         """The text of the cluster file."""
         lines = [f"# {remark}" for remark in self.remarks]
-        lines += [f"[cluster.{self.name}]", f'title = "{_without_quotes(self.title)}"']
+        lines += [f"[cluster.{self.name}]", f"title = {toml_value(self.title)}"]
         lines += [f'network = "{self.network}"'] if self.network else []
         lines.append(f"[[cluster.{self.name}.machines]]")
         lines += [f"count = {self.count}"] if self.count > 1 else []
@@ -94,7 +95,7 @@ class ImportOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What is known about a machine before its GPUs are looked up in the catalogue."""
+    """What is known about a machine before its GPUs are looked up in the catalog."""
 
     gpus: tuple[tuple[str, int | None], ...]  # name, and bytes of memory
     topology: Topology | None
@@ -151,13 +152,13 @@ def checked_toml(machine: MachineFile) -> str:
     return text
 
 
-def find_device(catalogue: Catalogue, name: str, memory: int | None) -> str:
-    """The catalogue's name of a GPU, by the driver's name and, where several share it, by memory."""
+def find_device(catalog: Catalog, name: str, memory: int | None) -> str:
+    """The catalog's name of a GPU, by the driver's name and, where several share it, by memory."""
     plain = _plain(name.removesuffix("..."))
     is_whole = not name.endswith("...")
     found = {
         spec.name: spec
-        for known, spec in catalogue.devices.items()
+        for known, spec in catalog.devices.items()
         if any(_has_name(text, plain, is_whole) for text in (known, spec.title))
     }
     near = [spec for spec in found.values() if memory is None or abs(spec.memory / memory - 1) < _TOLERANCE]
@@ -167,8 +168,8 @@ def find_device(catalogue: Catalogue, name: str, memory: int | None) -> str:
         return min(near, key=lambda spec: abs(spec.memory - memory)).name
     mib = "" if memory is None else f" with {memory // MIB} MiB"
     others = ", ".join(f"{spec.name} ({spec.memory // MIB} MiB)" for spec in found.values())
-    hint = f"it knows {others}" if others else f"known: {', '.join(sorted(_device_names(catalogue)))}"
-    raise ValueError(f"the catalogue has no '{name}'{mib}; {hint}; choose the nearest with --device NAME")
+    hint = f"it knows {others}" if others else f"known: {', '.join(sorted(_device_names(catalog)))}"
+    raise ValueError(f"the catalog has no '{name}'{mib}; {hint}; choose the nearest with --device NAME")
 
 
 def make_levels(topology: Topology, spec: DeviceSpec, generation: int, lanes: float = 1) -> tuple[FileLevel, ...]:
@@ -198,7 +199,7 @@ def make_levels(topology: Topology, spec: DeviceSpec, generation: int, lanes: fl
 
 
 def _make(facts: _Facts, options: ImportOptions) -> MachineFile:
-    catalogue = shipped()
+    catalog = shipped()
     count = len(facts.gpus)
     topology = facts.topology
     if topology is not None and len(topology) != count:
@@ -210,14 +211,14 @@ def _make(facts: _Facts, options: ImportOptions) -> MachineFile:
     if beyond:
         raise ValueError(f"--gpus names {beyond[0]} but there are {count} (0-{count - 1})")
     topology = Topology(((SELF,),)) if topology is None else topology.only(indices)
-    names = [options.device or find_device(catalogue, *facts.gpus[index]) for index in indices]
+    names = [options.device or find_device(catalog, *facts.gpus[index]) for index in indices]
     other = next((place for place, name in enumerate(names) if name != names[0]), None)
     if other is not None:
         raise ValueError(
             f"GPU {indices[0]} is a {names[0]} and GPU {indices[other]} a {names[other]}; a machine of a cluster file "
             "has one kind of GPU, so import each kind with --gpus"
         )
-    spec = catalogue.device(names[0])
+    spec = catalog.device(names[0])
     generation = options.pcie or facts.generation or spec.pcie
     levels = make_levels(topology, spec, generation, (facts.width or _FULL_WIDTH) / _FULL_WIDTH)
     title = f"{len(indices)} x {facts.gpus[indices[0]][0]}, {facts.software}"
@@ -241,8 +242,8 @@ def _remarks(
     return tuple(remarks)
 
 
-def _device_names(catalogue: Catalogue) -> set[str]:
-    return {spec.name for spec in catalogue.devices.values()} - {"cpu"}
+def _device_names(catalog: Catalog) -> set[str]:
+    return {spec.name for spec in catalog.devices.values()} - {"cpu"}
 
 
 def _has_name(text: str, plain: str, is_whole: bool) -> bool:
@@ -263,7 +264,7 @@ def _pcie_link(kind: LinkKind, spec: DeviceSpec) -> str:
 
 def _nvlink(spec: DeviceSpec) -> str:
     if spec.nvlink is None:
-        raise ValueError(f"the topology has NVLinks but the catalogue gives {spec.name} none; choose another --device")
+        raise ValueError(f"the topology has NVLinks but the catalog gives {spec.name} none; choose another --device")
     return spec.nvlink
 
 
@@ -289,10 +290,6 @@ def _num_links(topology: Topology) -> int:
         if links:
             counts.append(sum(links) if sum(links) <= _MOST_LINKS else max(links))
     return min(counts)
-
-
-def _without_quotes(text: str) -> str:
-    return "".join(c if c.isprintable() and c not in '"\\' else " " for c in text)
 
 
 def _selected(gpus: Sequence[_Item], indices: tuple[int, ...] | None) -> list[_Item]:

@@ -39,7 +39,7 @@ def build_plan(
 ) -> Plan:
     """The plan that the options describe; without a model, one without cuts.
 
-    The lag is chosen by `costs`, if given, and else by the profile or the catalogue.
+    The lag is chosen by `costs`, if given, and else by the profile or the catalog.
     """
     options = config.plan
     mode = Mode(options.mode)
@@ -162,7 +162,7 @@ def _cuts(config: Config, chain: Chain, placement: Placement) -> tuple[str, ...]
 
 
 def _planned_cuts(config: Config, chain: Chain, placement: Placement) -> tuple[str, ...]:
-    """The cuts that make the slowest stage fastest, by the profile if there is one and else by the catalogue.
+    """The cuts that make the slowest stage fastest, by the profile if there is one and else by the catalog.
 
     A model whose shapes can't be traced is divided by operations, in proportion to the stages' replicas.
     """
@@ -233,7 +233,7 @@ def choose_staleness(config: Config, plan: Plan, bubble_of: Bubble, warn: Warn) 
 
 
 def _bubble(config: Config, chain: Chain | None, plan: Plan) -> Bubble:
-    """The bubble by the profile or the catalogue, or as if all stages took equally long."""
+    """The bubble by the profile or the catalog, or as if all stages took equally long."""
     try:
         setting = None if chain is None else planning_setting(config, chain, plan.placement)
     except Untraceable:

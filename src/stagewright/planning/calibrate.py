@@ -1,4 +1,4 @@
-"""The published runs, and the calibration of the catalogue's free figures on them.
+"""The published runs, and the calibration of the catalog's free figures on them.
 
 `published_runs` reads what others ran and measured; `predict_run` simulates one of them. `calibrate` fits the free
 figures to all runs with results, and predicts each run from the others alone, for `bench published`.
@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from stagewright.cluster.catalog import read_catalogue
+from stagewright.cluster.catalog import read_catalog
 from stagewright.cluster.placement import Placement, parse_placement
-from stagewright.cluster.specs import Catalogue
+from stagewright.cluster.specs import Catalog
 from stagewright.cluster.topology import Cluster
 from stagewright.metrics import MIB
 from stagewright.plan.estimate import Setting
@@ -79,7 +79,7 @@ class Run:
 
 @cache
 def published_runs() -> tuple[Run, ...]:
-    """Every run of the catalogue."""
+    """Every run of the catalog."""
     tables = tomllib.loads(resources.files("stagewright.cluster").joinpath("published.toml").read_text())
     return tuple(_run(entry, tables["system"]) for entry in tables["run"])
 
@@ -89,9 +89,9 @@ def _run(entry: Mapping[str, Any], systems: Mapping[str, str]) -> Run:
     return Run(software=systems[entry["system"]], **values)
 
 
-def run_plan(run: Run, catalogue: Catalogue) -> Plan:
+def run_plan(run: Run, catalog: Catalog) -> Plan:
     """The plan of a published run: a batch has as many microbatches as its widest stage has replicas."""
-    cluster = _run_cluster(run, catalogue)
+    cluster = _run_cluster(run, catalog)
     placement: Placement = (cluster.devices,) if run.placement is None else parse_placement(run.placement, cluster)
     microbatches = max(len(devices) for devices in placement)
     batch = run.global_batch or (run.microbatch or 1) * microbatches
@@ -100,35 +100,35 @@ def run_plan(run: Run, catalogue: Catalogue) -> Plan:
     if mode is not Mode.DP and run.shares is not None:
         cuts = trace_model(run.model).chain.by_shares([int(share) for share in run.shares.split(":")])
     elif mode is not Mode.DP:
-        cuts = best_cuts(run_setting(run, catalogue), placement, mode, batch, microbatches)
+        cuts = best_cuts(run_setting(run, catalog), placement, mode, batch, microbatches)
     return make_plan(placement, batch=batch, microbatches=microbatches, mode=mode, cuts=cuts)
 
 
-def _run_cluster(run: Run, catalogue: Catalogue) -> Cluster:
-    cluster = catalogue.cluster(run.cluster)
+def _run_cluster(run: Run, catalog: Catalog) -> Cluster:
+    cluster = catalog.cluster(run.cluster)
     return cluster.first(run.devices) if run.devices else cluster
 
 
-def run_setting(run: Run, catalogue: Catalogue) -> Setting:
+def run_setting(run: Run, catalog: Catalog) -> Setting:
     """The hardware and software of a published run."""
     return analytic_setting(
-        catalogue,
-        _run_cluster(run, catalogue),
+        catalog,
+        _run_cluster(run, catalog),
         trace_model(run.model).shapes,
-        catalogue.system(run.software),
+        catalog.system(run.software),
         run.precision,
         loads=run.data != "synthetic",
     )
 
 
-def predict_run(run: Run, catalogue: Catalogue) -> Prediction:
+def predict_run(run: Run, catalog: Catalog) -> Prediction:
     """Simulate a published run."""
-    return predict(run_plan(run, catalogue), run_setting(run, catalogue))
+    return predict(run_plan(run, catalog), run_setting(run, catalog))
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One free figure: its place in the catalogue, and the mean and spread of its prior."""
+    """One free figure: its place in the catalog, and the mean and spread of its prior."""
 
     path: tuple[str, ...]
     prior: float
@@ -150,7 +150,7 @@ PARAMETERS = (
 
 
 def overrides(logs: Sequence[float]) -> dict[str, Any]:
-    """The parameters' values, given as logarithms, as tables of the catalogue."""
+    """The parameters' values, given as logarithms, as tables of the catalog."""
     tables: dict[str, Any] = {}
     for parameter, log in zip(PARAMETERS, logs, strict=True):
         table = tables
@@ -162,8 +162,8 @@ def overrides(logs: Sequence[float]) -> dict[str, Any]:
 
 def _errors(runs: Sequence[Run], logs: Array) -> Array:
     """Predicted over measured, in logarithms."""
-    catalogue = read_catalogue((), overrides(list(logs)))
-    return np.array([math.log(predict_run(run, catalogue).images_per_second / float(run.rate or 1)) for run in runs])
+    catalog = read_catalog((), overrides(list(logs)))
+    return np.array([math.log(predict_run(run, catalog).images_per_second / float(run.rate or 1)) for run in runs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,11 +259,11 @@ def calibrate(tell: Callable[[str], None] = lambda text: None, runs: Sequence[Ru
     fitted = [run for run in runs if run.rate is not None and not run.held_out]
     whole = fit(fitted, tell)
     groups = [run.group for run in fitted]
-    catalogue = read_catalogue((), overrides(list(whole.logs)))
+    catalog = read_catalog((), overrides(list(whole.logs)))
     rows = []
     for run in runs:
         tell(f"predicting {run}")
-        prediction = predict_run(run, catalogue)
+        prediction = predict_run(run, catalog)
         memory = (prediction.memory[0].total / MIB, prediction.memory[-1].total / MIB)[: len(prediction.plan.stages)]
         left_out, is_alone = None, False
         if run in fitted:

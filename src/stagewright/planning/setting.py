@@ -1,6 +1,6 @@
 """Settings: where and how a model would run, with the cost of its units, for the planner and the simulator.
 
-`analytic_setting` takes costs from the catalogue's arithmetic, `profile_setting` from a measured profile;
+`analytic_setting` takes costs from the catalog's arithmetic, `profile_setting` from a measured profile;
 `planning_setting` and `memory_setting` are those of a configuration.
 """
 
@@ -14,7 +14,7 @@ from functools import cache
 
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import Placement
-from stagewright.cluster.specs import Catalogue, DeviceSpec, Software
+from stagewright.cluster.specs import Catalog, DeviceSpec, Software
 from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.config.sections import Config
 from stagewright.model.cut import Chain
@@ -57,7 +57,7 @@ def trace_model(name: str, classes: int | None = None, image: int | None = None)
 
 
 def analytic_setting(
-    catalogue: Catalogue,
+    catalog: Catalog,
     cluster: Cluster,
     shapes: Sequence[Shape],
     software: Software,
@@ -66,37 +66,37 @@ def analytic_setting(
     optimizer: str = "sgd",
     loads: bool = False,
 ) -> Setting:
-    """A model on hardware of the catalogue; `loads`: training data is loaded and decoded, not synthetic."""
+    """A model on hardware of the catalog; `loads`: training data is loaded and decoded, not synthetic."""
     kept: dict[tuple[str, int], Table] = {}
 
     def tables(kind: str, samples: int) -> Table:
         if (kind, samples) not in kept:
-            kept[kind, samples] = analytic_table(shapes, catalogue.device(kind), precision, samples, software)
+            kept[kind, samples] = analytic_table(shapes, catalog.device(kind), precision, samples, software)
         return kept[kind, samples]
 
     cores = min((machine.cores or 1 for machine in cluster.machines), default=1)
-    loader = catalogue.decode * cores if loads else None
-    return Setting(cluster, catalogue.device, software, precision, tables, optimizer, shapes[0].inputs, loader)
+    loader = catalog.decode * cores if loads else None
+    return Setting(cluster, catalog.device, software, precision, tables, optimizer, shapes[0].inputs, loader)
 
 
 def profile_setting(
-    profile: Profile, cluster: Cluster | None, catalogue: Catalogue, precision: str, *, optimizer: str = "sgd"
+    profile: Profile, cluster: Cluster | None, catalog: Catalog, precision: str, *, optimizer: str = "sgd"
 ) -> Setting:
     """A measured model, on the machine it was measured on or on a cluster of devices like it."""
-    software = catalogue.system("stagewright" if profile.software == "stagewright" else profile.software)
+    software = catalog.system("stagewright" if profile.software == "stagewright" else profile.software)
     if cluster is None:
         cluster = measured_cluster(profile)
 
     def tables(kind: str, samples: int) -> Table:
         return profile.at(precision, samples)
 
-    device: Callable[[str], DeviceSpec] = catalogue.device
+    device: Callable[[str], DeviceSpec] = catalog.device
     ceilings = profile.ceilings
     if ceilings is not None:
         software = replace(software, update_passes=ceilings.copy / ceilings.update, context=0, workspace=0)
 
         def measured(kind: str) -> DeviceSpec:
-            memory = _own_memory() if kind == "cpu" else catalogue.device(kind).memory
+            memory = _own_memory() if kind == "cpu" else catalog.device(kind).memory
             return DeviceSpec(kind, kind, memory, ceilings.copy, {"fp32": ceilings.matrix.get("fp32", 1.0)}, {})
 
         device = measured
@@ -138,7 +138,7 @@ def memory_setting(config: Config, plan: Plan) -> Setting:
 
 
 def planning_setting(config: Config, chain: Chain, placement: Placement) -> Setting:
-    """The setting of a run for its planner: by its profile if it has one, else by the catalogue's generic core.
+    """The setting of a run for its planner: by its profile if it has one, else by the catalog's generic core.
 
     Raises Untraceable if there is no profile and the model can't be traced.
     """

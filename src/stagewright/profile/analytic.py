@@ -1,4 +1,4 @@
-"""Computes a profile for hardware of the catalogue: every unit's time from its operations and bytes.
+"""Computes a profile for hardware of the catalog: every unit's time from its operations and bytes.
 
 A unit takes the longer of its arithmetic and its memory traffic, plus a kernel launch. Convolutions run by one of three
 algorithms: a 3x3 of stride 1 in plain fp32 may run as Winograd's F(4x4, 3x3), with four times fewer products for 2.25
@@ -60,7 +60,7 @@ class Rates:
 def analytic_table(
     shapes: Sequence[Shape], device: DeviceSpec, precision: str, samples: int, software: Software
 ) -> Table:
-    """Every unit of a model on a device of the catalogue with some software, for microbatches of `samples`."""
+    """Every unit of a model on a device of the catalog with some software, for microbatches of `samples`."""
     rates = Rates.of(device, precision, software)
     return Table(precision, samples, tuple(_units(shapes, rates, samples, software.efficiency)))
 

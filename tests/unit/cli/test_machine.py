@@ -10,7 +10,7 @@ import torch
 from tests.commands import fails, prints
 
 
-def test_lists_the_catalogue(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_the_catalog(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     lines = prints(capsys, "cluster", "list").splitlines()
     assert max(map(len, lines)) <= 80

@@ -1,4 +1,4 @@
-"""The catalogue: every figure with a source and a date, user's files over it, and errors that say what to do."""
+"""The catalog: every figure with a source and a date, user's files over it, and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stagewright.cluster.catalog import open_cluster, price_source, read_catalogue, shipped
+from stagewright.cluster.catalog import open_cluster, price_source, read_catalog, shipped
 from stagewright.cluster.specs import DeviceSpec, calibration_note
 from stagewright.cluster.topology import Device
 from stagewright.planning.calibrate import published_runs
@@ -61,12 +61,12 @@ def test_every_figure_has_a_source_with_a_date() -> None:
 
 
 def test_devices_links_and_networks_of_the_field_are_there() -> None:
-    catalogue = shipped()
-    assert catalogue.devices.keys() >= NAMES
+    catalog = shipped()
+    assert catalog.devices.keys() >= NAMES
     levels = {f"pcie{generation}-{level}" for generation in (3, 4, 5) for level in ("pix", "phb", "node", "sys")}
     networks = {f"net-{rate}g" for rate in (1, 10, 25, 100, 200, 400)}
-    assert levels | networks | {f"nvlink{generation}" for generation in range(1, 6)} <= catalogue.links.keys()
-    assert {"titan-v-8", "titan-v-16", "v100-32", "rtx-2080ti-4"} <= catalogue.clusters.keys()
+    assert levels | networks | {f"nvlink{generation}" for generation in range(1, 6)} <= catalog.links.keys()
+    assert {"titan-v-8", "titan-v-16", "v100-32", "rtx-2080ti-4"} <= catalog.clusters.keys()
 
 
 def test_the_published_server_has_its_topology() -> None:
@@ -114,10 +114,10 @@ levels = [{ link = "my-link" }]
 """
 
 
-def test_a_users_file_extends_the_catalogue(tmp_path: Path) -> None:
-    catalogue, cluster = open_cluster(own(tmp_path, MINE))
+def test_a_users_file_extends_the_catalog(tmp_path: Path) -> None:
+    catalog, cluster = open_cluster(own(tmp_path, MINE))
     assert len(cluster.devices) == 3 and cluster.link(*cluster.devices[:2]).bandwidth == 5e9
-    assert catalogue.device("my-card").memory == 1000 << 20 and "titan-v" in catalogue.devices
+    assert catalog.device("my-card").memory == 1000 << 20 and "titan-v" in catalog.devices
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_value_of_any_other_type_is_one_line() -> None:
     more = tomllib.loads(EVERYTHING)
     whole["device"]["my-card"] |= more.pop("device")["my-card"]
     whole = merged(whole, more)
-    assert read_catalogue((), whole).device("mc").usd == 300
+    assert read_catalog((), whole).device("mc").usd == 300
     for path in paths_of(whole):
         for wrong in (3, "x", [], {}, True, [[]], float("nan")):
             tables = deepcopy(whole)
@@ -198,7 +198,7 @@ def test_a_value_of_any_other_type_is_one_line() -> None:
                 inner = inner[key]
             inner[path[-1]] = wrong
             try:
-                read_catalogue((), tables)
+                read_catalog((), tables)
             except ValueError as error:
                 assert "\n" not in str(error)
             except Exception as error:
@@ -215,7 +215,7 @@ def test_unknown_names_suggest_near_ones() -> None:
 
 
 def test_single_figures_can_be_tried() -> None:
-    tried = read_catalogue((), {"device": {"titan-v": {"efficiency": {"fp32": 0.5}}}})
+    tried = read_catalog((), {"device": {"titan-v": {"efficiency": {"fp32": 0.5}}}})
     assert tried.device("titan-v").efficiency["fp32"] == 0.5
     assert tried.device("titan-v").bandwidth == shipped().device("titan-v").bandwidth
 
@@ -237,10 +237,10 @@ def test_devices_that_nobody_measured_are_named() -> None:
 
 
 def test_a_users_own_efficiency_is_believed(tmp_path: Path) -> None:
-    catalogue, _ = open_cluster(own(tmp_path, MINE.replace("peak =", "efficiency = { fp32 = 0.7 }\npeak =")))
-    assert calibration_note([catalogue.device("my-card")], "fp32") is None
-    catalogue, _ = open_cluster(own(tmp_path, MINE))
-    assert "my-card" in str(calibration_note([catalogue.device("my-card")], "fp32"))
+    catalog, _ = open_cluster(own(tmp_path, MINE.replace("peak =", "efficiency = { fp32 = 0.7 }\npeak =")))
+    assert calibration_note([catalog.device("my-card")], "fp32") is None
+    catalog, _ = open_cluster(own(tmp_path, MINE))
+    assert "my-card" in str(calibration_note([catalog.device("my-card")], "fp32"))
 
 
 def test_a_cluster_can_be_cut_down_to_its_first_devices() -> None:

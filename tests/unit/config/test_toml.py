@@ -102,7 +102,7 @@ def test_new_names_replace_old_ones_in_their_section_only() -> None:
 
 
 def test_toml_reads_back_to_an_equal_configuration(tmp_path: Path) -> None:
-    config = make_config({"model": {"name": 'a"b\\c\n'}, "plan": {"shares": "11:7"}, "run": {"steps": 3}})
+    config = make_config({"model": {"name": 'a"b\\c\n\U000f0000'}, "plan": {"shares": "11:7"}, "run": {"steps": 3}})
     file = tmp_path / "config.toml"
     file.write_text(as_toml(config))
     assert make_config(read_toml(str(file))) == config == make_config(as_tables(config))

@@ -84,7 +84,7 @@ def test_an_unknown_device_lists_the_choices() -> None:
         find_device(shipped(), "GeForce RTX 2080 Ti", 44000 << 20)
 
 
-def test_the_published_machine_matches_the_catalogue(tmp_path: Path) -> None:
+def test_the_published_machine_matches_the_catalog(tmp_path: Path) -> None:
     path = imported(tmp_path, TITAN_8, smi("NVIDIA TITAN V", 12066, 8))
     _, found = open_cluster(str(path))
     known = shipped().cluster("titan-v-8")
@@ -161,7 +161,7 @@ H200 = smi("NVIDIA H200", 143771, 4)
         (SWITCHED_4, H200, ("--cores", "0"), "--cores is 0; give at least 1"),
         (SWITCHED_4, H200, ("--count", "2"), "has no network between machines 0 and 1"),
         (SWITCHED_4, H200, ("--device", "h300"), "unknown device 'h300'"),
-        (SWITCHED_4, H200, ("--device", "rtx-4090"), "the catalogue gives rtx-4090 none; choose another --device"),
+        (SWITCHED_4, H200, ("--device", "rtx-4090"), "the catalog gives rtx-4090 none; choose another --device"),
         (SWITCHED_4, H200, ("--here",), "--here"),
         (SWITCHED_4, "no table", (), "has no line with a driver version in 1 lines"),
         (SWITCHED_4, "Driver Version: 5.1", (), "names driver 5.1 but no GPU"),

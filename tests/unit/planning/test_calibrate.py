@@ -73,7 +73,7 @@ def test_predicts_which_models_gained_from_stages(calibration: Calibration) -> N
     assert rates["alexnet", "stale"] < 1.06 * rates["alexnet", "dp"]
 
 
-def test_catalogue_has_every_run_of_the_reference() -> None:
+def test_catalog_has_every_run_of_the_reference() -> None:
     reference = tomllib.loads(shared_file("reference/published.toml").read_text())
     ours = [run for run in published_runs() if run.system not in ("NGC PyTorch", "OneFlow 0.2")]
     assert len(ours) == len(reference["run"])
@@ -89,7 +89,7 @@ def test_catalogue_has_every_run_of_the_reference() -> None:
         assert run.images_per_second == entry.get("images_per_second")
 
 
-def test_shipped_catalogue_predicts_every_run() -> None:
+def test_shipped_catalog_predicts_every_run() -> None:
     for run in published_runs():
         prediction = predict_run(run, shipped())
         assert prediction.images_per_second > 0 and prediction.epoch_seconds > 0

@@ -20,10 +20,10 @@ from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
 
 
 def setting(model: str, cluster: str, software: str = "stagewright", devices: int | None = None) -> Setting:
-    catalogue = shipped()
-    where = catalogue.cluster(cluster)
+    catalog = shipped()
+    where = catalog.cluster(cluster)
     where = where.first(devices) if devices else where
-    return analytic_setting(catalogue, where, trace_model(model).shapes, catalogue.system(software), "fp32")
+    return analytic_setting(catalog, where, trace_model(model).shapes, catalog.system(software), "fp32")
 
 
 @pytest.mark.parametrize("placement", ["0:0-6.0:7", "0:0-3.0:4-5.0:6-7", "0:0.0:1-2.0:3", "0:0.0:1-7"])

@@ -105,12 +105,12 @@ def default_jobs(options: StudyOptions, trial_runs: Sequence[TrialRun]) -> int:
 
 def _predicted_speeds(trial_runs: Sequence[TrialRun], name: str, progress: Progress) -> dict[tuple[str, str], Speed]:
     """The simulated speed of each trial; those that cannot be simulated are reported and left out."""
-    catalogue, cluster = open_cluster(name)
+    catalog, cluster = open_cluster(name)
     speeds = {}
     for trial_run in trial_runs:
         if trial_run.key not in speeds:
             try:
-                prediction = predict_config(trial_run.config, catalogue, cluster, loads=False)
+                prediction = predict_config(trial_run.config, catalog, cluster, loads=False)
             except ValueError as error:
                 progress(f"{trial_run}: cannot predict its time on {name}: {error}")
                 continue

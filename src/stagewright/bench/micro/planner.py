@@ -65,8 +65,8 @@ def _search(model: str, cluster: Cluster, goal: float | None, progress: Progress
     """Time the search alone, including memory limits; the model's shapes are already computed."""
     devices = len(cluster.devices)
     progress(f"{model} on {cluster.name}")
-    catalogue = shipped()
-    setting = analytic_setting(catalogue, cluster, trace_model(model).shapes, catalogue.system("stagewright"), "fp32")
+    catalog = shipped()
+    setting = analytic_setting(catalog, cluster, trace_model(model).shapes, catalog.system("stagewright"), "fp32")
     setting.tables("v100-sxm2-16", _SAMPLES)
     begun = time.perf_counter()
     found = make_search(setting, Mode.STALE, _SAMPLES * devices, devices).best()

@@ -1,4 +1,4 @@
-"""`bench published`: fit the catalogue's free figures to the published runs, and predict each run from the others."""
+"""`bench published`: fit the catalog's free figures to the published runs, and predict each run from the others."""
 
 from __future__ import annotations
 
