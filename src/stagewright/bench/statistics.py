@@ -180,7 +180,7 @@ def segments(times: Sequence[float], most: int) -> list[tuple[int, float]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class SteadySpeed:
     """A run's speed after its warm-up."""
 
     rate: float  # images per second
@@ -190,7 +190,7 @@ class Speed:
     steady: tuple[float, ...]  # seconds of each batch that counts
 
 
-def steady_speed(steps: Sequence[Step], batch: int) -> Speed:
+def steady_speed(steps: Sequence[Step], batch: int) -> SteadySpeed:
     """The speed of the batches from the plateau on, or of the later half where there is no plateau."""
     seconds = [batch / step.images_per_second for step in steps if step.images_per_second > 0]
     if not seconds:
@@ -200,4 +200,4 @@ def steady_speed(steps: Sequence[Step], batch: int) -> Speed:
     warmup = sum(count for count, _ in found[: plateau.start])
     steady = tuple(seconds[warmup:])
     times = tuple(total / count for count, total in found)
-    return Speed(batch * len(steady) / sum(steady), warmup, plateau.is_reached, times, steady)
+    return SteadySpeed(batch * len(steady) / sum(steady), warmup, plateau.is_reached, times, steady)

@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 
 PLAN = make_plan(parse_placement("0:0-1.0:2"), batch=8, microbatches=4, mode=Mode.STALE, cuts=("x",))
 _DAEMON = """#!/bin/sh
-# a stand-in: -d starts a process and notes its id; an order on stdin is noted, and obeyed unless deaf says otherwise
+# a stand-in: -d starts a process and notes its id; an order on stdin is noted, and obeyed unless `deaf` prevents it
 cd "$CUDA_MPS_PIPE_DIRECTORY"
 if [ "$1" = -d ]; then
     {fault}

@@ -27,7 +27,7 @@ def test_configurations_that_need_more_gpu_memory_do_not_fit() -> None:
 
 
 def test_configurations_within_the_error_of_the_memory_model_fit() -> None:
-    """The published home-lab box ran these batches on cards of 22 GiB; the model asks for 1.3 % more in fp32."""
+    """The published home-lab machine ran these batches with 22 GiB per GPU; the model predicts 1.3 % more in fp32."""
     assert set(shortages("homelab", Capacity(gpus=4, gpu_memory=22 * GIB, memory=64 * GIB)).values()) == {None}
 
 

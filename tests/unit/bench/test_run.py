@@ -230,7 +230,7 @@ def test_a_suite_that_does_not_fit_names_one_that_does(
 
 @pytest.fixture(scope="module")
 def simulated(calibration: Calibration, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`stagewright bench stages --simulate --cluster titan-v-8`, with the calibration that other tests have made."""
+    """`stagewright bench stages --simulate --cluster titan-v-8`, with the calibration that other tests share."""
     runs = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stagewright.bench.predict.calibrate", lambda tell: calibration)

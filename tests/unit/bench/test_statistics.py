@@ -179,7 +179,7 @@ def test_too_few_segments_have_no_plateau(times: list[float]) -> None:
 
 
 def test_outliers_have_a_modified_z_score_above_3_5() -> None:
-    """The median of 1 to 7 is 4 and its MAD 2: from 4 + 3.5 * 2 / 0.6745 = 14.4 on a value is one."""
+    """The median of 1 to 7 is 4 and its MAD 2: values above 4 + 3.5 * 2 / 0.6745 = 14.4 are outliers."""
     assert outliers([1, 2, 3, 4, 5, 6, 7]) == ()
     assert outliers([1, 2, 3, 4, 5, 6, 14.3]) == ()
     assert outliers([1, 2, 3, 4, 5, 6, 14.5]) == (6,)
@@ -187,7 +187,7 @@ def test_outliers_have_a_modified_z_score_above_3_5() -> None:
 
 
 def test_one_deviation_among_equal_values_is_an_outlier() -> None:
-    """Their MAD is 0, so the mean distance stands in."""
+    """Their MAD is 0, so the mean distance is used instead."""
     assert outliers([5.0] * 9 + [6.0]) == (9,)
     assert outliers([5.0] * 9) == () and outliers([1.0, 100.0]) == ()
 
@@ -200,7 +200,7 @@ def test_normal_noise_is_rarely_an_outlier() -> None:
 
 
 def test_segments_are_equally_long_and_keep_their_time() -> None:
-    assert segments([1, 2, 3, 4, 5, 6, 7], 3) == [(3, 6), (3, 15)]  # the seventh alone is no segment
+    assert segments([1, 2, 3, 4, 5, 6, 7], 3) == [(3, 6), (3, 15)]  # a segment of the seventh alone would be too short
     assert segments([1.0, 2.0], 5) == [(1, 1.0), (1, 2.0)]
     assert segments([], 5) == []
 
@@ -216,7 +216,7 @@ def test_steady_speed_excludes_the_warmup() -> None:
 
 
 def test_steady_speed_is_images_over_seconds_not_a_mean_of_rates() -> None:
-    """Two batches in 1 s and two in 3 s: 4 batches in 8 s, half a batch a second."""
+    """Two batches in 1 s and two in 3 s: 4 batches in 8 s, half a batch per second."""
     speed = steady_speed([step(number, 50.0 / (1 + 2 * (number % 2))) for number in range(8)], 50)
     assert speed.warmup == 0 and speed.rate == pytest.approx(25.0)
 

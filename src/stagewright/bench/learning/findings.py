@@ -41,7 +41,7 @@ def in_points(difference: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class TrainingSpeed:
     """How fast a trial trains, and how that is known."""
 
     images_per_second: float
@@ -59,7 +59,7 @@ class Finding:
     runs: tuple[TrainedRun, ...]  # by seed
     against: tuple[TrainedRun, ...]  # the baseline's, by the same seeds
     samples: int  # per epoch
-    speed: Speed | None = None
+    speed: TrainingSpeed | None = None
 
     @property
     def finished(self) -> tuple[TrainedRun, ...]:
@@ -150,7 +150,7 @@ def findings_of(
     runs: Sequence[TrainedRun],
     baselines: Mapping[str, str],
     samples: Mapping[tuple[str, str], int],
-    speeds: Mapping[tuple[str, str], Speed],
+    speeds: Mapping[tuple[str, str], TrainingSpeed],
 ) -> list[Finding]:
     """The runs by trial, in the order of `samples`; `baselines` by group."""
     trials: dict[tuple[str, str], list[TrainedRun]] = {}

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from stagewright.bench.learning.findings import Speed, Study, findings_of, target_of
+from stagewright.bench.learning.findings import Study, TrainingSpeed, findings_of, target_of
 from stagewright.bench.learning.pages import describe_study, study_page
 from stagewright.bench.learning.runs import FILE, TrainedRun, earlier_runs, train_runs
 from stagewright.bench.learning.trials import StudyOptions, TrialRun, open_study, trial_runs_of
@@ -70,7 +70,7 @@ def make_study(
     command: str,
     trial_runs: Sequence[TrialRun],
     trained: Sequence[TrainedRun],
-    speeds: dict[tuple[str, str], Speed],
+    speeds: dict[tuple[str, str], TrainingSpeed],
     target: float | None,
 ) -> Study:
     """What the runs so far show; `target` in percent, by default from each group's baseline."""
@@ -103,7 +103,9 @@ def default_jobs(options: StudyOptions, trial_runs: Sequence[TrialRun]) -> int:
     return max(1, min(num_cores() // 2, _MOST_ON_GPU) if on_gpu else num_cores())
 
 
-def _predicted_speeds(trial_runs: Sequence[TrialRun], name: str, progress: Progress) -> dict[tuple[str, str], Speed]:
+def _predicted_speeds(
+    trial_runs: Sequence[TrialRun], name: str, progress: Progress
+) -> dict[tuple[str, str], TrainingSpeed]:
     """The simulated speed of each trial; those that cannot be simulated are reported and left out."""
     catalog, cluster = open_cluster(name)
     speeds = {}
@@ -115,15 +117,17 @@ def _predicted_speeds(trial_runs: Sequence[TrialRun], name: str, progress: Progr
                 progress(f"{trial_run}: cannot predict its time on {name}: {error}")
                 continue
             source = f"predicted by the simulator for {name}"
-            speeds[trial_run.key] = Speed(prediction.images_per_second, source, prediction.plan.world)
+            speeds[trial_run.key] = TrainingSpeed(prediction.images_per_second, source, prediction.plan.world)
     return speeds
 
 
-def measured_speeds(trial_runs: Sequence[TrialRun], trained: Sequence[TrainedRun]) -> dict[tuple[str, str], Speed]:
+def measured_speeds(
+    trial_runs: Sequence[TrialRun], trained: Sequence[TrainedRun]
+) -> dict[tuple[str, str], TrainingSpeed]:
     """The median speed of each trial whose ranks were processes."""
     devices = {trial_run.key: len(devices_of(trial_run.config.plan.placement)) for trial_run in trial_runs}
     rates: dict[tuple[str, str], list[float]] = {}
     for run in trained:
         if run.rate is not None:
             rates.setdefault(run.key, []).append(run.rate)
-    return {key: Speed(median(found), "measured here", devices[key]) for key, found in rates.items()}
+    return {key: TrainingSpeed(median(found), "measured here", devices[key]) for key, found in rates.items()}

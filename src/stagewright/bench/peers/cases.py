@@ -77,7 +77,9 @@ class Workload:
         samples = self.batch // self.microbatches
         setting = "" if self.setting.device == "cpu" else f", {self.setting}"
         model = self.model.rpartition(":")[2]
-        return f"{model}{cut} on ranks {ranks}, {self.microbatches} microbatches of {samples}{setting}"
+        on = f"rank{'' if self.world == 1 else 's'} {ranks}"
+        microbatches = f"{self.microbatches} microbatch{'' if self.microbatches == 1 else 'es'} of {samples}"
+        return f"{model}{cut} on {on}, {microbatches}{setting}"
 
 
 @dataclass(frozen=True, slots=True)

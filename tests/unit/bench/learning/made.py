@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stagewright.bench.learning.findings import Finding, Speed, findings_of
+from stagewright.bench.learning.findings import Finding, TrainingSpeed, findings_of
 from stagewright.bench.learning.runs import TrainedRun
 
 
@@ -15,5 +15,5 @@ def trained(trial: str, seed: int, *top1: float, diverged: str = "") -> TrainedR
 
 def findings(*runs: TrainedRun, baseline: str = "sync", speed: float | None = None) -> list[Finding]:
     keys = dict.fromkeys(run.key for run in runs)
-    speeds = {} if speed is None else {key: Speed(speed, "measured here", 2) for key in keys}
+    speeds = {} if speed is None else {key: TrainingSpeed(speed, "measured here", 2) for key in keys}
     return findings_of(runs, {"R": baseline}, dict.fromkeys(keys, 640), speeds)

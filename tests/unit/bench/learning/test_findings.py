@@ -74,9 +74,7 @@ def test_a_run_that_ended_in_its_first_epoch_does_not_shorten_the_epoch() -> Non
 def test_targets_are_half_points_below_the_baseline() -> None:
     for base, target in ((0.915, 0.905), (0.145, 0.135), (0.833, 0.82)):
         assert target_of(findings(trained("sync", 0, base))) == target
-    assert (
-        target_of(findings(trained("a", 0, 0.5), trained("sync", 0, 0.9))) == 0.89
-    )  # the baseline's, wherever it stands
+    assert target_of(findings(trained("a", 0, 0.5), trained("sync", 0, 0.9))) == 0.89  # the baseline's, at any position
     (sync,) = findings(trained("sync", 0, 0.175))
     assert sync.epochs_to(0.17500000000000002) == 1.0
     assert in_points(-1e-6) == "+0.00" and in_points(-0.0037) == "-0.37"

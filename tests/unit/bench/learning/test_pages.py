@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from stagewright.bench.learning.findings import Speed, Study
+from stagewright.bench.learning.findings import Study, TrainingSpeed
 from stagewright.bench.learning.pages import describe_study, headlines, show_study, study_page
 from stagewright.report.html import as_html
 from stagewright.report.markdown import as_markdown
@@ -29,7 +29,7 @@ def test_a_page_has_tables_curves_and_every_run(tmp_path: Path) -> None:
     )
     text = as_markdown(study_page(study))
     sync, stale, slow = findings(*runs, trained("slow", 0, 0.6, 0.95), speed=64.0)
-    stale = replace(stale, speed=Speed(128.0, "measured here", 4))
+    stale = replace(stale, speed=TrainingSpeed(128.0, "measured here", 4))
     raced = replace(study, findings=(sync, stale, slow), targets={"R": 0.8})
     assert list(headlines(raced)) == [
         "R reaches 80.0% first with stale: after 10 s on 4 devices, sync after 20 s on 2 devices (measured here)."
@@ -38,7 +38,7 @@ def test_a_page_has_tables_curves_and_every_run(tmp_path: Path) -> None:
     assert all(isinstance(block, Curves) for block in of_sync)
     by_epoch, last, by_time = ([(p.x, round(p.y, 6)) for p in block.curves[0].points] for block in of_sync)
     assert by_epoch == [(1.0, 50.0), (2.0, 90.0)] and last == [(2.0, 90.0)] and by_time == [(10.0, 50.0), (20.0, 90.0)]
-    runs = [trained("sync", seed, 0.9 + 0.05 * seed) for seed in range(2)]  # whose interval reaches beyond
+    runs = [trained("sync", seed, 0.9 + 0.05 * seed) for seed in range(2)]  # whose interval would exceed 100 %
     assert "- 100.00%" in as_markdown(study_page(replace(study, findings=tuple(findings(*runs)))))
     for part in (
         "lower by 10.00 points",

@@ -163,7 +163,9 @@ def test_reuses_runs_with_equal_settings_under_their_new_names(tmp_path: Path) -
     trial_runs = trial_runs_of(options, open_study(options))
     first, second = trial_runs[1], trial_runs[-1]
     runs = [
-        replace(trained("other", first.seed, 0.5, 0.75), settings=first.settings.replace("cutout = 0\n", "")),  # older
+        replace(
+            trained("other", first.seed, 0.5, 0.75), settings=first.settings.replace("cutout = 0\n", "")
+        ),  # written before that option existed
         replace(trained("other", second.seed, 0.5, diverged="nan"), settings=second.settings),
         replace(trained("other", 7, 0.9), settings="of nobody"),
     ]
@@ -186,7 +188,9 @@ def test_reuses_runs_with_equal_settings_under_their_new_names(tmp_path: Path) -
     (tmp_path / "c" / "learning.json").write_text(
         json.dumps(describe_study(replace(study, elsewhere=earlier.machines)))
     )
-    assert earlier_runs([str(tmp_path / "c")], trial_runs).machines == earlier.machines  # at second hand
+    assert (
+        earlier_runs([str(tmp_path / "c")], trial_runs).machines == earlier.machines
+    )  # through a study that itself reused them
     waiting = [trial_run for trial_run in trial_runs if trial_run.settings not in {run.settings for run in known}]
     assert len(waiting) == len(trial_runs) - 2
 
