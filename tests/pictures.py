@@ -1,4 +1,4 @@
-"""Small data sets made without the code under test: Pillow encodes, tarfile packs, OFRecord is built by hand."""
+"""Small data sets made without the code under test: encoded by Pillow, packed by tarfile, OFRecord built by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).parent.parent
 
 
 def pixels(seed: int, height: int = 40, width: int = 48) -> NDArray[np.uint8]:
-    """A smooth picture, so that JPEG keeps it well."""
+    """A smooth image, which JPEG hardly changes."""
     generator = np.random.default_rng(seed)
     small = Image.fromarray(generator.integers(0, 256, (5, 6, 3), dtype=np.uint8))
     return np.array(small.resize((width, height), Image.Resampling.BICUBIC))
@@ -142,8 +142,8 @@ class Faulty:
     classes, class_names, fingerprint = 10, (), "faulty"
 
 
-def settled(records: Faulty) -> None:
-    """Wait until nobody has read anything for a while."""
+def wait_until_idle(records: Faulty) -> None:
+    """Wait until no record has been read for a while."""
     done = threading.Event()
     before = -1
     while before != len(records.reads):
@@ -152,5 +152,5 @@ def settled(records: Faulty) -> None:
 
 
 def threads_called(prefix: str) -> int:
-    """How many threads are alive whose name begins so."""
+    """How many live threads have a name with this prefix."""
     return sum(thread.name.startswith(prefix) for thread in threading.enumerate())

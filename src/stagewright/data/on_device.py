@@ -2,7 +2,7 @@
 
 `DeviceLoader` decodes with torchcodec (nvJPEG) and gives the order, crops and labels of the CPU's loader; its pixels
 may differ by rounding. `CachedLoader` decodes each image once on the CPU and keeps it on the device, where every epoch
-shifts and mirrors it anew; its samples equal those of the CPU's loader.
+shifts and mirrors it differently; its samples equal those of the CPU's loader.
 """
 
 from __future__ import annotations

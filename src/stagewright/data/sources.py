@@ -249,7 +249,7 @@ def open_source(
     """The source that `--data` names; samples, classes and seed describe synthetic data."""
     options = options or ImageOptions()
     if names_images(text):
-        return open_images(text, image, options)
+        return with_transforms(open_records(text, options.class_names, options.limit), image, options)
     kind, _, rest = text.partition(":")
     source: Source
     if kind == "synthetic" and not rest:
@@ -261,13 +261,8 @@ def open_source(
     return source if options.limit is None else LimitedSource(source, options.limit)
 
 
-def open_images(text: str, side: int, options: ImageOptions) -> ImageSource:
-    """Encoded images with the transforms that the options describe."""
-    return with_transforms(open_records(text, options.class_names, options.limit), side, options)
-
-
 def with_transforms(records: Records, side: int, options: ImageOptions) -> ImageSource:
-    """Records as samples of one size."""
+    """Records as samples of one size, cropped and normalized as the options say."""
     if side < 1:
         raise ValueError(f"--image is {side}; give at least 1")
     if not 0 <= options.jitter < 1:

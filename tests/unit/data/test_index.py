@@ -1,4 +1,4 @@
-"""An index is built once, kept beside the data or in a cache folder, and built again when the data changes."""
+"""An index is built once, saved beside the data or in a cache folder, and built again when the data changes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_scans_again_after_a_part_changes(change: object, tmp_path: Path) -> Non
     assert callable(change)
     change(tmp_path)
     assert is_scanned(text) and not is_scanned(text)
-    # a time alone is no change of the data: a copy of it on another machine can go on
+    # a new modification time alone does not change the data: a run can resume with a copy of it
     assert (open_records(text).fingerprint == before) == (change is change_time)
 
 

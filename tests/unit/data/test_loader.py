@@ -28,7 +28,7 @@ from stagewright.data.pool import LoaderOptions, Pool
 from stagewright.data.records import BadRecord, DataError, Limited, Record
 from stagewright.data.sources import ImageSource
 from stagewright.metrics import MIB
-from tests.pictures import Faulty, make_ofrecord, settled, threads_called
+from tests.pictures import Faulty, make_ofrecord, threads_called, wait_until_idle
 
 SAMPLES, BATCH, MICROBATCHES, SEED = 53, 12, 4, 11
 ORDER = Order(SAMPLES, BATCH, SEED)
@@ -214,10 +214,10 @@ def test_loads_ahead_by_a_bounded_number_and_not_past_the_end() -> None:
     records = Faulty(100)
     loader = plain(records, Order(100, 10, shuffle=False), LoaderOptions(threads=2, ahead=3))
     loader.microbatch(0)
-    settled(records)
+    wait_until_idle(records)
     assert sorted(records.reads) == list(range(40))
     loader.microbatch(1)
-    settled(records)
+    wait_until_idle(records)
     assert sorted(records.reads) == list(range(50))
     loader.close()
     short = Faulty(100)
@@ -225,7 +225,7 @@ def test_loads_ahead_by_a_bounded_number_and_not_past_the_end() -> None:
     order = Order(100, 10, shuffle=False)
     ending = ImageLoader(source, ReplicaSlice(TrainingSampler(order, 1), 2, 5), LoaderOptions(ahead=9), Pool(1))
     ending.microbatch(0)
-    settled(short)
+    wait_until_idle(short)
     assert sorted(short.reads) == [*range(10), *range(20, 30), *range(40, 50)]  # 0, 2 and 4
     ending.close()
 
@@ -235,7 +235,7 @@ def test_loads_ahead_by_the_step_of_its_slice() -> None:
     loader = plain(records, Order(100, 10, shuffle=False), LoaderOptions(threads=2, ahead=1), step=2)
     for number in (0, 2, 4):
         loader.microbatch(number)
-        settled(records)
+        wait_until_idle(records)
     assert sorted(records.reads) == [index for first in (0, 20, 40, 60) for index in range(first, first + 10)]
     loader.close()
 

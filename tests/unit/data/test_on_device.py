@@ -22,7 +22,7 @@ from stagewright.data.order import EvaluationSampler, Order, ReplicaSlice, Train
 from stagewright.data.pool import Decode, LoaderOptions
 from stagewright.data.records import BadRecord, Record
 from stagewright.data.sources import ImageSource
-from tests.pictures import Faulty, encoded, jpeg, message, pixels, settled, threads_called, write_parts
+from tests.pictures import Faulty, encoded, jpeg, message, pixels, threads_called, wait_until_idle, write_parts
 
 PLAIN = Normalization((0.0,) * 3, (1.0,) * 3)  # so that inputs are levels of 0 to 255
 
@@ -72,7 +72,7 @@ def test_reads_ahead_by_a_bounded_number_and_allows_jumps() -> None:
     loader = reading(records, ahead=3)
     for number, read in ((0, range(28)), (1, range(35))):
         loader.microbatch(number)
-        settled(records)
+        wait_until_idle(records)
         assert sorted(records.reads) == list(read)
     for number in (4, 2):
         _, labels = loader.microbatch(number)
@@ -166,13 +166,13 @@ def test_cached_samples_equal_those_decoded_anew(cutout: int, tmp_path: Path) ->
         bad_records: list[BadRecord] = []
         options = LoaderOptions(threads=2, max_bad=9, on_bad=bad_records.append)
         (cached,) = make_loaders(replace(options, decode=Decode.ONCE), (images, part))
-        (anew,) = make_loaders(replace(options, on_bad=lambda bad: None), (images, part))
+        (uncached,) = make_loaders(replace(options, on_bad=lambda bad: None), (images, part))
         for number in [*range(part.stop), 1]:
-            (wanted, labels), (found, found_labels) = anew.microbatch(number), cached.microbatch(number)
+            (wanted, labels), (found, found_labels) = uncached.microbatch(number), cached.microbatch(number)
             assert torch.equal(found, wanted) and torch.equal(found_labels, labels)
         assert [bad.index for bad in bad_records] == [10, 11]
         cached.close()
-        anew.close()
+        uncached.close()
 
 
 def test_caching_reads_each_record_once_and_close_ends_the_threads() -> None:

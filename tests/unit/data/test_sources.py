@@ -27,7 +27,7 @@ def test_synthetic_data_has_all_classes_and_they_differ() -> None:
     images, labels = source.batch(np.arange(1000))
     assert torch.equal(labels.unique(), torch.arange(10))
     means = torch.stack([images[labels == label].mean(0) for label in range(10)])
-    assert torch.pdist(means.flatten(1)).min() > 1.0  # a class can be told by its mean
+    assert torch.pdist(means.flatten(1)).min() > 1.0  # the means of the classes differ
 
 
 def test_floats_are_kept_and_bytes_become_fractions(tmp_path: Path) -> None:
