@@ -38,7 +38,7 @@ def saved_at(job: Job, batch: int) -> Checkpoint:
 def emulate_job(job: Job, records: list[Record] | None = None) -> EmulatedRun:
     """Run a job with every rank in this process, and save its checkpoints."""
     events: list[Mapping[str, Any]] = []
-    with Ledger(job, job.order.batches, (records if records is not None else []).append) as ledger:
+    with Ledger(job, (records if records is not None else []).append) as ledger:
 
         def on_event(event: dict[str, Any]) -> None:
             events.append(json.loads(json.dumps(event)))

@@ -218,7 +218,7 @@ def make_job(case: Case, folder: Path, **run: Any) -> Job:
     if case.eval_every is not None:
         validation = models.make_data(case.model, _VALIDATION_SAMPLES, seed=4)
         tables["data"]["val"] = write_tensors(folder, "validation", *validation)
-    return prepare(make_config(tables))[0]
+    return prepare(make_config(tables))
 
 
 Drive = Callable[[Emulation], None]

@@ -67,7 +67,7 @@ def single_step(case: Case, folder: Path) -> Step:
 
 def on_pool(pool: Pool) -> Execute:
     def execute(job: Job) -> Run:
-        with Ledger(job, job.order.batches, lambda record: None) as ledger:
+        with Ledger(job, lambda record: None) as ledger:
             run = pool.run(job)
             for event in run.events:
                 if event["kind"] == "saved":

@@ -23,7 +23,7 @@ CASES = [
 
 
 def run(pool: Pool, job: Job) -> Run:
-    with Ledger(job, job.order.batches, lambda record: None) as ledger:
+    with Ledger(job, lambda record: None) as ledger:
         done = pool.run(job)
         for event in done.events:
             if event["kind"] == "saved":

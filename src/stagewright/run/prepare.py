@@ -59,14 +59,16 @@ _MPS_FOLDER = "/tmp/nvidia-mps"
 _MOST_EVALUATIONS = 10**6
 
 
-def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool = True) -> tuple[Job, int]:
-    """The job of a configuration, and the number of batches in an epoch.
+def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool = True) -> Job:
+    """The job of a configuration, in a folder that exists.
 
     Only the host resumes in the folder of the run it resumes; other machines always get a new one.
     """
     require_device_kind(config)
     _require_optimizer_options(config)
     config = _resolve_model(with_plan_file(config))
+
+    # The data and the model.
     precision = make_precision(config.run.precision, config.run.device)
     asked = {"image": config.data.image, "classes": config.model.classes, "batch": config.plan.batch}
     with within_memory(**asked, samples=config.data.samples):
@@ -75,6 +77,7 @@ def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool 
         model = build_model(config.model.name, config.run.seed, config.model.classes)
         chain = Chain(model.to(precision.weights))
 
+    # The plan, and the batch that it starts at.
     resume = find_checkpoint(config.run.resume) if config.run.resume else None
     config = replace(config, run=replace(config.run, resume=None))
     plan = _plan_for(config, chain, resume, warn)
@@ -90,6 +93,7 @@ def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool 
         for remark in remarks(config, resume, plan):
             warn(remark)
 
+    # What crosses each cut, in training and in evaluation.
     with within_memory(**asked):
         inputs, labels = source.batch(order.microbatch(0, plan.microbatches))
     example = inputs.to(precision.weights) if inputs.is_floating_point() else inputs
@@ -104,7 +108,7 @@ def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool 
     evaluation = _evaluation(plan, study, example, val) if pauses else None
     predict_job(config, plan)  # reports an unsuitable profile before a folder is made
 
-    job = Job(
+    return Job(
         config,
         plan,
         batches,
@@ -119,7 +123,6 @@ def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool 
         start=start,
         resume=None if resume is None else str(resume.checkpoint.folder),
     )
-    return job, order.batches
 
 
 def _plan_for(config: Config, chain: Chain, resume: Resume | None, warn: Warn) -> Plan:

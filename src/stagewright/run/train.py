@@ -82,7 +82,7 @@ def run(config: Config, console: Console | None = None) -> Result:
 
     if config.run.export:
         require_target(Path(config.run.export))
-    job, per_epoch = prepare(config, warn, is_host=site is None or site.is_host)
+    job = prepare(config, warn, is_host=site is None or site.is_host)
     with run_lock(Path(job.folder)):
         _write_start(job, warnings)
         console.print(_headline(job), markup=False, highlight=False, soft_wrap=True)
@@ -92,18 +92,18 @@ def run(config: Config, console: Console | None = None) -> Result:
         if predicted is not None:
             console.print(f"predicted: {predicted.images_per_second:.0f} images/s", markup=False, highlight=False)
         try:
-            return _run_host(job, per_epoch, console, site, None if predicted is None else predicted.images_per_second)
+            return _run_host(job, console, site, None if predicted is None else predicted.images_per_second)
         finally:
             _write_report(job, warn)
 
 
-def _run_host(job: Job, per_epoch: int, console: Console, site: Site | None, predicted: float | None) -> Result:
+def _run_host(job: Job, console: Console, site: Site | None, predicted: float | None) -> Result:
     """Run a job's ranks, collect their events, and write the trace and the summary."""
     folder, began = Path(job.folder), time.time()
     with (
         RunConsole(console, job.batches, job.plan.batch, job.config.run.log_every) as progress,
         tracked(job.config, folder, progress.warn) as track,
-        Ledger(job, per_epoch, each_to(track, progress.show)) as ledger,
+        Ledger(job, each_to(track, progress.show)) as ledger,
         observed(job, track, progress.warn) as monitor,
     ):
         try:

@@ -118,7 +118,7 @@ def test_only_the_first_stage_loads_data_and_each_replica_its_own(
             "run": {"steps": 4, "runs": str(tmp_path)},
         }
     )
-    job, _ = prepare(config)
+    job = prepare(config)
     emulation = Emulation(job, lambda event: None)
     workers = emulation.workers
     assert [worker.loader is not None for worker in workers] == [True, True, False]

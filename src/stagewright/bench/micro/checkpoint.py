@@ -53,7 +53,7 @@ def measure(progress: Callable[[str], None]) -> Found:
     """Time checkpoint and plain copy in turns."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
-        job, per_epoch = prepare(
+        job = prepare(
             make_config(
                 {
                     "model": {"name": MODEL, "classes": 10},
@@ -65,7 +65,7 @@ def measure(progress: Callable[[str], None]) -> Found:
             )
         )
         saved: list[Record] = []
-        with Ledger(job, per_epoch, saved.append) as ledger:
+        with Ledger(job, saved.append) as ledger:
             (worker,) = Emulation(job, ledger.handle).workers
             found = _take_turns(worker, progress)
         size = next(record.bytes for record in saved if isinstance(record, Saved))

@@ -112,13 +112,13 @@ def measure(progress: Callable[[str], None]) -> Found:
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
         progress("timing a batch")
         steps: list[Step] = []
-        job, per_epoch = _prepare(folder, 2 * _WARMUP)
-        _train(job, per_epoch, lambda record: steps.append(record) if isinstance(record, Step) else None)
+        job = _prepare(folder, 2 * _WARMUP)
+        _train(job, lambda record: steps.append(record) if isinstance(record, Step) else None)
         batch_seconds = (steps[-1].seconds - steps[_WARMUP].seconds) / (len(steps) - 1 - _WARMUP)
         segment = max(int(SEGMENT_SECONDS / batch_seconds), 1)
-        job, per_epoch = _prepare(folder, _WARMUP + 4 * ROUNDS * (segment + 1) + 1)
+        job = _prepare(folder, _WARMUP + 4 * ROUNDS * (segment + 1) + 1)
         segments = Segments(job, segment, progress)
-        _train(job, per_epoch, segments.receive)
+        _train(job, segments.receive)
     return Found(
         job.config.run.device,
         tuple(segments.watched),
@@ -130,7 +130,7 @@ def measure(progress: Callable[[str], None]) -> Found:
     )
 
 
-def _prepare(folder: str, steps: int) -> tuple[Job, int]:
+def _prepare(folder: str, steps: int) -> Job:
     device: dict[str, Any] = {"device": "cuda", "share_gpu": True} if torch.cuda.is_available() else {}
     return prepare(
         make_config(
@@ -143,8 +143,8 @@ def _prepare(folder: str, steps: int) -> tuple[Job, int]:
     )
 
 
-def _train(job: Job, per_epoch: int, receive: Callable[[Record], None]) -> None:
-    with Ledger(job, per_epoch, receive) as ledger:
+def _train(job: Job, receive: Callable[[Record], None]) -> None:
+    with Ledger(job, receive) as ledger:
         launch(job, ledger.handle)
 
 

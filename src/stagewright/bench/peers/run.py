@@ -113,7 +113,7 @@ def _save_jobs(case: Case, folder: Path) -> dict[Side, Path]:
         _save_data(case.workload, folder / "data.safetensors")
     files: dict[Side, Path] = {}
     for number, side in enumerate(case.sides):
-        job, _ = prepare(_config(case.workload, side, data, folder))
+        job = prepare(_config(case.workload, side, data, folder))
         files[side] = folder / f"{number}.json"
         job.save(files[side])
     return files

@@ -154,12 +154,10 @@ def _is_before(record: Record, batch: int) -> bool:
 class Collector:
     """Takes the ranks' events in any order and passes on steps and evaluations in the order of batches."""
 
-    def __init__(
-        self, job: Job, batches_per_epoch: int, write: Callable[[Record], None], before: Iterable[Record] = ()
-    ) -> None:
+    def __init__(self, job: Job, write: Callable[[Record], None], before: Iterable[Record] = ()) -> None:
         before = tuple(before)
         self._job = job
-        self._per_epoch = batches_per_epoch
+        self._per_epoch = job.order.batches
         self._write = write
         self._losses: dict[int, dict[int, float]] = {}
         self._scores: dict[int, dict[int, Score]] = {}
@@ -273,7 +271,7 @@ class Collector:
 class Ledger:
     """Takes all events of a run, from any thread, one at a time; begins with the records that the run has already."""
 
-    def __init__(self, job: Job, batches_per_epoch: int, show: Callable[[Record], None]) -> None:
+    def __init__(self, job: Job, show: Callable[[Record], None]) -> None:
         self._folder = folder = Path(job.folder)
         clear(folder)
         set_aside_after(folder, job.start)
@@ -281,7 +279,7 @@ class Ledger:
         self._show = show
         self._journal = Journal(folder / "metrics.jsonl", job.start)
         self._committer = Committer(job, self._write)
-        self.collector = Collector(job, batches_per_epoch, self._write, self._journal.records)
+        self.collector = Collector(job, self._write, self._journal.records)
         if job.resume is not None:
             plan = open_checkpoint(Path(job.resume)).manifest.plan
             self._write(Resumed(job.start, job.resume, f"{plan.mode} {plan.shape}"))

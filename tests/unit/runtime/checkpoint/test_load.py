@@ -142,7 +142,7 @@ def test_resumes_the_loss_scale(case: Case, tmp_path: Path, scaled: None) -> Non
 def run_all(job: Job) -> list[dict[str, Any]]:
     """The events of a job that saves checkpoints."""
     events: list[dict[str, Any]] = []
-    with Ledger(job, job.order.batches, lambda record: None) as ledger:
+    with Ledger(job, lambda record: None) as ledger:
 
         def on_event(event: dict[str, Any]) -> None:
             events.append(event)

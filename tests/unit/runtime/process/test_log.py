@@ -21,7 +21,7 @@ def test_records_continue_when_the_screen_is_gone(tmp_path: Path) -> None:
     def show(record: Record) -> None:
         raise BrokenPipeError
 
-    with Ledger(job, job.order.batches, show) as ledger:
+    with Ledger(job, show) as ledger:
         for batch in range(3):
             ledger.handle({"kind": "losses", "rank": 0, "losses": [(batch, 1.0)]})
     assert len(Journal(Path(job.folder) / "metrics.jsonl", 3).records) == 3
@@ -29,7 +29,7 @@ def test_records_continue_when_the_screen_is_gone(tmp_path: Path) -> None:
 
 def test_a_restart_drops_the_records_after_its_checkpoint(tmp_path: Path) -> None:
     job = make_job(Case(microbatches=1, steps=5), tmp_path)
-    with Ledger(job, job.order.batches, lambda record: None) as ledger:
+    with Ledger(job, lambda record: None) as ledger:
         for batch in range(4):
             ledger.handle({"kind": "losses", "rank": 0, "losses": [(batch, float(batch))]})
         ledger.handle({"kind": "restarted", "batch": 2, "restart": 1, "cause": "a test"})
