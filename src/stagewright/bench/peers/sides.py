@@ -190,12 +190,13 @@ class Stagewright:
         position.parent.mkdir(exist_ok=True)
         set_flags(job.config)
         device = open_device(job.config.run.device, job.plan.devices[rank].index, share=job.config.run.share_gpu)
+        self._device = device.device
         self.recorder = make_recorder(position, device)
         network = self._network(job, rank, meeting, device)
         self._worker = assemble(job, rank, network, self._receive, self.recorder, device)
-        if device.device.type == "cuda" and self._worker.loader is not None:
+        if self._device.type == "cuda" and self._worker.loader is not None:
             self._worker.loader.close()
-            self._worker.loader = _Static(*static_batch(job, device.device))
+            self._worker.loader = _Static(*static_batch(job, self._device))
 
     def train(self, first: int, steps: int) -> None:
         """Train some batches, from empty pipeline to empty pipeline."""
@@ -240,11 +241,10 @@ class Unconnected(Stagewright):
 
     def __init__(self, job: Job, rank: int, meeting: Path, emit: Emit) -> None:
         super().__init__(job, rank, meeting, emit)
-        device = self._worker.loader.inputs.device if isinstance(self._worker.loader, _Static) else torch.device("cuda")
         for replica in self._worker.replicas.values():
             own = replica.exchange
-            own.activations_from = {peer: _NoInbox(inbox, device) for peer, inbox in own.activations_from.items()}
-            own.gradients_from = {peer: _NoInbox(inbox, device) for peer, inbox in own.gradients_from.items()}
+            own.activations_from = {peer: _NoInbox(inbox, self._device) for peer, inbox in own.activations_from.items()}
+            own.gradients_from = {peer: _NoInbox(inbox, self._device) for peer, inbox in own.gradients_from.items()}
             own.activations_to = {peer: _NoOutbox(outbox) for peer, outbox in own.activations_to.items()}
             own.gradients_to = {peer: _NoOutbox(outbox) for peer, outbox in own.gradients_to.items()}
 
