@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device; run on a machine with a GPU"),
 ]
-SHARE = ReplicaSlice(TrainingSampler(Order(40, 20, seed=1), 2), 1, 40)
+SLICE = ReplicaSlice(TrainingSampler(Order(40, 20, seed=1), 2), 1, 40)
 
 
 @pytest.fixture
@@ -31,8 +31,8 @@ def source(tmp_path: Path) -> ImageSource:
 
 
 def test_pinned_batches_are_those_of_the_cpu_for_many_rounds(source: ImageSource) -> None:
-    (cpu,) = make_loaders(LoaderOptions(threads=2), (source, SHARE))
-    (gpu,) = make_loaders(LoaderOptions(threads=2, ahead=1, device=torch.device("cuda")), (source, SHARE))
+    (cpu,) = make_loaders(LoaderOptions(threads=2), (source, SLICE))
+    (gpu,) = make_loaders(LoaderOptions(threads=2, ahead=1, device=torch.device("cuda")), (source, SLICE))
     assert source.allocate(2, is_pinned=True)[0].is_pinned()
     for number in range(40):
         (wanted, labels), (found, found_labels) = cpu.microbatch(number), gpu.microbatch(number)
@@ -54,8 +54,8 @@ def test_nvjpeg_sees_the_same_crops(source: ImageSource) -> None:
         from torchcodec.decoders import decode_jpeg  # noqa: F401
     except (ImportError, OSError, RuntimeError) as error:
         pytest.skip(f"torchcodec can't be used here: {error}")
-    (cpu,) = make_loaders(LoaderOptions(), (source, SHARE))
-    (gpu,) = make_loaders(LoaderOptions(device=torch.device("cuda"), decode=Decode.GPU), (source, SHARE))
+    (cpu,) = make_loaders(LoaderOptions(), (source, SLICE))
+    (gpu,) = make_loaders(LoaderOptions(device=torch.device("cuda"), decode=Decode.GPU), (source, SLICE))
     for number in range(6):
         (wanted, labels), (found, found_labels) = cpu.microbatch(number), gpu.microbatch(number)
         assert torch.equal(found_labels.cpu(), labels)
