@@ -1,4 +1,4 @@
-"""Run folders made by hand, for tests of what is said about runs."""
+"""Run folders made by hand, for tests of reports."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ emulate = {emulate}
 
 
 def steps(count: int, batch: int = 64, speed: float = 320.0) -> list[Step]:
-    """Batches of the same speed, the loss halving every ten; an epoch is eight."""
+    """Batches of the same speed; the loss halves every ten, and an epoch has eight."""
     seconds = batch / speed
     return [Step(p, p // 8, 2.0 * 0.5 ** (p / 10), 0.02, (p + 1) * seconds, speed) for p in range(count)]
 
 
 def timeline(batches: int = 3) -> Timeline:
-    """Two ranks at stage 0 that compute 40 % of the time each, one at stage 1 that always does; M = 4."""
+    """Two ranks of stage 0 that compute 40 % of the time each, and one of stage 1 that always computes; M = 4."""
     spans = []
     for i in range(4 * batches):
         start, rank, version = i * 0.05, i % 2, max(0, i // 4 - 1)
@@ -57,8 +57,8 @@ def timeline(batches: int = 3) -> Timeline:
     return Timeline(tuple(spans))
 
 
-def uses(count: int = 5, gpus: int = 0) -> list[Usage]:
-    """Moments a second apart: rank r holds 100 + r MiB and then one more a second."""
+def usage(count: int = 5, gpus: int = 0) -> list[Usage]:
+    """Samples one second apart: rank r holds 100 + r MiB at first, and one more every second."""
     mib = 2**20
     return [
         Usage(
@@ -89,7 +89,7 @@ def make_run(
     trace: Timeline | None = None,
     monitor: list[Usage] | None = None,
 ) -> Path:
-    """A folder as `train` leaves it."""
+    """A run folder as `train` leaves it."""
     folder.mkdir(parents=True)
     records = [*steps(20), Evaluated(20, 512, 0.5, 0.75, 0.99)] if records is None else records
     (folder / "plan.json").write_text(json.dumps(PLAN | (plan or {})))
@@ -99,10 +99,16 @@ def make_run(
     lines = [json.dumps({"kind": type(record).__name__.lower(), **asdict(record)}) for record in records]
     (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
     if monitor is not None:
-        (folder / "monitor.jsonl").write_text("".join(json.dumps(asdict(use)) + "\n" for use in monitor))
+        (folder / "monitor.jsonl").write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in monitor))
     if is_finished:
         trained = [record for record in records if isinstance(record, Step)]
         known = {"images_per_second": 320.0 if trained else None, "predicted_images_per_second": None}
         (folder / "summary.json").write_text(json.dumps(known | {"skipped_updates": [0, 0]} | (summary or {})))
         (folder / "trace.json").write_text(json.dumps((trace or timeline()).chrome_trace()))
     return folder
+
+
+def append(folder: Path, *records: Any) -> None:
+    """Append records to the metrics of a run."""
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps({"kind": type(r).__name__.lower(), **asdict(r)}) + "\n" for r in records)

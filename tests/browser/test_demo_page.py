@@ -23,7 +23,7 @@ def check(opened: Opened, path: Path, *words: str) -> None:
     assert path.stat().st_size < 1_000_000
     for word in ("Overview", "Loss", "Configurations", *words):
         assert opened.page.get_by_role("heading", name=word, exact=True).count() == 1
-    assert "2+1 stages, stale" in opened.page.locator(".verdict").inner_text()
+    assert "2+1 stages, stale" in opened.page.locator(".summary").inner_text()
 
 
 def test_the_demo_s_page_of_two_small_runs(tmp_path: Path, visit: Callable[..., Opened]) -> None:

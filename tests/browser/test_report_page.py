@@ -17,11 +17,10 @@ from stagewright.report.html import as_html
 from stagewright.report.live.serve import PageServer
 from stagewright.report.page import Page, Pipeline, Table
 from stagewright.run.folder import run_lock
-from stagewright.run.report import live_page, page_of_runs, write_page
+from stagewright.run.report import live_page, make_page, write_page
 from tests.browser.conftest import Opened
-from tests.made_runs import make_run, steps, timeline, uses
+from tests.made_runs import append, make_run, steps, timeline, usage
 from tests.unit.report.test_html import EVIL, whole
-from tests.unit.report.test_watch import append
 
 Visit = Callable[..., Opened]
 END = timeline(10).end
@@ -44,10 +43,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_run(
         tmp_path_factory.mktemp("page") / "run",
         summary={"predicted_images_per_second": 336.0},
-        monitor=uses(gpus=2),
+        monitor=usage(gpus=2),
         trace=timeline(10),
     )
-    return write_page(page_of_runs([folder]), folder / "report.html")[0]
+    return write_page(make_page([folder]), folder / "report.html")[0]
 
 
 def bar_at(opened: Opened, rank: int, seconds: float, labels: int = LABELS) -> tuple[float, float]:
@@ -136,7 +135,7 @@ def test_dragging_moves_and_buttons_zoom(report: Path, visit: Visit) -> None:
     opened.settle()
     assert opened.timeline["from"] > zoomed["from"] + 0.01
     opened.page.get_by_role("button", name="Earlier").click()
-    opened.page.get_by_role("button", name="Show the whole").click()
+    opened.page.get_by_role("button", name="Show all").click()
     opened.settle()
     assert (opened.timeline["from"], opened.timeline["to"]) == (0, pytest.approx(END))
 
@@ -165,7 +164,7 @@ def test_fingers_move_and_zoom(report: Path, visit: Visit) -> None:
     touch("touchEnd")
     opened.settle()
     assert opened.timeline["from"] > near["from"] + 0.05 and opened.said == []
-    opened.page.get_by_role("button", name="Show the whole").click()
+    opened.page.get_by_role("button", name="Show all").click()
     opened.page.locator(".range", has_text="0 s to 2.05 s").wait_for()
     opened.page.locator("canvas").scroll_into_view_if_needed()
     opened.page.touchscreen.tap(*bar_at(opened, 2, 0.71, labels=44))
@@ -334,12 +333,12 @@ def test_a_served_page_follows_the_run(tmp_path: Path, visit: Visit) -> None:
         try:
             with run_lock(folder):
                 opened = visit(server.url)
-                first = opened.page.locator(".verdict p").first
+                first = opened.page.locator(".summary p").first
                 assert "5 of 20 steps" in first.inner_text()
                 opened.page.locator("summary").first.click()
                 opened.page.evaluate("document.activeElement.blur()")  # a part that is being read is left alone
                 append(folder, *steps(9)[5:])
-                opened.page.locator(".verdict p", has_text="9 of 20 steps").wait_for()
+                opened.page.locator(".summary p", has_text="9 of 20 steps").wait_for()
                 assert opened.page.locator("details[open]").count() == 1, "what was open stays open"
             opened.page.get_by_role("heading", name="Now").wait_for(state="detached")
             assert set(opened.asked) == {server.url} and opened.said == []

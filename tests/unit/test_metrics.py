@@ -11,7 +11,7 @@ from stagewright.metrics import Span, Timeline
 from tests.made_runs import timeline
 
 
-def test_ranks_and_lanes_have_names_and_numbers() -> None:
+def test_a_trace_names_ranks_and_lanes() -> None:
     events = timeline().chrome_trace()["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
     assert all(isinstance(event["pid"], int) and isinstance(event["tid"], int) for event in events)
@@ -21,7 +21,7 @@ def test_ranks_and_lanes_have_names_and_numbers() -> None:
     assert threads >= {(0, "compute"), (0, "transfer"), (0, "wait"), (2, "compute")}
 
 
-def test_what_overlaps_is_on_threads_of_its_own() -> None:
+def test_overlapping_spans_are_on_separate_threads() -> None:
     spans = tuple(
         Span(0, "transfer", "SA", f"0SA{i}>1", start, end)
         for i, (start, end) in enumerate([(0, 3), (1, 2), (2, 5), (3, 4)])
@@ -35,7 +35,7 @@ def test_what_overlaps_is_on_threads_of_its_own() -> None:
         assert all(end <= start for (_, end), (start, _) in pairwise(times))
 
 
-def test_a_trace_comes_back() -> None:
+def test_reads_back_a_trace() -> None:
     for spans in (timeline().spans, (Span(0, "wait", "F", "0F1", 1 / 3, 2 / 3), Span(0, "wait", "F", "0F2", 0.5, 0.7))):
         back = Timeline.of_trace(json.loads(json.dumps(Timeline(spans).chrome_trace())))
         assert sorted((s.rank, s.lane, s.kind, s.name) for s in back.spans) == sorted(
@@ -45,6 +45,6 @@ def test_a_trace_comes_back() -> None:
             assert (one.start, one.end) == pytest.approx((other.start, other.end), abs=1e-9)
 
 
-def test_older_traces_with_lanes_for_threads_are_read() -> None:
+def test_reads_older_traces_with_lanes_as_threads() -> None:
     event = {"name": "0F0@0", "cat": "F", "ph": "X", "pid": 1, "tid": "compute", "ts": 5.0, "dur": 2.0}
     assert Timeline.of_trace({"traceEvents": [event]}).spans == (Span(1, "compute", "F", "0F0@0", 5e-6, 7e-6),)

@@ -193,7 +193,7 @@ def _run_peers(request: Request) -> None:
         for found in run_cases(suite, request.repeats or REPEATS, request.steps, progress):
             outcomes += found
             if not request.as_json:
-                with progress.aside():
+                with progress.paused():
                     show_workload(Console(), suite, found)
     if request.as_json:
         print(json.dumps(describe_suite(suite, outcomes, request.command)))

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stagewright.config.toml import make_config
-from stagewright.run.report import page_of_runs, write_page
+from stagewright.run.report import make_page, write_page
 from stagewright.run.train import Result
 from stagewright.run.train import run as train
 
@@ -43,7 +43,7 @@ def run(parsed: argparse.Namespace) -> None:
 def write_comparison(results: dict[str, Result]) -> Path:
     """Write one page that compares all runs, beside their folders."""
     folders = [result.folder for result in results.values()]
-    return write_page(page_of_runs(folders, list(results)), folders[0].parent / "demo.html")[0]
+    return write_page(make_page(folders, list(results)), folders[0].parent / "demo.html")[0]
 
 
 def _table(results: dict[str, Result]) -> Table:

@@ -9,28 +9,28 @@ import argparse
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
 
 from stagewright.report.live.serve import PageServer
 from stagewright.report.live.terminal import has_blocks
-from stagewright.report.live.watch import Watch, as_line, as_screen
+from stagewright.report.live.watch import Snapshot, Watch, as_line, as_screen
 from stagewright.report.page import Summary
 from stagewright.run.folder import is_run, newest
-from stagewright.run.report import live_page, page_of_runs, read_rank_map, take_snapshot, write_page
+from stagewright.run.report import live_page, make_page, read_rank_map, take_snapshot, write_page
 
-if TYPE_CHECKING:
-    from stagewright.report.live.watch import Snapshot
+_EVERY = 1.0  # seconds between snapshots
 
 
 def run_report(parsed: argparse.Namespace) -> None:
     folders = [Path(text) for text in dict.fromkeys(parsed.runs)]
     target = Path(parsed.output) if parsed.output else _default(folders)
     if target.suffix not in (".html", ".md", ""):
-        raise ValueError(f"-o {target} ends in {target.suffix}; give a name that ends in .html, the .md goes beside it")
-    page = page_of_runs(folders)
+        raise ValueError(
+            f"-o {target} ends in {target.suffix}; give a name that ends in .html, the .md is written beside it"
+        )
+    page = make_page(folders)
     html, markdown = write_page(page, target)
     lines = [line for block in page.blocks if isinstance(block, Summary) for line in block.lines]
     if parsed.json:
@@ -44,13 +44,10 @@ def _default(folders: list[Path]) -> Path:
     return folders[0] / "report.html" if len(folders) == 1 else Path("comparison.html")
 
 
-_EVERY = 1.0  # seconds
-
-
 def run_watch(parsed: argparse.Namespace) -> None:
     if parsed.serve is not None and (parsed.once or parsed.json):
         flag = "--once" if parsed.once else "--json"
-        raise ValueError(f"--serve shows the run until Ctrl-C but {flag} shows it once; give one of them")
+        raise ValueError(f"--serve shows the run until Ctrl-C but {flag} shows it once; give only one of them")
     folder = Path(parsed.folder) if parsed.folder else _newest()
     if parsed.serve is not None:
         _serve(folder, parsed.serve)
@@ -65,13 +62,13 @@ def run_watch(parsed: argparse.Namespace) -> None:
         try:
             (_live if console.is_terminal and has_blocks(console) else _lines)(console, watch, folder)
         except KeyboardInterrupt:
-            print("no longer watched; the run goes on")
+            print("stopped watching; the run continues")
 
 
 def _newest() -> Path:
     found = [folder for folder in Path("runs").glob("*") if is_run(folder)]
     if not found:
-        raise ValueError("there is no run in runs/; give the folder of one: stagewright watch RUN")
+        raise ValueError("there are no runs in runs/; give a run folder: stagewright watch RUN")
     return newest(found)
 
 
@@ -80,7 +77,7 @@ def _show(console: Console, snapshot: Snapshot) -> None:
 
 
 def _live(console: Console, watch: Watch, folder: Path) -> None:
-    """A screen that stays where it is, until the run ends."""
+    """One screen that is redrawn in place until the run ends."""
     with Live(console=console, auto_refresh=False) as live:
         while True:
             snapshot = take_snapshot(watch, folder)
@@ -91,7 +88,7 @@ def _live(console: Console, watch: Watch, folder: Path) -> None:
 
 
 def _lines(console: Console, watch: Watch, folder: Path) -> None:
-    """A line whenever steps have come, for a pipe or a file."""
+    """One line whenever there are new steps, for a pipe or a file."""
     last: tuple[int, str] | None = None
     while True:
         snapshot = take_snapshot(watch, folder)
@@ -105,10 +102,10 @@ def _lines(console: Console, watch: Watch, folder: Path) -> None:
 
 
 def _serve(folder: Path, port: int) -> None:
-    read_rank_map(folder)  # what is no run is an error here, not in the browser
+    read_rank_map(folder)  # fails here, and not in the browser, if this is not a run
     with PageServer(port, lambda: live_page(folder)) as server:
-        print(f"{server.url} shows {folder} to this machine's browsers; Ctrl-C ends it", flush=True)
+        print(f"{server.url} shows {folder} to browsers on this machine; Ctrl-C stops", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            print("no longer served; the run goes on")
+            print("stopped serving; the run continues")

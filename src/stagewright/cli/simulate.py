@@ -22,7 +22,7 @@ from stagewright.planning.planner import bubble_in, choose_lag
 from stagewright.planning.predict import Prediction, predict
 from stagewright.planning.setting import TracedModel
 from stagewright.report.live.terminal import plain_table
-from stagewright.run.report import page_of_prediction, write_page
+from stagewright.run.report import make_prediction_page, write_page
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -39,7 +39,7 @@ def run(parsed: argparse.Namespace) -> None:
         Path(parsed.trace).write_text(json.dumps(prediction.steady.timeline.chrome_trace()))
     if parsed.report:
         name = f"{parsed.model} on {setting.cluster.name}, {setting.precision}"
-        write_page(page_of_prediction(name, prediction), Path(parsed.report))
+        write_page(make_prediction_page(name, prediction), Path(parsed.report))
     if parsed.json:
         print(json.dumps({"model": parsed.model, "cluster": setting.cluster.name, **prediction.describe()}))
         return

@@ -1,6 +1,8 @@
-"""Figures as tables: what a chart says in numbers that can be read and copied. Charts as HTML: bars, stacks and curves that need no script; sizes are shares, so that they fit any screen.
+"""Figures of a page: their numbers as tables, and their drawings as HTML.
 
-The page forbids styles in its elements, so positions are attributes of SVG."""
+Bars, stacks and curves need no script; sizes are percentages, so that they fit any screen. The page's policy forbids
+styles in elements, so positions are attributes of SVG. `html` draws the timeline of a pipeline with a script.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,15 @@ from stagewright.report.page import Bar, Bars, Curve, Curves, Pipeline, Point, S
 
 Figure = Bars | Stacks | Curves | Pipeline
 KINDS = ("forward", "backward", "update", "transfer", "reduce", "waiting")
-_OF_ACTIONS = {"F": "forward", "B": "backward", "U": "update", "R": "reduce", "A": "reduce"}
+_COLOURS = 8
+_NEAR_ZERO = 0.75  # of the highest value: an axis starts at zero if the lowest value is below this, not to exaggerate
+_WIDE, _HIGH = 1000, 300  # units of a plot, which is then stretched
+_KIND_OF_ACTION = {"F": "forward", "B": "backward", "U": "update", "R": "reduce", "A": "reduce"}
 _NUMBER = re.compile(r"[-+~<>]?[\d][\d.,]*(e[-+]?\d+)?( ?(%|x|s|ms|µs|ns|[KMGT]iB))?( to [-+]?[\d.,]+)?")
 
 
-def shown(value: float) -> str:
-    """A number with four digits that matter."""
+def format_number(value: float) -> str:
+    """A number with four significant digits."""
     if value != value or value in (float("inf"), float("-inf")):
         return str(value)
     size = abs(value)
@@ -30,23 +35,23 @@ def shown(value: float) -> str:
     return f"{value:.3g}"
 
 
-def seconds(value: float) -> str:
-    """A duration in the unit that suits it."""
+def format_seconds(value: float) -> str:
+    """A duration in a suitable unit."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if abs(value) >= scale:
-            return f"{shown(value / scale)} {unit}"
-    return "0 s" if value == 0 else f"{shown(value * 1e9)} ns"
+            return f"{format_number(value / scale)} {unit}"
+    return "0 s" if value == 0 else f"{format_number(value * 1e9)} ns"
 
 
 def is_numeric(values: list[str]) -> bool:
-    """Whether a column holds numbers, so that it stands right."""
+    """Whether a column holds only numbers, so that it is right-justified."""
     known = [value for value in values if value not in ("", "-")]
     return bool(known) and all(_NUMBER.fullmatch(value) for value in known)
 
 
 def kind_of(span: Span) -> str:
-    """What a span counts as, of the kinds that a timeline tells apart."""
-    return "waiting" if span.lane == "wait" else _OF_ACTIONS.get(span.kind, "transfer")
+    """Which of `KINDS` a span belongs to."""
+    return "waiting" if span.lane == "wait" else _KIND_OF_ACTION.get(span.kind, "transfer")
 
 
 def table_of(figure: Figure) -> Table:
@@ -59,18 +64,18 @@ def table_of(figure: Figure) -> Table:
 
 
 def thinned(points: Sequence[Point], most: int) -> tuple[Point, ...]:
-    """At most so many points: of each stretch the lowest and the highest, so that no peak is lost, and the ends."""
+    """At most so many points: the ends, and the lowest and highest of each interval, so that no peak is lost."""
     if len(points) <= most:
         return tuple(points)
-    inner, stretches = points[1:-1], max(1, (most - 2) // 2)
+    inner, intervals = points[1:-1], max(1, (most - 2) // 2)
     kept = [points[0]]
-    for number in range(stretches):
-        stretch = inner[len(inner) * number // stretches : len(inner) * (number + 1) // stretches]
+    for number in range(intervals):
+        interval = inner[len(inner) * number // intervals : len(inner) * (number + 1) // intervals]
         ends = {
-            min(range(len(stretch)), key=lambda at: stretch[at].y),
-            max(range(len(stretch)), key=lambda at: stretch[at].y),
+            min(range(len(interval)), key=lambda at: interval[at].y),
+            max(range(len(interval)), key=lambda at: interval[at].y),
         }
-        kept += [stretch[at] for at in sorted(ends)]
+        kept += [interval[at] for at in sorted(ends)]
     return (*kept, points[-1])
 
 
@@ -79,10 +84,10 @@ def _of_bars(bars: Bars) -> Table:
     has_note = any(bar.note for bar in bars.bars)
     rows = []
     for bar in bars.bars:
-        row = [bar.label, shown(bar.value)]
+        row = [bar.label, format_number(bar.value)]
         if has_interval:
             known = bar.low is not None and bar.high is not None
-            row.append(f"{shown(bar.low)} to {shown(bar.high)}" if known else "")  # type: ignore[arg-type]
+            row.append(f"{format_number(bar.low)} to {format_number(bar.high)}" if known else "")  # type: ignore[arg-type]
         row.append("predicted" if bar.is_predicted else "measured")
         rows.append((*row, bar.note) if has_note else tuple(row))
     columns = ("", bars.unit, *(["95 % interval"] if has_interval else []), "how", *(["note"] if has_note else []))
@@ -90,7 +95,7 @@ def _of_bars(bars: Bars) -> Table:
 
 
 def part_names(stacks: Stacks) -> list[str]:
-    """Every part of any stack, in the order they come."""
+    """The names of all parts of all stacks, in order of appearance."""
     return list(dict.fromkeys(name for stack in stacks.stacks for name, _ in stack.parts))
 
 
@@ -102,11 +107,11 @@ def _of_stacks(stacks: Stacks) -> Table:
         parts = dict(stack.parts)
         row = [
             stack.label,
-            *(shown(parts[name]) if name in parts else "" for name in names),
-            shown(sum(parts.values())),
+            *(format_number(parts[name]) if name in parts else "" for name in names),
+            format_number(sum(parts.values())),
         ]
         if has_limit:
-            row.append("" if stack.limit is None else shown(stack.limit))
+            row.append("" if stack.limit is None else format_number(stack.limit))
         rows.append(tuple(row))
     columns = ("", *names, f"total {stacks.unit}", *(["limit"] if has_limit else []))
     return Table(stacks.title, columns, tuple(rows))
@@ -119,15 +124,15 @@ def _of_curves(curves: Curves) -> Table:
 
 
 def _point_row(curve: Curve, point: Point, has_band: bool) -> tuple[str, ...]:
-    row = (curve.label, shown(point.x), shown(point.y))
+    row = (curve.label, format_number(point.x), format_number(point.y))
     if not has_band:
         return row
     known = point.low is not None and point.high is not None
-    return (*row, f"{shown(point.low)} to {shown(point.high)}" if known else "")  # type: ignore[arg-type]
+    return (*row, f"{format_number(point.low)} to {format_number(point.high)}" if known else "")  # type: ignore[arg-type]
 
 
 def _of_pipeline(pipeline: Pipeline) -> Table:
-    """What each rank did with the time that the timeline covers."""
+    """How each rank spent the time of the timeline."""
     spans = pipeline.timeline.spans
     end = pipeline.timeline.end
     rows = []
@@ -135,17 +140,12 @@ def _of_pipeline(pipeline: Pipeline) -> Table:
         own = [span for span in spans if span.rank == rank]
         by_kind = {kind: sum(span.end - span.start for span in own if kind_of(span) == kind) for kind in KINDS}
         busy = pipeline.timeline.busy(rank, 0.0, end) / end if end else 0.0
-        rows.append((label, f"{busy:.1%}", *(seconds(by_kind[kind]) for kind in KINDS), str(len(own))))
+        rows.append((label, f"{busy:.1%}", *(format_seconds(by_kind[kind]) for kind in KINDS), str(len(own))))
     return Table(pipeline.title, ("rank", "computes", *KINDS, "spans"), tuple(rows))
 
 
-_COLOURS = 8
-_NEAR_ZERO = 0.75  # of the highest value: an axis to a lower one begins at zero, or would make much of little
-_WIDE, _HIGH = 1000, 300  # of a plot, which is then stretched
-
-
 def draw_bars(bars: Bars) -> str:
-    """One below the other from zero, the interval as a line across the end; predicted ones are hatched."""
+    """Bars from zero, one below the other; a line shows the interval, and predicted bars are hatched."""
     most = max((max(bar.value, bar.high or 0.0) for bar in bars.bars if math.isfinite(bar.value)), default=0.0)
     whole = max(most, 100.0) if bars.unit.startswith("%") else most or 1.0
     return f'<div class="bars" role="list">{"".join(_bar(bar, whole, bars.unit) for bar in bars.bars)}</div>'
@@ -157,7 +157,7 @@ def _bar(bar: Bar, whole: float, unit: str) -> str:
     interval = ""
     whisker = ""
     if bar.low is not None and bar.high is not None:
-        interval = f'<span class="interval">{shown(bar.low)} to {shown(bar.high)}</span>'
+        interval = f'<span class="interval">{format_number(bar.low)} to {format_number(bar.high)}</span>'
         low, high = _share(bar.low, whole), _share(bar.high, whole)
         whisker = (
             f'<line class="whisker" x1="{low}" x2="{high}" y1="10" y2="10"/>'
@@ -169,12 +169,12 @@ def _bar(bar: Bar, whole: float, unit: str) -> str:
         f'<div class="bar" role="listitem"><span class="label">{escape(bar.label)}{tag}</span>'
         f'<svg width="100%" height="20" aria-hidden="true"><rect class="track" width="100%" height="20"/>'
         f'<rect class="{fill}" width="{_share(bar.value, whole)}" height="20"/>{whisker}</svg>'
-        f'<span class="value"><b>{shown(bar.value)}</b> {escape(unit)} {interval}{note}</span></div>'
+        f'<span class="value"><b>{format_number(bar.value)}</b> {escape(unit)} {interval}{note}</span></div>'
     )
 
 
 def draw_stacks(stacks: Stacks) -> str:
-    """Bars of named parts; a line marks what there is room for."""
+    """Bars made of named parts; a line marks the limit."""
     names = part_names(stacks)
     most = max((sum(value for _, value in stack.parts) for stack in stacks.stacks), default=0.0)
     limits = [stack.limit for stack in stacks.stacks if stack.limit is not None]
@@ -189,7 +189,7 @@ def _stack(stack: Stack, names: Sequence[str], whole: float, unit: str) -> str:
         rects.append(
             f'<rect class="p{names.index(name) % _COLOURS}" x="{_share(at, whole)}" '
             f'width="{_share(value, whole)}" height="20">'
-            f"<title>{escape(name)}: {shown(value)} {escape(unit)}</title></rect>"
+            f"<title>{escape(name)}: {format_number(value)} {escape(unit)}</title></rect>"
         )
         at += value
     limit = ""
@@ -197,21 +197,21 @@ def _stack(stack: Stack, names: Sequence[str], whole: float, unit: str) -> str:
         if stack.limit <= whole:
             x = _share(stack.limit, whole)
             rects.append(f'<line class="limit" x1="{x}" x2="{x}" y1="0" y2="20"/>')
-        limit = f'<span class="interval">of {shown(stack.limit)}</span>'
+        limit = f'<span class="interval">of {format_number(stack.limit)}</span>'
     return (
         f'<div class="bar" role="listitem"><span class="label">{escape(stack.label)}</span>'
         f'<svg width="100%" height="20" aria-hidden="true"><rect class="track" width="100%" height="20"/>'
         f"{''.join(rects)}</svg>"
-        f'<span class="value"><b>{shown(at)}</b> {escape(unit)} {limit}</span></div>'
+        f'<span class="value"><b>{format_number(at)}</b> {escape(unit)} {limit}</span></div>'
     )
 
 
 def draw_curves(curves: Curves) -> str:
-    """Lines over one axis, with a band where points have intervals."""
+    """Lines on shared axes, with a band where points have intervals."""
     drawn = [Curve(curve.label, _finite(curve.points)) for curve in curves.curves]
     points = [point for curve in drawn for point in curve.points]
     if not points:
-        return '<p class="note">There is nothing to draw.</p>'
+        return '<p class="note">No points to draw.</p>'
     across = ticks(min(point.x for point in points), max(point.x for point in points))
     values = [value for point in points for value in (point.y, point.low, point.high) if value is not None]
     low, high = min(values), max(values)
@@ -220,8 +220,8 @@ def draw_curves(curves: Curves) -> str:
     grid = "".join(f'<line class="grid" x1="0" x2="{_WIDE}" y1="{frame.y(y):.1f}" y2="{frame.y(y):.1f}"/>' for y in up)
     shapes = "".join(_curve(curve, frame, number) for number, curve in enumerate(drawn))
     legend = _legend([curve.label for curve in drawn], "c") if len(drawn) > 1 else ""
-    labels_up = "".join(f"<span>{shown(y)}</span>" for y in reversed(up))
-    labels_across = "".join(f"<span>{shown(x)}</span>" for x in across)
+    labels_up = "".join(f"<span>{format_number(y)}</span>" for y in reversed(up))
+    labels_across = "".join(f"<span>{format_number(x)}</span>" for x in across)
     return (
         f'{legend}<p class="axis">{escape(curves.y)}</p><div class="plot">'
         f'<div class="up" aria-hidden="true">{labels_up}</div>'
@@ -232,7 +232,7 @@ def draw_curves(curves: Curves) -> str:
 
 
 class _Frame:
-    """Where values lie in a plot."""
+    """Maps values to positions in a plot."""
 
     def __init__(self, left: float, right: float, bottom: float, top: float) -> None:
         self._left, self._right, self._bottom, self._top = left, right, bottom, top
@@ -268,7 +268,7 @@ def _finite(points: Iterable[Point]) -> tuple[Point, ...]:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """A few round numbers with even steps, from below the lowest value to above the highest."""
+    """A few evenly spaced round numbers, from at most the lowest value to at least the highest."""
     if high <= low:
         low, high = (low - 1, high + 1) if low == 0 else (low - abs(low) / 2, high + abs(high) / 2)
     rough = (high - low) / 5

@@ -1,28 +1,27 @@
-"""One page of several runs: bars side by side, curves over each other."""
+"""The page that compares several runs: bars side by side, curves in shared plots."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stagewright.report.charts import seconds, shown
+from stagewright.metrics import MIB
+from stagewright.report.charts import format_number, format_seconds
 from stagewright.report.page import Bar, Bars, Block, Curve, Curves, Page, Pipeline, Summary, Table
 from stagewright.report.read import Run
 from stagewright.report.run import losses, throughput
 from stagewright.report.sections import configuration
-from stagewright.report.summary import peak_memory, where_it_began, where_time_went
-from stagewright.report.timeline import common
-
-_MIB = 2**20
+from stagewright.report.summary import busy_sentences, peak_memory, resume_sentence
+from stagewright.report.timeline import common_window
 
 
 def comparison_page(runs: Sequence[Run], names: Sequence[str] = ()) -> Page:
-    """A comparison; runs go by their names, or by what tells them apart. Speed and memory are compared of real ones."""
+    """Compare runs, named by `names` or by what distinguishes them; emulated ones without speed and memory."""
     named = dict(zip(names or _names(runs), runs, strict=True))
     return Page(f"{len(runs)} runs: {'; '.join(named)}", tuple(_blocks(named)))
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """Mode and shape where no two runs share them, else the folder's name."""
+    """Mode and shape where those differ for all runs, else the names of the folders."""
     short = [f"{run.mode} {run.shape}" for run in runs]
     if len({run.model for run in runs}) > 1:
         short = [f"{run.model} {name}" for run, name in zip(runs, short, strict=True)]
@@ -33,7 +32,7 @@ def _names(runs: Sequence[Run]) -> list[str]:
 
 
 def _blocks(named: dict[str, Run]) -> Iterator[Block]:
-    yield Summary(tuple(_verdict(named)))
+    yield Summary(tuple(_sentences(named)))
     real = _real(named)
     bars = tuple(_bars(real))
     if bars:
@@ -45,44 +44,44 @@ def _blocks(named: dict[str, Run]) -> Iterator[Block]:
         yield Curves("Throughput over time", "seconds of training", "images/s", curves)
     for name, run in named.items():
         if run.timeline and run.timeline.spans:
-            yield Pipeline(f"What each rank did: {name}", common(run.timeline), run.rank_map.labels)
+            yield Pipeline(f"What each rank did: {name}", common_window(run.timeline), run.rank_map.labels)
     peaks = {name: peak for name, run in real.items() if (peak := peak_memory(run))}
     if peaks:
-        most = tuple(Bar(name, max(found.values()) / _MIB) for name, found in peaks.items())
-        yield Bars("Most memory of a rank, measured peak", "MiB", most)
+        most = tuple(Bar(name, max(found.values()) / MIB) for name, found in peaks.items())
+        yield Bars("Measured peak memory of the rank that used most", "MiB", most)
     yield _configurations(named)
 
 
 def _real(named: dict[str, Run]) -> dict[str, Run]:
-    """The runs whose ranks were processes: the others say nothing of devices."""
+    """The runs whose ranks were processes; emulated ones say nothing about devices."""
     return {name: run for name, run in named.items() if not run.is_emulated}
 
 
-def _verdict(named: dict[str, Run]) -> Iterator[str]:
+def _sentences(named: dict[str, Run]) -> Iterator[str]:
     real = _real(named)
     speeds = {name: speed for name, run in real.items() if (speed := run.images_per_second)}
     if len(speeds) > 1:
         ordered = sorted(speeds, key=lambda name: -speeds[name])
         best = ordered[0]
-        others = [f"{speeds[best] / speeds[name]:.2f} x {name} ({shown(speeds[name])})" for name in ordered[1:]]
-        yield f"{best} is the fastest: {shown(speeds[best])} images/s, {', '.join(others)}."
+        others = [f"{speeds[best] / speeds[name]:.2f} x {name} ({format_number(speeds[name])})" for name in ordered[1:]]
+        yield f"{best} is the fastest: {format_number(speeds[best])} images/s, {', '.join(others)}."
     if emulated := [name for name in named if name not in real]:
         yield (
-            f"Emulated, all ranks in one process: {', '.join(emulated)}. "
-            "Speed and memory of that say nothing of real devices, and are not compared."
+            f"Emulated, with all ranks in one process: {', '.join(emulated)}. "
+            "Their speed and memory say nothing about real devices and are not compared."
         )
     scores = {name: run.evaluations[-1].top1 for name, run in named.items() if run.evaluations}
     if len(scores) > 1:
         best = max(scores, key=lambda name: scores[name])
         rest = ", ".join(f"{name} {score:.1%}" for name, score in scores.items() if name != best)
-        yield f"The best top-1 at the end has {best}: {scores[best]:.1%} (the others: {rest})."
+        yield f"{best} has the best top-1 at the end: {scores[best]:.1%} (others: {rest})."
     for name, run in named.items():
-        if told := " ".join((*where_it_began(run), *(where_time_went(run) if name in real else ()))):
-            yield f"{name}: {told[0].lower()}{told[1:]}"
+        if text := " ".join((*resume_sentence(run), *(busy_sentences(run) if name in real else ()))):
+            yield f"{name}: {text[0].lower()}{text[1:]}"
     unfinished = [name for name, run in named.items() if run.summary is None]
     if unfinished:
         yield f"Not finished: {', '.join(unfinished)}."
-    yield "Each is one run, so small differences may be chance; stagewright bench repeats and gives intervals."
+    yield "Each is a single run, so small differences may be chance; stagewright bench repeats and gives intervals."
 
 
 def _bars(named: dict[str, Run]) -> Iterator[Bar]:
@@ -101,8 +100,8 @@ def _overview(named: dict[str, Run]) -> Table:
             (
                 name,
                 str(run.steps[-1].batch + 1) if run.steps else "0",
-                seconds(run.steps[-1].seconds) if run.steps else "-",
-                shown(speed) if speed and not run.is_emulated else "-",
+                format_seconds(run.steps[-1].seconds) if run.steps else "-",
+                format_number(speed) if speed and not run.is_emulated else "-",
                 f"{run.steps[-1].loss:.4g}" if run.steps else "-",
                 f"{last.loss:.4g}" if last else "-",
                 f"{last.top1:.1%}" if last else "-",
@@ -114,9 +113,9 @@ def _overview(named: dict[str, Run]) -> Table:
 
 
 def _configurations(named: dict[str, Run]) -> Table:
-    """What is configured, a column a run; rows that differ come first."""
+    """The configurations, one column per run; rows that differ come first."""
     tables = {name: {row[0]: row[1] for row in configuration(run).rows} for name, run in named.items()}
     keys = list(dict.fromkeys(key for table in tables.values() for key in table))
     keys.sort(key=lambda key: len({table.get(key) for table in tables.values()}) == 1)
     rows = tuple((key, *(table.get(key, "-") for table in tables.values())) for key in keys)
-    return Table("Configurations", ("what", *tables), rows, "What differs comes first.")
+    return Table("Configurations", ("what", *tables), rows, "Rows that differ come first.")

@@ -1,4 +1,4 @@
-"""A report as one HTML file that works offline: styles and scripts inside, and nothing else may load."""
+"""A page as one HTML file that works offline: style and script are inside, and the policy lets nothing else load."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from stagewright.report.charts import (
     draw_bars,
     draw_curves,
     draw_stacks,
+    format_number,
+    format_seconds,
     is_numeric,
-    seconds,
-    shown,
     table_of,
     thinned,
 )
 from stagewright.report.page import Bars, Block, Curve, Curves, Listing, Page, Pipeline, Stacks, Summary, Table
-from stagewright.report.timeline import MOST_BARS, encode, newest
+from stagewright.report.timeline import MOST_BARS, encode, last_bars
 
-_MOST_POINTS = 400  # of a curve: more than a screen tells apart
-_ALL_POINTS = 5000  # of a page's curves: with the bars of its timelines they keep it below a megabyte
-_NARROW = 5  # columns
+_MOST_POINTS = 400  # per curve: a screen can't show more
+_ALL_POINTS = 5000  # of all curves of a page: with the bars of its timelines it stays below a megabyte
+_NARROW = 5  # columns of a table that takes half the width
 _HINTS = (
-    "Drag to move, pinch or turn the wheel to zoom, touch a bar or point at it to read it. By keyboard: arrows to "
-    "move, + and - to zoom, 0 for the whole; full stop and comma from bar to bar, up and down from rank to rank."
+    "Drag to move, pinch or turn the wheel to zoom, touch or point at a bar to read it. By keyboard: arrows to move, "
+    "+ and - to zoom, 0 to show all; full stop and comma go from bar to bar, up and down from rank to rank."
 )
 _HATCH = (  # what predicted bars are filled with
     '<svg width="0" height="0" class="defined" aria-hidden="true"><pattern id="hatch" width="8" height="8" '
@@ -41,7 +41,7 @@ _HATCH = (  # what predicted bars are filled with
 
 
 def as_html(page: Page, *, poll: float | None = None) -> str:
-    """The whole page; with `poll`, one that asks its own server for news every so many seconds."""
+    """The whole page; with `poll`, one that asks its own server for updates every so many seconds."""
     style = _asset("page.css")
     scripts = [_asset("timeline.js"), _asset("page.js"), *([_asset("live.js")] if poll else [])]
     script = "\n".join(scripts)
@@ -54,7 +54,7 @@ def as_html(page: Page, *, poll: float | None = None) -> str:
         if not isinstance(block, Summary)
     )
     wait = f' data-poll="{poll:g}"' if poll else ""
-    alone = "It asks this machine for news, and nobody else." if poll else "It is one file and loads nothing."
+    requests = "It requests updates from this machine only." if poll else "It is one file and loads nothing."
     return (
         f'<!doctype html>\n<html lang="en"{wait}>\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">\n'
@@ -64,13 +64,13 @@ def as_html(page: Page, *, poll: float | None = None) -> str:
         f'<body>\n{_HATCH}<a class="skip" href="#main">Skip to the report</a>\n<header><h1>{escape(page.title)}</h1>'
         f'<nav aria-label="Parts of this report">{links}</nav></header>\n<main id="main">\n'
         + "\n".join(sections)
-        + f"\n</main>\n<footer>Stagewright made this page. {alone}</footer>\n"
+        + f"\n</main>\n<footer>Stagewright made this page. {requests}</footer>\n"
         f"<script>{script}</script>\n</body>\n</html>\n"
     )
 
 
 def _sized(blocks: Sequence[Block]) -> Iterator[Block]:
-    """The blocks with as many points and bars as a page should hold: all of them, but of the largest pages."""
+    """The blocks, with fewer points and bars where a page would become too large."""
     curves = sum(len(block.curves) for block in blocks if isinstance(block, Curves))
     points = max(8, min(_MOST_POINTS, _ALL_POINTS // max(1, curves)))
     bars = MOST_BARS // max(1, sum(isinstance(block, Pipeline) for block in blocks))
@@ -79,13 +79,13 @@ def _sized(blocks: Sequence[Block]) -> Iterator[Block]:
             few = tuple(Curve(curve.label, thinned(curve.points, points)) for curve in block.curves)
             yield replace(block, curves=few)
         elif isinstance(block, Pipeline):
-            yield replace(block, timeline=newest(block.timeline, bars), total=len(block.timeline.spans))
+            yield replace(block, timeline=last_bars(block.timeline, bars), total=len(block.timeline.spans))
         else:
             yield block
 
 
 def content_policy(style: str, script: str, *, is_live: bool = False) -> str:
-    """Only this page's own style and script, by their hashes, and no request; a live page may ask its own origin."""
+    """Allow this page's own style and script, by hash, and no requests; a live page may ask its own origin."""
     connect = "; connect-src 'self'" if is_live else ""
     return (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; "
@@ -102,7 +102,7 @@ def _asset(name: str) -> str:
 
 
 def _halves(blocks: Sequence[Block]) -> set[int]:
-    """Narrow tables that follow each other, by two: a wide screen has room for both."""
+    """The numbers of narrow tables that follow each other in pairs: a wide screen shows both side by side."""
     halves: set[int] = set()
     for number, (block, following) in enumerate(pairwise(blocks)):
         if number not in halves and all(
@@ -116,7 +116,7 @@ def _section(block: Block, number: int, is_half: bool) -> str:
     part = f"part-{number}"
     if isinstance(block, Summary):
         lines = "".join(f"<p>{escape(line)}</p>" for line in block.lines)
-        return f'<section id="{part}" class="verdict" aria-label="Summary">{lines}</section>'
+        return f'<section id="{part}" class="summary" aria-label="Summary">{lines}</section>'
     title = f'<h2 id="{part}-title">{escape(block.title)}</h2>'
     half = ' class="half"' if is_half else ""
     return f'<section id="{part}"{half} aria-labelledby="{part}-title">{title}{_body(block, part)}</section>'
@@ -140,7 +140,7 @@ def _body(block: Table | Bars | Stacks | Curves | Pipeline | Listing, part: str)
 
 
 def _figure(drawn: str, block: Bars | Stacks | Curves | Pipeline, part: str, about: str) -> str:
-    """A picture, what it shows in words, and its numbers."""
+    """A drawing, its description in words, and its numbers."""
     return (
         f'<figure role="group" aria-labelledby="{part}-title" aria-describedby="{part}-about">{drawn}'
         f'<figcaption id="{part}-about">{escape(about)}</figcaption></figure>{_numbers(table_of(block), part)}'
@@ -183,8 +183,8 @@ def _pipeline(block: Pipeline, part: str) -> str:
     how = "Predicted" if block.is_predicted else "Measured"
     bars = f"{len(timeline.spans):,} bars"
     if block.total > len(timeline.spans):
-        bars = f"the last {bars} of {block.total:,}; the trace has all"
-    about = f"{how}: {len(block.ranks)} ranks over {seconds(timeline.end)}, {bars}."
+        bars = f"the last {bars} of {block.total:,}; the trace has them all"
+    about = f"{how}: {len(block.ranks)} ranks over {format_seconds(timeline.end)}, {bars}."
     buttons = "".join(
         f'<button type="button" data-does="{does}" aria-label="{label}">{sign}</button>'
         for does, label, sign in (
@@ -192,7 +192,7 @@ def _pipeline(block: Pipeline, part: str) -> str:
             ("out", "Zoom out", "\N{MINUS SIGN}"),
             ("left", "Earlier", "◀"),
             ("right", "Later", "▶"),
-            ("whole", "Show the whole", "Whole"),
+            ("whole", "Show all", "All"),
         )
     )
     drawn = (
@@ -220,13 +220,13 @@ def _about_bars(bars: Bars) -> str:
 
 
 def _about_curve(curve: Curve) -> str:
-    """Its ends, and its extremes where they look different from those."""
-    ends = [shown(curve.points[0].y), shown(curve.points[-1].y)]
-    told = f"first {ends[0]}, last {ends[1]}"
+    """The ends of a curve, and its extremes where they differ from the ends."""
+    ends = [format_number(curve.points[0].y), format_number(curve.points[-1].y)]
+    text = f"first {ends[0]}, last {ends[1]}"
     if known := [point.y for point in curve.points if math.isfinite(point.y)]:
-        for name, extreme in (("lowest", shown(min(known))), ("highest", shown(max(known)))):
-            told += f", {name} {extreme}" if extreme not in ends else ""
-    return told
+        for name, extreme in (("lowest", format_number(min(known))), ("highest", format_number(max(known)))):
+            text += f", {name} {extreme}" if extreme not in ends else ""
+    return text
 
 
 def _about_curves(curves: Curves) -> str:

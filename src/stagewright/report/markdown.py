@@ -1,18 +1,18 @@
-"""A report as Markdown, for a repository, a forum or a diff."""
+"""A page as Markdown, for a repository, a forum or a diff."""
 
 from __future__ import annotations
 
 import re
 
-from stagewright.report.charts import is_numeric, seconds, table_of, thinned
+from stagewright.report.charts import format_seconds, is_numeric, table_of, thinned
 from stagewright.report.page import Block, Curve, Curves, Listing, Page, Pipeline, Summary, Table
 
-_MOST_POINTS = 12  # of a curve: the page with pictures has them all
+_MOST_POINTS = 12  # per curve: the HTML page has them all
 _SPECIAL = re.compile(r"[\\`*\[\]<>|&#~$]|(?<!\w)_|_(?!\w)")
 
 
 def as_markdown(page: Page) -> str:
-    """The whole page; every figure becomes the table behind it."""
+    """The whole page; every figure becomes a table of its numbers."""
     return "\n\n".join([f"# {_plain(page.title)}", *(_block(block) for block in page.blocks)]) + "\n"
 
 
@@ -37,7 +37,7 @@ def _shorter(curves: Curves) -> Curves:
 
 def _about(pipeline: Pipeline) -> str:
     how = "Predicted" if pipeline.is_predicted else "Measured"
-    return f"\n\n{how} over {seconds(pipeline.timeline.end)}; the page beside this file draws it."
+    return f"\n\n{how} over {format_seconds(pipeline.timeline.end)}; the HTML page beside this file draws it."
 
 
 def _table(table: Table) -> str:
@@ -59,5 +59,5 @@ def _row(cells: tuple[str, ...]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text that no reader of Markdown takes for anything else, on one line."""
+    """Text on one line, escaped so that Markdown shows it as it is."""
     return _SPECIAL.sub(lambda match: f"\\{match[0]}", " ".join(text.split()))

@@ -1,4 +1,4 @@
-"""What a report says, as blocks in reading order; `markdown` and `html` draw the same page."""
+"""A page: the blocks of a report in reading order, as values that `markdown` and `html` both draw."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from stagewright.metrics import Timeline
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a reader should take away, a sentence a line."""
+    """What a reader should take away, one sentence per line."""
 
     lines: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text; numbers stand right."""
+    """Rows of text; columns of numbers are right-justified."""
 
     title: str
     columns: tuple[str, ...]
@@ -26,7 +26,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One value with its 95 % interval, where it has one."""
+    """One value, with its 95 % interval where it has one."""
 
     label: str
     value: float
@@ -38,7 +38,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Values of one unit, one below the other."""
+    """Values of one unit, drawn one below the other."""
 
     title: str
     unit: str
@@ -65,7 +65,7 @@ class Stacks:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One point of a curve, with its interval, where it has one."""
+    """One point of a curve, with its interval where it has one."""
 
     x: float
     y: float
@@ -84,25 +84,25 @@ class Curves:
     """Curves over one axis: losses, accuracies, utilisation over time."""
 
     title: str
-    x: str  # what the axes are, with units
+    x: str  # labels of the axes, with units
     y: str
     curves: tuple[Curve, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A timeline, one row a rank."""
+    """A timeline, one row per rank."""
 
     title: str
     timeline: Timeline
-    ranks: tuple[str, ...]  # a label each
+    ranks: tuple[str, ...]  # one label per rank
     is_predicted: bool = False
-    total: int = 0  # bars of the whole, where these are only the last of them
+    total: int = 0  # bars of the whole timeline, where only the last are shown
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Text as it is: a command, a topology matrix."""
+    """Preformatted text: a command, a topology matrix."""
 
     title: str
     text: str

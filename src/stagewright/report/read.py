@@ -1,4 +1,4 @@
-"""A run as its folder tells it: plain JSON, lines that may be torn, files that may be missing."""
+"""Reads a run folder into a `Run`: lines may be torn and files missing; what can't be read is left out."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from stagewright import events
 from stagewright.events import Evaluated, GpuUsage, RankUsage, Replaced, Restarted, Resumed, Saved, Step, Usage
 from stagewright.metrics import Timeline
 
-_MOST_COUNT, _MOST_SIZE = 2**63, 1e300  # beyond them arithmetic on figures overflows
-_OF_PLANS: dict[str, Any] = {
+_MOST_COUNT, _MOST_SIZE = 2**63, 1e300  # beyond these, arithmetic overflows
+_PLAN_FIELDS: dict[str, Any] = {
     "mode": str,
     "placement": str,
     "batch": int,
@@ -25,21 +25,21 @@ _OF_PLANS: dict[str, Any] = {
     "versions": list[int],
     "depths": list[int],
 }
-_FAULTS = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)  # of content not as it should be
+_BAD_CONTENT = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
 
 
 @dataclass(frozen=True, slots=True)
 class RankMap:
-    """Which ranks carry which stage, and what a person calls them."""
+    """Which ranks each stage has, and how a report names them."""
 
     labels: tuple[str, ...]  # one per rank
-    stages: tuple[tuple[int, ...], ...]
+    stages: tuple[tuple[int, ...], ...]  # the ranks of each stage
     devices: tuple[str, ...]  # of each stage, as the placement writes them
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Everything that a report may say of a run; what its folder lacks is empty or None."""
+    """Everything that a report needs from a run folder; what the folder lacks is empty or None."""
 
     folder: Path
     rank_map: RankMap
@@ -47,16 +47,16 @@ class Run:
     config: dict[str, Any]
     environment: dict[str, Any]
     summary: dict[str, Any] | None
-    batches: int | None  # that it was to train
+    batches: int | None  # to train in total
     steps: tuple[Step, ...]
     evaluations: tuple[Evaluated, ...]
     restarts: tuple[Restarted, ...]
-    resumes: tuple[Resumed, ...]  # from which checkpoints it went on
+    resumes: tuple[Resumed, ...]  # one for each time that it was resumed
     replaced: int
-    saved: tuple[int, ...]  # batches after which there is a checkpoint
-    uses: tuple[tuple[Usage, ...], ...]  # of each machine whose monitor is there
+    saved: tuple[int, ...]  # batches after which a checkpoint was saved
+    usage: tuple[tuple[Usage, ...], ...]  # samples of each machine that has a monitor's file
     timeline: Timeline | None
-    memory: tuple[dict[str, float], ...] | None  # bytes by part and rank, by the planner's model
+    memory: tuple[dict[str, float], ...] | None  # bytes by part, of each rank, as the planner predicts
 
     @property
     def name(self) -> str:
@@ -81,22 +81,22 @@ class Run:
 
     @property
     def start(self) -> int:
-        """The batch that it last went on from."""
+        """The batch that it was last resumed from."""
         return self.resumes[-1].batch if self.resumes else 0
 
     @property
     def own_steps(self) -> tuple[Step, ...]:
-        """Those of the plan that it has now: since it last went on from a checkpoint."""
+        """The steps since it was last resumed: those of its current plan."""
         return tuple(step for step in self.steps if step.batch >= self.start)
 
     @property
     def own_usage(self) -> tuple[Usage, ...]:
-        """What all machines used for the plan that it has now."""
-        return tuple(use for uses in self.uses for use in uses if use.start == self.start)
+        """The samples of all machines since it was last resumed."""
+        return tuple(sample for samples in self.usage for sample in samples if sample.start == self.start)
 
     @property
     def images_per_second(self) -> float | None:
-        """The summary's, or of a run without one that of its steps, but the first two."""
+        """From the summary; of a run without one, from its steps except the first two."""
         if self.summary is not None:
             return as_number(self.summary.get("images_per_second"))
         steady = self.own_steps[2:]
@@ -112,7 +112,7 @@ class Run:
         return is_emulated(self.config)
 
     def label(self, rank: int) -> str:
-        """What a process that the monitor saw is called: the rank that it is, or all of them."""
+        """The name of a process that the monitor saw: its rank, or all ranks of an emulated run."""
         if self.is_emulated:
             return "all ranks, one process"
         return self.rank_map.labels[rank] if rank < len(self.rank_map.labels) else f"rank {rank}"
@@ -124,13 +124,13 @@ class Run:
 
 
 def is_emulated(config: dict[str, Any]) -> bool:
-    """Whether a configuration has all ranks in one process."""
+    """Whether a configuration runs all ranks in one process."""
     run = config.get("run")
     return isinstance(run, dict) and run.get("emulate") is True
 
 
 def read_run(folder: Path, rank_map: RankMap) -> Run:
-    """All that the files of a run folder say."""
+    """Read all files of a run folder."""
     records = list(read_records(folder / "metrics.jsonl"))
     summary = read_object(folder / "summary.json")
     return Run(
@@ -147,38 +147,38 @@ def read_run(folder: Path, rank_map: RankMap) -> Run:
         resumes=tuple(record for record in records if isinstance(record, Resumed)),
         replaced=sum(isinstance(record, Replaced) for record in records),
         saved=tuple(record.batch for record in records if isinstance(record, Saved)),
-        uses=tuple(filter(None, (tuple(read_usage(path)) for path in sorted(folder.glob("monitor*.jsonl"))))),
+        usage=tuple(filter(None, (tuple(read_usage(path)) for path in sorted(folder.glob("monitor*.jsonl"))))),
         timeline=_read_timeline(folder / "trace.json"),
         memory=_read_memory(folder / "memory.json"),
     )
 
 
 def read_records(path: Path) -> Iterator[Any]:
-    """The records of a journal; a line that is torn or strange is left out."""
+    """The records of metrics.jsonl; torn and unknown lines are left out."""
     return filter(None, map(as_record, read_lines(path)))
 
 
 def as_record(fields: dict[str, Any]) -> Any:
-    """A line of metrics.jsonl as a value; None where it is none, or its values are of other types."""
+    """A line of metrics.jsonl as an event; None where its kind is unknown or a value has a wrong type."""
     try:
         record = events.as_record(fields)
-    except _FAULTS:
+    except _BAD_CONTENT:
         return None
     return record if _is_sound(record) else None
 
 
 def read_usage(path: Path) -> Iterator[Usage]:
-    """The moments of a monitor."""
+    """The samples of a monitor's file; torn lines are left out."""
     return filter(None, map(as_usage, read_lines(path)))
 
 
 def as_usage(fields: dict[str, Any]) -> Usage | None:
-    """A line of monitor.jsonl as a value; None where it is none."""
+    """A line of monitor.jsonl as a sample; None where a value is missing or has a wrong type."""
     try:
         gpus = tuple(_as_gpu(gpu) for gpu in fields["gpus"])
         ranks = tuple(RankUsage(**rank) for rank in fields["ranks"])
         use = Usage(fields["seconds"], fields["cores"], fields["memory"], gpus, ranks, fields.get("start", 0))
-    except _FAULTS:
+    except _BAD_CONTENT:
         return None
     return use if all(map(_is_sound, (use, *gpus, *ranks))) else None
 
@@ -189,7 +189,7 @@ def _as_gpu(fields: dict[str, Any]) -> GpuUsage:
 
 
 def _is_sound(record: Any) -> bool:
-    """Whether every field holds what its type says; a loss may be endless or no number, as of a run that diverged."""
+    """Whether every field holds its type; a loss may be infinite or NaN, as in a run that diverged."""
     return all(
         _fits(value := getattr(record, name), hint) or (name == "loss" and isinstance(value, float))
         for name, hint in _hints(record.__class__).items()
@@ -202,7 +202,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Whether a value is of a type: counts are whole and not negative, other numbers finite, lists as tuples."""
+    """Whether a value has a type: integers are counts (not negative), floats finite, and lists may stand for tuples."""
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST_SIZE
     if hint is int:
@@ -215,7 +215,7 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file of JSON lines; none where there is no file."""
+    """The objects of a file of JSON lines, without torn lines; nothing where the file is missing."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:
@@ -230,19 +230,19 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_plan_fields(folder: Path) -> dict[str, Any]:
-    """What a run's plan.json says; fields of other types than a plan's are left out."""
+    """The fields of plan.json; those of a wrong type are left out."""
     found = read_object(folder / "plan.json") or {}
-    return {name: value for name, value in found.items() if _fits(value, _OF_PLANS.get(name, object))}
+    return {name: value for name, value in found.items() if _fits(value, _PLAN_FIELDS.get(name, object))}
 
 
 def read_batches(folder: Path) -> int | None:
-    """How many batches a run is to train, where its job.json says."""
+    """How many batches a run is to train, by its job.json; None where unknown."""
     batches = (read_object(folder / "job.json") or {}).get("batches")
     return batches if _fits(batches, int) else None
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """A JSON object; None where there is none, or none that is whole."""
+    """A JSON object; None where the file is missing or damaged."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -251,7 +251,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def read_tables(path: Path) -> dict[str, Any]:
-    """A TOML file; empty where there is none, or none that is whole."""
+    """A TOML file; empty where it is missing or damaged."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -262,7 +262,7 @@ def _read_timeline(path: Path) -> Timeline | None:
     trace = read_object(path)
     try:
         timeline = None if trace is None else Timeline.of_trace(trace)
-    except _FAULTS:
+    except _BAD_CONTENT:
         return None
     return timeline if timeline is not None and all(map(_is_sound, timeline.spans)) else None
 
@@ -272,11 +272,11 @@ def _read_memory(path: Path) -> tuple[dict[str, float], ...] | None:
     try:
         parts = found["ranks"] if found else None
         ranks = tuple({str(name): float(size) for name, size in rank.items()} for rank in parts or ())
-    except _FAULTS:
+    except _BAD_CONTENT:
         return None
     return ranks if ranks and all(_fits(size, float) for rank in ranks for size in rank.values()) else None
 
 
 def as_number(value: object) -> float | None:
-    """A finite number; None where it is none."""
+    """A finite number; None for anything else."""
     return float(value) if isinstance(value, int | float) and _fits(value, float) else None

@@ -1,4 +1,4 @@
-"""What a run was: its configuration, plan, epochs, environment, topology and command, as tables and listings. What a run used of its machines, over time and in total."""
+"""The sections of a run's page: configuration, stages, memory, epochs, environment and usage of the machines."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from functools import partial
 from typing import Any
 
 from stagewright.events import GpuUsage, Usage
-from stagewright.report.charts import seconds, shown
+from stagewright.metrics import GIB, MIB
+from stagewright.report.charts import format_number, format_seconds
 from stagewright.report.page import Block, Curve, Curves, Listing, Point, Stack, Stacks, Table
 from stagewright.report.read import Run
 from stagewright.report.summary import peak_memory
 
-_MIB, _GIB = 2**20, 2**30
 _MOST_EPOCHS = 100
+_MOST_CURVES = 16
+_MOST_SAMPLES = 2000  # that curves are drawn from; totals count all
 _CONFIGURED = (
     ("model", "model", "name"),
     ("data", "data", "source"),
@@ -33,7 +35,7 @@ _CONFIGURED = (
 
 
 def configuration(run: Run) -> Table:
-    """What a reader must know to compare the run with another."""
+    """What a reader must know to compare the run with another one."""
     rows = [
         (label, str(run.section(section)[name]))
         for label, section, name in _CONFIGURED
@@ -52,7 +54,7 @@ def configuration(run: Run) -> Table:
 
 
 def stages(run: Run) -> Table:
-    """The plan and the memory of each stage: of its rank that holds most, where ranks are processes."""
+    """The plan and the memory of each stage: that of its fullest rank, where ranks are processes."""
     peaks = {} if run.is_emulated else peak_memory(run)
     cuts = run.plan.get("cuts") or []
     rows = []
@@ -65,13 +67,13 @@ def stages(run: Run) -> Table:
             *(_of_stage(run, name, stage) for name in ("versions", "depths")),
         ]
         if run.memory:
-            modelled = [sum(run.memory[rank].values()) for rank in ranks if rank < len(run.memory)]
-            row.append(shown(max(modelled) / _MIB) if modelled else "-")
+            predicted = [sum(run.memory[rank].values()) for rank in ranks if rank < len(run.memory)]
+            row.append(format_number(max(predicted) / MIB) if predicted else "-")
         if peaks:
             known = [peaks[rank] for rank in ranks if rank in peaks]
-            row.append(shown(max(known) / _MIB) if known else "-")
+            row.append(format_number(max(known) / MIB) if known else "-")
         rows.append(tuple(row))
-    extra = [("memory MiB, by the model", run.memory), ("peak MiB, measured", peaks)]
+    extra = [("memory MiB, predicted", run.memory), ("peak MiB, measured", peaks)]
     columns = ("stage", "devices", "from", "versions", "depth", *(name for name, known in extra if known))
     return Table("Stages", columns, tuple(rows))
 
@@ -82,27 +84,27 @@ def _of_stage(run: Run, name: str, stage: int) -> str:
 
 
 def memory(run: Run) -> Iterator[Block]:
-    """Memory by part and rank, and what the monitor saw beside it."""
+    """Predicted memory by part and rank, and the peaks that the monitor measured."""
     peaks = peak_memory(run)
     if run.memory:
         stacks = tuple(
-            Stack(label, tuple((name, size / _MIB) for name, size in parts.items() if size))
+            Stack(label, tuple((name, size / MIB) for name, size in parts.items() if size))
             for label, parts in zip(run.rank_map.labels, run.memory, strict=False)
         )
-        yield Stacks("Memory by part, by the planner's model", "MiB", stacks)
+        yield Stacks("Memory by part, predicted", "MiB", stacks)
     if peaks:
-        held = any(rank.torch_memory is not None for use in run.own_usage for rank in use.ranks)
+        held = any(rank.torch_memory is not None for sample in run.own_usage for rank in sample.ranks)
         title = (
-            "Memory, measured peak: what torch held"
+            "Memory, measured peak: allocated by torch"
             if held
-            else "Memory, measured peak: resident, with Python and torch"
+            else "Memory, measured peak: resident, including Python and torch"
         )
-        stacks = tuple(Stack(run.label(rank), (("peak", size / _MIB),)) for rank, size in sorted(peaks.items()))
+        stacks = tuple(Stack(run.label(rank), (("peak", size / MIB),)) for rank, size in sorted(peaks.items()))
         yield Stacks(title, "MiB", stacks)
 
 
 def epochs(run: Run) -> Table | None:
-    """How long each epoch took, pauses left out."""
+    """How long each epoch took, without pauses."""
     grouped: dict[int, list[Any]] = {}
     for step in run.steps:
         grouped.setdefault(step.epoch, []).append(step)
@@ -111,15 +113,15 @@ def epochs(run: Run) -> Table | None:
         spent = sum(run.batch / step.images_per_second for step in steps if step.images_per_second > 0)
         rate = len(steps) * run.batch / spent if spent else 0.0
         mean = sum(step.loss for step in steps) / len(steps)
-        rows.append((str(epoch + 1), str(len(steps)), seconds(spent), shown(rate), f"{mean:.4g}"))
+        rows.append((str(epoch + 1), str(len(steps)), format_seconds(spent), format_number(rate), f"{mean:.4g}"))
     left_out = max(0, len(rows) - _MOST_EPOCHS)
-    note = f"{left_out:,} epochs before these are left out; metrics.jsonl has their steps." if left_out else ""
+    note = f"The first {left_out:,} epochs are left out; metrics.jsonl has their steps." if left_out else ""
     columns = ("epoch", "steps", "time", "images/s", "mean loss")
     return Table("Epochs", columns, tuple(rows[left_out:]), note) if rows else None
 
 
 def environment(run: Run) -> Iterator[Block]:
-    """The machine and its software, how its GPUs reach each other, and the command."""
+    """The machine and its software, the connections of its GPUs, and the command."""
     rows = tuple(
         _flat("", {name: value for name, value in run.environment.items() if name not in ("command", "topology")})
     )
@@ -150,7 +152,7 @@ def _matrix(rows: list[list[str]]) -> str:
 
 
 def _flat(before: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Nested facts as rows; what is not known is left out."""
+    """Nested values as rows; unknown ones are left out."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _flat(f"{before}, {name}" if before else str(name).replace("_", " "), inner)
@@ -159,66 +161,63 @@ def _flat(before: str, value: Any) -> Iterator[tuple[str, str]]:
             yield from _flat(f"{before} {index}", inner)
     elif value is not None:
         is_size = before.endswith("memory") and isinstance(value, int)
-        yield before, f"{value / _GIB:.1f} GiB" if is_size else str(value)
-
-
-_MOST_CURVES = 16
-_MOST_MOMENTS = 2000  # that curves are drawn from; totals are over all
-_MIB = 2**20
+        yield before, f"{value / GIB:.1f} GiB" if is_size else str(value)
 
 
 def usage_blocks(run: Run) -> Iterator[Block]:
-    """Cores and GPUs over time, then totals; nothing where no monitor looked on."""
-    for number, all_uses in enumerate(run.uses):
-        uses = all_uses[:: 1 + len(all_uses) // _MOST_MOMENTS]
-        where = f", machine {number}" if len(run.uses) > 1 else ""
-        ranks = sorted({rank.rank for use in uses for rank in use.ranks})
-        cores = [Curve(run.label(rank), _points(uses, partial(_cores, rank=rank))) for rank in ranks[:_MOST_CURVES]]
-        whole = Curve("everything on the machine", _points(uses, lambda use: use.cores))
-        if len(uses) > 1:
+    """Cores and GPUs over time, then totals; nothing for a run without a monitor."""
+    for number, every in enumerate(run.usage):
+        samples = every[:: 1 + len(every) // _MOST_SAMPLES]
+        where = f", machine {number}" if len(run.usage) > 1 else ""
+        ranks = sorted({rank.rank for sample in samples for rank in sample.ranks})
+        cores = [Curve(run.label(rank), _points(samples, partial(_cores, rank=rank))) for rank in ranks[:_MOST_CURVES]]
+        whole = Curve("everything on the machine", _points(samples, lambda sample: sample.cores))
+        if len(samples) > 1:
             yield Curves(f"Cores kept busy{where}", "seconds", "cores", (*cores, whole))
-        yield from _gpu_blocks(uses, where)
-        if any(use.gpus for use in all_uses):
-            yield _gpu_table(all_uses, where)
+        yield from _gpu_blocks(samples, where)
+        if any(sample.gpus for sample in every):
+            yield _gpu_table(every, where)
 
 
-def _gpu_blocks(uses: Sequence[Usage], where: str) -> Iterator[Block]:
-    indices = sorted({gpu.index for use in uses for gpu in use.gpus})
+def _gpu_blocks(samples: Sequence[Usage], where: str) -> Iterator[Block]:
+    indices = sorted({gpu.index for sample in samples for gpu in sample.gpus})
     for title, y, read in (
         ("GPU utilisation", "% of the time", lambda gpu: None if gpu.utilisation is None else 100 * gpu.utilisation),
-        ("GPU memory in use", "MiB", lambda gpu: None if gpu.memory is None else gpu.memory / _MIB),
+        ("GPU memory in sample", "MiB", lambda gpu: None if gpu.memory is None else gpu.memory / MIB),
         ("GPU power", "watts", lambda gpu: gpu.power),
     ):
         curves = tuple(
-            Curve(f"GPU {index}", _points(uses, partial(_of_gpu, index=index, read=read)))
+            Curve(f"GPU {index}", _points(samples, partial(_of_gpu, index=index, read=read)))
             for index in indices[:_MOST_CURVES]
         )
         if any(len(curve.points) > 1 for curve in curves):
             yield Curves(f"{title}{where}", "seconds", y, curves)
 
 
-def _gpu_table(uses: Sequence[Usage], where: str) -> Table:
-    indices = sorted({gpu.index for use in uses for gpu in use.gpus})
+def _gpu_table(samples: Sequence[Usage], where: str) -> Table:
+    indices = sorted({gpu.index for sample in samples for gpu in sample.gpus})
     return Table(
         f"GPUs over the run{where}",
-        ("GPU", "utilisation", "peak MiB", "watts", "kJ", "hottest", "slowed down by", "others"),
-        tuple(_gpu_row(uses, index) for index in indices),
-        "Utilisation and watts are means over the moments that the monitor looked; others: processes not of this run.",
+        ("GPU", "utilisation", "peak MiB", "watts", "kJ", "hottest", "throttled by", "others"),
+        tuple(_gpu_row(samples, index) for index in indices),
+        "Utilisation and watts are means over the monitor's samples; others: processes that are not of this run.",
     )
 
 
-def _gpu_row(uses: Sequence[Usage], index: int) -> tuple[str, ...]:
-    seen = [gpu for use in uses for gpu in use.gpus if gpu.index == index]
+def _gpu_row(samples: Sequence[Usage], index: int) -> tuple[str, ...]:
+    seen = [gpu for sample in samples for gpu in sample.gpus if gpu.index == index]
     utilisation, power = (_known(getattr(gpu, name) for gpu in seen) for name in ("utilisation", "power"))
-    memory, heat, energy = (_known(getattr(gpu, name) for gpu in seen) for name in ("memory", "temperature", "energy"))
+    memory, temperature, energy = (
+        _known(getattr(gpu, name) for gpu in seen) for name in ("memory", "temperature", "energy")
+    )
     reasons = sorted({reason for gpu in seen for reason in gpu.throttled})
     return (
         str(index),
         f"{sum(utilisation) / len(utilisation):.0%}" if utilisation else "-",
-        shown(max(memory) / _MIB) if memory else "-",
+        format_number(max(memory) / MIB) if memory else "-",
         f"{sum(power) / len(power):.0f}" if power else "-",
         f"{(energy[-1] - energy[0]) / 1e3:.2f}" if len(energy) > 1 else "-",
-        f"{max(heat):.0f} °C" if heat else "-",
+        f"{max(temperature):.0f} °C" if temperature else "-",
         ", ".join(reasons) or "nothing",
         str(max(gpu.foreign for gpu in seen)),
     )
@@ -228,13 +227,13 @@ def _known(values: Iterator[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _points(uses: Sequence[Usage], read: Callable[[Usage], float | None]) -> tuple[Point, ...]:
-    return tuple(Point(use.seconds, value) for use in uses if (value := read(use)) is not None)
+def _points(samples: Sequence[Usage], read: Callable[[Usage], float | None]) -> tuple[Point, ...]:
+    return tuple(Point(sample.seconds, value) for sample in samples if (value := read(sample)) is not None)
 
 
-def _cores(use: Usage, rank: int) -> float | None:
-    return next((one.cores for one in use.ranks if one.rank == rank), None)
+def _cores(sample: Usage, rank: int) -> float | None:
+    return next((one.cores for one in sample.ranks if one.rank == rank), None)
 
 
-def _of_gpu(use: Usage, index: int, read: Callable[[GpuUsage], float | None]) -> float | None:
-    return next((read(gpu) for gpu in use.gpus if gpu.index == index), None)
+def _of_gpu(sample: Usage, index: int, read: Callable[[GpuUsage], float | None]) -> float | None:
+    return next((read(gpu) for gpu in sample.gpus if gpu.index == index), None)

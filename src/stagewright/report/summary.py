@@ -1,27 +1,27 @@
-"""A run in a few sentences: how fast, what its time went to, what it learnt, what went wrong."""
+"""A run in a few sentences: how fast it was, where its time went, what it learnt and what went wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from stagewright.report.charts import seconds, shown
+from stagewright.metrics import MIB
+from stagewright.report.charts import format_number, format_seconds
 from stagewright.report.page import Summary
 from stagewright.report.read import Run
-from stagewright.report.timeline import measure_busy
+from stagewright.report.timeline import busy_shares
 
-_FULL = 0.85  # computing so much of its time, a rank is what the others wait for
-_MIB = 2**20
+_BOTTLENECK = 0.85  # a rank that computes for this share of the time is what the others wait for
 
 
 def summarize_run(run: Run) -> Summary:
-    """What a reader should take away."""
+    """What a reader should take away from a run."""
     return Summary(
         (
             _outcome(run),
-            *where_it_began(run),
+            *resume_sentence(run),
             *_prediction(run),
-            *where_time_went(run),
+            *busy_sentences(run),
             *_learning(run),
             *_faults(run),
             *_machine(run),
@@ -35,29 +35,29 @@ def _outcome(run: Run) -> str:
     done = run.steps[-1].batch + 1
     own = run.own_steps
     speed = run.images_per_second
-    rate = f" at {shown(speed)} images/s" if speed else ""
+    rate = f" at {format_number(speed)} images/s" if speed else ""
     what = f"{run.model}, {run.mode} {run.shape}"
     if run.summary is not None and own:
         first = own[0].batch + 1
-        which = f"{done:,} steps" if first == 1 else f"steps {first:,}-{done:,}"
-        return f"{what}: {which} of {run.batch:,} images{rate}, in {seconds(_spent(run))}."
-    of = f" of {run.batches:,}" if run.batches else ""
-    return f"{what}: not finished; {done:,}{of} steps of {run.batch:,} images{rate} so far."
+        which = _count(done, "step") if first == 1 else f"steps {first:,}-{done:,}"
+        return f"{what}: {which} of {run.batch:,} images{rate}, in {format_seconds(_spent(run))}."
+    steps = f"{done:,} of {_count(run.batches, 'step')}" if run.batches else _count(done, "step")
+    return f"{what}: not finished; {steps} of {run.batch:,} images{rate} so far."
 
 
 def _spent(run: Run) -> float:
-    """Seconds that the run's own steps took."""
+    """Seconds that the steps since the last resume took."""
     before = len(run.steps) - len(run.own_steps)
     return run.steps[-1].seconds - (run.steps[before - 1].seconds if before else 0.0)
 
 
-def where_it_began(run: Run) -> Iterator[str]:
-    """What a run went on from, and which plans made the steps before."""
+def resume_sentence(run: Run) -> Iterator[str]:
+    """The checkpoint that a run was resumed from, and the plans of its earlier steps."""
     if not run.resumes:
         return
     checkpoint = Path(run.resumes[-1].checkpoint)
     others = dict.fromkeys(past.plan for past in run.resumes if past.plan != f"{run.mode} {run.shape}")
-    plans = f"; steps before were made under {', '.join(others)}" if others else ""
+    plans = f"; earlier steps ran under {', '.join(others)}" if others else ""
     yield f"Resumed from {checkpoint.parent.parent.name} at step {checkpoint.name}{plans}."
 
 
@@ -65,19 +65,19 @@ def _prediction(run: Run) -> Iterator[str]:
     speed, predicted = run.images_per_second, run.predicted
     if speed and predicted:
         if run.is_emulated:
-            yield f"Predicted for real devices are {shown(predicted)} images/s."
+            yield f"On real devices, {format_number(predicted)} images/s are predicted."
             return
         off = predicted / speed - 1
         word = "above" if off > 0 else "below"
-        yield f"Predicted were {shown(predicted)} images/s, {abs(off):.1%} {word} what was measured."
+        yield f"The prediction was {format_number(predicted)} images/s, {abs(off):.1%} {word} the measured speed."
 
 
-def where_time_went(run: Run) -> Iterator[str]:
-    """Which rank is the busiest, and what that means for the others."""
+def busy_sentences(run: Run) -> Iterator[str]:
+    """Which rank is busiest, and what that means for the others."""
     if run.is_emulated:
-        yield "All ranks ran in one process (--emulate), one after the other: the speed says nothing of real devices."
+        yield "All ranks ran in one process (--emulate): the speed says nothing about real devices."
         return
-    busy = measure_busy(run)
+    busy = busy_shares(run)
     if busy is None:
         return
     most = busy.busiest
@@ -86,13 +86,13 @@ def where_time_went(run: Run) -> Iterator[str]:
         yield f"The only rank computes {busy.shares[0]:.0%} of the time."
         return
     yield (
-        f"The busiest is {label}: it computes {busy.shares[most]:.0%} of the time; over all ranks "
-        f"{busy.bubble:.0%} of the time is not computing."
+        f"The busiest is {label}: it computes {busy.shares[most]:.0%} of the time. Over all ranks, "
+        f"{busy.bubble:.0%} of the time is not spent computing."
     )
-    if busy.shares[most] < _FULL:
-        yield "No rank is busy all the time: messages, data, or other processes hold the pipeline up."
+    if busy.shares[most] < _BOTTLENECK:
+        yield "No rank is busy all the time: messages, data or other processes delay the pipeline."
     elif busy.bubble > 0.2:
-        yield "The other ranks wait for it: give its stage more devices, or fewer layers."
+        yield "The other ranks wait for it: give its stage more devices or fewer layers."
 
 
 def _learning(run: Run) -> Iterator[str]:
@@ -110,42 +110,51 @@ def _faults(run: Run) -> Iterator[str]:
     skipped = (run.summary or {}).get("skipped_updates")
     if isinstance(skipped, list) and any(skipped):
         parts = [f"{count} of stage {stage}" for stage, count in enumerate(skipped) if count]
-        yield f"Updates that overflowed and were skipped: {', '.join(parts)}."
+        yield f"Updates skipped because of overflow: {', '.join(parts)}."
     if run.replaced:
-        yield f"{run.replaced:,} bad records were replaced; log.txt and metrics.jsonl name them."
+        yield f"Replaced {_count(run.replaced, 'bad record')}; log.txt and metrics.jsonl name which."
     if run.restarts:
         last = run.restarts[-1]
         times = "once" if len(run.restarts) == 1 else f"{len(run.restarts)} times"
-        yield f"Ranks had to start again {times}, last after step {last.batch:,}: {last.cause}"
+        yield f"Ranks had to be restarted {times}, last after step {last.batch:,}: {last.cause}"
 
 
 def _machine(run: Run) -> Iterator[str]:
-    """What the monitor saw that a reader should know before he trusts the figures."""
-    moments = run.own_usage
+    """What the monitor saw that a reader should know before trusting the numbers."""
+    samples = run.own_usage
     peaks = peak_memory(run)
     if peaks:
         rank = max(peaks, key=lambda rank: peaks[rank])
-        most = f"{shown(peaks[rank] / _MIB)} MiB"
+        most = f"{format_number(peaks[rank] / MIB)} MiB"
         if run.is_emulated:
-            yield f"The one process with all ranks held {most} at most."
+            yield f"The process with all ranks used at most {most}."
         else:
-            yield f"The most memory had {run.label(rank)}: {most}."
-    throttled = {(gpu.index, reason) for use in moments for gpu in use.gpus for reason in gpu.throttled}
+            yield f"{upper_first(run.label(rank))} used the most memory: {most}."
+    throttled = {(gpu.index, reason) for sample in samples for gpu in sample.gpus for reason in gpu.throttled}
     if throttled:
         parts = [f"GPU {index} ({reason})" for index, reason in sorted(throttled)]
-        yield f"Slowed down by themselves: {', '.join(parts)}."
-    if any(gpu.foreign for use in moments for gpu in use.gpus):
-        yield "Processes of others used the same GPUs meanwhile: repeat on a quiet machine."
+        yield f"Throttled: {', '.join(parts)}."
+    if any(gpu.foreign for sample in samples for gpu in sample.gpus):
+        yield "Other processes used the same GPUs meanwhile: repeat on an idle machine."
 
 
 def peak_memory(run: Run) -> dict[int, int]:
-    """The most bytes that each rank held: what torch held on its device where it told, else resident.
+    """The peak bytes of each rank: what torch held on its device where known, else resident memory.
 
     An emulated run is one process, which counts as rank 0.
     """
     peaks: dict[int, int] = {}
-    for use in run.own_usage:
-        for rank in use.ranks:
+    for sample in run.own_usage:
+        for rank in sample.ranks:
             held = rank.memory if rank.torch_memory is None else rank.torch_memory
             peaks[rank.rank] = max(peaks.get(rank.rank, 0), held)
     return peaks
+
+
+def upper_first(text: str) -> str:
+    """The text as the start of a sentence."""
+    return f"{text[:1].upper()}{text[1:]}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

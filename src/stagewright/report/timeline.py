@@ -1,7 +1,9 @@
-"""Where the time of a run went, read off its timeline. A timeline as a short text that the page's own script reads: numbers as differences, a few bytes a bar.
+"""Timelines of a run: which share of the time each rank computes, and the compact encoding that a page's script reads.
 
-Every bar is seven numbers: start since the bar before, duration, operation, and stage, microbatch, version and peer,
-each as the difference to the bar before in its lane. A name that is no action is looked up in a table of names."""
+The encoding takes a few bytes per bar. Every bar is seven numbers: start since the bar before, duration, operation, and
+stage, microbatch, version and peer, each as the difference to the bar before in its lane. A name that is not an action
+has an index into a table of names in place of the stage.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,19 @@ from stagewright.report.charts import KINDS, kind_of
 from stagewright.report.page import Curve, Curves, Point
 from stagewright.report.read import Run
 
-_WINDOWS = 60
-_LATE = 0.05  # of the whole: a rank that begins earlier has only waited for the pipeline to fill
-_NUMBERED = re.compile(r"[0-9]+[FB]([0-9]{1,15})@")
+MOST_BARS = 30_000  # of a page: half a megabyte of text
+_WINDOWS = 60  # points of a curve over time
+_LATE = 0.05  # of the whole timeline: a rank that begins earlier than that was only waiting for the pipeline to fill
+_LANES = ("compute", "transfer", "wait")
+_ABSENT = -1
+_ACTION = re.compile(r"([0-9]{1,9})([A-Z]{1,2})([0-9]{1,15})?(?:@([0-9]{1,15}))?(?:[<>]([0-9]{1,9}))?")
+_MICROBATCH = re.compile(r"[0-9]+[FB]([0-9]{1,15})@")
 _MOST_CURVES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Busy:
-    """Share of its time that each rank computed, while all of them trained."""
+class BusyShares:
+    """The share of the time that each rank computed, while all ranks were training."""
 
     shares: tuple[float, ...]
 
@@ -40,12 +46,12 @@ class Busy:
 
 
 def is_training(span: Span) -> bool:
-    """Whether a compute trains: the forwards of an evaluation have no version."""
+    """Whether a span is computation of training: the forwards of an evaluation have no version."""
     return span.lane == "compute" and (span.kind != "F" or "@" in span.name)
 
 
-def measure_busy(run: Run) -> Busy | None:
-    """From when every rank had begun to train until the first had ended, without pauses; None without a timeline."""
+def busy_shares(run: Run) -> BusyShares | None:
+    """Measured from the last rank's start to the first rank's end, without pauses; None without a timeline."""
     ranks = len(run.rank_map.labels)
     by_rank: list[list[Span]] = [[] for _ in range(ranks)]
     for span in run.timeline.spans if run.timeline else ():
@@ -59,16 +65,20 @@ def measure_busy(run: Run) -> Busy | None:
     if trained <= 0:
         return None
     busy = [sum(max(0.0, min(span.end, last) - max(span.start, first)) for span in spans) for spans in by_rank]
-    return Busy(tuple(min(1.0, seconds / trained) for seconds in busy))
+    return BusyShares(tuple(min(1.0, seconds / trained) for seconds in busy))
 
 
 def _paused(run: Run, spans: list[Span], first: float, last: float) -> float:
-    """Seconds for which the pipeline stood drained, for an evaluation or a checkpoint."""
+    """Seconds for which the pipeline was drained for an evaluation or a checkpoint."""
     microbatches = int(run.plan.get("microbatches") or 0)
-    numbered = sorted((int(match[1]), span.start, span.end) for span in spans if (match := _NUMBERED.match(span.name)))
+    numbered = sorted(
+        (int(match[1]), span.start, span.end) for span in spans if (match := _MICROBATCH.match(span.name))
+    )
     numbers = [number for number, _, _ in numbered]
-    ended = list(accumulate((end for _, _, end in numbered), max))  # when all up to here were done
-    begun = list(accumulate((start for _, start, _ in reversed(numbered)), min))[::-1]  # when the first from here began
+    ended = list(accumulate((end for _, _, end in numbered), max))  # when all up to this one had ended
+    begun = list(accumulate((start for _, start, _ in reversed(numbered)), min))[
+        ::-1
+    ]  # when the first from this one on began
     total = 0.0
     for batch in {evaluated.batch for evaluated in run.evaluations} | set(run.saved):
         at = bisect_left(numbers, batch * microbatches)
@@ -77,8 +87,8 @@ def _paused(run: Run, spans: list[Span], first: float, last: float) -> float:
     return total
 
 
-def common(timeline: Timeline) -> Timeline:
-    """From when all ranks are in it: each keeps its last actions, and busy ranks do not reach back as far as others."""
+def common_window(timeline: Timeline) -> Timeline:
+    """The part that covers all ranks: each rank keeps its last actions, and those of busy ranks reach back less far."""
     begun: dict[int, float] = {}
     for span in timeline.spans:
         begun[span.rank] = min(span.start, begun.get(span.rank, span.start))
@@ -87,7 +97,7 @@ def common(timeline: Timeline) -> Timeline:
 
 
 def busy_over_time(timeline: Timeline, labels: tuple[str, ...]) -> Curves | None:
-    """The share of each stretch that ranks compute; the mean over all where there are too many to tell apart."""
+    """The share of each window that ranks compute; the mean over all ranks where there are too many curves."""
     end = timeline.end
     if not end:
         return None
@@ -115,14 +125,8 @@ def _spread(row: list[float], span: Span, end: float) -> None:
         row[window] += max(0.0, covered) / width
 
 
-MOST_BARS = 30_000  # half a megabyte of text
-_LANES = ("compute", "transfer", "wait")
-_ACTION = re.compile(r"([0-9]{1,9})([A-Z]{1,2})([0-9]{1,15})?(?:@([0-9]{1,15}))?(?:[<>]([0-9]{1,9}))?")
-_ABSENT = -1
-
-
-def newest(timeline: Timeline, most: int) -> Timeline:
-    """The last bars of a timeline, all ranks from the same moment on, which becomes zero."""
+def last_bars(timeline: Timeline, most: int) -> Timeline:
+    """The last bars of a timeline, from the same moment on for all ranks; that moment becomes zero."""
     spans = timeline.spans
     if len(spans) <= most:
         return timeline
@@ -130,7 +134,7 @@ def newest(timeline: Timeline, most: int) -> Timeline:
 
 
 def encode(timeline: Timeline) -> dict[str, Any]:
-    """What the script needs beside the labels of ranks."""
+    """What the page's script needs, besides the labels of ranks."""
     tick = _tick(timeline.end)
     by_lane: dict[tuple[int, str], list[Span]] = {}
     for span in sorted(timeline.spans, key=lambda span: span.start):
@@ -161,12 +165,12 @@ def encode(timeline: Timeline) -> dict[str, Any]:
 
 
 def _tick(end: float) -> float:
-    """A power of ten that counts the whole in at most a billion."""
+    """A power of ten, of which the whole timeline is at most a billion."""
     return float(10.0 ** math.ceil(math.log10(end / 1e9))) if end > 0 else 1.0
 
 
 def _parse(span: Span, operations: dict[tuple[str, str], int], names: dict[str, int]) -> tuple[int, int, int, int, int]:
-    """The operation's number; stage, microbatch, version and peer."""
+    """The number of the operation, then stage, microbatch, version and peer."""
     match = _ACTION.fullmatch(span.name)
     mark = match[2] if match else "?"
     operation = operations.setdefault((mark, kind_of(span)), len(operations))
@@ -177,12 +181,12 @@ def _parse(span: Span, operations: dict[tuple[str, str], int], names: dict[str, 
 
 
 def _zigzag(number: int) -> int:
-    """Small numbers of either sign as small numbers."""
+    """Map small integers of either sign to small natural numbers."""
     return 2 * number if number >= 0 else -2 * number - 1
 
 
 def _varints(numbers: list[int]) -> bytes:
-    """Seven bits a byte, the lowest first; the top bit says that more follow."""
+    """Seven bits per byte, lowest first; the top bit says that more follow."""
     out = bytearray()
     for number in numbers:
         while number >= 128:

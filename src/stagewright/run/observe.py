@@ -1,4 +1,4 @@
-"""Who looks on while a run lasts: its monitor, and the tracker it was asked for."""
+"""The monitor of a run: which processes and GPUs it samples, and what it leaves in the summary."""
 
 from __future__ import annotations
 
@@ -7,38 +7,34 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from stagewright.config.sections import Config
-from stagewright.hardware.gpu import read_gpus, visible
+from stagewright.events import Usage
+from stagewright.hardware.gpu import Nvml, read_gpus, visible
 from stagewright.hardware.meters import RankProcess
 from stagewright.hardware.monitor import Monitor
 from stagewright.runtime.comm.device import gpu_of
+from stagewright.runtime.job import Job
 from stagewright.runtime.status_file import read_process, status_path
 
-if TYPE_CHECKING:
-    from stagewright.events import Usage
-    from stagewright.hardware.gpu import Nvml
-    from stagewright.runtime.job import Job
+_SHORTEST = 0.05  # seconds; sampling more often would itself load the machine
 
 
-_SHORTEST = 0.05  # seconds; more often would be a load of its own
-
-
-def require_rate(config: Config) -> None:
-    """An error where a run asks for a monitor that can't be."""
+def check_monitor_rate(config: Config) -> None:
+    """Raise a ValueError where --monitor-every is out of bounds."""
     every = config.run.monitor_every
     if not (every == 0 or _SHORTEST <= every < math.inf):
         raise ValueError(f"--monitor-every is {every:g}; give at least {_SHORTEST:g} seconds, or 0 for no monitor")
 
 
 @contextmanager
-def observed(
+def monitored(
     job: Job, listen: Callable[[Usage], None], warn: Callable[[str], None], machine: int = 0
 ) -> Iterator[Monitor | None]:
-    """Have this machine's ranks looked at, as often as the configuration says."""
+    """Monitor this machine's ranks at the configured rate; None where the rate is 0."""
     if not job.config.run.monitor_every:
         yield None
         return
@@ -47,30 +43,30 @@ def observed(
 
 
 def make_monitor(job: Job, listen: Callable[[Usage], None], warn: Callable[[str], None], machine: int = 0) -> Monitor:
-    """A monitor of this machine's ranks that has not begun."""
+    """A monitor of this machine's ranks, not started yet."""
     name = "monitor.jsonl" if machine == 0 else f"monitor-{machine}.jsonl"
-    find = (lambda nvml: _gpus_of(job, machine, nvml)) if job.config.run.device == "cuda" else None
+    find = (lambda nvml: run_gpus(job, machine, nvml)) if job.config.run.device == "cuda" else None
     every = job.config.run.monitor_every
-    return Monitor(Path(job.folder) / name, every, lambda: _processes(job, machine), find, listen, warn, job.start)
+    return Monitor(Path(job.folder) / name, every, lambda: rank_processes(job, machine), find, listen, warn, job.start)
 
 
-def each_to(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:
-    """One listener that tells them all, in their order."""
+def fan_out(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:
+    """One listener that calls all of these, in order."""
 
-    def tell(record: Any) -> None:
+    def call_all(record: Any) -> None:
         for listen in listeners:
             listen(record)
 
-    return tell
+    return call_all
 
 
-def used(monitor: Monitor | None) -> dict[str, Any] | None:
-    """What a run used, for its summary."""
+def usage_totals(monitor: Monitor | None) -> dict[str, Any] | None:
+    """What a run used in total, for its summary."""
     return None if monitor is None else monitor.totals.describe()
 
 
-def _processes(job: Job, machine: int) -> Sequence[RankProcess]:
-    """The rank processes of this machine that are there now; an emulated run is one process."""
+def rank_processes(job: Job, machine: int) -> Sequence[RankProcess]:
+    """The processes of this machine's ranks that run now; an emulated run is one process."""
     if job.config.run.emulate:
         return [RankProcess(0, os.getpid(), _own_torch_memory(job.config))]
     found = []
@@ -86,7 +82,7 @@ def _own_torch_memory(config: Config) -> int | None:
     return torch.cuda.memory_reserved() if config.run.device == "cuda" else None
 
 
-def _gpus_of(job: Job, machine: int, nvml: Nvml) -> Collection[str]:
+def run_gpus(job: Job, machine: int, nvml: Nvml) -> Collection[str]:
     """The GPUs that this machine's ranks are on."""
     shown, run = visible(read_gpus(nvml)), job.config.run
     if not shown:

@@ -1,4 +1,8 @@
-"""Reports of runs: reads their folders, asks the plan who is who, and writes pages."""
+"""Reports of runs: reads run folders and plans, makes pages of them, and writes those as HTML and Markdown.
+
+The report folder does not know plans: `read_rank_map` tells it which ranks and stages a run has. Imports neither torch
+nor numpy nor pydantic, because `stagewright watch` must start quickly.
+"""
 
 from __future__ import annotations
 
@@ -13,73 +17,72 @@ from typing import TYPE_CHECKING
 from stagewright.cluster.placement import format_devices
 from stagewright.cluster.topology import Cluster, Machine
 from stagewright.plan.make import read_plan
+from stagewright.plan.plan import Plan
 from stagewright.report.compare import comparison_page
 from stagewright.report.html import as_html
+from stagewright.report.live.watch import Snapshot, Watch
 from stagewright.report.markdown import as_markdown
-from stagewright.report.page import Table
-from stagewright.report.read import RankMap, read_run
+from stagewright.report.page import Page, Table
+from stagewright.report.read import RankMap, Run, read_run
 from stagewright.report.run import PlanPrediction, prediction_page, run_page
 from stagewright.run.folder import is_locked
 from stagewright.runtime.status_file import State, read_status, status_path
 
 if TYPE_CHECKING:
-    from stagewright.plan.plan import Plan
-    from stagewright.planning.predict import Prediction
-    from stagewright.report.live.watch import Snapshot, Watch
-    from stagewright.report.page import Page
-    from stagewright.report.read import Run
-
+    from stagewright.planning.predict import Prediction  # imports torch
 
 _MOST_STAGES_NAMED = 3
-_POLL = 2.0  # seconds
+_POLL = 2.0  # seconds between updates of a live page
 
 
 def open_run(folder: Path) -> Run:
-    """A run by its folder; an error in a line where it is none."""
+    """Read a run folder; a ValueError where it is not one."""
     return read_run(folder, read_rank_map(folder))
 
 
 def read_rank_map(folder: Path) -> RankMap:
-    """Which ranks a run has, and which stages they carry."""
+    """Which ranks and stages a run has, by its plan.json."""
     path = folder / "plan.json"
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{folder} is no run folder: plan.json: {reason}; give a folder that train made") from error
+        raise ValueError(
+            f"{folder} is not a run folder: plan.json: {reason}; give a folder that train wrote"
+        ) from error
     machines = Cluster((Machine(),) * (1 + _last_machine(text)), "the run's machines")
     try:
         return _rank_map(read_plan(text, str(path), machines))
     except ValueError as error:
-        told = str(error) if str(path) in str(error) else f"plan {path}: {error}"
-        raise ValueError(f"{told}; give a folder whose plan.json is as train wrote it") from error
+        message = str(error) if str(path) in str(error) else f"plan {path}: {error}"
+        raise ValueError(f"{message}; give a folder whose plan.json is unchanged since train wrote it") from error
 
 
 def _rank_map(plan: Plan) -> RankMap:
     labels = []
     for rank in range(plan.world):
-        carried = [str(stage.index) for stage in plan.stages_of(rank)]
-        few = ", ".join(carried[:_MOST_STAGES_NAMED]) + ("..." if len(carried) > _MOST_STAGES_NAMED else "")
-        labels.append(f"rank {rank} (stage{'s' if len(carried) > 1 else ''} {few})")
+        stages = [str(stage.index) for stage in plan.stages_of(rank)]
+        few = ", ".join(stages[:_MOST_STAGES_NAMED]) + ("..." if len(stages) > _MOST_STAGES_NAMED else "")
+        labels.append(f"rank {rank} (stage{'s' if len(stages) > 1 else ''} {few})")
     devices = tuple(format_devices(placed) for placed in plan.placement)
     return RankMap(tuple(labels), tuple(stage.ranks for stage in plan.stages), devices)
 
 
 def _last_machine(text: str) -> int:
-    """The highest machine that a placement in a text could name."""
+    """The highest number of a machine that a placement in this text may name."""
     return max((int(number) for number in re.findall(r"\b([0-9]{1,4}):[0-9]", text)), default=0)
 
 
-def page_of_runs(folders: Sequence[Path], names: Sequence[str] = ()) -> Page:
-    """The page of a run, or one that compares several."""
+def make_page(folders: Sequence[Path], names: Sequence[str] = ()) -> Page:
+    """The page of one run, or one that compares several under these names."""
     runs = [open_run(folder) for folder in folders]
     return run_page(runs[0]) if len(runs) == 1 else comparison_page(runs, names)
 
 
-def page_of_prediction(name: str, prediction: Prediction) -> Page:
-    """What a plan would do, before it runs."""
+def make_prediction_page(name: str, prediction: Prediction) -> Page:
+    """The page of a plan that has not run yet."""
     plan = prediction.plan
-    outlook = PlanPrediction(
+    predicted = PlanPrediction(
         name=name,
         rank_map=_rank_map(plan),
         plan=plan.describe(),
@@ -91,38 +94,38 @@ def page_of_prediction(name: str, prediction: Prediction) -> Page:
         limits=prediction.limits,
         timeline=prediction.steady.timeline,
     )
-    return prediction_page(outlook)
+    return prediction_page(predicted)
 
 
 def take_snapshot(watch: Watch, folder: Path) -> Snapshot:
-    """A watched run as it is now, with what each rank is at while it runs."""
+    """The state of a watched run, with the current action of each rank while it runs."""
     is_running = is_locked(folder)
-    return watch.look(is_running, what_ranks_do(folder) if is_running else ())
+    return watch.snapshot(is_running, current_actions(folder) if is_running else ())
 
 
-def what_ranks_do(folder: Path) -> tuple[str, ...]:
-    """The current action of each rank, by the small files that they keep."""
-    doing = []
+def current_actions(folder: Path) -> tuple[str, ...]:
+    """The current action of each rank, from its status file."""
+    actions = []
     for rank in range(len(read_rank_map(folder).labels)):
-        sight = read_status(status_path(folder, rank), rank)
-        waits = "waits for " if sight.state is State.WAITING else ""
-        doing.append(sight.state.name.lower() if sight.action is None else f"{waits}{sight.action}")
-    return tuple(doing)
+        status = read_status(status_path(folder, rank), rank)
+        waits = "waits for " if status.state is State.WAITING else ""
+        actions.append(status.state.name.lower() if status.action is None else f"{waits}{status.action}")
+    return tuple(actions)
 
 
 def live_page(folder: Path) -> str:
-    """The page of a run as it is now; while it runs, one that asks for news."""
+    """The page of a run as it is now; while the run lasts, one that asks for updates."""
     run = open_run(folder)
     page = run_page(run)
     if not is_locked(folder):
         return as_html(page)
-    rows = tuple(zip(run.rank_map.labels, what_ranks_do(folder), strict=True))
-    now = Table("Now", ("rank", "action"), rows, "The page asks for news every two seconds.")
+    rows = tuple(zip(run.rank_map.labels, current_actions(folder), strict=True))
+    now = Table("Now", ("rank", "action"), rows, "The page updates every two seconds.")
     return as_html(replace(page, blocks=(page.blocks[0], now, *page.blocks[1:])), poll=_POLL)
 
 
 def write_page(page: Page, target: Path) -> tuple[Path, Path]:
-    """A page as HTML and beside it as Markdown; a reader never sees half a file."""
+    """Write a page as HTML and, beside it, as Markdown; each file appears complete or not at all."""
     written = target.with_suffix(".html"), target.with_suffix(".md")
     for path, text in zip(written, (as_html(page), as_markdown(page)), strict=True):
         draft = path.with_name(f".{path.name}.{os.getpid()}")

@@ -31,7 +31,7 @@ from stagewright.report.live.terminal import RunConsole
 from stagewright.report.run import run_page
 from stagewright.run.export import export_states, require_target
 from stagewright.run.folder import run_lock
-from stagewright.run.observe import each_to, observed, require_rate, used
+from stagewright.run.observe import check_monitor_rate, fan_out, monitored, usage_totals
 from stagewright.run.prepare import memory_advice, prepare
 from stagewright.run.report import open_run, write_page
 from stagewright.run.trackers import require_tracker, tracked
@@ -68,7 +68,7 @@ class Result:
 def run(config: Config, console: Console | None = None) -> Result:
     """Train a configuration; the console shows its progress, and its folder holds the rest."""
     console = console or Console(quiet=True)
-    require_rate(config)
+    check_monitor_rate(config)
     require_tracker(config)
     site = find_site(config.nodes)
     if site is not None and config.run.emulate:
@@ -103,8 +103,8 @@ def _run_host(job: Job, console: Console, site: Site | None, predicted: float | 
     with (
         RunConsole(console, job.batches, job.plan.batch, job.config.run.log_every) as progress,
         tracked(job.config, folder, progress.warn) as track,
-        Ledger(job, each_to(track, progress.show)) as ledger,
-        observed(job, track, progress.warn) as monitor,
+        Ledger(job, fan_out(track, progress.show)) as ledger,
+        monitored(job, track, progress.warn) as monitor,
     ):
         try:
             exported = _execute(job, ledger, site, progress.say)
@@ -127,7 +127,7 @@ def _run_host(job: Job, console: Console, site: Site | None, predicted: float | 
         "bad_records": len(collector.replaced),
         "evaluations": [asdict(evaluated) for evaluated in collector.evaluations],
         "seconds": time.time() - began,
-        "use": used(monitor),
+        "use": usage_totals(monitor),
         "machine": 0,
         "exported": None if exported is None else str(exported),
     }
@@ -148,11 +148,11 @@ def _run_other_machine(job: Job, site: Site, console: Console) -> Result:
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    with observed(job, lambda use: None, lambda warning: say(f"warning: {warning}"), site.index) as monitor:
+    with monitored(job, lambda use: None, lambda warning: say(f"warning: {warning}"), site.index) as monitor:
         is_stopping = launch(job, lambda event: None, NewestCheckpoint(job), site, say)
     if is_stopping:
         raise Interrupted("with the other machines")
-    summary = {"folder": job.folder, "plan": job.plan.describe(), "machine": site.index, "use": used(monitor)}
+    summary = {"folder": job.folder, "plan": job.plan.describe(), "machine": site.index, "use": usage_totals(monitor)}
     return Result(Path(job.folder), job.plan, (), (), summary, None)
 
 

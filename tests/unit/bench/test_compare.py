@@ -154,7 +154,7 @@ def test_unreadable_folders_are_reported_in_one_line(
     make_run: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run("a", 500.0)
-    assert "no run folder" in fails(capsys, str(run), str(tmp_path / "nowhere"))
+    assert "not a run folder" in fails(capsys, str(run), str(tmp_path / "nowhere"))
     empty = make_run("empty", 500.0, steps=0)
     assert "0 timed batches" in fails(capsys, str(run), str(empty))
     bench = tmp_path / "bench"

@@ -1,4 +1,4 @@
-"""Pages as Markdown: tables that hold, text that stays text."""
+"""Pages as Markdown: valid tables, and text that is never markup."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def lines_of(*blocks: object) -> list[str]:
     return as_markdown(Page("A page", tuple(blocks))).splitlines()  # type: ignore[arg-type]
 
 
-def test_a_page_is_headings_and_tables() -> None:
+def test_a_page_becomes_headings_and_tables() -> None:
     bars = Bars("Speed", "images/s", (Bar("stale", 341.0, 330.0, 352.0), Bar("dp", 302.0, is_predicted=True, note="x")))
     assert lines_of(Summary(("Fast.", "Small.")), bars) == [
         "# A page",
@@ -41,7 +41,7 @@ def test_a_page_is_headings_and_tables() -> None:
     ]
 
 
-def test_text_stays_text() -> None:
+def test_text_is_escaped() -> None:
     table = Table("T", ("a|b", "c"), (("<b>x</b>", "one\ntwo"), ("*y* _z_ a_b", "`k` [l](m) \\")))
     rows = lines_of(table)[4:]
     assert rows[0] == "| a\\|b | c |"
@@ -49,11 +49,11 @@ def test_text_stays_text() -> None:
     assert rows[3] == "| \\*y\\* \\_z\\_ a_b | \\`k\\` \\[l\\](m) \\\\ |"
 
 
-def test_a_listing_can_hold_fences() -> None:
+def test_a_listing_may_contain_fences() -> None:
     assert lines_of(Listing("L", "```\nx\n````"))[4:] == ["`````text", "```", "x", "````", "`````"]
 
 
-def test_stacks_have_a_total_and_a_limit() -> None:
+def test_stacks_show_a_total_and_a_limit() -> None:
     stacks = Stacks(
         "Memory", "MiB", (Stack("rank 0", (("weights", 10), ("buffers", 5.5)), 100), Stack("rank 1", (("buffers", 2),)))
     )
@@ -68,8 +68,8 @@ def test_a_long_curve_keeps_its_ends_and_its_peak() -> None:
     assert "| c | 637 | 9 |" in rows
 
 
-def test_a_pipeline_says_what_ranks_did() -> None:
+def test_a_pipeline_becomes_a_table_of_ranks() -> None:
     rows = lines_of(Pipeline("P", timeline(), ("r0", "r1", "r2")))
     assert rows[6].startswith("| r0 | 36.9% | 90 ms | 150 ms | 0 s | 30 ms | 0 s | 360 ms |")
     assert rows[8].startswith("| r2 | 92.3% | 240 ms | 360 ms |")
-    assert rows[-1] == "Measured over 650 ms; the page beside this file draws it."
+    assert rows[-1] == "Measured over 650 ms; the HTML page beside this file draws it."

@@ -1,4 +1,4 @@
-"""Reports on the disk: `stagewright report`, and what a run leaves at its end."""
+"""`stagewright report`, and the report that every run leaves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stagewright.metrics import Timeline
 from tests.made_runs import make_run
 
 
-def test_report_writes_both_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_writes_html_and_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "run")
     main(["report", str(folder)])
     out = capsys.readouterr().out
@@ -22,7 +22,7 @@ def test_report_writes_both_forms(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not list(folder.glob(".report*"))
 
 
-def test_report_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compares_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [str(make_run(tmp_path / name)) for name in "ab"]
     main(["report", *folders, folders[0], "-o", str(tmp_path / "new" / "both.html"), "--json"])
     answer = json.loads(capsys.readouterr().out)
@@ -33,12 +33,12 @@ def test_report_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nowhere"], "nowhere is no run folder: plan.json: No such file or directory"),
+        (["nowhere"], "nowhere is not a run folder: plan.json: No such file or directory"),
         (["run", "-o", "page.pdf"], "page.pdf ends in .pdf; give a name that ends in .html"),
         (["run", "-o", "run/plan.json/page.html"], "can't write run/plan.json/page.html"),
     ],
 )
-def test_what_a_user_gets_wrong_is_a_line(
+def test_errors_are_one_line(
     tmp_path: Path,
     arguments: list[str],
     words: str,
@@ -56,14 +56,14 @@ def test_what_a_user_gets_wrong_is_a_line(
 EMULATED = ("train", "--placement", "0:0-1.0:2", "--samples", "32", "--batch", "16", "--emulate", "--json")
 
 
-def test_a_run_leaves_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_leaves_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([*EMULATED, "--steps", "2", "--runs", str(tmp_path)])
     folder = Path(json.loads(capsys.readouterr().out)["folder"])
     assert "2 steps of 16 images" in (folder / "report.md").read_text()
     assert "Memory by part" in (folder / "report.html").read_text()
 
 
-def test_a_report_that_can_t_be_made_ends_no_run(
+def test_a_failing_report_does_not_fail_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: object) -> Timeline:
@@ -77,14 +77,14 @@ def test_a_report_that_can_t_be_made_ends_no_run(
     assert not list(Path(folder).glob("report*"))
 
 
-def test_a_run_that_fails_leaves_a_report_of_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_run_leaves_a_report_of_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*EMULATED, "--steps", "30", "--runs", str(tmp_path), "--lr", "1e12"])
     report = next(tmp_path.glob("*/report.md")).read_text()
     assert "not finished" in report
 
 
-def test_simulate_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_writes_a_page_of_the_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = ["--mode", "stale", "--placement", "0:0-6.0:7", "--shares", "11:7", "--batch", "224", "--json"]
     main(["simulate", "vgg16", "--cluster", "titan-v-8", *plan, "--report", str(tmp_path / "plan.html")])
     found = json.loads(capsys.readouterr().out)

@@ -1,5 +1,5 @@
 
-// Asks the page's own server for news and takes over the parts that changed; what the reader has open stays open.
+// Asks the page's own server for updates and replaces the sections that changed; details that are open stay open.
 async function refresh() {
   let text;
   try {
@@ -29,7 +29,7 @@ async function refresh() {
   document.querySelector("nav").replaceWith(document.importNode(news.querySelector("nav"), true));
   document.documentElement.dataset.updates = Number(document.documentElement.dataset.updates || 0) + 1;
   const poll = Number(news.documentElement.dataset.poll || 0);
-  if (poll) setTimeout(refresh, poll * 1000); // a run that has ended has no more news
+  if (poll) setTimeout(refresh, poll * 1000); // a finished run has no more updates
 }
 for (const part of document.querySelectorAll("main > section")) part.arrived = part.outerHTML;
 setTimeout(refresh, Number(document.documentElement.dataset.poll) * 1000);

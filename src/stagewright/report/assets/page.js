@@ -1,5 +1,5 @@
 
-// Starts what the page holds, and says when all of it is drawn.
+// Starts the timelines and buttons of the page, and marks when everything is drawn.
 function start(root) {
   for (const box of root.querySelectorAll(".timeline")) new Timeline(box);
   for (const button of root.querySelectorAll(".copy")) button.addEventListener("click", () => copy(button));

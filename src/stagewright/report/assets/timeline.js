@@ -1,11 +1,11 @@
 
 "use strict";
-// Draws a pipeline's timeline on a canvas: a row a rank, computes as tall bars, transfers and waits as strips below.
+// Draws a pipeline's timeline on a canvas: one row per rank, compute as tall bars, transfers and waiting as strips below.
 const ACTIONS = {
   F: "forward", B: "backward", U: "update", R: "reduce", A: "agree", SA: "send activation", SG: "send gradient",
   RA: "receive activation", RG: "receive gradient",
 };
-const AXIS = 22, STRIPS = [[0, 0.6], [0.64, 0.18], [0.85, 0.13]]; // of a row: where a lane begins, how much it takes
+const AXIS = 22, STRIPS = [[0, 0.6], [0.64, 0.18], [0.85, 0.13]]; // per lane: where its strip begins in a row, and its height
 
 function readBars(data) {
   const text = atob(data.bars);
@@ -74,7 +74,7 @@ class Timeline {
     this.draw();
   }
 
-  // A stretch from the middle in which bars can be told apart; all of it where they can be at once.
+  // Shows a window from the middle where single bars can be seen; everything, if there are few bars.
   showSome() {
     const fullest = this.lanes.reduce((most, lane) => lane.lane === 0 && lane.count > most.count ? lane : most, { count: 0 });
     if (fullest.count <= 80) return;
@@ -203,7 +203,7 @@ class Timeline {
     return [AXIS + lane.rank * this.row + 2 + begin * inner, Math.max(2, share * inner)];
   }
 
-  // Bars below a pixel are gathered by column: the kind with the most time gives the colour, the rest of the column fades.
+  // Bars narrower than a pixel are merged by column: the kind with the most time gives the colour, less time fades it.
   drawLane(lane) {
     const { pen, colours } = this, [top, height] = this.strip(lane), scale = (this.width - this.left) / (this.to - this.from);
     const last = firstAbove(lane.start, this.to), shares = new Float64Array(colours.length);
@@ -356,7 +356,7 @@ class Timeline {
     this.status.textContent = this.describe(best).replace("\n", " ");
   }
 
-  // The bars of a lane that may come next; bars that begin together go by their lanes.
+  // The bars of a lane that may be chosen next; bars that start together are ordered by lane.
   besides(lane, time, bars) {
     const chosen = this.chosen, after = firstAbove(lane.start, time), from = firstFrom(lane.start, time);
     let found = [after - 1, after];

@@ -1,4 +1,4 @@
-"""A page that a browser on this machine may ask for, and nobody else."""
+"""Serves one page to browsers on this machine, and to nobody else."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 _LOOPBACK = "127.0.0.1"
 _NAMES = (_LOOPBACK, "localhost")
-_FRESH = 1.0  # seconds for which a page is not made again
+_FRESH = 1.0  # seconds before a page is made again
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves one page on loopback; asks for it anew when it is asked, but not more often than that helps."""
+    """Serves one page on loopback; the page is made on request, but at most once per second."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -28,7 +28,9 @@ class PageServer(ThreadingHTTPServer):
             super().__init__((_LOOPBACK, port), _Handler)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise ValueError(f"can't serve on port {port}: {reason}; give another, or --serve alone for any") from error
+            raise ValueError(
+                f"can't serve on port {port}: {reason}; give another port, or --serve alone for any free one"
+            ) from error
         self.hosts = {f"{name}:{self.server_port}" for name in _NAMES}
 
     @property
@@ -43,15 +45,15 @@ class PageServer(ThreadingHTTPServer):
             return self._page
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away is no news."""
+        """Ignore browsers that close the connection."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET and HEAD of / to whoever names this machine: a name that only resolves to it is somebody else's."""
+    """Answers GET and HEAD of `/` if the request names this machine; another name may be DNS rebinding."""
 
     server: PageServer
     protocol_version = "HTTP/1.1"
-    timeout = 30  # seconds that a connection may be silent
+    timeout = 30  # seconds that a connection may be idle
 
     def do_GET(self) -> None:
         self._answer()
@@ -61,7 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         if self.headers.get("Host") not in self.server.hosts:
-            self._send(HTTPStatus.MISDIRECTED_REQUEST, b"this page is for this machine alone\n", "text/plain")
+            self._send(HTTPStatus.MISDIRECTED_REQUEST, b"this page is only for this machine\n", "text/plain")
         elif self.path != "/":
             self._send(HTTPStatus.NOT_FOUND, b"there is only /\n", "text/plain")
         else:
@@ -88,4 +90,4 @@ class _Handler(BaseHTTPRequestHandler):
         return "stagewright"
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """The terminal is for the user."""
+        """Do not log requests to the user's terminal."""

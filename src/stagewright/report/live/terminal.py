@@ -1,4 +1,7 @@
-"""A timeline as text: one row a rank, time to the right. A curve as text: columns of blocks, the scale at their left. A run's progress: a live bar on a terminal, plain lines anywhere else. Measures: suites of configurations in turns, Stagewright beside stock PyTorch, and parts of it by themselves."""
+"""What commands print to a terminal: timelines and curves as text, plain tables, and the progress of a run.
+
+On a terminal progress is a bar or a changing line; anywhere else it is plain lines.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,19 @@ from rich.table import Table
 from rich.text import Text
 
 from stagewright.events import Evaluated, Replaced, Restarted, Resumed, Saved, Step, Unsaved
-from stagewright.metrics import Span, Timeline
+from stagewright.metrics import MIB, Span, Timeline
 
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
 _STYLES = {"F": "black on bright_cyan", "B": "black on bright_green", "U": "black on bright_yellow"}
 
 
 def has_blocks(console: Console) -> bool:
-    """Whether what is printed may hold more than ASCII."""
+    """Whether the console can print block characters, and not only ASCII."""
     return "utf" in console.encoding.lower()
 
 
 def draw_timeline(timeline: Timeline, ranks: int, width: int, dot: str = "·") -> list[Text]:
-    """One line a rank; a compute shows its microbatch number where all of it has room, dots are waiting."""
+    """One line per rank, time to the right; compute shows its microbatch where that fits, dots are waiting."""
     end = timeline.end
     margin = len(f"rank {ranks - 1} ")
     columns = max(8, width - margin - 1)
@@ -39,12 +43,12 @@ def draw_timeline(timeline: Timeline, ranks: int, width: int, dot: str = "·") -
 
 
 def _scale(timeline: Timeline, end: float, columns: int) -> float:
-    """Characters a second: whole ones for each shortest compute where that fits."""
+    """Characters per second: enough to label the shortest compute, if the line is wide enough for that."""
     lengths = [span.end - span.start for span in timeline.spans if span.kind in "FB" and span.end > span.start]
     shortest = min(lengths, default=end or 1.0)
     widest = max((len(_label(span)) for span in timeline.spans if span.kind in "FB"), default=1)
-    roomy = (widest + 1) / shortest
-    return roomy if end * roomy <= columns else columns / end
+    wanted = (widest + 1) / shortest
+    return wanted if end * wanted <= columns else columns / end
 
 
 def _label(span: Span) -> str:
@@ -59,19 +63,16 @@ def _row(spans: list[Span], end: float, scale: float, dot: str) -> Text:
         if span.start >= end or last <= max(first, row.cell_len):
             continue
         row.append(dot * (first - row.cell_len), style="dim")
-        room = last - row.cell_len
+        width = last - row.cell_len
         label = _label(span)
-        row.append((label if len(label) <= room else label[0]).ljust(room), style=_STYLES.get(span.kind, ""))
+        row.append((label if len(label) <= width else label[0]).ljust(width), style=_STYLES.get(span.kind, ""))
     row.append(dot * (round(end * scale) - row.cell_len), style="dim")
     return row
 
 
-_EIGHTHS = " ▁▂▃▄▅▆▇█"
-
-
 def plot(values: Sequence[float], width: int, height: int = 6) -> list[str]:
-    """Lines of text; each column is the mean of its share of the values."""
-    known = [value for value in values if abs(value) < 1e300]  # neither endless nor no number
+    """A curve as lines of block characters, with its scale on the left; each column is a mean of some values."""
+    known = [value for value in values if abs(value) < 1e300]  # neither infinite nor NaN
     if not known or width < 16:
         return []
     low, high = min(known), max(known)
@@ -93,17 +94,17 @@ def plot(values: Sequence[float], width: int, height: int = 6) -> list[str]:
 
 
 class PipeSafeConsole(Console):
-    """One whose reader may leave (`| head`): what is said then is lost, and nothing else."""
+    """A console whose reader may close the pipe (`| head`): later output is dropped, and the command continues."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.file.fileno())
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.file.fileno())
+        os.close(null)
 
 
 class RunConsole:
-    """Shows steps and evaluations as they come."""
+    """Shows the events of a run as they come."""
 
     def __init__(self, console: Console, batches: int, batch_size: int, log_every: int) -> None:
         self._console = console
@@ -132,7 +133,7 @@ class RunConsole:
         self._progress.stop()
 
     def say(self, line: str) -> None:
-        """A line that is no record."""
+        """Print a line that is not about an event."""
         self._print(line)
 
     def warn(self, warning: str) -> None:
@@ -140,15 +141,15 @@ class RunConsole:
 
     def show(self, record: Step | Evaluated | Replaced | Saved | Unsaved | Restarted | Resumed) -> None:
         if isinstance(record, Restarted | Resumed):
-            self._shown = None  # what it was about has been said
+            self._shown = None  # time across a restart is not training time
             return
         if isinstance(record, Unsaved):
-            self._print(f"warning: no checkpoint after step {record.batch}: {record.reason}; training goes on")
+            self._print(f"warning: no checkpoint after step {record.batch}: {record.reason}; training continues")
             return
         if isinstance(record, Saved):
             self._print(
-                f"checkpoint after step {record.batch}: {record.bytes / 2**20:.1f} MiB, "
-                f"training stood still for {record.seconds * 1e3:.0f} ms"
+                f"checkpoint after step {record.batch}: {record.bytes / MIB:.1f} MiB, "
+                f"training paused for {record.seconds * 1e3:.0f} ms"
             )
             return
         if isinstance(record, Replaced):
@@ -181,7 +182,7 @@ class RunConsole:
 
 
 class ProgressLine:
-    """What is going on: a line that changes on a terminal, a line each anywhere else."""
+    """The progress of a command: one line that changes on a terminal, separate lines anywhere else."""
 
     def __init__(self, name: str) -> None:
         self._errors = Console(stderr=True)
@@ -203,15 +204,15 @@ class ProgressLine:
             self._errors.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Make room for lines on the same terminal."""
+    def paused(self) -> Iterator[None]:
+        """Clear the line while something else prints to the same terminal."""
         self._status.stop()
         yield
         self._status.start()
 
 
 def plain_table(*columns: str, left: Collection[str] = (), no_wrap: Collection[str] = ()) -> Table:
-    """A table without lines; numbers are the rule, so columns are right-justified unless named in `left`."""
+    """A table without lines; most columns hold numbers, so they are right-justified unless named in `left`."""
     table = Table(box=None, pad_edge=False)
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right", no_wrap=name in no_wrap)

@@ -1,4 +1,4 @@
-"""What is new in a file of JSON lines that grows, and may be taken back. A run while it runs: what its folder says now, as values, as a line and as a screen."""
+"""Follows a run folder: `Watch` reads what is new and returns snapshots, which print as a line or a screen."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from stagewright.events import Evaluated, Restarted, Step, Usage
-from stagewright.report.charts import seconds, shown
-from stagewright.report.live.terminal import plot
+from stagewright.metrics import MIB
+from stagewright.report.charts import format_number, format_seconds
+from stagewright.report.live.terminal import plain_table, plot
 from stagewright.report.read import (
     RankMap,
     as_number,
@@ -27,9 +28,11 @@ from stagewright.report.read import (
     read_tables,
 )
 
+_RECENT = 20  # steps that the current speed is averaged over
+
 
 class Tail:
-    """Reads a file from where it read before; from its beginning where it was replaced or cut."""
+    """Reads the new lines of a growing file of JSON lines; starts over when the file was replaced or truncated."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -37,12 +40,12 @@ class Tail:
         self._torn = b""
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Whether what was read before counts no more, and the objects of the whole lines since then."""
+        """Whether it started over, so that earlier lines no longer count; and the objects of the new complete lines."""
         try:
             with self._path.open("rb") as file:
                 status = self._path.stat()
-                is_other = status.st_ino != self._inode or status.st_size < self._at
-                if is_other:
+                starts_over = status.st_ino != self._inode or status.st_size < self._at
+                if starts_over:
                     self._inode, self._at, self._torn = status.st_ino, 0, b""
                 file.seek(self._at)
                 new = file.read()
@@ -50,7 +53,7 @@ class Tail:
             return False, []
         self._at += len(new)
         *lines, self._torn = (self._torn + new).split(b"\n")
-        return is_other, [found for line in lines if isinstance(found := _parse(line), dict)]
+        return starts_over, [found for line in lines if isinstance(found := _parse(line), dict)]
 
 
 def _parse(line: bytes) -> Any:
@@ -60,27 +63,23 @@ def _parse(line: bytes) -> Any:
         return None
 
 
-_RECENT = 20  # steps that the speed is read over
-_MIB = 2**20
-
-
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A run as it is now."""
+    """The state of a run at one moment."""
 
     name: str
     rank_map: RankMap
     batch: int
     batches: int | None
     is_running: bool
-    is_whole: bool  # it ended as it was meant to
+    is_finished: bool  # it has a summary
     is_emulated: bool  # one process, which counts as rank 0
-    speed: float | None  # images a second over the whole run, by its summary
+    speed: float | None  # images per second over the whole run, from its summary
     steps: Sequence[Step]
     evaluation: Evaluated | None
     restarts: int
-    use: Usage | None
-    doing: tuple[str, ...]  # of each rank, where that is known
+    usage: Usage | None
+    actions: tuple[str, ...]  # what each rank does now; empty where unknown
 
     @property
     def done(self) -> int:
@@ -88,7 +87,7 @@ class Snapshot:
 
     @property
     def images_per_second(self) -> float | None:
-        """The summary's of a run that has ended, else that of the last steps."""
+        """From the summary of a finished run, else over the last steps."""
         if self.speed is not None and not self.is_running:
             return self.speed
         recent = [step for step in self.steps[-_RECENT:] if step.images_per_second > 0]
@@ -97,10 +96,10 @@ class Snapshot:
 
     @property
     def state(self) -> str:
-        return "running" if self.is_running else "finished" if self.is_whole else "stopped"
+        return "running" if self.is_running else "finished" if self.is_finished else "stopped"
 
     def describe(self) -> dict[str, Any]:
-        """The snapshot as one object."""
+        """The snapshot as JSON takes it."""
         evaluation = self.evaluation
         return {
             "run": self.name,
@@ -112,14 +111,14 @@ class Snapshot:
             "seconds": self.steps[-1].seconds if self.steps else 0.0,
             "top1": evaluation.top1 if evaluation else None,
             "restarts": self.restarts,
-            "doing": list(self.doing),
-            "cores": self.use.cores if self.use else None,
-            "memory": self.use.memory if self.use else None,
+            "doing": list(self.actions),
+            "cores": self.usage.cores if self.usage else None,
+            "memory": self.usage.memory if self.usage else None,
         }
 
 
 class Watch:
-    """Follows a run's files; keeps what it has read."""
+    """Follows the files of a run and keeps what it has read."""
 
     def __init__(self, folder: Path, rank_map: RankMap) -> None:
         self._folder, self._rank_map = folder, rank_map
@@ -129,12 +128,12 @@ class Watch:
         self._steps: list[Step] = []
         self._evaluation: Evaluated | None = None
         self._restarts = 0
-        self._use: Usage | None = None
+        self._usage: Usage | None = None
 
-    def look(self, is_running: bool, doing: Sequence[str] = ()) -> Snapshot:
-        """The run as it is now."""
-        is_other, lines = self._records.read()
-        if is_other:
+    def snapshot(self, is_running: bool, actions: Sequence[str] = ()) -> Snapshot:
+        """Read what is new, and return the state of the run."""
+        starts_over, lines = self._records.read()
+        if starts_over:
             self._steps, self._evaluation, self._restarts = [], None, 0
         for record in filter(None, map(as_record, lines)):
             if isinstance(record, Step):
@@ -143,8 +142,9 @@ class Watch:
                 self._evaluation = record
             elif isinstance(record, Restarted):
                 self._restarts += 1
-        uses = filter(None, map(as_usage, reversed(self._monitor.read()[1])))
-        self._use = next((use for use in uses if use.ranks), self._use)  # the last snapshot has no ranks any more
+        samples = filter(None, map(as_usage, reversed(self._monitor.read()[1])))
+        # The last sample of a run is taken when its ranks have ended.
+        self._usage = next((sample for sample in samples if sample.ranks), self._usage)
         summary = read_object(self._folder / "summary.json")
         return Snapshot(
             self._folder.name,
@@ -158,13 +158,13 @@ class Watch:
             self._steps,
             self._evaluation,
             self._restarts,
-            self._use,
-            () if self._is_emulated else tuple(doing),
+            self._usage,
+            () if self._is_emulated else tuple(actions),
         )
 
 
 def as_line(snapshot: Snapshot) -> str:
-    """A snapshot in a line, for a log."""
+    """A snapshot as one line, for a log."""
     of = f"/{snapshot.batches}" if snapshot.batches else ""
     parts = [f"{snapshot.state}  step {snapshot.done}{of}"]
     if snapshot.steps:
@@ -173,16 +173,18 @@ def as_line(snapshot: Snapshot) -> str:
         parts.append(f"{speed:.0f} images/s")
     if snapshot.evaluation:
         parts.append(f"top-1 {snapshot.evaluation.top1:.2%} after step {snapshot.evaluation.batch}")
-    if snapshot.use:
-        parts.append(f"{snapshot.use.cores:.1f} cores, {snapshot.use.memory / _MIB:,.0f} MiB")
-        parts += [f"GPU {gpu.index} {gpu.utilisation:.0%}" for gpu in snapshot.use.gpus if gpu.utilisation is not None]
+    if snapshot.usage:
+        parts.append(f"{snapshot.usage.cores:.1f} cores, {snapshot.usage.memory / MIB:,.0f} MiB")
+        parts += [
+            f"GPU {gpu.index} {gpu.utilisation:.0%}" for gpu in snapshot.usage.gpus if gpu.utilisation is not None
+        ]
     if snapshot.restarts:
-        parts.append(f"{snapshot.restarts} restarts")
+        parts.append(f"{snapshot.restarts} restart{'' if snapshot.restarts == 1 else 's'}")
     return "  ".join(parts)
 
 
 def as_screen(snapshot: Snapshot, width: int) -> RenderableType:
-    """A snapshot as it fills a terminal."""
+    """A snapshot as a screen of a terminal."""
     parts: list[RenderableType] = [
         Text(f"{snapshot.name}: {snapshot.state}", style="bold", overflow="ellipsis", no_wrap=True)
     ]
@@ -193,8 +195,8 @@ def as_screen(snapshot: Snapshot, width: int) -> RenderableType:
     if rows:
         parts += [Text("loss", style="dim"), *(Text(row, style="cyan", no_wrap=True) for row in rows)]
     parts.append(_ranks(snapshot))
-    if snapshot.use and snapshot.use.gpus:
-        parts.append(_gpus(snapshot.use))
+    if snapshot.usage and snapshot.usage.gpus:
+        parts.append(_gpus(snapshot.usage))
     return Group(*parts)
 
 
@@ -208,48 +210,44 @@ def _headline(snapshot: Snapshot) -> str:
     parts = [f"step {snapshot.done:,}{of}"]
     speed = snapshot.images_per_second
     if snapshot.steps:
-        parts += [f"loss {snapshot.steps[-1].loss:.4f}", seconds(snapshot.steps[-1].seconds)]
+        parts += [f"loss {snapshot.steps[-1].loss:.4f}", format_seconds(snapshot.steps[-1].seconds)]
     if speed:
-        parts.append(f"{shown(round(speed))} images/s")
+        parts.append(f"{format_number(round(speed))} images/s")
         if snapshot.is_running and snapshot.batches and snapshot.batches > snapshot.done:
-            parts.append(f"{seconds(round((snapshot.batches - snapshot.done) * snapshot.batch / speed))} left")
+            parts.append(f"{format_seconds(round((snapshot.batches - snapshot.done) * snapshot.batch / speed))} left")
     if snapshot.evaluation:
         parts.append(f"top-1 {snapshot.evaluation.top1:.1%}")
-    if snapshot.use:
-        parts.append(f"{snapshot.use.cores:.1f} cores busy")
+    if snapshot.usage:
+        parts.append(f"{snapshot.usage.cores:.1f} cores busy")
     return "   ".join(parts)
 
 
 def _ranks(snapshot: Snapshot) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("rank", no_wrap=True)
-    table.add_column("now", no_wrap=True, min_width=20)
-    for name in ("cores", "MiB", "torch MiB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    used = {rank.rank: rank for rank in snapshot.use.ranks} if snapshot.use else {}
+    columns = ("rank", "now", "cores", "MiB", "torch MiB")
+    table = plain_table(*columns, left=("rank", "now"), no_wrap=columns)
+    table.columns[1].min_width = 20  # so that the table keeps its width while actions change
+    used = {rank.rank: rank for rank in snapshot.usage.ranks} if snapshot.usage else {}
     for rank, label in enumerate(["all, one process"] if snapshot.is_emulated else snapshot.rank_map.labels):
-        use = used.get(rank)
-        held = use.torch_memory if use else None
+        usage = used.get(rank)
+        held = usage.torch_memory if usage else None
         table.add_row(
             label,
-            snapshot.doing[rank] if rank < len(snapshot.doing) else "-",
-            f"{use.cores:.2f}" if use else "-",
-            f"{use.memory / _MIB:,.0f}" if use else "-",
-            "-" if held is None else f"{held / _MIB:,.0f}",
+            snapshot.actions[rank] if rank < len(snapshot.actions) else "-",
+            f"{usage.cores:.2f}" if usage else "-",
+            f"{usage.memory / MIB:,.0f}" if usage else "-",
+            "-" if held is None else f"{held / MIB:,.0f}",
         )
     return table
 
 
-def _gpus(use: Usage) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("GPU", "busy", "MiB", "W", "°C"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("slowed down by")
-    for gpu in use.gpus:
+def _gpus(usage: Usage) -> Table:
+    columns = ("GPU", "busy", "MiB", "W", "°C")
+    table = plain_table(*columns, "throttled by", left=("throttled by",), no_wrap=columns)
+    for gpu in usage.gpus:
         table.add_row(
             str(gpu.index),
             "-" if gpu.utilisation is None else f"{gpu.utilisation:.0%}",
-            "-" if gpu.memory is None else f"{gpu.memory / _MIB:,.0f}",
+            "-" if gpu.memory is None else f"{gpu.memory / MIB:,.0f}",
             "-" if gpu.power is None else f"{gpu.power:.0f}",
             "-" if gpu.temperature is None else f"{gpu.temperature:.0f}",
             ", ".join(gpu.throttled),

@@ -1,4 +1,4 @@
-"""The text that a page's script reads, decoded here by other means."""
+"""The encoding that a page's script reads, decoded here independently."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from stagewright.metrics import Span, Timeline
 from stagewright.report.charts import kind_of
-from stagewright.report.timeline import encode, newest
+from stagewright.report.timeline import encode, last_bars
 from tests.made_runs import timeline
 
 
@@ -56,18 +56,18 @@ def expected(spans: tuple[Span, ...]) -> list[tuple[int, str, str, str, float, f
     return sorted((span.rank, span.lane, kind_of(span), span.name, span.start, span.end) for span in spans)
 
 
-def compare(spans: tuple[Span, ...]) -> None:
+def check_decoding(spans: tuple[Span, ...]) -> None:
     found, wanted = decoded(encode(Timeline(spans))), expected(spans)
     assert [bar[:4] for bar in found] == [bar[:4] for bar in wanted]
     for one, other in zip(found, wanted, strict=True):
         assert one[4:] == pytest.approx(other[4:], abs=1e-8 * Timeline(spans).end)
 
 
-def test_a_timeline_comes_back() -> None:
-    compare(timeline(5).spans)
+def test_decodes_to_the_same_timeline() -> None:
+    check_decoding(timeline(5).spans)
 
 
-def test_any_names_and_overlaps_come_back() -> None:
+def test_decodes_any_names_and_overlaps() -> None:
     random.seed(3)
     names = (
         "0F3@2",
@@ -92,24 +92,24 @@ def test_any_names_and_overlaps_come_back() -> None:
         spans.append(
             Span(number % 5, ("compute", "transfer", "wait")[number % 3], kind, name, start, start + random.random())
         )
-    compare(tuple(spans))
+    check_decoding(tuple(spans))
 
 
-def test_nothing_is_nothing() -> None:
+def test_encodes_an_empty_timeline() -> None:
     assert decoded(encode(Timeline(()))) == []
 
 
-def test_a_bar_takes_a_few_bytes() -> None:
+def test_a_bar_takes_few_bytes() -> None:
     spans = timeline(500).spans
     assert len(str(encode(Timeline(spans))["bars"])) < 16 * len(spans)
 
 
-def test_the_newest_bars_begin_together() -> None:
+def test_the_last_bars_of_all_ranks_begin_together() -> None:
     whole = timeline(100)
-    cut = newest(whole, 1000)
+    cut = last_bars(whole, 1000)
     assert 990 <= len(cut.spans) <= 1001 and min(span.start for span in cut.spans) == 0
     assert cut.end == pytest.approx(
         whole.end - min(s.start for s in whole.spans if s.name == cut.spans[0].name), abs=0.06
     )
     assert {span.rank for span in cut.spans} == {0, 1, 2}
-    assert newest(whole, 10**6) is whole
+    assert last_bars(whole, 10**6) is whole

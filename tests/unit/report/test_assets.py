@@ -1,4 +1,4 @@
-"""Colours that people tell apart, also those who see fewer, in light and in dark."""
+"""The colours of a page can be told apart, also by people with colour blindness, in light and in dark."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def contrast(one: str, other: str) -> float:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("eyes", SEEN)
-def test_the_kinds_of_a_timeline_are_told_apart(scheme: str, eyes: str) -> None:
+def test_the_kinds_of_a_timeline_differ_in_colour(scheme: str, eyes: str) -> None:
     palette = palettes()[scheme]
     for one, other in itertools.combinations(KINDS, 2):
         first, second = (lab(as_seen(palette[name], SEEN[eyes])) for name in (one, other))
@@ -64,9 +64,9 @@ def test_the_kinds_of_a_timeline_are_told_apart(scheme: str, eyes: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_read(scheme: str) -> None:
+def test_text_has_enough_contrast(scheme: str) -> None:
     palette = palettes()[scheme]
-    for text, back in itertools.product(("ink", "soft", "accent"), ("back", "surface", "verdict")):
+    for text, back in itertools.product(("ink", "soft", "accent"), ("back", "surface", "summary")):
         assert contrast(palette[text], palette[back]) >= 4.5, (text, back)
     for line in ("s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7"):
         assert contrast(palette[line], palette["surface"]) >= 2.8, line

@@ -1,4 +1,4 @@
-"""What a report says of runs, whole ones and all others."""
+"""The page of a run and the comparison of several: finished, interrupted, resumed, emulated and damaged ones."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from stagewright.metrics import Span, Timeline
 from stagewright.report.html import as_html
 from stagewright.report.markdown import as_markdown
 from stagewright.report.page import Bars, Curves, Page, Pipeline, Stacks, Summary, Table
-from stagewright.run.report import open_run, page_of_runs
-from tests.made_runs import make_run, steps, timeline, uses
+from stagewright.run.report import make_page, open_run
+from tests.made_runs import make_run, steps, timeline, usage
 
 
 def page(folder: Path) -> Page:
-    """A run's page, which must also come out in both forms."""
-    made = page_of_runs([folder])
+    """The page of a run, after making sure that both forms can be drawn."""
+    made = make_page([folder])
     assert as_html(made) and as_markdown(made)
     return made
 
 
-def verdict(made: Page) -> str:
+def summary(made: Page) -> str:
     return "\n".join(line for block in made.blocks if isinstance(block, Summary) for line in block.lines)
 
 
@@ -38,25 +38,25 @@ def titles(made: Page) -> list[str]:
     return [getattr(found, "title", "") for found in made.blocks]
 
 
-def test_a_whole_run(tmp_path: Path) -> None:
-    made = page(make_run(tmp_path / "run", summary={"predicted_images_per_second": 336.0}, monitor=uses()))
-    assert verdict(made).splitlines() == [
+def test_the_page_of_a_finished_run(tmp_path: Path) -> None:
+    made = page(make_run(tmp_path / "run", summary={"predicted_images_per_second": 336.0}, monitor=usage()))
+    assert summary(made).splitlines() == [
         "vgg-small, stale 2-1: 20 steps of 64 images at 320 images/s, in 4 s.",
-        "Predicted were 336 images/s, 5.0% above what was measured.",
-        "The busiest is rank 2 (stage 1): it computes 100% of the time; "
-        "over all ranks 39% of the time is not computing.",
-        "The other ranks wait for it: give its stage more devices, or fewer layers.",
+        "The prediction was 336 images/s, 5.0% above the measured speed.",
+        "The busiest is rank 2 (stage 1): it computes 100% of the time. "
+        "Over all ranks, 39% of the time is not spent computing.",
+        "The other ranks wait for it: give its stage more devices or fewer layers.",
         "The loss went from 2 to 0.5359.",
         "Evaluated after step 20 on 512 samples: loss 0.5, top-1 75.0%, top-5 99.0%.",
-        "The most memory had rank 2 (stage 1): 106 MiB.",
+        "Rank 2 (stage 1) used the most memory: 106 MiB.",
     ]
     assert titles(made)[1:] == [
-        "Predicted against measured",
+        "Predicted and measured",
         "Throughput over time",
         "Loss",
         "What each rank did",
         "Computing over time",
-        "Memory, measured peak: resident, with Python and torch",
+        "Memory, measured peak: resident, including Python and torch",
         "Cores kept busy",
         "Stages",
         "Epochs",
@@ -64,7 +64,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
         "Environment",
         "Command",
     ]
-    assert [bar.is_predicted for bar in block(made, "Predicted against measured", Bars).bars] == [False, True]
+    assert [bar.is_predicted for bar in block(made, "Predicted and measured", Bars).bars] == [False, True]
     assert block(made, "Epochs", Table).rows[0] == ("1", "8", "1.6 s", "320", "1.589")
     assert block(made, "Stages", Table).rows == (
         ("0", "0:0-1", "", "2", "3", "105"),
@@ -75,56 +75,56 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert {round(point.y) for point in shares[2].points[:50]} == {100}
 
 
-def test_a_long_run_stays_small(tmp_path: Path) -> None:
+def test_the_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
     records = [*steps(8_000), *(Evaluated(batch, 8, 1.0, 0.5, 0.5) for batch in range(0, 8_000, 10))]
-    made = page(make_run(tmp_path / "run", records, trace=timeline(2_000), monitor=uses(3_000, gpus=4)))
+    made = page(make_run(tmp_path / "run", records, trace=timeline(2_000), monitor=usage(3_000, gpus=4)))
     assert len(as_html(made).encode()) < 1_000_000 and len(as_markdown(made)) < 50_000
     table = block(made, "Epochs", Table)
-    assert len(table.rows) == 100 and table.rows[-1][0] == "1000" and table.note.startswith("900 epochs")
+    assert len(table.rows) == 100 and table.rows[-1][0] == "1000" and "900 epochs" in table.note
 
 
-def test_a_resumed_run_says_which_steps_it_made(tmp_path: Path) -> None:
+def test_a_resumed_run_names_its_own_steps_and_its_checkpoint(tmp_path: Path) -> None:
     made_before = Resumed(6, "/runs/first/checkpoints/6", "dp 2")
     records = [*steps(6), made_before, *steps(20)[6:]]
-    assert verdict(page(make_run(tmp_path / "own", records))).splitlines()[:2] == [
+    assert summary(page(make_run(tmp_path / "own", records))).splitlines()[:2] == [
         "vgg-small, stale 2-1: steps 7-20 of 64 images at 320 images/s, in 2.8 s.",
-        "Resumed from first at step 6; steps before were made under dp 2.",
+        "Resumed from first at step 6; earlier steps ran under dp 2.",
     ]
     same = [replace(made_before, plan="stale 2-1"), *steps(9)[6:]]
     folder = make_run(tmp_path / "new", same, is_finished=False)
-    assert "\nResumed from first at step 6.\n" in verdict(page(folder))
+    assert "\nResumed from first at step 6.\n" in summary(page(folder))
     assert open_run(folder).images_per_second == pytest.approx(320)
-    told = verdict(page_of_runs([tmp_path / "own", tmp_path / "new"]))
-    assert "own: resumed from first at step 6; steps before were made under dp 2. The busiest" in told
+    text = summary(make_page([tmp_path / "own", tmp_path / "new"]))
+    assert "own: resumed from first at step 6; earlier steps ran under dp 2. The busiest" in text
 
 
-def test_a_resumed_run_has_the_memory_of_its_own_plan(tmp_path: Path) -> None:
+def test_a_resumed_run_reports_the_memory_of_its_current_plan(tmp_path: Path) -> None:
     records = [*steps(6), Resumed(6, "/runs/first/checkpoints/6", "dp 2"), *steps(20)[6:]]
-    own = [replace(use, start=6) for use in uses(2)]
-    made = page(make_run(tmp_path / "run", records, monitor=[*uses(50), *own]))
-    assert "The most memory had rank 2 (stage 1): 103 MiB." in verdict(made)
+    own = [replace(sample, start=6) for sample in usage(2)]
+    made = page(make_run(tmp_path / "run", records, monitor=[*usage(50), *own]))
+    assert "Rank 2 (stage 1) used the most memory: 103 MiB." in summary(made)
     assert [row[-1] for row in block(made, "Stages", Table).rows] == ["102", "103"]
     curves = block(made, "Cores kept busy", Curves).curves
-    assert len(curves[0].points) == 52, "time goes on over both parts"
+    assert len(curves[0].points) == 52, "time continues over both parts"
 
 
-def test_an_interrupted_run(tmp_path: Path) -> None:
+def test_an_interrupted_run_is_not_finished(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps(7), is_finished=False)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "batch": 7, "epo')
     made = page(folder)
-    assert verdict(made).startswith(
+    assert summary(made).startswith(
         "vgg-small, stale 2-1: not finished; 7 of 20 steps of 64 images at 320 images/s so far."
     )
     assert "What each rank did" not in titles(made)
 
 
-def test_a_run_of_no_steps(tmp_path: Path) -> None:
-    assert verdict(page(make_run(tmp_path / "whole", []))).startswith("The run had no steps to train.")
-    assert verdict(page(make_run(tmp_path / "not", [], is_finished=False))).startswith("No step was trained.")
+def test_a_run_without_steps_says_so(tmp_path: Path) -> None:
+    assert summary(page(make_run(tmp_path / "whole", []))).startswith("The run had no steps to train.")
+    assert summary(page(make_run(tmp_path / "not", [], is_finished=False))).startswith("No step was trained.")
 
 
-def test_faults_are_told(tmp_path: Path) -> None:
+def test_the_summary_names_faults(tmp_path: Path) -> None:
     scaled = [replace(step, loss_scale=65536.0 / 2 ** (step.batch > 3)) for step in steps(9)]
     records = [
         *scaled,
@@ -133,51 +133,51 @@ def test_faults_are_told(tmp_path: Path) -> None:
         Saved(4, 10, 0.1),
     ]
     made = page(make_run(tmp_path / "run", records, summary={"skipped_updates": [3, 1]}))
-    told = verdict(made)
-    assert "Updates that overflowed and were skipped: 3 of stage 0, 1 of stage 1." in told
-    assert "1 bad records were replaced" in told
-    assert "start again once, last after step 4: stage 0 replica 1 (rank 1) was killed" in told
+    text = summary(made)
+    assert ": 3 of stage 0, 1 of stage 1." in text
+    assert "1 bad record;" in text
+    assert "restarted once, last after step 4: stage 0 replica 1 (rank 1) was killed" in text
     assert {point.y for point in block(made, "Loss scale", Curves).curves[0].points} == {65536.0, 32768.0}
 
 
-def test_an_emulated_run_claims_no_speed(tmp_path: Path) -> None:
-    monitor = [replace(use, ranks=use.ranks[:1]) for use in uses()]
-    foreseen = {"predicted_images_per_second": 900.0}
-    folder = make_run(tmp_path / "run", emulate=True, trace=Timeline(()), monitor=monitor, summary=foreseen)
+def test_an_emulated_run_claims_no_speed_of_devices(tmp_path: Path) -> None:
+    monitor = [replace(sample, ranks=sample.ranks[:1]) for sample in usage()]
+    predicted = {"predicted_images_per_second": 900.0}
+    folder = make_run(tmp_path / "run", emulate=True, trace=Timeline(()), monitor=monitor, summary=predicted)
     made = page(folder)
-    told = verdict(made)
-    assert "the speed says nothing of real devices" in told and "busiest" not in told
-    assert "Predicted for real devices are 900 images/s." in told and "above" not in told
-    assert "Predicted against measured" not in titles(made)
-    assert "The one process with all ranks held 104 MiB at most." in told and "rank 0" not in told
-    (stack,) = block(made, "Memory, measured peak: resident, with Python and torch", Stacks).stacks
+    text = summary(made)
+    assert "nothing about real devices" in text and "busiest" not in text
+    assert "900 images/s are predicted" in text and "above" not in text
+    assert "Predicted and measured" not in titles(made)
+    assert "used at most 104 MiB" in text and "rank 0" not in text
+    (stack,) = block(made, "Memory, measured peak: resident, including Python and torch", Stacks).stacks
     assert stack.label == block(made, "Cores kept busy", Curves).curves[0].label == "all ranks, one process"
     assert "peak MiB, measured" not in block(made, "Stages", Table).columns
 
 
-def test_emulated_runs_are_not_ranked(tmp_path: Path) -> None:
+def test_emulated_runs_are_not_compared_by_speed(tmp_path: Path) -> None:
     plan = {"mode": "dp", "placement": "0:0", "cuts": [], "versions": [1], "depths": [1]}
     folders = [
-        make_run(tmp_path / "a", emulate=True, monitor=uses()),
-        make_run(tmp_path / "b", emulate=True, plan=plan, monitor=uses(), trace=Timeline(())),
+        make_run(tmp_path / "a", emulate=True, monitor=usage()),
+        make_run(tmp_path / "b", emulate=True, plan=plan, monitor=usage(), trace=Timeline(())),
     ]
-    made = page_of_runs(folders)
-    told = verdict(made)
-    assert "Emulated, all ranks in one process: stale 2-1, dp 1." in told and "are not compared" in told
-    assert not re.search(r"fastest|images/s|\d x ", told)
+    made = make_page(folders)
+    text = summary(made)
+    assert "in one process: stale 2-1, dp 1." in text and "are not compared" in text
+    assert not re.search(r"fastest|images/s|\d x ", text)
     assert not [title for title in titles(made) if "hroughput" in title or "memory" in title]
     assert [row[3] for row in block(made, "Overview", Table).rows] == ["-", "-"]
-    real = page_of_runs([*folders, make_run(tmp_path / "c"), make_run(tmp_path / "d")])
-    assert re.search(r"^c is the fastest: 320 images/s, 1.00 x d", verdict(real))
+    real = make_page([*folders, make_run(tmp_path / "c"), make_run(tmp_path / "d")])
+    assert re.search(r"^c is the fastest: 320 images/s, 1.00 x d", summary(real))
     assert [bar.label for bar in block(real, "Throughput", Bars).bars] == ["c", "d"]
 
 
-def test_gpus_and_several_machines(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", plan={"placement": "0:0,1:0.1:1"}, monitor=uses(gpus=2))
+def test_reports_gpus_of_several_machines(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", plan={"placement": "0:0,1:0.1:1"}, monitor=usage(gpus=2))
     (folder / "monitor-1.jsonl").write_text((folder / "monitor.jsonl").read_text())
     (folder / "env.json").write_text(json.dumps({"topology": [["X", "NV4"], ["NV4", "X"]], "gpus": [{"name": "H200"}]}))
     made = page(folder)
-    assert "Slowed down by themselves: GPU 1 (power)." in verdict(made)
+    assert "Throttled: GPU 1 (power)." in summary(made)
     rows = block(made, "GPUs over the run, machine 1", Table).rows
     assert rows[1] == ("1", "90%", "2,000", "250", "1.00", "61 °C", "power", "0")
     text = as_markdown(made)
@@ -185,16 +185,16 @@ def test_gpus_and_several_machines(tmp_path: Path) -> None:
     assert block(made, "Stages", Table).rows[0][1] == "0:0,1:0"
 
 
-def test_memory_by_part(tmp_path: Path) -> None:
+def test_reports_predicted_memory_by_part(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     parts = {"weights": 3 * 2**20, "context": 0.0, "buffers": 2**20}
     (folder / "memory.json").write_text(json.dumps({"ranks": [parts, parts, parts]}))
-    stack = block(page(folder), "Memory by part, by the planner's model", Stacks).stacks[2]
+    stack = block(page(folder), "Memory by part, predicted", Stacks).stacks[2]
     assert stack.label == "rank 2 (stage 1)" and stack.parts == (("weights", 3.0), ("buffers", 1.0))
 
 
-def test_pauses_are_not_waiting(tmp_path: Path) -> None:
-    """An evaluation in the middle, for which the pipeline drains, makes no rank less busy."""
+def test_pauses_do_not_count_as_waiting(tmp_path: Path) -> None:
+    """An evaluation in the middle, for which the pipeline drains, does not make ranks less busy."""
     spans = timeline(2).spans
     gap = tuple(
         replace(span, start=span.start + 9, end=span.end + 9)
@@ -203,11 +203,11 @@ def test_pauses_are_not_waiting(tmp_path: Path) -> None:
         for span in spans
     )
     records = [*steps(1), Evaluated(1, 8, 1.0, 0.5, 0.5), *steps(2)[1:]]
-    told = verdict(page(make_run(tmp_path / "run", records, trace=Timeline(gap))))
-    assert "it computes 100% of the time; over all ranks 39%" in told
+    text = summary(page(make_run(tmp_path / "run", records, trace=Timeline(gap))))
+    assert "it computes 100% of the time. Over all ranks, 39%" in text
 
 
-def test_ranks_that_reach_back_less_cut_the_timeline(tmp_path: Path) -> None:
+def test_the_timeline_begins_where_all_ranks_have_actions(tmp_path: Path) -> None:
     spans = tuple(span for span in timeline(10).spans if span.rank != 2 or span.start > 0.9)
     shown = block(page(make_run(tmp_path / "run", trace=Timeline(spans))), "What each rank did", Pipeline).timeline
     assert min(span.start for span in shown.spans if span.rank == 2) == 0
@@ -239,8 +239,8 @@ def test_ranks_that_reach_back_less_cut_the_timeline(tmp_path: Path) -> None:
         b"[" * 100_000,
     ],
 )
-def test_no_damaged_file_ends_it(tmp_path: Path, name: str, content: bytes) -> None:
-    folder = make_run(tmp_path / "run", monitor=uses())
+def test_damaged_and_missing_files_are_tolerated(tmp_path: Path, name: str, content: bytes) -> None:
+    folder = make_run(tmp_path / "run", monitor=usage())
     (folder / name).write_bytes(content)
     page(folder)
     (folder / name).unlink()
@@ -248,16 +248,16 @@ def test_no_damaged_file_ends_it(tmp_path: Path, name: str, content: bytes) -> N
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{}", b"[" * 100_000, b'{"mode": 1}'])
-def test_what_is_no_run_is_said_in_a_line(tmp_path: Path, content: bytes | None) -> None:
+def test_a_folder_without_a_plan_is_an_error(tmp_path: Path, content: bytes | None) -> None:
     folder = make_run(tmp_path / "run")
     (folder / "plan.json").unlink()
     if content is not None:
         (folder / "plan.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"plan|run folder"):
-        page_of_runs([folder])
+        make_page([folder])
 
 
-def test_several_runs_side_by_side(tmp_path: Path) -> None:
+def test_compares_several_runs(tmp_path: Path) -> None:
     slow = [*steps(20, speed=160.0), Evaluated(20, 512, 0.6, 0.5, 0.9)]
     plan = {"mode": "dp", "placement": "0:0", "cuts": [], "versions": [1], "depths": [1]}
     one_rank = Timeline((Span(0, "compute", "F", "0F0@0", 0, 1),))
@@ -265,27 +265,25 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
         make_run(tmp_path / "a"),
         make_run(tmp_path / "b", slow, plan=plan, summary={"images_per_second": 160.0}, trace=one_rank),
     ]
-    made = page_of_runs(folders)
+    made = make_page(folders)
     assert as_html(made) and as_markdown(made)
-    told = verdict(made)
-    assert "stale 2-1 is the fastest: 320 images/s, 2.00 x dp 1 (160)." in told
-    assert (
-        "The best top-1 at the end has stale 2-1: 75.0% (the others: dp 1 50.0%)." in told and "may be chance" in told
-    )
-    assert "dp 1: the only rank computes 100% of the time." in told
+    text = summary(made)
+    assert "stale 2-1 is the fastest: 320 images/s, 2.00 x dp 1 (160)." in text
+    assert "stale 2-1 has the best top-1 at the end: 75.0% (others: dp 1 50.0%)." in text and "may be chance" in text
+    assert "dp 1: the only rank computes 100% of the time." in text
     assert [bar.label for bar in block(made, "Throughput", Bars).bars] == ["stale 2-1", "dp 1"]
     assert len(block(made, "Loss", Curves).curves) == 4
     assert block(made, "Configurations", Table).rows[0] == ("mode", "stale", "dp")
     assert titles(made).count("What each rank did: dp 1") == 1
 
 
-def test_runs_of_one_shape_go_by_their_folders(tmp_path: Path) -> None:
-    made = page_of_runs([make_run(tmp_path / "one"), make_run(tmp_path / "two")])
+def test_runs_of_one_shape_are_named_by_their_folders(tmp_path: Path) -> None:
+    made = make_page([make_run(tmp_path / "one"), make_run(tmp_path / "two")])
     assert made.title == "2 runs: one; two"
-    made = page_of_runs([make_run(tmp_path / "x" / "one"), tmp_path / "one"])
+    made = make_page([make_run(tmp_path / "x" / "one"), tmp_path / "one"])
     assert f"{tmp_path}/x/one" in made.title
 
 
-def test_steps_that_took_no_time_are_no_fault(tmp_path: Path) -> None:
+def test_steps_without_duration_are_tolerated(tmp_path: Path) -> None:
     records = [Step(0, 0, float("nan"), 0.1, 0.0, 0.0), Step(1, 0, float("inf"), 0.1, 0.0, float("inf"))]
     page(make_run(tmp_path / "run", records, is_finished=False))

@@ -13,7 +13,7 @@ import pytest
 from stagewright.cli.main import main
 from stagewright.events import Evaluated, GpuUsage, RankUsage, Replaced, Restarted, Resumed, Saved, Step, Unsaved, Usage
 from stagewright.report.read import as_record, as_usage
-from tests.made_runs import PLAN, make_run, steps, timeline, uses
+from tests.made_runs import PLAN, make_run, steps, timeline, usage
 
 WRONG: tuple[Any, ...] = (None, "many", inf, nan, -inf, [], [1], {}, True, 10**400, -1, 1.5)
 RECORDS = (
@@ -77,7 +77,7 @@ def test_a_record_with_a_wrong_value_is_left_out(
     record: Any, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(tmp_path / "other")
-    folder = make_run(tmp_path / "run", [*steps(20), record], monitor=uses())
+    folder = make_run(tmp_path / "run", [*steps(20), record], monitor=usage())
     text = isinstance(getattr(record, name), str)
     wrong = [value for value in WRONG if not (text and isinstance(value, str))]
     kept = MAY_BE.get(name, ())
@@ -99,8 +99,8 @@ def test_a_moment_with_a_wrong_value_is_left_out(
     part: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(tmp_path / "other")
-    folder = make_run(tmp_path / "run", monitor=uses(gpus=2))
-    (moment,) = uses(1, gpus=2)
+    folder = make_run(tmp_path / "run", monitor=usage(gpus=2))
+    (moment,) = usage(1, gpus=2)
     lines = []
     for value in WRONG:
         fields_of = json.loads(json.dumps(asdict(moment)))
@@ -119,7 +119,7 @@ def test_a_file_with_a_wrong_value(
     file: str, name: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(tmp_path / "other")
-    folder = make_run(tmp_path / "run", monitor=uses())
+    folder = make_run(tmp_path / "run", monitor=usage())
     (folder / file).write_text(json.dumps(FILES[file] | {name: value}))
     require_readers(folder, capsys)
 
