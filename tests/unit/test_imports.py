@@ -279,6 +279,26 @@ def modules_without_main(source: Source) -> list[str]:
     return [name for name, path in paths.items() if 'if __name__ == "__main__":' not in source.get(path, "")]
 
 
+def private_names_of_others(tree: ast.AST) -> Iterator[str]:
+    """Private names of our modules and objects that a test uses: imported, as attributes, or patched by name."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=str(module), names=names) if module.startswith("stagewright"):
+                yield from (alias.name for alias in names if is_private(alias.name))
+            case ast.Attribute(value=ast.Name(id=owner), attr=name) if is_private(name):
+                if owner not in ("self", "cls", "os", "sys", "torch"):
+                    yield f"{owner}.{name}"
+            case ast.Call(func=ast.Attribute(attr="setattr" | "delattr"), args=[_, ast.Constant(value=str(name)), *_]):
+                if is_private(name):
+                    yield name
+            case ast.Constant(value=str(text)) if re.fullmatch(r"stagewright(\.\w+)+", text):
+                yield from filter(is_private, text.split("."))
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
 RULES = (
     *(forbidden_imports, cycles_of_modules, cycles_of_folders, lazy_imports, private_imports),
     *(torch_elsewhere, torch_in_the_wake, modules_without_main, badly_shaped_folders),
@@ -330,6 +350,27 @@ def test_every_rule_finds_what_breaks_it(rule: Callable[[Source], list[str]], pa
 
 def test_a_folder_with_too_many_files_is_found() -> None:
     assert badly_shaped_folders(read_source() | {f"plan/part{number}.py": "" for number in range(MOST_FILES)})
+
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
+def test_tests_use_public_names(path: Path) -> None:
+    assert list(private_names_of_others(ast.parse(path.read_text()))) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from stagewright.run.train import _execute",
+        "worker._loss",
+        "monkeypatch.setattr(saver, '_write', None)",
+        "monkeypatch.setattr('stagewright.run.train._execute', None)",
+    ],
+)
+def test_private_names_are_found(line: str) -> None:
+    assert list(private_names_of_others(ast.parse(line)))
 
 
 HELP = """
