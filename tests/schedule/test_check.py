@@ -161,7 +161,7 @@ def test_execution_order_runs_all_and_breaks_no_dependency() -> None:
         assert all(place[needed] < place[action] for needed in requires(STALE, action, 8))
 
 
-def test_a_rank_that_is_not_there_is_missed() -> None:
+def test_notices_a_missing_rank() -> None:
     programs = programs_of(STALE, SPAN)
     del programs[0]
     with pytest.raises(ScheduleError, match="waits for ever"):

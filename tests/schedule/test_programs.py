@@ -101,7 +101,7 @@ def test_two_replicas_feed_one_and_lag_by_an_update() -> None:
     ]
 
 
-def test_after_a_pause_the_lag_goes_on() -> None:
+def test_lag_continues_after_a_pause() -> None:
     # Batch 2 begins in an empty pipeline with versions 1 and 2 at hand, and still runs on version 1.
     assert texts(plan("0:0.0:1", 2, mode=Mode.STALE), range(4, 6)) == [
         "0F4@1 0SA4>1 0F5@1 0SA5>1 0RG4<1 0B4@1 0RG5<1 0B5@1 0U@2",

@@ -321,7 +321,7 @@ class Execution:
 
 @many
 @given(cases())
-def test_no_rank_waits_for_ever(case: Case) -> None:
+def test_no_rank_waits_forever(case: Case) -> None:
     execution = Execution(case)
     execution.run()
     assert execution.stuck == {}

@@ -24,7 +24,7 @@ Times = Mapping[Action, tuple[float, float]]
 
 
 class Costs(Protocol):
-    """How long an action takes once it runs, what it needs to itself meanwhile, and what else it waits for."""
+    """How long an action takes, which lanes it occupies meanwhile, and what else it waits for."""
 
     def seconds(self, action: Action) -> float: ...
 
@@ -35,7 +35,7 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """Fixed times by stage; what is not named is free."""
+    """Fixed times by stage; other actions take no time."""
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -59,7 +59,7 @@ class StageCosts:
 
 
 def balanced_costs(plan: Plan) -> StageCosts:
-    """What a plan means to be: every stage takes as long as it has replicas, backward twice a forward."""
+    """The costs of a balanced plan: a stage takes as long as it has replicas, a backward twice as long as a forward."""
     return StageCosts([float(stage.replicas) for stage in plan.stages], [2.0 * stage.replicas for stage in plan.stages])
 
 
@@ -113,7 +113,7 @@ class ClusterCosts:
         return self._paths[pair]
 
     def waits(self, action: Action) -> Iterator[Action]:
-        """Where a software passes whole batches, a stage begins when all of one has come and sends when all is done."""
+        """If the software passes whole batches, a stage begins when one has arrived and sends when it is done."""
         if not self._estimate.setting.software.whole_batches or action.microbatch is None:
             return
         stage = self._plan.stages[action.stage]
@@ -153,7 +153,7 @@ def _timeline(programs: Mapping[int, Sequence[Action]], times: Times) -> Timelin
 
 
 class Simulation:
-    """Runs programs in the order of time: what can begin first begins first, so shared lanes are taken in turn."""
+    """Runs programs in the order of time: what can begin first begins first, so actions take turns on shared lanes."""
 
     def __init__(self, plan: Plan, costs: Costs, programs: Mapping[int, Sequence[Action]], start: int) -> None:
         self._plan = plan
@@ -178,7 +178,7 @@ class Simulation:
         return self._times
 
     def _advance(self, rank: int) -> None:
-        """Take a rank on to its next compute; messages on the way there fly beside it."""
+        """Advance a rank to its next compute; messages before it run beside the compute."""
         for action in self._programs[rank]:
             self._issue(action)
             if action.op not in _TRANSFERS:
@@ -190,7 +190,7 @@ class Simulation:
         self._collect(action, needs, self._compute[action.rank])
 
     def _collect(self, action: Action, needs: Iterator[Action], ready: float) -> None:
-        """Go through what an action needs; where that has no time yet, wait for it and go on from there."""
+        """Go through what an action needs; at the first that has no time yet, wait for it and continue from there."""
         for needed in needs:
             known = self._times.get(needed)
             if known is None:

@@ -13,7 +13,7 @@ from stagewright.schedule.lower import program, updates_in
 from stagewright.schedule.requires import requires
 
 _Channel = tuple[Op, int, int | None, int | None]  # operation, stage and rank that send, rank that receives
-MOST_SPAN = 2**20  # microbatches whose programs are looked through
+MOST_SPAN = 2**20  # microbatches whose programs are checked
 _SENT_BY = {Op.RECV_ACT: Op.SEND_ACT, Op.RECV_GRAD: Op.SEND_GRAD}
 
 
@@ -22,7 +22,7 @@ class ScheduleError(ValueError):
 
 
 def representative_span(plan: Plan) -> range:
-    """Fill, one period and drain: what happens later repeats what happens here."""
+    """Fill, one period and drain: everything later repeats this."""
     period = math.lcm(plan.microbatches, plan.alignment, *(stage.replicas for stage in plan.stages))
     fill = max(max(stage.versions * stage.round, stage.depth * stage.replicas) + stage.round for stage in plan.stages)
     stop = -(-(fill + period) // plan.alignment) * plan.alignment + plan.alignment
@@ -41,7 +41,7 @@ def check(plan: Plan, span: range | None = None) -> None:
 
 
 def check_programs(plan: Plan, programs: Mapping[int, Sequence[Action]], span: range) -> None:
-    """The proof itself, over given programs."""
+    """Raise ScheduleError unless the given programs are right."""
     for rank, actions in programs.items():
         _check_work(plan, rank, actions, span)
         _check_depth(plan, actions)
@@ -118,7 +118,7 @@ def _check_channels(programs: Mapping[int, Sequence[Action]]) -> None:
 
 
 def _check_work(plan: Plan, rank: int, actions: Sequence[Action], span: range) -> None:
-    """Each of the rank's microbatches forward and backward once a stage, on its version; updates in order."""
+    """Each of the rank's microbatches runs forward and backward once per stage, on its version; updates in order."""
     for stage in plan.stages_of(rank):
         own = list(stage.own(rank, span))
         versions = [stage.version_of(microbatch) for microbatch in own]

@@ -61,7 +61,7 @@ def streams(plan: Plan, rank: int, span: range, limit: Limit | None = None) -> l
 
 
 def _until(plan: Plan, stream: Iterator[Task], limit: Limit) -> Iterator[Task]:
-    """A stream's tasks before the limit; a stream never goes back, so the first one beyond ends it."""
+    """A stream's tasks before the limit; a stream is ordered, so the first task beyond the limit ends it."""
     for task in stream:
         if last_of(plan, task.actions[0]) >= limit():
             return
@@ -128,14 +128,14 @@ def _updates(plan: Plan, stage: Stage, rank: int, span: range) -> Iterator[Task]
 
 
 def _agreements(plan: Plan, rank: int, span: range) -> Iterator[Task]:
-    """One agreement of all ranks a batch; it prints under the first stage its rank carries."""
+    """One agreement of all ranks per batch; it prints under the first stage of its rank."""
     stage = plan.stages_of(rank)[0]
     for update in updates_in(stage, span):
         yield Task(policy.agree_key(plan, update), (Action(Op.AGREE, rank, stage.index, None, update),))
 
 
 def _flags(plan: Plan, stage: Stage, rank: int, span: range) -> Iterator[Task]:
-    """Each stage's own look at its gradient, passed on to the stage before it."""
+    """Each stage's overflow flag, passed on to the stage before it."""
     for update in updates_in(stage, span):
         action = Action(Op.AGREE, rank, stage.index, None, update)
         yield Task(policy.flag_key(plan, stage, update, span), (action,))

@@ -1,4 +1,4 @@
-"""The one statement of what an action waits for; the checker and the simulator both read it."""
+"""What each action waits for, stated once: the checker and the simulator both use it."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def _backward(plan: Plan, stage: Stage, action: Action, start: int) -> Iterator[
 
 
 def _free_buffer(stage: Stage, rank: int, update: int, start: int) -> Iterator[Action]:
-    """The update that used a gradient buffer before this one does."""
+    """The update that used the same gradient buffer before this one."""
     before = update - stage.num_gradients
     if (before + 1) * stage.round > start:
         yield Action(Op.UPDATE, rank, stage.index, None, before)
 
 
 def _verdict(plan: Plan, microbatch: int, start: int) -> Iterator[Action]:
-    """What settles the loss scale of a batch: the first stage's flag of an earlier one."""
+    """What decides the loss scale of a batch: the first stage's overflow flag of an earlier batch."""
     batch = microbatch // plan.microbatches - plan.decision_delay
     if plan.flags and batch * plan.microbatches >= start:
         yield Action(Op.AGREE, plan.stages[0].ranks[0], 0, None, batch)
@@ -84,7 +84,7 @@ def _reduce(plan: Plan, stage: Stage, action: Action, start: int) -> Iterator[Ac
 
 
 def _reduced(stage: Stage, rank: int, update: int) -> Iterator[Action]:
-    """What makes a stage's gradient whole on a rank."""
+    """The actions that complete a stage's gradient on a rank."""
     if stage.replicas == 1:
         yield from _own_backwards(stage, rank, update)
     for replica in stage.ranks if stage.replicas > 1 else ():

@@ -60,7 +60,7 @@ def test_every_figure_has_a_source_with_a_date() -> None:
         assert {figure[1] for figure in found} <= sources.keys()
 
 
-def test_devices_links_and_networks_of_the_field_are_there() -> None:
+def test_has_common_devices_links_and_networks() -> None:
     catalog = shipped()
     assert catalog.devices.keys() >= NAMES
     levels = {f"pcie{generation}-{level}" for generation in (3, 4, 5) for level in ("pix", "phb", "node", "sys")}
@@ -69,7 +69,7 @@ def test_devices_links_and_networks_of_the_field_are_there() -> None:
     assert {"titan-v-8", "titan-v-16", "v100-32", "rtx-2080ti-4"} <= catalog.clusters.keys()
 
 
-def test_the_published_server_has_its_topology() -> None:
+def test_published_server_has_its_topology() -> None:
     cluster = shipped().cluster("titan-v-8")
     links = {
         pair: cluster.link(Device(0, pair[0]), Device(0, pair[1])).name for pair in ((0, 1), (1, 2), (3, 4), (0, 7))
@@ -87,7 +87,7 @@ def test_stock_fp32_uses_tf32_in_convolutions_alone(precision: str, convolution:
     assert a100.rate(precision, convolution=convolution)[0] == a100.peak[units]
 
 
-def test_what_a_card_has_no_units_for_runs_on_plain_ones() -> None:
+def test_precisions_without_units_run_on_fp32_units() -> None:
     titan = shipped().device("titan-v")
     assert titan.rate("bf16", convolution=True)[0] == titan.peak["fp32"]
     assert isinstance(titan, DeviceSpec)
@@ -141,7 +141,7 @@ def test_a_users_file_extends_the_catalog(tmp_path: Path) -> None:
         (("bandwidth = 1e11", "bandwidth = 1e11\nprice = 500"), ["device.my-card", "'price'", "usd"]),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, change: tuple[str, str], words: list[str]) -> None:
+def test_errors_in_a_file_are_one_line(tmp_path: Path, change: tuple[str, str], words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
         open_cluster(own(tmp_path, MINE.replace(*change)))
     for word in words:
@@ -214,7 +214,7 @@ def test_unknown_names_suggest_near_ones() -> None:
         open_cluster("/nowhere/at/all.toml")
 
 
-def test_single_figures_can_be_tried() -> None:
+def test_overrides_replace_single_figures() -> None:
     tried = read_catalog((), {"device": {"titan-v": {"efficiency": {"fp32": 0.5}}}})
     assert tried.device("titan-v").efficiency["fp32"] == 0.5
     assert tried.device("titan-v").bandwidth == shipped().device("titan-v").bandwidth
@@ -224,7 +224,7 @@ def test_a_price_comes_with_its_date() -> None:
     assert "2023-07" in price_source("rtx-4090")
 
 
-def test_devices_that_nobody_measured_are_named() -> None:
+def test_names_devices_without_measurements() -> None:
     def remark(*names: str, precision: str = "fp16") -> str | None:
         return calibration_note([shipped().device(name) for name in names], precision)
 
@@ -236,14 +236,14 @@ def test_devices_that_nobody_measured_are_named() -> None:
     assert [run.rate is not None for run in runs] == [True]
 
 
-def test_a_users_own_efficiency_is_believed(tmp_path: Path) -> None:
+def test_a_users_efficiency_counts_as_measured(tmp_path: Path) -> None:
     catalog, _ = open_cluster(own(tmp_path, MINE.replace("peak =", "efficiency = { fp32 = 0.7 }\npeak =")))
     assert calibration_note([catalog.device("my-card")], "fp32") is None
     catalog, _ = open_cluster(own(tmp_path, MINE))
     assert "my-card" in str(calibration_note([catalog.device("my-card")], "fp32"))
 
 
-def test_a_cluster_can_be_cut_down_to_its_first_devices() -> None:
+def test_first_reduces_a_cluster_to_its_first_devices() -> None:
     cluster = shipped().cluster("v100-32").first(12)
     assert [machine.devices for machine in cluster.machines] == [8, 4]
     assert cluster.link(Device(0, 7), Device(1, 0)).name == "net-100g"

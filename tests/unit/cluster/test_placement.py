@@ -36,7 +36,7 @@ def test_the_order_of_devices_is_the_order_of_replicas() -> None:
     assert parse_placement("0:3,1,2", ONE) == (devices(0, 3, 1, 2),)
 
 
-def test_spaces_around_pieces_are_nothing() -> None:
+def test_spaces_around_pieces_are_ignored() -> None:
     assert parse_placement(" 0:0-1 , 3 . 0:4 ", ONE) == parse_placement("0:0-1,3.0:4", ONE)
 
 
@@ -45,7 +45,7 @@ def test_on_cpu_any_index_is_a_process() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_the_largest_range_is_read_at_once() -> None:
+def test_reads_the_largest_range_quickly() -> None:
     assert len(parse_placement("0:0-65535")[0]) == 65536
 
 
@@ -53,7 +53,7 @@ def test_the_largest_range_is_read_at_once() -> None:
 
 
 @pytest.mark.parametrize("text", ["0:0-6.0:7", "0:0-7,1:0-7.0:0-7,1:0-7", "0:0,2,4-6", "0:3,2,1", "1:0,0:0,1:1"])
-def test_a_shortest_text_prints_as_itself(text: str) -> None:
+def test_shortest_texts_print_as_themselves(text: str) -> None:
     assert format_placement(parse_placement(text, TWO)) == text
 
 
@@ -96,7 +96,7 @@ def test_any_placement_reads_back_as_itself(placement: Placement) -> None:
         ("0:0-65536", "placement piece '0:0-65536' names 65537 devices; the limit is 65536"),
     ],
 )
-def test_the_error_names_the_piece(text: str, message: str) -> None:
+def test_errors_name_the_piece(text: str, message: str) -> None:
     with pytest.raises(ValueError) as error:
         parse_placement(text, ONE)
     assert message in str(error.value)

@@ -27,11 +27,11 @@ def test_backward_hides_all_but_the_last_bucket() -> None:
     assert cost.exposed_seconds(8.0, 100.0, cost.tail_share(1 << 20)) == pytest.approx(8.0)
 
 
-def test_an_update_reads_and_writes_the_weights_so_many_times() -> None:
+def test_update_seconds_count_passes_over_the_weights() -> None:
     assert cost.update_seconds(1e6, 5, 1e9) == pytest.approx(0.02)
 
 
-def test_loader_and_devices_bound_each_other() -> None:
+def test_loaded_rate_is_below_loader_and_devices() -> None:
     assert cost.loaded_rate(1000.0, 1e9) == pytest.approx(1000.0)
     assert cost.loaded_rate(1e9, 1000.0) == pytest.approx(1000.0)
     assert cost.loaded_rate(1000.0, 1000.0) == pytest.approx(1000.0 * 2**-0.25)

@@ -32,7 +32,7 @@ def plan(text: str, mode: Mode, cuts: tuple[str, ...], microbatches: int = 6):  
     return make_plan(parse_placement(text), batch=12, microbatches=microbatches, mode=mode, cuts=cuts)
 
 
-def test_stages_add_up_their_units() -> None:
+def test_a_stage_costs_the_sum_of_its_units() -> None:
     estimate = Estimate(plan("0:0-2.0:3", Mode.STALE, ("b",)), setting())
     assert (estimate.forward(0, 0), estimate.backward(0, 0)) == (1.0, 2.0)
     assert (estimate.forward(1, 3), estimate.backward(1, 3)) == (8.0, 10.0)
@@ -40,7 +40,7 @@ def test_stages_add_up_their_units() -> None:
     assert estimate.boundary(0, backward=False) == 3 * MIB and estimate.boundary(0, backward=True) == 2 * MIB
 
 
-def test_memory_by_part() -> None:
+def test_memory_parts_of_each_stage() -> None:
     estimate = Estimate(plan("0:0-2.0:3", Mode.STALE, ("b",)), setting())
     first = estimate.memory(0)
     weights = 10 * MIB * 4
@@ -63,7 +63,7 @@ def test_several_stages_on_a_rank_share_workspace_and_context() -> None:
     assert memory.optimizer == 60 * MIB * 4
 
 
-def test_what_does_not_fit_says_which_rank_how_much_and_what_to_change() -> None:
+def test_error_names_the_rank_that_does_not_fit_and_a_remedy() -> None:
     tight = Estimate(plan("0:0-2.0:3", Mode.STALE, ("b",)), setting(memory=600 * MIB))
     with pytest.raises(ValueError) as caught:
         tight.require_fit()
@@ -80,7 +80,7 @@ def test_adamw_keeps_two_moments() -> None:
     assert estimate.memory(0).optimizer == 2 * 60 * MIB * 4
 
 
-def test_a_software_that_blocks_pays_for_its_copies_in_computes() -> None:
+def test_computes_of_blocking_software_include_copies() -> None:
     host = Link("host", 1 * MIB, 0.0)
     estimate = Estimate(plan("0:0-2.0:3", Mode.STALE, ("b",)), setting(blocking=True, handover=host))
     assert estimate.backward(0, 0) == 2.0 + 2.0  # two MiB of gradient come in at one a second

@@ -47,7 +47,7 @@ def test_default_microbatches_keep_every_replica_busy(batch: int, replicas: list
     assert default_microbatches(batch, replicas) == expected
 
 
-def test_a_plan_takes_the_default_microbatches() -> None:
+def test_plans_use_the_default_microbatches() -> None:
     by_default = plan(SEVEN_ONE, batch=256, microbatches=None)
     assert (by_default.microbatches, by_default.samples) == (16, 16)
 
@@ -63,13 +63,13 @@ def test_a_plan_takes_the_default_microbatches() -> None:
         (1, 2, "try 1"),
     ],
 )
-def test_a_batch_that_does_not_divide_names_what_would(batch: int, microbatches: int, near: str) -> None:
+def test_error_names_microbatches_that_divide_the_batch(batch: int, microbatches: int, near: str) -> None:
     message = f"batch {batch} is not divisible by {microbatches} microbatches; {near}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         plan(SEVEN_ONE, batch=batch, microbatches=microbatches)
 
 
-def test_a_batch_has_samples() -> None:
+def test_refuses_a_batch_without_samples() -> None:
     with pytest.raises(ValueError, match="batch is 0 samples"):
         plan(SEVEN_ONE, batch=0, microbatches=None)
 
@@ -85,7 +85,7 @@ def test_default_depths_cover_what_is_behind_a_stage(replicas: list[int], expect
     assert default_depths(replicas) == expected
 
 
-def test_a_plan_takes_default_or_given_depths() -> None:
+def test_plans_use_default_or_given_depths() -> None:
     assert [stage.depth for stage in plan(SEVEN_ONE).stages] == [3, 1]
     assert [stage.depth for stage in plan(SEVEN_ONE, depths=[9, 2]).stages] == [9, 2]
 
@@ -94,7 +94,7 @@ def test_a_plan_takes_default_or_given_depths() -> None:
     ("depths", "message"),
     [([3], "depths 3 name 1 stages but the placement has 2"), ([3, 0], "depths 3,0: a stage needs at least 1")],
 )
-def test_wrong_depths(depths: list[int], message: str) -> None:
+def test_refuses_wrong_depths(depths: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(SEVEN_ONE, depths=depths)
 
@@ -118,7 +118,7 @@ def test_sync_keeps_one_version() -> None:
         (9, [4, 3, 2, 1]),
     ],
 )
-def test_stale_lags_by_what_is_behind_at_most_n(staleness: int | None, expected: list[int]) -> None:
+def test_stale_stages_lag_by_the_stages_behind_at_most_n(staleness: int | None, expected: list[int]) -> None:
     assert versions(UNEQUAL, Mode.STALE, staleness=staleness) == expected
 
 
@@ -144,7 +144,7 @@ def test_pipedream_keeps_a_version_for_each_round_in_flight(placement: str, expe
     assert versions(placement, Mode.PIPEDREAM) == expected
 
 
-def test_versions_may_be_given() -> None:
+def test_plans_use_given_versions() -> None:
     assert versions(SEVEN_ONE, Mode.STALE, versions=[3, 2]) == [3, 2]
 
 
@@ -158,7 +158,7 @@ def test_versions_may_be_given() -> None:
         ({"mode": Mode.STALE, "staleness": -1}, "staleness is -1; it must be 0"),
     ],
 )
-def test_wrong_versions(choices: dict[str, object], message: str) -> None:
+def test_refuses_wrong_versions(choices: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(SEVEN_ONE, **choices)
 
@@ -166,7 +166,7 @@ def test_wrong_versions(choices: dict[str, object], message: str) -> None:
 # --- Ranks -----------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_count_the_devices_by_machine_then_index() -> None:
+def test_ranks_are_numbered_by_machine_then_device() -> None:
     mixed = plan("1:0.0:3,0,1:0")
     assert [str(device) for device in mixed.devices] == ["0:0", "0:3", "1:0"]
     assert [stage.ranks for stage in mixed.stages] == [(2,), (1, 0, 2)]
@@ -209,7 +209,7 @@ def test_own_microbatches_of_a_span() -> None:
     assert list(stage.own(2, range(3, 5))) == []
 
 
-def test_batches_of_a_stale_stage() -> None:
+def test_versions_of_a_stale_stage() -> None:
     stage = plan(SEVEN_ONE, microbatches=4, mode=Mode.STALE, versions=[3, 1]).stages[0]
     firsts_of_batches = range(0, 24, 4)
     assert [stage.update_of(i) for i in firsts_of_batches] == [0, 1, 2, 3, 4, 5]
@@ -222,14 +222,14 @@ def test_after_a_change_of_plan_versions_begin_at_its_first_batch() -> None:
     assert [stage.version_of(4 * batch) for batch in range(10, 15)] == [10, 10, 10, 11, 12]
 
 
-def test_rounds_of_a_pipedream_stage_have_a_microbatch_a_replica() -> None:
+def test_rounds_of_a_pipedream_stage_have_one_microbatch_per_replica() -> None:
     first, last = plan("0:0-1.0:2", mode=Mode.PIPEDREAM).stages
     assert [first.update_of(i) for i in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [first.version_of(i) for i in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
     assert [last.version_of(i) for i in range(4)] == [0, 1, 2, 3]
 
 
-def test_two_gradient_buffers_where_a_reduce_can_hide() -> None:
+def test_two_gradient_buffers_if_a_reduce_can_be_hidden() -> None:
     stale = plan("0:0-1.0:2.0:3-4", mode=Mode.STALE)
     assert [stage.num_gradients for stage in stale.stages] == [2, 1, 1]  # K>1 and r>1; r=1; K=1
 
@@ -237,7 +237,7 @@ def test_two_gradient_buffers_where_a_reduce_can_hide() -> None:
 # --- Pauses ----------------------------------------------------------------------------------------------------------
 
 
-def test_batches_end_together() -> None:
+def test_rounds_of_all_stages_end_with_the_batch() -> None:
     stale = plan(SEVEN_ONE, microbatches=4, mode=Mode.STALE)
     assert stale.alignment == 4
     assert [stale.boundary(batch) for batch in range(4)] == [0, 4, 8, 12]
@@ -252,7 +252,7 @@ def test_pipedream_pauses_where_all_rounds_end() -> None:
 # --- plan.json -------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_describes_itself() -> None:
+def test_describe_lists_every_choice() -> None:
     assert plan(SEVEN_ONE, mode=Mode.STALE, cuts=["classifier"]).describe() == {
         "mode": "stale",
         "placement": "0:0-6.0:7",

@@ -52,7 +52,7 @@ def setting(cluster: Cluster, units: list[Unit], memory: float = MEMORY) -> Sett
 
 @dataclass(frozen=True)
 class Brute:
-    """Every layout, one after the other, in plain arithmetic."""
+    """Every partition, one after the other, in plain arithmetic."""
 
     setting: Setting
     mode: Mode
@@ -67,14 +67,14 @@ class Brute:
                 bounds = (0, *cuts, units)
                 for sizes in itertools.product(range(1, devices + 1), repeat=stages):
                     if sum(sizes) <= devices:
-                        fastest = min(fastest, self.layout(bounds, sizes))
+                        fastest = min(fastest, self.seconds(bounds, sizes))
         return fastest
 
     @property
     def units(self) -> tuple[Unit, ...]:
         return self.setting.tables("made", 1).units
 
-    def layout(self, bounds: tuple[int, ...], sizes: tuple[int, ...]) -> float:
+    def seconds(self, bounds: tuple[int, ...], sizes: tuple[int, ...]) -> float:
         stages = len(sizes)
         slowest = 0.0
         for stage, size in enumerate(sizes):
@@ -177,24 +177,24 @@ def check_equal(where: Setting, mode: Mode, count: int) -> None:
         assert expected == math.inf
         return
     assert found.seconds == pytest.approx(expected, rel=1e-8)
-    assert brute.layout(found.bounds, found.sizes) == pytest.approx(expected, rel=1e-8)
+    assert brute.seconds(found.bounds, found.sizes) == pytest.approx(expected, rel=1e-8)
 
 
 @settings(max_examples=150, deadline=None)
 @given(cases(6, 6))
-def test_the_search_finds_what_brute_force_finds(case: tuple[Setting, Mode, int]) -> None:
+def test_search_equals_brute_force_on_short_chains(case: tuple[Setting, Mode, int]) -> None:
     check_equal(*case)
 
 
 @settings(max_examples=6, deadline=None)
 @given(cases(10, 5))
-def test_so_it_does_on_longer_chains(case: tuple[Setting, Mode, int]) -> None:
+def test_search_equals_brute_force_on_longer_chains(case: tuple[Setting, Mode, int]) -> None:
     check_equal(*case)
 
 
 @pytest.mark.parametrize("mode", [Mode.STALE, Mode.SYNC, Mode.PIPEDREAM])
 @pytest.mark.parametrize("shape", ["flat", "machines", "pairs"])
-def test_and_on_ten_units_and_six_devices_with_and_without_limits(shape: str, mode: Mode) -> None:
+def test_search_equals_brute_force_with_and_without_memory_limits(shape: str, mode: Mode) -> None:
     draw = np.random.default_rng(sum(map(ord, shape + mode)))
     units = [
         Unit(f"u{i}", "made", *draw.uniform(1e-3, 5e-2, 2), *(int(n) for n in draw.integers(0, 1 << 26, 5)))
@@ -208,7 +208,7 @@ def test_and_on_ten_units_and_six_devices_with_and_without_limits(shape: str, mo
         check_equal(setting(cluster, units, memory), mode, 12)
 
 
-def test_only_borders_that_are_crossed_count() -> None:
+def test_only_crossed_borders_cost_time() -> None:
     """On two machines of two devices: a first stage has nothing before it, a last one nothing behind."""
     unit = Unit("u", "made", 0.0625, 0.015625, 0, 0, 15_621_001, 0, 0)
     units = [unit, replace(unit, name="last", backward=0.0625, live=0)]
@@ -217,7 +217,7 @@ def test_only_borders_that_are_crossed_count() -> None:
     assert found is not None and (found.sizes, found.seconds) == ((1, 3), 0.078125)
 
 
-def test_what_leaves_a_stage_crosses_its_border_whoever_is_behind() -> None:
+def test_messages_of_a_stage_cross_its_border_whichever_stage_is_behind() -> None:
     """On three machines of one device, a microbatch leaves the first stage over 100 MB/s, however it is received."""
     unit = Unit("u", "made", 0.01, 0.01, 0, 0, 20_000_000, 0, 0)
     where = setting(machines(3, 1, link(1e9), link(1e8)), [unit, replace(unit, name="last", live=0)])
@@ -227,24 +227,24 @@ def test_what_leaves_a_stage_crosses_its_border_whoever_is_behind() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(cases(6, 5), st.integers(2, 4))
-def test_a_given_number_of_stages_is_the_best_of_that_number(case: tuple[Setting, Mode, int], stages: int) -> None:
+def test_finds_the_best_partition_of_a_given_number_of_stages(case: tuple[Setting, Mode, int], stages: int) -> None:
     where, mode, count = case
     brute = Brute(where, mode, count)
     units, devices = len(brute.units), len(where.cluster.devices)
-    layouts = [
+    partitions = [
         ((0, *cuts, units), sizes)
         for cuts in itertools.combinations(range(1, units), stages - 1)
         for sizes in itertools.product(range(1, devices + 1), repeat=stages)
         if sum(sizes) <= devices
     ]
-    expected = min((brute.layout(*layout) for layout in layouts), default=math.inf)
+    expected = min((brute.seconds(*partition) for partition in partitions), default=math.inf)
     found = make_search(where, mode, count, count).best(stages)
     assert (found.seconds if found else math.inf) == pytest.approx(expected, rel=1e-8)
 
 
 @settings(max_examples=60, deadline=None)
 @given(cases(6, 5))
-def test_what_the_search_calls_fitting_fits_the_plan_it_makes(case: tuple[Setting, Mode, int]) -> None:
+def test_found_partitions_fit_as_plans(case: tuple[Setting, Mode, int]) -> None:
     where, mode, count = case
     found = make_search(where, mode, count, count).best()
     if found is None or len(found.sizes) == 1:
@@ -259,21 +259,21 @@ PUBLISHED = {4: (1.19, 1.74, 2.84), 8: (1.16, 1.72, 2.75), 16: (1.23, 1.84, 2.66
 
 
 @pytest.mark.parametrize("devices", PUBLISHED)
-def test_under_its_own_formula_no_plan_of_pipedream_is_faster(devices: int) -> None:
+def test_no_pipedream_plan_is_faster_under_its_own_formula(devices: int) -> None:
     profile = read_pipedream(shared_file("profiles/pipedream/vgg16.txt"), "vgg16", 128)
-    runs = Segments.of([UnitSums(profile.tables[0])], shipped().system("pipedream"))
+    segments = Segments.of([UnitSums(profile.tables[0])], shipped().system("pipedream"))
     for bandwidth, speedup in zip((12e9, 3.125e9, 1.25e9), PUBLISHED[devices], strict=True):
         blocks = make_blocks(flat(devices, link(bandwidth)), ["made"])
-        seconds = pipedream_seconds(runs, blocks.kinds, bandwidth)
-        found = Search(runs, blocks, seconds).best()
+        seconds = pipedream_seconds(segments, blocks.kinds, bandwidth)
+        found = Search(segments, blocks, seconds).best()
         assert found is not None
-        parallel = seconds[np.flatnonzero(blocks.kinds.size == devices)[0], runs.beginning(0).stop - 1]
+        parallel = seconds[np.flatnonzero(blocks.kinds.size == devices)[0], segments.beginning(0).stop - 1]
         assert parallel / found.seconds == pytest.approx(speedup, abs=0.006)
         if (devices, bandwidth) == (16, 3.125e9):
             assert found.sizes == (15, 1)
 
 
-def test_the_cuts_of_a_given_placement_are_the_best_ones() -> None:
+def test_best_cuts_of_a_given_placement() -> None:
     draw = np.random.default_rng(3)
     units = [
         Unit(f"u{i}", "made", *draw.uniform(1e-3, 1e-2, 2), int(draw.integers(0, 1 << 22)), 0, 4096, 4096, 0)
@@ -284,5 +284,5 @@ def test_the_cuts_of_a_given_placement_are_the_best_ones() -> None:
     placement = (devices[:3], devices[3:5], devices[5:])
     chosen = best_cuts(where, placement, Mode.STALE, 12, 12)
     brute = Brute(where, Mode.STALE, 12)
-    times = {cuts: brute.layout((0, *cuts, 9), (3, 2, 1)) for cuts in itertools.combinations(range(1, 9), 2)}
+    times = {cuts: brute.seconds((0, *cuts, 9), (3, 2, 1)) for cuts in itertools.combinations(range(1, 9), 2)}
     assert times[tuple(int(name[1:]) for name in chosen)] == pytest.approx(min(times.values()))

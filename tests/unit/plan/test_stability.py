@@ -59,7 +59,7 @@ def settles(motion: Motion, product: float) -> bool:
     ],
     ids=str,
 )
-def test_just_below_the_limit_a_weight_settles_and_just_above_it_does_not(motion: Motion) -> None:
+def test_weights_converge_just_below_the_limit_and_diverge_just_above(motion: Motion) -> None:
     limit = stable_limit(motion)
     assert settles(motion, 0.97 * limit)
     assert not settles(motion, 1.03 * limit)
@@ -68,7 +68,7 @@ def test_just_below_the_limit_a_weight_settles_and_just_above_it_does_not(motion
 @pytest.mark.parametrize("is_nesterov", [False, True])
 @pytest.mark.parametrize("is_extrapolated", [False, True])
 @pytest.mark.parametrize("lag", [1, 3])
-def test_training_moves_weights_so(lag: int, is_extrapolated: bool, is_nesterov: bool) -> None:
+def test_training_follows_the_linear_rule(lag: int, is_extrapolated: bool, is_nesterov: bool) -> None:
     config = OptimizerConfig(lr=1.0, momentum=0.9, nesterov=is_nesterov, predict=is_extrapolated)
     master = torch.ones(1, dtype=torch.float64)
     optimizer = Optimizer(config, master, Rates(1.0, ScheduleConfig(), 20))
@@ -83,7 +83,7 @@ def test_training_moves_weights_so(lag: int, is_extrapolated: bool, is_nesterov:
     assert moved == pytest.approx(list(expected), rel=1e-9)
 
 
-def test_the_limits_at_the_usual_momentum() -> None:
+def test_limits_at_momentum_0_9() -> None:
     assert [round(stable_limit(Motion(0.9, lag)), 3) for lag in (0, 1, 3, 7)] == [3.8, 0.1, 0.035, 0.016]
     both = [Motion(0.9, lag, is_extrapolated=True, is_nesterov=True) for lag in (1, 3, 7)]
     assert [round(stable_limit(motion), 3) for motion in both] == [0.299, 0.072, 0.024]
@@ -116,7 +116,7 @@ def test_the_limits_at_the_usual_momentum() -> None:
     ],
     ids=["lag 3", "lag 1", "no momentum"],
 )
-def test_a_remark_has_the_limit_and_the_remedies(motion: Motion, rate: float, expected: str) -> None:
+def test_warning_has_the_limit_and_the_remedies(motion: Motion, rate: float, expected: str) -> None:
     assert stability_warning(motion, rate) == expected
 
 
@@ -124,7 +124,7 @@ def test_a_remark_has_the_limit_and_the_remedies(motion: Motion, rate: float, ex
 @pytest.mark.parametrize("is_extrapolated", [False, True])
 @pytest.mark.parametrize("lag", [1, 2, 3, 7])
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.95])
-def test_who_takes_the_advice_is_not_warned_again(
+def test_following_the_advice_removes_the_warning(
     momentum: float, lag: int, is_extrapolated: bool, is_nesterov: bool
 ) -> None:
     motion = Motion(momentum, lag, is_extrapolated, is_nesterov)
@@ -133,21 +133,21 @@ def test_who_takes_the_advice_is_not_warned_again(
         assert stability_warning(motion, float(advice[1] or advice[2])) is None
 
 
-def test_a_remark_offers_only_what_can_be_done() -> None:
+def test_warning_offers_only_remedies_that_apply() -> None:
     assert "--predict" not in (stability_warning(Motion(0.9, 3, is_extrapolated=True), 0.4) or "--predict")
     assert "--momentum" not in (stability_warning(Motion(1.0, 1), 0.1) or "--momentum")  # settles at no rate
     refused = stability_warning(Motion(0.9, 3), 0.4, takes_staleness=False)
     assert refused is not None and "--staleness" not in refused and "--predict (up to 0.069), or --momentum" in refused
 
 
-def test_there_is_no_remark_on_a_rate_that_is_borne_or_on_one_that_lag_has_no_part_in() -> None:
+def test_no_warning_for_a_stable_rate_or_without_lag() -> None:
     assert stability_warning(Motion(0.9, 1), 0.09) is None
     assert stability_warning(Motion(0.9, 0), 3.0) is None
     assert stability_warning(Motion(0.9, 0), 5.0) is None
 
 
 @pytest.mark.parametrize("given", [("--nesterov",), ("--predict", "--nesterov")])
-def test_a_planner_is_told_how_weights_are_moved(given: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_takes_the_optimizer_options(given: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     plan = ("plan", "vgg-small", "--cluster", "titan-v-8", "--batch", "64", "--mode", "stale", "--staleness", "1")
     main([*plan, "--lr", "0.3", "--momentum", "0.8", "--json", *given])
     motion = Motion(0.8, 1, "--predict" in given, "--nesterov" in given)

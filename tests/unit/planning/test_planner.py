@@ -28,7 +28,7 @@ def setting(model: str, cluster: str, software: str = "stagewright", devices: in
 
 @pytest.mark.parametrize("placement", ["0:0-6.0:7", "0:0-3.0:4-5.0:6-7", "0:0.0:1-2.0:3", "0:0.0:1-7"])
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_software_that_passes_whole_batches_never_holds_itself_up(placement: str, staleness: int) -> None:
+def test_software_that_passes_whole_batches_never_deadlocks(placement: str, staleness: int) -> None:
     where = setting("alexnet", "titan-v-8", "oneflow")
     stages = parse_placement(placement)
     cuts = ("features.6", "classifier.1")[-(len(stages) - 1) :]
@@ -37,7 +37,7 @@ def test_software_that_passes_whole_batches_never_holds_itself_up(placement: str
         assert predict(plan, where).images_per_second > 0
 
 
-def test_whole_batches_can_be_planned_for() -> None:
+def test_plans_for_software_that_passes_whole_batches() -> None:
     assert choose(setting("alexnet", "titan-v-8", "oneflow", devices=3), 224).best.prediction.images_per_second > 0
 
 
@@ -55,7 +55,7 @@ def test_resnet_on_nvlink_is_plain_data_parallel() -> None:
     assert choice.best.plan.mode is Mode.DP
 
 
-def test_candidates_are_sorted_and_every_one_has_its_reason() -> None:
+def test_candidates_are_sorted_and_each_has_a_reason() -> None:
     choice = choose(setting("alexnet", "rtx-2080ti-4"), 256)
     rates = [candidate.prediction.images_per_second for candidate in choice.candidates]
     assert rates == sorted(rates, reverse=True) and all(candidate.why for candidate in choice.candidates)
@@ -69,7 +69,7 @@ def with_memory(where: Setting, mib: int) -> Setting:
     return replace(where, devices=devices)
 
 
-def test_memory_decides_where_it_is_short() -> None:
+def test_plans_fit_small_memory() -> None:
     where = with_memory(setting("vgg16", "rtx-2080ti-4"), 3300)
     choice = choose(where, 64)
     assert any("dp" in line and "too few" in line for line in choice.refused)
@@ -77,12 +77,12 @@ def test_memory_decides_where_it_is_short() -> None:
     assert all(memory.total <= 3300 * MIB for memory in choice.best.prediction.memory)
 
 
-def test_where_nothing_fits_it_says_which_rank_and_how_much() -> None:
+def test_error_names_the_rank_and_bytes_if_nothing_fits() -> None:
     with pytest.raises(ValueError, match=r"nothing fits: .*rank 0.*too few"):
         choose(with_memory(setting("vgg16", "rtx-2080ti-4"), 1000), 64)
 
 
-def test_a_plan_survives_its_file() -> None:
+def test_a_plan_reads_back_from_its_file() -> None:
     plan = choose(setting("vgg16", "rtx-2080ti-4"), 64).best.plan
     assert read_plan(json.dumps(plan.describe()), "here", shipped().cluster("rtx-2080ti-4")) == plan
 
@@ -94,7 +94,7 @@ def test_microbatches_divide_the_batch() -> None:
 
 
 @pytest.mark.parametrize(("mode", "own"), [(Mode.SYNC, "1,1"), (Mode.PIPEDREAM, "2,1")])
-def test_a_plan_file_whose_versions_are_not_its_modes_is_refused(mode: Mode, own: str) -> None:
+def test_refuses_a_plan_file_whose_versions_do_not_match_its_mode(mode: Mode, own: str) -> None:
     described = make_plan(parse_placement("0:0-1.0:2"), batch=8, microbatches=4, mode=mode).describe()
     assert read_plan(json.dumps(described), "here").mode is mode
     with pytest.raises(ValueError, match=f"plan here: versions 3,1 are not those of mode {mode}, {own}; use mode"):
@@ -112,7 +112,7 @@ def profiled(*sizes: int) -> Setting:
     return profile_setting(profile, None, shipped(), "fp32")
 
 
-def test_only_sizes_that_the_profile_covers_are_looked_at() -> None:
+def test_tries_only_sizes_that_the_profile_covers() -> None:
     choice = choose(profiled(8, 16), 64)
     assert {candidate.plan.samples for candidate in choice.candidates} == {8, 16} and choice.unprofiled == (32,)
     assert {candidate.plan.mode for candidate in choice.candidates} == {Mode.DP, Mode.SYNC, Mode.STALE}
@@ -120,14 +120,14 @@ def test_only_sizes_that_the_profile_covers_are_looked_at() -> None:
     assert microbatch_counts(240, 2, lambda samples: 40 <= samples <= 60) == [4, 5, 6]
 
 
-def test_one_error_names_every_size_that_a_search_would_need() -> None:
+def test_one_error_names_every_size_that_the_search_needs() -> None:
     with pytest.raises(ValueError, match=r"of 8 to 16 samples .* --samples 32,64,128$"):
         choose(profiled(8, 16), 256)
     with pytest.raises(ValueError, match=r"--samples 4$"):
         choose(profiled(8, 16), 64, microbatches=16)
 
 
-def test_a_unit_is_explained() -> None:
+def test_explains_a_unit() -> None:
     where = setting("vgg16", "rtx-2080ti-4")
     plan = choose(where, 64).best.plan
     unit = explain(where, plan, "classifier.0")
@@ -136,7 +136,7 @@ def test_a_unit_is_explained() -> None:
         explain(where, plan, "clasifier.0")
 
 
-def test_a_pipeline_is_no_deeper_than_it_must_be() -> None:
+def test_chooses_the_least_depth() -> None:
     where = setting("vgg16", "titan-v-8")
     for candidate in choose(where, 224).candidates[:3]:
         plan = candidate.plan
@@ -148,7 +148,7 @@ def test_a_pipeline_is_no_deeper_than_it_must_be() -> None:
                 assert shallower.images_per_second < candidate.prediction.images_per_second
 
 
-def test_lag_is_no_larger_than_it_must_be() -> None:
+def test_chooses_the_least_lag() -> None:
     where = setting("vgg16", "titan-v-8")
     for candidate in choose(where, 224).candidates:
         if candidate.plan.mode is Mode.STALE and len(candidate.plan.stages) == 3:
