@@ -1,4 +1,4 @@
-"""Training on a GPU: the numbers of the CPU, of one process, of stock loss scaling, of stages that are not captured."""
+"""Training on a GPU equals the CPU, one process, stock loss scaling, and stages that are not captured."""
 
 from __future__ import annotations
 
@@ -10,13 +10,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.distributed import HashStore
 from torch.nn.functional import cross_entropy
 
 from stagewright.api.training import train
+from stagewright.config.sections import Config, RunConfig
 from stagewright.data.order import Order
 from stagewright.data.sources import SyntheticSource
+from stagewright.errors import RunFailed
 from stagewright.model.load import build_model
 from stagewright.run.train import Result
+from stagewright.runtime.comm.device import Gpu
+from stagewright.runtime.comm.nccl import NcclCollective, NcclNetwork
+from stagewright.runtime.comm.transport import Alone, Place
+from stagewright.runtime.process.torch_flags import preserved_state, set_flags
 from stagewright.runtime.stage.precision import make_precision
 from stagewright.runtime.stage.replica import seed_of
 
@@ -25,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device; run on a machine with a GPU"),
 ]
 
-_LAYOUTS = {
+_PLANS = {
     "2+1 stale": {"placement": "0:0-1.0:2", "mode": "stale"},
     "2-1 sync": {"placement": "0:0-1.0:2", "mode": "sync"},
     "3 dp": {"placement": "0:0-2", "mode": "dp"},
@@ -51,8 +59,8 @@ def run(folder: Path, model: str = "resnet8", **settings: Any) -> Result:
     return train(model, **{**defaults, **settings})
 
 
-def apart(some: Result, others: Result) -> float:
-    """How far two runs' weights are apart, relative to how far the first run moved them."""
+def distance(some: Result, others: Result) -> float:
+    """The distance between two runs' weights, relative to how far the first run moved them."""
     left, right = some.weights(), others.weights()
     config = tomllib.loads((some.folder / "config.toml").read_text())
     initial = build_model(config["model"]["name"], 0, 10).state_dict()
@@ -67,41 +75,39 @@ def is_same(some: Result, others: Result) -> bool:
     return all(torch.equal(left[name], right[name]) for name in left)
 
 
-@pytest.mark.parametrize("layout", _LAYOUTS)
-def test_a_gpu_trains_as_the_cpu_does(layout: str, tmp_path: Path) -> None:
-    options = {**_LAYOUTS[layout], "emulate": True, "steps": 3, "lr": 0.01}
+@pytest.mark.parametrize("plan", _PLANS)
+def test_a_gpu_run_equals_a_cpu_run(plan: str, tmp_path: Path) -> None:
+    options = {**_PLANS[plan], "emulate": True, "steps": 3, "lr": 0.01}
     on_cpu = run(tmp_path, device="cpu", **options)
-    assert apart(on_cpu, run(tmp_path, **options)) < 1e-2
+    assert distance(on_cpu, run(tmp_path, **options)) < 1e-2
 
 
-def test_ranks_that_share_a_gpu_train_as_one_process_does(tmp_path: Path) -> None:
-    options = {**_LAYOUTS["2+1 stale"], "deterministic": True}
+def test_ranks_that_share_a_gpu_equal_one_process(tmp_path: Path) -> None:
+    options = {**_PLANS["2+1 stale"], "deterministic": True}
     emulated = run(tmp_path, "vgg-small", emulate=True, **options)
     real = run(tmp_path, "vgg-small", **options)
-    assert apart(emulated, real) < 1e-3
+    assert distance(emulated, real) < 1e-3
     assert is_same(real, run(tmp_path, "vgg-small", **options))
-    assert apart(real, run(tmp_path, "vgg-small", dynamic=True, **options)) < 1e-6
+    assert distance(real, run(tmp_path, "vgg-small", dynamic=True, **options)) < 1e-6
 
 
-def test_captured_stages_compute_the_same(tmp_path: Path) -> None:
-    options = {**_LAYOUTS["2+1 stale"], "emulate": True, "deterministic": True}
-    called = run(tmp_path, "vgg-small", **options)
-    assert apart(called, run(tmp_path, "vgg-small", cuda_graph="on", **options)) < 1e-6
+def test_captured_stages_equal_eager_ones(tmp_path: Path) -> None:
+    options = {**_PLANS["2+1 stale"], "emulate": True, "deterministic": True}
+    eager = run(tmp_path, "vgg-small", **options)
+    assert distance(eager, run(tmp_path, "vgg-small", cuda_graph="on", **options)) < 1e-6
 
 
-def test_compiled_stages_compute_the_same_and_compile_once(tmp_path: Path) -> None:
-    from torch._dynamo.utils import counters
-
+def test_compiled_stages_equal_eager_ones_and_compile_once(tmp_path: Path) -> None:
     options = {"placement": "0:0.0:1", "mode": "stale", "emulate": True, "steps": 3, "lr": 0.01}
-    called = run(tmp_path, **options)
+    eager = run(tmp_path, **options)
+    torch._dynamo.reset()
     counters.clear()
-    assert apart(called, run(tmp_path, compile=True, **options)) < 1e-2
-    assert counters["stats"]["unique_graphs"] == 2  # one a stage, whatever the versions
+    assert distance(eager, run(tmp_path, compile=True, **options)) < 1e-2
+    assert counters["stats"]["unique_graphs"] == 2  # one per stage, however many versions
 
 
 def gradscaler(steps: int, scale: float, interval: int) -> tuple[dict[str, Tensor], list[float]]:
     """A loop as in torch's documentation: gradient accumulation, GradScaler, SGD."""
-    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = True, False
     model = build_model("resnet8", 0, 10).cuda().to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
     scaler = torch.amp.GradScaler("cuda", init_scale=scale, growth_interval=interval)
@@ -122,11 +128,13 @@ def gradscaler(steps: int, scale: float, interval: int) -> tuple[dict[str, Tenso
 
 
 @pytest.mark.parametrize("placement", ["0:0", "0:0.0:1"])
-def test_fp16_is_a_gradscaler_run(placement: str, tmp_path: Path) -> None:
+def test_fp16_equals_gradscaler(placement: str, tmp_path: Path) -> None:
     scale = 2.0**24  # overflows at first
     options = {"placement": placement, "mode": "sync", "precision": "fp16", "deterministic": True, "steps": 12}
     result = run(tmp_path, emulate=True, loss_scale=scale, growth_interval=3, **options)
-    weights, scales = gradscaler(12, scale, 3)
+    with preserved_state([0]):
+        set_flags(Config(run=RunConfig(device="cuda", precision="fp16", deterministic=True)))
+        weights, scales = gradscaler(12, scale, 3)
     assert [step.loss_scale for step in result.steps] == scales
     assert min(scales) < scale and len(set(scales)) > 3
     skipped = sum(later < earlier for earlier, later in pairwise(scales))
@@ -141,9 +149,9 @@ _PRECISIONS = ("ieee", "fp32", "tf32", "bf16", "fp16")
 
 
 def first_gradient(model: str, name: str) -> Tensor:
-    """The gradient of a first batch by a plain loop in one process, flat."""
+    """The flat gradient of the first batch in a plain loop."""
     precision = make_precision(name, "cuda")
-    precision.set_up()
+    precision.set_flags()
     module = build_model(model, 0, None).cuda().to(memory_format=torch.channels_last).train()
     inputs, labels = SyntheticSource(64, 10, 224, 0).batch(Order(64, 32, 0, True).microbatch(0, 1))
     torch.cuda.manual_seed(seed_of(0, 0, 0))
@@ -154,8 +162,8 @@ def first_gradient(model: str, name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("model", _RATE)
-def test_every_precision_begins_like_fp32(model: str, tmp_path: Path) -> None:
-    """How far a precision's first gradient is from fp32's depends on the model; a plain loop sets the tolerance."""
+def test_the_first_gradient_of_every_precision_is_near_fp32(model: str, tmp_path: Path) -> None:
+    """The distance from fp32 depends on the model, so a plain loop sets the tolerance."""
     factory = f"tests.models:still_{model}"
     options: dict[str, Any] = {"batch": 32, "mode": "dp", "placement": "0:0", "microbatches": 1}
     options |= {
@@ -170,13 +178,13 @@ def test_every_precision_begins_like_fp32(model: str, tmp_path: Path) -> None:
     initial = build_model(factory, 0, None)
     weights_before = initial.state_dict()
     names = [name for name, _ in initial.named_parameters()]
-    exact = first_gradient(factory, "ieee")
+    with preserved_state([0]):
+        gradients = {precision: first_gradient(factory, precision) for precision in _PRECISIONS}
+    exact = gradients["ieee"]
     for precision in _PRECISIONS:
         weights = run(tmp_path, factory, precision=precision, **options).weights()
         ours = torch.cat([(weights_before[name] - weights[name]).flatten() for name in names])
-        gap, usual = (
-            float((gradient - exact).norm() / exact.norm()) for gradient in (ours, first_gradient(factory, precision))
-        )
+        gap, usual = (float((gradient - exact).norm() / exact.norm()) for gradient in (ours, gradients[precision]))
         print(f"{model} {precision}: first gradient {gap:.1e} from ieee, in a plain loop {usual:.1e}")
         assert gap <= 1.5 * usual + 1e-3, (precision, gap, usual)
 
@@ -191,13 +199,8 @@ def test_every_precision_learns(model: str, tmp_path: Path) -> None:
         assert sum(losses[-8:]) < 0.7 * sum(losses[:8]), (precision, losses)
 
 
-def test_one_rank_by_nccl() -> None:
-    from torch.distributed import HashStore
-
-    from stagewright.runtime.comm.device import Gpu
-    from stagewright.runtime.comm.nccl import NcclCollective, NcclNetwork
-    from stagewright.runtime.comm.transport import Alone, Place
-
+def test_a_sum_over_one_rank_of_nccl_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")  # which the network would set for good
     network = NcclNetwork(HashStore(), 0, Place(), 60, Gpu(0))
     collective = NcclCollective(network.group("all", (0,)), Alone())
     values = torch.arange(8.0, device="cuda")
@@ -205,12 +208,10 @@ def test_one_rank_by_nccl() -> None:
     assert values.tolist() == list(range(8))
 
 
-def test_memory_that_is_not_there_is_one_message(tmp_path: Path) -> None:
-    from stagewright.errors import RunFailed
-
+def test_out_of_memory_is_a_one_line_error(tmp_path: Path) -> None:
     free = torch.cuda.mem_get_info()[0]
     held = torch.empty(max(0, free - 3 * 2**30), dtype=torch.uint8, device="cuda")
-    story = r"stage 0 replica 0 \(rank 0.*out of GPU memory.*more needed.*free.*largest microbatch"
-    with pytest.raises(RunFailed, match=story):
+    message = r"stage 0 replica 0 \(rank 0.*out of GPU memory.*more needed.*free.*largest microbatch"
+    with pytest.raises(RunFailed, match=message):
         run(tmp_path, "vgg16", batch=256, microbatches=1, placement="0:0", mode="dp", steps=1, image=224, samples=256)
     del held
