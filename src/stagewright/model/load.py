@@ -17,8 +17,11 @@ from stagewright.model import zoo
 
 def build_model(name: str, seed: int, classes: int | None = None) -> nn.Module:
     """The model with its initial weights, in fp32 on the CPU; the same on every rank, since it is seeded."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(gpus):
+        torch.default_generator.manual_seed(seed)
+        if gpus:  # otherwise torch would seed them when they are first used, which may be much later
+            torch.cuda.manual_seed_all(seed)
         return _from_factory(name, classes) if ":" in name else zoo.build(name, classes)
 
 

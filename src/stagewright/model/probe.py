@@ -80,7 +80,8 @@ def probe(
                     fake = mode.from_tensor if device == "cpu" else partial(_pretend, device=device)
                     return _probe(pieces, modules, example, context, fake)
             except _NEEDS_VALUES:
-                found = _probe(pieces, modules, example, context, partial(_copy, device=device))
+                with torch.random.fork_rng([torch.cuda.current_device()] if device == "cuda" else []):
+                    found = _probe(pieces, modules, example, context, partial(_copy, device=device))
                 return replace(found, reached=_all_trainable(modules))  # another sample may take another path
     finally:
         for module, mode_before in modes.items():
