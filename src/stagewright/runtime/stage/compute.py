@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -139,7 +140,7 @@ class CudaGraphs:
 
         samples = [_sample(tensor) for tensor in _tensors(arguments)]
         aliases = [leaf.detach().requires_grad_() for leaf in weights.values()]  # share memory: nothing is copied
-        with _preserved_state(module), self._uncached():
+        with _preserved_state(module), self._uncached(), _no_garbage_collection():
             replay = torch.cuda.make_graphed_callables(stage, (*samples, *aliases), allow_unused_input=True)
         leaves = list(weights.values())
         return lambda given: replay(*_tensors(given), *leaves)
@@ -193,6 +194,19 @@ def _preserved_state(module: nn.Module) -> Iterator[None]:
         for buffer, before in kept:
             buffer.copy_(before)
         torch.cuda.set_rng_state(random_state)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect garbage before a capture, not during it: freeing an old CUDA graph would make the capture fail."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _tensors(arguments: Sequence[object]) -> list[Tensor]:
