@@ -209,7 +209,6 @@ def make_job(case: Case, folder: Path, **run: Any) -> Job:
             "eval_every": case.eval_every,
             "bucket": case.bucket,
             "runs": str(folder / "runs"),
-            "timeout": 30.0,
             **({} if case.loss_scale is None else {"loss_scale": case.loss_scale}),
             "growth_interval": case.growth_interval,
             **run,

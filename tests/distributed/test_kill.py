@@ -25,7 +25,7 @@ from tests.keeping import KILLS, same_bits
 from tests.shared import shared_file
 
 STEPS = 300 if KILLS else 40
-MOST_EVENTS = 24  # losses before a kill
+MOST_EVENTS = 48 if KILLS else 8  # losses before a kill
 
 
 class Killer:

@@ -17,7 +17,7 @@ from tests.distributed.test_command import ranks_of
 from tests.parity import Case, assert_same_bits, emulate, make_job
 from tests.parity import Run as Trained
 
-CASE = Case("dropping", "0:0-1.0:2", "third", mode="stale", staleness=1, steps=40)
+CASE = Case("dropping", "0:0-1.0:2", "third", mode="stale", staleness=1, steps=200)
 
 
 class Saboteur:

@@ -149,7 +149,7 @@ class Supervisor:
             hung=tuple(agent.hung),
             lost=tuple(agent.lost),
         )
-        if self._meeting.machine and self._meeting.start and agent.lost and self._restarts >= self._most_restarts:
+        if self._meeting.machine and self._meeting.start and agent.lost and self._restarts >= self._job.max_restarts:
             raise RunFailed(self._lost_text(agent.lost[0]))  # machine 0, which would decide that, is lost
         decision = self._meeting.meet(report, self.decide)
         self.accept(decision)
@@ -184,10 +184,6 @@ class Supervisor:
         """Whether another machine asked all ranks to stop."""
         start = PrefixStore(str(self._meeting.start), self._meeting.open_store())
         return self._meeting.machine > 0 and bool(start.check([STOP]))
-
-    @property
-    def _most_restarts(self) -> int:
-        return self._job.max_restarts
 
     def decide(self, reports: Mapping[int, MachineReport], waited: float) -> StartDecision | None:
         """Machine 0's decision, given the reports and the seconds waited; None to wait for more reports."""
@@ -232,7 +228,7 @@ class Supervisor:
         fault = describe_fault(
             self._job.plan,
             failures,
-            [exit for report in reports.values() for exit in report.exits],
+            [ended for report in reports.values() for ended in report.exits],
             [hung for report in reports.values() for hung in report.hung],
             [self._lost_text(machine) for report in reports.values() for machine in report.lost]
             + [f"lost {self._meeting.name(machine)}: it did not report what happened" for machine in silent],
@@ -243,7 +239,7 @@ class Supervisor:
     def _final(self, fault: Fault) -> str | None:
         """The error message of a fault without another restart; None where there is one."""
         is_same = self._last is not None and fault.text == self._last.text
-        if not (fault.is_final or is_same or self.is_stopping or self._restarts >= self._most_restarts):
+        if not (fault.is_final or is_same or self.is_stopping or self._restarts >= self._job.max_restarts):
             return None
         restarts = "1 restart" if self._restarts == 1 else f"{self._restarts} restarts"
         return f"{fault.text}, again after {restarts}" if is_same else fault.text
