@@ -1,4 +1,4 @@
-"""A stand-in for nvidia-ml-py: cards as plain values, and the errors that real drivers give."""
+"""A stand-in for nvidia-ml-py: GPUs as plain values, with the errors that real drivers raise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class NVMLError(Exception):
 
 @dataclass
 class Card:
-    """What one card answers; a name in `silent` is a question that its driver refuses."""
+    """What one GPU answers; calls named in `silent` raise an error."""
 
     name: str = "NVIDIA GeForce RTX 3090"
     memory: int = 24576 << 20
@@ -41,7 +41,7 @@ class Card:
 
 
 class Library(types.ModuleType):
-    """Looks like the module `pynvml`."""
+    """Has the interface of the module `pynvml`."""
 
     NVMLError = NVMLError
     nvmlMemory_v2 = 2

@@ -1,4 +1,4 @@
-"""Texts as nvidia-smi prints them: boxes with and without NVLink, drivers old and new."""
+"""Output of nvidia-smi for machines with and without NVLink, from drivers old and new."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real Chromium, without a window, that tests of pages share."""
+"""A headless Chromium that the tests of pages share."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def chromium() -> Iterator[Any]:
 
 @dataclass
 class Opened:
-    """A page in the browser, and what it said and asked for meanwhile."""
+    """A page in the browser, with its console messages and requests."""
 
     page: Any
-    said: list[str] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
 
     @property
     def timeline(self) -> dict[str, float]:
-        """What the first timeline shows: bars, drawn, from, to, milliseconds."""
+        """What the first timeline reports: bars, drawn, from, to, milliseconds."""
         found = self.page.evaluate("({...document.querySelector('.timeline').dataset})")
         return {name: float(value) for name, value in found.items()}
 
-    def settle(self) -> None:
-        """Let what was asked for be drawn."""
+    def wait_drawn(self) -> None:
+        """Wait until the browser has drawn what was requested."""
         self.page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
@@ -64,14 +64,14 @@ def visit(chromium: Any) -> Iterator[Callable[..., Opened]]:
             viewport=screen,
             color_scheme=scheme,
             has_touch=has_touch,
-            reduced_motion="reduce",  # nothing glides away from where a test points
+            reduced_motion="reduce",  # so that nothing scrolls away from where a test points
         )
         contexts.append(context)
         opened = Opened(context.new_page())
-        opened.page.on("console", lambda message: opened.said.append(f"{message.type}: {message.text}"))
-        opened.page.on("pageerror", lambda error: opened.said.append(f"error: {error}"))
-        opened.page.on("dialog", lambda dialog: (opened.said.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        opened.page.on("request", lambda request: opened.asked.append(request.url))
+        opened.page.on("console", lambda message: opened.messages.append(f"{message.type}: {message.text}"))
+        opened.page.on("pageerror", lambda error: opened.messages.append(f"error: {error}"))
+        opened.page.on("dialog", lambda dialog: (opened.messages.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        opened.page.on("request", lambda request: opened.requests.append(request.url))
         opened.page.goto(where.as_uri() if isinstance(where, Path) else where)
         opened.page.wait_for_selector("html[data-ready]", timeout=300_000)
         return opened

@@ -1,4 +1,4 @@
-"""The page that the demo ends with, opened as a user would."""
+"""The page that `demo` writes, opened as a user would."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.waiting import LONG
 
 
 def check(opened: Opened, path: Path, *words: str) -> None:
-    assert opened.said == [] and opened.asked == [path.as_uri()]
+    assert opened.messages == [] and opened.requests == [path.as_uri()]
     assert path.stat().st_size < 1_000_000
     for word in ("Overview", "Loss", "Configurations", *words):
         assert opened.page.get_by_role("heading", name=word, exact=True).count() == 1
     assert "2+1 stages, stale" in opened.page.locator(".summary").inner_text()
 
 
-def test_the_demo_s_page_of_two_small_runs(tmp_path: Path, visit: Callable[..., Opened]) -> None:
+def test_the_page_of_a_small_demo(tmp_path: Path, visit: Callable[..., Opened]) -> None:
     short = {"run": {"steps": 3, "emulate": True, "runs": str(tmp_path)}, "data": {"samples": 64}}
     results = {name: run(make_config(demo.COMMON, {"plan": plan}, short)) for name, plan in demo.PLANS.items()}
     path = demo.write_comparison(results)
@@ -34,7 +34,7 @@ def test_the_demo_s_page_of_two_small_runs(tmp_path: Path, visit: Callable[..., 
 
 
 @soak
-def test_the_whole_demo(tmp_path: Path, visit: Callable[..., Opened]) -> None:
+def test_the_page_of_the_whole_demo(tmp_path: Path, visit: Callable[..., Opened]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "stagewright", "demo"],
         cwd=tmp_path,

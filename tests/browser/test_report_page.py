@@ -1,4 +1,4 @@
-"""Reports in a real browser: drawn, moved, read by keyboard, on a phone, in the dark, and quiet."""
+"""Reports in a real browser: drawing, zooming, keyboard, touch, dark mode and narrow screens, without errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COUNT = """(colour) => {
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a run with everything in it."""
+    """The page of a run with every kind of section."""
     folder = make_run(
         tmp_path_factory.mktemp("page") / "run",
         summary={"predicted_images_per_second": 336.0},
@@ -50,7 +50,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bar_at(opened: Opened, rank: int, seconds: float, labels: int = LABELS) -> tuple[float, float]:
-    """Where a moment of a rank's compute lane is on the screen."""
+    """The position on the screen of a moment in a rank's compute lane."""
     box, shown = opened.page.locator("canvas").bounding_box(), opened.timeline
     x = labels + (seconds - shown["from"]) / (shown["to"] - shown["from"]) * (box["width"] - labels)
     return box["x"] + x, box["y"] + AXIS + (rank + 0.25) * ROW
@@ -63,9 +63,9 @@ def colours(opened: Opened, *names: str) -> list[str]:
 
 @pytest.mark.parametrize("width", [1200, 375])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_page_is_drawn_and_quiet(report: Path, visit: Visit, width: int, scheme: str) -> None:
+def test_a_page_is_drawn_without_errors_or_requests(report: Path, visit: Visit, width: int, scheme: str) -> None:
     opened = visit(report, width, scheme)
-    assert opened.said == [] and opened.asked == [report.as_uri()]
+    assert opened.messages == [] and opened.requests == [report.as_uri()]
     assert opened.page.evaluate("document.documentElement.scrollWidth") == width
     forward, backward, waiting, back = colours(opened, "forward", "backward", "waiting", "back")
     drawn = [opened.page.evaluate(COUNT, colour) for colour in (forward, backward, waiting)]
@@ -75,7 +75,7 @@ def test_a_page_is_drawn_and_quiet(report: Path, visit: Visit, width: int, schem
     assert int(back[1:3], 16) < 64 if scheme == "dark" else int(back[1:3], 16) > 192
 
 
-def test_a_phone_shows_all_rows_and_that_there_are_more_columns(tmp_path: Path, visit: Visit) -> None:
+def test_a_phone_shows_all_rows_and_shades_hidden_columns(tmp_path: Path, visit: Visit) -> None:
     path, columns = tmp_path / "wide.html", tuple(f"a column {number}" for number in range(9))
     rows = tuple(tuple(f"{column} of row {row}" for column in columns) for row in range(40))
     path.write_text(as_html(Page("p", (Table("wide", columns, rows), Table("narrow", ("a", "b"), (("1", "2"),))))))
@@ -98,7 +98,7 @@ def test_a_phone_shows_all_rows_and_that_there_are_more_columns(tmp_path: Path, 
     assert first.bounding_box()["x"] == pytest.approx(wide.bounding_box()["x"], abs=1), "which row it is stays in sight"
 
 
-def test_the_wheel_zooms_where_the_pointer_is(report: Path, visit: Visit) -> None:
+def test_the_wheel_zooms_around_the_pointer(report: Path, visit: Visit) -> None:
     opened = visit(report)
     opened.page.locator("canvas").scroll_into_view_if_needed()
     x, y = bar_at(opened, 1, 0.2)
@@ -107,7 +107,7 @@ def test_the_wheel_zooms_where_the_pointer_is(report: Path, visit: Visit) -> Non
     before, scrolled = opened.timeline, opened.page.evaluate("scrollY")
     for _ in range(5):
         opened.page.mouse.wheel(0, -120)
-        opened.settle()
+        opened.wait_drawn()
     after = opened.timeline
     assert after["to"] - after["from"] == pytest.approx(
         (before["to"] - before["from"]) * 2.718 ** (-5 * 120 / 300), rel=0.02
@@ -116,7 +116,7 @@ def test_the_wheel_zooms_where_the_pointer_is(report: Path, visit: Visit) -> Non
     assert opened.page.evaluate("scrollY") == scrolled, "the page stays where it is"
     opened.page.mouse.wheel(0, 3000)
     opened.page.mouse.wheel(0, 3000)
-    opened.settle()
+    opened.wait_drawn()
     assert (opened.timeline["from"], opened.timeline["to"]) == (0, pytest.approx(END))
 
 
@@ -124,7 +124,7 @@ def test_dragging_moves_and_buttons_zoom(report: Path, visit: Visit) -> None:
     opened = visit(report)
     opened.page.get_by_role("button", name="Zoom in").click()
     opened.page.get_by_role("button", name="Zoom in").click()
-    opened.settle()
+    opened.wait_drawn()
     zoomed = opened.timeline
     assert zoomed["to"] - zoomed["from"] == pytest.approx(END / 4)
     x, y = bar_at(opened, 1, (zoomed["from"] + zoomed["to"]) / 2)
@@ -132,15 +132,15 @@ def test_dragging_moves_and_buttons_zoom(report: Path, visit: Visit) -> None:
     opened.page.mouse.down()
     opened.page.mouse.move(x - 100, y, steps=4)
     opened.page.mouse.up()
-    opened.settle()
+    opened.wait_drawn()
     assert opened.timeline["from"] > zoomed["from"] + 0.01
     opened.page.get_by_role("button", name="Earlier").click()
     opened.page.get_by_role("button", name="Show all").click()
-    opened.settle()
+    opened.wait_drawn()
     assert (opened.timeline["from"], opened.timeline["to"]) == (0, pytest.approx(END))
 
 
-def test_fingers_move_and_zoom(report: Path, visit: Visit) -> None:
+def test_touch_moves_and_zooms(report: Path, visit: Visit) -> None:
     opened = visit(report, 375, has_touch=True)
     opened.page.locator("canvas").scroll_into_view_if_needed()
     box = opened.page.locator("canvas").bounding_box()
@@ -155,15 +155,15 @@ def test_fingers_move_and_zoom(report: Path, visit: Visit) -> None:
     for away in range(25, 81, 5):
         touch("touchMove", middle - away, middle + away)
     touch("touchEnd")
-    opened.settle()
+    opened.wait_drawn()
     near = opened.timeline
     assert near["to"] - near["from"] == pytest.approx(END / 4, rel=0.3), "fingers four times as far apart"
     touch("touchStart", middle)
     for moved in range(5, 61, 5):
         touch("touchMove", middle - moved)
     touch("touchEnd")
-    opened.settle()
-    assert opened.timeline["from"] > near["from"] + 0.05 and opened.said == []
+    opened.wait_drawn()
+    assert opened.timeline["from"] > near["from"] + 0.05 and opened.messages == []
     opened.page.get_by_role("button", name="Show all").click()
     opened.page.locator(".range", has_text="0 s to 2.05 s").wait_for()
     opened.page.locator("canvas").scroll_into_view_if_needed()
@@ -171,7 +171,7 @@ def test_fingers_move_and_zoom(report: Path, visit: Visit) -> None:
     opened.page.locator(".tip:visible", has_text="1F14@3: forward of microbatch 14").wait_for()
 
 
-def test_hovering_tells_action_version_and_duration(report: Path, visit: Visit) -> None:
+def test_hovering_shows_action_version_and_duration(report: Path, visit: Visit) -> None:
     opened = visit(report)
     opened.page.locator("canvas").scroll_into_view_if_needed()
     tip = opened.page.locator(".tip")
@@ -205,11 +205,11 @@ def test_the_keyboard_reaches_everything(report: Path, visit: Visit) -> None:
             break
     assert {"A", "BUTTON", "SUMMARY", "CANVAS"} <= set(seen)
     keyboard.press("+")
-    opened.settle()
+    opened.wait_drawn()
     near = opened.timeline
     assert near["to"] - near["from"] == pytest.approx(END / 2)
     keyboard.press("ArrowRight")
-    opened.settle()
+    opened.wait_drawn()
     assert opened.timeline["from"] == pytest.approx(near["from"] + END / 10)
     keyboard.press("0")
     keyboard.press("Enter")
@@ -254,18 +254,18 @@ def test_numbers_can_be_copied(report: Path, visit: Visit) -> None:
     assert copied.splitlines() == ["\timages/s\thow", "measured\t320\tmeasured", "predicted\t336\tpredicted"]
 
 
-def test_hostile_names_are_only_names(tmp_path: Path, visit: Visit) -> None:
+def test_hostile_names_are_shown_as_text(tmp_path: Path, visit: Visit) -> None:
     path = tmp_path / "evil.html"
     path.write_text(as_html(whole(EVIL)))
     opened = visit(path)
     opened.page.locator("canvas").scroll_into_view_if_needed()
     opened.page.mouse.move(*bar_at(opened, 0, 0.75))
-    assert opened.said == [] and opened.asked == [path.as_uri()]
+    assert opened.messages == [] and opened.requests == [path.as_uri()]
     assert opened.page.locator("h1").inner_text() == EVIL
     assert opened.page.locator(".tip").inner_text().startswith(EVIL)
 
 
-def test_the_policy_holds(report: Path, visit: Visit) -> None:
+def test_the_policy_blocks_scripts_styles_and_requests(report: Path, visit: Visit) -> None:
     opened = visit(report)
     blocked = opened.page.evaluate(
         """async () => {
@@ -285,7 +285,7 @@ def test_the_policy_holds(report: Path, visit: Visit) -> None:
 
 
 def bars(count: int) -> Timeline:
-    """So many bars on eight ranks, short and long, in all lanes."""
+    """A timeline of so many bars on eight ranks, short and long, in all lanes."""
     spans = []
     for number in range(count):
         rank, turn = number % 8, number // 8
@@ -302,7 +302,7 @@ def bars(count: int) -> Timeline:
     return Timeline(tuple(spans))
 
 
-def test_ten_thousand_bars_are_ready_within_a_second(tmp_path: Path, visit: Visit) -> None:
+def test_ten_thousand_bars_are_drawn_within_a_second(tmp_path: Path, visit: Visit) -> None:
     path = tmp_path / "many.html"
     path.write_text(as_html(Page("many", (Pipeline("P", bars(10_240), tuple(f"rank {r}" for r in range(8))),))))
     assert path.stat().st_size < 1_000_000
@@ -314,18 +314,18 @@ def test_ten_thousand_bars_are_ready_within_a_second(tmp_path: Path, visit: Visi
     assert opened.timeline["bars"] == 10_240
     opened.page.locator("canvas").focus()
     opened.page.keyboard.press("0")
-    opened.settle()
+    opened.wait_drawn()
     assert (opened.timeline["from"], opened.timeline["drawn"]) >= (0, 1000), "the whole is on the screen"
     frames = []
     for key in ["+"] * 8 + ["ArrowRight"] * 8 + ["-"] * 8:
         opened.page.keyboard.press(key)
-        opened.settle()
+        opened.wait_drawn()
         frames.append(opened.timeline["milliseconds"])
     assert sorted(frames)[len(frames) // 2] < 50, frames
     print(f"{path.stat().st_size:,} bytes, ready in {ready} ms, frames {min(frames):.1f} to {max(frames):.1f} ms")
 
 
-def test_a_served_page_follows_the_run(tmp_path: Path, visit: Visit) -> None:
+def test_a_served_page_updates_with_the_run(tmp_path: Path, visit: Visit) -> None:
     folder = make_run(tmp_path / "run", steps(5), is_finished=False)
     with PageServer(0, lambda: live_page(folder)) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -341,13 +341,13 @@ def test_a_served_page_follows_the_run(tmp_path: Path, visit: Visit) -> None:
                 opened.page.locator(".summary p", has_text="9 of 20 steps").wait_for()
                 assert opened.page.locator("details[open]").count() == 1, "what was open stays open"
             opened.page.get_by_role("heading", name="Now").wait_for(state="detached")
-            assert set(opened.asked) == {server.url} and opened.said == []
+            assert set(opened.requests) == {server.url} and opened.messages == []
         finally:
             server.shutdown()
             thread.join()
 
 
-def test_a_timeline_of_one_rank_and_no_bars_is_no_fault(tmp_path: Path, visit: Visit) -> None:
+def test_a_timeline_of_one_rank_without_bars_is_drawn(tmp_path: Path, visit: Visit) -> None:
     path = tmp_path / "empty.html"
     blocks = (Pipeline("none", Timeline(()), ("rank 0",)), Pipeline("three", timeline(), ("a", "b", "c")))
     path.write_text(as_html(Page("p", blocks)))
@@ -355,15 +355,15 @@ def test_a_timeline_of_one_rank_and_no_bars_is_no_fault(tmp_path: Path, visit: V
     opened.page.locator("canvas").first.focus()
     for key in ("+", ".", "Enter", "ArrowLeft", "-", "0"):
         opened.page.keyboard.press(key)
-    opened.settle()
-    assert opened.said == []
+    opened.wait_drawn()
+    assert opened.messages == []
 
 
 def names(element: Any) -> str:
     return str(element.get_attribute("aria-label") or element.text_content())
 
 
-def test_everything_has_a_name_to_be_read_out(report: Path, visit: Visit) -> None:
+def test_every_control_has_an_accessible_name(report: Path, visit: Visit) -> None:
     opened = visit(report)
     for element in opened.page.locator("button, a, summary, canvas").all():
         assert names(element).strip()

@@ -177,10 +177,10 @@ def as_usage(fields: dict[str, Any]) -> Usage | None:
     try:
         gpus = tuple(_as_gpu(gpu) for gpu in fields["gpus"])
         ranks = tuple(RankUsage(**rank) for rank in fields["ranks"])
-        use = Usage(fields["seconds"], fields["cores"], fields["memory"], gpus, ranks, fields.get("start", 0))
+        usage = Usage(fields["seconds"], fields["cores"], fields["memory"], gpus, ranks, fields.get("start", 0))
     except _BAD_CONTENT:
         return None
-    return use if all(map(_is_sound, (use, *gpus, *ranks))) else None
+    return usage if all(map(_is_sound, (usage, *gpus, *ranks))) else None
 
 
 def _as_gpu(fields: dict[str, Any]) -> GpuUsage:

@@ -1,4 +1,4 @@
-"""Run folders whose records hold values of other types: left out, or refused in one line by whoever reads them."""
+"""Values of wrong types in a run folder are left out, or refused in one line by every command that reads it."""
 
 from __future__ import annotations
 
@@ -95,15 +95,15 @@ def test_a_record_with_a_wrong_value_is_left_out(
     ("part", "name"),
     [(kind.__name__, field.name) for kind in (Usage, GpuUsage, RankUsage) for field in fields(kind)],
 )
-def test_a_moment_with_a_wrong_value_is_left_out(
+def test_a_sample_with_a_wrong_value_is_left_out(
     part: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(tmp_path / "other")
     folder = make_run(tmp_path / "run", monitor=usage(gpus=2))
-    (moment,) = usage(1, gpus=2)
+    (sample,) = usage(1, gpus=2)
     lines = []
     for value in WRONG:
-        fields_of = json.loads(json.dumps(asdict(moment)))
+        fields_of = json.loads(json.dumps(asdict(sample)))
         changed = {"Usage": fields_of, "GpuUsage": fields_of["gpus"][0], "RankUsage": fields_of["ranks"][0]}[part]
         changed[name] = value
         lines.append(json.dumps(fields_of))
@@ -115,7 +115,7 @@ def test_a_moment_with_a_wrong_value_is_left_out(
 
 @pytest.mark.parametrize(("file", "name"), [(file, name) for file, content in FILES.items() for name in content])
 @pytest.mark.parametrize("value", [None, "many", inf, 7, [["x"]], 10**400], ids=lambda v: str(v)[:9])
-def test_a_file_with_a_wrong_value(
+def test_a_file_with_a_wrong_value_breaks_no_command(
     file: str, name: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(tmp_path / "other")
@@ -126,7 +126,9 @@ def test_a_file_with_a_wrong_value(
 
 @pytest.mark.parametrize("value", [None, "many", inf, [], -1], ids=lambda value: str(value)[:9])
 @pytest.mark.parametrize("name", ["pid", "tid", "ts", "dur", "cat", "name", "ph"])
-def test_a_trace_with_a_wrong_value(name: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_with_a_wrong_value_breaks_no_command(
+    name: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_run(tmp_path / "other")
     folder = make_run(tmp_path / "run")
     trace = timeline().chrome_trace()
