@@ -66,13 +66,16 @@ def as_tables(config: Config) -> dict[str, dict[str, Any]]:
     }
 
 
-def with_new_names(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def with_new_names(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Tables that an older version saved in a run folder, with today's names of renamed keys.
 
     Only for what a run has written: in a file or option of a user the old name is an error.
     """
-    renamed: dict[str, dict[str, Any]] = {}
+    renamed: dict[str, Any] = {}
     for section, values in tables.items():
+        if not isinstance(values, Mapping):
+            renamed[section] = values  # an error that `make_config` reports
+            continue
         names = (RENAMED.get(f"{section}.{name}", f"{section}.{name}").partition(".")[2] for name in values)
         renamed[section] = dict(zip(names, values.values(), strict=True))
     return renamed

@@ -36,7 +36,7 @@ _ITERATIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PublishedRun:
     """One published run."""
 
     system: str
@@ -78,18 +78,18 @@ class Run:
 
 
 @cache
-def published_runs() -> tuple[Run, ...]:
+def published_runs() -> tuple[PublishedRun, ...]:
     """Every run of the catalog."""
     tables = tomllib.loads(resources.files("stagewright.cluster").joinpath("published.toml").read_text())
     return tuple(_run(entry, tables["system"]) for entry in tables["run"])
 
 
-def _run(entry: Mapping[str, Any], systems: Mapping[str, str]) -> Run:
+def _run(entry: Mapping[str, Any], systems: Mapping[str, str]) -> PublishedRun:
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
-    return Run(software=systems[entry["system"]], **values)
+    return PublishedRun(software=systems[entry["system"]], **values)
 
 
-def run_plan(run: Run, catalog: Catalog) -> Plan:
+def run_plan(run: PublishedRun, catalog: Catalog) -> Plan:
     """The plan of a published run: a batch has as many microbatches as its widest stage has replicas."""
     cluster = _run_cluster(run, catalog)
     placement: Placement = (cluster.devices,) if run.placement is None else parse_placement(run.placement, cluster)
@@ -104,12 +104,12 @@ def run_plan(run: Run, catalog: Catalog) -> Plan:
     return make_plan(placement, batch=batch, microbatches=microbatches, mode=mode, cuts=cuts)
 
 
-def _run_cluster(run: Run, catalog: Catalog) -> Cluster:
+def _run_cluster(run: PublishedRun, catalog: Catalog) -> Cluster:
     cluster = catalog.cluster(run.cluster)
     return cluster.first(run.devices) if run.devices else cluster
 
 
-def run_setting(run: Run, catalog: Catalog) -> Setting:
+def run_setting(run: PublishedRun, catalog: Catalog) -> Setting:
     """The hardware and software of a published run."""
     return analytic_setting(
         catalog,
@@ -121,7 +121,7 @@ def run_setting(run: Run, catalog: Catalog) -> Setting:
     )
 
 
-def predict_run(run: Run, catalog: Catalog) -> Prediction:
+def predict_run(run: PublishedRun, catalog: Catalog) -> Prediction:
     """Simulate a published run."""
     return predict(run_plan(run, catalog), run_setting(run, catalog))
 
@@ -160,7 +160,7 @@ def overrides(logs: Sequence[float]) -> dict[str, Any]:
     return tables
 
 
-def _errors(runs: Sequence[Run], logs: Array) -> Array:
+def _errors(runs: Sequence[PublishedRun], logs: Array) -> Array:
     """Predicted over measured, in logarithms."""
     catalog = read_catalog((), overrides(list(logs)))
     return np.array([math.log(predict_run(run, catalog).images_per_second / float(run.rate or 1)) for run in runs])
@@ -195,11 +195,11 @@ def _solve(slopes: Array, errors: Array, logs: Array) -> Array:
     return np.linalg.lstsq(rows, wanted, rcond=None)[0]
 
 
-def fit(runs: Sequence[Run], tell: Callable[[str], None] = lambda text: None) -> Fit:
+def fit(runs: Sequence[PublishedRun], progress: Callable[[str], None] = lambda text: None) -> Fit:
     """Fit the figures to the runs by Gauss-Newton, starting from the priors."""
     logs, _ = _priors()
     for iteration in range(_ITERATIONS):
-        tell(f"fitting {len(PARAMETERS)} figures to {len(runs)} runs, pass {iteration + 1} of {_ITERATIONS}")
+        progress(f"fitting {len(PARAMETERS)} figures to {len(runs)} runs, pass {iteration + 1} of {_ITERATIONS}")
         errors = _errors(runs, logs)
         slopes = _slopes(runs, logs, errors)
         if iteration < _ITERATIONS - 1:
@@ -207,7 +207,7 @@ def fit(runs: Sequence[Run], tell: Callable[[str], None] = lambda text: None) ->
     return Fit(logs, errors, slopes)
 
 
-def _slopes(runs: Sequence[Run], logs: Array, errors: Array) -> Array:
+def _slopes(runs: Sequence[PublishedRun], logs: Array, errors: Array) -> Array:
     columns = []
     for index in range(len(logs)):
         moved = logs.copy()
@@ -220,7 +220,7 @@ def _slopes(runs: Sequence[Run], logs: Array, errors: Array) -> Array:
 class Row:
     """One published run and its prediction."""
 
-    run: Run
+    run: PublishedRun
     predicted: float  # images per second, with the figures of the whole fit
     left_out: float | None  # the same, with figures fitted without this run; None where it has no result
     memory: tuple[float, ...]  # MiB of a rank of the first and of the last stage
@@ -253,16 +253,18 @@ class Calibration:
         return max(abs(row.error or 0.0) for row in self.rows if row.counts)
 
 
-def calibrate(tell: Callable[[str], None] = lambda text: None, runs: Sequence[Run] | None = None) -> Calibration:
+def calibrate(
+    progress: Callable[[str], None] = lambda text: None, runs: Sequence[PublishedRun] | None = None
+) -> Calibration:
     """Fit all runs with results but those held out; then predict every run, by the other runs where it was fitted."""
     runs = published_runs() if runs is None else runs
     fitted = [run for run in runs if run.rate is not None and not run.held_out]
-    whole = fit(fitted, tell)
+    whole = fit(fitted, progress)
     groups = [run.group for run in fitted]
     catalog = read_catalog((), overrides(list(whole.logs)))
     rows = []
     for run in runs:
-        tell(f"predicting {run}")
+        progress(f"predicting {run}")
         prediction = predict_run(run, catalog)
         memory = (prediction.memory[0].total / MIB, prediction.memory[-1].total / MIB)[: len(prediction.plan.stages)]
         left_out, is_alone = None, False
