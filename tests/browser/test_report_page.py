@@ -214,11 +214,11 @@ def test_the_keyboard_reaches_everything(report: Path, visit: Visit) -> None:
     keyboard.press("0")
     keyboard.press("Enter")
     status = opened.page.locator(".live")
-    told = [status.inner_text()]
-    assert told[0].startswith("0") and "rank 0" in told[0]
+    announced = [status.inner_text()]
+    assert announced[0].startswith("0") and "rank 0" in announced[0]
     for key, words in (
         (".", "rank 0"),
-        (",", told[0][:5]),
+        (",", announced[0][:5]),
         ("ArrowDown", "rank 1"),
         ("ArrowDown", "rank 2"),
         ("ArrowUp", "rank 1"),

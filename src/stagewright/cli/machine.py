@@ -36,7 +36,7 @@ _CLUSTER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 def run_doctor(parsed: argparse.Namespace) -> None:
     errors = Console(stderr=True)
     with errors.status("checking") as status:
-        found = check_machine(parsed.data, measures=not parsed.fast, tell=status.update)
+        found = check_machine(parsed.data, measures=not parsed.fast, progress=status.update)
     if parsed.json:
         print(json.dumps(found.describe()))
     else:
@@ -46,8 +46,8 @@ def run_doctor(parsed: argparse.Namespace) -> None:
 def run_profile(parsed: argparse.Namespace) -> None:
     errors = Console(stderr=True)
     with errors.status("profiling") as status:
-        tell = status.update if errors.is_terminal else lambda text: None
-        profile = import_profile(parsed) if parsed.pipedream else measure_profile(parsed, tell)
+        progress = status.update if errors.is_terminal else lambda text: None
+        profile = import_profile(parsed) if parsed.pipedream else measure_profile(parsed, progress)
     if parsed.output:
         profile.write(parsed.output)
     if parsed.json:

@@ -17,7 +17,7 @@ import psutil
 from stagewright.events import GpuUsage, RankUsage
 from stagewright.hardware.gpu import Nvml
 
-# Reasons for a lower clock, by NVML's bits; bit 0, an idle GPU, is none.
+# Reasons for a lower clock, by NVML's bits; bit 0, an idle GPU, is not one.
 _THROTTLE_REASONS = {
     0x002: "application clocks",
     0x004: "power cap",

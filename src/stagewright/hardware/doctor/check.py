@@ -24,7 +24,7 @@ from stagewright.hardware.environment import Environment, read_environment
 from stagewright.hardware.gpu import visible
 from stagewright.runtime.multinode.nodes import DEFAULT_PORT
 
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ class MachineCheck:
         }
 
 
-def check_machine(data: str | None, *, measures: bool, tell: Tell) -> MachineCheck:
+def check_machine(data: str | None, *, measures: bool, progress: Progress) -> MachineCheck:
     """Check this machine; `data` is a file or folder whose disk to time, `measures` asks for bandwidths too."""
-    read = None if data is None else _read_disk(data, tell)
-    tell("system and GPUs")
+    read = None if data is None else _read_disk(data, progress)
+    progress("system and GPUs")
     found = read_environment()
     states, peers = read_states()
     findings = [
@@ -74,7 +74,7 @@ def check_machine(data: str | None, *, measures: bool, tell: Tell) -> MachineChe
         *gpu_findings(found.gpus, states),
         *topology_findings(found, peers),
     ]
-    measured = tuple(_measured(tell)) if measures else ()
+    measured = tuple(_measured(progress)) if measures else ()
     findings += speed_findings(measured, dict(enumerate(visible(found.gpus))))
     if read is not None:
         findings.append(disk_finding(read))
@@ -90,16 +90,16 @@ def try_measuring(name: str, measure: Callable[[], Measured]) -> Measured:
         return Measured(name, None, trouble=words or type(error).__name__)
 
 
-def _read_disk(data: str, tell: Tell) -> DiskRead:
-    tell(f"reading {data}")
+def _read_disk(data: str, progress: Progress) -> DiskRead:
+    progress(f"reading {data}")
     return read_disk(Path(data.partition(":")[2] if data.startswith(("folder:", "ofrecord:", "tensors:")) else data))
 
 
-def _measured(tell: Tell) -> Iterator[Measured]:
-    tell("memory copies")
+def _measured(progress: Progress) -> Iterator[Measured]:
+    progress("memory copies")
     yield try_measuring("memory copy, one core", memory_copy)
-    tell("messages between two ranks")
+    progress("messages between two ranks")
     yield try_measuring("between two ranks", loopback)
     for name, copy in gpu_copies():
-        tell(name)
+        progress(name)
         yield try_measuring(name, copy)

@@ -51,7 +51,7 @@ def test_eight_gpus_fit_into_80_columns_and_equal_findings_are_merged(monkeypatc
     cards = [Card(), Card(), Card(limit=200_000), *[Card()] * 5]
     monkeypatch.setitem(sys.modules, "pynvml", Library(cards, pairs))
     text = StringIO()
-    show(Console(file=text, width=80), check_machine(None, measures=False, tell=lambda step: None))
+    show(Console(file=text, width=80), check_machine(None, measures=False, progress=lambda step: None))
     assert max(len(line) for line in text.getvalue().splitlines()) <= 80
     assert "GPU7   PHB" in text.getvalue()
     said = [" ".join(line.split()) for line in text.getvalue().splitlines()]
