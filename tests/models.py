@@ -1,4 +1,4 @@
-"""Small models, each with one trait that makes it hard to cut or to train; children stand in the order they run.
+"""Small models, each with one trait that makes it hard to cut or to train; children are in execution order.
 
 A factory is a `--model tests.models:NAME`. A stage of a cut at children holds the children from one cut to the next.
 """
@@ -38,7 +38,7 @@ def plain() -> nn.Module:
 
 
 class _Steep(_Plain):
-    """Its gradients are much larger, and differ much from batch to batch."""
+    """Gradients are much larger, and vary more between batches."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 64.0
@@ -61,7 +61,7 @@ def frozen_first() -> nn.Module:
 
 
 def tied() -> nn.Module:
-    """One weight in `second` and `third`: a cut at `third` parts them, other cuts leave them in one stage."""
+    """One weight in `second` and `third`: a cut at `third` separates them, other cuts do not."""
     model = _Plain()
     model.third.weight = model.second.weight
     return model
@@ -113,7 +113,7 @@ def cumulative() -> nn.Module:
 
 
 class _Dropping(nn.Module):
-    """Dropout in every block, once as the model's own code that asks `self.training`."""
+    """Dropout in every block, once in forward code that checks `self.training`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def residual() -> nn.Module:
 
 
 class _Branching(nn.Module):
-    """Two branches from one stem, joined by cat; the number of samples is taken before the cut and used behind it."""
+    """Two branches from one stem, joined by cat; the number of samples is read before the cut and used after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def branching() -> nn.Module:
 
 
 class _InPlace(nn.Module):
-    """`relu` changes the output of `first` in place, and its result is used twice; the input is changed as well."""
+    """`relu` changes the output of `first` in place, and its result is used twice; the input is changed too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def in_place() -> nn.Module:
 
 
 class _Alias(nn.Module):
-    """`relu` changes in place what `early`, made before it, also looks at."""
+    """`relu` changes in place a tensor of which `early` is an earlier view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ def alias() -> nn.Module:
 
 
 class _Gate(nn.Module):
-    """What it computes depends on the data, so no trace can hold it."""
+    """The computation depends on the data, so it can't be traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class _Untraceable(_Gated):
 
 
 def untraceable() -> nn.Module:
-    """Untraceable in its own forward, so it has one stage or none."""
+    """Untraceable in its own forward, so it can't be cut."""
     return _Untraceable()
 
 
@@ -283,13 +283,13 @@ def sequential() -> nn.Module:
 
 
 def listed() -> list[nn.Module]:
-    """The user's own list of parts; the last but one can't be traced."""
+    """A list of modules instead of a module; the last but one can't be traced."""
     first, activation, *rest = _parts()
     return [first, activation, _Gate(), *rest]
 
 
 class _Tokens(nn.Module):
-    """Integer inputs, and a mask of them that crosses the cut beside the activations."""
+    """Integer inputs, and a mask of them that crosses the cut with the activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -353,7 +353,7 @@ def dense() -> nn.Module:
 
 
 def make_data(model: str, samples: int, seed: int = 3) -> tuple[Tensor, Tensor]:
-    """Inputs and labels that suit the model of that name."""
+    """Inputs and labels for the model of that name."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (samples, SIDE, SIDE) if model == "dense" else (samples,), generator=generator)
     if model == "tokens":
@@ -363,7 +363,7 @@ def make_data(model: str, samples: int, seed: int = 3) -> tuple[Tensor, Tensor]:
 
 
 def _still(name: str) -> nn.Module:
-    """A model of the zoo without dropout, whose masks depend on the type they are drawn for."""
+    """A zoo model without dropout, whose masks would depend on the precision."""
     model = zoo.build(name, 10)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -384,7 +384,7 @@ def still_resnet50() -> nn.Module:
 
 
 def learner() -> nn.Sequential:
-    """Four layers for small images, each a stage of its own where there are four."""
+    """Four layers for small images, one per stage where there are four."""
     widths = (3 * 8 * 8, 96, 96, 96)
     layers: list[nn.Module] = []
     for before, width in pairwise(widths):

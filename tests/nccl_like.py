@@ -3,10 +3,10 @@
     host      launches in its program's order, and never waits for a message; it waits where its launch queue is full
     stream    a channel or a group runs its operations in order; without tags, the n-th send meets the n-th receive
     start     an operation starts once compute, up to where it was launched, is done
-    end       a send and its receive end together, and so do all members of a sum; until then each holds its place
-    compute   goes on where the operations that it waits for have ended
+    end       a send and its receive end together, as do all members of a sum; until then each occupies the queue
+    compute   continues once the operations that it waits for have ended
 
-Where the replay comes to a standstill, NCCL would hang.
+Where the replay stops before the end, NCCL would hang.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from stagewright.runtime.comm.channel import ChannelName
-from stagewright.runtime.comm.memory import MemoryNetwork, MemoryTransport
+from stagewright.runtime.comm.memory import MemoryNetwork
 from stagewright.runtime.comm.transport import Collective, Pending, Transport
 from stagewright.runtime.job import Job
 from stagewright.runtime.process import emulate
@@ -29,7 +29,7 @@ from stagewright.runtime.process.emulate import Emulation
 
 @dataclass(frozen=True)
 class Launch:
-    """An operation given to the GPU: the n-th of its stream."""
+    """An operation launched on the GPU: the n-th of its stream."""
 
     stream: str
     side: str  # send, receive or sum
@@ -67,26 +67,25 @@ class Recording:
 
 
 def record(job: Job, posted_ahead: int = 1) -> Recording:
-    """Run a job with all ranks in this process, and note what each would give to NCCL."""
+    """Run a job with all ranks in this process, and record what each would launch on NCCL."""
     recording = Recording()
 
     class Network(MemoryNetwork):
         def __init__(self, memory: emulate.Memory, rank: int, device: object = None) -> None:
             super().__init__(memory, rank)
             self.posted_ahead = posted_ahead
+            self.rank = rank
 
         def transport(self, name: ChannelName, window: int) -> Transport:
             recording.members[str(name)] = 2
-            return _Transport(
-                recording, self._rank, str(name), self._memory.transports.setdefault(name, MemoryTransport())
-            )
+            return _Transport(recording, self.rank, str(name), super().transport(name, window))
 
         def collective(self, name: str, ranks: Sequence[int]) -> Collective:
             inner = super().collective(name, ranks)
             if len(ranks) == 1:
                 return inner
             recording.members[name] = len(ranks)
-            return _Collective(recording, self._rank, name, inner)
+            return _Collective(recording, self.rank, name, inner)
 
     with mock.patch.object(emulate, "MemoryNetwork", Network):
         Emulation(job, lambda event: None).run()
@@ -102,11 +101,11 @@ class _Transport:
 
     def send(self, buffer: Tensor) -> Pending:
         launch = self.recording.launch(self.rank, self.name, "send")
-        return _Noted(self.recording, self.rank, launch, self.inner.send(buffer))
+        return _Recorded(self.recording, self.rank, launch, self.inner.send(buffer))
 
     def receive(self, buffer: Tensor) -> Pending:
         launch = self.recording.launch(self.rank, self.name, "receive")
-        return _Noted(self.recording, self.rank, launch, self.inner.receive(buffer))
+        return _Recorded(self.recording, self.rank, launch, self.inner.receive(buffer))
 
 
 @dataclass
@@ -120,40 +119,40 @@ class _Collective:
         if tensor.dtype == torch.float64 and tensor.dim() > 1:
             return self.inner.sum(tensor)  # statistics are exchanged on the host
         launch = self.recording.launch(self.rank, self.name, "sum")
-        return _Noted(self.recording, self.rank, launch, self.inner.sum(tensor))
+        return _Recorded(self.recording, self.rank, launch, self.inner.sum(tensor))
 
 
 @dataclass
-class _Noted:
+class _Recorded:
     recording: Recording
     rank: int
     launch: Launch
     inner: Pending
-    is_noted: bool = False
+    is_recorded: bool = False
 
     def is_completed(self) -> bool:
         return self.inner.is_completed()
 
     def wait(self) -> None:
-        if not self.is_noted:
+        if not self.is_recorded:
             self.recording.steps[self.rank].append(Wait(self.launch))
-            self.is_noted = True
+            self.is_recorded = True
         self.inner.wait()
 
 
 class _Gpu:
-    """One rank: how far its host, its compute and its streams are."""
+    """One rank: how far its host, its compute and its streams have got."""
 
     def __init__(self, steps: Sequence[Step], queue: int) -> None:
         self.steps = steps
         self.queue = queue
-        self.issued = 0  # steps that the host is done with
-        self.computed = 0  # steps that compute is done with
+        self.issued = 0  # steps that the host has issued
+        self.computed = 0  # steps that compute has finished
         self.ended: set[Launch] = set()
         self.under_way: list[tuple[Launch, int]] = []  # with the step at which it was launched
 
     def advance(self) -> bool:
-        """Let the host and compute go on as far as they can; whether they did."""
+        """Advance the host and compute as far as they can; whether they moved."""
         before = (self.issued, self.computed)
         while self.issued < len(self.steps):
             step = self.steps[self.issued]
@@ -170,7 +169,7 @@ class _Gpu:
         return (self.issued, self.computed) != before
 
     def started(self, stream_of: Callable[[Launch], str]) -> dict[str, Launch]:
-        """The operation that each stream is at, if compute has come to where it was launched."""
+        """The current operation of each stream, if compute has reached the point of its launch."""
         heads: dict[str, tuple[Launch, int]] = {}
         for launch, step in self.under_way:
             heads.setdefault(stream_of(launch), (launch, step))
@@ -187,7 +186,7 @@ def replay(
     queue: int,
     stream_of: Callable[[Launch], str] = lambda launch: f"{launch.stream}/{launch.side}",
 ) -> int:
-    """Run what was recorded by NCCL's rules; the most operations that a GPU ever held. Raises Hang."""
+    """Replay a recording by NCCL's rules; the largest number of operations that a GPU held at once. Raises Hang."""
     gpus = {rank: _Gpu(own, queue) for rank, own in steps.items()}
     most = 0
     moved = True

@@ -1,7 +1,7 @@
 """One case of training, twice: as Stagewright runs it, and as the independent reference does; then compared.
 
-What the reference is told (replicas, versions, which stage holds which parameter) is worked out here from the text of
-the case and from the design, not from the plan.
+The reference's input (replicas, versions, which stage holds which parameter) is derived here from the text of the case
+and from the design, not from the plan.
 """
 
 import json
@@ -38,7 +38,7 @@ _VALIDATION_SAMPLES = 17  # a prime: the last piece is short for every size of m
 
 @dataclass(frozen=True)
 class Case:
-    """A run: a model of tests/models.py, how it is laid out, and how its weights move."""
+    """A run: a model of tests/models.py, its plan, and its optimizer."""
 
     model: str = "plain"
     placement: str = "0:0"
@@ -50,17 +50,17 @@ class Case:
     batch: int = 12
     microbatches: int = 4
     steps: int = 8
-    samples: int = 41  # three batches an epoch, and five samples that are dropped
+    samples: int = 41  # three batches per epoch, and five samples that are dropped
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     precision: str = "fp64"
     dynamic: bool = False
     policy: str = "1f1b"
     eval_every: int | None = None
-    bucket: int = 0  # MiB: every parameter is a bucket of its own
+    bucket: int = 0  # MiB: every parameter is a separate bucket
     seed: int = 5
     loss_scale: float | None = None  # a precision that scales its loss, otherwise fp32
     growth_interval: int = 2000
-    loud: int = 1  # every so many samples, one is much louder than the others
+    loud: int = 1  # one in that many samples is much larger than the others
 
     def __str__(self) -> str:
         """What differs from the default, as the name of a test."""
@@ -130,10 +130,10 @@ class Run:
 
     @property
     def microbatch_losses(self) -> list[float]:
-        """By number; every microbatch told once."""
-        told = [pair for event in self.events if event["kind"] == "losses" for pair in event["losses"]]
-        losses = dict(told)
-        assert len(told) == len(losses) and sorted(losses) == list(range(len(losses)))
+        """By number; every microbatch must be reported once."""
+        reported = [pair for event in self.events if event["kind"] == "losses" for pair in event["losses"]]
+        losses = dict(reported)
+        assert len(reported) == len(losses) and sorted(losses) == list(range(len(losses)))
         return [losses[number] for number in range(len(losses))]
 
     @property
@@ -146,8 +146,8 @@ class Run:
     def scores(self) -> dict[int, list[float]]:
         """Batch -> samples, sum of losses, top-1 and top-5 hits, over all ranks that score."""
         scores: dict[int, list[float]] = {}
-        told = [event for event in self.events if event["kind"] == "score"]
-        for event in sorted(told, key=lambda event: (event["batch"], event["rank"])):
+        reported = [event for event in self.events if event["kind"] == "score"]
+        for event in sorted(reported, key=lambda event: (event["batch"], event["rank"])):
             so_far = scores.get(event["batch"], [0.0] * 4)
             scores[event["batch"]] = [a + b for a, b in zip(so_far, event["score"], strict=True)]
         return scores
@@ -155,7 +155,7 @@ class Run:
 
 @dataclass(frozen=True)
 class EmulatedRun(Run):
-    """In one process, so the replicas can be looked at."""
+    """A run in one process, whose replicas tests can inspect."""
 
     emulation: Emulation
 
@@ -169,7 +169,7 @@ class EmulatedRun(Run):
 
 
 def make_data(case: Case) -> tuple[Tensor, Tensor]:
-    """What a case trains on."""
+    """The training data of a case."""
     images, labels = models.make_data(case.model, case.samples, seed=3)
     if case.loud > 1:
         images[:: case.loud] *= _LOUD
@@ -227,33 +227,33 @@ def emulate(case: Case, folder: Path, drive: Drive = Emulation.run) -> EmulatedR
     """Run a case with every rank in this process."""
     job = make_job(case, folder)
     events: list[dict[str, Any]] = []
-    with mock.patch.object(memory, "MemoryCollective", LendingCollective):
+    with mock.patch.object(memory, "MemoryCollective", ExclusiveCollective):
         emulation = Emulation(job, lambda event: events.append(json.loads(json.dumps(event))))
     drive(emulation)
     return EmulatedRun(job, events, emulation.weights(), emulation)
 
 
-class LendingCollective(MemoryCollective):
-    """Sums as strictly as gloo does: from the start to the wait the tensor is the collective's alone."""
+class ExclusiveCollective(MemoryCollective):
+    """As strict as gloo: nothing may use a tensor from the start of its sum until the wait."""
 
     def sum(self, tensor: Tensor) -> Pending:
         pending = super().sum(tensor)
-        return _Lent(pending, tensor.fill_(torch.nan))
+        return _ExclusiveSum(pending, tensor.fill_(torch.nan))
 
 
 @dataclass
-class _Lent:
+class _ExclusiveSum:
     pending: Pending
     tensor: Tensor
-    is_lent: bool = True
+    is_pending: bool = True
 
     def is_completed(self) -> bool:
         return self.pending.is_completed()
 
     def wait(self) -> None:
-        if self.is_lent:
-            assert self.tensor.isnan().all(), "a tensor was written to, or lent again, while its sum was under way"
-            self.is_lent = False
+        if self.is_pending:
+            assert self.tensor.isnan().all(), "a tensor was written to, or summed again, while its sum was pending"
+            self.is_pending = False
             self.pending.wait()
 
 
@@ -295,7 +295,7 @@ def _setup(case: Case, steps: int) -> reference.Setup:
 
 
 def _by_microbatch(case: Case, setup: reference.Setup) -> tuple[reference.Setup, Callable[[int], Tensor]]:
-    """Pipedream knows no batches: its rounds count microbatches, and a run goes on to the end of everyone's round."""
+    """Pipedream has no batches: rounds count microbatches, and a run continues until every stage's round ends."""
     size, period = case.samples_per_microbatch, math.lcm(*case.replicas)
     microbatches = -(-setup.num_microbatches // period) * period
 
@@ -355,11 +355,11 @@ def assert_same_bits(first: Run, second: Run) -> None:
 
 
 def assert_parity(case: Case, run: Run, result: reference.Result) -> None:
-    """Losses, weights and mean statistics of a run are the reference's."""
+    """Losses, weights and mean statistics of a run equal the reference's."""
     tolerance = TOLERANCE[case.precision]
-    if case.mode == "pipedream":  # it trains on to the end of everyone's round, but tells of whole batches
-        told = case.steps * case.microbatches
-        assert_near(_as_tensors(run.microbatch_losses[:told]), _as_tensors(result.losses[:told]), tolerance)
+    if case.mode == "pipedream":  # it trains until every stage's round ends, but reports whole batches
+        count = case.steps * case.microbatches
+        assert_near(_as_tensors(run.microbatch_losses[:count]), _as_tensors(result.losses[:count]), tolerance)
     else:
         assert_near(_as_tensors(run.losses), _as_tensors(result.losses), tolerance)
     assert_near(run.weights, _held(result.weights | result.buffers, run), tolerance)
@@ -370,12 +370,12 @@ def _as_tensors(losses: Sequence[float]) -> Tensors:
 
 
 def _held(state: Tensors, run: Run) -> Tensors:
-    """Without what no stage holds, which only a cut model can leave out."""
+    """Without the parameters that no stage of a cut model holds."""
     return state if not run.job.plan.cuts else {name: tensor for name, tensor in state.items() if "spare" not in name}
 
 
 def assert_statistics(case: Case, run: EmulatedRun, result: reference.Result) -> None:
-    """Every replica's own running statistics are the reference's."""
+    """Every replica's running statistics equal the reference's."""
     actual = run.replica_statistics()
     assert actual.keys() == result.replica_buffers.keys()
     for replica, expected in result.replica_buffers.items():
@@ -383,7 +383,7 @@ def assert_statistics(case: Case, run: EmulatedRun, result: reference.Result) ->
 
 
 def assert_scores(case: Case, run: Run, result: reference.Result) -> None:
-    """Every evaluation of a run is that of the reference's model at that batch; `result` is that of the last."""
+    """Every evaluation of a run equals the reference's at that batch; `result` is the reference's last."""
     assert list(run.scores) == case.pauses != []
     for batch, score in run.scores.items():
         at_batch = result if batch == case.steps else refer(case, steps=batch)

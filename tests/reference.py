@@ -116,7 +116,7 @@ def adamw(setup: Setup, lr: float, weight: Tensor, gradient: Tensor, moments: Mo
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
 
 
-def carried_on(setup: Setup, lr: float, weight: Tensor, moments: Moments, updates: int) -> Tensor:
+def extrapolate(setup: Setup, lr: float, weight: Tensor, moments: Moments, updates: int) -> Tensor:
     """The weight after so many updates in which momentum alone moves it, one after another."""
     if setup.optimizer == "adamw":
         if moments.count == 0:
@@ -139,7 +139,7 @@ class Stage:
         self.num_versions = setup.versions[stage]
         self.span = self.num_replicas if setup.pipedream else setup.microbatches
         self.history = [weights]
-        self.foreseen: list[Tensors] = [weights]  # of every version: what it will have become when it is used
+        self.extrapolated: list[Tensors] = [weights]  # every version as extrapolated to its use
         self.moments = {name: Moments(0, torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}
         self.buffers = [{name: b.clone() for name, b in buffers.items()} for _ in range(self.num_replicas)]
         self.gradients: list[Tensors] = [{} for _ in range(self.num_replicas)]
@@ -151,7 +151,7 @@ class Stage:
         """The parameters of the version with which this microbatch runs forward and backward."""
         version = max(0, microbatch // self.span + 1 - self.num_versions)
         assert version < len(self.history), f"microbatch {microbatch} needs version {version}, not made yet"
-        return self.foreseen[version] if self.setup.predict else self.history[version]
+        return self.extrapolated[version] if self.setup.predict else self.history[version]
 
     def add(self, microbatch: int, gradients: Tensors, *, is_shared: bool = False) -> None:
         """Adds the gradients of one microbatch's mean loss, or of its share in the batch's, to those of its replica."""
@@ -180,18 +180,18 @@ class Stage:
                 self.setup, lr, weights[name], g, self.moments[name]
             )
         self.history.append(weights)
-        self.foresee()
+        self.extrapolate()
 
-    def foresee(self) -> None:
-        """What the newest version will have become when it is used, K-1 updates later."""
+    def extrapolate(self) -> None:
+        """Extrapolate the newest version to its use, K-1 updates later."""
         if not self.setup.predict:
             return
         version = len(self.history) - 1
         lr = self.setup.lr(version * self.span // self.setup.microbatches)
         ahead = self.num_versions - 1
-        self.foreseen.append(
+        self.extrapolated.append(
             {
-                name: carried_on(self.setup, lr, weight, self.moments[name], ahead)
+                name: extrapolate(self.setup, lr, weight, self.moments[name], ahead)
                 for name, weight in self.history[-1].items()
             }
         )
@@ -199,7 +199,7 @@ class Stage:
     def skip(self) -> None:
         """Makes the next version the same as the newest."""
         self.history.append(self.history[-1])
-        self.foresee()
+        self.extrapolate()
 
     def averaged_buffers(self) -> Tensors:
         """Statistics averaged over replicas weighted by their microbatches, counts summed, the rest replica 0's."""

@@ -1,4 +1,4 @@
-"""What ranks launch never hangs under NCCL's rules, and the stand-in for NCCL does hang where NCCL would."""
+"""The launches of a plan never hang under NCCL's rules, and the stand-in for NCCL hangs where NCCL would."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def num_streams(recording: Recording, rank: int) -> int:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_plan_hangs_even_with_a_short_queue(case: Case, tmp_path: Path) -> None:
-    """One place more than a rank has streams is enough: a receive posted ahead is the only thing out of order."""
+    """One more place than a rank has streams is enough, since only receives posted ahead are out of order."""
     recording = record(make_job(case, tmp_path))
     queue = 1 + max(num_streams(recording, rank) for rank in recording.steps)
     assert replay(recording.steps, recording.members, queue) <= queue
@@ -39,7 +39,7 @@ def test_no_plan_hangs_even_with_a_short_queue(case: Case, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("case", CASES[:5], ids=str)
 def test_one_stream_for_both_directions_of_a_pair_hangs(case: Case, tmp_path: Path) -> None:
-    """Why a channel has one direction: an activation would wait behind a gradient that waits for it."""
+    """This is why channels have one direction: an activation would wait behind a gradient that waits for it."""
     recording = record(make_job(case, tmp_path))
 
     def by_pair(launch: Launch) -> str:
@@ -67,7 +67,7 @@ def test_sums_in_different_orders_hang() -> None:
 
 
 def test_sends_that_each_side_waits_for_hang() -> None:
-    """A rendezvous: nobody's send ends before the other receives."""
+    """No send ends before its receive has started, so two sends that wait for each other hang."""
     there, here = Launch("x", "send", 0), Launch("x", "receive", 0)
     back, taken = Launch("y", "send", 0), Launch("y", "receive", 0)
     members = {"x": 2, "y": 2}

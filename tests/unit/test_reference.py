@@ -119,7 +119,7 @@ def test_without_lag_equals_gradient_accumulation(name: str, label_smoothing: fl
     assert_same(result.weights, model.state_dict())
 
 
-def test_what_gets_no_gradient_stays_and_tied_weights_move_together() -> None:
+def test_frozen_weights_stay_and_tied_weights_move_together() -> None:
     setup = replace(PLAIN, weight_decay=0.5)
     result = train(Odd, *odd_data(), odd_stage, (None, None), setup)
     torch.manual_seed(setup.seed)
@@ -136,7 +136,7 @@ def test_the_callers_order_decides_the_batches() -> None:
     assert_same(result.weights, model.state_dict())
 
 
-def test_clipping_without_lag_is_torchs_over_all_stages() -> None:
+def test_clipping_without_lag_equals_torch_over_all_stages() -> None:
     setup = replace(PLAIN, clip=0.3)
     result = train(Odd, *odd_data(), odd_stage, (None, None), setup)
     norms: list[float] = []
@@ -146,7 +146,7 @@ def test_clipping_without_lag_is_torchs_over_all_stages() -> None:
     assert_same(result.weights, model.state_dict())
 
 
-def test_the_result_is_a_state_dict_and_the_callers_randomness_is_left_alone() -> None:
+def test_the_result_is_a_state_dict_and_the_random_state_is_unchanged() -> None:
     before = torch.get_rng_state()
     result = train(Normed, *normed_data(), normed_stage, (None, None), NORMED)
     assert torch.equal(before, torch.get_rng_state())
@@ -218,7 +218,7 @@ def test_a_stage_with_two_versions_lags_one_update(clip: float | None) -> None:
     assert result.weights["b"].item() == pytest.approx(b4, rel=0, abs=1e-12)
 
 
-def test_a_predicted_stage_uses_where_momentum_leads() -> None:
+def test_an_extrapolated_stage_uses_the_weights_ahead_along_its_momentum() -> None:
     rates = [1.0, 2.0, 3.0, 4.0, 5.0]
     setup = Setup((1, 1), (3, 1), 1, 1, 4, momentum=0.5, predict=True, lr=lambda p: rates[p])
     result = train_product(setup, [1.0, -2.0, 3.0, 0.5])
@@ -368,7 +368,7 @@ def normed_data() -> tuple[Tensor, Tensor]:
 NORMED = Setup(replicas=(2, 1), versions=(1, 1), batch=12, microbatches=3, steps=3, lr=lr)
 
 
-def test_each_replica_moves_its_own_statistics_and_the_result_averages_them() -> None:
+def test_each_replica_updates_its_own_statistics_and_the_result_averages_them() -> None:
     result = train(Normed, *normed_data(), normed_stage, (None, None), NORMED)
     pieces = normed_data()[0].split(4)  # microbatches 0..8: replica 0 takes five of them, replica 1 four
     means, variances = [], []
@@ -390,7 +390,7 @@ def test_each_replica_moves_its_own_statistics_and_the_result_averages_them() ->
     assert result.buffers["mask"].tolist() == [0.0, 0.0, -math.inf]
 
 
-def test_statistics_of_a_single_replica_are_those_of_one_process() -> None:
+def test_statistics_of_a_single_replica_equal_one_process() -> None:
     result = train(Normed, *normed_data(), normed_stage, (None, None), NORMED)
     torch.manual_seed(NORMED.seed)
     model = Normed().double()
@@ -407,7 +407,7 @@ def test_statistics_of_a_single_replica_are_those_of_one_process() -> None:
     assert_same({name: result.buffers[name] for name in expected}, expected)
 
 
-def test_a_replica_without_microbatches_weighs_nothing() -> None:
+def test_a_replica_without_microbatches_has_no_weight_in_the_mean() -> None:
     setup = replace(NORMED, replicas=(4, 1), steps=1)
     result = train(Normed, *normed_data(), normed_stage, (None, None), setup)
     assert result.replica_buffers[0, 3]["norm.running_mean"].tolist() == [0.0, 0.0]
@@ -442,12 +442,12 @@ class Noisy(nn.Module):
         return self.head(self.after(self.late(self.early(self.early(x)))))
 
 
-def test_the_seed_is_that_of_b2sum() -> None:
+def test_the_seed_equals_b2sum() -> None:
     # printf 7/5/1 | b2sum | cut -c1-16
     assert stage_seed(7, 5, 1) == int.from_bytes(bytes.fromhex("eda6edc0477fc40b"), "little")
 
 
-def test_each_stage_seeds_once_a_microbatch_where_it_starts() -> None:
+def test_each_stage_seeds_once_per_microbatch_at_its_start() -> None:
     drawn: list[float] = []
     setup = Setup(replicas=(2, 3), versions=(2, 1), batch=4, microbatches=2, steps=3, seed=7, lr=lr)
     images, labels = torch.ones(4, 2), torch.zeros(4, dtype=torch.long)

@@ -98,6 +98,6 @@ def extrapolated(case: Case, checkpoint: Checkpoint, updates: int, lr: float) ->
     setup = reference.Setup((1,), (1,), 12, 4, 1, lr=case.lr)
     moments = checkpoint.read("optimizer/momentum_buffer")
     return {
-        name: reference.carried_on(setup, lr, weight, reference.Moments(5, moments[name], weight), updates)
+        name: reference.extrapolate(setup, lr, weight, reference.Moments(5, moments[name], weight), updates)
         for name, weight in checkpoint.read("master").items()
     }
