@@ -1,7 +1,7 @@
 """Several machines on one: network namespaces on a bridge of veth pairs, with the bandwidth of a slow network.
 
     namespace 0 ── veth ──┐
-    namespace 1 ── veth ──┴── bridge, in a namespace of its own
+    namespace 1 ── veth ──┴── bridge, in its own namespace
 
 Tests are skipped where namespaces can't be made. Everything is removed at the end, also after an interrupt.
 """
