@@ -75,7 +75,7 @@ def run_verify(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps({"whole": whole, "damaged": damaged}))
     elif not damaged:
-        print(f"{len(whole)} whole: {', '.join(map(str, whole)) or 'none'}")
+        print(f"{len(whole)} intact: {', '.join(map(str, whole)) or 'none'}")
     if damaged:
         raise ValueError(f"{len(damaged)} of {len(whole) + len(damaged)} checkpoints are damaged; {damaged[0]}")
 

@@ -53,9 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _handler(name: str) -> Callable[[argparse.Namespace], None]:
     """The function that runs a command, such as `plan:run` of this folder: imported only here."""
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "FATAL"
-    )  # set before torch is imported: its socket warnings confuse users
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before torch is imported: its warnings confuse users
     module, _, function = name.partition(":")
     handler: Callable[[argparse.Namespace], None] = getattr(import_module(f"stagewright.cli.{module}"), function)
     return handler

@@ -35,7 +35,7 @@ class Resume:
 
 
 def find_checkpoint(text: str) -> Resume:
-    """The checkpoint that `--resume` names, or the newest whole one of the run that it names."""
+    """The checkpoint that `--resume` names, or the newest intact one of the run that it names."""
     folder = Path(text).absolute()
     if (folder / MANIFEST).is_file():
         checkpoint = open_checkpoint(folder)
@@ -47,7 +47,7 @@ def find_checkpoint(text: str) -> Resume:
     newest, reasons = newest_intact(folder)
     if newest is None:
         why = f" ({reasons[0]})" if reasons else ""
-        raise ValueError(f"{text}: the run has no whole checkpoint{why}; train it from the start")
+        raise ValueError(f"{text}: the run has no intact checkpoint{why}; train it from the start")
     return Resume(newest, folder, True, tuple(f"{reason}; not used" for reason in reasons))
 
 

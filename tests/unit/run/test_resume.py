@@ -196,7 +196,7 @@ def test_refuses_a_run_without_an_intact_checkpoint(capsys: pytest.CaptureFixtur
     for folder in list_folders(half):
         (folder / "manifest.json").write_text("{}")
     line = fails(capsys, "train", "--resume", str(half))
-    assert "no whole checkpoint" in line and "damaged" in line
+    assert "no intact checkpoint" in line and "damaged" in line
 
 
 def test_refuses_a_run_that_is_locked(capsys: pytest.CaptureFixture[str], half: Path) -> None:
@@ -271,7 +271,7 @@ def test_list_and_show_describe_checkpoints(capsys: pytest.CaptureFixture[str], 
 
 
 def test_verify_reads_every_file(capsys: pytest.CaptureFixture[str], half: Path) -> None:
-    assert prints(capsys, "checkpoint", "verify", str(half)) == "2 whole: 3, 6\n"
+    assert prints(capsys, "checkpoint", "verify", str(half)) == "2 intact: 3, 6\n"
     target = checkpoints_folder(half) / "3" / "stage-1.master.safetensors"
     content = bytearray(target.read_bytes())
     content[-1] ^= 4
