@@ -67,8 +67,8 @@ class Setup:
         return set(self.versions) == {1} and not self.pipedream
 
     @property
-    def verdict_delay(self) -> int:
-        """Batches until a verdict has an effect: L of section 6."""
+    def decision_delay(self) -> int:
+        """Batches until a skip decision has an effect: L of section 6."""
         return 1 if set(self.versions) == {1} else max(len(self.versions), self.versions[0])
 
 
@@ -283,10 +283,10 @@ def make_stages(model: nn.Module, stage_of: Callable[[str], int], setup: Setup) 
 
 
 def next_scale(setup: Setup, scales: Sequence[float], skipped: Sequence[tuple[bool, ...]]) -> float:
-    """The scale of the batch after these, from the verdicts it may know: those of stage 0, `verdict_delay` behind."""
+    """The scale of the batch after these, from the skip decisions it may know: stage 0's, `decision_delay` behind."""
     assert setup.scale is not None
     scale, clean = setup.scale, 0
-    for q in range(len(scales) - setup.verdict_delay + 1):
+    for q in range(len(scales) - setup.decision_delay + 1):
         if scales[q] != scale:
             continue
         clean = 0 if skipped[q][0] else clean + 1

@@ -1,4 +1,4 @@
-"""On a GPU: batches leave pinned memory as on the CPU, synthetic samples are made there, nvJPEG sees the same crops."""
+"""Loading for a GPU: pinned batches, synthetic samples and nvJPEG crops equal those of the CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def source(tmp_path: Path) -> ImageSource:
     return ImageSource(records, Augmentation(32, Cropping.RESIZED), NORMALIZATIONS["imagenet"])
 
 
-def test_pinned_batches_are_those_of_the_cpu_for_many_rounds(source: ImageSource) -> None:
+def test_pinned_batches_equal_those_of_the_cpu_for_many_rounds(source: ImageSource) -> None:
     (cpu,) = make_loaders(LoaderOptions(threads=2), (source, SLICE))
     (gpu,) = make_loaders(LoaderOptions(threads=2, ahead=1, device=torch.device("cuda")), (source, SLICE))
     assert source.allocate(2, is_pinned=True)[0].is_pinned()
@@ -49,7 +49,7 @@ def test_synthetic_samples_are_the_same_on_the_gpu() -> None:
     torch.testing.assert_close(found.cpu(), images)
 
 
-def test_nvjpeg_sees_the_same_crops(source: ImageSource) -> None:
+def test_nvjpeg_decodes_the_same_crops(source: ImageSource) -> None:
     try:
         from torchcodec.decoders import decode_jpeg  # noqa: F401
     except (ImportError, OSError, RuntimeError) as error:
