@@ -153,7 +153,7 @@ def run_list(parsed: argparse.Namespace) -> None:
     console.print(_clusters_table(clusters))
     console.print()
     console.print(_devices_table(devices))
-    console.print("GB/s: of memory; T: peak, in 1e12 operations per second; calibrated: precisions that were measured")
+    console.print("GB/s: of memory; T: peak, 1e12 operations/s; calibrated: measured precisions")
     console.print()
     console.print(_links_table(links))
     console.print("GB/s: one way, for NVLink of one lane; us: per message")

@@ -39,7 +39,8 @@ def _outcome(run: Run) -> str:
     what = f"{run.model}, {run.mode} {run.shape}"
     if run.summary is not None and own:
         first = own[0].batch + 1
-        which = _count(done, "step") if first == 1 else f"steps {first:,}-{done:,}"
+        after = f"step {done:,}" if first == done else f"steps {first:,}-{done:,}"
+        which = _count(done, "step") if first == 1 else after
         return f"{what}: {which} of {run.batch:,} images{rate}, in {format_seconds(_spent(run))}."
     steps = f"{done:,} of {_count(run.batches, 'step')}" if run.batches else _count(done, "step")
     return f"{what}: not finished; {steps} of {run.batch:,} images{rate} so far."
