@@ -61,7 +61,7 @@ class Search:
         self._blocks = blocks
         self._seconds = seconds  # kinds of blocks x pairs
         self._limits = limits
-        self._narrow = narrow  # the same search over fewer segments, for where memory binds
+        self._narrow = narrow  # the same search over fewer segments, for when memory is the limit
         self._devices = len(blocks.devices)
         self._position = (blocks.offset + blocks.size) % blocks.period
         self._starts = np.array([segments.beginning(unit).start for unit in range(segments.units)])

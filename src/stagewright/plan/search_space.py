@@ -111,7 +111,7 @@ def _block(
 
 
 def as_kind(cluster: Cluster, devices: Sequence[Device], kinds: Sequence[str]) -> BlockKinds:
-    """Some devices as a block of a kind of its own; `kinds` name devices from the fastest to the slowest."""
+    """Some devices as one block; `kinds` name devices from the fastest to the slowest."""
     fabric = cost.ring_fabric(cluster, devices)
     others = [device for device in cluster.devices if device not in set(devices)]
     border = max((cluster.link(devices[0], other).bandwidth for other in others), default=float("inf"))

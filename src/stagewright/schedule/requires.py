@@ -36,7 +36,7 @@ def _backward(plan: Plan, stage: Stage, action: Action, start: int) -> Iterator[
     yield Action(Op.FORWARD, action.rank, stage.index, action.microbatch, action.version)
     yield from _free_buffer(stage, action.rank, stage.update_of(action.microbatch), start)
     if stage.is_last:
-        yield from _verdict(plan, action.microbatch, start)
+        yield from _skip_decision(plan, action.microbatch, start)
         return
     behind = plan.stages[stage.index + 1]
     source = behind.rank_of(action.microbatch)
@@ -53,7 +53,7 @@ def _free_buffer(stage: Stage, rank: int, update: int, start: int) -> Iterator[A
         yield Action(Op.UPDATE, rank, stage.index, None, before)
 
 
-def _verdict(plan: Plan, microbatch: int, start: int) -> Iterator[Action]:
+def _skip_decision(plan: Plan, microbatch: int, start: int) -> Iterator[Action]:
     """What decides the loss scale of a batch: the first stage's overflow flag of an earlier batch."""
     batch = microbatch // plan.microbatches - plan.decision_delay
     if plan.flags and batch * plan.microbatches >= start:

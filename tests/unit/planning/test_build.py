@@ -104,8 +104,8 @@ def test_warns_about_microbatches_that_leave_devices_idle(capsys: pytest.Capture
     assert json.loads(capsys.readouterr().out)["remarks"] == []
     few = ("--placement", "0:0-2.0:3", "--mode", "stale", "--microbatches", "2", "--json")
     main(["simulate", *on, *few])
-    told = capsys.readouterr().err
-    assert "2 microbatches for 3 replicas" in told and "ranks would wait" in told
+    error = capsys.readouterr().err
+    assert "2 microbatches for 3 replicas" in error and "ranks would wait" in error
     main(["simulate", *on, *few, "--staleness", "0"])
     assert "ranks would wait" not in capsys.readouterr().err
 
@@ -156,7 +156,7 @@ def test_warns_about_a_pipeline_that_can_not_be_filled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "optimizer", "told"),
+    ("plan", "optimizer", "expected"),
     [
         ({"mode": "stale", "staleness": 1}, {"lr": 0.4}, "lag 1 learning rate x curvature is stable up to 0.1"),
         ({"mode": "stale", "staleness": 1}, {"lr": 0.4, "predict": True}, "stable up to 0.25"),
@@ -167,12 +167,12 @@ def test_warns_about_a_pipeline_that_can_not_be_filled() -> None:
     ],
 )
 def test_warns_when_the_rate_is_unstable_at_the_lag(
-    plan: dict[str, object], optimizer: dict[str, object], told: str | None
+    plan: dict[str, object], optimizer: dict[str, object], expected: str | None
 ) -> None:
     warnings: list[str] = []
     tables = {"plan": {"placement": "0:0.0:1", "batch": 64, "microbatches": 16, **plan}, "optimizer": optimizer}
     build_plan(make_config(tables), None, warnings.append)
-    assert [told in warning for warning in warnings] == [True] if told else warnings == []
+    assert [expected in warning for warning in warnings] == [True] if expected else warnings == []
 
 
 def test_numbers_per_stage_are_integers() -> None:
