@@ -57,7 +57,7 @@ def show(console: Console, calibration: Calibration) -> None:
     say(f"predicted from the others: median error {calibration.median:.1%}, worst {calibration.worst:.1%}")
     if held_out := [row for row in calibration.rows if row.run.held_out]:
         errors = ", ".join(f"{row.error:+.1%}" for row in held_out)
-        say(f"held out of the fit: {len(held_out)} runs, errors {errors}")
+        say(f"held out of the fit: {len(held_out)} run{'s' if len(held_out) > 1 else ''}, errors {errors}")
 
 
 def _error(row: Row) -> str:
