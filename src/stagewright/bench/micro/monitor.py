@@ -68,7 +68,7 @@ class Segments:
         self.monitors: list[Monitor] = []
         self._job = job
         self._segment = segment
-        self._tell = progress
+        self._progress = progress
         self._began: Step | None = None
         self._monitor: Monitor | None = None
 
@@ -89,10 +89,10 @@ class Segments:
             self._end(record)
 
     def _begin(self, step: Step) -> None:
-        self._tell(f"segment {self._done + 1} of {4 * ROUNDS}")
+        self._progress(f"segment {self._done + 1} of {4 * ROUNDS}")
         self._began = step
         if self._is_watched:
-            self._monitor = make_monitor(self._job, lambda use: None, self._tell)
+            self._monitor = make_monitor(self._job, lambda use: None, self._progress)
             self._monitor.start()
 
     def _end(self, step: Step) -> None:
