@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+
 import pytest
 
 from stagewright.cli.main import main
@@ -34,3 +37,24 @@ def test_only_options_of_the_command_itself_are_suggested(capsys: pytest.Capture
         main(["data", "inspect", "pictures", "--epoch", "3"])
     error = capsys.readouterr().err
     assert "unknown option --epoch" in error and "did you mean" not in error
+
+
+def test_help_of_every_command_fits_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def helps(*command: str) -> Iterator[tuple[str, str]]:
+        with pytest.raises(SystemExit):
+            main([*command, "--help"])
+        text = capsys.readouterr().out
+        yield " ".join(command), text
+        for name in re.findall(r"^    ([a-z]+)", text, re.MULTILINE):
+            yield from helps(*command, name)
+
+    found = dict(helps())
+    assert {"train", "bench", "data convert", "cluster import"} <= found.keys()
+    for command, text in found.items():
+        usage, description, *_ = text.split("\n\n")
+        assert usage.startswith(f"usage: stagewright {command}".rstrip()) and description.endswith("."), command
+        assert max(map(len, text.splitlines())) <= 80, command
