@@ -23,8 +23,7 @@ from stagewright.cluster.placement import parse_placement
 from stagewright.cluster.specs import ALONE
 from stagewright.cluster.topology import Cluster
 from stagewright.hardware.cluster_file import ImportOptions, checked_toml, import_texts, import_this_machine
-from stagewright.hardware.doctor.check import check_machine
-from stagewright.hardware.doctor.show import show
+from stagewright.hardware.doctor.check import check_machine, show
 from stagewright.metrics import GIB, MIB
 from stagewright.report.live.terminal import plain_table
 from stagewright.run.profile import import_profile, measure_profile

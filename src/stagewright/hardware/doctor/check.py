@@ -1,13 +1,17 @@
-"""Checks this machine: reads the facts, grades them as findings, and measures bandwidths."""
+"""Checks this machine: reads the facts, grades them as findings, measures bandwidths, and prints all of it."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stagewright.hardware.doctor.finding import Finding, Grade
+from rich.console import Console
+from rich.text import Text
+
+from stagewright.hardware.doctor.finding import Finding, Grade, finding_lines
 from stagewright.hardware.doctor.gpus import gpu_findings, read_states, topology_findings
 from stagewright.hardware.doctor.measure import (
     DiskRead,
@@ -25,6 +29,7 @@ from stagewright.hardware.gpu import visible
 from stagewright.runtime.multinode.nodes import DEFAULT_PORT
 
 Progress = Callable[[str], None]
+_LEAST_WIDTH, _MOST_WIDTH = 40, 100  # of what is printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +86,6 @@ def check_machine(data: str | None, *, measures: bool, progress: Progress) -> Ma
     return MachineCheck(found, tuple(findings), measured, read)
 
 
-def try_measuring(name: str, measure: Callable[[], Measured]) -> Measured:
-    """A measurement, or the reason why it failed: the doctor reports faults and never stops at one."""
-    try:
-        return measure()
-    except Exception as error:
-        words = " ".join(str(error).split())[:120]
-        return Measured(name, None, trouble=words or type(error).__name__)
-
-
 def _read_disk(data: str, progress: Progress) -> DiskRead:
     progress(f"reading {data}")
     return read_disk(Path(data.partition(":")[2] if data.startswith(("folder:", "ofrecord:", "tensors:")) else data))
@@ -103,3 +99,23 @@ def _measured(progress: Progress) -> Iterator[Measured]:
     for name, copy in gpu_copies():
         progress(name)
         yield try_measuring(name, copy)
+
+
+def try_measuring(name: str, measure: Callable[[], Measured]) -> Measured:
+    """A measurement, or the reason why it failed: the doctor reports faults and never stops at one."""
+    try:
+        return measure()
+    except Exception as error:
+        words = " ".join(str(error).split())[:120]
+        return Measured(name, None, trouble=words or type(error).__name__)
+
+
+def show(console: Console, check: MachineCheck) -> None:
+    """Print the findings, area by area, then the matrix of connections and the summary."""
+    width = max(min(console.width, _MOST_WIDTH), _LEAST_WIDTH)
+    lines = list(finding_lines(check.findings, width))
+    topology = check.environment.topology
+    if topology is not None and len(topology) > 1:
+        lines += [Text("connections", style="bold"), *(Text(f"  {row}") for row in topology.table())]
+    for line in (*lines, Text(""), Text(textwrap.fill(check.summary, width))):
+        console.print(line, soft_wrap=True, highlight=False)

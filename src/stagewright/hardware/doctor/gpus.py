@@ -50,19 +50,11 @@ def read_states() -> tuple[dict[int, GpuState], Peers]:
 
 
 def gpu_findings(gpus: Sequence[Gpu], states: Mapping[int, GpuState]) -> Iterator[Finding]:
+    mig = "split into MIG instances, which can't reach each other; undo it with nvidia-smi -mig 0"
     for gpu in gpus:
         area, state = f"GPU {gpu.index}", states.get(gpu.index, GpuState())
         memory = "" if gpu.memory is None else f", {gpu.memory / GIB:.1f} GiB"
-        yield finding(
-            area,
-            "card",
-            f"{gpu.name}{memory}",
-            (
-                bool(gpu.is_mig),
-                Grade.NOTE,
-                "split into MIG instances, which can't reach each other; undo it with nvidia-smi -mig 0",
-            ),
-        )
+        yield finding(area, "card", f"{gpu.name}{memory}", (bool(gpu.is_mig), Grade.NOTE, mig))
         yield _power(area, gpu)
         yield _slot(area, gpu)
         yield _other_processes(area, state)
@@ -71,27 +63,23 @@ def gpu_findings(gpus: Sequence[Gpu], states: Mapping[int, GpuState]) -> Iterato
     if len(kinds) > 1:
         names = ", ".join(f"{count} x {name}" for name, count in kinds.items())
         advice = "a stage waits for its slowest replica; give each stage GPUs of one kind"
-        yield finding("GPUs", "kinds", names, (True, Grade.NOTE, advice))
+        yield Finding("GPUs", "kinds", names, Grade.NOTE, advice)
 
 
 def _power(area: str, gpu: Gpu) -> Finding:
     limit, default = gpu.power_limit, gpu.power_default
-    is_capped = limit is not None and default is not None and limit < default - 1
-    value = None if limit is None else f"{limit:.0f} W" + (f" of {default:.0f} W" if default is not None else "")
+    if limit is None or default is None:
+        return finding(area, "power cap", None if limit is None else f"{limit:.0f} W")
+    lift = f"lift the cap with nvidia-smi -i {gpu.index} -pl {default:.0f}"
+    is_capped = limit < default - 1
+    is_low = is_capped and limit < _LOW_CAP * default
+    slow = (is_low, Grade.PROBLEM, f"clocks will drop under load; {lift}")
     return finding(
         area,
         "power cap",
-        value,
-        (
-            is_capped and limit is not None and default is not None and limit < _LOW_CAP * default,
-            Grade.PROBLEM,
-            f"clocks will drop under load; lift the cap with nvidia-smi -i {gpu.index} -pl {default or 0:.0f}",
-        ),
-        (
-            is_capped,
-            Grade.NOTE,
-            f"below the default; lift the cap with nvidia-smi -i {gpu.index} -pl {default or 0:.0f}",
-        ),
+        f"{limit:.0f} W of {default:.0f} W",
+        slow,
+        (is_capped, Grade.NOTE, f"below the default; {lift}"),
     )
 
 
@@ -102,33 +90,21 @@ def _slot(area: str, gpu: Gpu) -> Finding:
         return finding(area, "PCIe", None)
     value = f"{generation or '?'}.0 x{width or '?'}, the GPU supports {best or '?'}.0 x{widest or '?'}"
     is_narrow = width is not None and widest is not None and width < widest
-    is_old = generation is not None and best is not None and generation < best
+    is_slow = is_narrow or (generation is not None and best is not None and generation < best)
     share = (width or 1) / (widest or 1) * 2.0 ** ((generation or 0) - (best or generation or 0))
     advice = f"about {share:.0%} of the bandwidth that the GPU supports; " + (
         "use a slot with all lanes, or check riser and BIOS" if is_narrow else "board, riser or BIOS limit it"
     )
     return finding(
-        area,
-        "PCIe",
-        value,
-        ((is_narrow or is_old) and share <= 0.25, Grade.PROBLEM, advice),
-        (is_narrow or is_old, Grade.NOTE, advice),
+        area, "PCIe", value, (is_slow and share <= 0.25, Grade.PROBLEM, advice), (is_slow, Grade.NOTE, advice)
     )
 
 
 def _other_processes(area: str, state: GpuState) -> Finding:
     others = ", ".join(state.processes[:3]) + (f" and {len(state.processes) - 3} more" if state.processes[3:] else "")
     used = "" if state.used is None else f", {state.used / GIB:.1f} GiB in use"
-    return finding(
-        area,
-        "processes",
-        (others or "none") + used,
-        (
-            bool(state.processes),
-            Grade.PROBLEM,
-            "other processes compute on this GPU; wait for them or end them before measuring",
-        ),
-    )
+    advice = "other processes compute on this GPU; wait for them or end them before measuring"
+    return finding(area, "processes", (others or "none") + used, (bool(state.processes), Grade.PROBLEM, advice))
 
 
 def _condition(area: str, state: GpuState) -> Finding:
@@ -150,31 +126,21 @@ def topology_findings(found: Environment, peers: Sequence[Sequence[bool | None]]
         return
     cells = [cell for index, row in enumerate(topology.rows) for cell in row[:index]]
     kinds = Counter("not known" if cell is None else str(cell) for cell in cells)
+    pairs = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     is_far = any(cell is not None and cell.kind is LinkKind.SYSTEM for cell in cells)
-    yield finding(
-        _TOPOLOGY,
-        "pairs",
-        ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
-        (
-            is_far,
-            Grade.NOTE,
-            "some pairs cross sockets; keep the replicas of a stage on one socket, or let the planner do it: "
-            "stagewright cluster import --here -o box.toml",
-        ),
+    advice = (
+        "some pairs cross sockets; keep the replicas of a stage on one socket, or let the planner do it: "
+        "stagewright cluster import --here -o box.toml"
     )
+    yield finding(_TOPOLOGY, "pairs", pairs, (is_far, Grade.NOTE, advice))
     allowed = [peers[one][other] for one in range(len(peers)) for other in range(len(peers)) if one != other]
     known = [value for value in allowed if value is not None]
-    yield finding(
-        _TOPOLOGY,
-        "peer access",
-        f"{sum(known)} of {len(allowed)} pairs" if known else None,
-        (
-            bool(known) and not all(known),
-            Grade.NOTE,
-            "the other pairs copy through host memory, which favours plans that move few bytes; the usual reasons are "
-            "GeForce drivers, virtual machines and an IOMMU (docs/hardware.md)",
-        ),
+    advice = (
+        "the other pairs copy through host memory, which favours plans that move few bytes; the usual reasons are "
+        "GeForce drivers, virtual machines and an IOMMU (docs/hardware.md)"
     )
+    share = f"{sum(known)} of {len(allowed)} pairs" if known else None
+    yield finding(_TOPOLOGY, "peer access", share, (not all(known), Grade.NOTE, advice))
 
 
 def _processes(nvml: Nvml, handle: object) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ Memory, messages between two ranks, copies to and between GPUs, and the disk tha
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import stat
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from stagewright.errors import counted
 from stagewright.hardware.doctor.finding import UNKNOWN, Finding, Grade, finding
 from stagewright.hardware.gpu import Gpu
 from stagewright.metrics import MIB
@@ -145,15 +147,8 @@ def _files(path: Path) -> Iterator[Path]:
             )
         yield path
         return
-    found = 0
-    for folder, _, names in os.walk(path):
-        for file in (Path(folder) / name for name in sorted(names)):
-            if not _holds_bytes(file):
-                continue
-            yield file
-            found += 1
-            if found == _MOST_FILES:
-                return
+    walked = (Path(folder) / name for folder, _, names in os.walk(path) for name in sorted(names))
+    yield from itertools.islice(filter(_holds_bytes, walked), _MOST_FILES)
 
 
 def _holds_bytes(path: Path) -> bool:
@@ -183,35 +178,28 @@ def speed_findings(measured: Iterable[Measured], gpus: Mapping[int, Gpu]) -> Ite
         if one.bandwidth is None:
             yield Finding(_AREA, one.name, UNKNOWN, Grade.NOTE, f"could not be measured: {one.trouble}")
         elif one.gpu is not None:
-            yield _slot_speed(one, gpus.get(one.gpu))
+            yield _slot_speed(one.name, one.bandwidth, gpus.get(one.gpu))
         else:
-            yield _host_speed(one)
+            yield _host_speed(one.name, one.bandwidth, one.latency)
 
 
-def _host_speed(one: Measured) -> Finding:
-    assert one.bandwidth is not None
-    latency = "" if one.latency is None else f", {one.latency * 1e6:.0f} us per message"
-    slow = {"memory copy, one core": _SLOW_MEMORY, "between two ranks": _SLOW_RANKS}.get(one.name, 0.0)
-    return finding(
-        _AREA,
-        one.name,
-        f"{one.bandwidth / _GB:.1f} GB/s{latency}",
-        (one.bandwidth < slow, Grade.NOTE, "slow for a current machine; check what else is running"),
-    )
+def _host_speed(name: str, bandwidth: float, latency: float | None) -> Finding:
+    value = f"{bandwidth / _GB:.1f} GB/s" + ("" if latency is None else f", {latency * 1e6:.0f} us per message")
+    slow = {"memory copy, one core": _SLOW_MEMORY, "between two ranks": _SLOW_RANKS}.get(name, 0.0)
+    advice = "slow for a current machine; check what else is running"
+    return finding(_AREA, name, value, (bandwidth < slow, Grade.NOTE, advice))
 
 
-def _slot_speed(one: Measured, gpu: Gpu | None) -> Finding:
-    assert one.bandwidth is not None
+def _slot_speed(name: str, bandwidth: float, gpu: Gpu | None) -> Finding:
+    value = f"{bandwidth / _GB:.1f} GB/s, pinned"
     lane = None if gpu is None else _LANE.get(gpu.pcie_generation or 0)
-    full = None if lane is None or gpu is None or gpu.pcie_width is None else lane * gpu.pcie_width
-    value = f"{one.bandwidth / _GB:.1f} GB/s, pinned"
-    if full is None:
-        return finding(_AREA, one.name, value)
-    share = one.bandwidth / full
+    if gpu is None or lane is None or gpu.pcie_width is None:
+        return finding(_AREA, name, value)
+    share = bandwidth / (lane * gpu.pcie_width)
     advice = "the slot can carry more; other load on the host, a virtual machine or a riser may be the reason"
     return finding(
         _AREA,
-        one.name,
+        name,
         f"{value}, {share:.0%} of the slot's",
         (share < _PROBLEM_SHARE, Grade.PROBLEM, advice),
         (share < _NOTE_SHARE, Grade.NOTE, advice),
@@ -222,16 +210,14 @@ def disk_finding(read: DiskRead) -> Finding:
     """The speed of a disk, in bytes and in photographs of ImageNet's size."""
     rate, each = read.bytes / max(read.seconds, 1e-9), read.bytes / read.files
     photos = min(rate / _PHOTO, read.files / max(read.seconds, 1e-9) if each < _PHOTO else rate / _PHOTO)
-    files = "1 file" if read.files == 1 else f"{read.files} files"
     warm = "" if read.is_cold else ", perhaps from memory"
+    slow = "too slow to train one GPU on ImageNet; copy the data to a local disk or into memory"
+    modest = "enough for a few GPUs; many need a faster disk, or data that fits in memory"
     return finding(
         _AREA,
         "data",
-        f"{rate / 1e6:.0f} MB/s{warm}, {files}, {read.free / 1e9:.0f} GB free; about {photos:.0f} photographs/s",
-        (
-            rate < 100e6,
-            Grade.PROBLEM,
-            "too slow to train one GPU on ImageNet; copy the data to a local disk or into memory",
-        ),
-        (rate < 500e6, Grade.NOTE, "enough for a few GPUs; many need a faster disk, or data that fits in memory"),
+        f"{rate / 1e6:.0f} MB/s{warm}, {counted(read.files, 'file')}, {read.free / 1e9:.0f} GB free; "
+        f"about {photos:.0f} photographs/s",
+        (rate < 100e6, Grade.PROBLEM, slow),
+        (rate < 500e6, Grade.NOTE, modest),
     )

@@ -75,172 +75,101 @@ def _listen_trouble(address: str, port: int) -> str | None:
 
 
 def system_findings(found: Environment, state: SystemState) -> Iterator[Finding]:
-    host = found.host
+    host, gpus = found.host, len(found.gpus)
     yield finding(_SYSTEM, "system", f"{host.system}, kernel {host.kernel}")
     load = state.load or 0.0
+    busy = "other processes keep cores busy; measurements taken now will be low and vary"
+    few = f"{host.cores} cores for {gpus} GPUs; each rank needs one, and decoding images several more"
     yield finding(
         _SYSTEM,
         "processor",
         f"{host.cpu}, {host.cores} cores, load {load:.1f}",
-        (
-            load > 0.5 * host.cores,
-            Grade.NOTE,
-            "other processes keep cores busy; measurements taken now will be low and vary",
-        ),
-        (
-            len(found.gpus) > 0 and host.cores < 2 * len(found.gpus),
-            Grade.NOTE,
-            f"{host.cores} cores for {len(found.gpus)} GPUs; each rank needs one, and decoding images several more",
-        ),
+        (load > 0.5 * host.cores, Grade.NOTE, busy),
+        (host.cores < 2 * gpus, Grade.NOTE, few),
     )
     memory = None if host.memory is None else f"{host.memory / GIB:.1f} GiB"
-    least = sum(gpu.memory or 0 for gpu in found.gpus)
-    yield finding(
-        _SYSTEM,
-        "memory",
-        memory,
-        (
-            host.memory is not None and 0 < host.memory < least,
-            Grade.NOTE,
-            f"less than the {least / GIB:.0f} GiB of the GPUs; pinned buffers and checkpoints share it",
-        ),
-    )
-    yield _virtual(found, state)
+    wanted = sum(gpu.memory or 0 for gpu in found.gpus)
+    advice = f"less than the {wanted / GIB:.0f} GiB of the GPUs; pinned buffers and checkpoints share it"
+    yield finding(_SYSTEM, "memory", memory, (0 < (host.memory or 0) < wanted, Grade.NOTE, advice))
+    yield _virtual(found)
     yield _iommu(found, state)
     yield from _limits(found, state)
 
 
-def _virtual(found: Environment, state: SystemState) -> Finding:
-    is_passed = any(gpu.virtual == "passthrough" for gpu in found.gpus)
+def _virtual(found: Environment) -> Finding:
     virtual = found.host.virtual or "none seen"
-    return finding(
-        _SYSTEM,
-        "virtualisation",
-        f"{virtual}, GPUs passed through" if is_passed else virtual,
-        (
-            len(found.gpus) > 1 and "virtual machine" in virtual,
-            Grade.NOTE,
-            "virtual machines often show every GPU at PHB and refuse peer access, so copies between GPUs go through "
-            "host memory; compare with nvidia-smi topo -m on the host (docs/hardware.md)",
-        ),
+    is_passed = any(gpu.virtual == "passthrough" for gpu in found.gpus)
+    value = f"{virtual}, GPUs passed through" if is_passed else virtual
+    advice = (
+        "virtual machines often show every GPU at PHB and refuse peer access, so copies between GPUs go through "
+        "host memory; compare with nvidia-smi topo -m on the host (docs/hardware.md)"
     )
+    is_suspect = len(found.gpus) > 1 and "virtual machine" in virtual
+    return finding(_SYSTEM, "virtualisation", value, (is_suspect, Grade.NOTE, advice))
 
 
 def _iommu(found: Environment, state: SystemState) -> Finding:
     groups, option = state.iommu_groups, state.iommu_option
     value = None if groups is None else f"{groups} groups" if groups else "off, or hidden"
     value = f"{value or 'groups not known'}, {option}" if option else value
-    return finding(
-        _SYSTEM,
-        "IOMMU",
-        value,
-        (
-            bool(groups) and found.host.virtual is None and len(found.gpus) > 1 and option != "iommu=pt",
-            Grade.NOTE,
-            "on bare metal an IOMMU can slow or hang copies between GPUs; boot with iommu=pt, or switch it off",
-        ),
-    )
+    is_bad = bool(groups) and found.host.virtual is None and len(found.gpus) > 1 and option != "iommu=pt"
+    advice = "on bare metal an IOMMU can slow or hang copies between GPUs; boot with iommu=pt, or switch it off"
+    return finding(_SYSTEM, "IOMMU", value, (is_bad, Grade.NOTE, advice))
 
 
 def _limits(found: Environment, state: SystemState) -> Iterator[Finding]:
     shared = state.shared_memory
-    yield finding(
-        _SYSTEM,
-        "shared memory",
-        None if shared is None else f"{shared / GIB:.2f} GiB at /dev/shm",
-        (
-            shared is not None and shared < _SMALL_SHM and len(found.gpus) > 1,
-            Grade.PROBLEM,
-            "NCCL keeps its buffers there and may fail; start the container with --shm-size 1g or --ipc host",
-        ),
-    )
+    value = None if shared is None else f"{shared / GIB:.2f} GiB at /dev/shm"
+    is_small = shared is not None and shared < _SMALL_SHM and len(found.gpus) > 1
+    advice = "NCCL keeps its buffers there and may fail; start the container with --shm-size 1g or --ipc host"
+    yield finding(_SYSTEM, "shared memory", value, (is_small, Grade.PROBLEM, advice))
     files = state.open_files
-    yield finding(
-        _SYSTEM,
-        "open files",
-        files,
-        (
-            files is not None and 0 < files < 1024,
-            Grade.NOTE,
-            f"too few for many ranks; raise the limit: ulimit -n {_ENOUGH_FILES}",
-        ),
-    )
-    yield finding(
-        _SYSTEM,
-        "loopback",
-        state.loopback_trouble or "ranks can listen",
-        (
-            state.loopback_trouble is not None,
-            Grade.PROBLEM,
-            "ranks of one machine connect over it; allow listening on 127.0.0.1",
-        ),
-    )
-    yield finding(
-        _SYSTEM,
-        f"port {state.port}",
-        state.port_trouble or "free",
-        (
-            state.port_trouble is not None,
-            Grade.NOTE,
-            "--nodes uses it by default; give another: --nodes HOST:PORT,...",
-        ),
-    )
+    advice = f"too few for many ranks; raise the limit: ulimit -n {_ENOUGH_FILES}"
+    yield finding(_SYSTEM, "open files", files, (0 < (files or 0) < 1024, Grade.NOTE, advice))
+    trouble = state.loopback_trouble
+    advice = "ranks of one machine connect over it; allow listening on 127.0.0.1"
+    yield finding(_SYSTEM, "loopback", trouble or "ranks can listen", (trouble is not None, Grade.PROBLEM, advice))
+    trouble = state.port_trouble
+    advice = "--nodes uses it by default; give another: --nodes HOST:PORT,..."
+    yield finding(_SYSTEM, f"port {state.port}", trouble or "free", (trouble is not None, Grade.NOTE, advice))
 
 
 def software_findings(found: Environment) -> Iterator[Finding]:
     libraries, has_gpus = found.libraries, bool(found.gpus)
     is_cpu_build = libraries.torch is not None and libraries.cuda is None
+    advice = "this build has no GPU support; install one for the driver's CUDA: https://pytorch.org/get-started/locally"
     yield finding(_SOFTWARE, "Python", libraries.python)
     yield finding(
         _SOFTWARE,
         "torch",
         libraries.torch or "not installed",
         (libraries.torch is None, Grade.PROBLEM, "pip install torch"),
-        (
-            is_cpu_build and has_gpus,
-            Grade.PROBLEM,
-            "this build has no GPU support; install one for the driver's CUDA: https://pytorch.org/get-started/locally",
-        ),
+        (is_cpu_build and has_gpus, Grade.PROBLEM, advice),
     )
     yield _driver_finding(found)
     if has_gpus or libraries.cuda:
         yield finding(_SOFTWARE, "CUDA", libraries.cuda or "not in this torch")
         yield finding(_SOFTWARE, "cuDNN", libraries.cudnn or "not installed")
-        yield finding(
-            _SOFTWARE,
-            "NCCL",
-            libraries.nccl or "not installed",
-            (
-                libraries.nccl is None and len(found.gpus) > 1 and libraries.cuda is not None,
-                Grade.NOTE,
-                "without it ranks exchange messages through host memory: --backend gloo",
-            ),
-        )
+        is_missed = libraries.nccl is None and len(found.gpus) > 1 and libraries.cuda is not None
+        advice = "without it ranks exchange messages through host memory: --backend gloo"
+        yield finding(_SOFTWARE, "NCCL", libraries.nccl or "not installed", (is_missed, Grade.NOTE, advice))
 
 
 def _driver_finding(found: Environment) -> Finding:
-    libraries = found.libraries
-    is_too_new = _is_newer(libraries.cuda, found.driver_cuda)
+    cuda, supported = found.libraries.cuda, found.driver_cuda
+    mismatch = "driver and library have different versions; reboot, or reload the kernel module"
+    too_new = (
+        f"torch was built for CUDA {cuda} but the driver supports up to {supported}; update the "
+        "driver, or install an older build of torch"
+    )
+    none_seen = "torch supports GPUs but no driver shows one; install a driver, or start the container with --gpus all"
     return finding(
         _SOFTWARE,
         "driver",
         _driver(found),
-        (
-            found.nvml is not None and "mismatch" in found.nvml,
-            Grade.PROBLEM,
-            "driver and library have different versions; reboot, or reload the kernel module",
-        ),
-        (
-            is_too_new,
-            Grade.PROBLEM,
-            f"torch was built for CUDA {libraries.cuda} but the driver supports up to {found.driver_cuda}; update the "
-            "driver, or install an older build of torch",
-        ),
-        (
-            not found.gpus and libraries.cuda is not None,
-            Grade.NOTE,
-            "torch supports GPUs but no driver shows one; install a driver, or start the container with --gpus all",
-        ),
+        ("mismatch" in (found.nvml or ""), Grade.PROBLEM, mismatch),
+        (_is_newer(cuda, supported), Grade.PROBLEM, too_new),
+        (not found.gpus and cuda is not None, Grade.NOTE, none_seen),
     )
 
 

@@ -13,9 +13,8 @@ import pytest
 from rich.console import Console
 
 from stagewright.cli.main import main
-from stagewright.hardware.doctor.check import check_machine, try_measuring
+from stagewright.hardware.doctor.check import check_machine, show, try_measuring
 from stagewright.hardware.doctor.measure import Measured
-from stagewright.hardware.doctor.show import show
 from tests.nvml_like import Card, Library
 from tests.waiting import LONG
 
