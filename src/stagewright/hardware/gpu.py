@@ -8,11 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 _VIRTUAL = {1: "passthrough", 2: "vGPU", 3: "host of vGPUs", 4: "host of vSGAs"}  # NVML's virtualisation modes
-_MILLI = 1e-3
 
 
 class NoNvml(RuntimeError):
@@ -28,9 +27,7 @@ class Nvml:
     def __enter__(self) -> Nvml:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.ask("nvmlShutdown")
 
     def ask(self, question: str, *arguments: Any) -> Any:
@@ -118,7 +115,13 @@ def read_gpu(nvml: Nvml, handle: Any, index: int) -> Gpu:
 def bus_of(nvml: Nvml, handle: Any) -> str | None:
     """The PCI address, in lower case as the kernel writes it."""
     info = nvml.ask("nvmlDeviceGetPciInfo", handle)
-    return None if info is None else _text(info.busId).lower()
+    return None if info is None else bus_text(info)
+
+
+def bus_text(info: Any) -> str:
+    """The PCI address that NVML's PCI information holds."""
+    bus: str | bytes = info.busId
+    return (bus.decode(errors="replace") if isinstance(bus, bytes) else bus).lower()
 
 
 def visible(gpus: Sequence[Gpu]) -> list[Gpu]:
@@ -136,8 +139,4 @@ def visible(gpus: Sequence[Gpu]) -> list[Gpu]:
 
 
 def _scaled(milli: Any) -> float | None:
-    return None if milli is None else float(milli) * _MILLI
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
+    return None if milli is None else float(milli) * 1e-3

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -31,14 +31,10 @@ _KNOWN = "X, NV#, PIX, PXB, PHB, NODE, SYS"
 # The table.
 _VERSIONS = re.compile(r"(?:Driver|KMD) Version:\s*([0-9.]+)(?:.*?CUDA(?: UMD)? Version:\s*([0-9.]+|N/A|ERR!))?")
 _TABLE_GPU = re.compile(
-    r"\|\s*([0-9]+)\s+(\S.*?)\s+(?:On|Off|N/A|WDDM|TCC|MCDM)\s*\|\s*([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9])"
+    r"\|\s*([0-9]+)\s+(\S.*?)\s+(?:On|Off|N/A|WDDM|TCC|MCDM)\s*\|\s*[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9]"
 )
-_MEMORY = re.compile(r"([0-9]+)\s*MiB\s*/\s*([0-9]+)\s*MiB")
-_POWER = re.compile(r"(?:([0-9]+)W|N/A|ERR!|Unknown.*?)\s*/\s*(?:([0-9]+)W|N/A)")
+_MEMORY = re.compile(r"[0-9]+\s*MiB\s*/\s*([0-9]+)\s*MiB")
 _MIG = re.compile(r"\|\s*(Enabled|Disabled|N/A)\*?\s*\|$")
-_PROCESS = re.compile(
-    r"\|\s*([0-9]+)\s+(?:(?:[0-9]+|N/A)\s+(?:[0-9]+|N/A)\s+)?([0-9]+)\s+([CGM+]+)\s+(\S.*?)\s+([0-9]+MiB|N/A)\s*\|$"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,38 +57,18 @@ class SmiGpu:
     """One GPU of the table."""
 
     index: int
-    name: str
-    bus: str
-    memory: int = 0  # bytes
-    used: int = 0
-    power_limit: float | None = None  # watts
-    is_mig: bool = False
-
-    @property
-    def is_cut_short(self) -> bool:
-        """Whether the column was too narrow for the whole name."""
-        return self.name.endswith("...")
-
-
-@dataclass(frozen=True, slots=True)
-class GpuProcess:
-    """A process on a GPU."""
-
-    gpu: int
-    process: int
-    kind: str  # C for compute, G for graphics, or both
-    name: str
-    memory: int | None
+    name: str  # ends in ... where the column was too narrow for all of it
+    memory: int  # bytes
+    is_mig: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SmiTable:
-    """The whole table."""
+    """The whole table, without the processes."""
 
     driver: str
     cuda: str | None
     gpus: tuple[SmiGpu, ...]
-    processes: tuple[GpuProcess, ...]
 
 
 def read_smi_text(path: str) -> SmiText:
@@ -211,41 +187,27 @@ def parse_smi(text: SmiText) -> SmiTable:
             f"{text.name} has no line with a driver version in {len(lines)} lines; save the whole output of nvidia-smi"
         )
     cuda = found[2] if found[2] and found[2][0].isdigit() else None
-    gpus: list[SmiGpu] = []
-    processes: list[GpuProcess] = []
-    for number, line in enumerate(lines, 1):
-        if match := _TABLE_GPU.match(line):
-            gpus.append(_parse_gpu(text, number, lines, match))
-        elif match := _PROCESS.match(line):
-            size = None if match[5] == "N/A" else int(match[5].removesuffix("MiB")) * MIB
-            processes.append(GpuProcess(int(match[1]), int(match[2]), match[3], match[4], size))
+    matches = [(number, _TABLE_GPU.match(line)) for number, line in enumerate(lines, 1)]
+    gpus = tuple(_parse_gpu(text, number, lines, match) for number, match in matches if match)
     if not gpus:
         raise ValueError(f"{text.name} names driver {found[1]} but no GPU; save the whole output of nvidia-smi")
     indices = [gpu.index for gpu in gpus]
     if len(set(indices)) < len(indices):
         twice = next(index for index in indices if indices.count(index) > 1)
         raise ValueError(f"{text.name} shows GPU {twice} {indices.count(twice)} times; save one table")
-    return SmiTable(found[1], cuda, tuple(gpus), tuple(processes))
+    return SmiTable(found[1], cuda, gpus)
 
 
 def _parse_gpu(text: SmiText, number: int, lines: list[str], match: re.Match[str]) -> SmiGpu:
     """A GPU from its line and the one or two below it."""
-    gpu = SmiGpu(int(match[1]), match[2], match[3].lower())
+    index = int(match[1])
     usage = lines[number] if number < len(lines) else ""
     memory = _MEMORY.search(usage)
     if memory is None:
-        message = f"GPU {gpu.index} should have its memory here (10MiB / 24576MiB), not {_quoted(usage)}"
+        message = f"GPU {index} should have its memory here (10MiB / 24576MiB), not {_quoted(usage)}"
         raise text.error(number + 1, 1, message)
-    power = _POWER.search(usage.split("|")[1]) if usage.startswith("|") else None
-    below = lines[number + 1] if number + 1 < len(lines) else ""
-    mig = _MIG.search(below)
-    return replace(
-        gpu,
-        memory=int(memory[2]) * MIB,
-        used=int(memory[1]) * MIB,
-        power_limit=float(power[2]) if power and power[2] else None,
-        is_mig=mig is not None and mig[1] == "Enabled",
-    )
+    mig = _MIG.search(lines[number + 1]) if number + 1 < len(lines) else None
+    return SmiGpu(index, match[2], int(memory[1]) * MIB, mig is not None and mig[1] == "Enabled")
 
 
 def _quoted(word: str) -> str:

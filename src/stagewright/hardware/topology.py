@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from stagewright.hardware.gpu import Nvml, bus_of
+from stagewright.hardware.gpu import Nvml, bus_of, bus_text
 
 _MOST_LINKS = 36
 _SWITCH = 2  # NVML's device type of a switch at the far end of a link
@@ -25,16 +25,6 @@ class LinkKind(StrEnum):
     SYSTEM = "SYS"  # across sockets
 
 
-_COMMON_ANCESTORS = {  # NVML's topology levels
-    0: LinkKind.BRIDGE,
-    10: LinkKind.BRIDGE,
-    20: LinkKind.BRIDGES,
-    30: LinkKind.HOST,
-    40: LinkKind.NODE,
-    50: LinkKind.SYSTEM,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Connection:
     """How one GPU reaches another; `str` gives the cell of the matrix."""
@@ -47,6 +37,14 @@ class Connection:
 
 
 SELF = Connection(LinkKind.SELF)
+_COMMON_ANCESTORS = {  # by NVML's topology levels
+    0: Connection(LinkKind.BRIDGE),
+    10: Connection(LinkKind.BRIDGE),
+    20: Connection(LinkKind.BRIDGES),
+    30: Connection(LinkKind.HOST),
+    40: Connection(LinkKind.NODE),
+    50: Connection(LinkKind.SYSTEM),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +85,13 @@ def read_topology(nvml: Nvml) -> Topology:
     for one, handle in enumerate(handles):
         row: list[Connection | None] = []
         for other, target in enumerate(handles):
-            shared = _shared_links(links[one], links[other], buses[other])
-            row.append(
-                SELF
-                if one == other
-                else Connection(LinkKind.NVLINK, shared)
-                if shared
-                else _ancestor(nvml.ask("nvmlDeviceGetTopologyCommonAncestor", handle, target))
-            )
+            if one == other:
+                row.append(SELF)
+            elif shared := _shared_links(links[one], links[other], buses[other]):
+                row.append(Connection(LinkKind.NVLINK, shared))
+            else:
+                level = nvml.ask("nvmlDeviceGetTopologyCommonAncestor", handle, target)
+                row.append(_COMMON_ANCESTORS.get(level))
         rows.append(tuple(row))
     return Topology(tuple(rows))
 
@@ -107,16 +104,10 @@ def _links(nvml: Nvml, handle: Any) -> list[str]:
             continue
         info = nvml.ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
         is_switch = nvml.ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link) == _SWITCH
-        bus = "" if info is None else info.busId
-        ends.append("switch" if is_switch else (bus.decode() if isinstance(bus, bytes) else bus).lower())
+        ends.append("switch" if is_switch else "" if info is None else bus_text(info))
     return ends
 
 
 def _shared_links(ours: Sequence[str], theirs: Sequence[str], their_bus: str | None) -> int:
     direct = 0 if their_bus is None else sum(end == their_bus for end in ours)
     return direct or min(ours.count("switch"), theirs.count("switch"))
-
-
-def _ancestor(level: int | None) -> Connection | None:
-    kind = None if level is None else _COMMON_ANCESTORS.get(level)
-    return None if kind is None else Connection(kind)
