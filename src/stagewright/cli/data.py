@@ -38,7 +38,7 @@ def run_inspect(parsed: argparse.Namespace) -> None:
     if len(found.bad) < found.looked_at:
         draw_sheet(source, parsed.seed, Path(parsed.sheet))
     if parsed.json:
-        print(json.dumps(found.describe() | {"sheet": parsed.sheet}))
+        print(json.dumps(asdict(found) | {"sheet": parsed.sheet}))
     else:
         _show(Console(soft_wrap=True, highlight=False), found, parsed.sheet)
 

@@ -98,7 +98,7 @@ class Augmentation:
             return int(next(draws) * number)
 
         is_mirrored = below(2) == 0
-        jitter = self._jitter(draws) if self.jitter else None
+        jitter = Jitter(*(1 + self.jitter * (2 * next(draws) - 1) for _ in range(3))) if self.jitter else None
         if self.cropping is Cropping.RESIZED:
             box, window = _random_box(draws, height, width), (0, 0)
         else:
@@ -135,9 +135,6 @@ class Augmentation:
     def _corner(self, below: Callable[[int], Integer]) -> tuple[Integer, Integer]:
         """Top and left of the cutout, whose centre may be anywhere in the image."""
         return below(self.side) - self.cutout // 2, below(self.side) - self.cutout // 2
-
-    def _jitter(self, draws: Iterator[float]) -> Jitter:
-        return Jitter(*(1 + self.jitter * (2 * next(draws) - 1) for _ in range(3)))
 
 
 def default_cropping(side: int) -> Cropping:

@@ -86,7 +86,7 @@ def _class_folders(records: Records) -> tuple[str, ...]:
 def _writer(kind: Kind, root: Path, names: tuple[str, ...], per_part: int) -> Writer:
     if kind is Kind.FOLDER:
         return _FolderWriter(root, names)
-    return _PartWriter(_OFRecord(root) if kind is Kind.OFRECORD else _Tar(root), per_part)
+    return _PartWriter(root, _OFRECORD if kind is Kind.OFRECORD else _TAR, per_part)
 
 
 class _FolderWriter:
@@ -104,49 +104,31 @@ class _FolderWriter:
         pass
 
 
-class _Format(Protocol):
-    """How parts are named, and how a record is stored in one."""
-
-    @property
-    def end(self) -> bytes: ...
-
-    def path(self, part: int) -> Path: ...
-
-    def encode(self, number: int, record: Record) -> bytes: ...
-
-
 @dataclass(frozen=True, slots=True)
-class _OFRecord:
-    root: Path
-    end: bytes = b""
+class _Format:
+    """How parts are named, how a record is stored in one, and how a part ends."""
 
-    def path(self, part: int) -> Path:
-        return self.root / f"part-{part:05}"
-
-    def encode(self, number: int, record: Record) -> bytes:
-        return ofrecord.encode_record(record.data, record.label)
+    name: str
+    encode: Callable[[int, Record], bytes]
+    end: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Tar:
-    root: Path
-    end: bytes = tar.END
+def _encode_for_tar(number: int, record: Record) -> bytes:
+    members = ((suffix_of(record.data), record.data), ("cls", str(record.label).encode()))
+    return b"".join(
+        tar.member_header(f"{number:08}.{suffix}", len(data)) + tar.padded(data) for suffix, data in members
+    )
 
-    def path(self, part: int) -> Path:
-        return self.root / f"shard-{part:05}.tar"
 
-    def encode(self, number: int, record: Record) -> bytes:
-        key, label = f"{number:08}", str(record.label).encode()
-        return b"".join(
-            tar.member_header(f"{key}.{suffix}", len(data)) + tar.padded(data)
-            for suffix, data in ((suffix_of(record.data), record.data), ("cls", label))
-        )
+_OFRECORD = _Format("part-{:05}", lambda _, record: ofrecord.encode_record(record.data, record.label), b"")
+_TAR = _Format("shard-{:05}.tar", _encode_for_tar, tar.END)
 
 
 class _PartWriter:
     """Parts of `per_part` records; an unfinished part has a name that no reader accepts."""
 
-    def __init__(self, part_format: _Format, per_part: int) -> None:
+    def __init__(self, root: Path, part_format: _Format, per_part: int) -> None:
+        self._root = root
         self._format = part_format
         self._per_part = per_part
         self._part = -1
@@ -156,7 +138,7 @@ class _PartWriter:
         if number % self._per_part == 0:
             self.close()
             self._part += 1
-            self._file = self._unfinished().open("wb")
+            self._file = self._unfinished.open("wb")
         assert self._file is not None
         self._file.write(self._format.encode(number, record))
 
@@ -164,12 +146,12 @@ class _PartWriter:
         if self._file is not None:
             self._file.write(self._format.end)
             self._file.close()
-            self._unfinished().rename(self._format.path(self._part))
+            self._unfinished.rename(self._root / self._format.name.format(self._part))
             self._file = None
 
+    @property
     def _unfinished(self) -> Path:
-        path = self._format.path(self._part)
-        return path.with_name(f".{path.name}.unfinished")
+        return self._root / f".{self._format.name.format(self._part)}.unfinished"
 
 
 def suffix_of(data: bytes) -> str:

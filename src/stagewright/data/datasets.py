@@ -7,9 +7,10 @@ Tar shards and OFRecord parts are scanned by `tar` and `ofrecord`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 from stagewright.data.index import Index, IndexBuilder, Progress, Watched, cached_index, fingerprint
@@ -38,22 +39,16 @@ class Kind(StrEnum):
     OFRECORD = "ofrecord"
 
 
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """The files of a data set: where they are, how to scan them, and whether an index still lists them all."""
-
-    root: Path
-    key: str
-    scan: Callable[[Progress], Index]
-    is_current: Callable[[Index], bool]
-
-
 def open_records(
     text: str, class_names: str | None = None, limit: int | None = None, progress: Progress = lambda found: None
 ) -> Records:
     """The records that `folder:DIR`, `tar:GLOB` or `ofrecord:DIR` names, read through their index."""
     kind, where = parse_data(text)
-    records = _open(kind, where, class_names, progress)
+    try:
+        index = _open_index(kind, where, class_names, progress)
+    except OSError as error:
+        raise DataError(f"data {kind}:{where}: {error.strerror} ({error.filename})") from error
+    records = _records(kind, index)
     if not len(records):
         raise DataError(f"data {text} contains no records; check the path")
     if limit is None:
@@ -80,16 +75,8 @@ def names_images(text: str) -> bool:
     return text.partition(":")[0] in set(Kind)
 
 
-def _open(kind: Kind, where: str, class_names: str | None, progress: Progress) -> Records:
-    try:
-        files = _find_files(kind, where, class_names)
-        index = cached_index(files.root, files.key, files.is_current, lambda: _build(kind, files, progress))
-    except OSError as error:
-        raise DataError(f"data {kind}:{where}: {error.strerror} ({error.filename})") from error
-    return _records(kind, index)
-
-
-def _find_files(kind: Kind, where: str, class_names: str | None) -> _Files:
+def _open_index(kind: Kind, where: str, class_names: str | None, progress: Progress) -> Index:
+    """The saved index, if it still lists all files of the data set; otherwise a new one."""
     if kind is Kind.TAR:
         root, shards = list_shards(where)
     else:
@@ -97,24 +84,24 @@ def _find_files(kind: Kind, where: str, class_names: str | None) -> _Files:
         if not root.is_dir():
             raise DataError(f"data {kind}:{where}: no such folder")
     names = _class_names(root, class_names)
+
+    def is_current(index: Index) -> bool:
+        paths = [entry.path for entry in index.watched]
+        if kind is Kind.FOLDER:
+            return [path for path in paths if "/" not in path] == list_classes(root)
+        return paths == (shards if kind is Kind.TAR else list_parts(root))
+
+    def build() -> Index:
+        if kind is Kind.FOLDER:
+            index = scan_folder(root, names, progress)
+        elif kind is Kind.OFRECORD:
+            index = scan_parts(root, names, progress)
+        else:
+            index = scan_shards(root, shards, names, progress)
+        return replace(index, fingerprint=fingerprint(index, partial(_bytes_of, _records(kind, index))))
+
     key = "\0".join((kind, where if kind is Kind.TAR else "", *names))
-    if kind is Kind.FOLDER:
-        return _Files(
-            root, key, lambda progress: scan_folder(root, names, progress), lambda i: _tops(i) == list_classes(root)
-        )
-    if kind is Kind.OFRECORD:
-        return _Files(
-            root, key, lambda progress: scan_parts(root, names, progress), lambda i: _paths(i) == list_parts(root)
-        )
-    return _Files(root, key, lambda progress: scan_shards(root, shards, names, progress), lambda i: _paths(i) == shards)
-
-
-def _paths(index: Index) -> list[str]:
-    return [entry.path for entry in index.watched]
-
-
-def _tops(index: Index) -> list[str]:
-    return [entry.path for entry in index.watched if "/" not in entry.path]
+    return cached_index(root, key, is_current, build)
 
 
 def _class_names(root: Path, given: str | None) -> tuple[str, ...]:
@@ -132,21 +119,16 @@ def _class_names(root: Path, given: str | None) -> tuple[str, ...]:
     return names
 
 
-def _build(kind: Kind, files: _Files, progress: Progress) -> Index:
-    index = files.scan(progress)
-    records = _records(kind, index)
-
-    def read(number: int) -> bytes:
-        try:
-            return records.get(number).data
-        except BadRecordError:
-            return b""
-
-    return replace(index, fingerprint=fingerprint(index, read))
-
-
 def _records(kind: Kind, index: Index) -> Records:
     return FileRecords(index) if kind is Kind.FOLDER else PartRecords(index)
+
+
+def _bytes_of(records: Records, number: int) -> bytes:
+    """A record's bytes; none if it can't be read."""
+    try:
+        return records.get(number).data
+    except BadRecordError:
+        return b""
 
 
 def list_classes(root: Path) -> list[str]:

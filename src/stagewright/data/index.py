@@ -50,7 +50,7 @@ class Index:
     root: str
     watched: tuple[Watched, ...]  # the parts, if records are byte ranges of parts
     class_names: tuple[str, ...]
-    part: NDArray[np.int32]
+    part: NDArray[np.int32]  # sorted
     offset: NDArray[np.int64]
     length: NDArray[np.int64]  # 0: no image
     label: NDArray[np.int32]  # -1: no label
@@ -70,10 +70,6 @@ class Index:
             return ""
         first = int(self.name_end[index - 1]) if index else 0
         return os.fsdecode(self.names[first : int(self.name_end[index])].tobytes())
-
-    def first_of(self, part: int) -> int:
-        """The first record of a part; records are in the order of parts."""
-        return int(np.searchsorted(self.part, part))
 
 
 class IndexBuilder:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stagewright.data.on_device import CachedLoader, DeviceLoader, torchcodec_decoder
 from stagewright.data.order import Indices, ReplicaSlice, Sampler
-from stagewright.data.pool import BadRecordCounter, Batch, Decode, LoaderOptions, Pool
+from stagewright.data.pool import BadRecordCounter, Batch, Decode, LoaderOptions, Pool, ReadAhead
 from stagewright.data.sources import ImageSource, Source, SyntheticSource
 
 
@@ -66,18 +66,15 @@ class DirectLoader:
 
 
 class ImageLoader:
-    """Images decoded by threads into batches whose memory is reused.
-
-    requested: 12        window: 12 14 16 18 20        (step 2, 4 ahead; the threads fill it from the left)
-    """
+    """Images decoded ahead of time by threads, into batches whose memory is reused."""
 
     def __init__(self, source: ImageSource, replica_slice: ReplicaSlice, options: LoaderOptions, pool: Pool) -> None:
         self._source = source
-        self._slice = replica_slice
+        self._sampler = replica_slice.sampler
         self._options = options
         self._pool = pool
         self._bad = BadRecordCounter(options)
-        self._window: deque[tuple[int, Batch, _Buffers]] = deque()
+        self._ahead = ReadAhead(replica_slice, options.ahead, self._begin, self._cancel)
         self._free: deque[_Buffers] = deque()
 
     def microbatch(self, number: int) -> tuple[Tensor, Tensor]:
@@ -97,45 +94,36 @@ class ImageLoader:
         return batch.images, torch.from_numpy(batch.labels)
 
     def close(self) -> None:
-        self._abandon()
+        self._ahead.abandon()
         self._pool.close()
 
     def _next(self, number: int) -> tuple[Batch, _Buffers]:
-        """Take a full batch off the window; the caller returns its buffers to the free ones."""
-        if self._window and self._window[0][0] != number:
-            self._abandon()
-        self._fill(number)
-        self._pool.wait(self._window[0][1])
-        _, batch, buffers = self._window.popleft()
+        """A full batch; the caller returns its buffers to the free ones."""
+        batch, buffers = self._ahead.take(number)
+        self._pool.wait(batch)
         return batch, buffers
 
-    def _fill(self, number: int) -> None:
-        """Queue this microbatch and the ones after it, up to the limit."""
-        sampler, step = self._slice.sampler, self._slice.step
-        first = self._window[-1][0] + step if self._window else number
-        for following in range(first, max(self._slice.stop, number + 1), step):
-            if len(self._window) > self._options.ahead:
-                break
-            indices, buffers = sampler.indices(following), self._free_buffers()
-            images, labels = buffers.images[: len(indices)], buffers.labels[: len(indices)]
-            batch = Batch(indices, sampler.augment_seed(following), images, labels)
-            self._window.append((following, batch, buffers))
-            self._pool.submit(batch, self._source.load)
+    def _begin(self, number: int) -> tuple[Batch, _Buffers]:
+        indices, buffers = self._sampler.indices(number), self._free_buffers()
+        images, labels = buffers.images[: len(indices)], buffers.labels[: len(indices)]
+        batch = Batch(indices, self._sampler.augment_seed(number), images, labels)
+        self._pool.submit(batch, self._source.load)
+        return batch, buffers
+
+    def _cancel(self, begun: tuple[Batch, _Buffers]) -> None:
+        batch, buffers = begun
+        self._pool.abandon(batch)
+        self._free.append(buffers)
 
     def _free_buffers(self) -> _Buffers:
         """Buffers that nothing uses any more; new ones only while there are too few."""
         if self._free:
             buffers = self._free.popleft()
-            buffers.wait_for_copy()
+            if buffers.copied is not None:
+                buffers.copied.synchronize()
             return buffers
         is_pinned = self._options.device.type == "cuda"
-        return _Buffers(*self._source.allocate(self._slice.sampler.size, is_pinned=is_pinned))
-
-    def _abandon(self) -> None:
-        for _, batch, buffers in self._window:
-            self._pool.abandon(batch)
-            self._free.append(buffers)
-        self._window.clear()
+        return _Buffers(*self._source.allocate(self._sampler.size, is_pinned=is_pinned))
 
 
 class _Buffers:
@@ -144,17 +132,13 @@ class _Buffers:
     def __init__(self, images: Tensor, labels: Indices) -> None:
         self.images = images
         self.labels = labels
-        self._copied: torch.cuda.Event | None = None
+        self.copied: torch.cuda.Event | None = None
 
     def to_device(self, images: Tensor, device: torch.device) -> Tensor:
         """The images on the device; the copy may still be running when this returns."""
         if device.type != "cuda":
             return images
-        copied = images.to(device, non_blocking=True)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record()
-        return copied
-
-    def wait_for_copy(self) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()
+        on_device = images.to(device, non_blocking=True)
+        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.copied.record()
+        return on_device

@@ -7,7 +7,6 @@ shifts and mirrors it differently; its samples equal those of the CPU's loader.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -20,7 +19,7 @@ from torch.nn import functional
 from stagewright.data.augment import Cropping, View
 from stagewright.data.decode import Decoder, is_jpeg, jittered
 from stagewright.data.order import AugmentSeed, Indices, ReplicaSlice
-from stagewright.data.pool import BadRecordCounter, Batch, Decode, LoaderOptions, Pool
+from stagewright.data.pool import BadRecordCounter, Batch, Decode, LoaderOptions, Pool, ReadAhead
 from stagewright.data.records import BadRecordError, Record
 from stagewright.data.sources import ImageSource
 from stagewright.errors import first_line
@@ -69,14 +68,11 @@ class DeviceLoader:
         self._decode = decode
         self._threads = self._new_threads()
         self._decoder = Decoder()
-        self._window: deque[tuple[int, Future[list[Record] | None]]] = deque()
+        self._ahead = ReadAhead(replica_slice, options.ahead, self._begin, Future.cancel)
 
     def microbatch(self, number: int) -> tuple[Tensor, Tensor]:
         """One microbatch on the device; the threads continue to read the ones after it."""
-        if self._window and self._window[0][0] != number:
-            self._abandon()
-        self._fill(number)
-        records = self._window.popleft()[1].result()
+        records = self._ahead.take(number).result()
         indices, seed = self._slice.sampler.indices(number), self._slice.sampler.augment_seed(number)
         decoded, labels = self._on_device(records) or self._on_cpu(indices)
         side = self._source.augmentation.side
@@ -88,7 +84,7 @@ class DeviceLoader:
         return inputs, torch.tensor(labels, device=self._options.device)
 
     def close(self) -> None:
-        self._abandon()
+        self._ahead.abandon()
         self._threads.shutdown()
         self._threads = self._new_threads()
 
@@ -96,19 +92,8 @@ class DeviceLoader:
         """Threads that start with the first record to read."""
         return ThreadPoolExecutor(self._options.threads, "reader")
 
-    def _abandon(self) -> None:
-        """Drop what was read ahead and cancel what is still queued."""
-        for _, reading in self._window:
-            reading.cancel()
-        self._window.clear()
-
-    def _fill(self, number: int) -> None:
-        first = self._window[-1][0] + self._slice.step if self._window else number
-        for following in range(first, max(self._slice.stop, number + 1), self._slice.step):
-            if len(self._window) > self._options.ahead:
-                break
-            indices = self._slice.sampler.indices(following)
-            self._window.append((following, self._threads.submit(self._read, indices)))
+    def _begin(self, number: int) -> Future[list[Record] | None]:
+        return self._threads.submit(self._read, self._slice.sampler.indices(number))
 
     def _read(self, indices: Indices) -> list[Record] | None:
         """The records of a microbatch; None unless all are readable JPEGs."""

@@ -50,9 +50,6 @@ class Order:
         """Batches per epoch; the partial batch at the end is dropped."""
         return self.samples // self.batch
 
-    def epoch_of(self, batch: int) -> int:
-        return batch // self.batches
-
     def microbatch(self, number: int, microbatches: int) -> Indices:
         """The samples of microbatch `number` of the whole run, with `microbatches` per batch."""
         batch, piece = divmod(number, microbatches)
@@ -102,7 +99,7 @@ class TrainingSampler:
         return self.order.microbatch(number, self.microbatches)
 
     def augment_seed(self, number: int) -> AugmentSeed:
-        return AugmentSeed(self.order.seed, self.order.epoch_of(number // self.microbatches))
+        return AugmentSeed(self.order.seed, number // self.microbatches // self.order.batches)
 
 
 @dataclass(frozen=True, slots=True)

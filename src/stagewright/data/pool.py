@@ -1,4 +1,4 @@
-"""What all loaders share: their options, the count of bad records, and the threads that fill batches.
+"""What all loaders share: their options, the count of bad records, reading ahead, and the threads that fill batches.
 
 The threads of a `Pool` fill batches one sample at a time, in the order in which the batches were submitted.
 """
@@ -10,16 +10,18 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from stagewright.data.decode import Decoder
-from stagewright.data.order import AugmentSeed, Indices
+from stagewright.data.order import AugmentSeed, Indices, ReplicaSlice
 from stagewright.data.records import BadRecord, DataError
 from stagewright.errors import counted
 
 Load = Callable[[int, AugmentSeed | None, Tensor, Decoder], tuple[int, tuple[BadRecord, ...]]]
+Work = TypeVar("Work")
 
 
 class Decode(StrEnum):
@@ -78,6 +80,39 @@ class BadRecordCounter:
             )
 
 
+class ReadAhead(Generic[Work]):
+    """Work on a microbatch and on the ones after it, begun before they are requested.
+
+    requested: 12        window: 12 14 16 18 20        (step 2, 4 ahead; threads complete it from the left)
+    """
+
+    def __init__(
+        self, replica_slice: ReplicaSlice, ahead: int, begin: Callable[[int], Work], cancel: Callable[[Work], object]
+    ) -> None:
+        self._slice = replica_slice
+        self._ahead = ahead
+        self._begin = begin
+        self._cancel = cancel
+        self._window: deque[tuple[int, Work]] = deque()
+
+    def take(self, number: int) -> Work:
+        """The work on this microbatch, perhaps still unfinished; the window moves on to the ones after it."""
+        if self._window and self._window[0][0] != number:
+            self.abandon()
+        step = self._slice.step
+        first = self._window[-1][0] + step if self._window else number
+        for following in range(first, max(self._slice.stop, number + 1), step):
+            if len(self._window) > self._ahead:
+                break
+            self._window.append((following, self._begin(following)))
+        return self._window.popleft()[1]
+
+    def abandon(self) -> None:
+        """Cancel everything that was begun."""
+        while self._window:
+            self._cancel(self._window.popleft()[1])
+
+
 class Batch:
     """Samples being loaded: which ones, where they are written, and how many are left."""
 
@@ -90,10 +125,6 @@ class Batch:
         self.error: BaseException | None = None
         self.claimed = 0  # rows that a thread has begun
         self.left = len(indices)
-
-    @property
-    def is_unclaimed(self) -> bool:
-        return self.claimed < len(self.indices)
 
 
 class Pool:
@@ -163,12 +194,12 @@ class Pool:
         """Wait for a row that no thread has begun; None once the pool closes."""
         with self._condition:
             while not self._is_closing:
-                while self._waiting and not self._waiting[0][0].is_unclaimed:
-                    self._waiting.popleft()
-                if self._waiting:
+                while self._waiting:
                     batch, load = self._waiting[0]
-                    batch.claimed += 1
-                    return batch, load, batch.claimed - 1
+                    if batch.claimed < len(batch.indices):
+                        batch.claimed += 1
+                        return batch, load, batch.claimed - 1
+                    self._waiting.popleft()
                 self._condition.wait()
         return None
 

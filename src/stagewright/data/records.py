@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from stagewright.data.index import Index
 from stagewright.errors import counted
 
@@ -45,6 +47,10 @@ class Record:
 class Records(Protocol):
     """Random access to encoded images."""
 
+    classes: int  # one more than the largest label
+    class_names: tuple[str, ...]  # in label order; empty if the data set has no names
+    fingerprint: str  # changes when the records change
+
     def __len__(self) -> int: ...
 
     def get(self, index: int) -> Record:
@@ -55,42 +61,18 @@ class Records(Protocol):
         """Where the record is stored, for messages."""
         ...
 
-    @property
-    def classes(self) -> int:
-        """One more than the largest label."""
-        ...
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """Names in label order; empty if the data set has no names."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes when the records change."""
-        ...
-
 
 class _Indexed:
     """What follows from the index alone."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
+        self.classes = index.classes
+        self.class_names = index.class_names
+        self.fingerprint = index.fingerprint
 
     def __len__(self) -> int:
         return len(self.index)
-
-    @property
-    def classes(self) -> int:
-        return self.index.classes
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        return self.index.class_names
-
-    @property
-    def fingerprint(self) -> str:
-        return self.index.fingerprint
 
 
 class FileRecords(_Indexed):
@@ -117,7 +99,7 @@ class PartRecords(_Indexed):
 
     def name(self, index: int) -> str:
         part = int(self.index.part[index])
-        inside = self.index.name(index) or f"record {index - self.index.first_of(part)}"
+        inside = self.index.name(index) or f"record {index - int(np.searchsorted(self.index.part, part))}"
         return f"{self._parts.paths[part]}: {inside}"
 
     def get(self, index: int) -> Record:
@@ -171,6 +153,9 @@ class Limited:
     """`limit` records of a data set, evenly spread over it so that classes keep their proportions."""
 
     def __init__(self, records: Records, limit: int) -> None:
+        self.classes = records.classes
+        self.class_names = records.class_names
+        self.fingerprint = f"{records.fingerprint}/{limit}"
         self._records = records
         self._limit = limit
 
@@ -185,18 +170,6 @@ class Limited:
 
     def name(self, index: int) -> str:
         return self._records.name(self._inner(index))
-
-    @property
-    def classes(self) -> int:
-        return self._records.classes
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        return self._records.class_names
-
-    @property
-    def fingerprint(self) -> str:
-        return f"{self._records.fingerprint}/{self._limit}"
 
 
 def spread_index(index: int, limit: int, samples: int) -> int:

@@ -52,17 +52,11 @@ class ImageSource:
         self.records = records
         self.augmentation = augmentation
         self.normalization = normalization
+        self.classes = records.classes
+        self.fingerprint = records.fingerprint
 
     def __len__(self) -> int:
         return len(self.records)
-
-    @property
-    def classes(self) -> int:
-        return self.records.classes
-
-    @property
-    def fingerprint(self) -> str:
-        return self.records.fingerprint
 
     def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
         """Samples with the evaluation's views, in single precision."""
@@ -172,10 +166,11 @@ class SyntheticSource:
 
     def __init__(self, samples: int, classes: int, image: int, seed: int, is_learnable: bool = True) -> None:
         generator = torch.Generator().manual_seed(seed)  # on the CPU, so that every device draws the same
+        kind = "learnable" if is_learnable else "noise"
+        self.classes = classes
+        self.fingerprint = f"synthetic/{samples}/{classes}/{image}/{seed}/{kind}"
         self._samples = samples
-        self._classes = classes
         self._image = image
-        self._seed = seed
         self._is_learnable = is_learnable
         self._patterns = torch.randn(classes, 3, self._COARSE, self._COARSE, generator=generator)
         self._noises = torch.randn(self._NOISES, 3, image, image, generator=generator)
@@ -190,21 +185,12 @@ class SyntheticSource:
 
     def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
         hashed = (indices.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(33)
-        labels = torch.from_numpy((hashed % np.uint64(self._classes)).astype(np.int64)).to(self._noises.device)
+        labels = torch.from_numpy((hashed % np.uint64(self.classes)).astype(np.int64)).to(self._noises.device)
         noises = self._noises[torch.from_numpy(indices % self._NOISES).to(self._noises.device)]
         if not self._is_learnable:
             return noises, labels
         patterns = functional.interpolate(self._patterns[labels], size=(self._image, self._image))
         return self._SIGNAL * patterns + noises, labels
-
-    @property
-    def classes(self) -> int:
-        return self._classes
-
-    @property
-    def fingerprint(self) -> str:
-        kind = "learnable" if self._is_learnable else "noise"
-        return f"synthetic/{self._samples}/{self._classes}/{self._image}/{self._seed}/{kind}"
 
 
 class LimitedSource:
@@ -212,6 +198,8 @@ class LimitedSource:
 
     def __init__(self, source: Source, limit: int) -> None:
         require_limit(limit, len(source))
+        self.classes = source.classes
+        self.fingerprint = f"{source.fingerprint}/{limit}"
         self._source = source
         self._limit = limit
 
@@ -220,14 +208,6 @@ class LimitedSource:
 
     def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
         return self._source.batch(indices * len(self._source) // self._limit)
-
-    @property
-    def classes(self) -> int:
-        return self._source.classes
-
-    @property
-    def fingerprint(self) -> str:
-        return f"{self._source.fingerprint}/{self._limit}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -50,9 +49,6 @@ class Survey:
     widths: SizeRange
     bad: tuple[BadRecord, ...]
     fingerprint: str
-
-    def describe(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def survey(records: Records, most: int, progress: Callable[[int], None] = lambda done: None) -> Survey:
@@ -104,12 +100,9 @@ def draw_sheet(source: ImageSource, seed: int, path: Path) -> int:
         corner = (column * cell, row * (cell + _CAPTION))
         sample = Image.fromarray(images[number].numpy()).resize((cell, cell), Image.Resampling.NEAREST)
         sheet.paste(sample, corner)
-        name = _name_of(source.records, int(labels[number]))
+        label, names = int(labels[number]), source.records.class_names
+        name = names[label] if label < len(names) else str(label)
         pen.text((corner[0], corner[1] + cell + 1), name[: cell // 6], fill="black")
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path, "PNG")
     return count
-
-
-def _name_of(records: Records, label: int) -> str:
-    return records.class_names[label] if label < len(records.class_names) else str(label)

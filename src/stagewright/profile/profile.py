@@ -88,8 +88,9 @@ class Profile:
         below = max((size for size in sizes if size < samples), default=None)
         above = min((size for size in sizes if size > samples), default=None)
         if below is None or above is None:
+            covered = str(min(sizes)) if len(sizes) == 1 else f"{min(sizes)} to {max(sizes)}"
             raise NotProfiled(
-                f"the profile of {self.model} covers microbatches of {_range(sizes)} samples but the plan's have "
+                f"the profile of {self.model} covers microbatches of {covered} samples but the plan's have "
                 f"{samples}; profile again with --samples {samples}"
             )
         return _between(sizes[below], sizes[above], samples)
@@ -170,18 +171,11 @@ def _check(profile: Profile, path: str | Path) -> None:
                 raise ValueError(f"profile {path}: unit '{unit.name}' has a negative or infinite number; profile again")
 
 
-def _range(sizes: dict[int, Table]) -> str:
-    return str(min(sizes)) if len(sizes) == 1 else f"{min(sizes)} to {max(sizes)}"
-
-
 def _between(below: Table, above: Table, samples: int) -> Table:
     share = (samples - below.samples) / (above.samples - below.samples)
 
     def mix(low: float, high: float) -> float:
         return low + share * (high - low)
-
-    def whole(low: float, high: float) -> int:
-        return round(mix(low, high))
 
     units = tuple(
         Unit(
@@ -190,11 +184,11 @@ def _between(below: Table, above: Table, samples: int) -> Table:
             mix(low.forward, high.forward),
             mix(low.backward, high.backward),
             low.parameters,
-            whole(low.output, high.output),
-            whole(low.live, high.live),
-            whole(low.live_gradient, high.live_gradient),
-            whole(low.saved, high.saved),
-            whole(low.workspace, high.workspace),
+            round(mix(low.output, high.output)),
+            round(mix(low.live, high.live)),
+            round(mix(low.live_gradient, high.live_gradient)),
+            round(mix(low.saved, high.saved)),
+            round(mix(low.workspace, high.workspace)),
         )
         for low, high in zip(below.units, above.units, strict=True)
     )

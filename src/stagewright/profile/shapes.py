@@ -61,7 +61,6 @@ class Shape:
     live: int
     live_gradient: int
     input_gradient: bool  # whether backward continues to the units before it
-    inplace: bool = False
     convolution: Convolution | None = None
 
 
@@ -91,13 +90,13 @@ _KINDS: tuple[tuple[tuple[type[nn.Module], ...], Kind], ...] = (
 )
 
 
-def trace_shapes(chain: Chain, sample: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[Shape, ...]:
+def trace_shapes(chain: Chain, sample: Sequence[int]) -> tuple[Shape, ...]:
     """The shape of every unit for one sample of the given shape."""
     was_training = chain.model.training
     chain.model.train()
     try:
         with torch.enable_grad():
-            return tuple(_shapes(chain, torch.zeros(_PROBE_SAMPLES, *sample, dtype=dtype, device="meta")))
+            return tuple(_shapes(chain, torch.zeros(_PROBE_SAMPLES, *sample, dtype=torch.float32, device="meta")))
     finally:
         chain.model.train(was_training)
 
@@ -131,7 +130,6 @@ def _shape(unit: RunUnit, operations: int) -> Shape:
         live=sum(map(_elements, live)) // _PROBE_SAMPLES,
         live_gradient=sum(_elements(value) for value in live if value.requires_grad) // _PROBE_SAMPLES,
         input_gradient=any(value.requires_grad for value in visit.inputs if isinstance(value, Tensor)),
-        inplace=bool(getattr(visit.module, "inplace", False)),
         convolution=_convolution(visit.module),
     )
 

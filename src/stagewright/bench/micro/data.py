@@ -62,6 +62,9 @@ class InMemory:
     """Records in memory, so that the disk is not measured."""
 
     def __init__(self, jpegs: Sequence[bytes], samples: int) -> None:
+        self.classes = 1000
+        self.class_names: tuple[str, ...] = ()
+        self.fingerprint = f"memory/{samples}"
         self._jpegs = jpegs
         self._samples = samples
 
@@ -69,22 +72,10 @@ class InMemory:
         return self._samples
 
     def get(self, index: int) -> Record:
-        return Record(self._jpegs[index % len(self._jpegs)], index % 1000, self.name(index))
+        return Record(self._jpegs[index % len(self._jpegs)], index % self.classes, self.name(index))
 
     def name(self, index: int) -> str:
         return f"record {index}"
-
-    @property
-    def classes(self) -> int:
-        return 1000
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def fingerprint(self) -> str:
-        return f"memory/{self._samples}"
 
 
 @dataclass(frozen=True, slots=True)
