@@ -54,7 +54,7 @@ class HungRank:
 
     @staticmethod
     def at(rank: int, action: Action | None, cause: str) -> HungRank:
-        return HungRank(rank, None if action is None else str(action), None if action is None else action.stage, cause)
+        return HungRank(rank, *_text_and_stage(action), cause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,7 @@ class RankExit:
 
     @staticmethod
     def of(folder: Path, rank: int, code: int) -> RankExit:
-        action = last_action(status_path(folder, rank), rank)
-        return RankExit(rank, code, None if action is None else str(action), None if action is None else action.stage)
+        return RankExit(rank, code, *_text_and_stage(last_action(status_path(folder, rank), rank)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +99,10 @@ def describe_fault(
     if killed:
         first = killed[0]
         name = plan.name_replica(first.rank, first.stage)
-        return Fault(f"{name} was killed by {_signal_name(-first.code)} at {_at(first.action)}", False)
+        return Fault(f"{name} was killed by {_signal_name(-first.code)} at {first.action or 'start'}", False)
     if hung:
         name = plan.name_replica(hung[0].rank, hung[0].stage)
-        return Fault(f"{name} hangs at {_at(hung[0].action)}: {hung[0].cause}", False)
+        return Fault(f"{name} hangs at {hung[0].action or 'start'}: {hung[0].cause}", False)
     if lost:
         return Fault(lost[0], False)
     if failures:
@@ -112,7 +111,7 @@ def describe_fault(
     if exits:
         name = plan.name_replica(exits[0].rank, exits[0].stage)
         return Fault(
-            f"{name} exited with code {exits[0].code} at {_at(exits[0].action)} without an error message", False
+            f"{name} exited with code {exits[0].code} at {exits[0].action or 'start'} without an error message", False
         )
     return Fault("a rank exited without an error message", False)
 
@@ -145,11 +144,13 @@ def _raised(plan: Plan, failure: Mapping[str, Any]) -> Fault:
     if is_users and failure["action"] is None:
         return Fault(str(failure["cause"]).partition(": ")[2], is_final=True)
     action, stage = failure["action"] or (None, None)
-    return Fault(f"{plan.name_replica(failure['rank'], stage)} failed at {_at(action)}: {failure['cause']}", is_users)
+    return Fault(
+        f"{plan.name_replica(failure['rank'], stage)} failed at {action or 'start'}: {failure['cause']}", is_users
+    )
 
 
-def _at(action: str | None) -> str:
-    return "start" if action is None else action
+def _text_and_stage(action: Action | None) -> tuple[str | None, int | None]:
+    return (None, None) if action is None else (str(action), action.stage)
 
 
 def _signal_name(number: int) -> str:

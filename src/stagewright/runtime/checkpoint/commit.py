@@ -67,28 +67,18 @@ class Committer:
             os.fsync(file.fileno())
         sync_folder(folder)
         final = folder.with_name(str(batch))
-        if final.exists():
-            _replace(folder, final)
-        else:
-            folder.rename(final)
+        old = final.with_name(f"{final.name}.old.partial")
+        if final.exists():  # a checkpoint of the same batch
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
+        folder.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
         sync_folder(final.parent)
-        self._prune(batch)
-        return Saved(batch, manifest.bytes, max(share["seconds"] for share in shares.values()))
-
-    def _prune(self, batch: int) -> None:
         keep = self._job.config.checkpoint.keep
-        older = [folder for folder in list_folders(Path(self._job.folder)) if int(folder.name) <= batch]
-        for folder in older[:-keep] if keep else ():
-            remove(folder)
-
-
-def _replace(folder: Path, final: Path) -> None:
-    """Replace a checkpoint of the same batch."""
-    old = final.with_name(f"{final.name}.old.partial")
-    shutil.rmtree(old, ignore_errors=True)
-    final.rename(old)
-    folder.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
+        saved = [path for path in list_folders(Path(self._job.folder)) if int(path.name) <= batch]
+        for path in saved[:-keep] if keep else ():
+            remove(path)
+        return Saved(batch, manifest.bytes, max(share["seconds"] for share in shares.values()))
 
 
 def _manifest(job: Job, batch: int, shares: _Events) -> Manifest:

@@ -14,12 +14,13 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from stagewright.errors import RunFailed
@@ -55,15 +56,7 @@ class MachineReport:
 
     @staticmethod
     def from_json(text: bytes) -> MachineReport:
-        found = json.loads(text)
-        return MachineReport(
-            found["values"],
-            tuple(found["batches"]),
-            found["sees_checkpoints"],
-            tuple(RankExit(**fields) for fields in found["exits"]),
-            tuple(HungRank(**fields) for fields in found["hung"]),
-            tuple(found["lost"]),
-        )
+        return TypeAdapter(MachineReport).validate_json(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,37 +84,25 @@ class MeetingConfig:
     site: Site | None = None  # None on one machine
 
 
-@dataclass(frozen=True, slots=True)
-class PeerWatch:
-    """Which machines this one watches, and how many seconds they may be silent."""
-
-    machine: int
-    machines: int
-    lost: float
-
-    @property
-    def others(self) -> Sequence[int]:
-        """Machine 0 watches all others; they watch machine 0."""
-        return range(1, self.machines) if self.machine == 0 else (0,)
-
-
 class Heartbeat:
     """Counts up this machine's number in the store and watches those of others, during one start.
 
-    One thread talks to the store and may block in it; the other measures how long ago each number changed.
+    Machine 0 watches all others; they watch machine 0. A machine is lost after `silence` seconds without a change. One
+    thread talks to the store and may block in it; the other measures how long ago each number changed.
     """
 
-    def __init__(self, open_store: Callable[[], Store], watch: PeerWatch, start: int) -> None:
+    def __init__(self, store: Store, machine: int, machines: int, silence: float, start: int) -> None:
         self.lost: int | None = None  # a machine that has been silent for too long
         self.is_faulty = False  # another machine announced a fault
         self.ended: str | None = None  # why another machine ended the run
         self.done = 0  # machines whose ranks are all done
-        self._watch = watch
+        self._machine = machine
+        self._silence = silence
         self._start = start
         self._clock = PausingClock()
-        self._beats = dict.fromkeys(watch.others, (-1, 0.0))
+        self._beats = dict.fromkeys((0,) if machine else range(1, machines), (-1, 0.0))
         self._closing = threading.Event()
-        self._store = open_store()
+        self._store = store
         self._beating = threading.Thread(target=self._beat_until_closed, daemon=True)
         self._watching = threading.Thread(target=self._watch_until_closed, daemon=True)
         self._beating.start()
@@ -141,8 +122,8 @@ class Heartbeat:
 
     def _beat(self) -> None:
         store, start = self._store, self._start
-        store.add(f"beat/{self._watch.machine}", 1)
-        for machine in self._watch.others:
+        store.add(f"beat/{self._machine}", 1)
+        for machine in self._beats:
             beat = store.add(f"beat/{machine}", 0)
             if beat != self._beats[machine][0]:
                 self._beats[machine] = (beat, self._clock.now)
@@ -155,7 +136,7 @@ class Heartbeat:
         while not self._closing.wait(_BEAT_SECONDS):
             now = self._clock.tick()
             for machine, (_, changed) in self._beats.items():
-                if now - changed > self._watch.lost:
+                if now - changed > self._silence:
                     self.lost = machine
 
 
@@ -194,8 +175,8 @@ class Meeting:
             raise RunFailed(decision.failed)
         self._is_done = False
         if self.machines > 1:
-            watch = PeerWatch(self.machine, self.machines, self.config.lost)
-            self._heartbeat = Heartbeat(self.open_store, watch, self.start)
+            store = self.open_store()
+            self._heartbeat = Heartbeat(store, self.machine, self.machines, self.config.lost, self.start)
         return decision
 
     def peer_fault(self) -> int | None:

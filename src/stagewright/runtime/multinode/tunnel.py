@@ -76,7 +76,7 @@ class LoopThread:
         self._thread.join(5)
 
 
-class TunnelServer:
+class TunnelServer(LoopThread):
     """Machine 0's end: forwards connections that prove to know the token to a port on loopback.
 
     `refused` gets the address of every other one. `lost` is how many seconds a connection may go unanswered.
@@ -88,8 +88,7 @@ class TunnelServer:
         self._lost = lost
         self._refused = refused
         self._handshakes = 0
-        self._loop = LoopThread(listener, self._serve)
-        self.close = self._loop.close
+        super().__init__(listener, self._serve)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = str(writer.get_extra_info("peername")[0])
@@ -119,7 +118,7 @@ class TunnelServer:
         return True
 
 
-class Tunnel:
+class Tunnel(LoopThread):
     """Another machine's end: a port on loopback that leads to the store of machine 0."""
 
     def __init__(self, address: tuple[str, int], source: str, token: str, lost: float) -> None:
@@ -129,9 +128,7 @@ class Tunnel:
         self._lost = lost
         listener = socket.socket()
         listener.bind((LOOPBACK, 0))
-        self._loop = LoopThread(listener, self._serve)
-        self.port = self._loop.port
-        self.close = self._loop.close
+        super().__init__(listener, self._serve)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

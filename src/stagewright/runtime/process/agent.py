@@ -19,7 +19,7 @@ from stagewright.runtime.comm.transport import LOOPBACK
 from stagewright.runtime.faults import HungRank, RankExit
 from stagewright.runtime.multinode.meeting import Meeting
 from stagewright.runtime.process.signals import preserve_signals
-from stagewright.runtime.process.watchdog import Watchdog
+from stagewright.runtime.process.watchdog import Limits, Watchdog
 
 _STOP_SECONDS = 2
 _TORCH_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
@@ -73,7 +73,7 @@ class Agent(LocalElasticAgent):
         folder: Path,
         ranks: Sequence[int],
         world: int,
-        make_watchdog: Callable[[], Watchdog],
+        limits: Limits,
         environment: Callable[[], Mapping[str, str]],
         meeting: Meeting,
     ) -> None:
@@ -84,8 +84,8 @@ class Agent(LocalElasticAgent):
         self._folder = folder
         self._ranks = ranks
         self._world = world
-        self._make_watchdog = make_watchdog
-        self._watchdog = make_watchdog()
+        self._limits = limits
+        self._watchdog = Watchdog(folder, limits)
         self._environment = environment
         self._meeting = meeting
 
@@ -97,7 +97,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.exits, self.hung, self.lost = [], [], []
-        self._watchdog = self._make_watchdog()
+        self._watchdog = Watchdog(self._folder, self._limits)
         os.environ[_TORCH_SIGNALS] = "SIGHUP,SIGQUIT"  # torch's handler would raise while processes start
         with preserve_signals(), _in_environment(self._environment()):
             started: dict[int, Any] = super()._start_workers(worker_group)

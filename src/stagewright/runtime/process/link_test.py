@@ -96,13 +96,12 @@ def _echo(network: GlooNetwork, source: int, target: int, rank: int, size: int) 
     buffer = torch.zeros(size, dtype=torch.uint8)
 
     def round_trip() -> None:
-        first, second = (there, back) if rank == source else (back, there)
         if rank == source:
-            first.send(buffer).wait()
-            second.receive(buffer).wait()
+            there.send(buffer).wait()
+            back.receive(buffer).wait()
         else:
-            second.receive(buffer).wait()
-            first.send(buffer).wait()
+            there.receive(buffer).wait()
+            back.send(buffer).wait()
 
     return _typical(round_trip) / 2
 

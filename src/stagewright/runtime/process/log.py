@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch.distributed import Store
@@ -198,7 +198,10 @@ class Collector:
             case "skipped":
                 self.skipped[event["stage"]] += 1
             case "bad":
-                self._add_bad(Replaced(event["index"], event["reason"]))
+                replaced = Replaced(event["index"], event["reason"])
+                if replaced not in self.replaced:  # however many ranks or epochs met it
+                    self.replaced.add(replaced)
+                    self._write(replaced)
             case "shortage":
                 self.shortage = (event["rank"], event["room"])
             case "stopped":
@@ -210,12 +213,7 @@ class Collector:
     def timeline(self) -> Timeline:
         """The last actions of every rank; the first of them starts at 0 s."""
         first = min((span.start for span in self._spans), default=0.0)
-        return Timeline(
-            tuple(
-                Span(span.rank, span.lane, span.kind, span.name, span.start - first, span.end - first)
-                for span in self._spans
-            )
-        )
+        return Timeline(tuple(replace(span, start=span.start - first, end=span.end - first) for span in self._spans))
 
     def images_per_second(self) -> float | None:
         """Steady throughput of this job: without its first two batches and those right after a pause."""
@@ -230,12 +228,6 @@ class Collector:
         """Training starts or resumes now."""
         self._last = time.monotonic()
         self._began = self._last - (self.steps[-1].seconds if self.steps else 0.0)
-
-    def _add_bad(self, replaced: Replaced) -> None:
-        """Report a bad record once, however many ranks or epochs met it."""
-        if replaced not in self.replaced:
-            self.replaced.add(replaced)
-            self._write(replaced)
 
     def _add_losses(self, losses: list[tuple[int, float]], at: float, scale: float | None) -> None:
         microbatches = self._job.plan.microbatches
@@ -287,9 +279,7 @@ class Ledger:
     def __enter__(self) -> Ledger:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._journal.close()
 
     def handle(self, event: dict[str, Any]) -> None:

@@ -49,9 +49,7 @@ _PIECE = 64 << 20  # bytes
 
 def main() -> None:
     """Run one rank of a job to its end."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches every process of a terminal; the supervisor decides what it means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the supervisor decides what it means
     exit_with_parent(int(os.environ[SUPERVISOR]))  # also where it ended while this process was still importing
     job = Job.load(Path(sys.argv[1]))
     rank, keys = int(os.environ["RANK"]), os.environ[KEYS]

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch.distributed import PrefixStore, Store
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from stagewright.errors import RunFailed
+from stagewright.errors import RunFailed, counted
 from stagewright.runtime.checkpoint.folder import checkpoints_folder, newest_intact
 from stagewright.runtime.checkpoint.pauses import STOP
 from stagewright.runtime.comm.transport import ADDRESS, LOOPBACK
@@ -23,7 +23,7 @@ from stagewright.runtime.multinode.nodes import interface_of
 from stagewright.runtime.process.agent import Agent, Rendezvous
 from stagewright.runtime.process.log import EventReader, OnEvent
 from stagewright.runtime.process.rank import KEYS, SUPERVISOR
-from stagewright.runtime.process.watchdog import Limits, Watchdog
+from stagewright.runtime.process.watchdog import Limits
 from stagewright.runtime.status_file import status_path
 
 _REPORT_SECONDS = 8.0  # for the other machines to report what happened to them
@@ -86,7 +86,8 @@ class Supervisor:
         """Run to the end; RunFailed after a fault without another restart."""
         try:
             self._agent.run()
-            self.is_stopping = self.is_stopping or self._was_stopped()
+            if self._meeting.machine and self._ranks_store().check([STOP]):  # another machine asked all ranks to stop
+                self.is_stopping = True
         except RunFailed as error:
             if self._fault is None:  # otherwise it is in the log already
                 log_fault(self._folder, Fault(str(error), is_final=True), ())
@@ -101,7 +102,6 @@ class Supervisor:
 
     def _make_agent(self) -> Agent:
         plan, run = self._job.plan, self._job.config.run
-        limits = Limits(run.timeout, run.start_timeout)
         ranks = [rank for rank, device in enumerate(plan.devices) if device.machine == self._meeting.machine]
         port = self._meeting.config.port
         spec = WorkerSpec(
@@ -115,15 +115,8 @@ class Supervisor:
             master_addr=LOOPBACK,
             master_port=port,
         )
-        return Agent(
-            spec,
-            self._folder,
-            ranks,
-            plan.world,
-            lambda: Watchdog(self._folder, limits),
-            self.environment,
-            self._meeting,
-        )
+        limits = Limits(run.timeout, run.start_timeout)
+        return Agent(spec, self._folder, ranks, plan.world, limits, self.environment, self._meeting)
 
     def environment(self) -> Mapping[str, str]:
         """The environment variables of ranks: the keys of this start, and the network interface to use."""
@@ -131,8 +124,8 @@ class Supervisor:
         variables = {
             KEYS: f"{self._meeting.config.keys}/{self._meeting.start}",
             ADDRESS: site.address if site else LOOPBACK,
+            SUPERVISOR: str(os.getpid()),
         }
-        variables[SUPERVISOR] = str(os.getpid())
         interface = interface_of(site.address) if site else None
         if interface is not None and _NCCL_INTERFACE not in os.environ:
             variables[_NCCL_INTERFACE] = f"={interface}"  # "=" for exactly this name, not a prefix
@@ -157,9 +150,7 @@ class Supervisor:
             status_path(self._folder, rank).unlink(missing_ok=True)  # of the start before
         self._start_point.job(self._job, decision.batch).save(self._folder / "job.json")
         if self._meeting.machine == 0:
-            self._reader = EventReader(
-                PrefixStore(str(self._meeting.start), self._meeting.open_store()), self._on_event
-            )
+            self._reader = EventReader(self._ranks_store(), self._on_event)
         if self.is_stopping:
             self.stop()  # the signal came before there was a store
         return PrefixStore(f"{self._meeting.start}/agent", self._meeting.open_store())
@@ -178,12 +169,11 @@ class Supervisor:
         """Ask the ranks of all machines to save a checkpoint as soon as they can, and to end."""
         self.is_stopping = True
         if self._meeting.start:
-            PrefixStore(str(self._meeting.start), self._meeting.open_store()).set(STOP, STOP)
+            self._ranks_store().set(STOP, STOP)
 
-    def _was_stopped(self) -> bool:
-        """Whether another machine asked all ranks to stop."""
-        start = PrefixStore(str(self._meeting.start), self._meeting.open_store())
-        return self._meeting.machine > 0 and bool(start.check([STOP]))
+    def _ranks_store(self) -> Store:
+        """The store keys of the ranks of this start."""
+        return PrefixStore(str(self._meeting.start), self._meeting.open_store())
 
     def decide(self, reports: Mapping[int, MachineReport], waited: float) -> StartDecision | None:
         """Machine 0's decision, given the reports and the seconds waited; None to wait for more reports."""
@@ -241,8 +231,7 @@ class Supervisor:
         is_same = self._last is not None and fault.text == self._last.text
         if not (fault.is_final or is_same or self.is_stopping or self._restarts >= self._job.max_restarts):
             return None
-        restarts = "1 restart" if self._restarts == 1 else f"{self._restarts} restarts"
-        return f"{fault.text}, again after {restarts}" if is_same else fault.text
+        return f"{fault.text}, again after {counted(self._restarts, 'restart')}" if is_same else fault.text
 
     def _lost_text(self, machine: int) -> str:
         lost = self._meeting.config.lost

@@ -51,14 +51,6 @@ def _attribute(name: str, module: Any, attribute: str, default: Any = None) -> F
     return Flag(name, lambda: getattr(module, attribute), lambda value: setattr(module, attribute, value), default)
 
 
-def _determinism() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _set_determinism(value: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
-
-
 def _set_cublas_workspace(value: str) -> None:
     if value:
         os.environ[_CUBLAS_WORKSPACE] = value
@@ -69,7 +61,11 @@ def _set_cublas_workspace(value: str) -> None:
 # In the order of restoring: torch's coarse settings also write the fine ones, which follow them.
 FLAGS = (
     Flag("num_threads", torch.get_num_threads, torch.set_num_threads),
-    Flag("deterministic_algorithms", _determinism, _set_determinism),
+    Flag(
+        "deterministic_algorithms",
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
     Flag(_CUBLAS_WORKSPACE, lambda: os.environ.get(_CUBLAS_WORKSPACE, ""), _set_cublas_workspace),
     _attribute("cudnn.benchmark", backends.cudnn, "benchmark"),
     Flag("float32_matmul_precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"),
