@@ -154,12 +154,12 @@ def checked_toml(machine: MachineFile) -> str:
 
 def find_device(catalog: Catalog, name: str, memory: int | None) -> str:
     """The catalog's name of a GPU, by the driver's name and, where several share it, by memory."""
-    plain = _plain(name.removesuffix("..."))
     is_whole = not name.endswith("...")
+    plain = _plain(name.removesuffix("...")) + (" " if is_whole else "")  # whole words, unless it is cut short
     found = {
         spec.name: spec
         for known, spec in catalog.devices.items()
-        if any(_has_name(text, plain, is_whole) for text in (known, spec.title))
+        if any(f"{_plain(text)} ".startswith(plain) for text in (known, spec.title))
     }
     near = [spec for spec in found.values() if memory is None or abs(spec.memory / memory - 1) < _TOLERANCE]
     if len(near) == 1:
@@ -168,7 +168,8 @@ def find_device(catalog: Catalog, name: str, memory: int | None) -> str:
         return min(near, key=lambda spec: abs(spec.memory - memory)).name
     mib = "" if memory is None else f" with {memory // MIB} MiB"
     others = ", ".join(f"{spec.name} ({spec.memory // MIB} MiB)" for spec in found.values())
-    hint = f"it knows {others}" if others else f"known: {', '.join(sorted(_device_names(catalog)))}"
+    known_names = {spec.name for spec in catalog.devices.values()} - {"cpu"}
+    hint = f"it knows {others}" if others else f"known: {', '.join(sorted(known_names))}"
     raise ValueError(f"the catalog has no '{name}'{mib}; {hint}; choose the nearest with --device NAME")
 
 
@@ -240,15 +241,6 @@ def _remarks(
     if options.cores is None and facts.cores:
         remarks.append("Cores are counted as the system does: a core with two threads counts twice.")
     return tuple(remarks)
-
-
-def _device_names(catalog: Catalog) -> set[str]:
-    return {spec.name for spec in catalog.devices.values()} - {"cpu"}
-
-
-def _has_name(text: str, plain: str, is_whole: bool) -> bool:
-    known = _plain(text)
-    return known == plain or known.startswith(f"{plain} " if is_whole else plain)
 
 
 def _plain(name: str) -> str:

@@ -10,12 +10,12 @@ import json
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from stagewright.events import GpuUsage, RankUsage, Usage
+from stagewright.events import GpuUsage, Usage
 from stagewright.hardware.gpu import NoNvml, Nvml, open_nvml
 from stagewright.hardware.meters import GpuMeter, HostMeter, RankProcess, name_of
 
@@ -56,9 +56,7 @@ class Monitor:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def start(self) -> None:
@@ -75,11 +73,8 @@ class Monitor:
 
     def _run(self) -> None:
         try:
-            nvml = self._open()
-            gpus = None if nvml is None or self._find_gpus is None else self._meter(nvml, self._find_gpus)
-            self._take_samples(HostMeter(), gpus)
-            if nvml is not None:
-                nvml.ask("nvmlShutdown")
+            with ExitStack() as stack:
+                self._take_samples(HostMeter(), self._open_gpus(stack))
         except Exception as error:  # the monitor must never end a run
             self._warn_once(f"the monitor stopped: {type(error).__name__}: {error}")
 
@@ -119,17 +114,15 @@ class Monitor:
         except OSError as error:
             self._warn_once(f"{self._path} could not be written: {error.strerror}; the run continues")
 
-    def _open(self) -> Nvml | None:
+    def _open_gpus(self, stack: ExitStack) -> GpuMeter | None:
         if self._find_gpus is None:
             return None
         try:
-            return open_nvml()
+            nvml = stack.enter_context(open_nvml())
         except NoNvml as error:
             self._warn_once(f"the monitor can't read the GPUs' memory and power: {error}; the run continues")
             return None
-
-    def _meter(self, nvml: Nvml, find: Callable[[Nvml], Collection[str]]) -> GpuMeter:
-        uuids = find(nvml)
+        uuids = self._find_gpus(nvml)
         if not uuids:
             self._warn_once(
                 "the monitor finds none of the run's GPUs (MIG, or CUDA_VISIBLE_DEVICES?); the run continues"
@@ -142,27 +135,11 @@ class Monitor:
             self._warn(warning)
 
 
-@dataclass(slots=True)
-class GpuTotals:
-    """One GPU over a whole run."""
-
-    uuid: str
-    index: int
-    peak_memory: int | None = None
-    mean_utilisation: float | None = None
-    mean_power: float | None = None  # watts
-    energy: float | None = None  # joules
-    peak_temperature: float | None = None
-    throttled: dict[str, float] = field(default_factory=dict)  # seconds by reason
-    throttled_seconds: float = 0.0  # for any reason
-    foreign: int = 0  # most processes at a time that are not of this run
-
-
 class Totals:
     """Peaks, means and sums over the samples of a run."""
 
     def __init__(self) -> None:
-        self._gpus: dict[str, _GpuSeries] = {}
+        self._gpus: dict[str, _GpuTotals] = {}
         self._peaks: dict[int, int] = {}
         self._torch_peaks: dict[int, int] = {}
         self._cores: dict[int, _Mean] = {}
@@ -179,21 +156,18 @@ class Totals:
         self._memory = max(self._memory, usage.memory)
         self._machine.add(usage.cores, seconds)
         for gpu in usage.gpus:
-            self._gpus.setdefault(gpu.uuid, _GpuSeries(gpu)).add(gpu, seconds)
+            self._gpus.setdefault(gpu.uuid, _GpuTotals(gpu)).add(gpu, seconds)
         for rank in usage.ranks:
-            self._add_rank(rank, seconds)
-
-    def _add_rank(self, usage: RankUsage, seconds: float) -> None:
-        self._peaks[usage.rank] = max(self._peaks.get(usage.rank, 0), usage.memory)
-        self._cores.setdefault(usage.rank, _Mean()).add(usage.cores, seconds)
-        if usage.torch_memory is not None:
-            self._torch_peaks[usage.rank] = max(self._torch_peaks.get(usage.rank, 0), usage.torch_memory)
+            self._peaks[rank.rank] = max(self._peaks.get(rank.rank, 0), rank.memory)
+            self._cores.setdefault(rank.rank, _Mean()).add(rank.cores, seconds)
+            if rank.torch_memory is not None:
+                self._torch_peaks[rank.rank] = max(self._torch_peaks.get(rank.rank, 0), rank.torch_memory)
 
     def describe(self) -> dict[str, Any]:
         """The totals as summary.json holds them; unknown values are None."""
-        gpus = [series.close() for series in self._gpus.values()]
+        gpus = self._gpus.values()
         energies = [gpu.energy for gpu in gpus if gpu.energy is not None]
-        powers = [gpu.mean_power for gpu in gpus if gpu.mean_power is not None]
+        powers = [gpu.power.value for gpu in gpus if gpu.power.value is not None]
         return {
             "moments": self._samples,
             "seconds": self._seconds,
@@ -208,7 +182,7 @@ class Totals:
                 }
                 for rank, peak in sorted(self._peaks.items())
             ],
-            "gpus": [asdict(gpu) for gpu in gpus],
+            "gpus": [gpu.describe() for gpu in gpus],
             "mean_power": sum(powers) if powers else None,
             "energy": sum(energies) if energies else None,
             "throttled_seconds": max((gpu.throttled_seconds for gpu in gpus), default=None),
@@ -232,34 +206,51 @@ class _Mean:
         return self.sum / self.seconds if self.seconds else None
 
 
-class _GpuSeries:
+class _GpuTotals:
+    """One GPU over a whole run."""
+
     def __init__(self, usage: GpuUsage) -> None:
-        self.totals = GpuTotals(usage.uuid, usage.index)
+        self.uuid, self.index = usage.uuid, usage.index
+        self.peak_memory: int | None = None
+        self.peak_temperature: float | None = None
         self.utilisation, self.power = _Mean(), _Mean()
+        self.throttled: dict[str, float] = {}  # seconds by reason
+        self.throttled_seconds = 0.0  # for any reason
+        self.foreign = 0  # most processes at a time that are not of this run
         self._counted = 0.0  # joules, by the GPU's energy counter
         self._before: float | None = None
 
     def add(self, usage: GpuUsage, seconds: float) -> None:
-        totals = self.totals
-        totals.peak_memory = _most(totals.peak_memory, usage.memory)
-        totals.peak_temperature = _most(totals.peak_temperature, usage.temperature)
-        totals.foreign = max(totals.foreign, usage.foreign)
+        self.peak_memory = _most(self.peak_memory, usage.memory)
+        self.peak_temperature = _most(self.peak_temperature, usage.temperature)
+        self.foreign = max(self.foreign, usage.foreign)
         self.utilisation.add(usage.utilisation, seconds)
         self.power.add(usage.power, seconds)
         for reason in usage.throttled:
-            totals.throttled[reason] = totals.throttled.get(reason, 0.0) + seconds
-        totals.throttled_seconds += seconds if usage.throttled else 0.0
+            self.throttled[reason] = self.throttled.get(reason, 0.0) + seconds
+        self.throttled_seconds += seconds if usage.throttled else 0.0
         if usage.energy is not None and self._before is not None:
             self._counted += max(usage.energy - self._before, 0.0)  # a reloaded driver counts from 0 again
         self._before = usage.energy if usage.energy is not None else self._before
 
-    def close(self) -> GpuTotals:
-        totals = self.totals
-        totals.mean_utilisation = self.utilisation.value
-        totals.mean_power = self.power.value
-        has_counter = self._before is not None
-        totals.energy = self._counted if has_counter else self.power.sum if self.power.seconds else None
-        return totals
+    @property
+    def energy(self) -> float | None:
+        """Joules: by the GPU's counter, else from its power."""
+        return self._counted if self._before is not None else self.power.sum if self.power.seconds else None
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "uuid": self.uuid,
+            "index": self.index,
+            "peak_memory": self.peak_memory,
+            "mean_utilisation": self.utilisation.value,
+            "mean_power": self.power.value,  # watts
+            "energy": self.energy,
+            "peak_temperature": self.peak_temperature,
+            "throttled": self.throttled,
+            "throttled_seconds": self.throttled_seconds,
+            "foreign": self.foreign,
+        }
 
 
 def _most(one: Any, other: Any) -> Any:

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -127,47 +126,43 @@ class RunConsole:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
     def say(self, line: str) -> None:
-        """Print a line that is not about an event."""
-        self._print(line)
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def warn(self, warning: str) -> None:
-        self._print(f"warning: {warning}")
+        self.say(f"warning: {warning}")
 
     def show(self, record: Step | Evaluated | Replaced | Saved | Unsaved | Restarted | Resumed) -> None:
-        if isinstance(record, Restarted | Resumed):
+        if isinstance(record, Step):
+            self._show_step(record)
+        elif isinstance(record, Restarted | Resumed):
             self._shown = None  # time across a restart is not training time
-            return
-        if isinstance(record, Unsaved):
-            self._print(f"warning: no checkpoint after step {record.batch}: {record.reason}; training continues")
-            return
-        if isinstance(record, Saved):
-            self._print(
+        elif isinstance(record, Unsaved):
+            self.warn(f"no checkpoint after step {record.batch}: {record.reason}; training continues")
+        elif isinstance(record, Replaced):
+            self.warn(f"bad record replaced by the next: {record.reason}")
+        elif isinstance(record, Saved):
+            self.say(
                 f"checkpoint after step {record.batch}: {record.bytes / MIB:.1f} MiB, "
                 f"training paused for {record.seconds * 1e3:.0f} ms"
             )
-            return
-        if isinstance(record, Replaced):
-            self._print(f"warning: bad record replaced by the next: {record.reason}")
-            return
-        if isinstance(record, Evaluated):
-            self._print(
+        else:
+            self.say(
                 f"evaluation after step {record.batch}: loss {record.loss:.4f}  top-1 {record.top1:.2%}  "
                 f"top-5 {record.top5:.2%}  ({record.samples} samples)"
             )
             self._shown = None  # the pause does not count as training time
-            return
-        done = record.batch + 1
-        self._progress.update(self._task, completed=done, description=f"loss {record.loss:.4f}")
+
+    def _show_step(self, step: Step) -> None:
+        done = step.batch + 1
+        self._progress.update(self._task, completed=done, description=f"loss {step.loss:.4f}")
         if done % self._log_every == 0 or done in (1, self._batches):
-            self._print(
-                f"epoch {record.epoch + 1}  step {done}/{self._batches}  loss {record.loss:.4f}  "
-                f"lr {record.lr:.4g}{self._speed(done)}"
+            self.say(
+                f"epoch {step.epoch + 1}  step {done}/{self._batches}  loss {step.loss:.4f}  "
+                f"lr {step.lr:.4g}{self._speed(done)}"
             )
 
     def _speed(self, done: int) -> str:
@@ -176,9 +171,6 @@ class RunConsole:
         if shown is None or done == shown[0]:
             return ""
         return f"  {(done - shown[0]) * self._batch_size / (now - shown[1]):.0f} images/s"
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 class ProgressLine:
@@ -192,9 +184,7 @@ class ProgressLine:
         self._status.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._status.stop()
 
     def __call__(self, text: str) -> None:
