@@ -86,8 +86,7 @@ def _of_bars(bars: Bars) -> Table:
     for bar in bars.bars:
         row = [bar.label, format_number(bar.value)]
         if has_interval:
-            known = bar.low is not None and bar.high is not None
-            row.append(f"{format_number(bar.low)} to {format_number(bar.high)}" if known else "")  # type: ignore[arg-type]
+            row.append(_interval(bar))
         row.append("predicted" if bar.is_predicted else "measured")
         rows.append((*row, bar.note) if has_note else tuple(row))
     columns = ("", bars.unit, *(["95 % interval"] if has_interval else []), "how", *(["note"] if has_note else []))
@@ -119,16 +118,17 @@ def _of_stacks(stacks: Stacks) -> Table:
 
 def _of_curves(curves: Curves) -> Table:
     has_band = any(point.low is not None for curve in curves.curves for point in curve.points)
-    rows = tuple(_point_row(curve, point, has_band) for curve in curves.curves for point in curve.points)
+    rows = tuple(
+        (curve.label, format_number(point.x), format_number(point.y), *([_interval(point)] if has_band else []))
+        for curve in curves.curves
+        for point in curve.points
+    )
     return Table(curves.title, ("curve", curves.x, curves.y, *(["95 % interval"] if has_band else [])), rows)
 
 
-def _point_row(curve: Curve, point: Point, has_band: bool) -> tuple[str, ...]:
-    row = (curve.label, format_number(point.x), format_number(point.y))
-    if not has_band:
-        return row
-    known = point.low is not None and point.high is not None
-    return (*row, f"{format_number(point.low)} to {format_number(point.high)}" if known else "")  # type: ignore[arg-type]
+def _interval(value: Bar | Point) -> str:
+    known = value.low is not None and value.high is not None
+    return f"{format_number(value.low)} to {format_number(value.high)}" if known else ""  # type: ignore[arg-type]
 
 
 def _of_pipeline(pipeline: Pipeline) -> Table:
@@ -154,10 +154,9 @@ def draw_bars(bars: Bars) -> str:
 def _bar(bar: Bar, whole: float, unit: str) -> str:
     tag = '<span class="tag">predicted</span>' if bar.is_predicted else ""
     note = f'<span class="note">{escape(bar.note)}</span>' if bar.note else ""
-    interval = ""
-    whisker = ""
+    interval = whisker = ""
     if bar.low is not None and bar.high is not None:
-        interval = f'<span class="interval">{format_number(bar.low)} to {format_number(bar.high)}</span>'
+        interval = f'<span class="interval">{_interval(bar)}</span>'
         low, high = _share(bar.low, whole), _share(bar.high, whole)
         whisker = (
             f'<line class="whisker" x1="{low}" x2="{high}" y1="10" y2="10"/>'

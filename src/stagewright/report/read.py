@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -131,15 +131,14 @@ def is_emulated(config: dict[str, Any]) -> bool:
 
 def read_run(folder: Path, rank_map: RankMap) -> Run:
     """Read all files of a run folder."""
-    records = list(read_records(folder / "metrics.jsonl"))
-    summary = read_object(folder / "summary.json")
+    records = list(filter(None, map(as_record, read_lines(folder / "metrics.jsonl"))))
     return Run(
         folder=folder,
         rank_map=rank_map,
         plan=read_plan_fields(folder),
         config=read_tables(folder / "config.toml"),
         environment=read_object(folder / "env.json") or {},
-        summary=summary,
+        summary=read_object(folder / "summary.json"),
         batches=read_batches(folder),
         steps=tuple(record for record in records if isinstance(record, Step)),
         evaluations=tuple(record for record in records if isinstance(record, Evaluated)),
@@ -151,11 +150,6 @@ def read_run(folder: Path, rank_map: RankMap) -> Run:
         timeline=_read_timeline(folder / "trace.json"),
         memory=_read_memory(folder / "memory.json"),
     )
-
-
-def read_records(path: Path) -> Iterator[Any]:
-    """The records of metrics.jsonl; torn and unknown lines are left out."""
-    return filter(None, map(as_record, read_lines(path)))
 
 
 def as_record(fields: dict[str, Any]) -> Any:
@@ -217,9 +211,13 @@ def _fits(value: object, hint: Any) -> bool:
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines, without torn lines; nothing where the file is missing."""
     try:
-        lines = path.read_bytes().splitlines()
+        return parse_lines(path.read_bytes().splitlines())
     except OSError:
-        return
+        return iter(())
+
+
+def parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The objects of JSON lines; torn lines are left out."""
     for line in lines:
         try:
             fields = json.loads(line)

@@ -16,17 +16,8 @@ _BOTTLENECK = 0.85  # a rank that computes for this share of the time is what th
 
 def summarize_run(run: Run) -> Summary:
     """What a reader should take away from a run."""
-    return Summary(
-        (
-            _outcome(run),
-            *resume_sentence(run),
-            *_prediction(run),
-            *busy_sentences(run),
-            *_learning(run),
-            *_faults(run),
-            *_machine(run),
-        )
-    )
+    more = (resume_sentence, _prediction, busy_sentences, _learning, _faults, _machine)
+    return Summary((_outcome(run), *(sentence for part in more for sentence in part(run))))
 
 
 def _outcome(run: Run) -> str:
@@ -78,21 +69,20 @@ def busy_sentences(run: Run) -> Iterator[str]:
     if run.is_emulated:
         yield "All ranks ran in one process (--emulate): the speed says nothing about real devices."
         return
-    busy = busy_shares(run)
-    if busy is None:
+    shares = busy_shares(run)
+    if shares is None:
         return
-    most = busy.busiest
-    label = run.rank_map.labels[most]
-    if len(busy.shares) == 1:
-        yield f"The only rank computes {busy.shares[0]:.0%} of the time."
+    if len(shares) == 1:
+        yield f"The only rank computes {shares[0]:.0%} of the time."
         return
+    most, bubble = max(shares), 1 - sum(shares) / len(shares)
     yield (
-        f"The busiest is {label}: it computes {busy.shares[most]:.0%} of the time. Over all ranks, "
-        f"{busy.bubble:.0%} of the time is not spent computing."
+        f"The busiest is {run.rank_map.labels[shares.index(most)]}: it computes {most:.0%} of the time. Over all "
+        f"ranks, {bubble:.0%} of the time is not spent computing."
     )
-    if busy.shares[most] < _BOTTLENECK:
+    if most < _BOTTLENECK:
         yield "No rank is busy all the time: messages, data or other processes delay the pipeline."
-    elif busy.bubble > 0.2:
+    elif bubble > 0.2:
         yield "The other ranks wait for it: give its stage more devices or fewer layers."
 
 

@@ -11,7 +11,6 @@ import base64
 import math
 import re
 from bisect import bisect_left
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -30,32 +29,16 @@ _MICROBATCH = re.compile(r"[0-9]+[FB]([0-9]{1,15})@")
 _MOST_CURVES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class BusyShares:
-    """The share of the time that each rank computed, while all ranks were training."""
+def busy_shares(run: Run) -> tuple[float, ...] | None:
+    """The share of the time that each rank computes while all ranks are training; None without a timeline.
 
-    shares: tuple[float, ...]
-
-    @property
-    def busiest(self) -> int:
-        return max(range(len(self.shares)), key=lambda rank: self.shares[rank])
-
-    @property
-    def bubble(self) -> float:
-        return 1 - sum(self.shares) / len(self.shares)
-
-
-def is_training(span: Span) -> bool:
-    """Whether a span is computation of training: the forwards of an evaluation have no version."""
-    return span.lane == "compute" and (span.kind != "F" or "@" in span.name)
-
-
-def busy_shares(run: Run) -> BusyShares | None:
-    """Measured from the last rank's start to the first rank's end, without pauses; None without a timeline."""
+    Measured from the last rank's start to the first rank's end, without pauses.
+    """
     ranks = len(run.rank_map.labels)
     by_rank: list[list[Span]] = [[] for _ in range(ranks)]
     for span in run.timeline.spans if run.timeline else ():
-        if 0 <= span.rank < ranks and is_training(span):
+        is_training = span.kind != "F" or "@" in span.name  # the forwards of an evaluation have no version
+        if 0 <= span.rank < ranks and span.lane == "compute" and is_training:
             by_rank[span.rank].append(span)
     if not by_rank or not all(by_rank):
         return None
@@ -65,7 +48,7 @@ def busy_shares(run: Run) -> BusyShares | None:
     if trained <= 0:
         return None
     busy = [sum(max(0.0, min(span.end, last) - max(span.start, first)) for span in spans) for spans in by_rank]
-    return BusyShares(tuple(min(1.0, seconds / trained) for seconds in busy))
+    return tuple(min(1.0, seconds / trained) for seconds in busy)
 
 
 def _paused(run: Run, spans: list[Span], first: float, last: float) -> float:
@@ -76,9 +59,8 @@ def _paused(run: Run, spans: list[Span], first: float, last: float) -> float:
     )
     numbers = [number for number, _, _ in numbered]
     ended = list(accumulate((end for _, _, end in numbered), max))  # when all up to this one had ended
-    begun = list(accumulate((start for _, start, _ in reversed(numbered)), min))[
-        ::-1
-    ]  # when the first from this one on began
+    later = list(accumulate((start for _, start, _ in reversed(numbered)), min))
+    begun = later[::-1]  # when the first from this one on began
     total = 0.0
     for batch in {evaluated.batch for evaluated in run.evaluations} | set(run.saved):
         at = bisect_left(numbers, batch * microbatches)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from stagewright.report.read import (
     as_record,
     as_usage,
     is_emulated,
+    parse_lines,
     read_batches,
     read_object,
     read_plan_fields,
@@ -53,14 +53,7 @@ class Tail:
             return False, []
         self._at += len(new)
         *lines, self._torn = (self._torn + new).split(b"\n")
-        return starts_over, [found for line in lines if isinstance(found := _parse(line), dict)]
-
-
-def _parse(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+        return starts_over, list(parse_lines(lines))
 
 
 @dataclass(frozen=True, slots=True)
