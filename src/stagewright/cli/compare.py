@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from stagewright.bench.compare import Comparison, compare, describe
-from stagewright.report.live.terminal import plain_table
+from stagewright.report.live.terminal import plain_table, say
 
 
 def run_compare(parsed: argparse.Namespace) -> None:
@@ -22,12 +22,8 @@ def run_compare(parsed: argparse.Namespace) -> None:
 
 def show_comparison(console: Console, comparison: Comparison) -> None:
     """Print both sides in a table, then what the difference means."""
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False)
-
-    say(f"A: {comparison.first}")
-    say(f"B: {comparison.second}")
+    say(console, f"A: {comparison.first}")
+    say(console, f"B: {comparison.second}")
     table = plain_table(
         "images/s", "A", "95 % interval", "B", "95 % interval", left=("images/s",), no_wrap=("A", "95 % interval", "B")
     )
@@ -38,8 +34,8 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     if comparison.pairs:
         console.print(table)
     for reason in comparison.reasons:
-        say(f"not comparable: {reason}")
+        say(console, f"not comparable: {reason}")
     for pair in comparison.pairs if comparison.is_comparable else ():
-        say(pair.summary if len(comparison.pairs) == 1 else f"{pair.what}: {pair.summary}")
+        say(console, pair.summary if len(comparison.pairs) == 1 else f"{pair.what}: {pair.summary}")
     for note in comparison.notes:
-        say(f"note: {note}")
+        say(console, f"note: {note}")

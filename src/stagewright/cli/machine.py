@@ -25,7 +25,7 @@ from stagewright.cluster.topology import Cluster
 from stagewright.hardware.cluster_file import ImportOptions, checked_toml, import_texts, import_this_machine
 from stagewright.hardware.doctor.check import check_machine, show
 from stagewright.metrics import GIB, MIB
-from stagewright.report.live.terminal import plain_table
+from stagewright.report.live.terminal import plain_table, say
 from stagewright.run.profile import import_profile, measure_profile
 
 _DEVICE_COLUMNS = ("device", "GiB", "GB/s", "fp32 T", "fp16 T", "W", "USD", "calibrated")
@@ -60,12 +60,8 @@ def run_profile(parsed: argparse.Namespace) -> None:
 def show_profile(console: Console, profile: Any) -> None:
     """Print the largest measured microbatch, unit by unit, and the device's ceilings."""
     table = profile.tables[-1]
-    console.print(
-        f"{profile.model} on {profile.device}, {table.precision}, microbatch of {table.samples}"
-        + (f", {profile.together} processes at once" if profile.together > 1 else ""),
-        highlight=False,
-        markup=False,
-    )
+    together = f", {profile.together} processes at once" if profile.together > 1 else ""
+    say(console, f"{profile.model} on {profile.device}, {table.precision}, microbatch of {table.samples}{together}")
     columns = ("unit", "kind", "fwd ms", "bwd ms", "weights MiB", "live MiB", "saved MiB")
     shown = plain_table(*columns, left=("unit", "kind"), no_wrap=columns)
     for unit in table.units:
@@ -80,21 +76,15 @@ def show_profile(console: Console, profile: Any) -> None:
         )
     console.print(shown)
     rate = table.samples / table.seconds if table.seconds else float("inf")
-    console.print(f"{table.seconds * 1e3:.1f} ms per microbatch, {rate:,.1f} images/s", highlight=False)
+    say(console, f"{table.seconds * 1e3:.1f} ms per microbatch, {rate:,.1f} images/s")
     ceilings = profile.ceilings
     if ceilings is not None:
         matrix = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in ceilings.matrix.items())
-        console.print(
-            f"device: {matrix}, copies {ceilings.copy / 1e9:.1f} GB/s, "
-            f"updates {ceilings.update / 1e9:.1f} GB/s of weights",
-            highlight=False,
-        )
+        rates = f"copies {ceilings.copy / 1e9:.1f} GB/s, updates {ceilings.update / 1e9:.1f} GB/s of weights"
+        say(console, f"device: {matrix}, {rates}")
         for transfer in ceilings.transfers:
-            console.print(
-                f"link {transfer.source}-{transfer.target}: {transfer.bandwidth / 1e9:.2f} GB/s, "
-                f"{transfer.latency * 1e6:.0f} us",
-                highlight=False,
-            )
+            speed = f"{transfer.bandwidth / 1e9:.2f} GB/s, {transfer.latency * 1e6:.0f} us"
+            say(console, f"link {transfer.source}-{transfer.target}: {speed}")
 
 
 def run_import(parsed: argparse.Namespace) -> None:

@@ -19,7 +19,7 @@ from stagewright.plan.plan import Mode
 from stagewright.plan.stability import Motion, stability_warning, stable_limit
 from stagewright.planning.build import BUBBLE_GOAL, idle_warning
 from stagewright.planning.planner import Choice, choose, explain
-from stagewright.report.live.terminal import plain_table
+from stagewright.report.live.terminal import plain_table, say
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -74,11 +74,7 @@ def show(
     console: Console, parsed: argparse.Namespace, setting: Setting, choice: Choice, explained: dict[str, Any] | None
 ) -> None:
     """Print the candidates, the plan to run, the warnings about it and the command that runs it."""
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False)
-
-    say(f"{parsed.model} on {setting.cluster.name}, {setting.precision}, batch {parsed.batch}")
+    say(console, f"{parsed.model} on {setting.cluster.name}, {setting.precision}, batch {parsed.batch}")
     columns = ("", "plan", "M", "lag", "images/s", "x dp", "waits", "MiB", "moves MiB")
     table = plain_table(*columns, left=("", "plan", "lag"), no_wrap=columns)
     for candidate in choice.candidates:
@@ -97,28 +93,31 @@ def show(
     console.print(table)
     for candidate in choice.candidates:
         mark = "*" if candidate is choice.best else " "
-        say(f"{mark} {candidate.plan.mode} {candidate.shape}: {candidate.why}")
+        say(console, f"{mark} {candidate.plan.mode} {candidate.shape}: {candidate.why}")
     for line in choice.refused:
-        say(f"  does not fit: {line}")
+        say(console, f"  does not fit: {line}")
     if choice.unprofiled:
         sizes = ",".join(map(str, choice.unprofiled))
-        say(f"  not tried: microbatches of {sizes} samples; the profile does not cover them (profile --samples)")
+        say(
+            console,
+            f"  not tried: microbatches of {sizes} samples; the profile does not cover them (profile --samples)",
+        )
     best = choice.best
     close = "" if best is choice.fastest else " (fewer stages, within 3 % of the fastest)"
     cuts = f", cut before {', '.join(best.plan.cuts)}" if best.plan.cuts else ""
     gain = f"{best.speedup:.2f} x plain data parallel" if best.plan.mode != "dp" else "plain data parallel"
-    say(f"run {best.plan.mode} {format_placement(best.plan.placement)}{cuts}: {gain}{close}")
+    say(console, f"run {best.plan.mode} {format_placement(best.plan.placement)}{cuts}: {gain}{close}")
     if choice.lags:
-        say(_lag_line(choice))
+        say(console, _lag_line(choice))
     if note := device_note(parsed, [setting]):
-        say(note)
+        say(console, note)
     for warning in (*_warnings(parsed, choice), _stability(parsed, choice).get("warning")):
         if warning:
-            say(f"warning: {warning}")
+            say(console, f"warning: {warning}")
     if explained:
-        _show_unit(say, explained)
+        _show_unit(console, explained)
     if parsed.output:
-        say(f"plan written; run it with: stagewright train --model {parsed.model} --plan {parsed.output}")
+        say(console, f"plan written; run it with: stagewright train --model {parsed.model} --plan {parsed.output}")
 
 
 def _lag_line(choice: Choice) -> str:
@@ -156,12 +155,14 @@ def _stability(parsed: argparse.Namespace, choice: Choice) -> dict[str, Any]:
     return {"stable_limit": stable_limit(motion), "warning": warning}
 
 
-def _show_unit(say: Any, unit: dict[str, Any]) -> None:
+def _show_unit(console: Console, unit: dict[str, Any]) -> None:
     say(
+        console,
         f"{unit['unit']} ({unit['kind']}) is in stage {unit['stage']}: forward {unit['forward'] * 1e3:.3f} ms, "
-        f"backward {unit['backward'] * 1e3:.3f} ms for {unit['samples']} samples, {unit['share']:.1%} of the model"
+        f"backward {unit['backward'] * 1e3:.3f} ms for {unit['samples']} samples, {unit['share']:.1%} of the model",
     )
     say(
+        console,
         f"  {unit['parameters'] * 4 / MIB:,.1f} MiB of weights, keeps {unit['saved'] / MIB:,.1f} MiB; a cut before it "
-        f"carries {unit['cut_before'] / MIB:,.2f} MiB, behind it {unit['cut_behind'] / MIB:,.2f} MiB per microbatch"
+        f"carries {unit['cut_before'] / MIB:,.2f} MiB, behind it {unit['cut_behind'] / MIB:,.2f} MiB per microbatch",
     )

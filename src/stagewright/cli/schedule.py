@@ -13,7 +13,7 @@ from stagewright.config.sections import require_within
 from stagewright.plan.plan import Plan
 from stagewright.planning.build import build_plan, with_plan_file
 from stagewright.planning.simulate import StageCosts, simulate
-from stagewright.report.live.terminal import draw_timeline, has_blocks
+from stagewright.report.live.terminal import draw_timeline, has_blocks, say
 from stagewright.schedule.check import check
 from stagewright.schedule.lower import program
 
@@ -51,7 +51,7 @@ def run(parsed: argparse.Namespace) -> None:
     if parsed.programs:
         console.print()
         for rank, text in programs.items():
-            console.print(f"rank {rank}: {text}", markup=False, highlight=False)
+            say(console, f"rank {rank}: {text}", soft_wrap=True)
 
 
 def _costs(parsed: argparse.Namespace, plan: Plan) -> StageCosts:

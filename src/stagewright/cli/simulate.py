@@ -21,7 +21,7 @@ from stagewright.planning.build import idle_warning, stage_numbers, waiting_warn
 from stagewright.planning.planner import bubble_in, choose_lag
 from stagewright.planning.predict import Prediction, predict
 from stagewright.planning.setting import TracedModel
-from stagewright.report.live.terminal import plain_table
+from stagewright.report.live.terminal import plain_table, say
 from stagewright.run.report import make_prediction_page, write_page
 
 
@@ -33,7 +33,7 @@ def run(parsed: argparse.Namespace) -> None:
     plan = _plan(parsed, model, setting)
     console = Console(stderr=parsed.json)
     for warning in _warnings(parsed, plan, setting):
-        console.print(f"warning: {warning}", highlight=False, markup=False)
+        say(console, f"warning: {warning}")
     prediction = predict(plan, setting)
     if parsed.trace:
         Path(parsed.trace).write_text(json.dumps(prediction.steady.timeline.chrome_trace()))
@@ -150,12 +150,8 @@ def _sizes(parsed: argparse.Namespace, replicas: list[int], whole: bool) -> tupl
 def show_prediction(console: Console, model: str, prediction: Prediction, setting: Setting) -> None:
     """Print a prediction."""
     plan = prediction.plan
-    console.print(
-        f"{model} on {setting.cluster.name}, {setting.precision}, {plan.mode}: batch {plan.batch} in "
-        f"{plan.microbatches} microbatches",
-        highlight=False,
-        markup=False,
-    )
+    where = f"{model} on {setting.cluster.name}, {setting.precision}, {plan.mode}"
+    say(console, f"{where}: batch {plan.batch} in {plan.microbatches} microbatches")
     columns = ("stage", "devices", "from", "lag", "busy", "memory MiB", "of", "mostly")
     table = plain_table(*columns, left=("devices", "from", "mostly"))
     for stage, devices in zip(plan.stages, plan.placement, strict=True):
@@ -172,14 +168,10 @@ def show_prediction(console: Console, model: str, prediction: Prediction, settin
             prediction.memory[rank].largest,
         )
     console.print(table)
-    console.print(
-        f"{prediction.images_per_second:,.0f} images/s, an ImageNet epoch in {prediction.epoch_seconds:,.1f} s; "
-        f"devices wait {prediction.steady.bubble:.1%}; bound by {prediction.bound}",
-        highlight=False,
-        markup=False,
-    )
+    speed = f"{prediction.images_per_second:,.0f} images/s, an ImageNet epoch in {prediction.epoch_seconds:,.1f} s"
+    say(console, f"{speed}; devices wait {prediction.steady.bubble:.1%}; bound by {prediction.bound}")
     if not prediction.fits:
         try:
             Estimate(plan, setting).require_fit()
         except ValueError as error:
-            console.print(f"does not fit: {error}", highlight=False, markup=False)
+            say(console, f"does not fit: {error}")

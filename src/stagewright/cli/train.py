@@ -10,7 +10,7 @@ from typing import Any
 from stagewright.config.sections import Config
 from stagewright.config.toml import parse_assignment, read_toml, with_new_names
 from stagewright.errors import counted
-from stagewright.report.live.terminal import PipeSafeConsole
+from stagewright.report.live.terminal import PipeSafeConsole, say
 from stagewright.run.folder import is_run
 from stagewright.run.resume import resumed_config
 from stagewright.run.train import run as train
@@ -35,7 +35,7 @@ def run(parsed: argparse.Namespace) -> None:
     lines.append(f"files: {result.folder}")
     if (report := result.folder / "report.html").exists():
         lines.append(f"report: {report}")
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    say(console, "\n".join(lines), soft_wrap=True)
 
 
 def read_config(parsed: argparse.Namespace) -> Config:

@@ -14,7 +14,7 @@ from stagewright.config.sections import require_options
 from stagewright.metrics import GIB
 from stagewright.plan.estimate import Setting
 from stagewright.planning.planner import choose
-from stagewright.report.live.terminal import plain_table
+from stagewright.report.live.terminal import plain_table, say
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -31,7 +31,7 @@ def run(parsed: argparse.Namespace) -> None:
         print(json.dumps(found))
         return
     console = Console()
-    console.print(f"{parsed.model}, {parsed.precision}, batch {parsed.batch}", highlight=False, markup=False)
+    say(console, f"{parsed.model}, {parsed.precision}, batch {parsed.batch}")
     columns = ("cluster", "plan", "lag", "images/s", "USD", "W", "/USD", "/W", "GiB", "GiB/k$")
     table = plain_table(*columns, left=("cluster", "plan"), no_wrap={*columns} - {"plan"})
     for row in rows:
@@ -52,7 +52,7 @@ def run(parsed: argparse.Namespace) -> None:
         for price in row["prices"]:
             console.print(price, highlight=False, markup=False, style="dim")
     if note:
-        console.print(note, highlight=False, markup=False)
+        say(console, note)
 
 
 def _price(text: str) -> tuple[str, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from html import escape
 
 from stagewright.metrics import Span
@@ -63,8 +64,13 @@ def table_of(figure: Figure) -> Table:
     return _of_curves(figure) if isinstance(figure, Curves) else _of_pipeline(figure)
 
 
-def thinned(points: Sequence[Point], most: int) -> tuple[Point, ...]:
-    """At most so many points: the ends, and the lowest and highest of each interval, so that no peak is lost."""
+def thinned(curves: Curves, most: int) -> Curves:
+    """The curves with at most so many points each."""
+    return replace(curves, curves=tuple(Curve(one.label, _thinned(one.points, most)) for one in curves.curves))
+
+
+def _thinned(points: Sequence[Point], most: int) -> tuple[Point, ...]:
+    """The ends, and the lowest and highest of each interval, so that no peak is lost."""
     if len(points) <= most:
         return tuple(points)
     inner, intervals = points[1:-1], max(1, (most - 2) // 2)

@@ -76,8 +76,7 @@ def _sized(blocks: Sequence[Block]) -> Iterator[Block]:
     bars = MOST_BARS // max(1, sum(isinstance(block, Pipeline) for block in blocks))
     for block in blocks:
         if isinstance(block, Curves):
-            few = tuple(Curve(curve.label, thinned(curve.points, points)) for curve in block.curves)
-            yield replace(block, curves=few)
+            yield thinned(block, points)
         elif isinstance(block, Pipeline):
             yield replace(block, timeline=last_bars(block.timeline, bars), total=len(block.timeline.spans))
         else:

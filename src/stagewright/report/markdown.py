@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from stagewright.report.charts import format_seconds, is_numeric, table_of, thinned
-from stagewright.report.page import Block, Curve, Curves, Listing, Page, Pipeline, Summary, Table
+from stagewright.report.page import Block, Curves, Listing, Page, Pipeline, Summary, Table
 
 _MOST_POINTS = 12  # per curve: the HTML page has them all
 _SPECIAL = re.compile(r"[\\`*\[\]<>|&#~$]|(?<!\w)_|_(?!\w)")
@@ -25,19 +25,12 @@ def _block(block: Block) -> str:
     if isinstance(block, Table):
         return _table(block)
     if isinstance(block, Curves):
-        return _table(table_of(_shorter(block)))
-    note = _about(block) if isinstance(block, Pipeline) else ""
-    return _table(table_of(block)) + note
-
-
-def _shorter(curves: Curves) -> Curves:
-    few = tuple(Curve(curve.label, thinned(curve.points, _MOST_POINTS)) for curve in curves.curves)
-    return Curves(curves.title, curves.x, curves.y, few)
-
-
-def _about(pipeline: Pipeline) -> str:
-    how = "Predicted" if pipeline.is_predicted else "Measured"
-    return f"\n\n{how} over {format_seconds(pipeline.timeline.end)}; the HTML page beside this file draws it."
+        return _table(table_of(thinned(block, _MOST_POINTS)))
+    if isinstance(block, Pipeline):
+        how = "Predicted" if block.is_predicted else "Measured"
+        about = f"{how} over {format_seconds(block.timeline.end)}; the HTML page beside this file draws it."
+        return f"{_table(table_of(block))}\n\n{about}"
+    return _table(table_of(block))
 
 
 def _table(table: Table) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from stagewright.events import GpuUsage, Usage
+from stagewright.events import Usage
 from stagewright.metrics import GIB, MIB
 from stagewright.report.charts import format_number, format_seconds
 from stagewright.report.page import Block, Curve, Curves, Listing, Point, Stack, Stacks, Table
@@ -170,8 +169,11 @@ def usage_blocks(run: Run) -> Iterator[Block]:
         samples = every[:: 1 + len(every) // _MOST_SAMPLES]
         where = f", machine {number}" if len(run.usage) > 1 else ""
         ranks = sorted({rank.rank for sample in samples for rank in sample.ranks})
-        cores = [Curve(run.label(rank), _points(samples, partial(_cores, rank=rank))) for rank in ranks[:_MOST_CURVES]]
-        whole = Curve("everything on the machine", _points(samples, lambda sample: sample.cores))
+        cores = []
+        for rank in ranks[:_MOST_CURVES]:
+            seen = ((sample.seconds, one.cores) for sample in samples for one in sample.ranks if one.rank == rank)
+            cores.append(Curve(run.label(rank), tuple(Point(*point) for point in seen)))
+        whole = Curve("everything on the machine", tuple(Point(sample.seconds, sample.cores) for sample in samples))
         if len(samples) > 1:
             yield Curves(f"Cores kept busy{where}", "seconds", "cores", (*cores, whole))
         yield from _gpu_blocks(samples, where)
@@ -181,17 +183,25 @@ def usage_blocks(run: Run) -> Iterator[Block]:
 
 def _gpu_blocks(samples: Sequence[Usage], where: str) -> Iterator[Block]:
     indices = sorted({gpu.index for sample in samples for gpu in sample.gpus})
-    for title, y, read in (
-        ("GPU utilisation", "% of the time", lambda gpu: None if gpu.utilisation is None else 100 * gpu.utilisation),
-        ("GPU memory in sample", "MiB", lambda gpu: None if gpu.memory is None else gpu.memory / MIB),
-        ("GPU power", "watts", lambda gpu: gpu.power),
+    for title, unit, name, scale in (
+        ("GPU utilisation", "% of the time", "utilisation", 100),
+        ("GPU memory in sample", "MiB", "memory", 1 / MIB),
+        ("GPU power", "watts", "power", 1),
     ):
         curves = tuple(
-            Curve(f"GPU {index}", _points(samples, partial(_of_gpu, index=index, read=read)))
-            for index in indices[:_MOST_CURVES]
+            Curve(f"GPU {index}", _gpu_points(samples, index, name, scale)) for index in indices[:_MOST_CURVES]
         )
         if any(len(curve.points) > 1 for curve in curves):
-            yield Curves(f"{title}{where}", "seconds", y, curves)
+            yield Curves(f"{title}{where}", "seconds", unit, curves)
+
+
+def _gpu_points(samples: Sequence[Usage], index: int, name: str, scale: float) -> tuple[Point, ...]:
+    return tuple(
+        Point(sample.seconds, scale * value)
+        for sample in samples
+        for gpu in sample.gpus
+        if gpu.index == index and (value := getattr(gpu, name)) is not None
+    )
 
 
 def _gpu_table(samples: Sequence[Usage], where: str) -> Table:
@@ -206,9 +216,9 @@ def _gpu_table(samples: Sequence[Usage], where: str) -> Table:
 
 def _gpu_row(samples: Sequence[Usage], index: int) -> tuple[str, ...]:
     seen = [gpu for sample in samples for gpu in sample.gpus if gpu.index == index]
-    utilisation, power = (_known(getattr(gpu, name) for gpu in seen) for name in ("utilisation", "power"))
-    memory, temperature, energy = (
-        _known(getattr(gpu, name) for gpu in seen) for name in ("memory", "temperature", "energy")
+    utilisation, power, memory, temperature, energy = (
+        [value for gpu in seen if (value := getattr(gpu, name)) is not None]
+        for name in ("utilisation", "power", "memory", "temperature", "energy")
     )
     reasons = sorted({reason for gpu in seen for reason in gpu.throttled})
     return (
@@ -221,19 +231,3 @@ def _gpu_row(samples: Sequence[Usage], index: int) -> tuple[str, ...]:
         ", ".join(reasons) or "nothing",
         str(max(gpu.foreign for gpu in seen)),
     )
-
-
-def _known(values: Iterator[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
-def _points(samples: Sequence[Usage], read: Callable[[Usage], float | None]) -> tuple[Point, ...]:
-    return tuple(Point(sample.seconds, value) for sample in samples if (value := read(sample)) is not None)
-
-
-def _cores(sample: Usage, rank: int) -> float | None:
-    return next((one.cores for one in sample.ranks if one.rank == rank), None)
-
-
-def _of_gpu(sample: Usage, index: int, read: Callable[[GpuUsage], float | None]) -> float | None:
-    return next((read(gpu) for gpu in sample.gpus if gpu.index == index), None)

@@ -22,6 +22,11 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _STYLES = {"F": "black on bright_cyan", "B": "black on bright_green", "U": "black on bright_yellow"}
 
 
+def say(console: Console, text: str, *, soft_wrap: bool | None = None) -> None:
+    """Print text as it is: brackets are no markup, and numbers have no colours."""
+    console.print(text, highlight=False, markup=False, soft_wrap=soft_wrap)
+
+
 def has_blocks(console: Console) -> bool:
     """Whether the console can print block characters, and not only ASCII."""
     return "utf" in console.encoding.lower()
@@ -130,7 +135,7 @@ class RunConsole:
         self._progress.stop()
 
     def say(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(self._console, line, soft_wrap=True)
 
     def warn(self, warning: str) -> None:
         self.say(f"warning: {warning}")
@@ -191,7 +196,7 @@ class ProgressLine:
         if self._errors.is_terminal:
             self._status.update(text)
         else:
-            self._errors.print(text, markup=False, highlight=False, soft_wrap=True)
+            say(self._errors, text, soft_wrap=True)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
