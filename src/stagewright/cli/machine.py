@@ -103,7 +103,7 @@ def run_import(parsed: argparse.Namespace) -> None:
     machine = import_this_machine(options) if parsed.here else import_texts(parsed.topo, parsed.smi, options)
     text = checked_toml(machine)
     if parsed.output:
-        _write(Path(parsed.output), text)
+        Path(parsed.output).write_text(text)
     if parsed.json:
         print(json.dumps({"file": parsed.output, "toml": text} | machine.describe()))
     elif parsed.output:
@@ -121,13 +121,6 @@ def _indices(text: str | None) -> tuple[int, ...] | None:
     except ValueError as error:
         raise ValueError(f"--gpus '{text[:40]}' is not a list of GPUs (for example 0-3,6)") from error
     return tuple(device.index for device in devices)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ValueError(f"can't write {path}: {error.strerror}; choose another file with -o") from error
 
 
 def run_list(parsed: argparse.Namespace) -> None:

@@ -25,7 +25,8 @@ _EVERY = 1.0  # seconds between snapshots
 
 def run_report(parsed: argparse.Namespace) -> None:
     folders = [Path(text) for text in dict.fromkeys(parsed.runs)]
-    target = Path(parsed.output) if parsed.output else _default(folders)
+    default = folders[0] / "report.html" if len(folders) == 1 else Path("comparison.html")
+    target = Path(parsed.output) if parsed.output else default
     if target.suffix not in (".html", ".md", ""):
         raise ValueError(
             f"-o {target} ends in {target.suffix}; give a name that ends in .html, the .md is written beside it"
@@ -38,10 +39,6 @@ def run_report(parsed: argparse.Namespace) -> None:
         return
     for line in (*lines, f"report: {html}", f"as text: {markdown}"):
         print(line)
-
-
-def _default(folders: list[Path]) -> Path:
-    return folders[0] / "report.html" if len(folders) == 1 else Path("comparison.html")
 
 
 def run_watch(parsed: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from stagewright.plan.estimate import Estimate, Setting
 from stagewright.plan.make import default_microbatches, make_plan, read_plan, require_divisible
 from stagewright.plan.plan import Mode, Plan
 from stagewright.plan.search import best_cuts
-from stagewright.planning.build import idle_warning, stage_numbers, waiting_warning
+from stagewright.planning.build import given_cuts, idle_warning, waiting_warning
 from stagewright.planning.planner import bubble_in, choose_lag
 from stagewright.planning.predict import Prediction, predict
 from stagewright.planning.setting import TracedModel
@@ -79,21 +79,8 @@ def _plan(parsed: argparse.Namespace, model: TracedModel, setting: Setting) -> P
     require_divisible(batch, count)
     cuts: tuple[str, ...] = ()
     if len(placement) > 1:
-        if parsed.cut is not None and parsed.shares is not None:
-            raise ValueError(f"both --cut {parsed.cut} and --shares {parsed.shares} were given; give one")
-        if parsed.cut is not None:
-            cuts = model.chain.by_names([name.strip() for name in parsed.cut.split(",")])
-        elif shares := stage_numbers(parsed.shares, "shares", ":"):
-            if len(shares) != len(replicas):
-                raise ValueError(
-                    f"--shares {parsed.shares} names {len(shares)} stages but the placement has {len(replicas)}; "
-                    "give one number per stage"
-                )
-            cuts = model.chain.by_shares(shares)
-        else:
-            cuts = best_cuts(setting, placement, mode, batch, count)
-        if len(cuts) != len(replicas) - 1:
-            raise ValueError(f"{len(cuts)} cuts make {len(cuts) + 1} stages but the placement has {len(replicas)}")
+        given = given_cuts(model.chain, len(placement), parsed.cut, parsed.shares)
+        cuts = best_cuts(setting, placement, mode, batch, count) if given is None else given
     plan = make_plan(placement, batch=batch, microbatches=count, mode=mode, staleness=parsed.staleness, cuts=cuts)
     return choose_lag(plan, setting, parsed.staleness)
 

@@ -184,7 +184,11 @@ def make_levels(topology: Topology, spec: DeviceSpec, generation: int, lanes: fl
         if joined == groups:
             continue
         if kind is LinkKind.NVLINK:
-            levels.append(FileLevel(_nvlink(spec), joined, _num_links(topology)))
+            if spec.nvlink is None:
+                raise ValueError(
+                    f"the topology has NVLinks but the catalog gives {spec.name} none; choose another --device"
+                )
+            levels.append(FileLevel(spec.nvlink, joined, _num_links(topology)))
         else:
             is_over_nvlink = bool(levels) and levels[-1].link == spec.nvlink
             # GPUs joined by NVLink still have a slot each; only the link between sockets is one for a whole group.
@@ -252,12 +256,6 @@ def _pcie_link(kind: LinkKind, spec: DeviceSpec) -> str:
     """GeForce GPUs have no peer access, so even behind one bridge they copy through the host."""
     is_host_only = "GeForce" in spec.title and kind in (LinkKind.BRIDGE, LinkKind.BRIDGES)
     return "phb" if is_host_only else _LINK_NAMES[kind]
-
-
-def _nvlink(spec: DeviceSpec) -> str:
-    if spec.nvlink is None:
-        raise ValueError(f"the topology has NVLinks but the catalog gives {spec.name} none; choose another --device")
-    return spec.nvlink
 
 
 def _join(topology: Topology, groups: Sequence[tuple[int, ...]], kind: LinkKind) -> tuple[tuple[int, ...], ...]:

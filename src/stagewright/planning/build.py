@@ -139,26 +139,30 @@ def stage_numbers(text: str | None, name: str, separator: str) -> list[int] | No
 
 def _cuts(config: Config, chain: Chain, placement: Placement) -> tuple[str, ...]:
     """The first unit of each later stage: by --cut, by --shares, or chosen by the planner."""
-    stages = len(placement)
-    if config.plan.cut is not None and config.plan.shares is not None:
-        raise ValueError(f"both --cut {config.plan.cut} and --shares {config.plan.shares} were given; give one")
-    if config.plan.cut is not None:
-        names = [name.strip() for name in config.plan.cut.split(",")]
+    given = given_cuts(chain, len(placement), config.plan.cut, config.plan.shares)
+    if given is not None:
+        return given
+    return () if len(placement) == 1 else _planned_cuts(config, chain, placement)
+
+
+def given_cuts(chain: Chain, stages: int, cut: str | None, shares: str | None) -> tuple[str, ...] | None:
+    """The first unit of each later stage, by --cut or --shares; None where neither is given."""
+    if cut is not None and shares is not None:
+        raise ValueError(f"both --cut {cut} and --shares {shares} were given; give one")
+    if cut is not None:
+        names = [name.strip() for name in cut.split(",")]
         if len(names) != stages - 1:
             raise ValueError(
-                f"--cut {config.plan.cut} makes {len(names) + 1} stages but the placement has {stages}; "
+                f"--cut {cut} makes {len(names) + 1} stages but the placement has {stages}; "
                 "name the first unit of each later stage"
             )
         return chain.by_names(names)
-    shares = stage_numbers(config.plan.shares, "shares", ":")
-    if shares is None:
-        return () if stages == 1 else _planned_cuts(config, chain, placement)
-    if len(shares) != stages:
+    numbers = stage_numbers(shares, "shares", ":")
+    if numbers is not None and len(numbers) != stages:
         raise ValueError(
-            f"shares {config.plan.shares} name {len(shares)} stages but the placement has {stages}; "
-            "give one number per stage"
+            f"--shares {shares} names {len(numbers)} stages but the placement has {stages}; give one number per stage"
         )
-    return chain.by_shares(shares)
+    return None if numbers is None else chain.by_shares(numbers)
 
 
 def _planned_cuts(config: Config, chain: Chain, placement: Placement) -> tuple[str, ...]:

@@ -142,14 +142,9 @@ def _figure(drawn: str, block: Bars | Stacks | Curves | Pipeline, part: str, abo
     """A drawing, its description in words, and its numbers."""
     return (
         f'<figure role="group" aria-labelledby="{part}-title" aria-describedby="{part}-about">{drawn}'
-        f'<figcaption id="{part}-about">{escape(about)}</figcaption></figure>{_numbers(table_of(block), part)}'
-    )
-
-
-def _numbers(table: Table, part: str) -> str:
-    return (
+        f'<figcaption id="{part}-about">{escape(about)}</figcaption></figure>'
         f'<details><summary>Numbers</summary><button type="button" class="copy" data-copies="{part}-numbers">Copy'
-        f"</button>{_table(table, f'{part}-numbers')}</details>"
+        f"</button>{_table(table_of(block), f'{part}-numbers')}</details>"
     )
 
 

@@ -68,7 +68,8 @@ def usage_totals(monitor: Monitor | None) -> dict[str, Any] | None:
 def rank_processes(job: Job, machine: int) -> Sequence[RankProcess]:
     """The processes of this machine's ranks that run now; an emulated run is one process."""
     if job.config.run.emulate:
-        return [RankProcess(0, os.getpid(), _own_torch_memory(job.config))]
+        held = torch.cuda.memory_reserved() if job.config.run.device == "cuda" else None
+        return [RankProcess(0, os.getpid(), held)]
     found = []
     for rank, device in enumerate(job.plan.devices):
         if device.machine == machine:
@@ -76,10 +77,6 @@ def rank_processes(job: Job, machine: int) -> Sequence[RankProcess]:
             if process:
                 found.append(RankProcess(rank, process, held))
     return found
-
-
-def _own_torch_memory(config: Config) -> int | None:
-    return torch.cuda.memory_reserved() if config.run.device == "cuda" else None
 
 
 def run_gpus(job: Job, machine: int, nvml: Nvml) -> Collection[str]:

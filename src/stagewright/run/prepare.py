@@ -261,7 +261,13 @@ def require_device_kind(config: Config) -> None:
                 raise ValueError(f"{flag} needs --device cuda, but the device is cpu; leave it out")
         if run.backend == "nccl":
             raise ValueError("--backend nccl needs --device cuda, but the device is cpu; use gloo")
-    elif not torch.cuda.is_available():
+    else:
+        require_cuda()
+
+
+def require_cuda() -> None:
+    """An error where torch sees no GPU."""
+    if not torch.cuda.is_available():
         raise ValueError(f"--device cuda was asked for, but torch {torch.__version__} sees no GPU; use --device cpu")
 
 

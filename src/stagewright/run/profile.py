@@ -6,15 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from stagewright.config.sections import require_options, require_within
 from stagewright.hardware.host import num_cores
 from stagewright.model.zoo import ZOO
 from stagewright.profile.measure import Workload, measure, sample_sizes
 from stagewright.profile.pipedream import read_pipedream
 from stagewright.profile.profile import Profile, Transfer
-from stagewright.run.prepare import within_memory
+from stagewright.run.prepare import require_cuda, within_memory
 from stagewright.runtime.process.link_test import measure_links
 from stagewright.runtime.stage.precision import make_precision
 
@@ -26,7 +24,7 @@ def measure_profile(options: Any, report: Callable[[str], None]) -> Profile:
     require_options(threads=options.threads, image=options.image, classes=options.classes)
     require_within("--together", options.together, least=1, most=_MOST_PER_CORE * num_cores())
     if options.device == "cuda":
-        _require_cuda()
+        require_cuda()
     side = options.image or (ZOO[options.model].image if options.model in ZOO else 32)
     sizes = sample_sizes(read_sizes(options.samples))
     names = [name.strip() for name in options.precision.split(",")]
@@ -78,8 +76,3 @@ def read_sizes(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"--samples must be comma-separated integers such as 8,16, got '{text}'") from None
-
-
-def _require_cuda() -> None:
-    if not torch.cuda.is_available():
-        raise ValueError("--device cuda was asked for, but torch sees no CUDA device here; use --device cpu")

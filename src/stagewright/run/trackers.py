@@ -21,7 +21,6 @@ from stagewright.events import Evaluated, Step, Usage
 
 CLOSE_SECONDS = 30.0  # to send what is still queued when the run ends
 MOST_QUEUED = 100_000  # events
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 _LONGEST_PARAMETER = 250  # characters that MLflow accepts
 
 
@@ -34,11 +33,9 @@ class Tracker(Protocol):
 
 def require_tracker(config: Config) -> None:
     """An error where the tracker's package is not installed."""
-    package = _PACKAGES.get(config.run.track)
-    if package is not None and importlib.util.find_spec(package) is None:
-        raise ValueError(
-            f"--track {config.run.track} needs the package {package}, which is not installed; pip install {package}"
-        )
+    name = config.run.track  # packages have the names of their trackers
+    if name in _OPEN and importlib.util.find_spec(name) is None:
+        raise ValueError(f"--track {name} needs the package {name}, which is not installed; pip install {name}")
 
 
 @contextmanager

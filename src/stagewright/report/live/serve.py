@@ -56,12 +56,6 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30  # seconds that a connection may be idle
 
     def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
         if self.headers.get("Host") not in self.server.hosts:
             self._send(HTTPStatus.MISDIRECTED_REQUEST, b"this page is only for this machine\n", "text/plain")
         elif self.path != "/":
@@ -73,6 +67,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(), "text/plain")
                 return
             self._send(HTTPStatus.OK, page, "text/html")
+
+    do_HEAD = do_GET
 
     def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
         self.send_response(status)
