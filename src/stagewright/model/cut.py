@@ -33,10 +33,6 @@ class Piece:
     evaluation_inputs: tuple[str, ...]
     first_unit: str
 
-    @property
-    def modules(self) -> tuple[nn.Module, nn.Module]:
-        return (self.training, self.evaluation)
-
 
 class Chain:
     """A model as a sequence of units, in the order in which they run."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -63,13 +64,11 @@ class Boundary:
     def of(values: Sequence[Value], samples: int, label_shape: Sequence[int], options: FormatOptions) -> Boundary:
         tensors = tuple(index for index, value in enumerate(values) if value.dtype is not None)
         differentiable = tuple(index for index in tensors if values[index].requires_grad)
-        fields = {
-            index: Field(
-                value.name, value.shape, getattr(torch, value.dtype), options.channels_last and is_image(value)
-            )
-            for index, value in enumerate(values)
-            if value.dtype is not None
-        }
+        fields = {}
+        for index, value in enumerate(values):
+            if value.dtype is not None:
+                channels_last = options.channels_last and len(value.shape) == 4  # a batch of images
+                fields[index] = Field(value.name, value.shape, getattr(torch, value.dtype), channels_last)
         labels = Field(LABELS, (samples, *label_shape), torch.int64)
         scale = [Field(SCALE, (1,), torch.float32)] if options.scaled else []
         return Boundary(
@@ -79,11 +78,6 @@ class Boundary:
             tensors,
             differentiable,
         )
-
-
-def is_image(value: Value) -> bool:
-    """Whether a value has the shape of a batch of images."""
-    return len(value.shape) == 4
 
 
 @dataclass(slots=True)
@@ -129,33 +123,28 @@ class Exchange:
 
     def transfer(self, action: Action) -> None:
         """Carry out a send or a receive."""
-        assert action.microbatch is not None and action.peer is not None
-        _HANDLERS[action.op](self, action.microbatch, action.peer)
-
-    def _receive_activations(self, microbatch: int, peer: int) -> None:
-        inbox = self.activations_from[peer]
-        message = inbox.receive(microbatch)
-        *tensors, labels = message.tensors
-        self.inputs[microbatch] = Activations(tensors, labels, lambda: inbox.release(message))
-
-    def _send_activations(self, microbatch: int, peer: int) -> None:
-        output = self.outputs.pop(microbatch)
-        self.activations_to[peer].send(microbatch, (*output.tensors, output.labels))
-
-    def _receive_gradients(self, microbatch: int, peer: int) -> None:
-        assert self.after is not None
-        inbox = self.gradients_from[peer]
-        message = inbox.receive(microbatch)
-        count = len(self.after.differentiable)
-        tensors, scale = message.tensors[:count], message.tensors[count:]
-        self.output_gradients[microbatch] = Gradients(
-            tensors, scale[0] if scale else None, lambda: inbox.release(message)
-        )
-
-    def _send_gradients(self, microbatch: int, peer: int) -> None:
-        gradients = self.input_gradients.pop(microbatch)
-        scale = () if gradients.scale is None else (gradients.scale,)
-        self.gradients_to[peer].send(microbatch, (*gradients.tensors, *scale))
+        microbatch, peer = action.microbatch, action.peer
+        assert microbatch is not None and peer is not None
+        if action.op is Op.SEND_ACT:
+            output = self.outputs.pop(microbatch)
+            self.activations_to[peer].send(microbatch, (*output.tensors, output.labels))
+        elif action.op is Op.SEND_GRAD:
+            gradients = self.input_gradients.pop(microbatch)
+            scale = () if gradients.scale is None else (gradients.scale,)
+            self.gradients_to[peer].send(microbatch, (*gradients.tensors, *scale))
+        elif action.op is Op.RECV_ACT:
+            inbox = self.activations_from[peer]
+            message = inbox.receive(microbatch)
+            *tensors, labels = message.tensors
+            self.inputs[microbatch] = Activations(tensors, labels, partial(inbox.release, message))
+        else:
+            assert self.after is not None
+            inbox = self.gradients_from[peer]
+            message = inbox.receive(microbatch)
+            count = len(self.after.differentiable)
+            loss_scale = message.tensors[count] if len(message.tensors) > count else None
+            release = partial(inbox.release, message)
+            self.output_gradients[microbatch] = Gradients(message.tensors[:count], loss_scale, release)
 
     def flush(self) -> None:
         """Wait until every message has been sent, and every received number compared."""
@@ -163,14 +152,6 @@ class Exchange:
             outbox.flush()
         for inbox in (*self.activations_from.values(), *self.gradients_from.values()):
             inbox.flush()
-
-
-_HANDLERS: Mapping[Op, Callable[[Exchange, int, int], None]] = {
-    Op.SEND_ACT: Exchange._send_activations,
-    Op.RECV_ACT: Exchange._receive_activations,
-    Op.SEND_GRAD: Exchange._send_gradients,
-    Op.RECV_GRAD: Exchange._receive_gradients,
-}
 
 
 def expect(inboxes: Mapping[int, Inbox], rank: int, stage: Stage, plan: Plan, neighbour: int, span: range) -> None:

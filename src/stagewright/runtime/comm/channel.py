@@ -207,12 +207,12 @@ class Inbox(_End):
         """The next message, which must have arrived and be that of `microbatch`; give it back with `release`."""
         self.verify()
         message = self._posted.popleft().message
-        reading = message.open()
+        number = message.open()
         self._post()
-        if reading is None:
-            self._compare(microbatch, message.number())
+        if isinstance(number, int):
+            self._compare(microbatch, number)
         else:
-            self._unread.append((microbatch, reading))
+            self._unread.append((microbatch, number))
             self._compare_readings(wait=False)
         return message
 

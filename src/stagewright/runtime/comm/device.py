@@ -14,7 +14,6 @@ class Reading(Protocol):
     """A small tensor on its way to the host."""
 
     def is_completed(self) -> bool: ...
-    def wait(self) -> None: ...
     def value(self) -> Tensor:
         """The tensor on the host; waits until it is there."""
         ...
@@ -103,9 +102,6 @@ class _HostReading:
     def is_completed(self) -> bool:
         return True
 
-    def wait(self) -> None:
-        pass
-
     def value(self) -> Tensor:
         return self._tensor
 
@@ -118,9 +114,6 @@ class _GpuReading:
     def is_completed(self) -> bool:
         return bool(self._copied.query())  # type: ignore[no-untyped-call]
 
-    def wait(self) -> None:
-        self._copied.synchronize()
-
     def value(self) -> Tensor:
-        self.wait()
+        self._copied.synchronize()
         return self._copy

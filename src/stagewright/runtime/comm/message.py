@@ -96,11 +96,9 @@ class Message(Protocol):
         """Whether that number has certainly arrived; False where only waiting can tell."""
         ...
 
-    def open(self) -> Reading | None:
-        """Make the received tensors usable by compute; returns the number's reading where it is on a GPU."""
+    def open(self) -> int | Reading:
+        """Make the received tensors usable by compute; returns the number, or its reading where it is on a GPU."""
         ...
-
-    def number(self) -> int: ...
 
     def close(self) -> None:
         """Sending, or compute, is done with the tensors."""
@@ -131,10 +129,7 @@ class HostMessage:
     def shows(self, number: int) -> bool:
         return int(self._number[0]) == number
 
-    def open(self) -> None:
-        return None
-
-    def number(self) -> int:
+    def open(self) -> int:
         return int(self._number[0])
 
     def close(self) -> None:
@@ -206,14 +201,12 @@ class StagedMessage:
     def shows(self, number: int) -> bool:
         return int(self._number[0]) == number
 
-    def open(self) -> None:
+    def open(self) -> int:
         assert self._on_gpu is not None
         with self._gpu.on_stream(self._gpu.copy_in, self._closed):
             self._on_gpu.copy_(self._host, non_blocking=True)
             self._copied = record_event()
         torch.cuda.current_stream().wait_event(self._copied)
-
-    def number(self) -> int:
         return int(self._number[0])
 
     def close(self) -> None:
@@ -256,9 +249,6 @@ class DirectMessage:
 
     def open(self) -> Reading:
         return self._gpu.read(self._number)
-
-    def number(self) -> int:
-        return int(self._number)
 
     def close(self) -> None:
         self._closed = record_event()

@@ -152,7 +152,7 @@ def _replica(
 ) -> Replica:
     config = job.config
     precision = make_precision(config.run.precision, config.run.device)
-    ring = VersionRing(piece.modules, job.training.reached, stage.versions, stage.num_gradients)
+    ring = VersionRing((piece.training, piece.evaluation), job.training.reached, stage.versions, stage.num_gradients)
     reducer = Reducer(collective, ring.parameters, ring.master.itemsize, config.run.bucket * 2**20)
     format_options = FormatOptions(job.channels_last, precision.is_scaled)
     share = job.plan.stages[-1].round / stage.round

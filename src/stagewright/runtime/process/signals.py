@@ -23,11 +23,20 @@ _POLL_SECONDS = 0.5
 @contextmanager
 def stop_on_signal(stop: Callable[[], None]) -> Iterator[None]:
     """While the context is open, the first signal calls `stop` and the second raises Interrupted."""
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) > 1:
+            raise Interrupted(f"by {signal.Signals(number).name}")
+        if sys.stderr.isatty():
+            sys.stderr.write("stopping after the batches in flight; press again to stop at once\n")
+        stop()
+
     with preserve_signals():
         if threading.current_thread() is threading.main_thread():
-            handler = _polite_handler(stop)
             for number in SIGNALS:
-                signal.signal(number, handler)
+                signal.signal(number, handle)
         yield
 
 
@@ -43,20 +52,6 @@ def preserve_signals(*numbers: signal.Signals) -> Iterator[None]:
     finally:
         for number, before in kept.items():
             signal.signal(number, before)
-
-
-def _polite_handler(stop: Callable[[], None]) -> Callable[[int, FrameType | None], None]:
-    received: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if len(received) > 1:
-            raise Interrupted(f"by {signal.Signals(number).name}")
-        if sys.stderr.isatty():
-            sys.stderr.write("stopping after the batches in flight; press again to stop at once\n")
-        stop()
-
-    return handle
 
 
 def exit_with_parent(parent: int) -> None:

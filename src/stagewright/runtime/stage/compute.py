@@ -57,15 +57,11 @@ class Eager:
         self._call: Callable[..., Any] = torch.compile(module, dynamic=False) if is_compiled else module
 
     def forward(self, slot: int, arguments: Sequence[object]) -> tuple[Any, Release]:
-        return self(arguments), _nothing
+        return self(arguments), lambda: None
 
     def __call__(self, arguments: Sequence[object]) -> Any:
         with self._precision.forward_context():
             return self._call(*arguments)
-
-
-def _nothing() -> None:
-    pass
 
 
 class CudaGraphs:

@@ -35,9 +35,9 @@ class DynamicScheduler:
         span: range,
         awaits: Callable[[Action], Pending | None],
         timeout: float,
-        gate: Gate | None = None,
+        gate: Gate,
     ) -> None:
-        self._gate = gate or Gate(plan.microbatches)
+        self._gate = gate
         self._plan = plan
         self._rank = rank
         self._start = span.start

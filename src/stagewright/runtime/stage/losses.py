@@ -43,17 +43,14 @@ class Losses:
             losses, scale = self._batches.popleft()
             numbers = [(microbatch, float(reading.value())) for microbatch, reading in losses]
             for microbatch, loss in numbers:
-                self._require_finite(microbatch, loss)
+                if not math.isfinite(loss):
+                    raise NonFiniteLoss(
+                        f"the loss of batch {microbatch // self._plan.microbatches} is {loss} "
+                        f"(stage {len(self._plan.stages) - 1}, microbatch {microbatch}); "
+                        "try a lower --lr, a --warmup or --clip 1"
+                    )
             event = {"kind": "losses", "rank": self._rank, "losses": numbers, "time": time.monotonic()}
             self._emit(event if scale is None else {**event, "scale": scale})
-
-    def _require_finite(self, microbatch: int, loss: float) -> None:
-        if not math.isfinite(loss):
-            raise NonFiniteLoss(
-                f"the loss of batch {microbatch // self._plan.microbatches} is {loss} "
-                f"(stage {len(self._plan.stages) - 1}, microbatch {microbatch}); "
-                "try a lower --lr, a --warmup or --clip 1"
-            )
 
 
 def score_of(logits: Tensor, labels: Tensor) -> Score:

@@ -76,10 +76,8 @@ class Replica:
         self.compute = make_compute(piece.training, options.precision, device, options.compute)
         self.in_flight: dict[int, InFlight] = {}
         self.losses: dict[int, Reading] = {}
-        share = (
-            torch.ones((), dtype=options.precision.weights) / stage.round
-        )  # of a microbatch in the loss of its round
-        self._share = share.to(device.device)
+        share = torch.ones((), dtype=options.precision.weights) / stage.round
+        self._share = share.to(device.device)  # of a microbatch in the loss of its round
         self._scales: dict[int, Tensor] = {}  # the loss scale in each update's gradient
         self.open_updates: set[int] = set()  # updates whose gradient is being accumulated
 
@@ -93,7 +91,9 @@ class Replica:
         output, release = self.compute.forward(self.ring.slot_of(update), arguments)
         self.statistics.count += 1
         if self.stage.is_last:
-            loss = self._loss(output, inputs.labels, microbatch)
+            smoothing = self.options.label_smoothing
+            loss = functional.cross_entropy(widened(output), inputs.labels, label_smoothing=smoothing)
+            self.losses[microbatch] = self.device.read(loss.detach())
             roots = [loss]
         else:
             after = self.exchange.after
@@ -153,13 +153,10 @@ class Replica:
         if clip is not None:
             gradient.mul_(clip(gradient))
         self.optimizer.step(update, gradient, found_inf)
-        self._advance(update)
+        self.advance(update)
 
-    def skip(self, update: int) -> None:
-        """Make version update+1 the same as the previous version."""
-        self._advance(update)
-
-    def _advance(self, update: int) -> None:
+    def advance(self, update: int) -> None:
+        """Make version update+1 from the present weights, which a skipped update has left as they were."""
         self.reducer.forget(update)
         self.open_updates.discard(update)
         self._refill(update + 1, update + self.stage.versions)
@@ -214,14 +211,12 @@ class Replica:
         """The stage's arguments: the received tensors, and the constants between them."""
         before = self.exchange.before
         if before is None:
-            return [self._in_memory_format(tensor) for tensor in inputs.tensors]
+            (images,) = inputs.tensors
+            if self.options.format.channels_last and images.dim() == 4:
+                images = images.contiguous(memory_format=torch.channels_last)
+            return [images]
         tensors = iter(inputs.tensors)
         return [value.constant if value.dtype is None else next(tensors) for value in before.values]
-
-    def _in_memory_format(self, tensor: Tensor) -> Tensor:
-        if self.options.format.channels_last and tensor.dim() == 4:
-            return tensor.contiguous(memory_format=torch.channels_last)
-        return tensor
 
     def _arguments(self, inputs: Activations) -> tuple[list[object], list[Tensor]]:
         """The stage's arguments for training, and the leaves that get a gradient."""
@@ -239,11 +234,6 @@ class Replica:
                 if before.values[index].changed and isinstance(tensor, Tensor):
                     arguments[index] = tensor.clone()
         return arguments, leaves
-
-    def _loss(self, logits: Tensor, labels: Tensor, microbatch: int) -> Tensor:
-        loss = functional.cross_entropy(widened(logits), labels, label_smoothing=self.options.label_smoothing)
-        self.losses[microbatch] = self.device.read(loss.detach())
-        return loss
 
     def _initial_gradient(self, scale: float | None) -> Gradients:
         """The gradient with which the last stage's backward begins: its share of the round, times the loss scale."""

@@ -6,8 +6,9 @@ So the same worker runs in its own process, where waiting blocks, or with others
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import astuple
 from typing import Any
 
 from torch import Tensor
@@ -156,7 +157,7 @@ class Worker:
                 assert job.short is not None
                 yield from self._evaluate_pieces(job.short, range(whole, whole + 1))
         if any(replica.stage.is_last for replica in self.replicas.values()):
-            self._emit({"kind": "score", "batch": pause, "rank": self.rank, "score": _as_list(self._score)})
+            self._emit({"kind": "score", "batch": pause, "rank": self.rank, "score": list(astuple(self._score))})
 
     def states(self) -> Iterator[Pending | tuple[Stage, Mapping[str, Tensor]]]:
         """Each stage's newest weights and mean statistics, from its first replica; every rank must take part."""
@@ -264,7 +265,7 @@ class Worker:
         norms = self._norms.squares(update) if self.plan.agree else None
         skipping = self.loss_scaling.skip_decision(replica, update, norms)
         if skipping is True:
-            replica.skip(update)
+            replica.advance(update)
         else:
             replica.update(update, clip, skipping if isinstance(skipping, Tensor) else None)
 
@@ -314,7 +315,3 @@ class Worker:
         for replica in self.replicas.values():
             replica.exchange.flush()
         self._losses.flush()
-
-
-def _as_list(score: Score) -> Sequence[float]:
-    return [score.samples, score.loss, score.top1, score.top5]
