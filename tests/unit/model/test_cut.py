@@ -25,6 +25,8 @@ def test_shares_put_boundaries_at_the_floor_of_their_prefix() -> None:
     units = len(chain.units)
     assert chain.by_shares([1, 1]) == (chain.units[units // 2],)
     assert chain.by_shares([1, 2, 1]) == (chain.units[units // 4], chain.units[units * 3 // 4])
+    uneven = next(total for total in range(2, units) if units % total)
+    assert chain.by_shares([1, uneven - 1]) == (chain.units[units // uneven],)
     with pytest.raises(ValueError, match="shares 0:1: each must be at least 1"):
         chain.by_shares([0, 1])
 
