@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,9 +25,12 @@ def test_reads_back_what_it_wrote(tmp_path: Path) -> None:
     assert read_profile(tmp_path / "p.json") == profile()
 
 
-def test_a_size_between_two_measured_ones_is_interpolated(tmp_path: Path) -> None:
-    table = profile().at("fp32", 6)
-    assert table.samples == 6 and table.units[0] == replace(unit("a", 2))
+@pytest.mark.parametrize(("samples", "forward", "output"), [(5, 0.75, 15), (6, 1.0, 20), (7, 1.25, 25)])
+def test_a_size_between_two_measured_ones_is_interpolated(samples: int, forward: float, output: int) -> None:
+    table = profile().at("fp32", samples)
+    assert (table.samples, table.units[0].forward, table.units[0].output) == (samples, forward, output)
+    assert table.units[0].parameters == 7
+    assert profile().at("fp32", 6).units == (unit("a", 2), unit("b", 2))
 
 
 @pytest.mark.parametrize(
