@@ -273,6 +273,23 @@ def test_compares_several_runs(tmp_path: Path) -> None:
     assert "dp 1: the only rank computes 100% of the time." in text
     assert [bar.label for bar in block(made, "Throughput", Bars).bars] == ["stale 2-1", "dp 1"]
     assert len(block(made, "Loss", Curves).curves) == 4
+    overview = block(made, "Overview", Table)
+    assert [dict(zip(overview.columns, row, strict=True)) for row in overview.rows] == [
+        {
+            "run": run,
+            "steps": "20",
+            "time": time,
+            "images/s": speed,
+            "training loss": "0.5359",
+            "evaluation loss": loss,
+            "top-1": top1,
+            "folder": folder,
+        }
+        for run, time, speed, loss, top1, folder in [
+            ("stale 2-1", "4 s", "320", "0.5", "75.0%", "a"),
+            ("dp 1", "8 s", "160", "0.6", "50.0%", "b"),
+        ]
+    ]
     assert block(made, "Configurations", Table).rows[0] == ("mode", "stale", "dp")
     assert titles(made).count("What each rank did: dp 1") == 1
 
