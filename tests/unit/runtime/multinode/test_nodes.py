@@ -94,9 +94,10 @@ def test_reads_machines_and_index_from_slurm() -> None:
 def test_refuses_a_token_that_is_short_or_readable_by_others(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("x" * 32 + "\n")
-    path.chmod(0o644)
-    with pytest.raises(ValueError, match="can be read by others; chmod 600"):
-        read_token(str(path), {})
+    for mode in (0o644, 0o640, 0o604, 0o620):  # all, the group, others, or a group that may write
+        path.chmod(mode)
+        with pytest.raises(ValueError, match="can be read by others; chmod 600"):
+            read_token(str(path), {})
     path.chmod(0o600)
     assert read_token(str(path), {}) == "x" * 32
     path.write_text("short")
