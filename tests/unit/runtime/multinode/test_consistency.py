@@ -1,0 +1,54 @@
+"""Machines must agree on everything that changes what is computed, and may differ in where their files are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagewright.config.sections import options
+from stagewright.runtime.job import Job
+from stagewright.runtime.multinode.consistency import consistency_values, first_difference
+from tests.parity import Case, make_job
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return make_job(Case("plain", "0:0.0:1", "third"), tmp_path)
+
+
+def with_another(job: Job, key: str) -> Job:
+    """The job on a machine whose command gives another value of one option."""
+    section, _, name = key.partition(".")
+    table: Any = getattr(job.config, section)
+    value = getattr(table, name)
+    other = not value if isinstance(value, bool) else f"{value}x" if isinstance(value, str) else (value or 0) + 1
+    return replace(job, config=replace(job.config, **{section: replace(table, **{name: other})}))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *(option.key for option in options("model", "optimizer", "schedule")),
+        *("data.samples", "data.shuffle", "plan.batch", "plan.mode", "run.seed", "run.precision", "run.dynamic"),
+    ],
+)
+def test_machines_agree_on_every_option_that_changes_the_training(job: Job, key: str) -> None:
+    found = first_difference(consistency_values(job), consistency_values(with_another(job, key)))
+    assert found is not None and found[0] == key
+
+
+@pytest.mark.parametrize("key", ["data.source", "data.loader_threads", "run.runs", "run.log_every", "nodes.index"])
+def test_machines_may_differ_in_paths_threads_and_messages(job: Job, key: str) -> None:
+    assert first_difference(consistency_values(job), consistency_values(with_another(job, key))) is None
+
+
+def test_machines_agree_on_the_data_and_the_plan(job: Job) -> None:
+    values = consistency_values(job)
+    other_data = replace(job, fingerprint="another data set")
+    found = first_difference(values, consistency_values(other_data))
+    assert found == ("data fingerprint", job.fingerprint, "another data set")
+    other_plan = replace(job, plan=replace(job.plan, cuts=("fourth",)))
+    assert first_difference(values, consistency_values(other_plan)) == ("plan cuts", list(job.plan.cuts), ["fourth"])
