@@ -31,10 +31,9 @@ from stagewright.planning.build import plan_at, stage_numbers
 from stagewright.planning.calibrate import calibrate, published_runs
 from stagewright.planning.planner import choose_lag
 from stagewright.planning.predict import Prediction, predict
-from stagewright.planning.setting import analytic_setting, trace_model
+from stagewright.planning.setting import config_setting, trace_model, unconnected_cluster
 
 _MEMORY_MARGIN = 1.15  # the memory model is accurate to 15 %: what may fit is tried
-_ANY_GPU = "h200"  # supports every precision; its memory does not matter here
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,29 +94,14 @@ def needed_memory(config: Config) -> list[int]:
         plan = _plan_of(config, model.chain, placement, lambda: model.chain.by_shares(shares))
     except ValueError:
         return []
-    count = 1 + max(device.index for device in plan.devices)
-    machines = 1 + max(device.machine for device in plan.devices)
-    cluster = Cluster((Machine(count, _ANY_GPU),) * machines, "anywhere")
-    software = shipped().system("stagewright")
-    setting = analytic_setting(
-        shipped(), cluster, model.shapes, software, config.run.precision, optimizer=config.optimizer.name
-    )
-    estimate = Estimate(plan, setting)
+    estimate = Estimate(plan, config_setting(config, unconnected_cluster(plan), shipped()))
     return [int(estimate.memory(rank).total) for rank in range(plan.world)]
 
 
 def predict_config(config: Config, catalog: Catalog, cluster: Cluster, *, loads: bool) -> Prediction:
     """Simulate the plan that a configuration describes; `loads` includes the time to load and decode real data."""
     model = trace_model(config.model.name, config.model.classes, config.data.image)
-    setting = analytic_setting(
-        catalog,
-        cluster,
-        model.shapes,
-        catalog.system("stagewright"),
-        config.run.precision,
-        optimizer=config.optimizer.name,
-        loads=loads,
-    )
+    setting = config_setting(config, cluster, catalog, loads=loads)
     options = config.plan
     placement = parse_placement(options.placement, cluster)
 

@@ -81,7 +81,7 @@ def show(
         prediction, plan = candidate.prediction, candidate.plan
         table.add_row(
             "*" if candidate is choice.best else "",
-            f"{plan.mode} {candidate.shape}",
+            f"{plan.mode} {plan.shape}",
             str(plan.microbatches),
             ",".join(str(stage.versions - 1) for stage in plan.stages),
             f"{prediction.images_per_second:,.0f}",
@@ -93,7 +93,7 @@ def show(
     console.print(table)
     for candidate in choice.candidates:
         mark = "*" if candidate is choice.best else " "
-        say(console, f"{mark} {candidate.plan.mode} {candidate.shape}: {candidate.why}")
+        say(console, f"{mark} {candidate.plan.mode} {candidate.plan.shape}: {candidate.why}")
     for line in choice.refused:
         say(console, f"  does not fit: {line}")
     if choice.unprofiled:

@@ -87,7 +87,7 @@ def _row(parsed: argparse.Namespace, setting: Setting, prices: dict[str, float])
     memory = sum(setting.devices(setting.cluster.kind_of(device)).memory for device in setting.cluster.devices) / GIB
     return {
         "cluster": setting.cluster.name,
-        "plan": f"{best.plan.mode} {best.shape}",
+        "plan": f"{best.plan.mode} {best.plan.shape}",
         "lag": max(stage.versions for stage in best.plan.stages) - 1,
         "images_per_second": rate,
         "usd": usd,

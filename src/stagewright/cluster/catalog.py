@@ -99,7 +99,7 @@ def make_catalog(tables: Mapping[str, Any]) -> Catalog:
     software = {name: _software(name, entry, links) for name, entry in _section(tables, "software").items()}
     clusters = {name: _cluster(name, entry, links, devices) for name, entry in _section(tables, "cluster").items()}
     decode = _figure(_section(tables, "loader")["decode"], "loader.decode")
-    return Catalog(devices, links, software, clusters, sources, decode)
+    return Catalog(devices, links, software, clusters, decode)
 
 
 def _section(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -159,12 +159,8 @@ def _link(name: str, entry: Mapping[str, Any]) -> Link:
     where = f"link.{name}"
     bandwidth = _positive(_required(entry, "bandwidth", where), f"{where}.bandwidth")
     _refuse_unknown(entry, "link", where)
-    return Link(
-        name,
-        bandwidth,
-        _figure(entry.get("latency", 0.0), f"{where}.latency"),
-        bool(entry.get("staged", False)),
-    )
+    latency = _figure(entry.get("latency", 0.0), f"{where}.latency")
+    return Link(name, bandwidth, latency, bool(entry.get("staged", False)))
 
 
 def _measured(figure: Any, sources: Mapping[str, Any]) -> str | None:
@@ -237,7 +233,8 @@ def _cluster(name: str, entry: Any, links: Mapping[str, Link], devices: Mapping[
             raise ValueError(f"catalog: {where} has more than {_MOST_DEVICES} devices")
     network = find(links, str(entry["network"]), "link") if "network" in entry else None
     cluster = Cluster(tuple(machines), name, network)
-    _require_connected(cluster)
+    for one, other in itertools.pairwise(cluster.devices):
+        cluster.path(one, other)  # raises if they have no link, so that no plan can need a missing one
     return cluster
 
 
@@ -263,10 +260,3 @@ def _machine(entry: Any, where: str, links: Mapping[str, Link], devices: Mapping
         levels.append(Level(replace(link, bandwidth=link.bandwidth * lanes), tuple(tuple(group) for group in groups)))
     cores = _optional(entry, "cores", where)
     return Machine(count, kind, tuple(levels), None if cores is None else int(cores))
-
-
-def _require_connected(cluster: Cluster) -> None:
-    """Raise unless all neighbouring devices have a link, so that no plan can need a missing one."""
-    devices = cluster.devices
-    for one, other in itertools.pairwise(devices):
-        cluster.path(one, other)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from stagewright.cluster.topology import Cluster, Link
 from stagewright.errors import did_you_mean
@@ -79,7 +79,6 @@ class Catalog:
     links: Mapping[str, Link]
     software: Mapping[str, Software]
     clusters: Mapping[str, Cluster]
-    sources: Mapping[str, Mapping[str, Any]]
     decode: float  # images per second that one core decodes
 
     def device(self, name: str) -> DeviceSpec:

@@ -120,9 +120,7 @@ class Cluster:
                     f"cluster {self.name} has no network between machines {source.machine} and {target.machine}; "
                     'add network = "net-10g" to its file'
                 )
-            up = self._climb(source, None, True)
-            down = self._climb(target, None, False)
-            return [*up, *down]
+            return [*self._climb(source, None, True), *self._climb(target, None, False)]
         machine = self.machines[source.machine]
         level = machine.level_of(source.index, target.index)
         if level is None:

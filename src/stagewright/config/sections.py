@@ -24,16 +24,13 @@ _MOST_SCALE = 2.0**127  # of fp32
 RENAMED = {"plan.weights": "plan.shares"}  # keys of older versions, which old run folders still have
 
 
-def option(default: Any, flag: str, help: str, metavar: str = "", **bounds: float) -> Any:
-    """A field that is also a command-line option; its bounds are `least`, `above`, `below` and `most`."""
-    return field(default=default, metadata={"flag": flag, "help": help, "metavar": metavar, "bounds": bounds})
+def option(default: Any, flag: str, help: str, metavar: str = "", *, is_list: bool = False, **bounds: float) -> Any:
+    """A field that is also a command-line option; its bounds are `least`, `above`, `below` and `most`.
 
-
-def whole_numbers(default: str, flag: str, help: str) -> Any:
-    """An option that is a comma-separated list of integers from 0 on."""
-    return field(
-        default=default, metadata={"flag": flag, "help": help, "metavar": "N,N", "bounds": {}, "is_list": True}
-    )
+    `is_list`: a text of comma-separated integers from 0 on.
+    """
+    about = {"flag": flag, "help": help, "metavar": metavar, "bounds": bounds, "is_list": is_list}
+    return field(default=default, metadata=about)
 
 
 @dataclass(frozen=True)
@@ -134,7 +131,7 @@ class ScheduleConfig(Section):
         "constant", "--lr-schedule", "learning rate over the run"
     )
     warmup: int = option(0, "--warmup", "batches of linear warm-up", least=0)
-    steps: str = whole_numbers("", "--lr-steps", "step: batches at which the rate drops: 100,200")
+    steps: str = option("", "--lr-steps", "step: batches at which the rate drops: 100,200", "N,N", is_list=True)
     gamma: float = option(0.1, "--lr-gamma", "step: factor of each drop", least=0)
     power: float = option(2.0, "--lr-power", "poly: exponent", least=0)
     final: float = option(0.0, "--lr-final", "poly, cosine: rate at the end", least=0)

@@ -138,5 +138,5 @@ def _require_bounds(entry: Field[Any], value: Any) -> None:
     flag, bounds = entry.metadata["flag"], entry.metadata["bounds"]
     if bounds and value is not None:
         require_within(flag, value, **bounds)
-    if entry.metadata.get("is_list") and not all(part.strip().isdecimal() for part in value.split(",") if part.strip()):
+    if entry.metadata["is_list"] and not all(part.strip().isdecimal() for part in value.split(",") if part.strip()):
         raise ValueError(f"{flag} must be comma-separated integers such as 100,200, got '{value}'")

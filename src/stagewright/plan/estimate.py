@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from stagewright.cluster.specs import DeviceSpec, Software
-from stagewright.cluster.topology import Cluster, Device
+from stagewright.cluster.topology import Cluster
 from stagewright.metrics import MIB
 from stagewright.plan import cost
 from stagewright.plan.memory import Memory, microbatches_held, weight_copies
@@ -161,9 +161,6 @@ class Estimate:
             for stage in self.plan.stages
         ]
 
-    def device(self, rank: int) -> Device:
-        return self.plan.devices[rank]
-
     def memory(self, rank: int) -> Memory:
         """The memory of a rank."""
         return Memory.sum(self._stage_memory(stage, rank) for stage in self.plan.stages_of(rank))
@@ -224,10 +221,8 @@ def with_whole_batches(plan: Plan, software: Software) -> Plan:
     """The plan with stages deep enough for whole batches, if the software passes whole batches between stages."""
     if not software.whole_batches:
         return plan
-    stages = (replace(stage, depth=max(stage.depth, _least_depth(stage))) for stage in plan.stages)
+    stages = []
+    for stage in plan.stages:  # a replica's microbatches of a batch, once for its own stage and each stage behind it
+        least = -(-stage.round // stage.replicas) * (stage.count - stage.index)
+        stages.append(replace(stage, depth=max(stage.depth, least)))
     return replace(plan, stages=tuple(stages))
-
-
-def _least_depth(stage: Stage) -> int:
-    """A replica's microbatches of a batch, once for its own stage and once for every stage behind it."""
-    return -(-stage.round // stage.replicas) * (stage.count - stage.index)

@@ -135,8 +135,6 @@ class Segments:
     backward: Array
     parameters: Array
     saved: Array
-    before: Array  # bytes of activations that enter
-    behind: Array  # bytes of activations that leave
     entering: Array  # bytes that enter over both borders per microbatch, forward and backward
     leaving: Array
     transient: Array  # bytes of message buffers, of gradients of activations, and of workspace
@@ -170,8 +168,6 @@ class Segments:
             np.array([between(kind.backward) for kind in sums]),
             between(own.parameters),
             between(own.saved),
-            own.live[begin],
-            own.live[end],
             own.live[begin] + own.live_gradient[end],
             own.live[end] + own.live_gradient[begin],
             messages + 2 * largest(own.outputs) + workspace,

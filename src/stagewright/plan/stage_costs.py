@@ -140,20 +140,5 @@ def make_memory_limits(
 ) -> MemoryLimits:
     software = setting.software
     smallest = min(setting.devices(kind).memory for kind in kinds)
-    return MemoryLimits(
-        smallest - software.context,
-        setting.moments + software.temporaries,
-        staleness,
-        microbatches,
-        mode,
-    )
-
-
-def pipedream_seconds(segments: Segments, blocks: BlockKinds, bandwidth: float) -> Array:
-    """PipeDream's own formula on a flat network, for comparison with its plans: seconds per minibatch."""
-    size = blocks.size[:, None]
-    weights = segments.parameters * cost.GRADIENT_BYTES
-    busy = (segments.compute[0] + 4 * (size - 1) * weights / (bandwidth * size)) / size
-    entering = 2 * segments.before / (bandwidth * size)
-    leaving = np.where(segments.first > 0, 2 * segments.behind / (bandwidth * size), 0.0)
-    return np.maximum(busy, np.maximum(entering, leaving))
+    moments = setting.moments + software.temporaries
+    return MemoryLimits(smallest - software.context, moments, staleness, microbatches, mode)

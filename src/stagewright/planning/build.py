@@ -49,7 +49,8 @@ def build_plan(
     cuts = () if chain is None or mode is Mode.DP else _cuts(config, chain, placement)
     plan = plan_at(options, placement, cuts)
     if options.policy == "gpipe":
-        plan = _with_gpipe_depths(plan)
+        stages = (replace(stage, depth=-(-plan.microbatches // stage.replicas)) for stage in plan.stages)
+        plan = replace(plan, stages=tuple(stages))  # all forwards of a batch before its first backward
     if mode is Mode.STALE and options.staleness is None and options.versions is None and len(plan.stages) > 1:
         bubble_of = _bubble(config, chain, plan) if costs is None else _bubble_by(costs)
         plan = choose_staleness(config, plan, bubble_of, warn)
@@ -197,12 +198,6 @@ def plan_at(options: PlanConfig, placement: Placement, cuts: tuple[str, ...]) ->
         depths=stage_numbers(options.depths, "depths", ","),
         cuts=cuts,
     )
-
-
-def _with_gpipe_depths(plan: Plan) -> Plan:
-    """The plan with all forwards of a batch before its first backward."""
-    stages = tuple(replace(stage, depth=-(-plan.microbatches // stage.replicas)) for stage in plan.stages)
-    return replace(plan, stages=stages)
 
 
 def with_agreement(config: Config, plan: Plan) -> Plan:

@@ -81,12 +81,13 @@ class PublishedRun:
 def published_runs() -> tuple[PublishedRun, ...]:
     """Every run of the catalog."""
     tables = tomllib.loads(resources.files("stagewright.cluster").joinpath("published.toml").read_text())
-    return tuple(_run(entry, tables["system"]) for entry in tables["run"])
-
-
-def _run(entry: Mapping[str, Any], systems: Mapping[str, str]) -> PublishedRun:
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
-    return PublishedRun(software=systems[entry["system"]], **values)
+    runs = []
+    for entry in tables["run"]:
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
+        }
+        runs.append(PublishedRun(software=tables["system"][entry["system"]], **values))
+    return tuple(runs)
 
 
 def run_plan(run: PublishedRun, catalog: Catalog) -> Plan:

@@ -42,10 +42,6 @@ class Candidate:
     def plan(self) -> Plan:
         return self.prediction.plan
 
-    @property
-    def shape(self) -> str:
-        return self.plan.shape
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -96,7 +92,7 @@ def choose(
     found: list[Prediction] = []
     refused: list[str] = []
     for plan in [parallel, *wanted]:
-        progress(f"simulating {plan.mode} {'-'.join(str(stage.replicas) for stage in plan.stages)}")
+        progress(f"simulating {plan.mode} {plan.shape}")
         plan = choose_lag(plan, setting, staleness)
         prediction = choose_depth(plan, setting) if devices <= _SMALL else predict(plan, setting)
         found.append(prediction)

@@ -116,7 +116,6 @@ def predict_job(config: Config, plan: Plan) -> Prediction | None:
     if config.plan.profile is None:
         return None
     profile = read_profile(config.plan.profile)
-    cluster = None
     if plan.world == 1:
         cluster = Cluster((Machine(1, "cpu"),), "profiled")
     elif plan.world > profile.together:

@@ -38,9 +38,7 @@ class Untraceable(Exception):
 class TracedModel:
     """A model traced without running it: its chain of units, and the shape of each unit for one sample."""
 
-    name: str
     chain: Chain
-    input: tuple[int, ...]
     shapes: tuple[Shape, ...]
 
 
@@ -52,8 +50,7 @@ def trace_model(name: str, classes: int | None = None, image: int | None = None)
     module = build_model(name, 0, classes).to("meta") if ":" in name else on_meta(lambda: build(name, classes))
     chain = Chain(module)
     with model_errors(name, sample):
-        shapes = trace_shapes(chain, sample)
-    return TracedModel(name, chain, sample, shapes)
+        return TracedModel(chain, trace_shapes(chain, sample))
 
 
 def analytic_setting(
@@ -77,6 +74,13 @@ def analytic_setting(
     cores = min((machine.cores or 1 for machine in cluster.machines), default=1)
     loader = catalog.decode * cores if loads else None
     return Setting(cluster, catalog.device, software, precision, tables, optimizer, shapes[0].inputs, loader)
+
+
+def config_setting(config: Config, cluster: Cluster, catalog: Catalog, *, loads: bool = False) -> Setting:
+    """A configuration on hardware of the catalog; raises ValueError if the model can't be traced."""
+    shapes = trace_model(config.model.name, config.model.classes, config.data.image).shapes
+    software, optimizer = catalog.system("stagewright"), config.optimizer.name
+    return analytic_setting(catalog, cluster, shapes, software, config.run.precision, optimizer=optimizer, loads=loads)
 
 
 def profile_setting(
@@ -127,14 +131,17 @@ def _own_memory() -> int:
 
 def memory_setting(config: Config, plan: Plan) -> Setting:
     """The setting of a run, for its memory only; raises ValueError if the model can't be traced."""
-    kind, software = _ANY_GPU, shipped().system("stagewright")
-    if config.run.device == "cpu":  # no CUDA context, no workspaces
-        kind, software = "cpu", replace(software, context=0, workspace=0)
+    if config.run.device != "cpu":
+        return config_setting(config, unconnected_cluster(plan), shipped())
+    setting = config_setting(config, unconnected_cluster(plan, "cpu"), shipped())
+    return replace(setting, software=replace(setting.software, context=0, workspace=0))  # those are of CUDA
+
+
+def unconnected_cluster(plan: Plan, kind: str = _ANY_GPU) -> Cluster:
+    """Machines with the devices that a plan names, without links: enough to compute its memory."""
     count = 1 + max(device.index for device in plan.devices)
     machines = 1 + max(device.machine for device in plan.devices)
-    cluster = Cluster((Machine(count, kind),) * machines, "this machine")
-    shapes = trace_model(config.model.name, config.model.classes, config.data.image).shapes
-    return analytic_setting(shipped(), cluster, shapes, software, config.run.precision, optimizer=config.optimizer.name)
+    return Cluster((Machine(count, kind),) * machines)
 
 
 def planning_setting(config: Config, chain: Chain, placement: Placement) -> Setting:
@@ -142,17 +149,14 @@ def planning_setting(config: Config, chain: Chain, placement: Placement) -> Sett
 
     Raises Untraceable if there is no profile and the model can't be traced.
     """
-    cluster = _local_cluster(placement)
     if config.plan.profile is not None:
         profile = read_profile(config.plan.profile)
         profile.require(config.model.name, chain.units)
         return profile_setting(profile, None, shipped(), config.run.precision, optimizer=config.optimizer.name)
     try:
-        shapes = trace_model(config.model.name, config.model.classes, config.data.image).shapes
+        return config_setting(config, _local_cluster(placement), shipped())
     except ValueError as error:
         raise Untraceable from error
-    software = shipped().system("stagewright")
-    return analytic_setting(shipped(), cluster, shapes, software, config.run.precision, optimizer=config.optimizer.name)
 
 
 def _local_cluster(placement: Placement) -> Cluster:

@@ -138,10 +138,7 @@ class ClusterCosts:
 def simulate(plan: Plan, costs: Costs, span: range) -> Timeline:
     """The timeline of a span: each rank runs its program in order; messages and reductions go beside its computes."""
     programs = {rank: list(program(plan, rank, span)) for rank in range(plan.world)}
-    return _timeline(programs, Simulation(plan, costs, programs, span.start).run())
-
-
-def _timeline(programs: Mapping[int, Sequence[Action]], times: Times) -> Timeline:
+    times = Simulation(plan, costs, programs, span.start).run()
     return Timeline(
         tuple(
             Span(rank, "compute" if action.op in COMPUTES else "transfer", str(action.op), str(action), *times[action])
@@ -180,14 +177,10 @@ class Simulation:
     def _advance(self, rank: int) -> None:
         """Advance a rank to its next compute; messages before it run beside the compute."""
         for action in self._programs[rank]:
-            self._issue(action)
+            needs = itertools.chain(requires(self._plan, action, self._start), self._costs.waits(action))
+            self._collect(action, needs, self._compute[rank])
             if action.op not in _TRANSFERS:
                 return
-
-    def _issue(self, action: Action) -> None:
-        """Enter an action once all it needs has a time."""
-        needs = itertools.chain(requires(self._plan, action, self._start), self._costs.waits(action))
-        self._collect(action, needs, self._compute[action.rank])
 
     def _collect(self, action: Action, needs: Iterator[Action], ready: float) -> None:
         """Go through what an action needs; at the first that has no time yet, wait for it and continue from there."""
@@ -216,11 +209,6 @@ class Simulation:
             self._advance(action.rank)
 
 
-def steady_bubble(plan: Plan, costs: Costs) -> float:
-    """Share of the ranks' time that is not compute, once the pipeline is full."""
-    return steady(plan, costs).bubble
-
-
 @dataclass(frozen=True, slots=True)
 class Steady:
     """A pipeline once it is full: how long a batch takes, how busy each rank is, and the timeline of the window."""
@@ -232,6 +220,7 @@ class Steady:
 
     @property
     def bubble(self) -> float:
+        """Share of the ranks' time that is not compute."""
         return 1 - sum(self.busy) / len(self.busy)
 
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.specs import DeviceSpec, Software
 from stagewright.cluster.topology import Cluster, Level, Link, Machine
+from stagewright.plan.cost import GRADIENT_BYTES
 from stagewright.plan.estimate import Estimate, Setting, UnitSums
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
 from stagewright.plan.search import Search, best_cuts, make_search
 from stagewright.plan.search_space import Segments, make_blocks
-from stagewright.plan.stage_costs import pipedream_seconds
 from stagewright.profile.pipedream import read_pipedream
 from stagewright.profile.profile import Table, Unit
 from tests.shared import shared_file
@@ -255,16 +255,26 @@ def test_found_partitions_fit_as_plans(case: tuple[Setting, Mode, int]) -> None:
     Estimate(plan, where).require_fit()
 
 
+def pipedream_seconds(sums: UnitSums, segments: Segments, size: np.ndarray, bandwidth: float) -> np.ndarray:
+    """PipeDream's own formula on a flat network: seconds per minibatch, sizes of blocks x segments."""
+    weights = segments.parameters * GRADIENT_BYTES
+    busy = (segments.compute[0] + 4 * (size - 1) * weights / (bandwidth * size)) / size
+    entering = 2 * sums.live[segments.first] / (bandwidth * size)
+    leaving = np.where(segments.first > 0, 2 * sums.live[segments.last] / (bandwidth * size), 0.0)
+    return np.asarray(np.maximum(busy, np.maximum(entering, leaving)))
+
+
 PUBLISHED = {4: (1.19, 1.74, 2.84), 8: (1.16, 1.72, 2.75), 16: (1.23, 1.84, 2.66)}
 
 
 @pytest.mark.parametrize("devices", PUBLISHED)
 def test_no_pipedream_plan_is_faster_under_its_own_formula(devices: int) -> None:
     profile = read_pipedream(shared_file("profiles/pipedream/vgg16.txt"), "vgg16", 128)
-    segments = Segments.of([UnitSums(profile.tables[0])], shipped().system("pipedream"))
+    sums = UnitSums(profile.tables[0])
+    segments = Segments.of([sums], shipped().system("pipedream"))
     for bandwidth, speedup in zip((12e9, 3.125e9, 1.25e9), PUBLISHED[devices], strict=True):
         blocks = make_blocks(flat(devices, link(bandwidth)), ["made"])
-        seconds = pipedream_seconds(segments, blocks.kinds, bandwidth)
+        seconds = pipedream_seconds(sums, segments, blocks.kinds.size[:, None], bandwidth)
         found = Search(segments, blocks, seconds).best()
         assert found is not None
         parallel = seconds[np.flatnonzero(blocks.kinds.size == devices)[0], segments.beginning(0).stop - 1]

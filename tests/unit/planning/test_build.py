@@ -17,7 +17,7 @@ from stagewright.config.toml import make_config
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan
 from stagewright.planning.build import build_plan, choose_staleness, stage_numbers, warn_about_lag
-from stagewright.planning.simulate import balanced_costs, steady_bubble
+from stagewright.planning.simulate import balanced_costs, steady
 from stagewright.profile.profile import NotProfiled
 
 
@@ -149,7 +149,7 @@ def test_warns_about_a_pipeline_that_can_not_be_filled() -> None:
     (idle,) = (warning for warning in warnings if "would wait" in warning)
     filling = int(idle.partition("--microbatches ")[2].split()[0])
     plan = make_plan(parse_placement("0:0-2.0:3"), batch=filling, microbatches=filling, mode=Mode.STALE)
-    assert steady_bubble(plan, balanced_costs(plan)) < 0.05
+    assert steady(plan, balanced_costs(plan)).bubble < 0.05
     warnings.clear()
     build_plan(make_config(tables | {"run": {"emulate": True}}), None, warnings.append)
     assert not any("would wait" in warning for warning in warnings)  # ranks of one process take turns

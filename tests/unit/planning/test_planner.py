@@ -43,7 +43,7 @@ def test_plans_for_software_that_passes_whole_batches() -> None:
 
 def test_vgg_on_eight_cards_without_nvlink_is_seven_and_one() -> None:
     choice = choose(setting("vgg16", "titan-v-8"), 224)
-    assert choice.best.shape == "7-1" and choice.best.plan.mode is Mode.STALE
+    assert choice.best.plan.shape == "7-1" and choice.best.plan.mode is Mode.STALE
     assert choice.best.speedup > 1.3
     parallel = next(candidate for candidate in choice.candidates if candidate.plan.mode is Mode.DP)
     assert parallel.speedup == 1.0 and "528 MiB of gradient" in parallel.why

@@ -10,7 +10,7 @@ from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.plan.estimate import Estimate, Setting
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan
-from stagewright.planning.simulate import ClusterCosts, StageCosts, balanced_costs, simulate, steady_bubble
+from stagewright.planning.simulate import ClusterCosts, StageCosts, balanced_costs, simulate, steady
 from stagewright.profile.profile import Table, Unit
 from stagewright.schedule.action import Action, Op
 
@@ -38,12 +38,12 @@ def test_synchronous_1f1b_takes_m_plus_s_minus_1_rounds(stages: int, microbatche
 
 def test_a_full_stale_pipeline_has_no_bubble() -> None:
     plan = plan_of("0:0.0:1", Mode.STALE, 8)
-    assert steady_bubble(plan, StageCosts([1.0, 1.0], [2.0, 2.0])) == pytest.approx(0.0)
+    assert steady(plan, StageCosts([1.0, 1.0], [2.0, 2.0])).bubble == pytest.approx(0.0)
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
     plan = plan_of("0:0.0:1", Mode.STALE, 8)
-    assert steady_bubble(plan, StageCosts([1.0, 0.5], [2.0, 1.0])) == pytest.approx(0.25)
+    assert steady(plan, StageCosts([1.0, 0.5], [2.0, 1.0])).bubble == pytest.approx(0.25)
 
 
 def test_transfers_take_time_on_their_own_lane() -> None:
