@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +15,7 @@ from stagewright.run.report import open_run
 
 _SEGMENTS = 10  # per run: long ones, since the times of neighbouring batches depend on each other
 _LAST = 10  # batches over which losses are averaged
+_SAME = ("model", "batch", "precision", "device", "placement", "cluster", "kind")  # of rows that are comparable
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,20 +154,17 @@ def compare_benches(first: str, second: str, one: Outcome, other: Outcome) -> Co
     for key, row in ours.items():
         if key in theirs:
             pairs.append(_row_pair(row, theirs[key]))
-            reasons += [f"{row.group}, {row.label}: {text}" for text in _row_differences(row, theirs[key])]
+            sides = ({name: str(getattr(side, name)) for name in _SAME} for side in (row, theirs[key]))
+            reasons += [f"{row.group}, {row.label}: {text}" for text in _differences(*sides)]
     if not pairs:
         raise ValueError(f"{first} and {second} have no configuration in common; compare benches of one suite")
     if any(not pair.is_predicted for pair in pairs):
-        reasons += _machines(one, other)
+        names = [name for name in one.machine if name == "processor" or name.startswith("GPU")]
+        machines = ({name: side.machine.get(name, "none") for name in names} for side in (one, other))
+        reasons += _differences(*machines)
     missing = [row.label for key, row in (ours | theirs).items() if key not in ours or key not in theirs]
     notes = [f"only in one of them: {label}" for label in missing]
     return Comparison(first, second, tuple(pairs), tuple(reasons), tuple(notes))
-
-
-def _machines(one: Outcome, other: Outcome) -> list[str]:
-    names = [name for name in one.machine if name == "processor" or name.startswith("GPU")]
-    first, second = ({name: side.machine.get(name, "none") for name in names} for side in (one, other))
-    return list(_differences(first, second))
 
 
 def _row_pair(row: Row, other: Row) -> Pair:
@@ -177,11 +175,6 @@ def _row_pair(row: Row, other: Row) -> Pair:
         return Pair(what, row.rate, other.rate, Interval(value, value, value), is_predicted=True)
     rates = [[repeat.rate for repeat in side.repeats] for side in (other, row)]
     return Pair(what, row.rate, other.rate, ratio(rates[0], rates[1]))
-
-
-def _row_differences(row: Row, other: Row) -> Sequence[str]:
-    names = ("model", "batch", "precision", "device", "placement", "cluster", "kind")
-    return list(_differences(*({name: str(getattr(side, name)) for name in names} for side in (row, other))))
 
 
 def describe(comparison: Comparison) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The machine that a bench runs on: what it is, what else ran on it, and CUDA MPS for ranks that share a GPU."""
+"""The machine that a bench runs on: what else ran on it, and CUDA MPS for ranks that share a GPU."""
 
 from __future__ import annotations
 
@@ -14,18 +14,12 @@ from pathlib import Path
 from statistics import median
 
 from stagewright.events import Usage
-from stagewright.hardware.environment import read_environment
 from stagewright.plan.plan import Plan
 from stagewright.report.read import read_usage
 
 _CONTROL = "nvidia-cuda-mps-control"
 MPS_SECONDS = 10  # that the daemon gives its clients to end
 _FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
-
-
-def machine() -> dict[str, str]:
-    """The machine in a few words."""
-    return read_environment().words()
 
 
 @dataclass(frozen=True, slots=True)

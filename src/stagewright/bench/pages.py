@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -46,7 +46,8 @@ def _blocks(outcome: Outcome) -> Iterator[Block]:
         yield _configurations(name, rows)
     for model, published in groupby(outcome.published, key=lambda row: row.model):
         yield _published(model, list(published))
-    yield from _repeats(outcome)
+    if any(row.repeats for row in outcome.rows):
+        yield _repeats(outcome)
     if remarks := _remarks(outcome):
         yield Table("Remarks", ("configuration", "remark"), remarks)
     for row in outcome.rows:
@@ -68,9 +69,9 @@ def summary(outcome: Outcome) -> Iterator[str]:
                 most = max(row.speedup.value for row in others if row.speedup)
                 best = next(row for row in others if row.speedup and row.speedup.value >= most * (1 - _CLOSE))
                 yield f"{name}, {data}: {_comparison(best, base)}"
-    missing = [row for row in outcome.rows if row.kind in ("left out", "failed")]
-    for row in missing:
-        yield f"{row.group}, {row.label}: {row.kind}: {row.reason}"
+    for row in outcome.rows:
+        if row.kind in ("left out", "failed"):
+            yield f"{row.group}, {row.label}: {row.kind}: {row.reason}"
     yield from _circumstances(outcome)
     if not outcome.is_whole:
         yield f"The bench was interrupted after {_count(sum(len(row.repeats) for row in outcome.rows), 'run')}."
@@ -115,113 +116,87 @@ def _short(interval: Interval | None) -> str:
 
 
 def _bars(name: str, rows: Sequence[Row]) -> Bars:
-    bars = tuple(
-        Bar(
-            row.label,
-            row.rate.value,
-            None if row.kind == "predicted" else row.rate.low,
-            None if row.kind == "predicted" else row.rate.high,
-            row.kind == "predicted",
-            f"predicted on {row.cluster}" if row.kind == "predicted" else "",
-        )
-        for row in rows
-        if row.rate is not None
-    )
-    return Bars(f"{name}: throughput", "images/s", bars)
+    bars = []
+    for row in rows:
+        if row.rate is not None and row.kind == "predicted":
+            bars.append(Bar(row.label, row.rate.value, None, None, True, f"predicted on {row.cluster}"))
+        elif row.rate is not None:
+            bars.append(Bar(row.label, row.rate.value, row.rate.low, row.rate.high, False, ""))
+    return Bars(f"{name}: throughput", "images/s", tuple(bars))
+
+
+def _table(title: str, lines: Sequence[Mapping[str, str]], note: str = "") -> Table:
+    """A table of at least one line, each of which has its cells by the names of their columns."""
+    return Table(title, tuple(lines[0]), tuple(tuple(line.values()) for line in lines), note)
 
 
 def _figures(name: str, rows: Sequence[Row]) -> Table:
     base = next((row.name for row in rows if row.is_baseline), "the first")
-    lines = tuple(
-        (
-            row.label,
-            row.kind + (f" on {row.cluster}" if row.cluster else ""),
-            _short(row.rate),
-            _short(row.speedup),
-            "" if row.epoch_seconds is None else f"{row.epoch_seconds:,.1f}",
-            ", ".join(f"{size / MIB:,.0f}" for size in row.memory),
-        )
+    lines = [
+        {
+            "configuration": row.label,
+            "how": row.kind + (f" on {row.cluster}" if row.cluster else ""),
+            "images/s": _short(row.rate),
+            f"x {base}": _short(row.speedup),
+            "ImageNet epoch, s": "" if row.epoch_seconds is None else f"{row.epoch_seconds:,.1f}",
+            "memory by stage, MiB": ", ".join(f"{size / MIB:,.0f}" for size in row.memory),
+        }
         for row in rows
-    )
-    columns = ("configuration", "how", "images/s", f"x {base}", "ImageNet epoch, s", "memory by stage, MiB")
+    ]
     note = "Median and 95 % interval of the repeats" if any(row.repeats for row in rows) else "Predicted, not measured"
     note += "; memory of the rank that uses the most in each stage."
     if any(row.kind == "predicted" for row in rows):
         note += " Predictions are for Stagewright itself; no published run tests them."
     if any(len(row.repeats) < _FEW for row in rows if row.repeats):
         note += f" With fewer than {_FEW} repeats the intervals hold the true median in less than 95 % of cases."
-    return Table(name, columns, lines, note)
+    return _table(name, lines, note)
 
 
 def _configurations(name: str, rows: Sequence[Row]) -> Table:
-    lines = tuple(
-        (
-            row.label,
-            row.mode,
-            row.placement,
-            ", ".join(row.cuts),
-            f"{row.batch:,}",
-            str(row.microbatches or ""),
-            ", ".join(str(versions - 1) for versions in row.versions),
-            row.precision,
-        )
+    lines = [
+        {
+            "configuration": row.label,
+            "mode": row.mode,
+            "devices of each stage": row.placement,
+            "cut before": ", ".join(row.cuts),
+            "batch": f"{row.batch:,}",
+            "microbatches": str(row.microbatches or ""),
+            "lag": ", ".join(str(versions - 1) for versions in row.versions),
+            "precision": row.precision,
+        }
         for row in rows
-    )
-    columns = (
-        "configuration",
-        "mode",
-        "devices of each stage",
-        "cut before",
-        "batch",
-        "microbatches",
-        "lag",
-        "precision",
-    )
-    return Table(f"{name}: configuration", columns, lines)
+    ]
+    return _table(f"{name}: configuration", lines)
 
 
 def _published(model: str, rows: Sequence[PublishedRow]) -> Table:
-    lines = tuple(
-        (
-            row.system,
-            f"{row.mode} {row.batch}, {row.data}, {row.precision}",
-            row.cluster,
-            f"{IMAGENET / row.predicted:,.1f}",
-            ", ".join(f"{seconds:,.1f}" for seconds in row.epochs) or _epoch(row.published),
-            "" if row.published is None else f"{row.predicted / row.published - 1:+.1%}",
-            "" if row.told is None else f"{row.told:+.1%}{' (alone)' if row.is_alone else ''}",
-            f"{row.predicted:,.0f}",
-            "" if row.published is None else f"{row.published:,.0f}",
-            *_times_dp(row, rows),
-            ", ".join(f"{size:,.0f}" for size in row.memory),
-            ", ".join(f"{size:,.0f}" for size in row.published_memory),
+    lines = []
+    for row in rows:
+        epochs = row.epochs or (() if row.published is None else (IMAGENET / row.published,))
+        predicted_times, published_times = _times_dp(row, rows)
+        alone = " (alone)" if row.is_alone else ""
+        lines.append(
+            {
+                "system": row.system,
+                "run": f"{row.mode} {row.batch}, {row.data}, {row.precision}",
+                "cluster": row.cluster,
+                "epoch s, predicted": f"{IMAGENET / row.predicted:,.1f}",
+                "epoch s, published": ", ".join(f"{seconds:,.1f}" for seconds in epochs),
+                "off by": "" if row.published is None else f"{row.predicted / row.published - 1:+.1%}",
+                "off by, from the others": "" if row.told is None else f"{row.told:+.1%}{alone}",
+                "images/s, predicted": f"{row.predicted:,.0f}",
+                "published": "" if row.published is None else f"{row.published:,.0f}",
+                "x dp, predicted": predicted_times,
+                "x dp, published": published_times,
+                "MiB by stage, predicted": ", ".join(f"{size:,.0f}" for size in row.memory),
+                "MiB, published": ", ".join(f"{size:,.0f}" for size in row.published_memory),
+            }
         )
-        for row in rows
-    )
-    columns = (
-        "system",
-        "run",
-        "cluster",
-        "epoch s, predicted",
-        "epoch s, published",
-        "off by",
-        "off by, from the others",
-        "images/s, predicted",
-        "published",
-        "x dp, predicted",
-        "x dp, published",
-        "MiB by stage, predicted",
-        "MiB, published",
-    )
     note = (
         "Predicted with the efficiency of the software that ran it, fitted to all published runs; from the "
         "others: fitted to all but the run itself (alone: no other run has its device, precision and software)."
     )
-    return Table(f"{model}: predicted and published", columns, lines, note)
-
-
-def _epoch(rate: float | None) -> str:
-    return "" if rate is None else f"{IMAGENET / rate:,.1f}"
+    return _table(f"{model}: predicted and published", lines, note)
 
 
 def _times_dp(row: PublishedRow, rows: Sequence[PublishedRow]) -> tuple[str, str]:
@@ -235,24 +210,20 @@ def _times_dp(row: PublishedRow, rows: Sequence[PublishedRow]) -> tuple[str, str
     return (f"{row.predicted / base.predicted:.2f}", published)
 
 
-def _repeats(outcome: Outcome) -> Iterator[Block]:
-    measured = [row for row in outcome.rows if row.repeats]
-    if not measured:
-        return
-    lines = tuple(
-        (
-            f"{row.group}, {row.label}",
-            str(number),
-            f"{repeat.rate:,.1f}" + (" *" if number - 1 in row.outliers else ""),
-            f"{repeat.warmup}" if repeat.is_steady else f"{repeat.warmup} (no plateau)",
-            "" if repeat.loss is None else f"{repeat.loss:.4f}",
-            "" if repeat.others is None else f"{repeat.others:.1f}",
-        )
-        for row in measured
+def _repeats(outcome: Outcome) -> Table:
+    lines = [
+        {
+            "configuration": f"{row.group}, {row.label}",
+            "repeat": str(number),
+            "images/s": f"{repeat.rate:,.1f}" + (" *" if number - 1 in row.outliers else ""),
+            "warm-up, batches": f"{repeat.warmup}" if repeat.is_steady else f"{repeat.warmup} (no plateau)",
+            "last loss": "" if repeat.loss is None else f"{repeat.loss:.4f}",
+            "other cores busy": "" if repeat.others is None else f"{repeat.others:.1f}",
+        }
+        for row in outcome.rows
         for number, repeat in enumerate(row.repeats, 1)
-    )
-    columns = ("configuration", "repeat", "images/s", "warm-up, batches", "last loss", "other cores busy")
-    yield Table("Every repeat", columns, lines, "* differs from the other repeats (outlier); it still counts.")
+    ]
+    return _table("Every repeat", lines, "* differs from the other repeats (outlier); it still counts.")
 
 
 def _remarks(outcome: Outcome) -> tuple[tuple[str, str], ...]:
@@ -318,9 +289,7 @@ def _terminal_table(rows: list[Row]) -> TerminalTable:
     has_intervals = any(row.rate and row.rate.low < row.rate.high for row in rows)  # predictions are points
     interval = ("95 % interval",) if has_intervals else ()
     columns = ("configuration", "data", "images/s", *interval, f"x {base}", *interval)
-    table = plain_table(*columns, left=("configuration", "data"))
-    for column in table.columns[1:]:
-        column.no_wrap = True
+    table = plain_table(*columns, left=("configuration", "data"), no_wrap=columns[1:])
     for row in rows:
         if row.rate is None:
             table.add_row(row.name, row.data, row.kind)
@@ -341,9 +310,8 @@ def _span(interval: Interval, digits: int) -> str:
 
 def _published_table(rows: list[PublishedRow]) -> TerminalTable:
     """Published runs of these models and clusters, and what is predicted for the software that ran them."""
-    table = plain_table("published run", "images/s", "predicted", "off by", left=("published run",))
-    for column in table.columns[1:]:
-        column.no_wrap = True
+    figures = ("images/s", "predicted", "off by")
+    table = plain_table("published run", *figures, left=("published run",), no_wrap=figures)
     for row in rows:
         assert row.published is not None
         table.add_row(

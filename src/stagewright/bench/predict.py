@@ -8,7 +8,6 @@ the published runs of the same models and clusters next to what the simulator pr
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -60,22 +59,14 @@ class Capacity:
             needed = 1 + max(device.index for device in devices)
             if not self.gpus or (needed > self.gpus and not config.run.share_gpu):
                 return f"needs {needed} GPU{'s' if needed > 1 else ''}, this machine has {self.gpus}"
-        return self._memory_shortage(config)
-
-    def _memory_shortage(self, config: Config) -> str | None:
         needs = needed_memory(config)
-        if config.run.device != "cuda":
-            total = sum(needs)
-            return _too_much("of memory", total, self.memory) if total > self.memory * _MEMORY_MARGIN else None
-        held: Counter[int] = Counter()
-        for rank, need in enumerate(needs):
-            held[rank % self.gpus] += need
-        most = max(held.values(), default=0)
-        return _too_much("on a GPU", most, self.gpu_memory) if most > self.gpu_memory * _MEMORY_MARGIN else None
-
-
-def _too_much(where: str, needs: int, has: int) -> str:
-    return f"needs about {needs / MIB:,.0f} MiB {where}, this machine has {has / MIB:,.0f}"
+        where, most, has = "of memory", sum(needs), self.memory
+        if config.run.device == "cuda":
+            held = [sum(needs[gpu :: self.gpus]) for gpu in range(self.gpus)]
+            where, most, has = "on a GPU", max(held), self.gpu_memory
+        if most <= has * _MEMORY_MARGIN:
+            return None
+        return f"needs about {most / MIB:,.0f} MiB {where}, this machine has {has / MIB:,.0f}"
 
 
 def local_capacity() -> Capacity:

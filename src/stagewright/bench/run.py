@@ -88,9 +88,10 @@ def run_suite(
         if isinstance(reason, str):
             if options.simulate:
                 progress(f"predicting {key}")
-            not_run[key] = (_predicted if options.simulate else _left_out)(
-                configurations[key], capacity, reason, options
-            )
+                not_run[key] = _predicted(configurations[key], reason, options)
+            else:
+                config = configurations[key].resolve(capacity.cluster)
+                not_run[key] = _row(configurations[key], config, kind="left out", reason=reason)
     if not configs and not options.simulate:
         raise ValueError(_does_not_fit(name, list(not_run.values()), capacity))
     blank = _blank(name, suite, options, published_rows(not_run.values(), progress))
@@ -259,11 +260,7 @@ def _of_plan(plan: Plan) -> dict[str, object]:
     }
 
 
-def _left_out(configuration: Configuration, capacity: Capacity, reason: str, options: SuiteOptions) -> Row:
-    return _row(configuration, configuration.resolve(capacity.cluster), kind="left out", reason=reason)
-
-
-def _predicted(configuration: Configuration, capacity: Capacity, reason: str, options: SuiteOptions) -> Row:
+def _predicted(configuration: Configuration, reason: str, options: SuiteOptions) -> Row:
     catalog, cluster = _cluster_to_simulate(configuration, options)
     config = configuration.resolve(cluster)
     prediction = predict_config(config, catalog, cluster, loads=configuration.is_real)

@@ -32,33 +32,6 @@ _MOST_SEGMENTS = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
-    """A ratio of medians with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-def median_of(series: Sequence[float]) -> float:
-    return float(np.median(series))
-
-
-def median_ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Ratio:
-    """The median of one series over that of the other, with its bootstrap 95 % interval.
-
-    The series are interleaved, so what disturbs a repeat disturbs both sides: repeats are drawn in pairs.
-    """
-    if not ours or len(ours) != len(theirs):
-        raise ValueError(f"{len(ours)} and {len(theirs)} repeats; both series need the same number, at least 1")
-    pairs = np.array([ours, theirs])
-    draws = np.random.default_rng(seed).integers(len(ours), size=(_RATIO_RESAMPLES, len(ours)))
-    above, below = np.median(pairs[:, draws], axis=2)
-    low, high = np.percentile(above / below, _TAILS)
-    return Ratio(median_of(ours) / median_of(theirs), float(low), float(high))
-
-
-@dataclass(frozen=True, slots=True)
 class Interval:
     """A figure with its 95 % interval."""
 
@@ -75,6 +48,20 @@ class Interval:
     def __str__(self) -> str:
         digits = 0 if abs(self.value) >= 100 else 2
         return f"{self.value:,.{digits}f} ({self.low:,.{digits}f} - {self.high:,.{digits}f})"
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Interval:
+    """The median of one series over that of the other, with its bootstrap 95 % interval.
+
+    The series are interleaved, so what disturbs a repeat disturbs both sides: repeats are drawn in pairs.
+    """
+    if not ours or len(ours) != len(theirs):
+        raise ValueError(f"{len(ours)} and {len(theirs)} repeats; both series need the same number, at least 1")
+    pairs = np.array([ours, theirs])
+    draws = np.random.default_rng(seed).integers(len(ours), size=(_RATIO_RESAMPLES, len(ours)))
+    above, below = np.median(pairs[:, draws], axis=2)
+    low, high = np.percentile(above / below, _TAILS)
+    return Interval(median(ours) / median(theirs), float(low), float(high))
 
 
 def median_interval(series: Sequence[float], seed: int = 0) -> Interval:

@@ -17,15 +17,8 @@ from stagewright.report.page import Block, Curve, Curves, Listing, Page, Point, 
 
 def describe_study(study: Study) -> dict[str, Any]:
     """The study as one JSON object, which learning.json holds."""
-    return {
-        "title": study.title,
-        "date": study.date,
-        "command": study.command,
-        "machine": dict(study.machine),
-        "elsewhere": {origin: dict(machine) for origin, machine in study.elsewhere.items()},
-        "targets": dict(study.targets),
-        "findings": [_describe(finding, study.targets.get(finding.group)) for finding in study.findings],
-    }
+    findings = [_describe(finding, study.targets.get(finding.group)) for finding in study.findings]
+    return asdict(study) | {"findings": findings}
 
 
 def _describe(finding: Finding, target: float | None) -> dict[str, Any]:
@@ -181,9 +174,8 @@ def show_study(console: Console, study: Study, folder: Path) -> None:
         target = study.targets.get(group)
         console.print(group, highlight=False, markup=False)
         goal = "target" if target is None else f"{target:.1%}"
-        table = plain_table("mode", "top-1", "95 % interval", "points", f"epochs to {goal}", "time", left=("mode",))
-        for column in table.columns[1:]:
-            column.no_wrap = True
+        figures = ("top-1", "95 % interval", "points", f"epochs to {goal}", "time")
+        table = plain_table("mode", *figures, left=("mode",), no_wrap=figures)
         for finding in findings:
             table.add_row(*_row(finding, target)[:-1])
         console.print(table)

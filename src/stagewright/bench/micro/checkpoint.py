@@ -17,10 +17,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from stagewright.bench.machine import machine
-from stagewright.bench.statistics import Ratio, median_ratio
+from stagewright.bench.statistics import Interval, median_ratio
 from stagewright.config.toml import make_config
 from stagewright.events import Record, Saved
+from stagewright.hardware.environment import read_environment
 from stagewright.metrics import MIB
 from stagewright.run.prepare import prepare
 from stagewright.runtime.checkpoint.save import flats_of
@@ -45,7 +45,7 @@ class Found:
     size: int  # bytes of the checkpoint on disk
 
     @property
-    def ratio(self) -> Ratio:
+    def ratio(self) -> Interval:
         return median_ratio(self.stops, self.copies)
 
 
@@ -112,7 +112,7 @@ def _timed(work: Callable[..., object], *arguments: object) -> float:
 
 def describe(found: Found) -> dict[str, Any]:
     """The measurements as one JSON object."""
-    return asdict(found) | {"ratio": asdict(found.ratio), "limit": LIMIT, "machine": machine()}
+    return asdict(found) | {"ratio": asdict(found.ratio), "limit": LIMIT, "machine": read_environment().words()}
 
 
 def show(console: Console, found: Found) -> None:
@@ -126,7 +126,7 @@ def show(console: Console, found: Found) -> None:
         f"ratio                  {ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f}), goal <= {LIMIT:g}: {goal}",
         f"on disk                {found.size / MIB:.1f} MiB, {found.size / found.state:.3f} of the state",
         f"one batch              {_spread(found.quiet)}; while a checkpoint is written {_spread(found.writing)}",
-        ", ".join(machine().values()),
+        ", ".join(read_environment().words().values()),
     ]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 

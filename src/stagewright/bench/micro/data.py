@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn import functional
 
-from stagewright.bench.machine import machine
-from stagewright.bench.statistics import Ratio, median_of, median_ratio
+from stagewright.bench.statistics import Interval, median_ratio
 from stagewright.data.augment import Augmentation, Cropping, View
 from stagewright.data.decode import NORMALIZATIONS, Decoder, render
 from stagewright.data.index import IndexBuilder, load_index, save_index
@@ -34,6 +34,7 @@ from stagewright.data.order import Order, ReplicaSlice, TrainingSampler
 from stagewright.data.pool import LoaderOptions, Pool
 from stagewright.data.records import Record
 from stagewright.data.sources import ImageSource
+from stagewright.hardware.environment import read_environment
 
 StockPath = Callable[[bytes, View], object]
 HEIGHT, WIDTH, SIDE = 375, 500, 224
@@ -96,14 +97,14 @@ class Outcome:
     index_load: float  # seconds to load an index of ImageNet's size
     jpeg_bytes: int
 
-    def ratio(self, side: Side) -> Ratio:
+    def ratio(self, side: Side) -> Interval:
         return median_ratio(self.sides[0].speeds, side.speeds)
 
     def describe(self) -> dict[str, Any]:
         """The measurements as one JSON object."""
         return {
             "sides": [
-                {"name": side.name, "median": median_of(side.speeds), "speeds": side.speeds}
+                {"name": side.name, "median": median(side.speeds), "speeds": side.speeds}
                 | {"ratio": (ratio := self.ratio(side)).value, "interval": [ratio.low, ratio.high]}
                 for side in self.sides
             ],
@@ -111,7 +112,7 @@ class Outcome:
             "overhead_microseconds": {size: seconds * 1e6 for size, seconds in self.overhead.items()},
             "index_load_seconds": self.index_load,
             "jpeg_bytes": self.jpeg_bytes,
-            "machine": machine(),
+            "machine": read_environment().words(),
             "date": time.strftime("%Y-%m-%d"),
         }
 
@@ -219,7 +220,7 @@ class Images:
             for number, (index, view) in enumerate(zip(indices, views, strict=True)):
                 render(decoder.decode(self.jpegs[index % len(self.jpegs)]), view, buffers[number % len(buffers)])
             differences.append((through_loader - (time.process_time() - began)) / len(indices))
-        return median_of(differences)
+        return median(differences)
 
 
 def _index_load(records: int) -> float:
@@ -246,7 +247,7 @@ def _show(outcome: Outcome, command: str) -> None:
     for side in outcome.sides:
         ratio = outcome.ratio(side)
         table.add_row(
-            side.name, f"{median_of(side.speeds):.0f}", f"{ratio.value:.2f}", f"{ratio.low:.2f} - {ratio.high:.2f}"
+            side.name, f"{median(side.speeds):.0f}", f"{ratio.value:.2f}", f"{ratio.low:.2f} - {ratio.high:.2f}"
         )
     console.print(f"{WIDTH}x{HEIGHT} JPEG of {outcome.jpeg_bytes} bytes to {SIDE}x{SIDE}, random resized crop and flip")
     console.print(table)
@@ -256,7 +257,7 @@ def _show(outcome: Outcome, command: str) -> None:
     for size, seconds in outcome.overhead.items():
         console.print(f"loader beyond decoding, {size}: {seconds * 1e6:.0f} microseconds per image")
     console.print(f"index of {_IMAGENET} records: loaded in {outcome.index_load:.3f} s")
-    console.print(", ".join([*machine().values(), time.strftime("%Y-%m-%d")]))
+    console.print(", ".join([*read_environment().words().values(), time.strftime("%Y-%m-%d")]))
     console.print(f"repeat with: {command}", soft_wrap=True)
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from stagewright.bench.machine import machine
 from stagewright.bench.statistics import Interval, paired_ratio
 from stagewright.config.toml import make_config
 from stagewright.events import Record, Step
+from stagewright.hardware.environment import read_environment
 from stagewright.hardware.monitor import Monitor
 from stagewright.run.observe import make_monitor
 from stagewright.run.prepare import prepare
@@ -162,7 +162,7 @@ def describe(found: Found) -> dict[str, Any]:
         "ratio": asdict(found.ratio),
         "share_of_a_core": found.share,
         "limit": LIMIT,
-        "machine": machine(),
+        "machine": read_environment().words(),
     }
 
 
@@ -180,7 +180,7 @@ def show(console: Console, found: Found) -> None:
         f"its own thread       {found.share:.3%} of a core, {sample * 1e3:.2f} ms per sample, {found.looks} samples",
         f"goal                 costs less than {LIMIT:.0%} of throughput: {goal}",
         f"a process instead    would take {found.start_seconds * 1e3:.0f} ms of a core before its first sample",
-        ", ".join(machine().values()),
+        ", ".join(read_environment().words().values()),
     ]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 

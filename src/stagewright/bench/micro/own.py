@@ -90,9 +90,8 @@ def describe(rows: list[Compared]) -> dict[str, Any]:
 
 
 def show(console: Console, rows: list[Compared]) -> None:
-    table = plain_table("model", "plan", "predicted", "measured", "error", left=("model", "plan"))
-    for column in table.columns:
-        column.no_wrap = True
+    columns = ("model", "plan", "predicted", "measured", "error")
+    table = plain_table(*columns, left=("model", "plan"), no_wrap=columns)
     for row in rows:
         table.add_row(row.model, row.plan, _spread(row.predicted), _spread(row.measured), f"{row.error:+.1%}")
     console.print(table)

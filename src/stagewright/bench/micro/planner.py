@@ -51,9 +51,7 @@ def measure(progress: Progress) -> list[Timing]:
     rows = []
     for devices, goal in ((16, 0.1), (32, None), (64, None)):
         rows.append(_search("resnet50", flat_cluster(devices), goal, progress))
-    for machines, goal in ((2, 2.0), (4, None), (8, None)):
-        rows.append(_search("resnet152", machines_cluster(machines, 8), goal, progress))
-    for machines, goal in ((32, None), (64, None), (128, 20.0)):
+    for machines, goal in ((2, 2.0), (4, None), (8, None), (32, None), (64, None), (128, 20.0)):
         rows.append(_search("resnet152", machines_cluster(machines, 8), goal, progress))
     rows.append(_search("resnet152", flat_cluster(1024), 20.0, progress))
     for replicas, microbatches, goal in ((32, 64, None), (64, 128, None), (128, 256, 30.0)):

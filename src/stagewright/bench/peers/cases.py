@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from torch import nn
 
-from stagewright.bench.statistics import Ratio
+from stagewright.bench.statistics import Interval
 from stagewright.cluster.placement import parse_placement
 
 _WIDTH = 8
@@ -87,7 +87,7 @@ class Goal:
     """What a ratio should be."""
 
     text: str
-    is_met: Callable[[Ratio], bool]
+    is_met: Callable[[Interval], bool]
 
 
 def at_most(limit: float) -> Goal:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
-from stagewright.bench.machine import machine, shared_gpu
+from stagewright.bench.machine import shared_gpu
 from stagewright.bench.peers.cases import Case, Measure, Pairing, PeerSuite, Side, Workload
 from stagewright.bench.peers.launch import Segment, Turn, compile_together, open_ranks, take_turns
-from stagewright.bench.statistics import Ratio, median_of, median_ratio
+from stagewright.bench.statistics import Interval, median_ratio
 from stagewright.config.sections import Config
 from stagewright.config.toml import make_config
+from stagewright.hardware.environment import read_environment
 from stagewright.hardware.host import num_cores
 from stagewright.run.prepare import prepare
 
@@ -42,7 +44,7 @@ class Series:
 
     @property
     def median(self) -> float:
-        return median_of(self.values)
+        return median(self.values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class PeerOutcome:
     theirs: Series
 
     @property
-    def ratio(self) -> Ratio:
+    def ratio(self) -> Interval:
         return median_ratio(self.ours.values, self.theirs.values)
 
     @property
@@ -152,18 +154,14 @@ def _config(workload: Workload, side: Side, data: str, folder: Path) -> Config:
 
 
 def make_series(side: Side, measure: Measure, workload: Workload, steps: int, segments: Sequence[Segment]) -> Series:
+    busiest = [segment.busiest for segment in segments if segment.busiest is not None]
     return Series(
         side.name,
         tuple(measure.of(workload, steps, segment.seconds) for segment in segments),
         tuple(segment.loss for segment in segments),
         tuple(segment.others for segment in segments),
-        _median_of(segment.busiest for segment in segments),
+        median(busiest) if busiest else None,
     )
-
-
-def _median_of(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median_of(known) if known else None
 
 
 def describe_suite(suite: PeerSuite, outcomes: Sequence[PeerOutcome], command: str) -> dict[str, Any]:
@@ -172,7 +170,7 @@ def describe_suite(suite: PeerSuite, outcomes: Sequence[PeerOutcome], command: s
         "suite": suite.name,
         "measure": suite.measure.name,
         "contests": [outcome.describe() for outcome in outcomes],
-        "machine": machine(),
+        "machine": read_environment().words(),
         "others": _others(outcomes),
         "date": time.strftime("%Y-%m-%d"),
         "command": command,
@@ -189,7 +187,7 @@ def show_workload(console: Console, suite: PeerSuite, outcomes: Sequence[PeerOut
 
 def show_machine(console: Console, outcomes: Sequence[PeerOutcome], command: str) -> None:
     """Print the machine, a warning if it was busy, and the command that repeats the measurement."""
-    console.print(", ".join([*machine().values(), time.strftime("%Y-%m-%d")]), highlight=False)
+    console.print(", ".join([*read_environment().words().values(), time.strftime("%Y-%m-%d")]), highlight=False)
     ranks = max(outcome.workload.world for outcome in outcomes)
     if (others := _others(outcomes)) + ranks > num_cores() + _TOLERANCE:
         busy = f"other processes kept {others:.1f} of {num_cores()} cores busy"
@@ -199,9 +197,7 @@ def show_machine(console: Console, outcomes: Sequence[PeerOutcome], command: str
 
 def _others(outcomes: Sequence[PeerOutcome]) -> float:
     """Cores that other processes kept busy: the median over all segments."""
-    return median_of(
-        [others for outcome in outcomes for side in (outcome.ours, outcome.theirs) for others in side.others]
-    )
+    return median([others for outcome in outcomes for side in (outcome.ours, outcome.theirs) for others in side.others])
 
 
 def _table(suite: PeerSuite, outcomes: Iterable[PeerOutcome]) -> Table:
