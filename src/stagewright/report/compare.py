@@ -32,10 +32,9 @@ def _names(runs: Sequence[Run]) -> list[str]:
 
 
 def _blocks(named: dict[str, Run]) -> Iterator[Block]:
-    yield Summary(tuple(_sentences(named)))
-    real = _real(named)
-    bars = tuple(_bars(real))
-    if bars:
+    real = {name: run for name, run in named.items() if not run.is_emulated}  # the others say nothing about devices
+    yield Summary(tuple(_sentences(named, real)))
+    if bars := tuple(_bars(real)):
         yield Bars("Throughput", "images/s", bars)
     yield _overview(named)
     yield from losses(named)
@@ -45,20 +44,13 @@ def _blocks(named: dict[str, Run]) -> Iterator[Block]:
     for name, run in named.items():
         if run.timeline and run.timeline.spans:
             yield Pipeline(f"What each rank did: {name}", common_window(run.timeline), run.rank_map.labels)
-    peaks = {name: peak for name, run in real.items() if (peak := peak_memory(run))}
+    peaks = tuple(Bar(name, max(peak.values()) / MIB) for name, run in real.items() if (peak := peak_memory(run)))
     if peaks:
-        most = tuple(Bar(name, max(found.values()) / MIB) for name, found in peaks.items())
-        yield Bars("Measured peak memory of the rank that used most", "MiB", most)
+        yield Bars("Measured peak memory of the rank that used most", "MiB", peaks)
     yield _configurations(named)
 
 
-def _real(named: dict[str, Run]) -> dict[str, Run]:
-    """The runs whose ranks were processes; emulated ones say nothing about devices."""
-    return {name: run for name, run in named.items() if not run.is_emulated}
-
-
-def _sentences(named: dict[str, Run]) -> Iterator[str]:
-    real = _real(named)
+def _sentences(named: dict[str, Run], real: dict[str, Run]) -> Iterator[str]:
     speeds = {name: speed for name, run in real.items() if (speed := run.images_per_second)}
     if len(speeds) > 1:
         ordered = sorted(speeds, key=lambda name: -speeds[name])
@@ -78,8 +70,7 @@ def _sentences(named: dict[str, Run]) -> Iterator[str]:
     for name, run in named.items():
         if text := " ".join((*resume_sentence(run), *(busy_sentences(run) if name in real else ()))):
             yield f"{name}: {text[0].lower()}{text[1:]}"
-    unfinished = [name for name, run in named.items() if run.summary is None]
-    if unfinished:
+    if unfinished := [name for name, run in named.items() if run.summary is None]:
         yield f"Not finished: {', '.join(unfinished)}."
     yield "Each is a single run, so small differences may be chance; stagewright bench repeats and gives intervals."
 

@@ -29,13 +29,7 @@ from stagewright.model.zoo import ZOO
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Plan
-from stagewright.planning.build import (
-    Warn,
-    build_plan,
-    warn_about_lag,
-    with_agreement,
-    with_plan_file,
-)
+from stagewright.planning.build import Warn, build_plan, warn_about_lag, with_agreement, with_plan_file
 from stagewright.planning.predict import predict_job
 from stagewright.planning.setting import memory_setting
 from stagewright.run.folder import new_folder

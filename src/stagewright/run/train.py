@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from stagewright.events import Evaluated, Step
 from stagewright.hardware.environment import read_environment
 from stagewright.plan.plan import Plan
 from stagewright.planning.predict import predict_job, predict_memory
-from stagewright.report.live.terminal import RunConsole
+from stagewright.report.live.terminal import RunConsole, say
 from stagewright.report.run import run_page
 from stagewright.run.export import export_states, require_target
 from stagewright.run.folder import run_lock
@@ -85,12 +86,12 @@ def run(config: Config, console: Console | None = None) -> Result:
     job = prepare(config, warn, is_host=site is None or site.is_host)
     with run_lock(Path(job.folder)):
         _write_start(job, warnings)
-        console.print(_headline(job), markup=False, highlight=False, soft_wrap=True)
+        say(console, _headline(job), soft_wrap=True)
         if site is not None and not site.is_host:
             return _run_other_machine(job, site, console)
         predicted = predict_job(job.config, job.plan)
         if predicted is not None:
-            console.print(f"predicted: {predicted.images_per_second:.0f} images/s", markup=False, highlight=False)
+            say(console, f"predicted: {predicted.images_per_second:.0f} images/s")
         try:
             return _run_host(job, console, site, None if predicted is None else predicted.images_per_second)
         finally:
@@ -144,12 +145,9 @@ def _how_to_resume(folder: Path, done: int = 0) -> str:
 
 def _run_other_machine(job: Job, site: Site, console: Console) -> Result:
     """Run the ranks of a machine that is not the host; the host collects their events."""
-
-    def say(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    with monitored(job, lambda use: None, lambda warning: say(f"warning: {warning}"), site.index) as monitor:
-        is_stopping = launch(job, lambda event: None, NewestCheckpoint(job), site, say)
+    show = partial(say, console, soft_wrap=True)
+    with monitored(job, lambda use: None, lambda warning: show(f"warning: {warning}"), site.index) as monitor:
+        is_stopping = launch(job, lambda event: None, NewestCheckpoint(job), site, show)
     if is_stopping:
         raise Interrupted("with the other machines")
     summary = {"folder": job.folder, "plan": job.plan.describe(), "machine": site.index, "use": usage_totals(monitor)}
