@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -54,7 +55,8 @@ def run_watch(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps(take_snapshot(watch, folder).describe()))
     elif parsed.once:
-        _show(console, take_snapshot(watch, folder))
+        snapshot = take_snapshot(watch, folder)
+        console.print(as_screen(snapshot, console.width) if has_blocks(console) else as_line(snapshot), highlight=False)
     else:
         try:
             (_live if console.is_terminal and has_blocks(console) else _lines)(console, watch, folder)
@@ -69,33 +71,29 @@ def _newest() -> Path:
     return newest(found)
 
 
-def _show(console: Console, snapshot: Snapshot) -> None:
-    console.print(as_screen(snapshot, console.width) if has_blocks(console) else as_line(snapshot), highlight=False)
-
-
 def _live(console: Console, watch: Watch, folder: Path) -> None:
     """One screen that is redrawn in place until the run ends."""
     with Live(console=console, auto_refresh=False) as live:
-        while True:
-            snapshot = take_snapshot(watch, folder)
+        for snapshot in _snapshots(watch, folder):
             live.update(as_screen(snapshot, console.width), refresh=True)
-            if not snapshot.is_running:
-                return
-            time.sleep(_EVERY)
 
 
 def _lines(console: Console, watch: Watch, folder: Path) -> None:
     """One line whenever there are new steps, for a pipe or a file."""
     last: tuple[int, str] | None = None
-    while True:
-        snapshot = take_snapshot(watch, folder)
+    for snapshot in _snapshots(watch, folder):
         if (snapshot.done, snapshot.state) != last:
             last = (snapshot.done, snapshot.state)
             console.file.write(f"{as_line(snapshot)}\n")
             console.file.flush()
-        if not snapshot.is_running:
-            return
+
+
+def _snapshots(watch: Watch, folder: Path) -> Iterator[Snapshot]:
+    """One snapshot per second, until the run has ended."""
+    while (snapshot := take_snapshot(watch, folder)).is_running:
+        yield snapshot
         time.sleep(_EVERY)
+    yield snapshot
 
 
 def _serve(folder: Path, port: int) -> None:

@@ -10,7 +10,7 @@ import itertools
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from stagewright.cluster.catalog import open_cluster, shipped
@@ -137,8 +137,9 @@ def import_this_machine(options: ImportOptions) -> MachineFile:
     if not gpus:
         raise ValueError("this machine has 0 GPUs; give --topo FILE and --smi FILE of a machine with GPUs")
     named = tuple((gpu.name, gpu.memory) for gpu in gpus)
-    width = _least([gpu.pcie_width for gpu in _selected(gpus, options.gpus)])
-    generation = _least([gpu.pcie_generation for gpu in _selected(gpus, options.gpus)])
+    kept = _selected(gpus, options.gpus)
+    width = min((gpu.pcie_width for gpu in kept if gpu.pcie_width is not None), default=None)
+    generation = min((gpu.pcie_generation for gpu in kept if gpu.pcie_generation is not None), default=None)
     return _make(_Facts(named, topology, f"driver {driver}", generation, width, num_cores()), options)
 
 
@@ -227,9 +228,10 @@ def _make(facts: _Facts, options: ImportOptions) -> MachineFile:
     generation = options.pcie or facts.generation or spec.pcie
     levels = make_levels(topology, spec, generation, (facts.width or _FULL_WIDTH) / _FULL_WIDTH)
     title = f"{len(indices)} x {facts.gpus[indices[0]][0]}, {facts.software}"
-    machine = MachineFile(options.name, title, spec.name, len(indices), levels, options.cores or facts.cores)
-    remarks = _remarks(facts, options, indices, generation, levels)
-    return replace(machine, count=options.count, network=options.network, remarks=remarks)
+    cores, remarks = options.cores or facts.cores, _remarks(facts, options, indices, generation, levels)
+    return MachineFile(
+        options.name, title, spec.name, len(indices), levels, cores, options.count, options.network, remarks
+    )
 
 
 def _remarks(
@@ -284,8 +286,3 @@ def _num_links(topology: Topology) -> int:
 
 def _selected(gpus: Sequence[_Item], indices: tuple[int, ...] | None) -> list[_Item]:
     return [gpu for index, gpu in enumerate(gpus) if indices is None or index in indices]
-
-
-def _least(values: Sequence[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return min(known, default=None)

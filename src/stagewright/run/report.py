@@ -50,7 +50,8 @@ def read_rank_map(folder: Path) -> RankMap:
         raise ValueError(
             f"{folder} is not a run folder: plan.json: {reason}; give a folder that train wrote"
         ) from error
-    machines = Cluster((Machine(),) * (1 + _last_machine(text)), "the run's machines")
+    numbers = re.findall(r"\b([0-9]{1,4}):[0-9]", text)  # of the machines that its placement may name
+    machines = Cluster((Machine(),) * (1 + max(map(int, numbers), default=0)), "the run's machines")
     try:
         return _rank_map(read_plan(text, str(path), machines))
     except ValueError as error:
@@ -66,11 +67,6 @@ def _rank_map(plan: Plan) -> RankMap:
         labels.append(f"rank {rank} (stage{'s' if len(stages) > 1 else ''} {few})")
     devices = tuple(format_devices(placed) for placed in plan.placement)
     return RankMap(tuple(labels), tuple(stage.ranks for stage in plan.stages), devices)
-
-
-def _last_machine(text: str) -> int:
-    """The highest number of a machine that a placement in this text may name."""
-    return max((int(number) for number in re.findall(r"\b([0-9]{1,4}):[0-9]", text)), default=0)
 
 
 def make_page(folders: Sequence[Path], names: Sequence[str] = ()) -> Page:

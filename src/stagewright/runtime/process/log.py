@@ -18,18 +18,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from stagewright.events import (
-    Evaluated,
-    Record,
-    Replaced,
-    Restarted,
-    Resumed,
-    Saved,
-    Score,
-    Step,
-    as_fields,
-    as_record,
-)
+from stagewright.events import Evaluated, Record, Replaced, Restarted, Resumed, Saved, Score, Step, as_fields, as_record
 from stagewright.metrics import Span, Timeline
 from stagewright.runtime.checkpoint.commit import Committer, set_aside_after
 from stagewright.runtime.checkpoint.folder import clear, open_checkpoint
