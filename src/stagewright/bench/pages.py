@@ -20,9 +20,10 @@ from stagewright.bench.result import Outcome, PublishedRow, Row, write_outcome
 from stagewright.bench.statistics import Interval
 from stagewright.bench.suite import devices_of
 from stagewright.config.sections import options
+from stagewright.errors import counted
 from stagewright.metrics import MIB
 from stagewright.planning.predict import IMAGENET
-from stagewright.report.live.terminal import plain_table
+from stagewright.report.live.terminal import plain_table, say
 from stagewright.report.page import Bar, Bars, Block, Listing, Page, Summary, Table
 from stagewright.run.report import write_page
 
@@ -74,7 +75,7 @@ def summary(outcome: Outcome) -> Iterator[str]:
             yield f"{row.group}, {row.label}: {row.kind}: {row.reason}"
     yield from _circumstances(outcome)
     if not outcome.is_whole:
-        yield f"The bench was interrupted after {_count(sum(len(row.repeats) for row in outcome.rows), 'run')}."
+        yield f"The bench was interrupted after {counted(sum(len(row.repeats) for row in outcome.rows), 'run')}."
 
 
 def _circumstances(outcome: Outcome) -> Iterator[str]:
@@ -102,7 +103,7 @@ def _comparison(row: Row, base: Row) -> str:
         )
     if speedup.holds(1.0):
         return f"no significant difference between {row.name} and {base.name}: {_short(speedup)} x"
-    few = f", from only {_count(len(row.repeats), 'repeat')}" if len(row.repeats) < _FEW else ""
+    few = f", from only {counted(len(row.repeats), 'repeat')}" if len(row.repeats) < _FEW else ""
     return f"{row.name} is {_short(speedup)} x {base.name}, {_short(rate)} images/s{few}"
 
 
@@ -239,7 +240,7 @@ def _remarks(outcome: Outcome) -> tuple[tuple[str, str], ...]:
             if repeat.throttled:
                 found.append((where, f"repeat {number}: GPUs were throttled: {', '.join(repeat.throttled)}"))
             if repeat.foreign:
-                foreign = _count(repeat.foreign, "other process", "es")
+                foreign = counted(repeat.foreign, "other process", "es")
                 found.append((where, f"repeat {number}: {foreign} on one GPU"))
         if row.kind == "predicted":
             dynamic = "the simulator uses the static order" if row.options.get("run", {}).get("dynamic") else ""
@@ -265,23 +266,18 @@ def train_command(row: Row) -> str:
 
 def show(console: Console, outcome: Outcome, folder: Path) -> None:
     """Print the outcome in 80 columns, and where its reports are."""
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
     for name, rows in outcome.groups().items():
-        say(name)
+        say(console, name, soft_wrap=True)
         console.print(_terminal_table(rows))
     if published := [row for row in outcome.published if row.published]:
         console.print(_published_table(published))
     for line in summary(outcome):
-        console.print(line, highlight=False, markup=False)
+        say(console, line)
     if any(row.kind == "predicted" for row in outcome.rows):
-        say("p: predicted by the simulator, not measured")
+        say(console, "p: predicted by the simulator, not measured")
     if any(row.outliers for row in outcome.rows):
-        say("*: a repeat is an outlier; it still counts")
-    say(f"report: {folder / 'report.md'}")
-    say(f"        {folder / 'report.html'}")
+        say(console, "*: a repeat is an outlier; it still counts")
+    say(console, f"report: {folder / 'report.md'}\n        {folder / 'report.html'}", soft_wrap=True)
 
 
 def _terminal_table(rows: list[Row]) -> TerminalTable:
@@ -341,7 +337,3 @@ def zip_logs(runs: Path, folder: Path, clean: Callable[[str], str]) -> None:
                 file.writestr(clean(str(name)), clean(path.read_text(errors="replace")))
     draft.replace(folder / LOGS)
     shutil.rmtree(runs)
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{'' if number == 1 else plural}"

@@ -20,6 +20,7 @@ from stagewright.cluster.placement import Placement, parse_placement
 from stagewright.cluster.specs import Catalog
 from stagewright.cluster.topology import ANYWHERE, Cluster, Machine
 from stagewright.config.sections import Config
+from stagewright.errors import counted
 from stagewright.metrics import MIB
 from stagewright.model.cut import Chain
 from stagewright.plan.estimate import Estimate
@@ -58,7 +59,7 @@ class Capacity:
                 return f"needs {len(machines)} machines with GPUs, this is 1"
             needed = 1 + max(device.index for device in devices)
             if not self.gpus or (needed > self.gpus and not config.run.share_gpu):
-                return f"needs {needed} GPU{'s' if needed > 1 else ''}, this machine has {self.gpus}"
+                return f"needs {counted(needed, 'GPU')}, this machine has {self.gpus}"
         needs = needed_memory(config)
         where, most, has = "of memory", sum(needs), self.memory
         if config.run.device == "cuda":

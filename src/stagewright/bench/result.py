@@ -130,10 +130,6 @@ class Outcome:
         return found
 
 
-def as_json(outcome: Outcome) -> dict[str, Any]:
-    return asdict(outcome)
-
-
 def from_json(tables: Any, where: str) -> Outcome:
     """Read an outcome; `where` names the file in errors."""
     try:
@@ -146,7 +142,7 @@ def from_json(tables: Any, where: str) -> Outcome:
 
 def write_outcome(outcome: Outcome, folder: Path) -> None:
     draft = folder / f"{FILE}.draft"
-    draft.write_text(json.dumps(as_json(outcome), indent=1))
+    draft.write_text(json.dumps(asdict(outcome), indent=1))
     draft.replace(folder / FILE)
 
 
@@ -203,7 +199,7 @@ def _address(match: re.Match[str]) -> str:
 
 def anonymous(outcome: Outcome, clean: Callable[[str], str]) -> Outcome:
     """The same outcome with every text cleaned."""
-    return from_json(cleaned(as_json(outcome), clean) | {"is_anonymised": True}, "the outcome")
+    return from_json(cleaned(asdict(outcome), clean) | {"is_anonymised": True}, "the outcome")
 
 
 def cleaned(value: Any, clean: Callable[[str], str]) -> Any:

@@ -35,7 +35,7 @@ from stagewright.cluster.specs import Catalog
 from stagewright.cluster.topology import Cluster
 from stagewright.config.sections import Config
 from stagewright.config.toml import as_tables
-from stagewright.errors import Interrupted, RunFailed
+from stagewright.errors import Interrupted, RunFailed, counted
 from stagewright.hardware.environment import read_environment
 from stagewright.metrics import MIB
 from stagewright.plan.plan import Plan
@@ -67,7 +67,7 @@ def run_to_folder(
     except KeyboardInterrupt as error:
         done = sum(len(row.repeats) for row in latest[0].rows) if latest else 0
         kept = f"what was measured is in {folder}"
-        raise Interrupted(f"after {done} run{'' if done == 1 else 's'}", kept) from error
+        raise Interrupted(f"after {counted(done, 'run')}", kept) from error
     finally:
         zip_logs(folder / "runs", folder, clean)
         if not latest and not any(folder.iterdir()):

@@ -10,7 +10,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -22,7 +22,6 @@ from stagewright.bench.micro import checkpoint, data, monitor, own, planner, pub
 from stagewright.bench.pages import show
 from stagewright.bench.peers.cases import SUITES, only_cases
 from stagewright.bench.peers.run import PeerOutcome, describe_suite, run_cases, show_machine, show_workload
-from stagewright.bench.result import as_json
 from stagewright.bench.run import run_to_folder
 from stagewright.bench.suite import REPEATS, SuiteOptions, read_suite, shipped_names
 from stagewright.cluster.catalog import open_cluster
@@ -177,7 +176,7 @@ def _run_suite(request: Request) -> None:
             request.suite, options, request.runs, anonymise=request.anonymise, progress=progress
         )
     if request.as_json:
-        print(json.dumps(as_json(outcome) | {"folder": str(folder)}))
+        print(json.dumps(asdict(outcome) | {"folder": str(folder)}))
     else:
         show(Console(), outcome, folder)
     if failed := [row for row in outcome.rows if row.kind == "failed"]:

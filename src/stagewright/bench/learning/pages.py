@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from stagewright.bench.learning.findings import Finding, Study, in_points
-from stagewright.report.live.terminal import plain_table
+from stagewright.report.live.terminal import plain_table, say
 from stagewright.report.page import Block, Curve, Curves, Listing, Page, Point, Summary, Table
 
 
@@ -172,7 +172,7 @@ def show_study(console: Console, study: Study, folder: Path) -> None:
     """Print the tables in 80 columns, a sentence per trial, and where the reports are."""
     for group, findings in study.groups().items():
         target = study.targets.get(group)
-        console.print(group, highlight=False, markup=False)
+        say(console, group)
         goal = "target" if target is None else f"{target:.1%}"
         figures = ("top-1", "95 % interval", "points", f"epochs to {goal}", "time")
         table = plain_table("mode", *figures, left=("mode",), no_wrap=figures)
@@ -181,11 +181,10 @@ def show_study(console: Console, study: Study, folder: Path) -> None:
         console.print(table)
         for finding in findings:
             if not finding.is_baseline:
-                console.print(f"{finding.trial}: {finding.summary}", highlight=False, markup=False)
+                say(console, f"{finding.trial}: {finding.summary}")
         timed = [finding for finding in findings if finding.speed]
         if timed:
-            console.print(f"times are {_source(timed)}; 'on N' is the number of devices", highlight=False, markup=False)
+            say(console, f"times are {_source(timed)}; 'on N' is the number of devices")
     for line in headlines(study):
-        console.print(line, highlight=False, markup=False)
-    console.print(f"report: {folder / 'report.md'}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"        {folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
+        say(console, line)
+    say(console, f"report: {folder / 'report.md'}\n        {folder / 'report.html'}", soft_wrap=True)

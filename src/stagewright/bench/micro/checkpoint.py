@@ -22,6 +22,7 @@ from stagewright.config.toml import make_config
 from stagewright.events import Record, Saved
 from stagewright.hardware.environment import read_environment
 from stagewright.metrics import MIB
+from stagewright.report.live.terminal import say
 from stagewright.run.prepare import prepare
 from stagewright.runtime.checkpoint.save import flats_of
 from stagewright.runtime.process.emulate import Emulation
@@ -128,7 +129,7 @@ def show(console: Console, found: Found) -> None:
         f"one batch              {_spread(found.quiet)}; while a checkpoint is written {_spread(found.writing)}",
         ", ".join(read_environment().words().values()),
     ]
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    say(console, "\n".join(lines), soft_wrap=True)
 
 
 def _spread(seconds: tuple[float, ...]) -> str:

@@ -19,6 +19,7 @@ from stagewright.config.toml import make_config
 from stagewright.events import Record, Step
 from stagewright.hardware.environment import read_environment
 from stagewright.hardware.monitor import Monitor
+from stagewright.report.live.terminal import say
 from stagewright.run.observe import make_monitor
 from stagewright.run.prepare import prepare
 from stagewright.runtime.job import Job
@@ -182,7 +183,7 @@ def show(console: Console, found: Found) -> None:
         f"a process instead    would take {found.start_seconds * 1e3:.0f} ms of a core before its first sample",
         ", ".join(read_environment().words().values()),
     ]
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    say(console, "\n".join(lines), soft_wrap=True)
 
 
 def _spread(speeds: tuple[float, ...]) -> str:

@@ -7,8 +7,10 @@ from typing import Any
 
 from rich.console import Console
 
+from stagewright.errors import counted
 from stagewright.planning.calibrate import Calibration, Row, calibrate
 from stagewright.planning.predict import IMAGENET
+from stagewright.report.live.terminal import say
 
 
 def measure(progress: Callable[[str], None]) -> Calibration:
@@ -42,22 +44,19 @@ def describe(calibration: Calibration) -> dict[str, Any]:
 
 def show(console: Console, calibration: Calibration) -> None:
     """One or two lines per run, then the fitted figures and the errors."""
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False)
-
     for row in calibration.rows:
-        say(str(row.run))
-        say(f"    predicted {row.predicted:,.0f} images/s, epoch {IMAGENET / row.predicted:,.1f} s{_error(row)}")
+        say(console, str(row.run))
+        epoch = IMAGENET / row.predicted
+        say(console, f"    predicted {row.predicted:,.0f} images/s, epoch {epoch:,.1f} s{_error(row)}")
         for found, measured in zip(row.memory, row.run.memory_mib, strict=False):
-            say(f"    memory {found:,.0f} MiB, measured {measured:,.0f} ({found / measured - 1:+.0%})")
-    say("fitted:")
+            say(console, f"    memory {found:,.0f} MiB, measured {measured:,.0f} ({found / measured - 1:+.0%})")
+    say(console, "fitted:")
     for name, value in calibration.figures.items():
-        say(f"    {name} = {value:.4g}")
-    say(f"predicted from the others: median error {calibration.median:.1%}, worst {calibration.worst:.1%}")
+        say(console, f"    {name} = {value:.4g}")
+    say(console, f"predicted from the others: median error {calibration.median:.1%}, worst {calibration.worst:.1%}")
     if held_out := [row for row in calibration.rows if row.run.held_out]:
         errors = ", ".join(f"{row.error:+.1%}" for row in held_out)
-        say(f"held out of the fit: {len(held_out)} run{'s' if len(held_out) > 1 else ''}, errors {errors}")
+        say(console, f"held out of the fit: {counted(len(held_out), 'run')}, errors {errors}")
 
 
 def _error(row: Row) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 
 from stagewright.bench.statistics import Interval
 from stagewright.cluster.placement import parse_placement
+from stagewright.errors import counted
 
 _WIDTH = 8
 
@@ -78,7 +79,7 @@ class Workload:
         setting = "" if self.setting.device == "cpu" else f", {self.setting}"
         model = self.model.rpartition(":")[2]
         on = f"rank{'' if self.world == 1 else 's'} {ranks}"
-        microbatches = f"{self.microbatches} microbatch{'' if self.microbatches == 1 else 'es'} of {samples}"
+        microbatches = f"{counted(self.microbatches, 'microbatch', 'es')} of {samples}"
         return f"{model}{cut} on {on}, {microbatches}{setting}"
 
 

@@ -88,11 +88,16 @@ class Ranks:
         busiest = max(busy_shares, default=None)
         return Segment(seconds, fmean(losses), max(0.0, others / (seconds + _LEAD_SECONDS)), busiest)
 
-    def rest(self) -> None:
-        """Give back memory that the next side may need."""
+    def take_turn(self, steps: int, *, on_gpu: bool) -> Segment:
+        """Train and time a segment; on a GPU warm up first, and give back memory that the next side may need."""
+        if not on_gpu:
+            return self.train(steps)
+        self.train(_WARM_STEPS)
+        segment = self.train(steps)
         for rank in self._ranks:
             rank.send({"rest": True})
         self._wait("rested", _SEGMENT_SECONDS)
+        return segment
 
     def _wait(self, kind: str, timeout: float) -> list[Event]:
         """Wait for one event of a kind from every rank; events of other kinds are dropped."""
@@ -184,28 +189,13 @@ def compile_together(sides: Sequence[Ranks]) -> None:
         side.wait_trained()
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """How a side takes its turn: on a GPU it warms up first and gives back memory afterwards."""
-
-    ranks: Ranks
-    steps: int
-    on_gpu: bool = False
-
-    def take(self) -> Segment:
-        if self.on_gpu:
-            self.ranks.train(_WARM_STEPS)
-        segment = self.ranks.train(self.steps)
-        if self.on_gpu:
-            self.ranks.rest()
-        return segment
-
-
-def take_turns(turns: Sequence[Turn], repeats: int, progress: Callable[[str], None]) -> list[list[Segment]]:
+def take_turns(
+    turns: Sequence[Callable[[], Segment]], repeats: int, progress: Callable[[str], None]
+) -> list[list[Segment]]:
     """The segments of each side, timed in the order A B A B ...; the first of each is a warm-up and does not count."""
     segments: list[list[Segment]] = [[] for _ in turns]
     for repeat in range(repeats + 1):
         progress(f"repeat {repeat} of {repeats}" if repeat else "warming up")
-        for turn, timed in zip(turns, segments, strict=True):
-            timed.append(turn.take())
+        for take_turn, timed in zip(turns, segments, strict=True):
+            timed.append(take_turn())
     return [timed[1:] for timed in segments]

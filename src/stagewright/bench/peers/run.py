@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 
 from stagewright.bench.machine import shared_gpu
 from stagewright.bench.peers.cases import Case, Measure, Pairing, PeerSuite, Side, Workload
-from stagewright.bench.peers.launch import Segment, Turn, compile_together, open_ranks, take_turns
+from stagewright.bench.peers.launch import Segment, compile_together, open_ranks, take_turns
 from stagewright.bench.statistics import Interval, median_ratio
 from stagewright.config.sections import Config
 from stagewright.config.toml import make_config
@@ -89,14 +90,15 @@ def _run_case(
     progress(f"{case.workload}: starting {', '.join(side.name for side in case.sides)}")
     jobs = _save_jobs(case, folder)
     lengths = {side: side.steps or steps for side in jobs}
+    on_gpu = case.workload.setting.device == "cuda"
     with ExitStack() as stack:
-        if case.workload.setting.device == "cuda":
+        if on_gpu:
             stack.enter_context(shared_gpu(progress))
         ranks = open_ranks(stack, jobs, folder, case.workload.world)
         if case.workload.setting.is_compiled:
             progress(f"{case.workload}: compiling")
             compile_together(ranks)
-        turns = [Turn(side, lengths[side.side], case.workload.setting.device == "cuda") for side in ranks]
+        turns = [partial(side.take_turn, lengths[side.side], on_gpu=on_gpu) for side in ranks]
         segments = take_turns(turns, repeats, lambda text: progress(f"{case.workload}: {text}"))
     series = {
         side: make_series(side, suite.measure, case.workload, lengths[side], timed)
