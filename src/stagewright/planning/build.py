@@ -14,6 +14,7 @@ from pathlib import Path
 from stagewright.cluster.placement import Placement, format_placement, parse_placement
 from stagewright.cluster.topology import ANYWHERE, Cluster, Machine
 from stagewright.config.sections import Config, PlanConfig
+from stagewright.errors import counted
 from stagewright.model.cut import Chain
 from stagewright.plan.make import MOST_MICROBATCHES, default_microbatches, divisors, make_plan, read_plan
 from stagewright.plan.plan import Mode, Plan
@@ -256,8 +257,8 @@ def idle_warning(plan: Plan) -> str | None:
     most = max(stage.replicas for stage in plan.stages)
     if plan.microbatches >= most:
         return None
-    count = f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}"
-    return f"{count} for {most} replicas: some have nothing to do in each batch; raise --microbatches"
+    microbatches = counted(plan.microbatches, "microbatch", "es")
+    return f"{microbatches} for {most} replicas: some have nothing to do in each batch; raise --microbatches"
 
 
 def waiting_warning(plan: Plan, bubble_of: Bubble) -> str | None:

@@ -87,7 +87,7 @@ def profile_setting(
     profile: Profile, cluster: Cluster | None, catalog: Catalog, precision: str, *, optimizer: str = "sgd"
 ) -> Setting:
     """A measured model, on the machine it was measured on or on a cluster of devices like it."""
-    software = catalog.system("stagewright" if profile.software == "stagewright" else profile.software)
+    software = catalog.system(profile.software)
     if cluster is None:
         cluster = measured_cluster(profile)
 

@@ -14,7 +14,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +180,8 @@ def batches_per_epoch(folder: Path) -> int:
 class EarlierRuns:
     """Runs of earlier studies, and the machines that trained them, by the study's folder."""
 
-    runs: list[TrainedRun] = field(default_factory=list)
-    machines: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    runs: list[TrainedRun]
+    machines: Mapping[str, Mapping[str, str]]
 
 
 def earlier_runs(folders: Sequence[str], trial_runs: Sequence[TrialRun]) -> EarlierRuns:
