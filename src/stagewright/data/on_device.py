@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -44,12 +44,7 @@ def torchcodec_decoder(device: torch.device) -> DecodeBatch:
             f"--decode gpu needs torchcodec 0.17 or later, which can't be imported ({first_line(error)}); "
             "pip install torchcodec, or use --decode cpu"
         ) from error
-
-    def decode(batch: list[bytes]) -> list[Tensor]:
-        images: list[Tensor] = decode_jpeg(batch, mode="RGB", device=device)
-        return images
-
-    return decode
+    return partial(decode_jpeg, mode="RGB", device=device)
 
 
 class DeviceLoader:

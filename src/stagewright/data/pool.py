@@ -188,7 +188,13 @@ class Pool:
                 batch.labels[row], bad = load(int(batch.indices[row]), batch.seed, batch.images[row], decoder)
             except BaseException as caught:  # raised again by `wait`
                 error = caught
-            self._finish(batch, row, bad, error)
+            with self._condition:
+                if bad:
+                    batch.bad[row] = bad
+                batch.error = batch.error or error
+                batch.left -= 1
+                if not batch.left:
+                    self._condition.notify_all()
 
     def _claim(self) -> tuple[Batch, Load, int] | None:
         """Wait for a row that no thread has begun; None once the pool closes."""
@@ -202,12 +208,3 @@ class Pool:
                     self._waiting.popleft()
                 self._condition.wait()
         return None
-
-    def _finish(self, batch: Batch, row: int, bad: tuple[BadRecord, ...], error: BaseException | None) -> None:
-        with self._condition:
-            if bad:
-                batch.bad[row] = bad
-            batch.error = batch.error or error
-            batch.left -= 1
-            if not batch.left:
-                self._condition.notify_all()

@@ -74,7 +74,7 @@ def survey(records: Records, most: int, progress: Callable[[int], None] = lambda
         looked_at,
         records.classes,
         records.class_names,
-        tuple(int(count) for count in per_class),
+        tuple(per_class.tolist()),
         SizeRange.of(encoded),
         SizeRange.of(heights),
         SizeRange.of(widths),

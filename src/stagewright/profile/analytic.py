@@ -24,11 +24,6 @@ _FFT_TILE = 32
 _HALF = ("fp16", "bf16")
 
 
-def bytes_of(precision: str) -> int:
-    """Bytes per activation."""
-    return 2 if precision in _HALF else 8 if precision == "fp64" else 4
-
-
 @dataclass(frozen=True, slots=True)
 class Rates:
     """What a device and its software achieve in one precision."""
@@ -36,7 +31,7 @@ class Rates:
     products: float  # operations per second in a large matrix product
     convolutions: float
     traffic: float  # bytes per second
-    element: int
+    element: int  # bytes of an activation
     has_winograd: bool
     changes_layout: bool
     is_fused: bool
@@ -50,7 +45,7 @@ class Rates:
             products * product_share,
             convolutions * convolution_share,
             device.bandwidth * MEMORY_SHARE,
-            bytes_of(precision),
+            2 if half else 8 if precision == "fp64" else 4,
             has_winograd=not half and device.units(precision, convolution=True) == "fp32",
             changes_layout=half and not software.channels_last,
             is_fused=software.fused,

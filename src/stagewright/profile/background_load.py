@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import select
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,18 +23,14 @@ def run_load(text: str) -> None:
     torch.set_num_threads(workload.threads)
     model = build_workload(workload)
     example = torch.randn(request["samples"], *workload.input, device=workload.device)
-    for count in _until_closed():
+    passes = 0
+    while not select.select([sys.stdin], [], [], 0)[
+        0
+    ]:  # a pipe, which closes when the parent ends, for whatever reason
         model(example).float().mean().backward()
-        if count == 0:
+        if passes == 0:
             print("running", flush=True)
-
-
-def _until_closed() -> Iterator[int]:
-    """Count while standard input is open: the pipe closes when the parent ends, for whatever reason."""
-    count = 0
-    while not select.select([sys.stdin], [], [], 0)[0]:
-        yield count
-        count += 1
+        passes += 1
 
 
 if __name__ == "__main__":

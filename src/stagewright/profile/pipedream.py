@@ -111,17 +111,6 @@ def _table(units: list[str], nodes: dict[str, _Node], edges: dict[str, list[str]
     for index, name in enumerate(units):
         node = nodes[name]
         live = sum(nodes[other].activation for other in units[: index + 1] if last_use[other] > index)
-        made.append(
-            Unit(
-                name,
-                node.text.partition("(")[0],
-                node.forward,
-                node.backward,
-                node.parameters,
-                node.activation,
-                live,
-                live,
-                node.activation,
-            )
-        )
+        kind, size = node.text.partition("(")[0], node.activation
+        made.append(Unit(name, kind, node.forward, node.backward, node.parameters, size, live, live, size))
     return Table("fp32", samples, tuple(made))

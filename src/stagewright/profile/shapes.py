@@ -180,10 +180,5 @@ def kind_of(visit: Visit) -> Kind:
 def _convolution(module: nn.Module | None) -> Convolution | None:
     if not isinstance(module, nn.Conv2d):
         return None
-    return Convolution(
-        module.kernel_size[0] * module.kernel_size[1],
-        module.stride[0],
-        module.groups,
-        module.in_channels,
-        module.out_channels,
-    )
+    height, width = module.kernel_size
+    return Convolution(height * width, module.stride[0], module.groups, module.in_channels, module.out_channels)

@@ -18,21 +18,16 @@ def restore(worker: Worker, checkpoint: Checkpoint) -> None:
     """Set a worker's replicas to the state in the checkpoint."""
     is_same = checkpoint.manifest.plan.computes_as(worker.plan)
     for replica in worker.replicas.values():
-        _restore_flats(replica, checkpoint)
+        _write_flat(replica, replica.ring.master, MASTER, checkpoint)
+        for name, flat in replica.optimizer.state.items():
+            if flat.dim() and checkpoint.has(f"optimizer/{name}"):
+                _write_flat(replica, flat, f"optimizer/{name}", checkpoint)
         if is_same:
             _restore_exactly(replica, checkpoint, replica.stage.ranks.index(worker.rank))
             replica.resume_versions(worker.plan.boundary(checkpoint.batch) // replica.stage.round)
         else:
             _restore_by_name(replica, checkpoint, replica.stage.ranks.index(worker.rank))
     worker.loss_scaling.resume(checkpoint.manifest.stages[-1].extra, checkpoint.batch, is_same=is_same)
-
-
-def _restore_flats(replica: Replica, checkpoint: Checkpoint) -> None:
-    """Restore the newest weights and the optimizer's tensors."""
-    _write_flat(replica, replica.ring.master, MASTER, checkpoint)
-    for name, flat in replica.optimizer.state.items():
-        if flat.dim() and checkpoint.has(f"optimizer/{name}"):
-            _write_flat(replica, flat, f"optimizer/{name}", checkpoint)
 
 
 def _restore_exactly(replica: Replica, checkpoint: Checkpoint, index: int) -> None:

@@ -135,8 +135,11 @@ class Replica:
             release()
 
     def reduce(self, update: int) -> None:
-        self._open(update)  # a replica without a microbatch in this round joins with zeros
-        self.reducer.start(update, self.ring.gradient_of(update))
+        gradient = self.ring.gradient_of(update)
+        if update not in self.open_updates:  # a replica without a microbatch in this round joins with zeros
+            self.open_updates.add(update)
+            gradient.zero_()
+        self.reducer.start(update, gradient)
 
     def unscale(self, update: int) -> Tensor:
         """Divide the whole gradient by its scale; returns 1 if it is not finite, otherwise 0."""
@@ -241,8 +244,3 @@ class Replica:
             return Gradients([self._share])
         factor = torch.full((1,), scale, device=self.device.device)
         return Gradients([self._share * factor[0]], factor)
-
-    def _open(self, update: int) -> None:
-        if update not in self.open_updates:
-            self.open_updates.add(update)
-            self.ring.gradient_of(update).zero_()
