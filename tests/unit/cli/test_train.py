@@ -180,7 +180,7 @@ def test_refuses_options_that_the_plan_would_ignore(tmp_path: Path, capsys: pyte
     assert "--shares 1:1 cuts the model into stages but mode dp" in fails(
         capsys, *two, "--mode", "dp", "--shares", "1:1"
     )
-    assert "shares 1:2 name 2 stages but the placement has 1" in fails(capsys, *train, "--shares", "1:2")
+    assert "--shares 1:2 names 2 stages but the placement has 1" in fails(capsys, *train, "--shares", "1:2")
     depths = ["--mode", "sync", "--policy", "gpipe", "--depths", "1,1"]
     assert "--depths 1,1 was given with --policy gpipe" in fails(capsys, *two, *depths)
     assert not list(tmp_path.iterdir())
