@@ -21,6 +21,7 @@ from stagewright.events import Step
 Array = Any  # a numpy array
 _RATIO_RESAMPLES = 10_000
 _RESAMPLES = 2_000
+_SEED = 0  # the same series always have the same interval
 _TAILS = (2.5, 97.5)  # percentiles at the ends of an interval
 _WINDOW = 3
 _CLOSE = 0.05  # of the level: a time this near has reached it, however little the rest varies
@@ -50,7 +51,7 @@ class Interval:
         return f"{self.value:,.{digits}f} ({self.low:,.{digits}f} - {self.high:,.{digits}f})"
 
 
-def median_ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Interval:
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     """The median of one series over that of the other, with its bootstrap 95 % interval.
 
     The series are interleaved, so what disturbs a repeat disturbs both sides: repeats are drawn in pairs.
@@ -58,31 +59,31 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) 
     if not ours or len(ours) != len(theirs):
         raise ValueError(f"{len(ours)} and {len(theirs)} repeats; both series need the same number, at least 1")
     pairs = np.array([ours, theirs])
-    draws = np.random.default_rng(seed).integers(len(ours), size=(_RATIO_RESAMPLES, len(ours)))
+    draws = np.random.default_rng(_SEED).integers(len(ours), size=(_RATIO_RESAMPLES, len(ours)))
     above, below = np.median(pairs[:, draws], axis=2)
     low, high = np.percentile(above / below, _TAILS)
     return Interval(median(ours) / median(theirs), float(low), float(high))
 
 
-def median_interval(series: Sequence[float], seed: int = 0) -> Interval:
+def median_interval(series: Sequence[float]) -> Interval:
     """The median of a series with its interval, which is a point for a single value."""
     values = _checked(series)
-    low, high = np.percentile(_medians(values, np.random.default_rng(seed)), _TAILS)
+    low, high = np.percentile(_medians(values, np.random.default_rng(_SEED)), _TAILS)
     middle = float(np.median(values))
     return Interval(middle, min(float(low), middle), max(float(high), middle))
 
 
-def paired_ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Interval:
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     """The median of the ratios of two interleaved series, repeat by repeat: what disturbs both sides cancels."""
     if len(ours) != len(theirs):
         raise ValueError(f"{len(ours)} and {len(theirs)} repeats; both series need the same number")
-    return _as_ratio(median_interval(np.log(_positive(ours)) - np.log(_positive(theirs)), seed))
+    return _as_ratio(median_interval(np.log(_positive(ours)) - np.log(_positive(theirs))))
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Interval:
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     """The ratio of the medians of two series that were not interleaved."""
     above, below = np.log(_positive(ours)), np.log(_positive(theirs))
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(_SEED)
     low, high = np.percentile(_medians(above, generator) - _medians(below, generator), _TAILS)
     middle = float(np.median(above) - np.median(below))
     return _as_ratio(Interval(middle, min(float(low), middle), max(float(high), middle)))

@@ -179,15 +179,7 @@ class Search:
         return Partition(tuple(int(self._segments.points[bound]) for bound in bounds), tuple(sizes), seconds)
 
 
-def make_search(
-    setting: Setting,
-    mode: Mode,
-    batch: int,
-    microbatches: int,
-    *,
-    staleness: int | None = None,
-    limited: bool = True,
-) -> Search:
+def make_search(setting: Setting, mode: Mode, batch: int, microbatches: int, *, staleness: int | None = None) -> Search:
     """A search over a setting's cluster for one mode and number of microbatches."""
     kinds = sorted(
         {machine.kind for machine in setting.cluster.machines},
@@ -196,7 +188,7 @@ def make_search(
     sums = [setting.sums(kind, batch // microbatches) for kind in kinds]
     blocks = make_blocks(setting.cluster, kinds)
     times = make_time_model(setting, mode, microbatches, kinds[-1], staleness)
-    limits = make_memory_limits(setting, mode, microbatches, kinds, staleness) if limited else None
+    limits = make_memory_limits(setting, mode, microbatches, kinds, staleness)
     cells = len(blocks.size) * sums[0].count * (sums[0].count + 1) // 2
 
     def over(points: Array | None, narrow: Callable[[], Search] | None = None) -> Search:

@@ -37,11 +37,11 @@ class TimeModel:
         """Whether replicas take turns across batches, so that a fraction of a microbatch per batch makes sense."""
         return self.mode in (Mode.STALE, Mode.PIPEDREAM)
 
-    def seconds(self, segments: Segments, blocks: BlockKinds, pairs: Any = slice(None)) -> Array:
+    def seconds(self, segments: Segments, blocks: BlockKinds) -> Array:
         """Seconds per batch of every segment on every kind of block: kinds x pairs."""
         inner, of = blocks.borderless()
-        busy, reduction = self._inside(segments, inner, pairs)
-        link = self._crossing(segments, blocks, pairs)
+        busy, reduction = self._inside(segments, inner)
+        link = self._crossing(segments, blocks)
         link *= self._own(blocks)
         link += reduction[of]
         return np.maximum(busy[of], link, out=link)
@@ -51,29 +51,26 @@ class TimeModel:
         size = blocks.size[:, None]
         return self.microbatches / size if self.is_even else np.ceil(self.microbatches / size)
 
-    def _inside(self, segments: Segments, blocks: BlockKinds, pairs: Any) -> tuple[Array, Array]:
+    def _inside(self, segments: Segments, blocks: BlockKinds) -> tuple[Array, Array]:
         """Seconds per batch that a block computes and waits for its all-reduce, and those of the all-reduce alone."""
         size = blocks.size[:, None]
         rounds = self.microbatches / size if self.mode is Mode.PIPEDREAM else 1.0
-        entering, leaving = segments.entering[pairs], segments.leaving[pairs]
-        compute = segments.compute[blocks.device][:, pairs] + 2 * self.overhead + (entering + leaving) * self.copies
-        weights = segments.parameters[pairs] * cost.GRADIENT_BYTES
+        copied = (segments.entering + segments.leaving) * self.copies
+        compute = segments.compute[blocks.device] + 2 * self.overhead + copied
+        weights = segments.parameters * cost.GRADIENT_BYTES
         reduction = cost.allreduce_seconds(weights, size, blocks.bandwidth[:, None], blocks.latency[:, None])
-        backward = np.where(blocks.staged[:, None], 0.0, segments.backward[blocks.device][:, pairs])
+        backward = np.where(blocks.staged[:, None], 0.0, segments.backward[blocks.device])
         exposed = cost.exposed_seconds(reduction, backward, cost.tail_share(weights))
-        lags = self.is_even & (segments.last[pairs] < segments.units) & (self.staleness != 0)
+        lags = self.is_even & (segments.last < segments.units) & (self.staleness != 0)
         waits = np.where(lags & ~blocks.staged[:, None], 0.0, exposed)
         update = weights * self.update_second_bytes
         return self._own(blocks) * compute + rounds * (waits + update), rounds * reduction
 
-    def _crossing(self, segments: Segments, blocks: BlockKinds, pairs: Any) -> Array:
+    def _crossing(self, segments: Segments, blocks: BlockKinds) -> Array:
         """Seconds per microbatch over the slower border; the first and the last stage have one border only."""
-        volume = np.maximum(segments.entering[pairs], segments.leaving[pairs])
+        volume = np.maximum(segments.entering, segments.leaving)
         seconds = volume / np.minimum(np.minimum(blocks.front, blocks.back), self.handover)[:, None]
-        for is_end, other in (
-            (segments.first[pairs] == 0, blocks.back),
-            (segments.last[pairs] == segments.units, blocks.front),
-        ):
+        for is_end, other in ((segments.first == 0, blocks.back), (segments.last == segments.units, blocks.front)):
             seconds[:, is_end] = volume[is_end] / np.minimum(other, self.handover)[:, None]
         return seconds
 
