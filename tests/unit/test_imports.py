@@ -86,8 +86,10 @@ WITHOUT_TORCH = {
     "report",
     "plan.plan",
     "run.folder",
+    "cli.cluster",
     "cli.main",
     "cli.parser",
+    "cli.runs",
 }
 LAZY = {"__init__", "__main__"}  # may import ours inside a function; cli.main imports the module of a command by name
 

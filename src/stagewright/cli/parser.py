@@ -227,7 +227,7 @@ def _simulate(parser: ArgumentParser) -> None:
 
 
 @_command(
-    "value", "value:run", "compare clusters by images per second, dollar and watt", "MODEL --cluster A --cluster B"
+    "value", "plan:run_value", "compare clusters by images per second, dollar and watt", "MODEL --cluster A --cluster B"
 )
 def _value(parser: ArgumentParser) -> None:
     """Compare clusters by the best plan on each: its speed, its price and its power."""
@@ -380,14 +380,14 @@ def _data_bench(parser: ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, metavar="N", help="most loader threads (default: 2)")
 
 
-@_command("cluster list", "machine:run_list", "list the clusters, devices and links of the catalog")
+@_command("cluster list", "cluster:run_list", "list the clusters, devices and links of the catalog")
 def _cluster_list(parser: ArgumentParser) -> None:
     """List what --cluster and cluster files can name: the clusters, devices and links of the catalog."""
 
 
 @_command(
     "cluster import",
-    "machine:run_import",
+    "cluster:run_import",
     "make a cluster file of a machine",
     "--topo FILE --smi FILE [options]\n       stagewright cluster import --here",
 )

@@ -1,0 +1,26 @@
+"""`stagewright cluster`: what `list` shows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.commands import fails, prints
+
+
+def test_lists_the_catalog(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = prints(capsys, "cluster", "list").splitlines()
+    assert max(map(len, lines)) <= 80
+    for words in ("titan-v-16 16 2 x 8 titan-v", "rtx-2080ti-22 22 616", "net-10g 1.1"):
+        assert any(" ".join(line.split()).startswith(words) for line in lines), words
+    found = json.loads(prints(capsys, "cluster", "list", "--json"))
+    (server,) = (entry for entry in found["clusters"] if entry["name"] == "titan-v-16")
+    assert server["number"] == 16 and server["links"] == ["pcie3-pix", "pcie3-phb", "pcie3-sys", "net-100g"]
+    assert {"rtx-4090", "cpu"} <= {entry["name"] for entry in found["devices"]}
+    assert "memory" in {entry["name"] for entry in found["links"]}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the error says is missing")
