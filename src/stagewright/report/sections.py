@@ -134,7 +134,8 @@ def environment(run: Run) -> Iterator[Block]:
     command = run.environment.get("command")
     if isinstance(command, list) and command:
         program, *rest = map(str, command)
-        if os.path.basename(program) in ("cli.py", "stagewright"):  # noqa: PTH119
+        # the script, `python -m stagewright`, or `python -m stagewright.cli` in runs written before
+        if os.path.basename(program) in ("stagewright", "__main__.py", "cli.py"):  # noqa: PTH119
             program = "stagewright"
         yield Listing("Command", shlex.join([program, *rest]))
 

@@ -304,3 +304,10 @@ def test_runs_of_one_shape_are_named_by_their_folders(tmp_path: Path) -> None:
 def test_steps_without_duration_are_tolerated(tmp_path: Path) -> None:
     records = [Step(0, 0, float("nan"), 0.1, 0.0, 0.0), Step(1, 0, float("inf"), 0.1, 0.0, float("inf"))]
     page(make_run(tmp_path / "run", records, is_finished=False))
+
+
+@pytest.mark.parametrize("program", ["/bin/stagewright", "/x/stagewright/__main__.py", "/x/stagewright/cli.py"])
+def test_the_command_is_one_that_a_shell_takes(program: str, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    (folder / "env.json").write_text(json.dumps({"command": [program, "train", "--steps", "20"]}))
+    assert "\nstagewright train --steps 20\n" in as_markdown(make_page([folder]))
