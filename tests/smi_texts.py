@@ -122,3 +122,39 @@ OLD_SMI = """\
 |    0      2211    C+G   /opt/a long name/of a job                    313MiB |
 +-----------------------------------------------------------------------------+
 """
+
+
+def smi_xml(
+    name: str,
+    mib: int | str,
+    count: int,
+    *,
+    link: tuple[int | str, str] = (4, "16x"),
+    mig: str = "N/A",
+    watts: tuple[int, int] = (350, 350),
+    is_old: bool = False,
+) -> str:
+    """What `nvidia-smi -q -x` prints for equal cards, less most of it; a link is a generation and a width."""
+    power, limit = ("power_readings", "enforced") if is_old else ("gpu_power_readings", "current")
+    lines = ['<?xml version="1.0" ?>', '<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">', "<nvidia_smi_log>"]
+    lines += ["\t<timestamp>Mon Nov 16 12:00:00 2026</timestamp>", "\t<driver_version>550.54.15</driver_version>"]
+    lines += [] if is_old else ["\t<cuda_version>12.4</cuda_version>"]
+    lines.append(f"\t<attached_gpus>{count}</attached_gpus>")
+    for index in range(count):
+        lines += [
+            f'\t<gpu id="00000000:{index + 1:02X}:00.0">',
+            f"\t\t<product_name>{name}</product_name>",
+            f"\t\t<mig_mode><current_mig>{mig}</current_mig><pending_mig>{mig}</pending_mig></mig_mode>",
+            f"\t\t<uuid>GPU-0000000{index}</uuid>",
+            "\t\t<pci><pci_gpu_link_info>",
+            f"\t\t\t<pcie_gen><max_link_gen>{link[0]}</max_link_gen><current_link_gen>1</current_link_gen></pcie_gen>",
+            "\t\t\t<link_widths><max_link_width>16x</max_link_width>"
+            f"<current_link_width>{link[1]}</current_link_width></link_widths>",
+            "\t\t</pci_gpu_link_info></pci>",
+            f"\t\t<fb_memory_usage><total>{mib} MiB</total><used>10 MiB</used></fb_memory_usage>",
+            f"\t\t<{power}><power_draw>25.00 W</power_draw><{limit}_power_limit>{watts[0]}.00 W</{limit}_power_limit>",
+            f"\t\t\t<default_power_limit>{watts[1]}.00 W</default_power_limit></{power}>",
+            "\t\t<processes>\n\t\t</processes>",
+            "\t</gpu>",
+        ]
+    return "\n".join([*lines, "</nvidia_smi_log>", ""])

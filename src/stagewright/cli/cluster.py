@@ -21,6 +21,7 @@ from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import parse_placement
 from stagewright.cluster.specs import ALONE
 from stagewright.cluster.topology import Cluster
+from stagewright.errors import UserError
 from stagewright.hardware.cluster_file import ImportOptions, checked_toml, import_texts, import_this_machine
 from stagewright.metrics import GIB
 from stagewright.report.live.terminal import plain_table
@@ -32,16 +33,11 @@ _CLUSTER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 def run_import(parsed: argparse.Namespace) -> None:
     name = parsed.name or (Path(parsed.output).stem if parsed.output else "imported")
     if not _CLUSTER_NAME.fullmatch(name):
-        raise ValueError(f"cluster name '{name}' may have a-z, A-Z, 0-9, - and _ only; give another with --name")
-    for flag, value in (("pcie", parsed.pcie), ("cores", parsed.cores), ("count", parsed.count)):
-        if value is not None and value < 1:
-            raise ValueError(f"--{flag} is {value}; give at least 1")
+        raise UserError(f"cluster name '{name}' may have a-z, A-Z, 0-9, - and _ only; give another with --name")
     gpus = _indices(parsed.gpus)
     options = ImportOptions(name, parsed.device, gpus, parsed.pcie, parsed.cores, parsed.count, parsed.network)
-    if parsed.here and (parsed.topo or parsed.smi):
-        raise ValueError("--here was given with --topo or --smi; import one machine at a time")
     if not (parsed.here or parsed.topo or parsed.smi):
-        raise ValueError("nothing to import: give --topo FILE and --smi FILE, or --here for this machine")
+        raise UserError("nothing to import: give --topo FILE and --smi FILE, or --here for this machine")
     machine = import_this_machine(options) if parsed.here else import_texts(parsed.topo, parsed.smi, options)
     text = checked_toml(machine)
     if parsed.output:
@@ -60,8 +56,8 @@ def _indices(text: str | None) -> tuple[int, ...] | None:
         return None
     try:
         (devices,) = parse_placement(f"0:{text}")
-    except ValueError as error:
-        raise ValueError(f"--gpus '{text[:40]}' is not a list of GPUs (for example 0-3,6)") from error
+    except UserError as error:
+        raise UserError(f"--gpus '{text[:40]}' is not a list of GPUs (for example 0-3,6)") from error
     return tuple(device.index for device in devices)
 
 

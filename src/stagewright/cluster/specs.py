@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from stagewright.cluster.topology import Cluster, Link
-from stagewright.errors import did_you_mean
+from stagewright.errors import UserError, did_you_mean
 from stagewright.metrics import MIB
 
 ALONE = "one run"
@@ -96,7 +96,7 @@ def find(known: Mapping[str, _Entry], name: str, what: str) -> _Entry:
     if name in known:
         return known[name]
     listed = "" if what == "software" else " (stagewright cluster list shows all)"
-    raise ValueError(f"unknown {what} '{name}'{listed}; {did_you_mean(name, sorted(known))}")
+    raise UserError(f"unknown {what} '{name}'{listed}; {did_you_mean(name, sorted(known))}")
 
 
 def calibration_note(devices: Iterable[DeviceSpec], precision: str) -> str | None:

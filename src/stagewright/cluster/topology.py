@@ -1,8 +1,14 @@
-"""Machines, their devices, and the links between them."""
+"""Machines, their devices, and the links between them.
+
+A machine has levels of groups of devices, innermost first, each with a link; messages share the edges between levels.
+Devices have one order, and a stage of a searched plan is a contiguous block of it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from stagewright.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -79,13 +85,13 @@ class Cluster:
     def require(self, device: Device, piece: str) -> None:
         """Raise if this cluster has no such device; `piece` is the text that named it."""
         if device.machine >= len(self.machines):
-            raise ValueError(
+            raise UserError(
                 f"placement piece '{piece}' names machine {device.machine} but the cluster has "
                 f"{len(self.machines)} (0-{len(self.machines) - 1})"
             )
         limit = self.machines[device.machine].devices
         if limit is not None and device.index >= limit:
-            raise ValueError(
+            raise UserError(
                 f"placement piece '{piece}' names device {device} but machine {device.machine} has {limit} devices "
                 f"(0-{limit - 1}); did you mean {device.machine}:{limit - 1}?"
             )
@@ -94,9 +100,7 @@ class Cluster:
         """The cluster reduced to its first devices."""
         available = len(self.devices)
         if not 1 <= count <= available:
-            raise ValueError(
-                f"{count} devices were asked for but {self.name} has {available}; ask for 1 to {available}"
-            )
+            raise UserError(f"{count} devices were asked for but {self.name} has {available}; ask for 1 to {available}")
         machines: list[Machine] = []
         for machine in self.machines:
             kept = min(count, machine.devices or 0)
@@ -116,7 +120,7 @@ class Cluster:
         """The edges of a message, each with its direction (True: up) and its link; messages share edges."""
         if source.machine != target.machine:
             if self.network is None:
-                raise ValueError(
+                raise UserError(
                     f"cluster {self.name} has no network between machines {source.machine} and {target.machine}; "
                     'add network = "net-10g" to its file'
                 )
@@ -124,7 +128,7 @@ class Cluster:
         machine = self.machines[source.machine]
         level = machine.level_of(source.index, target.index)
         if level is None:
-            raise ValueError(
+            raise UserError(
                 f"cluster {self.name} has no link between devices {source} and {target}; "
                 "add a level that holds both to its file"
             )

@@ -7,16 +7,17 @@ turns the matrix of connections into levels; `checked_toml` makes sure that the 
 from __future__ import annotations
 
 import itertools
-import tempfile
 import time
+import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from stagewright.cluster.catalog import open_cluster, shipped
+from stagewright.cluster.catalog import read_catalog, shipped
 from stagewright.cluster.specs import Catalog, DeviceSpec
 from stagewright.config.toml import toml_value
-from stagewright.hardware.gpu import NoNvml, open_nvml, read_gpus
+from stagewright.errors import UserError
+from stagewright.hardware.gpu import Gpu, NoNvml, open_nvml, read_gpus
 from stagewright.hardware.host import num_cores
 from stagewright.hardware.smi import parse_smi, parse_topology, read_smi_text
 from stagewright.hardware.topology import SELF, LinkKind, Topology, read_topology
@@ -32,7 +33,6 @@ _LINK_NAMES = {
     LinkKind.NODE: "node",
     LinkKind.SYSTEM: "sys",
 }
-_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class MachineFile:
         """The text of the cluster file."""
         lines = [f"# {remark}" for remark in self.remarks]
         lines += [f"[cluster.{self.name}]", f"title = {toml_value(self.title)}"]
-        lines += [f'network = "{self.network}"'] if self.network else []
+        lines += [f"network = {toml_value(self.network)}"] if self.network else []
         lines.append(f"[[cluster.{self.name}.machines]]")
         lines += [f"count = {self.count}"] if self.count > 1 else []
         lines += [f'device = "{self.device}"', f"devices = {self.devices}"]
@@ -93,37 +93,19 @@ class ImportOptions:
     network: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """What is known about a machine before its GPUs are looked up in the catalog."""
-
-    gpus: tuple[tuple[str, int | None], ...]  # name, and bytes of memory
-    topology: Topology | None
-    software: str  # versions, for the title
-    generation: int | None = None
-    width: int | None = None
-    cores: int | None = None
-
-
 def import_texts(topo: str | None, smi: str | None, options: ImportOptions) -> MachineFile:
-    """A machine from the output of `nvidia-smi topo -m` and `nvidia-smi`: files or `-`; one file may hold both."""
+    """A machine from saved output of `nvidia-smi topo -m` and `nvidia-smi`: files or `-`; one file may hold both."""
     texts = {path: read_smi_text(path) for path in dict.fromkeys((topo, smi)) if path is not None}
     topology = parse_topology(texts[topo]) if topo is not None else None
-    gpus: tuple[tuple[str, int | None], ...]
     if smi is not None:
-        table = parse_smi(texts[smi])
-        kept = _selected(table.gpus, options.gpus)
-        mig = next((gpu for gpu in kept if gpu.is_mig), None)
-        if mig is not None:
-            raise ValueError(f"GPU {mig.index} is split into MIG instances; exclude it with --gpus, or switch MIG off")
-        gpus = tuple((gpu.name, gpu.memory) for gpu in table.gpus)
-        software = f"driver {table.driver}" + (f", CUDA {table.cuda}" if table.cuda else "")
+        found = parse_smi(texts[smi])
+        gpus, software = found.gpus, f"driver {found.driver}" + (f", CUDA {found.cuda}" if found.cuda else "")
     elif topology is not None and options.device is not None:
-        gpus, software = ((options.device, None),) * len(topology), "no nvidia-smi table"
+        gpus = tuple(Gpu(index, f"GPU {index}", options.device) for index in range(len(topology)))
+        software = "no nvidia-smi table"
     else:
-        raise ValueError("the kind of GPU is unknown: give --smi FILE, or --topo FILE with --device NAME")
-    cores = None if topology is None else topology.processors
-    return _make(_Facts(gpus, topology, software, cores=cores), options)
+        raise UserError("the kind of GPU is unknown: give --smi FILE, or --topo FILE with --device NAME")
+    return _make(gpus, topology, software, None if topology is None else topology.processors, options)
 
 
 def import_this_machine(options: ImportOptions) -> MachineFile:
@@ -131,25 +113,18 @@ def import_this_machine(options: ImportOptions) -> MachineFile:
     try:
         nvml = open_nvml()
     except NoNvml as error:
-        raise ValueError(f"can't read this machine's GPUs ({error}); give --topo FILE and --smi FILE") from error
+        raise UserError(f"can't read this machine's GPUs ({error}); give --topo FILE and --smi FILE") from error
     with nvml:
         gpus, topology, driver = read_gpus(nvml), read_topology(nvml), nvml.ask("nvmlSystemGetDriverVersion")
     if not gpus:
-        raise ValueError("this machine has 0 GPUs; give --topo FILE and --smi FILE of a machine with GPUs")
-    named = tuple((gpu.name, gpu.memory) for gpu in gpus)
-    kept = _selected(gpus, options.gpus)
-    width = min((gpu.pcie_width for gpu in kept if gpu.pcie_width is not None), default=None)
-    generation = min((gpu.pcie_generation for gpu in kept if gpu.pcie_generation is not None), default=None)
-    return _make(_Facts(named, topology, f"driver {driver}", generation, width, num_cores()), options)
+        raise UserError("this machine has 0 GPUs; give --topo FILE and --smi FILE of a machine with GPUs")
+    return _make(gpus, topology, f"driver {driver}", num_cores(), options)
 
 
 def checked_toml(machine: MachineFile) -> str:
     """The text of the file; an error where the planner would not accept it."""
     text = machine.as_toml()
-    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
-        file.write(text)
-        file.flush()
-        open_cluster(file.name)
+    read_catalog((), tomllib.loads(text))
     return text
 
 
@@ -171,7 +146,7 @@ def find_device(catalog: Catalog, name: str, memory: int | None) -> str:
     others = ", ".join(f"{spec.name} ({spec.memory // MIB} MiB)" for spec in found.values())
     known_names = {spec.name for spec in catalog.devices.values()} - {"cpu"}
     hint = f"it knows {others}" if others else f"known: {', '.join(sorted(known_names))}"
-    raise ValueError(f"the catalog has no '{name}'{mib}; {hint}; choose the nearest with --device NAME")
+    raise UserError(f"the catalog has no '{name}'{mib}; {hint}; choose the nearest with --device NAME")
 
 
 def make_levels(topology: Topology, spec: DeviceSpec, generation: int, lanes: float = 1) -> tuple[FileLevel, ...]:
@@ -186,7 +161,7 @@ def make_levels(topology: Topology, spec: DeviceSpec, generation: int, lanes: fl
             continue
         if kind is LinkKind.NVLINK:
             if spec.nvlink is None:
-                raise ValueError(
+                raise UserError(
                     f"the topology has NVLinks but the catalog gives {spec.name} none; choose another --device"
                 )
             levels.append(FileLevel(spec.nvlink, joined, _num_links(topology)))
@@ -197,56 +172,76 @@ def make_levels(topology: Topology, spec: DeviceSpec, generation: int, lanes: fl
             levels.append(FileLevel(f"pcie{generation}-{_pcie_link(kind, spec)}", joined, lanes * slots))
         groups = joined
     if len(groups) > 1:
-        raise ValueError(
+        raise UserError(
             f"the topology does not say how GPU {groups[0][0]} reaches GPU {groups[1][0]}; "
             "save the whole output of nvidia-smi topo -m"
         )
     return tuple(levels)
 
 
-def _make(facts: _Facts, options: ImportOptions) -> MachineFile:
-    catalog = shipped()
-    count = len(facts.gpus)
-    topology = facts.topology
+def _wanted(gpus: Sequence[Gpu], topology: Topology | None, options: ImportOptions) -> list[int]:
+    """The indices of the GPUs to import, which a cluster file can describe."""
+    count = len(gpus)
     if topology is not None and len(topology) != count:
-        raise ValueError(f"the topology has {len(topology)} GPUs but the table {count}; save both on the same machine")
+        raise UserError(f"the topology has {len(topology)} GPUs but the table {count}; save both on the same machine")
     if topology is None and count > 1 and (options.gpus is None or len(options.gpus) > 1):
-        raise ValueError(f"{count} GPUs but nothing says how they are connected; give --topo FILE as well")
+        raise UserError(f"{count} GPUs but nothing says how they are connected; give --topo FILE as well")
     indices = list(range(count) if options.gpus is None else options.gpus)
-    beyond = [index for index in indices if index not in range(count)]
-    if beyond:
-        raise ValueError(f"--gpus names {beyond[0]} but there are {count} (0-{count - 1})")
+    for index in indices:
+        if index not in range(count):
+            raise UserError(f"--gpus names {index} but there are {count} (0-{count - 1})")
+        if gpus[index].is_mig:
+            raise UserError(
+                f"GPU {gpus[index].index} is split into MIG instances; exclude it with --gpus, or switch MIG off"
+            )
+    return indices
+
+
+def _make(
+    gpus: Sequence[Gpu], topology: Topology | None, software: str, cores: int | None, options: ImportOptions
+) -> MachineFile:
+    """A machine with these GPUs and cores; `software` names its versions, for the title."""
+    catalog = shipped()
+    indices = _wanted(gpus, topology, options)
+    kept = [gpus[index] for index in indices]
     topology = Topology(((SELF,),)) if topology is None else topology.only(indices)
-    names = [options.device or find_device(catalog, *facts.gpus[index]) for index in indices]
+    names = [options.device or find_device(catalog, gpu.name, gpu.memory) for gpu in kept]
     other = next((place for place, name in enumerate(names) if name != names[0]), None)
     if other is not None:
-        raise ValueError(
+        raise UserError(
             f"GPU {indices[0]} is a {names[0]} and GPU {indices[other]} a {names[other]}; a machine of a cluster file "
             "has one kind of GPU, so import each kind with --gpus"
         )
     spec = catalog.device(names[0])
-    generation = options.pcie or facts.generation or spec.pcie
-    levels = make_levels(topology, spec, generation, (facts.width or _FULL_WIDTH) / _FULL_WIDTH)
-    title = f"{len(indices)} x {facts.gpus[indices[0]][0]}, {facts.software}"
-    cores, remarks = options.cores or facts.cores, _remarks(facts, options, indices, generation, levels)
-    return MachineFile(
-        options.name, title, spec.name, len(indices), levels, cores, options.count, options.network, remarks
-    )
-
-
-def _remarks(
-    facts: _Facts, options: ImportOptions, indices: Sequence[int], generation: int, levels: Sequence[FileLevel]
-) -> tuple[str, ...]:
-    """Comments for whoever reads the file."""
+    width = min((gpu.pcie_width for gpu in kept if gpu.pcie_width is not None), default=None)
+    slowest = min((gpu.pcie_generation for gpu in kept if gpu.pcie_generation is not None), default=None)
+    generation = options.pcie or slowest or spec.pcie
+    levels = make_levels(topology, spec, generation, (width or _FULL_WIDTH) / _FULL_WIDTH)
     remarks = [f"Imported {time.strftime('%Y-%m-%d')}; stagewright plan MODEL --cluster FILE --batch B"]
-    if any(level.link.startswith("pcie") for level in levels) and facts.width is None:
+    if any(level.link.startswith("pcie") for level in levels) and width is None:
         source = "as given" if options.pcie else "the best that the GPU supports"
-        remarks.append(f"PCIe {generation}.0 x16 is {source}: nvidia-smi does not print the slot; lanes = 0.5 is x8.")
-    if list(indices) != list(range(len(facts.gpus))):
-        remarks.append(f"The devices of this file are GPUs {', '.join(map(str, indices))} of the machine.")
-    if options.cores is None and facts.cores:
+        remarks.append(f"PCIe {generation}.0 x16 is {source}: only nvidia-smi -q -x shows the slot; lanes = 0.5 is x8.")
+    remarks += [
+        f"GPU {gpu.index} is capped at {gpu.power_limit:.0f} of {gpu.power_default:.0f} W; predictions assume no cap."
+        for gpu in kept
+        if gpu.is_capped
+    ]
+    numbers = [gpu.index for gpu in kept]
+    if numbers != list(range(len(gpus))):
+        remarks.append(f"The devices of this file are GPUs {', '.join(map(str, numbers))} of the machine.")
+    if options.cores is None and cores:
         remarks.append("Cores are counted as the system does: a core with two threads counts twice.")
-    return tuple(remarks)
+    return MachineFile(
+        options.name,
+        f"{len(kept)} x {kept[0].name}, {software}",
+        spec.name,
+        len(kept),
+        levels,
+        options.cores or cores,
+        options.count,
+        options.network,
+        tuple(remarks),
+    )
 
 
 def _plain(name: str) -> str:
@@ -282,7 +277,3 @@ def _num_links(topology: Topology) -> int:
         if links:
             counts.append(sum(links) if sum(links) <= _MOST_LINKS else max(links))
     return min(counts)
-
-
-def _selected(gpus: Sequence[_Item], indices: tuple[int, ...] | None) -> list[_Item]:
-    return [gpu for index, gpu in enumerate(gpus) if indices is None or index in indices]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ class Libraries:
     """Versions of the libraries; None where one is missing."""
 
     python: str
-    torch: str | None
+    torch: str
     cuda: str | None  # the release that torch was built for
     cudnn: str | None
     nccl: str | None
@@ -45,15 +43,6 @@ class Environment:
         described = asdict(self)
         described["topology"] = None if self.topology is None else self.topology.texts()
         return described
-
-    def words(self) -> dict[str, str]:
-        """The machine in a few words: cpu, cores, gpus, torch and python."""
-        known = {"cpu": self.host.cpu, "cores": f"{self.host.cores} cores"}
-        if self.gpus:
-            known["gpus"] = ", ".join(
-                f"{count} x {name}" for name, count in Counter(gpu.name for gpu in self.gpus).items()
-            )
-        return known | {"torch": f"torch {self.libraries.torch}", "python": f"Python {self.libraries.python}"}
 
     def rows(self) -> list[tuple[str, str]]:
         """Names and values for a table of a report; unknown values read "not known"."""
@@ -92,17 +81,18 @@ def read_environment() -> Environment:
 
 
 def read_libraries() -> Libraries:
-    python = platform.python_version()
-    try:
-        installed = version("torch")
-    except PackageNotFoundError:
-        return Libraries(python, None, None, None, None)
     nccl = None
     with suppress(AttributeError):  # this torch was built without NCCL
         if torch.cuda.is_available():
             nccl = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
     cudnn = torch.backends.cudnn.version() if torch.version.cuda else None  # type: ignore[no-untyped-call]
-    return Libraries(python, installed, torch.version.cuda, None if cudnn is None else cudnn_version(cudnn), nccl)
+    return Libraries(
+        platform.python_version(),
+        str(torch.__version__),
+        torch.version.cuda,
+        None if cudnn is None else cudnn_version(cudnn),
+        nccl,
+    )
 
 
 def cudnn_version(number: int) -> str:

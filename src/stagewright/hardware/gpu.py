@@ -39,6 +39,11 @@ class Nvml:
             return None
         return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
 
+    def scaled(self, factor: float, question: str, *arguments: Any) -> float | None:
+        """A number in our unit, which is `factor` of NVML's."""
+        answer = self.ask(question, *arguments)
+        return None if answer is None else float(answer) * factor
+
     def constant(self, name: str) -> Any:
         """A constant of the library by name; None in a release that lacks it."""
         return getattr(self._library, name, None)
@@ -71,17 +76,23 @@ class Gpu:
     index: int
     uuid: str
     name: str
-    memory: int | None  # bytes
-    bus: str | None  # PCI address
-    capability: str | None  # compute capability: 9.0
-    power_limit: float | None  # watts, now
-    power_default: float | None  # watts, by default
-    pcie_generation: int | None  # the best that GPU and slot both support; an idle link runs slower
-    pcie_width: int | None  # lanes in use
-    card_generation: int | None  # the best that the GPU supports
-    card_width: int | None
-    virtual: str | None  # passthrough, vGPU, ...; None on bare metal too
-    is_mig: bool | None  # split into MIG instances
+    memory: int | None = None  # bytes
+    bus: str | None = None  # PCI address
+    capability: str | None = None  # compute capability: 9.0
+    power_limit: float | None = None  # watts, now
+    power_default: float | None = None  # watts, by default
+    pcie_generation: int | None = None  # the best that GPU and slot both support; an idle link runs slower
+    pcie_width: int | None = None  # lanes in use
+    card_generation: int | None = None  # the best that the GPU supports
+    card_width: int | None = None
+    virtual: str | None = None  # passthrough, vGPU, ...; None on bare metal too
+    is_mig: bool | None = None  # split into MIG instances
+
+    @property
+    def is_capped(self) -> bool:
+        """Whether its power limit is below the default by a watt or more."""
+        limit, default = self.power_limit, self.power_default
+        return limit is not None and default is not None and limit < default - 1
 
 
 def read_gpus(nvml: Nvml) -> tuple[Gpu, ...]:
@@ -101,8 +112,8 @@ def read_gpu(nvml: Nvml, handle: Any, index: int) -> Gpu:
         memory=None if memory is None else int(memory.total),
         bus=bus_of(nvml, handle),
         capability=None if capability is None else ".".join(str(part) for part in capability),
-        power_limit=_scaled(ask("nvmlDeviceGetEnforcedPowerLimit", handle)),
-        power_default=_scaled(ask("nvmlDeviceGetPowerManagementDefaultLimit", handle)),
+        power_limit=nvml.scaled(1e-3, "nvmlDeviceGetEnforcedPowerLimit", handle),
+        power_default=nvml.scaled(1e-3, "nvmlDeviceGetPowerManagementDefaultLimit", handle),
         pcie_generation=ask("nvmlDeviceGetMaxPcieLinkGeneration", handle),
         pcie_width=ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
         card_generation=ask("nvmlDeviceGetGpuMaxPcieLinkGeneration", handle),
@@ -136,7 +147,3 @@ def visible(gpus: Sequence[Gpu]) -> list[Gpu]:
             break  # as CUDA does: everything from the first unknown name on is ignored
         shown += matches
     return shown
-
-
-def _scaled(milli: Any) -> float | None:
-    return None if milli is None else float(milli) * 1e-3

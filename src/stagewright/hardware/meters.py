@@ -67,17 +67,17 @@ class GpuMeter:
         )
 
     def _read(self, index: int, handle: Any, uuid: str, foreign: int) -> GpuUsage:
-        ask = self._nvml.ask
+        ask, scaled = self._nvml.ask, self._nvml.scaled
         rates = ask("nvmlDeviceGetUtilizationRates", handle)
         return GpuUsage(
             uuid,
             index,
             self._memory(handle),
             None if rates is None else rates.gpu / 100,
-            _scaled(ask("nvmlDeviceGetPowerUsage", handle), 1e-3),
-            _scaled(ask("nvmlDeviceGetTotalEnergyConsumption", handle), 1e-3),
-            _scaled(ask("nvmlDeviceGetTemperature", handle, self._core), 1),
-            _scaled(ask("nvmlDeviceGetClockInfo", handle, self._sm), _HZ),
+            scaled(1e-3, "nvmlDeviceGetPowerUsage", handle),
+            scaled(1e-3, "nvmlDeviceGetTotalEnergyConsumption", handle),
+            scaled(1, "nvmlDeviceGetTemperature", handle, self._core),
+            scaled(_HZ, "nvmlDeviceGetClockInfo", handle, self._sm),
             reasons_of(self._reasons(handle)),
             foreign,
         )
@@ -167,10 +167,6 @@ def _count_other_processes(
         excused = min(nameless, unlisted)
         unlisted -= excused
         yield known + nameless - excused
-
-
-def _scaled(value: Any, factor: float) -> float | None:
-    return None if value is None else float(value) * factor
 
 
 class _Clock:

@@ -2,6 +2,9 @@
 
 Whatever goes wrong with the monitor is a warning; the run continues. It is a thread and not a process: it takes no time
 to start and no memory, and ends with the supervisor however that ends.
+
+It samples the GPUs of the run by UUID through NVML, and the ranks by the process ids in their status files, where GPU
+ranks also leave the bytes that torch holds. Each sample is a line of monitor.jsonl, after the first hour one in ten.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stagewright.events import GpuUsage, Usage
+from stagewright.events import GpuUsage, Usage, read_usage
 from stagewright.hardware.gpu import NoNvml, Nvml, open_nvml
 from stagewright.hardware.meters import GpuMeter, HostMeter, RankProcess, name_of
 
@@ -276,9 +279,4 @@ def _last_seconds(path: Path) -> float:
     if lines and not lines.endswith(b"\n"):
         with path.open("ab") as file:
             file.write(b"\n")
-    for line in reversed(lines.splitlines()):
-        try:
-            return float(json.loads(line)["seconds"])
-        except (ValueError, KeyError, TypeError):
-            continue
-    return 0.0
+    return next((usage.seconds for usage in read_usage(reversed(lines.splitlines()))), 0.0)

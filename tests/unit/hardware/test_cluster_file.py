@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from io import StringIO
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from stagewright.cli.main import main
 from stagewright.cluster.catalog import open_cluster, shipped
 from stagewright.cluster.topology import Device
+from stagewright.errors import UserError
 from stagewright.hardware.cluster_file import find_device
 from stagewright.hardware.smi import SmiText, parse_smi
 from tests.nvml_like import Card, Library
-from tests.smi_texts import BRIDGED_4, MESH_8, OLD_SMI, SWITCHED_4, TITAN_8, smi
+from tests.smi_texts import BRIDGED_4, MESH_8, OLD_SMI, SWITCHED_4, TITAN_8, smi, smi_xml
 
 GIB = 1 << 30
 
@@ -51,6 +52,34 @@ def test_reads_tables_of_old_drivers() -> None:
     found = parse_smi(SmiText("smi", OLD_SMI))
     assert (found.driver, found.cuda, len(found.gpus)) == ("396.24", None, 1)
     assert found.gpus[0].name.endswith("...")
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_reads_xml_of_new_and_old_drivers(is_old: bool) -> None:
+    text = smi_xml("NVIDIA A100-PCIE-40GB", 40960, 2, link=(3, "8x"), watts=(200, 250), is_old=is_old)
+    found = parse_smi(SmiText("smi", f"$ nvidia-smi -q -x\n\x1b[0m{text}$ exit"))
+    assert (found.driver, found.cuda, len(found.gpus)) == ("550.54.15", None if is_old else "12.4", 2)
+    gpu = found.gpus[1]
+    assert (gpu.index, gpu.uuid, gpu.name) == (1, "GPU-00000001", "NVIDIA A100-PCIE-40GB")
+    assert (gpu.memory, gpu.is_mig) == (40 * GIB, False)
+    assert (gpu.pcie_generation, gpu.pcie_width, gpu.card_generation, gpu.card_width) == (3, 8, None, 16)
+    assert (gpu.power_limit, gpu.power_default, gpu.is_capped) == (200.0, 250.0, True)
+
+
+def test_what_the_driver_does_not_know_is_none_in_xml() -> None:
+    gpu = parse_smi(SmiText("smi", smi_xml("NVIDIA GB10", "N/A", 1, link=("N/A", "0x")))).gpus[0]
+    assert (gpu.memory, gpu.pcie_generation, gpu.pcie_width) == (None, None, None)
+
+
+def test_xml_gives_the_slots_and_the_cap_that_a_table_does_not(tmp_path: Path) -> None:
+    cards = smi_xml("NVIDIA GeForce RTX 3090", 24576, 8, link=(3, "8x"), watts=(300, 350))
+    path = imported(tmp_path, TITAN_8, cards, "--gpus", "0-1")
+    assert levels(path) == [("pcie3-phb", 11.4e9 / 2, ((0, 1),))]
+    text = path.read_text()
+    assert "GPU 1 is capped at 300 of 350 W" in text and "shows the slot" not in text
+    assert "GPUs 0, 1 of the machine" in text
+    table = imported(tmp_path, TITAN_8, smi("NVIDIA GeForce RTX 3090", 24576, 8), "--gpus", "0-1").read_text()
+    assert "PCIe 4.0 x16 is the best that the GPU supports" in table and "capped" not in table
 
 
 @pytest.mark.parametrize(
@@ -125,9 +154,11 @@ def test_imports_some_gpus_of_several_machines_and_plans_on_them(
 def test_reads_standard_input_and_writes_standard_output(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", StringIO(SWITCHED_4 + smi("NVIDIA H200", 143771, 4)))
-    main(["cluster", "import", "--topo", "-", "--smi", "-"])
-    assert 'device = "h200"' in capsys.readouterr().out
+    for gpus in (smi("NVIDIA H200", 143771, 4), smi_xml("NVIDIA H200", 143771, 4)):
+        data = (SWITCHED_4 + "\xff\n" + gpus).encode("latin-1")  # not UTF-8
+        monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(data)))
+        main(["cluster", "import", "--topo", "-", "--smi", "-"])
+        assert 'device = "h200"' in capsys.readouterr().out
 
 
 def test_imports_this_machine_from_its_driver(
@@ -141,6 +172,10 @@ def test_imports_this_machine_from_its_driver(
 
 
 H200 = smi("NVIDIA H200", 143771, 4)
+XML = smi_xml("NVIDIA H200", 143771, 4)
+ENTITIES = XML.replace(
+    'SYSTEM "nvsmi_device_v12.dtd">', '[<!ENTITY a "NVIDIA H200"><!ENTITY name SYSTEM "file:///etc/passwd">]>'
+).replace("NVIDIA H200</", "&a;</")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +195,20 @@ H200 = smi("NVIDIA H200", 143771, 4)
         (SWITCHED_4, "no table", (), "has no line with a driver version in 1 lines"),
         (SWITCHED_4, "Driver Version: 5.1", (), "names driver 5.1 but no GPU"),
         (SWITCHED_4, H200.replace("143771MiB", ""), (), "line 10, column 1: GPU 0 should have its memory here"),
+        (SWITCHED_4, H200.replace("143771MiB", "9" * 5000 + "MiB"), (), "GPU 0 should have its memory here"),
         (SWITCHED_4, H200 + H200, (), "shows GPU 0 2 times; save one table"),
+        (SWITCHED_4, XML + XML, (), "has 2 <nvidia_smi_log> and 2 </nvidia_smi_log>; save the output of"),
+        (SWITCHED_4, XML.partition("</gpu>")[0], (), "has 1 <nvidia_smi_log> and 0 </nvidia_smi_log>; save the"),
+        (SWITCHED_4, XML.replace("</uuid>", ""), (), "line 21, column 4: the XML is damaged (mismatched tag); save"),
+        (SWITCHED_4, XML.replace("<attached_gpus>4", "<attached_gpus>8"), (), "describes 4 of 8 GPUs and driver 550"),
+        (SWITCHED_4, XML.replace("driver_version", "driver"), (), "describes 4 of 4 GPUs and driver unknown; save"),
+        (SWITCHED_4, XML.replace("NVIDIA H200", "N/A"), (), "GPU 0 has no product_name; save the output"),
+        (SWITCHED_4, smi_xml("NVIDIA H200", 143771, 4, mig="Enabled"), (), "GPU 0 is split into MIG instances;"),
+        (SWITCHED_4, smi_xml("NVIDIA H200", 143771, 0), (), "names driver 550.54.15 but no GPU"),
+        (SWITCHED_4, XML.replace("NVIDIA H200", "&name;"), (), "the XML is damaged (undefined entity); save"),
+        (SWITCHED_4, ENTITIES, (), "the XML is damaged (undefined entity); save"),
+        (SWITCHED_4, XML.replace("<gpu id", "<!DOCTYPE a><gpu id"), (), "column 4: the XML is damaged (not well"),
+        (SWITCHED_4, XML + " " * (4 << 20), (), "has more than 4194304 bytes; give the output of nvidia-smi alone"),
         (SWITCHED_4, smi("NVIDIA H200", 143771, 4, mig="Enabled"), (), "GPU 0 is split into MIG instances;"),
         (SWITCHED_4, smi("NVIDIA H200", 143771, 4, names={2: "NVIDIA L4"}), (), "no 'NVIDIA L4' with 143771 MiB"),
         (None, None, (), "nothing to import: give --topo FILE and --smi FILE, or --here for this machine"),
@@ -200,3 +248,20 @@ def test_any_other_text_is_one_line_of_error(text: str) -> None:
         parse_smi(SmiText("smi", text))
     except ValueError as error:
         assert "\n" not in str(error)
+
+
+@given(st.text(alphabet="<>/&;a \n!", max_size=200))
+def test_any_text_inside_the_xml_is_one_line_of_error(text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_smi(SmiText("smi", f"<nvidia_smi_log>{text}</nvidia_smi_log>"))
+    assert "\n" not in str(caught.value)
+
+
+def test_deep_and_long_texts_end_soon_and_in_one_line() -> None:
+    deep = "<a>" * 100_000 + "</a>" * 100_000
+    for text in (f"<nvidia_smi_log>{deep}</nvidia_smi_log>", "<nvidia_smi_log>" * 100_000, "9" * 1_000_000):
+        with pytest.raises(UserError) as caught:
+            parse_smi(SmiText("smi", text))
+        assert "\n" not in str(caught.value)
+    long = smi("NVIDIA H200", 143771, 1).replace("10MiB", "9" * 100_000 + "MiB")
+    assert parse_smi(SmiText("smi", long)).gpus[0].memory == 143771 << 20

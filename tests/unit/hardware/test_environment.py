@@ -32,7 +32,7 @@ def test_gpus_are_read_from_the_driver_and_missing_answers_are_none(monkeypatch:
     assert found.topology is not None and found.topology.texts() == [["X", "PHB"], ["PHB", "X"]]
     assert not library.is_open, "the library is closed"
     assert json.loads(json.dumps(found.describe()))["topology"] == [["X", "PHB"], ["PHB", "X"]]
-    assert found.words()["gpus"] == "2 x NVIDIA GeForce RTX 3090"
+    assert dict(found.rows())["GPU 0"] == "NVIDIA GeForce RTX 3090, 24.0 GiB, 350 W, PCIe 4.0 x8"
 
 
 @pytest.mark.parametrize("reason", ["NVML Shared Library Not Found", "Driver/library version mismatch"])

@@ -62,7 +62,8 @@ def test_writes_one_line_per_sample_with_the_process_of_each_rank(tmp_path: Path
 
 def test_a_resumed_run_appends_and_continues_its_seconds(tmp_path: Path) -> None:
     path = tmp_path / "monitor.jsonl"
-    path.write_text('{"seconds": 41.5, "cores": 1}\n{"seconds": 42.')  # torn by a kill
+    whole = '{"seconds": 41.5, "cores": 1, "memory": 1, "gpus": [], "ranks": []}'
+    path.write_text(f'{whole}\n{{"seconds": 42.')  # torn by a kill
     run_monitor(path)
     text = path.read_text().splitlines()
     assert text[1] == '{"seconds": 42.' and json.loads(text[2])["seconds"] >= 41.5

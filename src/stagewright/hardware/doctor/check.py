@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from stagewright.errors import counted
 from stagewright.hardware.doctor.finding import Finding, Grade, finding_lines
 from stagewright.hardware.doctor.gpus import gpu_findings, read_states, topology_findings
 from stagewright.hardware.doctor.measure import (
@@ -47,14 +48,11 @@ class MachineCheck:
         problems = sum(found.grade is Grade.PROBLEM for found in self.findings)
         notes = sum(found.grade is Grade.NOTE for found in self.findings)
         gpus = len(self.environment.gpus)
-        devices = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "no GPU: train with --device cpu"
+        devices = counted(gpus, "GPU") if gpus else "no GPU: train with --device cpu"
         if not problems and not notes:
             return f"{devices}; no problems found"
         fine = len(self.findings) - problems - notes
-        counts = (
-            f"{count} {word}{'' if count == 1 else 's'}" for count, word in ((problems, "problem"), (notes, "note"))
-        )
-        return f"{devices}; {', '.join(counts)}, {fine} fine"
+        return f"{devices}; {counted(problems, 'problem')}, {counted(notes, 'note')}, {fine} fine"
 
     def describe(self) -> dict[str, Any]:
         """Everything as JSON takes it; the summary is called `verdict` there."""

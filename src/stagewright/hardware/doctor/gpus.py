@@ -71,13 +71,12 @@ def _power(area: str, gpu: Gpu) -> Finding:
     if limit is None or default is None:
         return finding(area, "power cap", None if limit is None else f"{limit:.0f} W")
     lift = f"lift the cap with nvidia-smi -i {gpu.index} -pl {default:.0f}"
-    is_capped = limit < default - 1
     return finding(
         area,
         "power cap",
         f"{limit:.0f} W of {default:.0f} W",
-        (is_capped and limit < _LOW_CAP * default, Grade.PROBLEM, f"clocks will drop under load; {lift}"),
-        (is_capped, Grade.NOTE, f"below the default; {lift}"),
+        (gpu.is_capped and limit < _LOW_CAP * default, Grade.PROBLEM, f"clocks will drop under load; {lift}"),
+        (gpu.is_capped, Grade.NOTE, f"below the default; {lift}"),
     )
 
 

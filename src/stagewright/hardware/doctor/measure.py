@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from stagewright.errors import counted
+from stagewright.errors import UserError, counted
 from stagewright.hardware.doctor.finding import UNKNOWN, Finding, Grade, finding
 from stagewright.hardware.gpu import Gpu
 from stagewright.metrics import MIB
@@ -126,7 +126,7 @@ def read_disk(path: Path) -> DiskRead:
     is_cold = hasattr(os, "posix_fadvise")
     names = list(_files(path))
     if not names:
-        raise ValueError(f"--data {path} holds 0 files to read; give the folder or file that runs will read")
+        raise UserError(f"--data {path} holds 0 files to read; give the folder or file that runs will read")
     began = time.perf_counter()
     for name in names:
         files += 1
@@ -139,10 +139,10 @@ def read_disk(path: Path) -> DiskRead:
 def _files(path: Path) -> Iterator[Path]:
     """Some files below a folder, or the file itself."""
     if not path.exists():
-        raise ValueError(f"--data {path}: no such file or folder; give the one that runs will read")
+        raise UserError(f"--data {path}: no such file or folder; give the one that runs will read")
     if not path.is_dir():
         if not _holds_bytes(path):
-            raise ValueError(
+            raise UserError(
                 f"--data {path} is neither a folder nor a file with content; give the one that runs will read"
             )
         yield path

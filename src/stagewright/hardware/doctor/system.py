@@ -136,16 +136,9 @@ def _limits(found: Environment, state: SystemState) -> Iterator[Finding]:
 
 def software_findings(found: Environment) -> Iterator[Finding]:
     libraries, has_gpus = found.libraries, bool(found.gpus)
-    is_cpu_build = libraries.torch is not None and libraries.cuda is None
     advice = "this build has no GPU support; install one for the driver's CUDA: https://pytorch.org/get-started/locally"
     yield finding(_SOFTWARE, "Python", libraries.python)
-    yield finding(
-        _SOFTWARE,
-        "torch",
-        libraries.torch or "not installed",
-        (libraries.torch is None, Grade.PROBLEM, "pip install torch"),
-        (is_cpu_build and has_gpus, Grade.PROBLEM, advice),
-    )
+    yield finding(_SOFTWARE, "torch", libraries.torch, (libraries.cuda is None and has_gpus, Grade.PROBLEM, advice))
     yield _driver_finding(found)
     if has_gpus or libraries.cuda:
         yield finding(_SOFTWARE, "CUDA", libraries.cuda or "not in this torch")

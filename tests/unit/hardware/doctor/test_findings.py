@@ -68,7 +68,6 @@ def test_a_virtual_machine_without_gpus_and_an_iommu_in_passthrough_are_fine() -
     ("libraries", "found", "name", "grade", "words"),
     [
         ({"cuda": None, "torch": "2.13.0+cpu"}, {}, "torch", Grade.PROBLEM, "install one for the driver's CUDA"),
-        ({"torch": None}, {}, "torch", Grade.PROBLEM, "pip install torch"),
         ({"cuda": "13.0"}, {}, "driver", Grade.PROBLEM, "CUDA 13.0 but the driver supports up to 12.8"),
         ({"nccl": None}, {}, "NCCL", Grade.NOTE, "--backend gloo"),
         ({}, {"gpus": (), "nvml": "NVML Shared Library Not Found"}, "driver", Grade.NOTE, "--gpus all"),
