@@ -13,37 +13,32 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stagewright.bench.micro import data
 from stagewright.data.convert import convert
 from stagewright.data.datasets import Kind, open_records
 from stagewright.data.sources import ImageOptions, with_transforms
 from stagewright.data.survey import Survey, draw_sheet, survey
-from stagewright.errors import counted
+from stagewright.errors import UserError, counted, printable
 
 _MOST_SHOWN = 20  # classes, bad records
-_MOST_SIDE = 2048  # pixels of a sample on a sheet
 
 
 def run_inspect(parsed: argparse.Namespace) -> None:
-    if parsed.most < 0:
-        raise ValueError(f"--most is {parsed.most}; give the number of records to decode, or 0 for all")
-    if parsed.image > _MOST_SIDE:
-        raise ValueError(f"--image is {parsed.image}; give at most {_MOST_SIDE} pixels")
     with _progress("indexing") as update:
         records = open_records(parsed.path, parsed.class_names, progress=update)
     with _progress("decoding") as update:
         found = survey(records, parsed.most, update)
     side = parsed.image or (32 if 0 < found.heights.high <= 64 else 224)
     source = with_transforms(records, side, ImageOptions(parsed.crop, jitter=parsed.jitter, cutout=parsed.cutout))
-    if len(found.bad) < found.looked_at:
-        draw_sheet(source, parsed.seed, Path(parsed.sheet))
+    sheet = parsed.sheet if len(found.bad) < found.looked_at else None
+    if sheet is not None:
+        draw_sheet(source, parsed.seed, Path(sheet))
     if parsed.json:
-        print(json.dumps(asdict(found) | {"sheet": parsed.sheet}))
+        print(json.dumps(asdict(found) | {"sheet": sheet}))
     else:
-        _show(Console(soft_wrap=True, highlight=False), found, parsed.sheet)
+        _show(Console(soft_wrap=True, highlight=False), found, sheet)
 
 
-def _show(console: Console, found: Survey, sheet: str) -> None:
+def _show(console: Console, found: Survey, sheet: str | None) -> None:
     looked = "all" if found.looked_at == found.records else f"{found.looked_at} of them, evenly spread,"
     lines = [
         f"{_size(found.records, found.classes)}; {looked} were decoded",
@@ -58,8 +53,9 @@ def _show(console: Console, found: Survey, sheet: str) -> None:
         lines.append(f"... and {found.classes - _MOST_SHOWN} more classes; --json lists all")
     lines.append(f"bad records: {len(found.bad)}")
     lines += [f"  {bad.index}: {bad.reason}" for bad in found.bad[:_MOST_SHOWN]]
-    lines += [f"fingerprint: {found.fingerprint}", f"samples after augmentation: {sheet}"]
-    console.print("\n".join(line.rstrip() for line in lines), markup=False)
+    shown = f"none drawn, 0 of {found.looked_at} records are good" if sheet is None else sheet
+    lines += [f"fingerprint: {found.fingerprint}", f"samples after augmentation: {shown}"]
+    console.print("\n".join(printable(line.rstrip()) for line in lines), markup=False)
 
 
 def run_index(parsed: argparse.Namespace) -> None:
@@ -78,7 +74,7 @@ def run_index(parsed: argparse.Namespace) -> None:
 def run_convert(parsed: argparse.Namespace) -> None:
     kind, _, where = parsed.target.partition(":")
     if kind not in set(Kind) or not where:
-        raise ValueError(f"target '{parsed.target}' is not one of folder:DIR, tar:DIR, ofrecord:DIR")
+        raise UserError(f"target '{parsed.target}' is not one of folder:DIR, tar:DIR, ofrecord:DIR")
     with _progress("indexing") as update:
         records = open_records(parsed.source, parsed.class_names, parsed.limit, update)
     with _progress("converting", len(records)) as update:
@@ -86,15 +82,11 @@ def run_convert(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps(asdict(done)))
         return
-    print(f"{_size(done.records, done.classes)} in {where}")
+    print(printable(f"{_size(done.records, done.classes)} in {where}"))
     for reason in done.left_out[:_MOST_SHOWN]:
-        print(f"left out: {reason}")
+        print(printable(f"left out: {reason}"))
     if len(done.left_out) > _MOST_SHOWN:
         print(f"... and {len(done.left_out) - _MOST_SHOWN} more were left out")
-
-
-def run_bench(parsed: argparse.Namespace) -> None:
-    data.run(repeats=parsed.repeats, images=parsed.images, most_threads=parsed.threads, as_json=parsed.json)
 
 
 def _size(records: int, classes: int) -> str:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from stagewright.data import ofrecord, tar
-from stagewright.data.datasets import CLASS_NAMES, Kind
+from stagewright.data.datasets import CLASS_NAMES, Kind, split_names
 from stagewright.data.records import BadRecordError, DataError, Record, Records
+from stagewright.errors import is_text
 
+_MOST_FOLDERS = 2**20  # of classes
 _SUFFIXES = ((b"\xff\xd8", "jpg"), (b"\x89PNG", "png"), (b"RIFF", "webp"), (b"GIF8", "gif"), (b"BM", "bmp"))
 
 
@@ -38,10 +40,11 @@ def convert(
     if per_part < 1:
         raise DataError(f"--per-part is {per_part}; give at least 1 record")
     _make_empty(root)
+    listed = _listed_names(records.class_names)
     names = _class_folders(records) if kind is Kind.FOLDER else records.class_names
     try:
         if records.class_names:
-            (root / CLASS_NAMES).write_text("".join(f"{name}\n" for name in records.class_names))
+            (root / CLASS_NAMES).write_bytes(listed)
         left_out = _write_all(records, _writer(kind, root, names, per_part), progress)
     except OSError as error:
         raise DataError(f"can't write to {root}: {error.strerror}; free some space or choose another folder") from error
@@ -73,12 +76,24 @@ def _make_empty(root: Path) -> None:
         raise DataError(f"{root} is not empty, it contains {found.name}; choose an empty or a new folder")
 
 
+def _listed_names(names: tuple[str, ...]) -> bytes:
+    """A file of these class names; an error if it would not give the same names when it is read."""
+    if wrong := next((name for name in names if split_names(name) != (name,) or not is_text(name)), None):
+        raise DataError(f"class name {wrong!a} can't be a line of {CLASS_NAMES}; rename the class")
+    return "".join(f"{name}\n" for name in names).encode()
+
+
 def _class_folders(records: Records) -> tuple[str, ...]:
     """A folder name per label: the class name, or a number padded so that folders sort by label."""
+    if records.classes > _MOST_FOLDERS:
+        raise DataError(
+            f"{records.classes} classes can't be written as folders, {_MOST_FOLDERS} can; "
+            "convert to tar:DIR or ofrecord:DIR"
+        )
     width = len(str(max(records.classes - 1, 0)))
     known = records.class_names
     names = (*known, *(f"{label:0{width}}" for label in range(len(known), records.classes)))
-    if wrong := next((name for name in names if "/" in name or name.startswith(".")), None):
+    if wrong := next((name for name in names if "/" in name or "\0" in name or name.startswith(".")), None):
         raise DataError(f"class name '{wrong}' can't name a folder; give other names with --class-names")
     return names
 

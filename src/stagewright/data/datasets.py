@@ -7,13 +7,23 @@ Tar shards and OFRecord parts are scanned by `tar` and `ofrecord`.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
-from stagewright.data.index import Index, IndexBuilder, Progress, Watched, cached_index, fingerprint
+from stagewright.data.files import read_regular
+from stagewright.data.index import (
+    MOST_CLASSES,
+    Index,
+    IndexBuilder,
+    Progress,
+    Watched,
+    cached_index,
+    fingerprint,
+)
 from stagewright.data.ofrecord import list_parts, scan_parts
 from stagewright.data.records import (
     BadRecordError,
@@ -28,6 +38,7 @@ from stagewright.data.tar import list_shards, scan_shards
 from stagewright.errors import counted
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+_MOST_VISITS = 32  # of one folder below one class: links may lead to each other in more ways than can be walked
 CLASS_NAMES = "classes.txt"  # beside the data: one name per line, in label order
 
 
@@ -87,9 +98,16 @@ def _open_index(kind: Kind, where: str, class_names: str | None, progress: Progr
 
     def is_current(index: Index) -> bool:
         paths = [entry.path for entry in index.watched]
-        if kind is Kind.FOLDER:
-            return [path for path in paths if "/" not in path] == list_classes(root)
-        return paths == (shards if kind is Kind.TAR else list_parts(root))
+        if kind is not Kind.FOLDER:
+            listed = shards if kind is Kind.TAR else list_parts(root)
+            return paths == listed and index.class_names == names and index.has_only_ranges_of_parts
+        classes = list_classes(root)
+        return (
+            [path for path in paths if "/" not in path] == classes
+            and index.class_names == (names or tuple(classes))
+            and bool(((index.label >= 0) & (index.label < len(index.class_names))).all())
+            and index.has_only_names_below
+        )
 
     def build() -> Index:
         if kind is Kind.FOLDER:
@@ -110,13 +128,22 @@ def _class_names(root: Path, given: str | None) -> tuple[str, ...]:
     if given is None and not path.is_file():
         return ()
     try:
-        names = tuple(line.strip() for line in path.read_text().splitlines() if line.strip())
+        names = split_names(read_regular(path).decode())
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"class names {path}: {error}; give a text file with one name per line") from error
-    if len(set(names)) != len(names):
-        double = next(name for name in names if names.count(name) > 1)
-        raise DataError(f"class names {path}: '{double}' appears {names.count(double)} times; list every class once")
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"class names {path}: {reason}; give a text file with one name per line") from error
+    if len(names) > MOST_CLASSES:
+        raise DataError(f"class names {path}: {len(names)} names; a data set may have {MOST_CLASSES} classes")
+    counts = Counter(names)
+    if len(counts) != len(names):
+        double = next(name for name in names if counts[name] > 1)
+        raise DataError(f"class names {path}: '{double}' appears {counts[double]} times; list every class once")
     return names
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """The class names in a file: one per line, without empty lines."""
+    return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 
 def _records(kind: Kind, index: Index) -> Records:
@@ -151,30 +178,37 @@ def scan_folder(root: Path, class_names: tuple[str, ...], progress: Progress) ->
     builder, watched = IndexBuilder(progress), list[Watched]()
     for name in found:
         for folder, files in _walk(root, name):
-            watched.append(Watched.of(root, folder))
+            watched.append(folder)
             for file, size in files:
-                builder.add(0, 0, size, labels[name], f"{folder}/{file}")
+                builder.add(0, 0, size, labels[name], f"{folder.path}/{file}")
     index = builder.build(root, watched, names)
     if not len(index):
         raise DataError(f"{root}: no images in {counted(len(found), 'class folder')} ({', '.join(_SUFFIXES)})")
     return index
 
 
-def _walk(root: Path, folder: str) -> Iterator[tuple[str, list[tuple[str, int]]]]:
-    """A folder and all folders below it, sorted, each with its images and their sizes."""
-    below, files = [], []
-    try:
-        with os.scandir(root / folder) as entries:
-            for entry in entries:
-                if entry.is_dir():
-                    below.append(f"{folder}/{entry.name}")
-                elif entry.name.lower().endswith(_SUFFIXES):
-                    files.append((entry.name, _size(entry)))
-    except OSError as error:
-        raise DataError(f"{root / folder}: {error.strerror}; make it readable or remove it") from error
-    yield folder, sorted(files)
-    for inner in sorted(below):
-        yield from _walk(root, inner)
+def _walk(root: Path, name: str) -> Iterator[tuple[Watched, list[tuple[str, int]]]]:
+    """A folder and all folders below it, sorted, each with its images and their sizes; links are followed."""
+    waiting, visits = [name], Counter[tuple[int, int]]()
+    while waiting:
+        folder = waiting.pop()
+        below, files = [], []
+        try:
+            status = (root / folder).stat()  # before it is listed: what is added meanwhile makes the index outdated
+            with os.scandir(root / folder) as entries:
+                for entry in entries:
+                    if entry.is_dir():
+                        below.append(f"{folder}/{entry.name}")
+                    elif entry.name.lower().endswith(_SUFFIXES):
+                        files.append((entry.name, _size(entry)))
+        except OSError as error:
+            raise DataError(f"{root / folder}: {error.strerror}; make it readable or remove it") from error
+        identity = status.st_dev, status.st_ino
+        visits[identity] += 1
+        if visits[identity] > _MOST_VISITS:
+            raise DataError(f"{root / folder}: links lead here {visits[identity]} times or more; remove all but one")
+        yield Watched(folder, status.st_size, status.st_mtime_ns), sorted(files)
+        waiting += sorted(below, reverse=True)
 
 
 def _size(entry: os.DirEntry[str]) -> int:

@@ -7,6 +7,7 @@ batch; normalization runs on the device of the batch.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,10 +20,12 @@ from torch import Tensor
 
 from stagewright.data.augment import Jitter, View
 from stagewright.data.records import BadRecordError, Record, Records
+from stagewright.errors import UserError, first_line
 
 Pixels = NDArray[np.uint8]  # rows, columns, RGB
 MOST_PIXELS = 100_000_000  # a larger image is treated as a damaged header or an attack
-_JPEG = b"\xff\xd8"
+_MOST_SCANNED = 100 * MOST_PIXELS  # over all scans: a dozen bytes can ask for one more pass over the image
+_JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
 _CHANNELS = 3
 _GREY = (0.299, 0.587, 0.114)  # luma weights of red, green and blue
 _FORMATS = ("JPEG", "PNG", "PPM", "WEBP", "BMP", "GIF", "TIFF")
@@ -39,18 +42,28 @@ class Decoder:
         if not is_jpeg(data):
             return _decode_other(data)
         try:
-            height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-            _require_size(height, width)
+            height, width, colours = jpeg_header(data)
             if colours in ("CMYK", "YCCK"):
                 return _decode_other(data)
             if self._scratch.size < height * width * 3:
                 self._scratch = np.empty(height * width * 3, np.uint8)
             pixels: Pixels = simplejpeg.decode_jpeg(data, buffer=self._scratch)
             return pixels
-        except BadRecordError:
-            raise
-        except ValueError as error:
-            raise BadRecordError(f"not a complete JPEG ({error})") from error
+        except (MemoryError, ValueError) as error:
+            raise BadRecordError(f"not a complete JPEG ({first_line(error)})") from error
+
+
+def jpeg_header(data: bytes) -> tuple[int, int, str]:
+    """Height, width and colour space of a JPEG; raises `BadRecordError` if it is not one that should be decoded."""
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError as error:
+        raise BadRecordError(f"not a complete JPEG ({first_line(error)})") from error
+    _require_size(height, width)
+    if data.count(_SCAN) * height * width > _MOST_SCANNED:
+        scans = f"{data.count(_SCAN)} scans of {height}x{width}"
+        raise BadRecordError(f"claims {scans} pixels; at most {_MOST_SCANNED} are decoded in all")
+    return height, width, colours
 
 
 def decode_record(records: Records, index: int, decoder: Decoder) -> tuple[Record, Pixels]:
@@ -81,8 +94,8 @@ def _decode_other(data: bytes) -> Pixels:
 
 
 def _require_size(height: int, width: int) -> None:
-    if height * width > MOST_PIXELS:
-        raise BadRecordError(f"claims {height}x{width} pixels; at most {MOST_PIXELS} are read")
+    if not 0 < height * width <= MOST_PIXELS:
+        raise BadRecordError(f"claims {height}x{width} pixels; 1 to {MOST_PIXELS} are read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +129,8 @@ def parse_normalization(text: str) -> Normalization:
         mean, std = (tuple(float(number) for number in half.split(",")) for half in text.split("/"))
     except ValueError:
         mean = std = ()
-    if len(mean) != _CHANNELS or len(std) != _CHANNELS or min(std) <= 0:
-        raise ValueError(
+    if len(mean) != _CHANNELS or len(std) != _CHANNELS or not all(map(math.isfinite, mean + std)) or min(std) <= 0:
+        raise UserError(
             f"--normalize must be {' or '.join(NORMALIZATIONS)}, or three means and three positive deviations such as "
             f"125,123,114/63,62,67, got '{text}'"
         )

@@ -2,15 +2,21 @@
 
 `IndexBuilder` collects records while a data set is scanned; `cached_index` loads a saved index that still matches the
 files, or builds and saves a new one.
+
+An index lies beside the data, so that many users of one read-only data set share it; so a downloaded data set may bring
+one along, and it is checked like any other input. A hash over everything in it finds damage. What a hash can't find is
+an index that was forged, hash included: so every number must lie in its range, every byte range within its part, and
+every name below the root. What passes is no worse than a data set whose files say the same.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -21,9 +27,14 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-_FORMAT = "1"
+from stagewright.data.files import open_regular
+
+MOST_CLASSES = 2**24  # a larger class number is treated as damaged
+_FORMAT = "2"  # 1 had no hash
+_MOST_INDEX_BYTES = 2**33  # about 100 million records
 _ARRAYS = {"part": np.int32, "offset": np.int64, "length": np.int64, "label": np.int32, "name_end": np.int64}
 _ANYONE_WRITES = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
+_FINGERPRINT = re.compile("[0-9a-f]*")
 _SAMPLED = 64  # records whose bytes enter the fingerprint
 _FLUSH = 4096  # records held as Python numbers before they become arrays
 Progress = Callable[[int], None]  # called with the number of records found so far
@@ -70,6 +81,32 @@ class Index:
             return ""
         first = int(self.name_end[index - 1]) if index else 0
         return os.fsdecode(self.names[first : int(self.name_end[index])].tobytes())
+
+    @property
+    def has_only_names_below(self) -> bool:
+        """Whether every record has a name, and every name is a path that stays below the root."""
+        ends, names = self.name_end, self.names
+        first = np.concatenate((np.zeros(1, np.int64), ends))[:-1]
+        if len(ends) != len(self) or bool((first >= ends).any()):
+            return False
+        if bool((names[first] == ord("/")).any()) or bool((names == 0).any()):
+            return False
+        dots = np.flatnonzero((names[:-1] == ord(".")) & (names[1:] == ord(".")))  # few: looked at one by one
+        suspects = np.unique(np.searchsorted(ends, dots, side="right"))
+        return all(is_below(self.name(int(suspect))) for suspect in suspects)
+
+    @property
+    def has_only_ranges_of_parts(self) -> bool:
+        """Whether every record is a byte range of a watched part."""
+        if bool((self.part < 0).any()) or bool((self.part >= len(self.watched)).any()):
+            return False
+        sizes = np.array([part.size for part in self.watched], np.int64)[self.part]
+        return bool(((self.offset >= 0) & (self.offset <= sizes) & (self.length <= sizes - self.offset)).all())
+
+
+def is_below(path: str) -> bool:
+    """Whether a path stays below the folder that it is relative to."""
+    return bool(path) and not path.startswith("/") and "\0" not in path and ".." not in path.split("/")
 
 
 class IndexBuilder:
@@ -118,7 +155,7 @@ def fingerprint(index: Index, read: Callable[[int], bytes]) -> str:
     for array in (index.label, index.length, index.names, index.name_end):
         digest.update(np.ascontiguousarray(array).data)
         digest.update(b"/")
-    digest.update("\0".join(index.class_names).encode())
+    digest.update("\0".join(index.class_names).encode(errors="surrogateescape"))
     for number in range(min(_SAMPLED, len(index))):
         digest.update(read(number * len(index) // min(_SAMPLED, len(index))))
     return digest.hexdigest()
@@ -133,6 +170,7 @@ def save_index(path: Path, index: Index) -> None:
         "class_names": json.dumps(index.class_names),
         "fingerprint": index.fingerprint,
     }
+    about["hash"] = _hash(arrays, about)
     descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
     os.close(descriptor)
     try:
@@ -147,36 +185,58 @@ def save_index(path: Path, index: Index) -> None:
 def load_index(path: Path, root: Path) -> Index | None:
     """The index in a file; None if the file is damaged or the data has changed since."""
     try:
+        os.close(open_regular(path))
+        if path.stat().st_size > _MOST_INDEX_BYTES:
+            return None
         with safe_open(path, "numpy") as file:
             about = file.metadata() or {}
             if about.get("format") != _FORMAT:
                 return None
-            watched = tuple(Watched(**entry) for entry in json.loads(about["watched"]))
-            if any(Watched.of(root, entry.path) != entry for entry in watched):
+            listed = [Watched(**entry) for entry in json.loads(about["watched"])]
+            watched = tuple(Watched.of(root, entry.path) for entry in listed if is_below(entry.path))
+            if list(watched) != listed:
                 return None
             arrays = {name: file.get_tensor(name) for name in (*_ARRAYS, "names")}
+        if about.pop("hash", "") != _hash(arrays, about):
+            return None
         names = tuple(json.loads(about["class_names"]))
         index = Index(str(root), watched, names, **arrays, fingerprint=about["fingerprint"])
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+        return index if _is_sound(index) else None
+    except Exception:  # whatever the parsers raise for what may be in there: it is built again
         return None
-    return index if _is_sound(index) else None
+
+
+def _hash(arrays: Mapping[str, NDArray[Any]], about: Mapping[str, str]) -> str:
+    """A hash of everything that an index file says."""
+    digest = blake2b(json.dumps(sorted(about.items())).encode(), digest_size=16)
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
 
 
 def _is_sound(index: Index) -> bool:
-    lengths = {len(getattr(index, name)) for name in ("part", "offset", "length", "label")}
-    ends = index.name_end
+    """Whether types, shapes and numbers are those of an index."""
+    columns = {name: getattr(index, name) for name in _ARRAYS}
+    ends, arrays = columns.pop("name_end"), (*columns.values(), index.name_end, index.names)
     return (
-        len(lengths) == 1
-        and all(getattr(index, name).dtype == kind for name, kind in _ARRAYS.items())
+        all(array.ndim == 1 for array in arrays)
+        and all(getattr(index, name).dtype == kind for name, kind in (*_ARRAYS.items(), ("names", np.uint8)))
+        and {len(column) for column in columns.values()} == {len(index)}
+        and not bool((index.length < 0).any())
+        and not bool(((index.label < -1) | (index.label >= MOST_CLASSES)).any())
+        and not bool((np.diff(index.part) < 0).any())
         and len(ends) in (0, len(index))
         and (not len(ends) or (int(ends[-1]) == len(index.names) and bool((np.diff(ends, prepend=0) >= 0).all())))
+        and all(isinstance(name, str) for name in index.class_names)
+        and _FINGERPRINT.fullmatch(index.fingerprint) is not None
     )
 
 
 def index_files(root: Path, key: str) -> Iterable[Path]:
     """Where the index of a data set may be: beside the data, then in the cache folder."""
-    digest = blake2b(f"{root.absolute()}/{key}".encode(), digest_size=8).hexdigest()
-    beside = blake2b(key.encode(), digest_size=4).hexdigest()
+    digest = blake2b(f"{root.absolute()}/{key}".encode(errors="surrogateescape"), digest_size=8).hexdigest()
+    beside = blake2b(key.encode(errors="surrogateescape"), digest_size=4).hexdigest()
     home = os.environ.get("STAGEWRIGHT_CACHE") or str(
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stagewright"
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from stagewright.data.index import Index, IndexBuilder, Progress, Watched
+from stagewright.data.files import MOST_RECORD_BYTES, open_regular
+from stagewright.data.index import MOST_CLASSES, Index, IndexBuilder, Progress, Watched
 from stagewright.data.records import DataError
 
 IMAGE, LABEL = b"encoded", b"class/label"
@@ -17,7 +19,7 @@ _PART = re.compile(r"part-(\d+)")
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _BYTES_LIST, _INT32_LIST, _INT64_LIST = 1, 4, 5
 _MOST_VARINT_BYTES = 10
-_MOST_LABEL = 2**31 - 1
+_MOST_FIELDS = 2**16  # in one message, or in one list of it
 
 
 class OFRecordError(DataError):
@@ -52,14 +54,18 @@ def scan_parts(root: Path, class_names: tuple[str, ...], progress: Progress) -> 
     watched = [Watched.of(root, part) for part in parts]
     builder = IndexBuilder(progress)
     for number, part in enumerate(watched):
-        with (root / part.path).open("rb") as file:
+        with os.fdopen(open_regular(root / part.path), "rb") as file:
             for offset, length, label in scan_part(file, part.size, str(root / part.path)):
                 builder.add(number, offset, length, label)
     return builder.build(root, watched, class_names)
 
 
 def scan_part(file: BinaryIO, size: int, path: str) -> Iterator[tuple[int, int, int]]:
-    """Offset, length and label of each image of a part; length 0 without an image, label -1 without a label."""
+    """Offset, length and label of each image of a part; length 0 without an image, label -1 without a label.
+
+    A message above the largest record is not read: its own length stands for that of its image, so that reading the
+    record says how large it is.
+    """
     position = record = 0
     while position < size:
         header = file.read(_LENGTH.size)
@@ -75,17 +81,21 @@ def scan_part(file: BinaryIO, size: int, path: str) -> Iterator[tuple[int, int, 
                 f"{path}: record {record} at byte {position} claims {length} bytes but {size - first} are left; "
                 "the part is truncated or damaged, copy it again"
             )
-        message = file.read(length)
-        try:
-            if len(message) < length:
-                raise _Malformed(f"{len(message)} of {length} bytes could be read")
-            where, image_length, label = _image_and_label(message)
-        except _Malformed as error:
-            raise OFRecordError(
-                f"{path}: record {record} at byte {position} is not an OFRecord message ({error}); "
-                "the part is truncated or damaged, copy it again"
-            ) from None
-        yield first + where, image_length, label
+        if length > MOST_RECORD_BYTES:
+            file.seek(length, os.SEEK_CUR)
+            yield first, length, -1
+        else:
+            message = file.read(length)
+            try:
+                if len(message) < length:
+                    raise _Malformed(f"{len(message)} of {length} bytes could be read")
+                where, image_length, label = _image_and_label(message)
+            except _Malformed as error:
+                raise OFRecordError(
+                    f"{path}: record {record} at byte {position} is not an OFRecord message ({error}); "
+                    "the part is truncated or damaged, copy it again"
+                ) from None
+            yield first + where, image_length, label
         position = first + length
         record += 1
 
@@ -134,13 +144,17 @@ def _integer_value(message: bytes, first: int, last: int) -> int:
                     value, after = _varint(message, start, stop)
                     if inner_kind == _VARINT and after != stop:
                         raise _Malformed("an unterminated number")
-                    return value if value <= _MOST_LABEL else -1
+                    return value if value < MOST_CLASSES else -1
     return -1
 
 
 def _fields(message: bytes, position: int, last: int) -> Iterator[tuple[int, int, int, int]]:
     """Number, wire type and extent of each field of a message; no recursion, every extent within the message."""
+    count = 0
     while position < last:
+        count += 1
+        if count > _MOST_FIELDS:
+            raise _Malformed(f"more than {_MOST_FIELDS} fields")
         tag, position = _varint(message, position, last)
         number, kind = tag >> 3, tag & 7
         if number == 0:

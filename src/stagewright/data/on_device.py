@@ -17,22 +17,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from stagewright.data.augment import Cropping, View
-from stagewright.data.decode import Decoder, is_jpeg, jittered
+from stagewright.data.decode import Decoder, jittered, jpeg_header
 from stagewright.data.order import AugmentSeed, Indices, ReplicaSlice
-from stagewright.data.pool import BadRecordCounter, Batch, Decode, LoaderOptions, Pool, ReadAhead
+from stagewright.data.pool import BadRecordCounter, Batch, LoaderOptions, Pool, ReadAhead
 from stagewright.data.records import BadRecordError, Record
 from stagewright.data.sources import ImageSource
-from stagewright.errors import first_line
+from stagewright.errors import UserError, first_line
 
 DecodeBatch = Callable[[list[bytes]], list[Tensor]]  # JPEGs to uint8 [RGB, rows, columns] on the device
-
-
-def require_decoder(decode: str, device: str) -> None:
-    """Raise if JPEGs can't be decoded on the device."""
-    if decode == Decode.GPU:
-        if device == "cpu":
-            raise ValueError(f"--decode gpu needs --device cuda, but the device is {device}; use --decode cpu")
-        torchcodec_decoder(torch.device(device))
 
 
 def torchcodec_decoder(device: torch.device) -> DecodeBatch:
@@ -40,7 +32,7 @@ def torchcodec_decoder(device: torch.device) -> DecodeBatch:
     try:
         from torchcodec.decoders import decode_jpeg
     except (ImportError, OSError, RuntimeError) as error:
-        raise ValueError(
+        raise UserError(
             f"--decode gpu needs torchcodec 0.17 or later, which can't be imported ({first_line(error)}); "
             "pip install torchcodec, or use --decode cpu"
         ) from error
@@ -91,12 +83,15 @@ class DeviceLoader:
         return self._threads.submit(self._read, self._slice.sampler.indices(number))
 
     def _read(self, indices: Indices) -> list[Record] | None:
-        """The records of a microbatch; None unless all are readable JPEGs."""
+        """The records of a microbatch; None unless all are readable JPEGs of a size that may be decoded."""
         try:
             records = [self._source.records.get(int(index)) for index in indices]
+            for record in records:
+                height, width, _ = jpeg_header(record.data)
+                self._source.require_view(record.name, height, width)
         except BadRecordError:
             return None
-        return records if all(is_jpeg(record.data) for record in records) else None
+        return records
 
     def _on_device(self, records: list[Record] | None) -> tuple[list[Tensor], list[int]] | None:
         """Pixels [RGB, rows, columns] and labels; None if a record is bad."""
@@ -136,15 +131,13 @@ def draw_view(pixels: Tensor, view: View, side: int) -> Tensor:
 
 
 def require_cacheable(source: ImageSource) -> None:
-    """Raise if the augmentation does more than shift, mirror and cut out."""
+    """Raise if the augmentation does more to sizes than shift and cut out; the rules exclude --jitter."""
     augmentation = source.augmentation
     if augmentation.cropping is not Cropping.PADDED:
-        raise ValueError(
+        raise UserError(
             f"--decode once caches whole images, but --crop is {augmentation.cropping} at {augmentation.side} pixels; "
             "use --crop padded or --decode cpu"
         )
-    if augmentation.jitter:
-        raise ValueError(f"--decode once keeps colours, but --jitter is {augmentation.jitter:g}; drop one of them")
 
 
 class CachedLoader:

@@ -13,12 +13,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.errors import counted
+from stagewright.errors import UserError, counted
 
 Indices = NDArray[np.int64]
 
 
-class DataChanged(ValueError):
+class DataChanged(UserError):
     """The data set is not the one that the run started with."""
 
 
@@ -40,7 +40,7 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.samples < self.batch:
-            raise ValueError(
+            raise UserError(
                 f"the data set has {counted(self.samples, 'sample')} but a batch takes {self.batch}; "
                 f"use --batch {self.samples} or less"
             )

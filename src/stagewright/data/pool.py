@@ -18,7 +18,7 @@ from torch import Tensor
 from stagewright.data.decode import Decoder
 from stagewright.data.order import AugmentSeed, Indices, ReplicaSlice
 from stagewright.data.records import BadRecord, DataError
-from stagewright.errors import counted
+from stagewright.errors import UserError, counted
 
 Load = Callable[[int, AugmentSeed | None, Tensor, Decoder], tuple[int, tuple[BadRecord, ...]]]
 Work = TypeVar("Work")
@@ -51,7 +51,7 @@ class LoaderOptions:
             ("--max-bad", self.max_bad, 0),
         ):
             if value < least:
-                raise ValueError(f"{flag} is {value}; give at least {least}")
+                raise UserError(f"{flag} is {value}; give at least {least}")
 
 
 class BadRecordCounter:

@@ -7,23 +7,28 @@ through an index. A data set that can't be read raises `DataError`; one record t
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from stagewright.data.index import Index
-from stagewright.errors import counted
+from stagewright.data.files import MOST_RECORD_BYTES, open_regular, read_regular, too_large
+from stagewright.data.index import MOST_CLASSES, Index
+from stagewright.errors import UserError, counted
+
+_IMAGE = re.compile(
+    rb"\xff\xd8|\x89PNG|RIFF.{4}WEBP|GIF8|BM.{4}\0{4}|II[*+]\0|MM\0[*+]|P[1-7]\s", re.DOTALL
+)  # how a file of each format that is decoded begins
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """A data set can't be used at all."""
 
 
-class BadRecordError(ValueError):
+class BadRecordError(Exception):
     """One record can't be used; the others can."""
 
 
@@ -76,7 +81,11 @@ class _Indexed:
 
 
 class FileRecords(_Indexed):
-    """Records that are files below one folder."""
+    """Records that are files below one folder.
+
+    Links are followed, also out of the folder: many data sets are folders of links. But what a link leads to outside is
+    used only if it begins as an image does, so that a data set can't have `data convert` copy other files of the user.
+    """
 
     def name(self, index: int) -> str:
         return f"{self.index.root}/{self.index.name(index)}"
@@ -84,10 +93,16 @@ class FileRecords(_Indexed):
     def get(self, index: int) -> Record:
         name = self.name(index)
         try:
-            data = Path(name).read_bytes()
+            data = read_regular(name)
         except OSError as error:
-            raise BadRecordError(f"{name}: {error.strerror}; make it readable or remove it") from error
+            raise BadRecordError(f"{name}: {error.strerror}; make it a readable image or remove it") from error
+        if not _IMAGE.match(data) and not self._is_inside(name):
+            raise BadRecordError(f"{name}: is a link out of the data set to something that is not an image; remove it")
         return Record(data, int(self.index.label[index]), name)
+
+    def _is_inside(self, name: str) -> bool:
+        root = os.path.realpath(self.index.root)
+        return os.path.commonpath((root, os.path.realpath(name))) == root
 
 
 class PartRecords(_Indexed):
@@ -106,8 +121,10 @@ class PartRecords(_Indexed):
         name, length, label = self.name(index), int(self.index.length[index]), int(self.index.label[index])
         if length == 0:
             raise BadRecordError(f"{name} has no image")
+        if length > MOST_RECORD_BYTES:
+            raise BadRecordError(f"{name}: {too_large(length)}")
         if label < 0:
-            raise BadRecordError(f"{name} has no class number, or not one that is 0 or more")
+            raise BadRecordError(f"{name} has no class number from 0 to {MOST_CLASSES - 1}")
         try:
             data = self._parts.read(int(self.index.part[index]), int(self.index.offset[index]), length)
         except OSError as error:
@@ -135,10 +152,10 @@ class _OpenParts:
             return os.pread(descriptor, length, offset)
         with self._lock:
             if part not in self._open and len(self._open) < self._MOST_OPEN:
-                self._open[part] = os.open(self.paths[part], os.O_RDONLY | os.O_CLOEXEC)
+                self._open[part] = open_regular(self.paths[part])
         if part in self._open:
             return os.pread(self._open[part], length, offset)
-        descriptor = os.open(self.paths[part], os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(self.paths[part])
         try:
             return os.pread(descriptor, length, offset)
         finally:

@@ -19,9 +19,18 @@ from torch.nn import functional
 
 from stagewright.data.augment import Augmentation, Cropping, View, default_cropping
 from stagewright.data.datasets import names_images, open_records
-from stagewright.data.decode import Decoder, Normalization, Pixels, decode_record, parse_normalization, render
+from stagewright.data.decode import (
+    MOST_PIXELS,
+    Decoder,
+    Normalization,
+    Pixels,
+    decode_record,
+    parse_normalization,
+    render,
+)
 from stagewright.data.order import AugmentSeed, Indices
 from stagewright.data.records import BadRecord, BadRecordError, DataError, Record, Records, require_limit
+from stagewright.errors import UserError, first_line, is_out_of_memory
 from stagewright.metrics import GIB
 
 
@@ -71,7 +80,9 @@ class ImageSource:
         side = self.augmentation.side
         try:
             images = torch.zeros(samples, side, side, 3, dtype=torch.uint8, pin_memory=is_pinned)
-        except MemoryError as error:
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
             gib = samples * side * side * 3 / GIB
             raise DataError(f"{samples} images of side {side} need {gib:,.1f} GiB; reduce --image") from error
         return images, np.zeros(samples, np.int64)
@@ -90,10 +101,21 @@ class ImageSource:
         for step in range(len(self.records)):
             candidate = (index + step) % len(self.records)
             try:
-                return *decode_record(self.records, candidate, decoder), tuple(bad)
+                record, pixels = decode_record(self.records, candidate, decoder)
+                self.require_view(record.name, *pixels.shape[:2])
+                return record, pixels, tuple(bad)
             except BadRecordError as error:
                 bad.append(BadRecord(candidate, str(error)))
         raise DataError(f"none of the {len(self.records)} records can be used; the first: {bad[0].reason}")
+
+    def require_view(self, name: str, height: int, width: int) -> None:
+        """Raise if an image is so narrow that the evaluation, which resizes all of it, would fill the memory."""
+        view = self.augmentation.evaluation_view(height, width)
+        if view.rows * view.columns > MOST_PIXELS:
+            raise BadRecordError(
+                f"{name}: {height}x{width} would be resized to {view.rows}x{view.columns} pixels; "
+                f"at most {MOST_PIXELS} are drawn"
+            )
 
     def view(self, seed: AugmentSeed | None, index: int, height: int, width: int) -> View:
         """The view of a sample; without a seed, the evaluation's view."""
@@ -131,27 +153,28 @@ class TensorSource:
 
 def _read_tensors(path: str) -> tuple[Tensor, Tensor]:
     if not Path(path).is_file():
-        raise ValueError(f"tensors file {path}: no such file")
+        raise UserError(f"tensors file {path}: no such file")
     try:
         with safe_open(path, "pt") as file:
             names = sorted(file.keys())
             if not {"images", "labels"} <= set(names):
-                raise ValueError(
+                raise UserError(
                     f"tensors file {path} contains {', '.join(names[:6]) or 'nothing'}; it needs 'images' and 'labels'"
                 )
             images, labels = file.get_tensor("images"), file.get_tensor("labels")
-    except SafetensorError as error:
-        raise ValueError(f"tensors file {path} is not a complete safetensors file ({error})") from error
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"tensors file {path} is not a complete safetensors file ({first_line(error)})") from error
     if images.dim() < 2 or labels.dim() < 1 or len(images) != len(labels):
-        raise ValueError(
+        raise UserError(
             f"tensors file {path}: images {list(images.shape)} and labels {list(labels.shape)} do not match; "
             "images need at least two dimensions, and both must begin with the number of samples"
         )
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise ValueError(f"tensors file {path}: labels are {labels.dtype}; class numbers must be integers")
+        raise UserError(f"tensors file {path}: labels are {labels.dtype}; class numbers must be integers")
+    labels = labels.long()
     if labels.numel() and int(labels.min()) < 0:
-        raise ValueError(f"tensors file {path}: the smallest label is {int(labels.min())}; classes count from 0")
-    return images, labels.long()
+        raise UserError(f"tensors file {path}: the smallest label is {int(labels.min())}; classes count from 0")
+    return images, labels
 
 
 class SyntheticSource:
@@ -237,18 +260,18 @@ def open_source(
     elif kind == "tensors" and rest:
         source = TensorSource(rest)
     else:
-        raise ValueError(f"data '{text}' is not one of synthetic, folder:DIR, tar:GLOB, ofrecord:DIR, tensors:FILE")
+        raise UserError(f"data '{text}' is not one of synthetic, folder:DIR, tar:GLOB, ofrecord:DIR, tensors:FILE")
     return source if options.limit is None else LimitedSource(source, options.limit)
 
 
 def with_transforms(records: Records, side: int, options: ImageOptions) -> ImageSource:
     """Records as samples of one size, cropped and normalized as the options say."""
     if side < 1:
-        raise ValueError(f"--image is {side}; give at least 1")
+        raise UserError(f"--image is {side}; give at least 1")
     if not 0 <= options.jitter < 1:
-        raise ValueError(f"--jitter is {options.jitter}; give 0 or more and less than 1, such as 0.4")
+        raise UserError(f"--jitter is {options.jitter}; give 0 or more and less than 1, such as 0.4")
     if not 0 <= options.cutout <= side:
-        raise ValueError(f"--cutout is {options.cutout}; give 0 to {side}, the image's side")
+        raise UserError(f"--cutout is {options.cutout}; give 0 to {side}, the image's side")
     cropping = default_cropping(side) if options.cropping == "auto" else Cropping(options.cropping)
     augmentation = Augmentation(side, cropping, options.jitter, options.cutout)
     return ImageSource(records, augmentation, parse_normalization(options.normalize))

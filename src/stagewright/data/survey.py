@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ def survey(records: Records, most: int, progress: Callable[[int], None] = lambda
     looked_at = min(most, len(records)) if most else len(records)
     decoder, bad = Decoder(), list[BadRecord]()
     encoded, heights, widths = list[int](), list[int](), list[int]()
-    per_class = np.zeros(records.classes, np.int64)
+    per_class = Counter[int]()
     for number in range(looked_at):
         index = spread_index(number, looked_at, len(records))
         try:
@@ -74,7 +75,7 @@ def survey(records: Records, most: int, progress: Callable[[int], None] = lambda
         looked_at,
         records.classes,
         records.class_names,
-        tuple(per_class.tolist()),
+        tuple(per_class[label] for label in range(records.classes)),
         SizeRange.of(encoded),
         SizeRange.of(heights),
         SizeRange.of(widths),

@@ -1,15 +1,21 @@
-"""Tar shards in WebDataset's naming: `key.jpg` beside `key.cls` or `key.json`; read and written here."""
+"""Tar shards in WebDataset's naming: `key.jpg` beside `key.cls` or `key.json`; read and written here.
+
+`members` reads headers itself, not by `tarfile`: a million small members take 7 s instead of 20 s and no memory instead
+of 470 MiB, and a damaged header is an error, where `tarfile` silently ends the list of members.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from stagewright.data.index import Index, IndexBuilder, Progress, Watched
+from stagewright.data.files import open_regular
+from stagewright.data.index import MOST_CLASSES, Index, IndexBuilder, Progress, Watched
 from stagewright.data.records import DataError
 
 IMAGES = frozenset({"jpg", "jpeg", "png", "ppm", "webp", "bmp", "gif"})
@@ -18,7 +24,7 @@ _WILD = frozenset("*?[")
 _MOST_CLASS_BYTES = 2**20  # in a .cls or .json member, or in a long name
 _LABEL_KEYS = ("cls", "label", "class")
 _FILE_TYPES = (b"0", b"\0", b"7")
-_LONG_NAME, _PAX, _PAX_GLOBAL = b"L", b"x", b"g"
+_LONG_NAME, _PAX, _PAX_GLOBAL, _SPARSE = b"L", b"x", b"g", b"S"
 END = bytes(2 * _BLOCK)
 
 
@@ -55,7 +61,11 @@ def list_shards(pattern: str) -> tuple[Path, list[str]]:
     while _WILD & set(str(fixed)):
         fixed = fixed.parent
     inner = str(Path(pattern).relative_to(fixed))
-    found = sorted(str(path.relative_to(fixed)) for path in fixed.glob(inner) if path.is_file()) if inner != "." else []
+    try:
+        matches = list(fixed.glob(inner)) if inner != "." else []
+    except ValueError as error:
+        raise DataError(f"tar pattern '{pattern}': {error}") from error
+    found = sorted(str(path.relative_to(fixed)) for path in matches if path.is_file())
     if not found:
         raise DataError(f"no tar shards at {pattern}; give a folder, a file or a pattern such as 'train-*.tar'")
     return fixed, found
@@ -67,7 +77,7 @@ def scan_shards(root: Path, shards: list[str], class_names: tuple[str, ...], pro
     numbers = {name: number for number, name in enumerate(class_names)}
     builder = IndexBuilder(progress)
     for number, shard in enumerate(watched):
-        with (root / shard.path).open("rb") as file:
+        with os.fdopen(open_regular(root / shard.path), "rb") as file:
             for key, sample in scan_shard(file, shard.size, str(root / shard.path), numbers):
                 builder.add(number, sample.offset, sample.size, sample.label, key)
     return builder.build(root, watched, class_names)
@@ -102,13 +112,13 @@ def _parse_class(text: bytes, kind: str, classes: Mapping[str, int]) -> int:
     """The class number in a .cls or .json member, or of the class it names; -1 if there is none."""
     try:
         value = json.loads(text) if kind == "json" else text.decode().strip()
-    except (ValueError, RecursionError):
+        if isinstance(value, dict):
+            value = next((value[name] for name in _LABEL_KEYS if name in value), None)
+        if isinstance(value, str):
+            value = classes[value] if value in classes else int(value) if value.isascii() and value.isdigit() else -1
+    except (ValueError, RecursionError):  # also of int(), about thousands of digits
         return -1
-    if isinstance(value, dict):
-        value = next((value[name] for name in _LABEL_KEYS if name in value), None)
-    if isinstance(value, str):
-        value = classes[value] if value in classes else int(value) if value.isascii() and value.isdigit() else -1
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31 else -1
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_CLASSES else -1
 
 
 def members(file: BinaryIO, size: int, path: str) -> Iterator[Member]:
@@ -132,6 +142,8 @@ def members(file: BinaryIO, size: int, path: str) -> Iterator[Member]:
                 long_name = _text(content)
             else:
                 records = _pax_records(content, position, path)
+        elif kind == _SPARSE or any(key.startswith("GNU.sparse.") for key in records):
+            raise TarError(f"{path}: the member at byte {position} is stored with holes; write the shard without them")
         elif kind != _PAX_GLOBAL:
             if kind in _FILE_TYPES:
                 yield Member(records.get("path") or long_name or _header_name(header), first, length)
@@ -191,14 +203,15 @@ def _read(file: BinaryIO, member: Member, path: str) -> bytes:
 def _pax_records(content: bytes, position: int, path: str) -> dict[str, str]:
     """`LENGTH KEY=VALUE` lines, where LENGTH counts the whole line."""
     records: dict[str, str] = {}
-    while content:
-        digits, space, _ = content.partition(b" ")
+    first = 0
+    while first < len(content):
+        digits, space, _ = content[first : first + 9].partition(b" ")
         length = int(digits) if space and digits.isdigit() and len(digits) < 8 else 0
-        key, equals, value = content[len(digits) + 1 : length - 1].partition(b"=")
-        if not equals or not len(digits) < length <= len(content):
+        key, equals, value = content[first + len(digits) + 1 : first + max(length - 1, 0)].partition(b"=")
+        if not equals or not len(digits) < length <= len(content) - first:
             raise TarError(f"{path}: the extended header at byte {position} is damaged; copy the shard again")
         records[_text(key)] = value.decode(errors="surrogateescape")
-        content = content[length:]
+        first += length
     return records
 
 

@@ -39,6 +39,16 @@ def test_inspect_index_and_convert(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "8 records" in printed(capsys, "data", "index", f"folder:{tmp_path}/folder")
 
 
+def test_inspect_names_no_sheet_where_no_record_is_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "data/cat").mkdir(parents=True)
+    (tmp_path / "data/cat/a.jpg").write_bytes(b"not a picture")
+    sheet = tmp_path / "sheet.png"
+    text = printed(capsys, "data", "inspect", f"folder:{tmp_path}/data", "--sheet", sheet)
+    assert "0 of 1 records are good" in text and str(sheet) not in text and not sheet.exists()
+    found = json.loads(printed(capsys, "data", "inspect", f"folder:{tmp_path}/data", "--sheet", sheet, "--json"))
+    assert found["sheet"] is None and len(found["bad"]) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -57,6 +67,8 @@ def test_inspect_index_and_convert(tmp_path: Path, capsys: pytest.CaptureFixture
         (["train", "--data", "ofrecord:{data}", "--batch", "16"], ["8 samples", "--batch 8"]),
         (["train", "--data", "ofrecord:{data}", "--classes", "3"], ["labels up to 3", "--classes 4"]),
         (["train", "--data", "ofrecord:{data}", "--normalize", "imagnet"], ["imagnet", "published"]),
+        (["train", "--data", "ofrecord:{data}", "--normalize", "nan,1,1/1,1,1"], ["nan,1,1/1,1,1", "means"]),
+        (["train", "--data", "ofrecord:{data}", "--normalize", "1,1,1/1,1,inf"], ["1,1,1/1,1,inf", "deviations"]),
         (["train", "--data", "ofrecord:{data}", "--jitter", "1.5"], ["--jitter is 1.5"]),
         (["train", "--data", "ofrecord:{data}", "--image", "32", "--cutout", "33"], ["--cutout is 33", "0 to 32"]),
         (["train", "--data", "ofrecord:{data}", "--loader-threads", "0"], ["--loader-threads is 0"]),
@@ -118,7 +130,7 @@ def test_only_the_first_stage_loads_data_and_each_replica_its_own(
             "run": {"steps": 4, "runs": str(tmp_path)},
         }
     )
-    job = prepare(config)
+    job = prepare(config).job
     emulation = Emulation(job, lambda event: None)
     workers = emulation.workers
     assert [worker.loader is not None for worker in workers] == [True, True, False]

@@ -1,20 +1,57 @@
-"""Mutated parts and shards: the readers return records or raise their own error, nothing else."""
+"""Mutated parts, shards, images, tensors, class names and indices: the readers return records or raise their own error.
+
+Nothing else is raised, nothing from outside a data set is returned, and no input takes more than `_MOST_MEMORY` bytes
+or `_MOST_SECONDS` of CPU time.
+"""
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
 
+from stagewright.data.datasets import Kind, open_records
+from stagewright.data.decode import Decoder, decode_record
+from stagewright.data.index import Watched, load_index, save_index
 from stagewright.data.ofrecord import OFRecordError, scan_part
+from stagewright.data.records import BadRecordError
+from stagewright.data.sources import ImageOptions, TensorSource, with_transforms
+from stagewright.data.survey import survey
 from stagewright.data.tar import TarError, scan_shard
-from tests.pictures import bytes_feature, frame, int_feature, make_tar, message
+from stagewright.errors import UserError
+from tests.limits import cpu_time, more_memory
+from tests.pictures import (
+    bytes_feature,
+    encoded,
+    frame,
+    int_feature,
+    jpeg,
+    make_folder,
+    make_ofrecord,
+    make_tar,
+    message,
+    pixels,
+    samples_of,
+)
 
 CASES = int(os.environ.get("STAGEWRIGHT_FUZZ", "50000"))  # per reader; `make soak` sets many more
+FILES = CASES // 1000  # mutated files per reader, each opened, scanned and decoded
+_MOST_MEMORY = 3 * 2**30  # an image of 100 million pixels takes 0.9 GB (JPEG) to 2.1 GB (WebP)
+_MOST_SECONDS = 20.0
+_SECRET = b"nothing of this may be read"
 _INTERESTING = (b"\0", b"\xff", b"\x7f", b"\x80", b"\0" * 8, b"\xff" * 8, b"\x7f" + b"\xff" * 7, b"\x80" * 11, b"0777")
 
 
@@ -109,3 +146,249 @@ def test_mutated_tar_shards_are_read_or_rejected(tmp_path: Path) -> None:
     assert [scan_tar(seed) for seed in seeds] == [2, 4, 4]
     whole, rejected = fuzz(scan_tar, seeds, TarError, repair=True)
     assert whole + rejected == CASES and min(whole, rejected) > CASES // 50
+
+
+Found = list[tuple[bytes, int] | str]
+
+
+@pytest.fixture
+def within_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path / "cache"))
+    with more_memory(_MOST_MEMORY):
+        yield
+
+
+@contextmanager
+def one_case(number: int) -> Iterator[None]:
+    """Run one case in bounded time; an exception says which case it was."""
+    try:
+        with cpu_time(_MOST_SECONDS):
+            yield
+    except BaseException as error:
+        error.add_note(f"case {number}")
+        raise
+
+
+def use(text: str, class_names: str | None = None) -> Found | None:
+    """Everything that a data set contains, an error's text for a bad record; None if it is refused."""
+    try:
+        records = open_records(text, class_names)
+    except UserError as error:
+        assert str(error)
+        return None
+    found: Found = []
+    decoder = Decoder()
+    for index in range(len(records)):
+        try:
+            assert _SECRET not in records.get(index).data
+            record, decoded = decode_record(records, index, decoder)
+            assert decoded.ndim == 3 and decoded.size and 0 <= record.label < records.classes
+            found.append((record.data, record.label))
+        except BadRecordError as error:
+            found.append(str(error))
+    assert len(survey(records, 2).per_class) == records.classes
+    return found
+
+
+def make_set(kind: Kind, root: Path) -> tuple[str, Path]:
+    """A data set of six records, and the file of it that is mutated; a secret lies beside it."""
+    root.parent.mkdir(parents=True, exist_ok=True)
+    (root.parent / "secret.jpg").write_bytes(b"\xff\xd8" + _SECRET)
+    if kind is Kind.OFRECORD:
+        return f"ofrecord:{make_ofrecord(root, 6, parts=2)}", root / "part-00001"
+    if kind is Kind.TAR:
+        return f"tar:{root}", make_tar(root / "a.tar", samples_of(6))
+    return make_folder(root, {f"{index // 3}/{index:016}.jpg": jpeg(index) for index in range(6)}), root
+
+
+@pytest.mark.timeout(1800 + FILES)
+@pytest.mark.parametrize("kind", [Kind.OFRECORD, Kind.TAR])
+def test_mutated_parts_are_used_or_refused(kind: Kind, tmp_path: Path, within_limits: None) -> None:
+    text, path = make_set(kind, tmp_path / "data")
+    whole, generator = path.read_bytes(), random.Random(f"file {kind}")
+    honest, outcomes = use(text), set[bool]()
+    for number in range(FILES):
+        data = mutated(whole, generator)
+        path.write_bytes(with_checksums(data) if kind is Kind.TAR and number % 4 else data)
+        with one_case(number):
+            found = use(text)
+            assert found == use(text)  # from the index, if there is one
+        outcomes.add(found is None)
+    assert honest is not None and all(isinstance(one, tuple) for one in honest)
+    assert FILES < 50 or outcomes == {True, False}
+
+
+def images() -> list[bytes]:
+    """A small image in every format and in the colours that take other ways through the decoders."""
+    picture = Image.fromarray(pixels(0, 24, 30))
+    kinds = ("PNG", "PPM", "WEBP", "BMP", "GIF", "TIFF")
+    modes = [
+        ("CMYK", "JPEG"),
+        ("L", "JPEG"),
+        ("RGBA", "PNG"),
+        ("P", "PNG"),
+        ("I;16", "PNG"),
+        ("1", "TIFF"),
+        ("P", "GIF"),
+    ]
+    return [
+        *(jpeg(0, 24, 30), jpeg(0, 24, 30, progressive=True), jpeg(0, 24, 30, restart_marker_blocks=1)),
+        *(encoded(picture, kind) for kind in kinds),
+        encoded(picture, "TIFF", compression="tiff_lzw"),
+        encoded(picture, "TIFF", compression="jpeg"),
+        *(
+            encoded(picture.convert("L").convert(mode) if mode == "I;16" else picture.convert(mode), kind)
+            for mode, kind in modes
+        ),
+    ]
+
+
+@pytest.mark.timeout(1800 + FILES)
+@pytest.mark.filterwarnings("ignore")  # Pillow's, about what it reads
+def test_mutated_images_are_decoded_or_bad_records(tmp_path: Path, within_limits: None) -> None:
+    seeds, generator = images(), random.Random("images")
+    good = encoded(Image.new("RGB", (20, 20)), "PNG")
+    path = tmp_path / "data/a/0.jpg"
+    source = with_transforms(
+        open_records(make_folder(tmp_path / "data", {"a/0.jpg": good, "a/1.png": good})), 16, ImageOptions("resized")
+    )
+    for seed in seeds:
+        path.write_bytes(seed)
+        assert not source.first_good(0, Decoder())[2]
+    bad = 0
+    for number in range(2 * FILES):
+        path.write_bytes(mutated(seeds[number % len(seeds)], generator))
+        with one_case(number):
+            source.batch(np.array([0]))
+            bad += len(source.first_good(0, Decoder())[2])
+    assert FILES < 50 or 0 < bad < 2 * FILES
+
+
+@pytest.mark.timeout(1800 + FILES)
+@pytest.mark.parametrize("kind", list(Kind))
+def test_a_mutated_index_changes_nothing(kind: Kind, tmp_path: Path, within_limits: None) -> None:
+    text, _ = make_set(kind, tmp_path / "data")
+    honest, generator = use(text), random.Random(f"index {kind}")
+    (path,) = (tmp_path / "data").glob(".stagewright-*.index")
+    whole = path.read_bytes()
+    for number in range(FILES):
+        path.write_bytes(with_header_length(mutated(whole, generator)) if number % 2 else mutated(whole, generator))
+        with one_case(number):
+            assert use(text) == honest
+
+
+def with_header_length(data: bytes) -> bytes:
+    """A safetensors file whose first number is the length of its header, so that the reader gets past it."""
+    end = data.find(b"}}", 8)
+    return struct.pack("<Q", end + 2 - 8) + data[8:] if end > 0 else data
+
+
+@pytest.mark.timeout(1800 + FILES)
+@pytest.mark.parametrize("kind", list(Kind))
+def test_a_forged_index_gives_records_of_its_data_set_alone(kind: Kind, tmp_path: Path, within_limits: None) -> None:
+    """With a correct hash, as someone may make it."""
+    text, _ = make_set(kind, tmp_path / "data")
+    honest, generator = use(text), random.Random(f"forged {kind}")
+    (path,) = (tmp_path / "data").glob(".stagewright-*.index")
+    index = load_index(path, tmp_path / "data")
+    assert index is not None and honest is not None
+    for number in range(FILES):
+        changes: dict[str, Any] = {}
+        for name in generator.sample([*_FORGED], generator.choice((1, 1, 2, 3))):
+            changes[name] = _FORGED[name](getattr(index, name), generator)
+        try:
+            save_index(path, replace(index, **changes))
+        except (TypeError, ValueError):  # not something that a file can hold
+            continue
+        with one_case(number):
+            found = use(text)
+            assert found is not None and len(found) == len(honest)
+
+
+def _array(array: Any, generator: random.Random) -> Any:
+    """Another array: other numbers, another length, type or shape."""
+    copy = array.copy()
+    few, most = int(np.iinfo(array.dtype).min), int(np.iinfo(array.dtype).max)
+    match generator.randrange(8):
+        case 0 | 1 | 2 | 3 if len(array):
+            values = (0, 1, -1, 2, 255, 2**24, 2**28, few, most, most - 1)
+            copy[generator.randrange(len(array))] = min(max(generator.choice(values), few), most)
+        case 4:
+            copy = array[: generator.randrange(len(array) + 1)]
+        case 5:
+            copy = array.astype(generator.choice((np.float64, np.int8, np.uint64, np.int32, np.uint8)))
+        case 6:
+            copy = array.reshape(generator.choice(((-1, 1), (1, -1), (1, 1, -1))))
+        case _:
+            copy = np.frombuffer(mutated(array.tobytes(), generator)[: array.nbytes].ljust(array.nbytes), array.dtype)
+    return copy
+
+
+def _names(names: Any, generator: random.Random) -> Any:
+    """Names of the same length in all, of which some lead to somewhere else."""
+    text, width = bytearray(names.tobytes()), names.size // 6
+    if generator.randrange(3) == 0 and width > 16:  # one whole name
+        at = width * generator.randrange(6)
+        text[at : at + width] = b"..".ljust(width - len("secret.jpg"), b"/") + b"secret.jpg"
+    for _ in range(generator.choice((1, 2))):
+        piece = generator.choice((b"../secret.jpg", b"/", b"..", b"\0", b"../", b"/../../secret.jpg", b"\xff", b"./"))
+        at = generator.randrange(max(1, len(text)))
+        text[at : at + len(piece)] = piece
+    return np.frombuffer(bytes(text[: names.size]), np.uint8)
+
+
+_FORGED: dict[str, Callable[[Any, random.Random], Any]] = {
+    **dict.fromkeys(("part", "offset", "length", "label", "name_end"), _array),
+    "names": lambda value, generator: generator.choice((_array, _names, _names, _names))(value, generator),
+    "fingerprint": lambda value, generator: generator.choice(("", "x", "\x1b[2J", "0" * 32, value[:-1])),
+    "class_names": lambda value, generator: generator.choice(
+        ((), (1,), (None, "x"), (*value, "x"), ([],), ("\ud800",))
+    ),
+    "watched": lambda value, generator: generator.choice(
+        (
+            (),
+            value[:1],
+            (*value, Watched("../secret.jpg", 1, 1)),
+            (Watched("..", 0, 0),),
+            (replace(value[0], size=2**62),),
+        )
+    ),
+}
+
+
+@pytest.mark.timeout(1800 + FILES)
+def test_mutated_class_names_are_used_or_refused(tmp_path: Path, within_limits: None) -> None:
+    generator, path = random.Random("names"), tmp_path / "names"
+    texts = [make_set(kind, tmp_path / kind)[0] for kind in Kind]
+    for number in range(FILES):
+        path.write_bytes(mutated("0\n1\n2\nü\n3\nx y\n".encode(), generator))
+        with one_case(number):
+            use(texts[number % 3], str(path))
+
+
+@pytest.mark.timeout(1800 + FILES)
+def test_mutated_tensors_are_used_or_refused(tmp_path: Path, within_limits: None) -> None:
+    generator, path = random.Random("tensors"), tmp_path / "t.safetensors"
+    tensors = {"images": torch.arange(36, dtype=torch.uint8).reshape(3, 3, 2, 2), "labels": torch.arange(3)}
+    save_file(tensors, path, {"note": "x"})
+    whole, refused = path.read_bytes(), 0
+    size = 8 + int(struct.unpack("<Q", whole[:8])[0])
+    for number in range(2 * FILES):
+        data = mutated(whole, generator)
+        if number % 2:
+            header = json.loads(whole[8:size])
+            about = header[generator.choice(("images", "labels"))]
+            about[generator.choice(("shape", "dtype", "data_offsets"))] = generator.choice(
+                ([], [0], [3, 12], [0, 60], [24, 60], [-1], [2**62, 2**62], "F8_E4M3", "F4", "U64", "BOOL", "C64", 3)
+            )
+            data = with_header_length(bytes(8) + json.dumps(header).encode() + whole[size:])
+        path.write_bytes(data)
+        with one_case(number):
+            try:
+                source = TensorSource(str(path))
+                if len(source):
+                    source.batch(np.array([0, len(source) - 1]))
+                assert source.classes >= 0 and source.fingerprint
+            except UserError:
+                refused += 1
+    assert FILES < 50 or 0 < refused < 2 * FILES

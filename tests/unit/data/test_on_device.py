@@ -17,7 +17,7 @@ from stagewright.data.augment import Augmentation, Cropping
 from stagewright.data.datasets import open_records
 from stagewright.data.decode import Normalization, render
 from stagewright.data.loader import Loader, make_loaders
-from stagewright.data.on_device import DeviceLoader, draw_view, require_cacheable, require_decoder
+from stagewright.data.on_device import DeviceLoader, draw_view, require_cacheable, torchcodec_decoder
 from stagewright.data.order import EvaluationSampler, Order, ReplicaSlice, TrainingSampler
 from stagewright.data.pool import Decode, LoaderOptions
 from stagewright.data.records import BadRecord, Record
@@ -138,22 +138,19 @@ def test_device_views_equal_those_of_the_cpu() -> None:
             assert np.abs(found.numpy().astype(int) - target.numpy()).max() <= 1
 
 
-def test_decoding_on_the_gpu_needs_a_gpu_and_torchcodec() -> None:
-    with pytest.raises(ValueError, match="--decode gpu needs --device cuda, but the device is cpu; use --decode cpu"):
-        require_decoder("gpu", "cpu")
-    require_decoder("cpu", "cpu")
+def test_decoding_on_the_gpu_needs_torchcodec() -> None:
     try:
         from torchcodec.decoders import decode_jpeg  # noqa: F401
     except (ImportError, OSError, RuntimeError):
         with pytest.raises(ValueError, match=r"needs torchcodec .* use --decode cpu"):
-            require_decoder("gpu", "cuda")
+            torchcodec_decoder(torch.device("cuda"))
 
 
-def cacheable(folder: Path, cropping: Cropping = Cropping.PADDED, jitter: float = 0.0, cutout: int = 0) -> ImageSource:
+def cacheable(folder: Path, cropping: Cropping = Cropping.PADDED, cutout: int = 0) -> ImageSource:
     png = encoded(Image.fromarray(pixels(5, 32, 32)), "PNG")
     images = [*(jpeg(index, 32, 32) for index in range(9)), png, jpeg(3, 32, 32)[:300], b""]
     parts = write_parts(folder, [[message(image, i % 5) for i, image in enumerate(images)]])
-    return ImageSource(open_records(f"ofrecord:{parts}"), Augmentation(32, cropping, jitter, cutout), PLAIN)
+    return ImageSource(open_records(f"ofrecord:{parts}"), Augmentation(32, cropping, 0.0, cutout), PLAIN)
 
 
 @pytest.mark.parametrize("cutout", [0, 7, 32])
@@ -189,15 +186,6 @@ def test_caching_reads_each_record_once_and_close_ends_the_threads() -> None:
     assert threads_called("loader-") == before
 
 
-@pytest.mark.parametrize(
-    ("cropping", "jitter", "message"),
-    [
-        (Cropping.RESIZED, 0.0, r"caches whole images, but --crop is resized at 32 pixels; use --crop padded"),
-        (Cropping.PADDED, 0.3, r"but --jitter is 0.3"),
-    ],
-)
-def test_refuses_to_cache_what_is_cropped_or_jittered(
-    cropping: Cropping, jitter: float, message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        require_cacheable(cacheable(tmp_path, cropping, jitter))
+def test_refuses_to_cache_what_is_cropped(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"caches whole images, but --crop is resized at 32 pixels; use --crop padded"):
+        require_cacheable(cacheable(tmp_path, Cropping.RESIZED))

@@ -74,6 +74,7 @@ def test_reads_classes_by_number_from_json_and_by_name(name: str, text: bytes, l
         ("b.cls", b"1.5"),
         ("b.cls", b"\xff\xfe"),
         ("b.cls", b"9" * 40),
+        ("b.cls", b"9" * 5000),
         ("b.json", b"{"),
         ("b.json", b'{"label": null}'),
         ("b.json", b'{"label": true}'),
