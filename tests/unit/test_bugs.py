@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 import stagewright
@@ -18,9 +19,11 @@ from stagewright.cli.main import main
 from stagewright.config.toml import make_config
 from stagewright.report.live.terminal import PipeSafeConsole
 from stagewright.run.train import run
+from stagewright.runtime.multinode.nodes import bound_to
+from stagewright.runtime.multinode.tunnel import TunnelServer, check_access
 from tests.commands import prints
 from tests.unit.api.test_training import make_net
-from tests.waiting import LONG, wait_until
+from tests.waiting import LONG
 
 
 def test_warnings_do_not_break_json_output(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,20 +91,36 @@ def test_an_interrupt_during_imports_is_one_line(
     assert capsys.readouterr().err == "stagewright: interrupted before it started\n"
 
 
-CHILD = """
-import os, time
-from stagewright.runtime.process.signals import exit_with_parent
-exit_with_parent(os.getppid())
-print(os.getpid(), flush=True)
-time.sleep(3600)
-"""
+@pytest.mark.parametrize("machine, known", [("127.0.0.2", ["127.0.0.2"]), ("127.0.0.3", [])], ids=["named", "NAT"])
+def test_strangers_do_not_keep_a_machine_from_starting(machine: str, known: list[str]) -> None:
+    """One host held 400 connections to the tunnel, and its 64 slots were taken whenever machine 1 tried.
+
+    A machine of --nodes has slots of its own; one behind the same address as the strangers waits for its turn.
+    """
+    token, host, far = "a token of tests, long enough", "127.0.0.1", "127.0.0.3"
+    refused: list[str] = []
+    listener = bound_to(host, 0)
+    address = (host, int(listener.getsockname()[1]))
+    with socket.socket() as store, contextlib.ExitStack() as strangers:
+        store.bind((host, 0))
+        store.listen(1)
+        server = TunnelServer(listener, int(store.getsockname()[1]), token, float(LONG), refused.append, known)
+        strangers.callback(server.close)
+        for _ in range(80):  # connections are accepted in their order, so all of these before the machine's
+            strangers.enter_context(socket.create_connection(address, LONG, (far, 0)))
+        check_access(address, machine, token, LONG)
+    assert set(refused) <= {far}
 
 
-def test_a_child_process_dies_with_its_parent() -> None:
-    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}])"
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    child = int(parent.stdout.readline())
-    parent.kill()
-    parent.wait()
-    wait_until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+@pytest.mark.parametrize("where", ["data", "runs", "here"])
+def test_paths_that_are_not_utf_8_are_refused_before_a_run_starts(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = tmp_path / os.fsdecode(b"\xfe")
+    odd.mkdir()
+    monkeypatch.chdir(odd if where == "here" else tmp_path)
+    options = {"data": ["--data", f"folder:{odd}"], "runs": ["--runs", str(odd)], "here": ["--runs", "runs"]}[where]
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--model", "resnet8", "--image", "8", "--batch", "8", "--steps", "1", "--emulate", *options])
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2 and "UTF-8" in shown and shown.count("\n") == 1 and shown[:-1].isprintable()

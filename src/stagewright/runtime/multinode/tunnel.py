@@ -3,7 +3,10 @@
     rank ─► loopback ─► Tunnel ═══ both sides prove that they know the token ═══► TunnelServer ─► loopback ─► store
 
 torch's store has no authentication, so it listens on loopback only. A proof is a keyed hash of two nonces, one from
-each side and new for each connection, so a recorded handshake opens nothing. Later traffic is not encrypted."""
+each side and new for each connection, so a recorded handshake opens nothing. Later traffic is not encrypted.
+
+Connections that prove nothing can't keep a machine of the run out: each address has slots of its own for handshakes,
+those of `--nodes` outside the total of all others, and whoever finds the slots of its address taken is next in turn."""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ import hmac
 import secrets
 import socket
 import threading
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from stagewright.runtime.comm.transport import LOOPBACK
@@ -22,14 +27,88 @@ from stagewright.runtime.comm.transport import LOOPBACK
 GREETING = b"stagewright tunnel 1\n"
 NONCE = 32  # bytes
 PROOF = 32  # bytes
-_HANDSHAKE_SECONDS = 10.0
-_MAX_HANDSHAKES = 64  # at a time
+BUSY = b"busy, try again".ljust(PROOF, b"\n")  # instead of a proof, to a client whose time is up
+_CONNECT_SECONDS = 10.0
+_RETRY_SECONDS = 0.1
+MOST_TURNS = 20  # that one handshake may take; one while others wait
+_TURN_SECONDS = 0.25
+_SLOTS_PER_ADDRESS = 16  # handshakes at a time
+_SLOTS_OF_STRANGERS = 64  # of all addresses together that `--nodes` does not name
+_OPEN_PER_ADDRESS = 256  # connections without a proof, with those that wait for a slot
+_OPEN_OF_STRANGERS = 512
+_MOST_ADDRESSES = 100  # that refusals are counted for one by one
 _CHUNK = 1 << 16  # bytes
 Refused = Callable[[str], None]
 
 
-class AccessDenied(ValueError):
+class AccessDenied(Exception):
     """The two machines have different tokens."""
+
+
+class Busy(ConnectionError):
+    """Machine 0 has too many connections without a proof; the next attempt may get through."""
+
+
+@dataclass
+class _Lane:
+    """The connections without a proof that come from one address, or from all strangers together."""
+
+    slots: asyncio.Semaphore  # which wakes those that wait in the order in which they came
+    most: int
+    open: int = 0
+    waiting: int = 0  # for a slot
+
+
+@dataclass
+class Lanes:
+    """Who may attempt a handshake now: every address has slots of its own, those not of `known` also a common total."""
+
+    known: Collection[str] = ()  # addresses of the machines of the run
+    _by_address: dict[str, _Lane] = field(default_factory=dict)
+    _strangers: _Lane = field(default_factory=lambda: _Lane(asyncio.Semaphore(_SLOTS_OF_STRANGERS), _OPEN_OF_STRANGERS))
+
+    @contextlib.asynccontextmanager
+    async def slot(self, peer: str) -> AsyncIterator[Callable[[], bool]]:
+        """A slot for a handshake; yields whether someone waits for it. Busy where too many wait already."""
+        own = self._by_address.setdefault(peer, _Lane(asyncio.Semaphore(_SLOTS_PER_ADDRESS), _OPEN_PER_ADDRESS))
+        lanes = [own] if peer in self.known else [own, self._strangers]
+        is_full = any(lane.open >= lane.most for lane in lanes)
+        async with contextlib.AsyncExitStack() as stack:
+            for lane in lanes:
+                lane.open += 1
+                stack.callback(self._close, peer, lane)
+            if is_full:
+                raise Busy
+            for lane in lanes:
+                lane.waiting += 1
+                try:
+                    await stack.enter_async_context(lane.slots)
+                finally:
+                    lane.waiting -= 1
+            yield lambda: any(lane.waiting for lane in lanes)
+
+    def _close(self, peer: str, lane: _Lane) -> None:
+        lane.open -= 1
+        if not lane.open and lane is not self._strangers:
+            del self._by_address[peer]
+
+
+class Refusals:
+    """Counts refused connections by address and says when a person should know: after 1, 10, 100, ... of them."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names  # of machines of the run, by address; it may be filled later
+        self._counts: Counter[str] = Counter()
+
+    def add(self, peer: str) -> str | None:
+        if peer not in self._counts and len(self._counts) >= _MOST_ADDRESSES:
+            peer = "other addresses"
+        self._counts[peer] += 1
+        count = self._counts[peer]
+        if count != 10 ** (len(str(count)) - 1):
+            return None
+        times = "1 connection" if count == 1 else f"{count} connections"
+        return f"refused {self._names.get(peer, peer)}: {times} did not prove to know the token"
 
 
 class LoopThread:
@@ -79,33 +158,55 @@ class LoopThread:
 class TunnelServer(LoopThread):
     """Machine 0's end: forwards connections that prove to know the token to a port on loopback.
 
-    `refused` gets the address of every other one. `lost` is how many seconds a connection may go unanswered.
+    `refused` gets the address of every other one. `lost` is how many seconds a connection may go unanswered; `known`
+    has the addresses of the run's machines.
     """
 
-    def __init__(self, listener: socket.socket, target: int, token: str, lost: float, refused: Refused) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        target: int,
+        token: str,
+        lost: float,
+        refused: Refused,
+        known: Collection[str] = (),
+    ) -> None:
         self._target = target
         self._token = token
         self._lost = lost
         self._refused = refused
-        self._handshakes = 0
+        self._lanes = Lanes(known)
         super().__init__(listener, self._serve)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = str(writer.get_extra_info("peername")[0])
-        if self._handshakes >= _MAX_HANDSHAKES:
-            return
-        self._handshakes += 1
         try:
-            is_known = await asyncio.wait_for(self._authenticate(reader, writer), _HANDSHAKE_SECONDS)
-        except (TimeoutError, OSError, EOFError):
+            async with self._lanes.slot(peer) as is_awaited:
+                is_known = await self._handshake(reader, writer, is_awaited)
+        except (OSError, EOFError):
             is_known = False
-        finally:
-            self._handshakes -= 1
         if not is_known:
             self._refused(peer)
             return
         _set_keepalive(writer, self._lost)
         await _forward(reader, writer, *await asyncio.open_connection(LOOPBACK, self._target))
+
+    async def _handshake(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_awaited: Callable[[], bool]
+    ) -> bool:
+        """Whether the other side proves to know the token: within one turn while someone waits for this slot."""
+        task = asyncio.create_task(self._authenticate(reader, writer))
+        try:
+            for _ in range(MOST_TURNS):
+                done, _ = await asyncio.wait({task}, timeout=_TURN_SECONDS)
+                if done:
+                    return task.result()
+                if is_awaited():
+                    break
+        finally:
+            task.cancel()
+        writer.write(BUSY)  # a slow machine of the run may try again; a wrong proof gets no answer
+        return False
 
     async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         own = secrets.token_bytes(NONCE)
@@ -132,24 +233,28 @@ class Tunnel(LoopThread):
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            far = await asyncio.wait_for(_connect(self._address, self._source, self._token), _HANDSHAKE_SECONDS)
+            far = await asyncio.wait_for(self._connect(), _CONNECT_SECONDS)
         except AccessDenied:
             return
         _set_keepalive(far[1], self._lost)
         await _forward(reader, writer, *far)
 
+    async def _connect(self) -> tuple[Any, Any]:
+        while True:
+            try:
+                return await _connect(self._address, self._source, self._token)
+            except Busy:
+                await asyncio.sleep(_RETRY_SECONDS)
 
-def check_access(address: tuple[str, int], source: str, token: str, seconds: float = _HANDSHAKE_SECONDS) -> None:
+
+def check_access(address: tuple[str, int], source: str, token: str, seconds: float = _CONNECT_SECONDS) -> None:
     """Try a tunnel once: OSError where machine 0 does not listen yet, AccessDenied where its token is another one."""
 
     async def attempt() -> None:
         _, writer = await asyncio.wait_for(_connect(address, source, token), seconds)
         writer.close()
 
-    try:
-        asyncio.run(attempt())
-    except EOFError as error:
-        raise ConnectionError("the other side closed the connection during the handshake") from error
+    asyncio.run(attempt())
 
 
 def store_prefix(token: str) -> str:
@@ -160,15 +265,22 @@ def store_prefix(token: str) -> str:
 async def _connect(address: tuple[str, int], source: str, token: str) -> tuple[Any, Any]:
     reader, writer = await asyncio.open_connection(*address, local_addr=(source, 0))
     try:
-        if await reader.readexactly(len(GREETING)) != GREETING:
+        try:
+            greeting, theirs = await reader.readexactly(len(GREETING)), await reader.readexactly(NONCE)
+        except (EOFError, ConnectionResetError) as error:
+            raise Busy("the other side closed the connection before the handshake") from error
+        if greeting != GREETING:
             raise ConnectionError("another program listens there")
-        theirs = await reader.readexactly(NONCE)
         own = secrets.token_bytes(NONCE)
         writer.write(own + _proof(token, b"guest", theirs, own))
         try:
             proof = await reader.readexactly(PROOF)
         except EOFError as error:
             raise AccessDenied from error
+        except ConnectionResetError as error:
+            raise Busy("the other side closed the connection during the handshake") from error
+        if proof == BUSY:
+            raise Busy("the other side has too many connections")
         if not hmac.compare_digest(proof, _proof(token, b"host", theirs, own)):
             raise AccessDenied
     except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,10 +13,13 @@ from torch.distributed import TCPStore
 
 from stagewright.runtime.multinode.nodes import bound_to
 from stagewright.runtime.multinode.tunnel import (
+    BUSY,
     GREETING,
     NONCE,
     PROOF,
     AccessDenied,
+    Busy,
+    Refusals,
     Tunnel,
     TunnelServer,
     check_access,
@@ -82,16 +86,18 @@ def test_refuses_clients_that_do_not_know_the_handshake(host: Host, sent: bytes)
     with socket.create_connection(host.address) as stranger:
         stranger.sendall(sent)
         stranger.shutdown(socket.SHUT_WR)
-        stranger.settimeout(LONG)
-        received = b""
-        while data := stranger.recv(1000):
-            received += data
+        received = receive_all(stranger)
     assert received.startswith(GREETING) and len(received) == len(GREETING) + NONCE  # and no proof
     wait_until(lambda: host.refused == [HOST])
 
 
 def receive(connection: socket.socket, size: int) -> bytes:
     return connection.recv(size, socket.MSG_WAITALL)
+
+
+def receive_all(connection: socket.socket) -> bytes:
+    connection.settimeout(LONG)
+    return b"".join(iter(lambda: connection.recv(1000), b""))
 
 
 def test_a_recorded_handshake_opens_nothing(host: Host) -> None:
@@ -136,6 +142,46 @@ def test_denies_access_to_a_host_that_does_not_know_the_token() -> None:
         check_access((HOST, impostor.getsockname()[1]), HOST, TOKEN, LONG)
     thread.join()
     impostor.close()
+
+
+@pytest.mark.parametrize("answer", [BUSY, None], ids=["busy", "reset"])
+def test_a_dropped_handshake_is_not_another_token(answer: bytes | None) -> None:
+    crowded = bound_to(HOST, 0)
+    crowded.listen(1)
+
+    def drop() -> None:
+        near, _ = crowded.accept()
+        with near:
+            near.sendall(GREETING + bytes(NONCE))
+            if answer is None:
+                near.recv(1)
+                near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            else:
+                receive(near, NONCE + PROOF)
+                near.sendall(answer)
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    with pytest.raises(Busy):
+        check_access((HOST, crowded.getsockname()[1]), HOST, TOKEN, LONG)
+    thread.join()
+    crowded.close()
+
+
+def test_a_client_that_says_nothing_is_told_to_try_again(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagewright.runtime.multinode.tunnel.MOST_TURNS", 1)
+    with socket.create_connection(host.address) as slow:
+        assert receive_all(slow)[len(GREETING) + NONCE :] == BUSY
+    wait_until(lambda: host.refused == [HOST])
+
+
+def test_counts_refusals_by_address_and_tells_few_of_them() -> None:
+    refusals = Refusals({"10.0.0.2": "machine 1 (10.0.0.2)"})
+    told = [line for _ in range(400) if (line := refusals.add("10.0.0.9"))]
+    assert [line.split(": ")[1].split()[0] for line in told] == ["1", "10", "100"]
+    assert all(line.startswith("refused 10.0.0.9: ") for line in told)
+    assert str(refusals.add("10.0.0.2")).startswith("refused machine 1 (10.0.0.2): 1 ")
+    assert sum(refusals.add(f"fd00::{number:x}") is not None for number in range(5000)) < 110
 
 
 def test_store_keys_do_not_reveal_the_token() -> None:
