@@ -16,12 +16,12 @@ from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from stagewright.events import Event, Failure, Finished, decode, encode
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.rank import run_rank, state_file
 from tests.parity import Run
@@ -88,20 +88,19 @@ class Pool:
         for process in self.processes:
             process.start()
 
-    def _collect(self, token: str, world: int) -> list[dict[str, Any]]:
+    def _collect(self, token: str, world: int) -> list[Event]:
         """All events until every rank is done; PoolError at the first failure."""
         assert self._store is not None
-        events: list[dict[str, Any]] = []
+        events: list[Event] = []
         missing, limit = set(range(world)), time.monotonic() + self.timeout
         while missing:
             if self._store.queue_len(token):
-                event = json.loads(self._store.queue_pop(token, block=False))
-                if event["kind"] == "failed":
-                    raise PoolError(f"rank {event['rank']} failed:\n{event['text']}")
-                if event["kind"] == "finished":
-                    missing.remove(event["rank"])
-                else:
-                    events.append(event)
+                event = decode(self._store.queue_pop(token, block=False))
+                if isinstance(event, Failure):
+                    raise PoolError(f"rank {event.rank} failed:\n{event.traceback}")
+                if isinstance(event, Finished):
+                    missing.remove(event.rank)
+                events.append(event)
                 continue
             if dead := [rank for rank in missing if not self.processes[rank].is_alive()]:
                 raise PoolError(f"ranks {dead} exited with {[self.processes[rank].exitcode for rank in dead]}")
@@ -121,16 +120,14 @@ def _serve(rank: int, port: int, folder: str) -> None:
     while True:
         token, path = json.loads(store.queue_pop(f"jobs/{rank}"))
 
-        def emit(event: dict[str, Any], token: str = token) -> None:
-            store.queue_push(token, json.dumps(event))
+        def emit(event: Event, token: str = token) -> None:
+            store.queue_push(token, encode(event))
 
         try:
             own = dist.PrefixStore(f"{token}/run", store)
             run_rank(Job.load(Path(path)), rank, own, emit, dist.PrefixStore(f"{token}/control", control))
-        except BaseException:
-            emit({"kind": "failed", "rank": rank, "text": traceback.format_exc()})
-        else:
-            emit({"kind": "finished", "rank": rank})
+        except BaseException as error:
+            emit(Failure(rank, type(error).__name__, str(error), traceback=traceback.format_exc()))
 
 
 def _end_with_parent() -> None:

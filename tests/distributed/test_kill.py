@@ -18,6 +18,7 @@ import pytest
 
 from stagewright.config.sections import Config
 from stagewright.config.toml import make_config
+from stagewright.events import BatchLosses, Event, Restarted, ShareSaved
 from stagewright.run.train import Result, run
 from stagewright.runtime.process.log import Ledger
 from tests.distributed.test_command import ranks_of
@@ -50,16 +51,16 @@ class Killer:
         self._losses = self._random.randint(1, MOST_EVENTS)  # events to wait for
         self._saved: dict[int, set[int]] = {}
 
-    def handle(self, event: dict[str, Any]) -> None:
-        if event["kind"] == "restarted":
+    def handle(self, event: Event) -> None:
+        if isinstance(event, Restarted):
             self._arm()
-        elif event["kind"] == "losses":
+        elif isinstance(event, BatchLosses):
             self._losses -= 1
             if self._is_armed and not self._in_write and self._losses <= 0:
                 self._kill(self._ranks)
-        elif event["kind"] == "saved":
-            saved = self._saved.setdefault(event["batch"], set())
-            saved.add(event["rank"])
+        elif isinstance(event, ShareSaved):
+            saved = self._saved.setdefault(event.batch, set())
+            saved.add(event.rank)
             if self._is_armed and self._in_write and (writing := self._ranks - saved - {self._last}):
                 self._kill(writing)
 

@@ -122,6 +122,8 @@ def test_stages_on_two_machines_train_as_one_process_and_strangers_are_refused(p
     assert addresses[1] <= {"127.0.0.1", pair.address(1)} and pair.address(1) in addresses[1]
     code, out, error = end(first)
     assert code == 0 and "done: 200 steps" in out, error
+    assert f"warning: refused {pair.address(2)}: 1 connection" in out
+    assert "warning: refused machine 1 (10.77.0.2): 1 connection" in out
     code, out, error = end(second)
     assert code == 0 and "metrics and weights are on machine 0" in out and error == ""
     runs.assert_result()
@@ -152,7 +154,11 @@ LIMITS = ("--lost-timeout", str(LOST), "--join-timeout", str(JOIN_SECONDS))
 def test_data_parallel_over_two_machines_trains_as_one_process(pair: Machines, tmp_path: Path) -> None:
     """As SLURM would start it."""
     runs = Runs(pair, tmp_path, DATA_PARALLEL)
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho 10.77.0.1\necho 10.77.0.2\n")
+    scontrol.chmod(0o700)
     environment = {**os.environ, "STAGEWRIGHT_TOKEN": TOKEN, "SLURM_JOB_NODELIST": "10.77.0.[1-2]"}
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
     both = []
     for machine in range(2):
         command = [sys.executable, "-m", "stagewright", "train", *runs.arguments, "--nodes", "slurm"]

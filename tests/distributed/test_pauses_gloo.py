@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from stagewright.events import ShareSaved
 from stagewright.runtime.checkpoint.folder import list_folders
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.log import Ledger
@@ -26,8 +27,8 @@ def run(pool: Pool, job: Job) -> Run:
     with Ledger(job, lambda record: None) as ledger:
         done = pool.run(job)
         for event in done.events:
-            if event["kind"] == "saved":
-                ledger.handle(dict(event))
+            if isinstance(event, ShareSaved):
+                ledger.handle(event)
     return done
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from stagewright.events import BatchLosses, ShareSaved
 from stagewright.run.export import export_checkpoint
 from stagewright.runtime.checkpoint.folder import Checkpoint
 from stagewright.runtime.job import Job
@@ -70,8 +71,8 @@ def on_pool(pool: Pool) -> Execute:
         with Ledger(job, lambda record: None) as ledger:
             run = pool.run(job)
             for event in run.events:
-                if event["kind"] == "saved":
-                    ledger.handle(dict(event))
+                if isinstance(event, ShareSaved):
+                    ledger.handle(event)
         return run
 
     return execute
@@ -103,7 +104,7 @@ def resume_each(execute: Execute, cases: list[Case], folder: Path) -> None:
 
 
 def batch_losses(run: Run) -> list[float]:
-    losses = dict(pair for event in run.events if event["kind"] == "losses" for pair in event["losses"])
+    losses = dict(pair for event in run.events if isinstance(event, BatchLosses) for pair in event.losses)
     count = run.job.plan.microbatches
     ordered = [losses[number] for number in sorted(losses)]
     assert sorted(losses) == list(range(min(losses), max(losses) + 1))

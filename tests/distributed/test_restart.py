@@ -10,6 +10,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
+from stagewright.events import BatchLosses, Event, Restarted
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.launch import launch
 from stagewright.runtime.process.rank import state_file
@@ -24,23 +25,23 @@ class Saboteur:
     """Sends one signal to one rank per start, as soon as that start trains."""
 
     def __init__(self, folder: Path, *signals: tuple[int, signal.Signals]) -> None:
-        self.events: list[dict[str, Any]] = []
+        self.events: list[Event] = []
         self._folder = folder
         self._signals = list(signals)
         self._has_sent = False
 
-    def __call__(self, event: dict[str, Any]) -> None:
+    def __call__(self, event: Event) -> None:
         self.events.append(event)
-        if event["kind"] == "restarted":
+        if isinstance(event, Restarted):
             self._has_sent = False
-        if event["kind"] == "losses" and self._signals and not self._has_sent:
+        if isinstance(event, BatchLosses) and self._signals and not self._has_sent:
             self._has_sent = True
             rank, number = self._signals.pop(0)
             os.kill(ranks_of(self._folder)[rank], number)
 
     @property
-    def restarts(self) -> list[dict[str, Any]]:
-        return [event for event in self.events if event["kind"] == "restarted"]
+    def restarts(self) -> list[Restarted]:
+        return [event for event in self.events if isinstance(event, Restarted)]
 
     def trained(self, job: Job) -> Trained:
         """The result of the last start."""
@@ -61,10 +62,10 @@ def test_restarts_after_killed_and_stopped_ranks_give_the_same_bits(tmp_path: Pa
     saboteur = Saboteur(tmp_path, (1, signal.SIGKILL), (2, signal.SIGSTOP))
     launch(job, saboteur)
     killed, stopped = saboteur.restarts
-    assert killed["restart"] == 1 and killed["batch"] == 0
-    assert "stage 0 replica 1 (rank 1, machine 0) was killed by SIGKILL at 0" in killed["cause"]
-    assert "stage 1 replica 0 (rank 2, machine 0) hangs at 1" in stopped["cause"] and "stopped" in stopped["cause"]
+    assert killed.batch == 0
+    assert "stage 0 replica 1 (rank 1, machine 0) was killed by SIGKILL at 0" in killed.cause
+    assert "stage 1 replica 0 (rank 2, machine 0) hangs at 1" in stopped.cause and "stopped" in stopped.cause
     log = (Path(job.folder) / "log.txt").read_text()
-    assert killed["cause"] in log and stopped["cause"] in log
+    assert killed.cause in log and stopped.cause in log
     assert ranks_of(tmp_path) == []
     assert_same_bits(emulate(CASE, tmp_path), saboteur.trained(job))

@@ -1,6 +1,6 @@
 """Faults: what one rank or machine reports when something goes wrong, and the one sentence a person reads about it.
 
-A supervisor observes `RankExit` and `HungRank` from outside; a rank sends a failure event before it exits.
+A supervisor observes `RankExit` and `HungRank` from outside; a rank sends a `Failure` before it exits.
 `describe_fault` picks the one that caused the others."""
 
 from __future__ import annotations
@@ -8,13 +8,16 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from stagewright.errors import RunFailed, UserError, first_line
+from stagewright.events import Failure, Shortage, SignedInt
 from stagewright.metrics import GIB
 from stagewright.plan.plan import Plan
 from stagewright.runtime.status_file import last_action, status_path
@@ -62,7 +65,7 @@ class RankExit:
     """A rank process that ended with an error, and its last action."""
 
     rank: int
-    code: int  # as subprocess reports it: negative for a signal
+    code: SignedInt  # as subprocess reports it: negative for a signal
     action: str | None
     stage: int | None
 
@@ -81,7 +84,7 @@ class Fault:
 
 def describe_fault(
     plan: Plan,
-    failures: Sequence[Mapping[str, Any]],
+    failures: Sequence[Failure],
     exits: Sequence[RankExit],
     hung: Sequence[HungRank] = (),
     lost: Sequence[str] = (),
@@ -91,9 +94,9 @@ def describe_fault(
     In order: an error of the user's, a killed rank, any other error, a hung rank, a lost machine, and last a rank that
     only lost its peer. A killed rank comes before other errors because those may be how its peers noticed.
     """
-    primary = [failure for failure in failures if not failure["is_secondary"]]
+    primary = [failure for failure in failures if not failure.is_secondary]
     killed = sorted((ended for ended in exits if ended.code < 0), key=lambda ended: ended.rank)
-    users = [failure for failure in primary if failure["is_users"]]
+    users = [failure for failure in primary if failure.is_users]
     if users or (primary and not killed):
         return _raised(plan, (users or primary)[0])
     if killed:
@@ -106,8 +109,7 @@ def describe_fault(
     if lost:
         return Fault(lost[0], False)
     if failures:
-        failure = failures[0]
-        return Fault(f"{plan.name_replica(failure['rank'])} failed: {failure['cause']}", False)
+        return Fault(f"{plan.name_replica(failures[0].rank)} failed: {failures[0].cause}", False)
     if exits:
         name = plan.name_replica(exits[0].rank, exits[0].stage)
         return Fault(
@@ -116,12 +118,25 @@ def describe_fault(
     return Fault("a rank exited without an error message", False)
 
 
-def log_fault(folder: Path, fault: Fault, failures: Sequence[Mapping[str, Any]]) -> None:
+def log_fault(folder: Path, fault: Fault, failures: Sequence[Failure]) -> None:
     """Append the fault and the traceback of every rank, also of those that only lost a peer, to the run's log."""
     with (folder / "log.txt").open("a") as log:
         log.write(f"{fault.text}\n")
         for failure in failures:
-            log.write(f"rank {failure['rank']}:\n{failure['traceback']}\n")
+            log.write(f"rank {failure.rank}:\n{failure.traceback}\n")
+
+
+@contextmanager
+def traceback_in_log(folder: Path) -> Iterator[None]:
+    """Append the traceback of an exception that is nobody's mistake but ours to the run's log."""
+    try:
+        yield
+    except (UserError, RunFailed):
+        raise
+    except Exception:
+        with (folder / "log.txt").open("a") as log:
+            log.write(traceback.format_exc())
+        raise
 
 
 def describe_shortage(error: torch.OutOfMemoryError, samples: int) -> str:
@@ -134,19 +149,34 @@ def describe_shortage(error: torch.OutOfMemoryError, samples: int) -> str:
     )
 
 
-def shortage_event(rank: int) -> dict[str, Any]:
+def shortage_of(rank: int) -> Shortage:
     """The bytes that this rank could have had: those it holds and those that are free."""
-    return {"kind": "shortage", "rank": rank, "room": torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()}
+    return Shortage(rank, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
 
 
-def _raised(plan: Plan, failure: Mapping[str, Any]) -> Fault:
-    is_users = bool(failure["is_users"])
-    if is_users and failure["action"] is None:
-        return Fault(str(failure["cause"]).partition(": ")[2], is_final=True)
-    action, stage = failure["action"] or (None, None)
-    return Fault(
-        f"{plan.name_replica(failure['rank'], stage)} failed at {action or 'start'}: {failure['cause']}", is_users
+def failure_of(
+    rank: int, action: Action | None, error: BaseException, samples: int, *, is_secondary: bool = False
+) -> Failure:
+    """The exception that ended a rank, which is being handled; a microbatch has `samples` samples."""
+    name = type(error).__name__
+    return Failure(
+        rank,
+        name,
+        describe_shortage(error, samples)
+        if isinstance(error, torch.OutOfMemoryError)
+        else f"{name}: {first_line(error)}",
+        *_text_and_stage(action),
+        is_secondary=is_secondary,
+        is_users=isinstance(error, UserError | torch.OutOfMemoryError),
+        traceback=traceback.format_exc(),
     )
+
+
+def _raised(plan: Plan, failure: Failure) -> Fault:
+    if failure.is_users and failure.action is None:
+        return Fault(failure.cause.removeprefix(f"{failure.error}: "), is_final=True)
+    name = plan.name_replica(failure.rank, failure.stage)
+    return Fault(f"{name} failed at {failure.action or 'start'}: {failure.cause}", failure.is_users)
 
 
 def _text_and_stage(action: Action | None) -> tuple[str | None, int | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -81,7 +82,10 @@ class Job:
         return _DEFAULT_RESTARTS if self.keeps_checkpoints or self.resume else 0
 
     def save(self, path: Path) -> None:
-        path.write_bytes(TypeAdapter(Job).dump_json(self, indent=1))
+        """Write the whole file at once: where machines share a run folder, others may be reading it."""
+        draft = path.with_name(f".{secrets.token_hex(8)}")
+        draft.write_bytes(TypeAdapter(Job).dump_json(self, indent=1))
+        draft.replace(path)
 
     @staticmethod
     def load(path: Path) -> Job:

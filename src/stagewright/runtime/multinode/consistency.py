@@ -79,11 +79,11 @@ def link_checkpoints(store: Store, folder: Path, session: str) -> bool:
     try:
         if (there / _SESSION_FILE).read_text() != session:
             return False
-        if not here.is_symlink():
+        if not here.exists():
             here.symlink_to(there, target_is_directory=True)
+        return here.samefile(there)
     except OSError:
         return False
-    return True
 
 
 def _digest(job: Job) -> str:

@@ -20,14 +20,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from stagewright.errors import RunFailed
+from stagewright.events import build
 from stagewright.runtime.comm.transport import LOOPBACK
 from stagewright.runtime.faults import HungRank, PausingClock, RankExit
 from stagewright.runtime.multinode.consistency import announce_folder, link_checkpoints
-from stagewright.runtime.multinode.nodes import Site
+from stagewright.runtime.multinode.nodes import RankProcesses, Site
 from stagewright.runtime.multinode.tunnel import AccessDenied, check_access
 
 _BEAT_SECONDS = 0.25
@@ -41,11 +41,18 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
+class PeerFault:
+    """Why this machine's ranks have to stop: another machine is lost, or announced a fault."""
+
+    lost: int | None = None  # that machine
+
+
+@dataclass(frozen=True, slots=True)
 class MachineReport:
     """What one machine reports before a start: its values, and what happened during the start before."""
 
-    values: Mapping[str, Any]  # for the consistency check
-    batches: tuple[int, ...]  # that it could start from
+    values: Mapping[str, Any] = field(default_factory=dict)  # for the consistency check
+    batches: tuple[int, ...] = ()  # that it could start from
     sees_checkpoints: bool = True  # in the run folder of machine 0
     exits: tuple[RankExit, ...] = ()
     hung: tuple[HungRank, ...] = ()
@@ -56,7 +63,7 @@ class MachineReport:
 
     @staticmethod
     def from_json(text: bytes) -> MachineReport:
-        return TypeAdapter(MachineReport).validate_json(text)
+        return build(MachineReport, json.loads(text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +88,8 @@ class MeetingConfig:
     folder: Path  # of the run, on this machine
     join: float = 600.0
     lost: float = 60.0
-    site: Site | None = None  # None on one machine
+    site: Site | RankProcesses | None = None  # who takes part; None for one machine
+    host: str = LOOPBACK  # of the store
 
 
 class Heartbeat:
@@ -158,14 +166,15 @@ class Meeting:
 
     @property
     def machines(self) -> int:
-        return len(self.config.site.nodes) if self.config.site else 1
+        return len(self.config.site.names) if self.config.site else 1
 
     def open_store(self) -> Store:
         """A new connection to the keys of this run."""
-        return PrefixStore(self.config.keys, TCPStore(LOOPBACK, self.config.port, is_master=False, timeout=_CONNECT))
+        config = self.config
+        return PrefixStore(config.keys, TCPStore(config.host, config.port, is_master=False, timeout=_CONNECT))
 
     def name(self, machine: int) -> str:
-        return str(self.config.site.nodes[machine]) if self.config.site else f"machine {machine}"
+        return self.config.site.names[machine] if self.config.site else f"machine {machine}"
 
     def meet(self, report: MachineReport, decide: Decide) -> StartDecision:
         """Wait for the other machines and return what machine 0 decides; RunFailed where there is no start."""
@@ -179,16 +188,15 @@ class Meeting:
             self._heartbeat = Heartbeat(store, self.machine, self.machines, self.config.lost, self.start)
         return decision
 
-    def peer_fault(self) -> int | None:
-        """Whether to stop because of another machine: its number if it is lost, -1 if it announced a fault."""
+    def peer_fault(self) -> PeerFault | None:
+        """Another machine's fault, if there is one; RunFailed where another machine ended the run."""
         heartbeat = self._heartbeat
         if heartbeat is None:
             return None
         if heartbeat.ended is not None:
             raise RunFailed(heartbeat.ended)
-        if heartbeat.lost is not None:
-            return heartbeat.lost
-        return -1 if heartbeat.is_faulty else None
+        is_faulty = heartbeat.lost is not None or heartbeat.is_faulty
+        return PeerFault(heartbeat.lost) if is_faulty else None
 
     def announce_fault(self) -> None:
         """Have the other machines stop too; one that can't be reached notices the lost heartbeat."""
@@ -273,7 +281,7 @@ class Meeting:
                 while not store.check([f"go/{self.start}"]):
                     if too_late := waiting.poll(["the other machines"]):
                         return StartDecision(failed=too_late)
-                return StartDecision(**json.loads(store.get(f"go/{self.start}")))
+                return build(StartDecision, json.loads(store.get(f"go/{self.start}")))
             except (OSError, TimeoutError, RuntimeError) as error:
                 if isinstance(error, RunFailed):
                     raise
@@ -292,7 +300,8 @@ class Meeting:
 
     def _check_access(self, seconds: float | None = None) -> None:
         site = self.config.site
-        assert site is not None
+        if not isinstance(site, Site):
+            return  # there is no tunnel
         host = site.nodes[0]
         try:
             check_access((host.host, host.port), site.address, site.token, seconds or _CONNECT.total_seconds())

@@ -1,4 +1,6 @@
-"""The machines of a run as `--nodes` names them: their addresses, which one this is, and the token they share."""
+"""The machines of a run as `--nodes` names them: their addresses, which one this is, and the token they share.
+
+Where torchrun or srun has started the ranks, their processes take the machines' part: `RankProcesses`."""
 
 from __future__ import annotations
 
@@ -9,18 +11,23 @@ import re
 import socket
 import stat
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stagewright.config.sections import NodesConfig
+from stagewright.cluster.topology import ANYWHERE, Cluster, Machine
+from stagewright.config.sections import Config, NodesConfig
+from stagewright.data.files import read_regular
+from stagewright.errors import UserError, first_line
 
 DEFAULT_PORT = 29600
 TOKEN = "STAGEWRIGHT_TOKEN"
 SLURM = "slurm"
 _LEAST_TOKEN = 16
+_MOST_TOKEN_BYTES = 4096
 _MOST_NODES = 4096
-_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_MOST_CHARACTERS = 2**20  # that are read from scontrol
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,36 +56,51 @@ class Site:
         """Whether this machine hosts the store and gets the events of all ranks."""
         return self.index == 0
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(map(str, self.nodes))
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcesses:
+    """The processes of one rank each that torchrun or srun has started; they share a store, but no token."""
+
+    names: tuple[str, ...]
+    index: int  # this process's rank
+    address: str  # of this machine, on an interface that the others can reach
+
 
 def find_site(config: NodesConfig, environment: Mapping[str, str] = os.environ) -> Site | None:
     """The machines that the options name; None for a single machine."""
     if config.list is None:
-        if config.index is not None:
-            raise ValueError(f"--node-index {config.index} was given without --nodes; name all machines with --nodes")
         return None
     nodes, index = read_nodes(config.list, environment), config.index
     if config.list == SLURM and index is None:
         index = _slurm_number("SLURM_NODEID", environment)
     index = _own_index(nodes) if index is None else index
     if not 0 <= index < len(nodes):
-        raise ValueError(f"--node-index is {index} but --nodes names {len(nodes)} machines (0-{len(nodes) - 1})")
+        raise UserError(f"--node-index is {index} but --nodes names {len(nodes)} machines (0-{len(nodes) - 1})")
     return Site(nodes, index, _own_address(nodes, index), read_token(config.token, environment))
 
 
 def read_nodes(text: str, environment: Mapping[str, str] = os.environ) -> tuple[Node, ...]:
     """The machines of `--nodes`: addresses or host names separated by commas, or those of SLURM's job."""
     if text == SLURM:
-        listed = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
-        if not listed:
-            raise ValueError("--nodes slurm was given but SLURM_JOB_NODELIST is not set; start the command with srun")
-        nodes = tuple(_read_node(index, host, listed) for index, host in enumerate(expand_hosts(listed)))
+        nodes = tuple(_read_node(index, host, text) for index, host in enumerate(slurm_hosts(environment)))
     else:
         nodes = tuple(_read_node(index, piece.strip(), text) for index, piece in enumerate(text.split(",")))
     places = [(node.host, node.port) for node in nodes]
     for index, place in enumerate(places):
         if place in places[:index]:
-            raise ValueError(f"--nodes {_short(text)} names {place[0]}:{place[1]} twice; name each machine once")
+            raise UserError(f"--nodes {_short(text)} names {place[0]}:{place[1]} twice; name each machine once")
     return nodes
+
+
+def cluster_of(config: Config) -> Cluster:
+    """The machines that a placement may name: this one, those of --nodes, or any if the run is emulated."""
+    if config.nodes.list is not None:
+        return Cluster((Machine(),) * len(read_nodes(config.nodes.list)), "the machines of --nodes")
+    return ANYWHERE if config.run.emulate else Cluster()
 
 
 def _read_node(index: int, piece: str, text: str) -> Node:
@@ -90,45 +112,38 @@ def _read_node(index: int, piece: str, text: str) -> Node:
         host, port = piece, None
     bad = f"--nodes piece {_short(piece)} of {_short(text)}"
     if not host or (":" in host and not _is_address(host)):
-        raise ValueError(
+        raise UserError(
             f"{bad} is not an address or host name; write 10.0.0.1, 10.0.0.1:29600, [fd00::1]:29600 or a name"
         )
     if not _is_address(host) and not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?", host):
-        raise ValueError(f"{bad} is not a host name; a name has letters, digits, dots and hyphens")
+        raise UserError(f"{bad} is not a host name; a name has letters, digits, dots and hyphens")
     if port is not None and (len(port) > 5 or not 0 < int(port) < 65536):
-        raise ValueError(f"{bad} has port {port[:8]}; ports are 1 to 65535")
+        raise UserError(f"{bad} has port {port[:8]}; ports are 1 to 65535")
     return Node(index, host, DEFAULT_PORT if port is None else int(port))
 
 
-def expand_hosts(text: str) -> Iterator[str]:
-    """The hosts of SLURM's short form: `a[1-3,07],b` is a1, a2, a3, a07, b."""
-    count = 0
-    if re.search(r"[][]", re.sub(r"\[[^][]*\]", "", text)):
-        raise ValueError(
-            f"SLURM's node list {_short(text)} can't be read: its brackets do not match; use --nodes A,B,..."
-        )
-    for piece in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        for host in _expand_piece(piece.strip(), text):
-            count += 1
-            if count > _MOST_NODES:
-                raise ValueError(f"SLURM's node list {_short(text)} names more than {_MOST_NODES} machines")
-            yield host
-
-
-def _expand_piece(piece: str, text: str) -> Iterator[str]:
-    before, bracket, rest = piece.partition("[")
-    if not bracket:
-        yield piece
-        return
-    inside, _, behind = rest.partition("]")
-    for part in inside.split(","):
-        match = _RANGE.fullmatch(part)
-        if match is None:
-            raise ValueError(f"SLURM's node list {_short(text)} can't be read at {_short(piece)}; use --nodes A,B,...")
-        first, last = match[1], match[2] or match[1]
-        for number in range(int(first), int(last) + 1):
-            for end in _expand_piece(behind, text):
-                yield f"{before}{number:0{len(first)}d}{end}"
+def slurm_hosts(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """The hosts of SLURM's step or job, as scontrol writes out their short form `a[1-3,07],b`."""
+    listed = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+    if not listed:
+        raise UserError("--nodes slurm was given but SLURM_JOB_NODELIST is not set; start the command with srun")
+    bad = f"SLURM's node list {_short(listed)}"
+    if listed.startswith("-") or not listed.isprintable():
+        raise UserError(f"{bad} can't be read; use --nodes A,B,...")
+    command = ["scontrol", "show", "hostnames", listed]
+    try:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as scontrol:
+            assert scontrol.stdout is not None
+            hosts = scontrol.stdout.read(_MOST_CHARACTERS).split()
+            scontrol.kill()  # where there is more to read
+    except FileNotFoundError as error:
+        raise UserError(f"{bad} needs scontrol, which is not on the PATH; or use --nodes A,B,...") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{bad} can't be read by scontrol: {first_line(error, 80)}; use --nodes A,B,...") from error
+    if not 0 < len(hosts) <= _MOST_NODES:
+        found = f"more than {_MOST_NODES}" if hosts else "no"
+        raise UserError(f"{bad} names {found} machines according to scontrol; use --nodes A,B,...")
+    return hosts
 
 
 def _slurm_number(name: str, environment: Mapping[str, str]) -> int:
@@ -136,7 +151,7 @@ def _slurm_number(name: str, environment: Mapping[str, str]) -> int:
         return int(environment[name])
     except (KeyError, ValueError):
         found = environment.get(name)
-        raise ValueError(
+        raise UserError(
             f"--nodes slurm was given but {name} is {found!r}; start the command with srun, or give --node-index"
         ) from None
 
@@ -148,7 +163,7 @@ def _own_index(nodes: Sequence[Node]) -> int:
         return own[0]
     listed = ", ".join(node.host for node in nodes[:8])
     found = "none of them is" if not own else f"{len(own)} of them ({', '.join(nodes[i].host for i in own)}) are"
-    raise ValueError(f"--nodes names {listed}, and {found} this machine; choose one with --node-index")
+    raise UserError(f"--nodes names {listed}, and {found} this machine; choose one with --node-index")
 
 
 def _own_address(nodes: Sequence[Node], index: int) -> str:
@@ -156,13 +171,13 @@ def _own_address(nodes: Sequence[Node], index: int) -> str:
     node = nodes[index]
     addresses = [address for address in _addresses(node) if is_own(address)]
     if not addresses:
-        raise ValueError(
+        raise UserError(
             f"--nodes gives {node}, but this machine does not have that address; "
             "check --node-index, or name the address of the interface to use"
         )
     reachable = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
     if not reachable and any(not _is_loopback_host(other) for other in nodes):
-        raise ValueError(
+        raise UserError(
             f"--nodes gives {node}, which is {addresses[0]} here, an address that no other machine can reach; "
             "name the address of the interface to use"
         )
@@ -176,8 +191,13 @@ def _addresses(node: Node, quiet: bool = False) -> list[str]:
         if quiet:
             return []
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"--nodes gives {node}, which can't be resolved: {reason}; give its address") from error
+        raise UserError(f"--nodes gives {node}, which can't be resolved: {reason}; give its address") from error
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def names_by_address(nodes: Sequence[Node]) -> dict[str, str]:
+    """The machines' names by their addresses, without those that can't be resolved here."""
+    return {address: str(node) for node in nodes for address in _addresses(node, quiet=True)}
 
 
 def is_own(address: str) -> bool:
@@ -207,18 +227,22 @@ def read_token(path: str | None, environment: Mapping[str, str] = os.environ) ->
     if path is None:
         token, where = environment.get(TOKEN, ""), f"environment variable {TOKEN}"
         if not token:
-            raise ValueError(f"several machines need a token; give --token FILE or {TOKEN}, the same on each")
+            raise UserError(f"several machines need a token; give --token FILE or {TOKEN}, the same on each")
     else:
         where = f"--token {path}"
         try:
+            token = read_regular(path, _MOST_TOKEN_BYTES).decode()
             if stat.S_IMODE(Path(path).stat().st_mode) & 0o077:
-                raise ValueError(f"{where} can be read by others; chmod 600 {path}")
-            token = Path(path).read_text()
+                raise UserError(f"{where} can be read by others; chmod 600 {path}")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{where}: {getattr(error, 'strerror', None) or 'not text'}") from error
-    token = token.strip()
+            raise UserError(f"{where}: {getattr(error, 'strerror', None) or 'not text'}") from error
+    try:
+        token = token.strip()
+        token.encode()
+    except UnicodeEncodeError as error:  # of bytes in the environment
+        raise UserError(f"{where} is not UTF-8 text; use letters and digits") from error
     if len(token) < _LEAST_TOKEN:
-        raise ValueError(f"{where} has {len(token)} characters; a token needs at least {_LEAST_TOKEN}")
+        raise UserError(f"{where} has {len(token)} characters; a token needs at least {_LEAST_TOKEN}")
     return token
 
 

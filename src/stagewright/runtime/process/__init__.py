@@ -1,4 +1,5 @@
-"""Processes of a run: the supervisor that starts and watches them (launch, supervisor, agent, watchdog, signals), the
-process of one rank (rank, assemble, torch_flags), all ranks in one process (emulate), and their events (log).
+"""Processes of a run: the supervisor that starts and watches them (launch, external, supervisor, decide, children,
+watchdog, signals), the process of one rank (rank, assemble, torch_flags), all ranks in one process (emulate), and
+their events (log).
 
 `link_test` measures connections between processes. `run` and `bench` import this folder; nothing below it does."""

@@ -8,10 +8,11 @@ from torch import nn
 from stagewright.config.sections import Config
 from stagewright.data.datasets import names_images
 from stagewright.data.loader import Loader, make_loaders
-from stagewright.data.on_device import require_cacheable, require_decoder
+from stagewright.data.on_device import require_cacheable, torchcodec_decoder
 from stagewright.data.order import EvaluationSampler, Order, ReplicaSlice, TrainingSampler
 from stagewright.data.pool import Decode, LoaderOptions
 from stagewright.data.sources import ImageOptions, ImageSource, Source, open_source
+from stagewright.events import Emit, Replaced, Skipped
 from stagewright.model.cut import Chain, Piece
 from stagewright.model.load import build_model, make_deterministic
 from stagewright.plan.plan import Plan, Stage
@@ -20,23 +21,25 @@ from stagewright.runtime.comm.channel import Inbox, Network, Outbox, channels_of
 from stagewright.runtime.comm.device import Cpu, Device
 from stagewright.runtime.comm.transport import Collective
 from stagewright.runtime.job import Job
+from stagewright.runtime.stage.batch_norm import Statistics
 from stagewright.runtime.stage.compute import ComputeOptions
-from stagewright.runtime.stage.gradients import Reducer
+from stagewright.runtime.stage.gradients import GradientBuffers, GradientOptions
 from stagewright.runtime.stage.loss_scaling import ScalingOptions, make_loss_scaling
-from stagewright.runtime.stage.optimizer import Optimizer, Rates
+from stagewright.runtime.stage.optimizer import Rates, make_optimizer
 from stagewright.runtime.stage.precision import make_precision
 from stagewright.runtime.stage.recorder import Recorder
 from stagewright.runtime.stage.replica import Replica, StageOptions
 from stagewright.runtime.stage.versions import VersionRing
-from stagewright.runtime.stage.worker import Emit, Worker
+from stagewright.runtime.stage.worker import Worker
+from stagewright.schedule.policy import overlaps
 
 
 def open_data(config: Config, text: str) -> Source:
     """Open a data source of a configuration whose number of classes and image size are resolved."""
     data = config.data
     assert config.model.classes is not None and data.image is not None
-    if names_images(text):
-        require_decoder(data.decode, config.run.device)
+    if Decode(data.decode) is Decode.GPU and names_images(text):
+        torchcodec_decoder(torch.device(config.run.device))  # an error where torchcodec is missing
     limit = data.limit if text == data.source else None
     options = ImageOptions(data.crop, data.normalize, data.jitter, data.cutout, data.class_names, limit, data.learnable)
     source = open_source(
@@ -83,17 +86,17 @@ def assemble(
     }
     everyone = tuple(range(plan.world)) if plan.agree else (rank,)
     replicas = {
-        stage.index: _replica(job, stage, pieces[stage.index], exchanges[stage.index], collectives[stage.index], device)
-        for stage in plan.stages_of(rank)
+        index: _replica(job, rank, plan.stages[index], pieces[index], exchanges[index], collective, device)
+        for index, collective in collectives.items()
     }
 
     def skipped(stage: int, update: int) -> None:
         if plan.stages[stage].ranks[0] == rank:
-            emit({"kind": "skipped", "stage": stage, "batch": update})
+            emit(Skipped(stage, update))
 
     loss_scaling = make_loss_scaling(plan, rank, network.store, _scaling_options(job), skipped)
     world = network.collective("agree", everyone)
-    worker = Worker(job, rank, replicas, collectives, world, loss_scaling, emit, recorder)
+    worker = Worker(job, rank, replicas, world, loss_scaling, emit, recorder)
     if rank in plan.stages[0].ranks:
         worker.loader, worker.evaluation_loader = _loaders(job, emit, device.device)
     return worker
@@ -117,7 +120,7 @@ def _loaders(job: Job, emit: Emit, device: torch.device) -> tuple[Loader, Loader
         config.data.loader_threads,
         config.data.ahead,
         config.data.max_bad,
-        lambda bad: emit({"kind": "bad", "index": bad.index, "reason": bad.reason}),
+        lambda bad: emit(Replaced(bad.index, bad.reason)),
         device=device,
         decode=Decode(config.data.decode),
     )
@@ -148,16 +151,18 @@ def _connect(plan: Plan, rank: int, network: Network) -> dict[int, Exchange]:
 
 
 def _replica(
-    job: Job, stage: Stage, piece: Piece, exchange: Exchange, collective: Collective, device: Device
+    job: Job, rank: int, stage: Stage, piece: Piece, exchange: Exchange, collective: Collective, device: Device
 ) -> Replica:
     config = job.config
     precision = make_precision(config.run.precision, config.run.device)
-    ring = VersionRing((piece.training, piece.evaluation), job.training.reached, stage.versions, stage.num_gradients)
-    reducer = Reducer(collective, ring.parameters, ring.master.itemsize, config.run.bucket * 2**20)
-    format_options = FormatOptions(job.channels_last, precision.is_scaled)
+    ring = VersionRing((piece.training, piece.evaluation), job.training.reached, stage.versions)
     share = job.plan.stages[-1].round / stage.round
-    compute = ComputeOptions(config.run.compile, config.run.cuda_graph, stage.replicas > 1)
-    options = StageOptions(config.run.seed, precision, config.optimizer.label_smoothing, share, format_options, compute)
+    reduction = GradientOptions(config.run.bucket * 2**20, share, config.optimizer.clip)
+    gradients = GradientBuffers(ring.parameters, ring.master, stage.num_gradients, collective, reduction)
+    format_options = FormatOptions(job.channels_last, precision.is_scaled)
+    compute = ComputeOptions(config.run.compile, config.run.cuda_graph, overlaps(job.plan, stage, rank))
+    options = StageOptions(config.run.seed, precision, config.optimizer.label_smoothing, format_options, compute)
     rates = Rates(config.optimizer.lr, config.schedule, job.batches, stage.round, job.plan.microbatches)
-    optimizer = Optimizer(config.optimizer, ring.master, rates)
-    return Replica(stage, piece, ring, reducer, optimizer, exchange, options, device)
+    optimizer = make_optimizer(config.optimizer, ring.master, rates)
+    statistics = Statistics(piece.training, collective, stage.ranks.index(rank), stage.replicas)
+    return Replica(stage, piece, ring, gradients, optimizer, statistics, exchange, options, device)

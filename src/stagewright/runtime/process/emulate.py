@@ -7,7 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from stagewright.errors import RunFailed, first_line
+from stagewright.errors import RunFailed, UserError
+from stagewright.events import Emit, Stopped
 from stagewright.runtime.checkpoint.folder import open_checkpoint
 from stagewright.runtime.checkpoint.load import restore
 from stagewright.runtime.checkpoint.pauses import EmulatedPauses
@@ -15,11 +16,12 @@ from stagewright.runtime.checkpoint.save import DiskSaver
 from stagewright.runtime.comm.device import open_device
 from stagewright.runtime.comm.memory import Memory, MemoryNetwork
 from stagewright.runtime.comm.transport import Pending
+from stagewright.runtime.faults import describe_fault, failure_of, log_fault
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.assemble import assemble
 from stagewright.runtime.process.torch_flags import set_flags
 from stagewright.runtime.stage.recorder import Recorder
-from stagewright.runtime.stage.worker import Emit, Worker
+from stagewright.runtime.stage.worker import Worker
 from stagewright.schedule.action import Action
 
 
@@ -40,13 +42,27 @@ class Emulation:
             worker.saver = DiskSaver(job, worker, emit)
             if job.resume is not None:
                 restore(worker, open_checkpoint(Path(job.resume)))
+        self._job = job
         self._emit = emit
 
     def run(self) -> None:
         """Run the job to its end, or until it is asked to stop."""
-        take_turns([_named_failures(worker) for worker in self.workers])
+        take_turns([self._named_failures(worker) for worker in self.workers])
         if self.workers[0].is_stopped:
-            self._emit({"kind": "stopped", "rank": 0, "batch": self.workers[0].done})
+            self._emit(Stopped(0, self.workers[0].done))
+
+    def _named_failures(self, worker: Worker) -> Iterator[Pending]:
+        """A worker's run, whose errors name the replica and the action, and leave their traceback in the run's log."""
+        try:
+            yield from worker.run()
+        except UserError:
+            raise
+        except Exception as error:
+            action = worker.recorder.action if isinstance(worker.recorder, _CurrentAction) else None
+            failure = failure_of(worker.rank, action, error, self._job.plan.samples)
+            fault, folder = describe_fault(self._job.plan, [failure], ()), Path(self._job.folder)
+            log_fault(folder, fault, [failure])
+            raise RunFailed(f"{fault.text}; more in {folder / 'log.txt'}") from error
 
     def weights(self) -> dict[str, Tensor]:
         """Every stage's newest weights and mean statistics, by the names of the whole model."""
@@ -62,19 +78,6 @@ class _CurrentAction(Recorder):
 
     def begin(self, action: Action) -> None:
         self.action = action
-
-
-def _named_failures(worker: Worker) -> Iterator[Pending]:
-    """A worker's run, whose errors name the replica and the action; a ValueError is the user's and stays as it is."""
-    try:
-        yield from worker.run()
-    except ValueError:
-        raise
-    except Exception as error:
-        action = worker.recorder.action if isinstance(worker.recorder, _CurrentAction) else None
-        replica = worker.plan.name_replica(worker.rank, None if action is None else action.stage)
-        cause = f"{type(error).__name__}: {first_line(error)}"
-        raise RunFailed(f"{replica} failed at {action or 'start'}: {cause}") from error
 
 
 def _collect(worker: Worker, states: dict[str, Tensor]) -> Iterator[Pending]:

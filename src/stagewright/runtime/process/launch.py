@@ -2,56 +2,49 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
-import signal
 import socket
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed import TCPStore
-from torch.distributed.elastic.multiprocessing import SignalException
 
-from stagewright.errors import Interrupted
+from stagewright.errors import Interrupted, UserError
+from stagewright.events import Emit
 from stagewright.runtime.comm.transport import LOOPBACK
 from stagewright.runtime.job import Job
 from stagewright.runtime.multinode.meeting import Meeting, MeetingConfig, Say
-from stagewright.runtime.multinode.nodes import Site, bound_to
-from stagewright.runtime.multinode.tunnel import Tunnel, TunnelServer, store_prefix
-from stagewright.runtime.process.log import OnEvent
-from stagewright.runtime.process.signals import preserve_signals, stop_on_signal
+from stagewright.runtime.multinode.nodes import Site, bound_to, names_by_address
+from stagewright.runtime.multinode.tunnel import Refusals, Tunnel, TunnelServer, store_prefix
+from stagewright.runtime.process.external import ExternalGroup
+from stagewright.runtime.process.signals import stop_on_signal
 from stagewright.runtime.process.supervisor import StartPoint, Supervisor
 
 
 def launch(
     job: Job,
-    on_event: OnEvent,
+    on_event: Emit,
     start_point: StartPoint | None = None,
-    site: Site | None = None,
+    site: Site | ExternalGroup | None = None,
     say: Say = lambda line: None,
 ) -> bool:
     """Run this machine's ranks of a job, one process each; whether the run was asked to stop.
 
-    On machine 0 `on_event` gets every event of every rank, one at a time.
+    On machine 0 `on_event` gets every event of every rank, one at a time. With an `ExternalGroup`, which has published
+    the job, only the rank of this process runs, and rank 0 gets the events.
     """
     folder = Path(job.folder)
     (folder / "ranks").mkdir(exist_ok=True)
-    with (
-        _agent_log(folder),
-        preserve_signals(signal.SIGHUP, signal.SIGQUIT),
-        _open_store(job, site, folder) as config,
-    ):
+    with _open_store(job, site, folder, say) as config:
         meeting = Meeting(config, say)
         supervisor = Supervisor(job, on_event, start_point or StartPoint(), meeting)
         ended: str | None = None
         try:
             with stop_on_signal(supervisor.stop):
                 supervisor.run()
-        except SignalException as error:
-            ended = f"interrupted by {signal.Signals(error.sigval).name}"
-            raise Interrupted(f"by {signal.Signals(error.sigval).name}") from error
         except Interrupted as error:
             ended = f"interrupted {error.when}"
             raise
@@ -61,8 +54,11 @@ def launch(
 
 
 @contextmanager
-def _open_store(job: Job, site: Site | None, folder: Path) -> Iterator[MeetingConfig]:
+def _open_store(job: Job, site: Site | ExternalGroup | None, folder: Path, say: Say) -> Iterator[MeetingConfig]:
     """Machine 0's store: hosted on loopback here, with a tunnel server for the other machines; or a tunnel to it."""
+    if isinstance(site, ExternalGroup):
+        yield site.meeting(job)
+        return
     nodes = job.config.nodes
     keys = store_prefix(site.token) if site else secrets.token_hex(16)
     config = MeetingConfig(0, keys, folder, nodes.join_timeout, nodes.lost_timeout, site)
@@ -78,25 +74,31 @@ def _open_store(job: Job, site: Site | None, folder: Path) -> Iterator[MeetingCo
         listener, port = stack.enter_context(bound_socket())
         store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         if site is not None:
-            stack.callback(_open_tunnel_server(site, port, nodes.lost_timeout, folder / "log.txt").close)
+            stack.callback(_open_tunnel_server(site, port, nodes.lost_timeout, folder / "log.txt", say).close)
         yield replace(config, port=port)
         del store
 
 
-def _open_tunnel_server(site: Site, port: int, lost: float, log: Path) -> TunnelServer:
-    def refused(peer: str) -> None:
-        with log.open("a") as file:
-            file.write(f"refused {peer}: it did not prove to know the token\n")
+def _open_tunnel_server(site: Site, port: int, lost: float, log: Path, say: Say) -> TunnelServer:
+    node, names = site.nodes[0], dict[str, str]()
+    refusals = Refusals(names)
 
-    node = site.nodes[0]
+    def refused(peer: str) -> None:
+        if line := refusals.add(peer):
+            with suppress(OSError), log.open("a") as file:
+                file.write(f"{line}\n")
+            say(f"warning: {line}; if it is no machine of this run, keep it away from port {node.port} (a firewall)")
+
     try:
         listener = bound_to(site.address, node.port)
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"can't listen on {site.address} port {node.port}: {error.strerror}; "
             f"give another port on each machine: --nodes {node.host}:{node.port + 1},..."
         ) from error
-    return TunnelServer(listener, port, site.token, lost, refused)
+    # Names may take long to resolve, and nobody waits for it: until then a machine gets the slots of a stranger.
+    threading.Thread(target=lambda: names.update(names_by_address(site.nodes)), daemon=True).start()
+    return TunnelServer(listener, port, site.token, lost, refused, names)
 
 
 @contextmanager
@@ -106,26 +108,3 @@ def bound_socket() -> Iterator[tuple[socket.socket, int]]:
         listener.bind((LOOPBACK, 0))
         listener.listen(1024)
         yield listener, listener.getsockname()[1]
-
-
-@contextmanager
-def _agent_log(folder: Path) -> Iterator[None]:
-    """Send the log of torch's agent to the run's log instead of the screen."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    handler = logging.FileHandler(folder / "log.txt")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-    handlers, propagate = logger.handlers[:], logger.propagate
-    children = [
-        logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(logger.name + ".")
-    ]
-    kept = {child: (child.handlers[:], child.propagate) for child in children}
-    for child in children:
-        child.handlers[:], child.propagate = [], True
-    logger.handlers[:], logger.propagate = [handler], False
-    try:
-        yield
-    finally:
-        logger.handlers[:], logger.propagate = handlers, propagate
-        for child, (child_handlers, child_propagate) in kept.items():
-            child.handlers[:], child.propagate = child_handlers, child_propagate
-        handler.close()

@@ -1,15 +1,13 @@
 """Measures transfers between processes: bandwidth and latency of each pair, and the rate of an all-reduce.
 
-One process of the test: `python -m stagewright.runtime.process.link_test RANK WORLD PORT TOKEN PARENT TIMEOUT`."""
+One process of the test: `python -m stagewright.runtime.process.link_test RANK WORLD PORT TOKEN TIMEOUT`."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
 import secrets
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,9 +17,11 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
+from stagewright.errors import UserError
 from stagewright.runtime.comm.channel import ChannelName
 from stagewright.runtime.comm.gloo import GlooNetwork
 from stagewright.runtime.comm.transport import LOOPBACK, Place
+from stagewright.runtime.process.children import Children
 from stagewright.runtime.process.launch import bound_socket
 from stagewright.runtime.process.signals import exit_with_parent
 
@@ -29,10 +29,11 @@ _SMALL, _LARGE = 4 << 10, 16 << 20
 _REPEATS = 7
 _TIMEOUT = 60.0
 _RESULT = "result"
+_POLL_SECONDS = 0.05
 
 
 def measure_links(ranks: int, timeout: float = _TIMEOUT) -> dict[str, Any]:
-    """Start this many processes and return what they measured within `timeout` seconds each.
+    """Start this many processes and return what they measured within `timeout` seconds.
 
     Bandwidths are in bytes/s, latencies in seconds.
     """
@@ -40,30 +41,26 @@ def measure_links(ranks: int, timeout: float = _TIMEOUT) -> dict[str, Any]:
     with bound_socket() as (listener, port):
         store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         command = [sys.executable, "-m", "stagewright.runtime.process.link_test"]
-        running: list[subprocess.Popen[bytes]] = []
-        try:
+        with Children() as children:
             for rank in range(ranks):
-                words = [*command, str(rank), str(ranks), str(port), token, str(os.getpid()), str(timeout)]
-                running.append(subprocess.Popen(words, start_new_session=True))  # Ctrl-C reaches only this process
-            for process in running:
-                if process.wait(timeout=timeout):
-                    raise ValueError(f"a process of the link test exited with code {process.returncode}; try again")
-        except subprocess.TimeoutExpired as error:
-            advice = "stop other programs that use the cores, and try again"
-            raise ValueError(f"{ranks} processes did not meet within {timeout:.0f} s; {advice}") from error
-        finally:
-            for process in running:
-                process.kill()
-                process.wait()
+                children.start([*command, str(rank), str(ranks), str(port), token, str(timeout)])
+            limit = time.monotonic() + timeout
+            while any(code != 0 for code in children.codes()):
+                if failed := next(filter(None, children.codes()), None):
+                    raise UserError(f"a process of the link test exited with code {failed}; try again")
+                if time.monotonic() > limit:
+                    advice = "stop other programs that use the cores, and try again"
+                    raise UserError(f"{ranks} processes did not meet within {timeout:.0f} s; {advice}")
+                time.sleep(_POLL_SECONDS)
         result: dict[str, Any] = json.loads(PrefixStore(token, store).get(_RESULT))
     return result
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run one process of the test."""
-    rank, world, port, parent = (int(arguments[place]) for place in (0, 1, 2, 4))
-    timeout = float(arguments[5])
-    exit_with_parent(parent)
+    exit_with_parent()
+    rank, world, port = map(int, arguments[:3])
+    timeout = float(arguments[4])
     torch.set_num_threads(1)
     store = PrefixStore(arguments[3], TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout)))
     network = GlooNetwork(store, rank, Place(), timeout)

@@ -6,35 +6,55 @@ store ─► EventReader ─► Ledger ─┬─► Committer    makes a checkpo
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import Store
 
-from stagewright.events import Evaluated, Record, Replaced, Restarted, Resumed, Saved, Score, Step, as_fields, as_record
-from stagewright.metrics import Span, Timeline
+from stagewright.errors import UserError
+from stagewright.events import (
+    BatchLosses,
+    Emit,
+    Evaluated,
+    Event,
+    Failure,
+    Finished,
+    Ready,
+    Record,
+    Replaced,
+    Restarted,
+    Resumed,
+    Saved,
+    Scored,
+    ShareSaved,
+    Shortage,
+    Skipped,
+    Step,
+    Stopped,
+    decode,
+    encode,
+    read_records,
+)
+from stagewright.metrics import RecentRate, Span, SteadyRate, Timeline, steady_rate
 from stagewright.runtime.checkpoint.commit import Committer, set_aside_after
 from stagewright.runtime.checkpoint.folder import clear, open_checkpoint
 from stagewright.runtime.job import Job
-from stagewright.runtime.process.rank import EVENTS
+from stagewright.runtime.process.rank import EVENTS, clock_name
 from stagewright.runtime.stage.optimizer import learning_rate
 
-OnEvent = Callable[[dict[str, Any]], None]
 _POLL_SECONDS = 0.02
 
 
 class EventReader:
     """A thread that takes the events of one start off the store, keeps the failures and passes on the rest."""
 
-    def __init__(self, store: Store, on_event: OnEvent) -> None:
-        self.failures: list[dict[str, Any]] = []
+    def __init__(self, store: Store, on_event: Emit) -> None:
+        self.failures: list[Failure] = []
         self._store = store
         self._on_event = on_event
         self._closing = threading.Event()
@@ -42,12 +62,16 @@ class EventReader:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
+    def check(self) -> None:
+        """Raise what the thread raised: an event that does not decode, or that could not be handled."""
+        if self._error is not None:
+            raise self._error
+
     def close(self) -> None:
         """Read the events that are there already, then stop; raises what the thread raised."""
         self._closing.set()
         self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self.check()
 
     def _run(self) -> None:
         try:
@@ -59,8 +83,8 @@ class EventReader:
 
     def _drain(self) -> None:
         while self._store.queue_len(EVENTS):
-            event = json.loads(self._store.queue_pop(EVENTS, block=False))
-            if event["kind"] == "failure":
+            event = decode(self._store.queue_pop(EVENTS, block=False))
+            if isinstance(event, Failure):
                 self.failures.append(event)
             else:
                 self._on_event(event)
@@ -78,7 +102,7 @@ class Journal:
         self.rewind(start)
 
     def write(self, record: Record) -> None:
-        self._waiting += json.dumps(as_fields(record)).encode() + b"\n"
+        self._waiting += encode(record).encode() + b"\n"
         with suppress(OSError):
             self._flush()
             if isinstance(record, Saved):
@@ -90,7 +114,7 @@ class Journal:
             self._flush()
         self._file.close()
         lines = [*self._path.read_bytes().splitlines(), *self._waiting.splitlines()]
-        kept = [(line, record) for line, record in _read(lines) if _is_before(record, batch)]
+        kept = [(line, record) for line, record in read_records(lines) if _is_before(record, batch)]
         draft = self._path.with_suffix(".draft")
         with draft.open("wb") as file:
             file.writelines(line + b"\n" for line, _ in kept)
@@ -106,7 +130,7 @@ class Journal:
             self._flush()
         except OSError as error:
             lost = self._waiting.count(b"\n")
-            raise ValueError(
+            raise UserError(
                 f"{lost} records could not be written to {self._path}: {error.strerror}; free space on the disk"
             ) from error
         finally:
@@ -125,15 +149,6 @@ class Journal:
         self._waiting = b""
 
 
-def _read(lines: Iterable[bytes]) -> Iterator[tuple[bytes, Record]]:
-    """Each line that is complete, with its record; a run that was killed may leave half a line."""
-    for line in lines:
-        try:
-            yield line, as_record(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
-
-
 def _is_before(record: Record, batch: int) -> bool:
     if isinstance(record, Replaced):
         return True
@@ -149,54 +164,64 @@ class Collector:
         self._per_epoch = job.order.batches
         self._write = write
         self._losses: dict[int, dict[int, float]] = {}
-        self._scores: dict[int, dict[int, Score]] = {}
+        self._scores: dict[int, dict[int, Scored]] = {}
         self._ready: set[int] = set()
+        self._offsets: dict[int, float] = {}  # seconds from the clock of a rank of another machine to ours
+        self._recent = RecentRate()
         self._spans: list[Span] = []
         self._next = job.start  # the batch of the next step
+        self._starts = {job.start} - {0}  # batches that a resume or a restart began with
         self.steps = [record for record in before if isinstance(record, Step)]
         self.evaluations = [record for record in before if isinstance(record, Evaluated)]
         self.replaced = {record for record in before if isinstance(record, Replaced)}
         self.skipped = [0] * len(job.plan.stages)  # updates that overflowed, by stage
         self._scales: dict[int, float] = {}
         self.stopped_at: int | None = None
-        self.shortage: tuple[int, int] | None = None  # rank out of GPU memory, and the bytes it could have had
+        self.shortage: Shortage | None = None
         self._start_clock()
 
     def rewind(self, batch: int) -> None:
         """The ranks start again after the first `batch` batches."""
         self._next = batch
+        self._starts.add(batch)
         self._losses.clear()
         self._scores.clear()
         self._scales.clear()
         self._ready.clear()
+        self._offsets.clear()
+        self._recent = RecentRate()
         self._spans.clear()
         self.steps = [step for step in self.steps if step.batch < batch]
         self.evaluations = [evaluated for evaluated in self.evaluations if evaluated.batch <= batch]
 
-    def handle(self, event: dict[str, Any]) -> None:
+    def handle(self, event: Event) -> None:
         """Take one rank's event."""
-        match event["kind"]:
-            case "ready":
-                self._ready.add(event["rank"])
+        match event:
+            case Ready():
+                self._ready.add(event.rank)
+                if event.clock != clock_name():
+                    self._offsets[event.rank] = time.monotonic() - event.time
                 if len(self._ready) == self._job.plan.world:
                     self._start_clock()
-            case "losses":
-                self._add_losses(event["losses"], event.get("time", time.monotonic()), event.get("scale"))
-            case "score":
-                self._add_score(event["batch"], event["rank"], Score(*event["score"]))
-            case "skipped":
-                self.skipped[event["stage"]] += 1
-            case "bad":
-                replaced = Replaced(event["index"], event["reason"])
-                if replaced not in self.replaced:  # however many ranks or epochs met it
-                    self.replaced.add(replaced)
-                    self._write(replaced)
-            case "shortage":
-                self.shortage = (event["rank"], event["room"])
-            case "stopped":
-                self.stopped_at = event["batch"]
-            case "done":
-                self._spans += [Span(event["rank"], *span) for span in event.get("spans", ())]
+            case BatchLosses():
+                self._add_losses(event)
+            case Scored():
+                self._add_score(event)
+            case Skipped():
+                self.skipped[event.stage] += 1
+            case Replaced():
+                if event not in self.replaced:  # however many ranks or epochs met it
+                    self.replaced.add(event)
+                    self._write(event)
+            case Shortage():
+                self.shortage = event
+            case Stopped():
+                self.stopped_at = event.batch
+            case Finished():
+                offset = self._offsets.get(event.rank, 0.0)
+                self._spans += (replace(s, start=s.start + offset, end=s.end + offset) for s in event.spans)
+            case _:
+                raise TypeError(f"the collector takes no {type(event).__name__}")
 
     @property
     def timeline(self) -> Timeline:
@@ -204,47 +229,58 @@ class Collector:
         first = min((span.start for span in self._spans), default=0.0)
         return Timeline(tuple(replace(span, start=span.start - first, end=span.end - first) for span in self._spans))
 
-    def images_per_second(self) -> float | None:
-        """Steady throughput of this job: without its first two batches and those right after a pause."""
-        pauses, start = set(self._job.pauses), self._job.start
-        own = [step for step in self.steps if step.batch >= start]
-        warmup = min(2, len(own) - 1)
-        steady = [step for step in own[warmup:] if step.batch not in pauses and step.batch > start]
-        seconds = sum(self._job.plan.batch / step.images_per_second for step in steady)
-        return len(steady) * self._job.plan.batch / seconds if seconds else None
+    def speed(self) -> SteadyRate | None:
+        """Of the batches since the run was last resumed: those of its current plan."""
+        own = [step for step in self.steps if step.batch >= self._job.start]
+        return steady_rate(own, self._job.plan.batch, self._starts | {found.batch for found in self.evaluations})
 
     def _start_clock(self) -> None:
         """Training starts or resumes now."""
         self._last = time.monotonic()
         self._began = self._last - (self.steps[-1].seconds if self.steps else 0.0)
 
-    def _add_losses(self, losses: list[tuple[int, float]], at: float, scale: float | None) -> None:
+    def _add_losses(self, event: BatchLosses) -> None:
         microbatches = self._job.plan.microbatches
-        for number, loss in losses:
+        at = self._local_time(event)
+        for number, loss in event.losses:
             self._losses.setdefault(number // microbatches, {})[number] = loss
-            if scale is not None:
-                self._scales[number // microbatches] = scale
+            if event.scale is not None:
+                self._scales[number // microbatches] = event.scale
         while len(self._losses.get(self._next, {})) == microbatches and self._next < self._job.batches:
             ordered = [loss for _, loss in sorted(self._losses.pop(self._next).items())]
             self._step(self._next, sum(ordered) / microbatches, at)
             self._next += 1
 
+    def _local_time(self, event: BatchLosses) -> float:
+        """When a rank sent an event, by our clock.
+
+        The delay of a message makes an offset too large, never too small, so the smallest that was seen is the best.
+        """
+        if event.rank not in self._offsets:
+            return event.time
+        offset = min(self._offsets[event.rank], time.monotonic() - event.time)
+        self._offsets[event.rank] = offset
+        return event.time + offset
+
     def _step(self, batch: int, loss: float, at: float) -> None:
         config = self._job.config
         rate = learning_rate(config.optimizer.lr, config.schedule, batch, self._job.batches)
-        speed = self._job.plan.batch / max(at - self._last, 1e-9)
+        at = max(at, self._last)  # replicas may report in another order than they compute
+        if not self.evaluations or self.evaluations[-1].batch != batch:  # else the time includes the evaluation
+            self._recent.add(at - self._last)
         self._last = at
+        speed = self._recent.rate(self._job.plan.batch)
         scale = self._scales.pop(batch, None)
         step = Step(batch, batch // self._per_epoch, loss, rate, at - self._began, speed, scale)
         self.steps.append(step)
         self._write(step)
 
-    def _add_score(self, batch: int, rank: int, score: Score) -> None:
-        scores = self._scores.setdefault(batch, {})
-        scores[rank] = score
+    def _add_score(self, event: Scored) -> None:
+        scores = self._scores.setdefault(event.batch, {})
+        scores[event.rank] = event
         last_ranks = self._job.plan.stages[-1].ranks
         if len(scores) == len(last_ranks):
-            evaluated = Evaluated.of(batch, [scores[rank] for rank in last_ranks])
+            evaluated = Evaluated.of(event.batch, [scores[rank].score for rank in last_ranks])
             self.evaluations.append(evaluated)
             self._write(evaluated)
 
@@ -271,14 +307,14 @@ class Ledger:
     def __exit__(self, *_: object) -> None:
         self._journal.close()
 
-    def handle(self, event: dict[str, Any]) -> None:
+    def handle(self, event: Event) -> None:
         """Take one rank's event, or the supervisor's on a restart."""
         with self._lock:
-            match event["kind"]:
-                case "saved":
+            match event:
+                case ShareSaved():
                     self._committer.add(event)
-                case "restarted":
-                    self._rewind(Restarted(event["batch"], event["cause"]))
+                case Restarted():
+                    self._rewind(event)
                 case _:
                     self.collector.handle(event)
 

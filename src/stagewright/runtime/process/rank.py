@@ -4,16 +4,18 @@ It builds its worker, runs the job, sends events through the store, and leaves t
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load, save, save_file
@@ -21,6 +23,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from stagewright.errors import first_line
+from stagewright.events import Emit, Event, Finished, Ready, Stopped, encode
 from stagewright.plan.plan import Plan, Stage
 from stagewright.runtime.checkpoint.folder import open_checkpoint
 from stagewright.runtime.checkpoint.load import restore
@@ -31,7 +34,7 @@ from stagewright.runtime.comm.device import open_device
 from stagewright.runtime.comm.message import FormatError
 from stagewright.runtime.comm.nccl import open_network
 from stagewright.runtime.comm.transport import LostPeer, Pending, Place
-from stagewright.runtime.faults import describe_shortage, shortage_event
+from stagewright.runtime.faults import failure_of, shortage_of
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.assemble import assemble
 from stagewright.runtime.process.signals import exit_with_parent
@@ -41,7 +44,6 @@ from stagewright.runtime.stage.worker import Worker
 from stagewright.runtime.status_file import last_action, status_path
 
 EVENTS = "events"
-SUPERVISOR = "STAGEWRIGHT_SUPERVISOR"  # environment variable: process id of the supervisor
 KEYS = "STAGEWRIGHT_KEYS"  # environment variable: prefix of the store keys of this start
 _BLAME_SECONDS = 2.0
 _PIECE = 64 << 20  # bytes
@@ -50,9 +52,11 @@ _PIECE = 64 << 20  # bytes
 def main() -> None:
     """Run one rank of a job to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the supervisor decides what it means
-    exit_with_parent(int(os.environ[SUPERVISOR]))  # also where it ended while this process was still importing
+    exit_with_parent()
     job = Job.load(Path(sys.argv[1]))
     rank, keys = int(os.environ["RANK"]), os.environ[KEYS]
+    logging.basicConfig(format="%(message)s")  # to stderr.log of this rank
+    logging.getLogger("stagewright").setLevel(logging.INFO)
     torch.set_num_threads(job.config.run.threads)
     address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     store, events = (
@@ -60,23 +64,25 @@ def main() -> None:
         for _ in range(2)
     )
 
-    def emit(event: dict[str, Any]) -> None:
-        events.queue_push(EVENTS, json.dumps(event))
+    def emit(event: Event) -> None:
+        events.queue_push(EVENTS, encode(event))
 
     try:
         run_rank(job, rank, store, emit, events)
     except BaseException as error:
         if isinstance(error, torch.OutOfMemoryError):
-            emit(shortage_event(rank))
-        emit(_failure(job, rank, error))
-        if isinstance(error, LostPeer):
+            emit(shortage_of(rank))
+        action = last_action(status_path(Path(job.folder), rank), rank)
+        is_secondary = isinstance(error, LostPeer)
+        emit(failure_of(rank, action, error, job.plan.samples, is_secondary=is_secondary))
+        if is_secondary:
             time.sleep(_BLAME_SECONDS)  # let the supervisor see the exit of the rank that caused it first
         traceback.print_exc()
         _exit(1)
     _exit(0)
 
 
-def run_rank(job: Job, rank: int, store: Store, emit: Any, control: Store | None = None) -> None:
+def run_rank(job: Job, rank: int, store: Store, emit: Emit, control: Store | None = None) -> None:
     """Build a rank's worker, run its job, and leave its weights and trace; pauses are requested through `control`."""
     folder = Path(job.folder)
     set_flags(job.config)
@@ -87,17 +93,25 @@ def run_rank(job: Job, rank: int, store: Store, emit: Any, control: Store | None
     worker.saver = DiskSaver(job, worker, emit)
     if job.resume is not None:
         restore(worker, open_checkpoint(Path(job.resume)))
-    emit({"kind": "ready", "rank": rank})
+    emit(Ready(rank, time.monotonic(), clock_name()))
     pauses = Pauses(control, rank, job.plan, worker.gate, job.config.checkpoint.minutes) if control else None
     drive(worker)
     if pauses is not None:
         pauses.close()
     recorder.save()
     if worker.is_stopped:
-        emit({"kind": "stopped", "rank": rank, "batch": worker.done})
+        emit(Stopped(rank, worker.done))
     elif job.config.run.export:
         gather_weights(worker, folder, network.host)
-    emit({"kind": "done", "rank": rank, "spans": recorder.spans()})
+    emit(Finished(rank, recorder.spans()))
+
+
+@cache
+def clock_name() -> str:
+    """Which monotonic clock this process reads: that of one boot of one machine."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
 
 
 def drive(worker: Worker) -> None:
@@ -169,20 +183,6 @@ def _wait(pending: Pending) -> None:
         raise
     except RuntimeError as error:
         raise LostPeer(first_line(error)) from error
-
-
-def _failure(job: Job, rank: int, error: BaseException) -> dict[str, Any]:
-    action = last_action(status_path(Path(job.folder), rank), rank)
-    cause = f"{type(error).__name__}: {first_line(error)}"
-    return {
-        "kind": "failure",
-        "rank": rank,
-        "action": None if action is None else [str(action), action.stage],
-        "cause": describe_shortage(error, job.plan.samples) if isinstance(error, torch.OutOfMemoryError) else cause,
-        "is_secondary": isinstance(error, LostPeer),
-        "is_users": isinstance(error, ValueError | torch.OutOfMemoryError),
-        "traceback": traceback.format_exc(),
-    }
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 from stagewright.errors import RunFailed
 from stagewright.runtime.faults import HungRank, RankExit
 from stagewright.runtime.multinode.consistency import first_difference, link_checkpoints
-from stagewright.runtime.multinode.meeting import MachineReport, Meeting, MeetingConfig, StartDecision
+from stagewright.runtime.multinode.meeting import MachineReport, Meeting, MeetingConfig, PeerFault, StartDecision
 from stagewright.runtime.multinode.nodes import Node, Site, bound_to
 from stagewright.runtime.multinode.tunnel import TunnelServer, store_prefix
 from tests.waiting import LONG, wait_until
@@ -126,7 +126,7 @@ def test_a_fault_on_one_machine_stops_the_other_and_both_restart(hosted: Host) -
     host, guest = hosted.meeting(0), hosted.meeting(1)
     together(lambda: host.meet(REPORT, when_all()), lambda: guest.meet(REPORT, when_all()))
     guest.announce_fault()
-    assert wait_until(host.peer_fault) == -1
+    assert wait_until(host.peer_fault) == PeerFault()
     decisions = together(lambda: guest.meet(REPORT, when_all(5)), lambda: host.meet(REPORT, when_all(5)))
     assert decisions == [StartDecision(5)] * 2
     assert host.start == guest.start == 2
@@ -139,7 +139,7 @@ def test_a_silent_machine_counts_as_lost_and_may_rejoin(hosted: Host) -> None:
     host, guest = hosted.meeting(0, lost=0.8), hosted.meeting(1)
     together(lambda: host.meet(REPORT, when_all()), lambda: guest.meet(REPORT, when_all()))
     guest.stop_heartbeat()
-    assert wait_until(host.peer_fault) == 1
+    assert wait_until(host.peer_fault) == PeerFault(lost=1)
     again = hosted.meeting(1)  # the command was started again on machine 1
     decisions = together(lambda: host.meet(REPORT, when_all()), lambda: again.meet(REPORT, when_all()))
     assert decisions == [StartDecision(3)] * 2
@@ -154,7 +154,7 @@ def test_a_machine_that_starts_again_makes_all_start_again(hosted: Host) -> None
     again = hosted.meeting(1)
 
     def host_restarts() -> StartDecision:
-        assert wait_until(host.peer_fault) == -1
+        assert wait_until(host.peer_fault) == PeerFault()
         return host.meet(REPORT, when_all())
 
     assert together(host_restarts, lambda: again.meet(REPORT, when_all())) == [StartDecision(3)] * 2

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from stagewright.config.sections import NodesConfig
-from stagewright.runtime.multinode.nodes import Node, expand_hosts, find_site, interface_of, read_nodes, read_token
+from stagewright.errors import UserError
+from stagewright.runtime.multinode.nodes import Node, find_site, interface_of, read_nodes, read_token
 
 TOKEN = {"STAGEWRIGHT_TOKEN": "sixteen letters or more"}
 
@@ -60,8 +63,6 @@ def test_finds_this_machine_by_address_or_index() -> None:
         find_site(NodesConfig("127.0.0.1:7000,127.0.0.1:7001", index=2), TOKEN)
     with pytest.raises(ValueError, match=r"machine 0 \(198.51.100.1\), but this machine does not have that address"):
         find_site(NodesConfig("198.51.100.1,198.51.100.2", index=0), TOKEN)
-    with pytest.raises(ValueError, match="without --nodes"):
-        find_site(NodesConfig(index=0), TOKEN)
     assert find_site(NodesConfig(), {}) is None
 
 
@@ -70,25 +71,58 @@ def test_refuses_a_name_that_only_this_machine_can_reach() -> None:
         find_site(NodesConfig("localhost,198.51.100.2"), TOKEN)
 
 
-def test_reads_machines_and_index_from_slurm() -> None:
-    assert list(expand_hosts("a[1-3,07],b,r[1-2]n[09-10]")) == [
-        *("a1", "a2", "a3", "a07", "b"),
-        *("r1n09", "r1n10", "r2n09", "r2n10"),
-    ]
-    environment = TOKEN | {"SLURM_JOB_NODELIST": "localhost", "SLURM_NODEID": "0"}
-    site = find_site(NodesConfig("slurm"), environment)
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts a program of this name on the path: a shell script."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    def write(script: str) -> None:
+        (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "scontrol").chmod(0o700)
+
+    return write
+
+
+SLURM = TOKEN | {"SLURM_JOB_NODELIST": "localhost", "SLURM_NODEID": "0"}
+
+
+def test_reads_machines_and_index_from_slurm(scontrol: Callable[[str], None]) -> None:
+    scontrol('test "$1 $2" = "show hostnames" && echo "$3" | tr , "\\n"')  # without brackets there is nothing to expand
+    site = find_site(NodesConfig("slurm"), SLURM)
     assert site is not None and site.index == 0 and [node.host for node in site.nodes] == ["localhost"]
-    stepped = environment | {"SLURM_STEP_NODELIST": "n[1-2]"}
+    stepped = SLURM | {"SLURM_STEP_NODELIST": "n1,n2"}
     assert [node.host for node in read_nodes("slurm", stepped)] == ["n1", "n2"]
-    with pytest.raises(ValueError, match="SLURM_JOB_NODELIST is not set; start the command with srun"):
-        find_site(NodesConfig("slurm"), TOKEN)
-    with pytest.raises(ValueError, match="SLURM_NODEID is None"):
+    with pytest.raises(UserError, match="SLURM_NODEID is None"):
         find_site(NodesConfig("slurm"), TOKEN | {"SLURM_JOB_NODELIST": "localhost"})
-    for bad in ("a[", "a[x]", "a[1-", "a[1-2]b["):
-        with pytest.raises(ValueError, match="can't be read"):
-            list(expand_hosts(bad))
-    with pytest.raises(ValueError, match="more than 4096"):
-        list(expand_hosts("a[0-99999999]"))
+
+
+@pytest.mark.parametrize(
+    ("listed", "script", "message"),
+    [
+        (None, "echo a", "SLURM_JOB_NODELIST is not set; start the command with srun"),
+        ("-a", "echo a", "'-a' can't be read"),
+        ("a\x1b", "echo a", "can't be read"),
+        ("a[", "exit 1", "names no machines"),
+        ("a", "yes a", "names more than 4096 machines"),
+        ("a", "seq 4097", "names more than 4096 machines"),
+        ("a", "echo 'a;b'", "'a;b' of 'slurm' is not a host name"),
+        ("a", "printf '%0300d' 1", "is not a host name"),
+        ("a", "printf '\\377\\n'", "can't be read by scontrol"),
+        ("a", "echo a; echo a", "names a:29600 twice"),
+    ],
+)
+def test_does_not_trust_what_scontrol_prints(
+    listed: str | None, script: str, message: str, scontrol: Callable[[str], None]
+) -> None:
+    scontrol(script)
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_nodes("slurm", {} if listed is None else {"SLURM_JOB_NODELIST": listed})
+
+
+def test_says_that_scontrol_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="'n1' needs scontrol, which is not on the PATH"):
+        read_nodes("slurm", {"SLURM_JOB_NODELIST": "n1"})
 
 
 def test_refuses_a_token_that_is_short_or_readable_by_others(tmp_path: Path) -> None:
@@ -108,6 +142,8 @@ def test_refuses_a_token_that_is_short_or_readable_by_others(tmp_path: Path) -> 
         read_token(str(path), {})
     with pytest.raises(ValueError, match="No such file"):
         read_token(str(tmp_path / "none"), {})
+    with pytest.raises(UserError, match="not UTF-8"):
+        read_token(None, dict.fromkeys(TOKEN, os.fsdecode(b"\xff" * 40)))
     with pytest.raises(ValueError, match="several machines need a token"):
         read_token(None, {})
 
