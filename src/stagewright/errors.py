@@ -1,6 +1,7 @@
 """Exceptions that end a command with one line, and the phrases that error messages share.
 
-A `ValueError` says what is wrong with the user's input and is the third kind of such an exception. Imports nothing of
+A `UserError` says what is wrong with the user's input, `RunFailed` why a run ended, `Interrupted` when it was stopped.
+Any other exception is a bug of ours: it keeps its traceback, and a run may be restarted after it. Imports nothing of
 ours, so that every folder may import it.
 """
 
@@ -10,6 +11,10 @@ import difflib
 from collections.abc import Iterable
 
 _MOST_NAMES = 20  # in a list of known names
+
+
+class UserError(ValueError):
+    """Something that the user gave is wrong; the message says what, with both numbers, and what to do instead."""
 
 
 class RunFailed(RuntimeError):
@@ -41,3 +46,19 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def counted(number: int, noun: str, plural: str = "s") -> str:
     """A number with its noun: 1 step, 3 steps, 2 batches (with the plural `es`)."""
     return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: Python and numpy raise a MemoryError, torch a RuntimeError that says so."""
+    reason = str(error)
+    return isinstance(error, MemoryError) or "allocate memory" in reason or "out of memory" in reason
+
+
+def printable(text: str) -> str:
+    """A text that may come from anywhere, for a terminal: what it would obey or can't encode is shown as an escape."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def is_text(text: str) -> bool:
+    """Whether a text can be stored as UTF-8: names of files may be any bytes, of which Python makes lone surrogates."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)

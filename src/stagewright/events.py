@@ -1,15 +1,36 @@
-"""What happens in a run, as values: records of metrics.jsonl, and moments of monitor.jsonl.
+"""What happens in a run, as values, and the one codec by which they travel: JSON text.
 
-A `Record` is one line of metrics.jsonl; `as_fields` and `as_record` are its only codec. They also read lines of older
-runs: a new field has a default. A `Usage`, with its `GpuUsage` and `RankUsage`, is one line of monitor.jsonl. A `Score`
-is written nowhere: those of all replicas add up to an `Evaluated`.
+A `Record` is one line of metrics.jsonl. An `Event` is what a rank (or on a restart its supervisor) sends to the log of
+machine 0, which makes records of events. A `Usage`, with its `GpuUsage` and `RankUsage`, is one line of monitor.jsonl.
+
+rank ── encode(event) ─► store ── decode(text) ─► log ── encode(record) ─► metrics.jsonl ── read_records ─► report
+
+Type hints are the format: `build` makes any of our dataclasses of a JSON object and checks every value against its
+hint. Integers are counts, floats are finite and lists stand for tuples. A field with a default may be missing, as a
+new one is in older files. What a rank sends is ours, so `decode` raises; a file may be torn or edited, so
+`read_records` and `read_usage` leave out what does not fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+import json
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from functools import cache
+from types import NoneType
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+from stagewright.metrics import Span
+
+Loss = Annotated[float, "may be infinite or NaN, as in a run that diverged"]
+SignedInt = Annotated[int, "may be negative"]
+_MOST_COUNT, _MOST_SIZE = 2**63, 1e300  # beyond these, arithmetic overflows
+_T = TypeVar("_T")
+
+
+class DecodeError(ValueError):
+    """JSON that is not the value that it should be; the message names its kind and field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +39,10 @@ class Step:
 
     batch: int  # from 0
     epoch: int  # from 0
-    loss: float
+    loss: Loss
     lr: float
     seconds: float  # since the run started to train
-    images_per_second: float
+    images_per_second: float  # over the last 20 batches, or a second; 0 where unknown. Of older runs: of this one
     loss_scale: float | None = None  # of its gradients, in fp16
 
 
@@ -31,7 +52,7 @@ class Evaluated:
 
     batch: int
     samples: int
-    loss: float
+    loss: Loss
     top1: float  # 0 to 1
     top5: float
 
@@ -86,29 +107,12 @@ class Resumed:
     plan: str  # of the checkpoint, as in `stale 7-1`
 
 
-Record = Step | Evaluated | Replaced | Saved | Unsaved | Restarted | Resumed
-_KINDS: dict[str, type[Record]] = {
-    kind.__name__.lower(): kind for kind in (Step, Evaluated, Replaced, Saved, Unsaved, Restarted, Resumed)
-}
-
-
-def as_fields(record: Record) -> dict[str, Any]:
-    """A record as a JSON object: its kind, then its fields; those that are None are left out."""
-    known = {name: value for name, value in asdict(record).items() if value is not None}
-    return {"kind": type(record).__name__.lower(), **known}
-
-
-def as_record(fields: Mapping[str, Any]) -> Record:
-    """The record of a JSON object; KeyError or TypeError where it is not one. Values are not checked."""
-    return _KINDS[fields["kind"]](**{name: value for name, value in fields.items() if name != "kind"})
-
-
 @dataclass(frozen=True, slots=True)
 class Score:
     """Sums over the samples that one replica has evaluated; scores add up over replicas."""
 
     samples: int = 0
-    loss: float = 0.0
+    loss: Loss = 0.0
     top1: float = 0.0
     top5: float = 0.0
 
@@ -116,6 +120,121 @@ class Score:
         return Score(
             self.samples + other.samples, self.loss + other.loss, self.top1 + other.top1, self.top5 + other.top5
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A rank has built its worker and starts to train; its clock, so that times of other machines can be compared."""
+
+    rank: int
+    time: float  # of its monotonic clock
+    clock: str  # which clock that is: ranks of one machine have the same
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLosses:
+    """The losses of a batch's microbatches that one rank has computed."""
+
+    rank: int
+    losses: tuple[tuple[int, float], ...]  # microbatch and its loss
+    time: float  # of the rank's monotonic clock
+    scale: float | None = None  # of their gradients, in fp16
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """One replica's part of the evaluation after `batch` batches."""
+
+    rank: int
+    batch: int
+    score: Score
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A stage skipped the update of a batch because its gradients overflowed."""
+
+    stage: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A rank ran out of GPU memory."""
+
+    rank: int
+    room: int  # bytes that it could have had: those it holds and those that are free
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A rank was asked to stop, and did after `batch` batches."""
+
+    rank: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A rank is done; its last actions, for the trace."""
+
+    rank: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One file of a checkpoint: tensors by the parameter names of the whole model."""
+
+    name: str
+    stage: int
+    kind: str  # master, slot/0, optimizer/exp_avg, buffers/0
+    bytes: int
+    blake2b: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """The state of one replica besides its tensors."""
+
+    stage: int
+    replica: int  # its index in the stage
+    count: int  # microbatches in its BatchNorm statistics
+    optimizer: Mapping[str, float] = field(default_factory=dict)  # its scalars
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ShareSaved:
+    """A rank has written its share of the checkpoint after `batch` batches, or could not because of an error."""
+
+    rank: int
+    batch: int
+    seconds: float  # that training waited for the copy
+    replicas: tuple[ReplicaState, ...] = ()
+    files: tuple[File, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception that ended a rank, and the action at which it was raised."""
+
+    rank: int
+    error: str  # its type
+    cause: str  # for people
+    action: str | None = None  # None before the first
+    stage: int | None = None
+    is_secondary: bool = False  # the rank only lost its peer
+    is_users: bool = False  # a restart would fail in the same way
+    traceback: str = ""
+
+
+Record = Step | Evaluated | Replaced | Saved | Unsaved | Restarted | Resumed
+Event = (
+    Ready | BatchLosses | Scored | Skipped | Replaced | Shortage | Stopped | Finished | ShareSaved | Failure | Restarted
+)
+Emit = Callable[[Event], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +273,119 @@ class Usage:
     gpus: tuple[GpuUsage, ...]
     ranks: tuple[RankUsage, ...]
     start: int = 0  # batch at which this part of the run resumed
+
+
+def _named(kinds: Any) -> dict[str, Any]:
+    return {kind.__name__.lower(): kind for kind in get_args(kinds)}
+
+
+_RECORDS, _EVENTS = _named(Record), _named(Event)
+
+
+def encode(value: Event | Record) -> str:
+    """An event or record as a JSON object: its kind, then its fields; those that are None are left out."""
+    known = {name: item for name, item in asdict(value).items() if item is not None}
+    return json.dumps({"kind": type(value).__name__.lower(), **known})
+
+
+def decode(text: str | bytes) -> Event:
+    """The event of a JSON object; DecodeError with its kind where it is not one."""
+    event: Event = _decode(text, _EVENTS)
+    return event
+
+
+def read_records(lines: Iterable[bytes]) -> Iterator[tuple[bytes, Record]]:
+    """The lines of metrics.jsonl that are complete, each with its record; all others are left out."""
+    return _read(lines, lambda line: _decode(line, _RECORDS))
+
+
+def read_usage(lines: Iterable[bytes]) -> Iterator[Usage]:
+    """The samples of monitor.jsonl; lines that are torn or do not fit are left out."""
+    return (usage for _, usage in _read(lines, lambda line: build(Usage, _parse(line))))
+
+
+def build(kind: type[_T], found: object) -> _T:
+    """The dataclass of a JSON object, or an instance of it checked again; DecodeError where a field does not fit."""
+    hints, required = _fields(kind)  # type: ignore[arg-type]  # mypy takes classes for unhashable
+    if isinstance(found, kind):
+        found = {name: getattr(found, name) for name in hints}
+    if not isinstance(found, dict):
+        raise DecodeError(f"{kind.__name__} is {reprlib.repr(found)}")
+    for name in (*(required - found.keys()), *(found.keys() - hints.keys())):
+        raise DecodeError(f"{kind.__name__} {'lacks' if name in required else 'has no field'} {reprlib.repr(name)}")
+    values = {}
+    for name, value in found.items():
+        try:
+            values[name] = _as(hints[name], value)
+        except DecodeError as error:
+            raise DecodeError(f"{kind.__name__}.{name}: {error}") from None
+    return kind(**values)
+
+
+def fits(value: object, hint: Any) -> bool:
+    """Whether a JSON value is of a type."""
+    try:
+        _as(hint, value)
+    except DecodeError:
+        return False
+    return True
+
+
+def _read(lines: Iterable[bytes], decode_line: Callable[[bytes], _T]) -> Iterator[tuple[bytes, _T]]:
+    for line in lines:
+        try:
+            yield line, decode_line(line)
+        except DecodeError:
+            continue
+
+
+def _decode(text: str | bytes, kinds: Mapping[str, Any]) -> Any:
+    found = _parse(text)
+    kind = found.pop("kind", None) if isinstance(found, dict) else None
+    if not isinstance(kind, str) or kind not in kinds:
+        raise DecodeError(f"kind {reprlib.repr(kind)} is unknown; known: {', '.join(kinds)}")
+    return build(kinds[kind], found)
+
+
+def _parse(text: str | bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DecodeError(f"{text[:80]!r} is not JSON") from error
+
+
+@cache
+def _fields(kind: Any) -> tuple[Mapping[str, Any], frozenset[str]]:
+    """The type of each field of a dataclass, and the fields that can't be missing."""
+    required = [each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
+    return get_type_hints(kind, include_extras=True), frozenset(required)
+
+
+def _as(hint: Any, value: Any) -> Any:
+    """A JSON value as a type; DecodeError where it is not of that type."""
+    if hint in _CHECKS:
+        if _CHECKS[hint](value):
+            return value
+    elif isinstance(hint, type) and is_dataclass(hint):
+        return build(hint, value)
+    origin, inner = get_origin(hint), get_args(hint)
+    if NoneType in inner:
+        return None if value is None else _as(inner[0], value)
+    if origin is tuple and isinstance(value, list | tuple):
+        hints = inner[:1] * len(value) if inner[1:] == (...,) else inner
+        if len(hints) == len(value):
+            return tuple(map(_as, hints, value))
+    if origin is Mapping and isinstance(value, dict):
+        return {str(name): _as(inner[1], item) for name, item in value.items()}
+    raise DecodeError(f"{reprlib.repr(value)} is not {getattr(hint, '__name__', hint)}")
+
+
+_CHECKS: Mapping[Any, Callable[[Any], bool]] = {
+    Any: lambda value: True,
+    bool: lambda value: isinstance(value, bool),
+    str: lambda value: isinstance(value, str),
+    int: lambda value: type(value) is int and 0 <= value < _MOST_COUNT,
+    SignedInt: lambda value: type(value) is int and abs(value) < _MOST_COUNT,
+    float: lambda value: type(value) in (int, float) and abs(value) < _MOST_SIZE,
+    Loss: lambda value: type(value) is float or (type(value) is int and abs(value) < _MOST_SIZE),
+}

@@ -1,24 +1,46 @@
-"""Records of metrics.jsonl: their fields are a file format that old and new runs share."""
+"""Events and records: one codec; the fields of records are a file format that old and new runs share."""
 
 from __future__ import annotations
 
 import json
+import math
+from typing import Any, get_args
 
 import pytest
 
 from stagewright.events import (
+    BatchLosses,
+    DecodeError,
     Evaluated,
+    Event,
+    Failure,
+    File,
+    Finished,
+    GpuUsage,
+    Ready,
     Record,
     Replaced,
+    ReplicaState,
     Restarted,
     Resumed,
     Saved,
     Score,
+    Scored,
+    ShareSaved,
+    Shortage,
+    SignedInt,
+    Skipped,
     Step,
+    Stopped,
     Unsaved,
-    as_fields,
-    as_record,
+    Usage,
+    decode,
+    encode,
+    fits,
+    read_records,
+    read_usage,
 )
+from stagewright.metrics import Span
 
 LINES: dict[str, Record] = {
     '{"kind": "step", "batch": 3, "epoch": 0, "loss": 2.5, "lr": 0.1, "seconds": 1.0, "images_per_second": 64.0}': Step(
@@ -37,21 +59,116 @@ LINES: dict[str, Record] = {
 }
 
 
+EVENTS: tuple[Event, ...] = (
+    Ready(0, 12.5, "boot"),
+    BatchLosses(1, ((4, 0.5), (5, 0.25)), 12.5, 1024.0),
+    Scored(1, 4, Score(8, math.inf, 2.0, 4.0)),
+    Skipped(1, 7),
+    Replaced(7, "7.jpg: truncated"),
+    Shortage(2, 10**10),
+    Stopped(0, 4),
+    Finished(1, (Span(1, "compute", "F", "0F3@2", 0.5, 0.75),)),
+    ShareSaved(0, 4, 0.1, (ReplicaState(0, 1, 12, {"step": 4.0}, {"current": 2.0, "used": {"3": 4.0}}),)),
+    ShareSaved(0, 4, 0.1, files=(File("stage-0.master.safetensors", 0, "master", 100, "ab"),)),
+    ShareSaved(0, 4, 0.1, error="no space"),
+    Failure(2, "KeyError", "KeyError: 'x'", "0F3@2", 0, is_users=False, traceback="Traceback ..."),
+    Restarted(4, "rank 1 was killed"),
+)
+
+
+def read(line: str) -> list[Record]:
+    return [record for _, record in read_records([line.encode()])]
+
+
 @pytest.mark.parametrize("line", LINES)
 def test_a_record_is_one_json_object_with_its_kind_first(line: str) -> None:
-    assert json.dumps(as_fields(LINES[line])) == line
-    assert as_record(json.loads(line)) == LINES[line]
+    assert encode(LINES[line]) == line
+    assert read(line) == [LINES[line]]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_an_event_arrives_as_it_was_sent(event: Event) -> None:
+    assert decode(encode(event)) == event
+    assert decode(encode(event).encode()) == event
+
+
+def test_every_kind_of_event_and_record_is_tested() -> None:
+    assert {type(event) for event in EVENTS} == set(get_args(Event))
+    assert {type(record) for record in LINES.values()} == set(get_args(Record))
 
 
 def test_only_fp16_steps_have_a_loss_scale() -> None:
     step = Step(0, 0, 1.0, 0.1, 1.0, 64.0, loss_scale=1024.0)
-    assert as_fields(step)["loss_scale"] == 1024.0 and as_record(as_fields(step)) == step
+    assert json.loads(encode(step))["loss_scale"] == 1024.0 and read(encode(step)) == [step]
 
 
-@pytest.mark.parametrize("fields", [{}, {"kind": "stop"}, {"kind": "saved", "batch": 4}, {"kind": "saved", "x": 1}])
-def test_other_objects_are_not_records(fields: dict[str, object]) -> None:
-    with pytest.raises((KeyError, TypeError)):
-        as_record(fields)
+def test_the_loss_of_a_run_that_diverged_is_read() -> None:
+    (step,) = read(encode(Step(0, 0, math.nan, 0.1, 1.0, 64.0)))
+    assert isinstance(step, Step) and math.isnan(step.loss)
+    assert read(encode(Evaluated(0, 8, math.inf, 0.1, 0.5))) == [Evaluated(0, 8, math.inf, 0.1, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"rank": 0}', "kind None is unknown"),
+        ('{"kind": ["ready"], "rank": 0}', r"kind \['ready'\] is unknown"),
+        ('{"kind": "step", "batch": 3}', "kind 'step' is unknown"),  # a record, which ranks do not send
+        ('{"kind": "stopped", "batch": 1}', "Stopped lacks 'rank'"),
+        ('{"kind": "ready", "time": 1.0, "clock": "", "rank": 0, "x": 1}', "Ready has no field 'x'"),
+        ('{"kind": "ready", "time": 1.0, "clock": "", "rank": true}', "Ready.rank: True is not int"),
+        ('{"kind": "ready", "time": 1.0, "clock": "", "rank": -1}', "Ready.rank: -1 is not int"),
+        ('{"kind": "ready", "time": 1.0, "clock": "", "rank": 1.0}', "Ready.rank: 1.0 is not int"),
+        ('{"kind": "stopped", "rank": 0, "batch": null}', "Stopped.batch: None is not int"),
+        ('{"kind": "batchlosses", "rank": 0, "losses": [[1]], "time": 1}', r"BatchLosses.losses: \[1\] is not"),
+        ('{"kind": "batchlosses", "rank": 0, "losses": [], "time": NaN}', "BatchLosses.time: nan is not float"),
+        ('{"kind": "scored", "rank": 0, "batch": 1, "score": []}', "Scored.score: Score is"),
+        ('{"kind": "scored", "rank": 0, "batch": 1, "score": {"top1": 1e400}}', "Scored.score: Score.top1: inf is not"),
+        ('{"kind": "ready", "ra', "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        (f'{{"kind": "ready", "time": 1.0, "clock": "", "rank": {"[" * 900}{"]" * 900}}}', "Ready.rank: .* is not int"),
+        ("[]", "kind None is unknown"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_what_is_no_event_is_refused_by_kind_and_field(text: str, said: str) -> None:
+    with pytest.raises(DecodeError, match=said):
+        decode(text)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "7", "{}", '{"kind": "stop"}', '{"kind": "saved", "batch": 4}', '{"kind": "saved", "x": 1}']
+    + [encode(Ready(0, 12.5, "boot")), "[" * 100_000, '{"kind": "restarted", "batch": 4, "cau'],
+    ids=lambda text: text[:40],
+)
+def test_lines_that_are_no_records_are_left_out(line: str) -> None:
+    kept = encode(Restarted(4, "rank 1 was killed")).encode()
+    assert list(read_records([kept, line.encode(), kept])) == [(kept, Restarted(4, "rank 1 was killed"))] * 2
+
+
+def test_a_sample_without_newer_fields_is_read() -> None:
+    gpu = '{"uuid":"a","index":0,"memory":null,"utilisation":0.5}'
+    line = f'{{"seconds":1,"cores":0.5,"memory":7,"gpus":[{gpu}],"ranks":[]}}'.encode()
+    assert list(read_usage([line, b"\xff", line[:-1]])) == [Usage(1, 0.5, 7, (GpuUsage("a", 0, None, 0.5),), ())]
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "is_fitting"),
+    [
+        (-9, SignedInt, True),
+        (-9, int, False),
+        (2**63, int, False),
+        (["a"], tuple[str, ...], True),
+        ([1], tuple[str, ...], False),
+        (10**400, float, False),
+        (None, float, False),
+        (None, float | None, True),
+        ({"a": 1}, Any, True),
+    ],
+)
+def test_type_hints_are_the_format(value: object, hint: Any, is_fitting: bool) -> None:
+    assert fits(value, hint) == is_fitting
 
 
 def test_an_evaluation_is_the_mean_over_all_replicas() -> None:

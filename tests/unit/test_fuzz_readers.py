@@ -24,8 +24,9 @@ from stagewright.config.toml import as_toml, make_config, parse_assignment, read
 from stagewright.model.cut import Chain
 from stagewright.plan.make import make_plan, read_plan
 from stagewright.planning.build import build_plan, stage_numbers
+from stagewright.planning.simulate import balanced_costs
 from stagewright.profile.profile import read_profile
-from stagewright.runtime.multinode.nodes import expand_hosts, read_nodes
+from stagewright.runtime.multinode.nodes import cluster_of, read_nodes
 
 CASES = int(os.environ.get("STAGEWRIGHT_READER_FUZZ", "400"))  # per reader; `make soak` runs many more
 _SHOWN = max(4, CASES // 100)  # of them also run as a command
@@ -123,7 +124,7 @@ def _file(text: str, path: Path) -> str:
 
 def _read_config(text: str, path: Path) -> None:
     config = make_config(read_toml(_file(text, path)))
-    plan = build_plan(config, None)
+    plan = build_plan(config.plan, cluster_of(config), costs=balanced_costs)
     assert plan.world <= 65536 * 8
 
 
@@ -229,11 +230,6 @@ READERS = {
     "nodes": Reader(
         lambda text, path: read_nodes(text, {}),
         ["10.0.0.1,10.0.0.2:7000", "[fd00::1]:29600,fd00::2", "node-1.lan,node-2"],
-        lambda text, path: ["train", f"--nodes={text}"],
-    ),
-    "slurm": Reader(
-        lambda text, path: [list(expand_hosts(text)), read_nodes("slurm", {"SLURM_JOB_NODELIST": text})],
-        ["a[1-3,07],b", "rack[1-2]node[01-04]", "c"],
         lambda text, path: ["train", f"--nodes={text}"],
     ),
 }

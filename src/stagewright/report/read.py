@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
-from stagewright import events
-from stagewright.events import Evaluated, GpuUsage, RankUsage, Replaced, Restarted, Resumed, Saved, Step, Usage
-from stagewright.metrics import Timeline
+from stagewright.events import (
+    Evaluated,
+    Replaced,
+    Restarted,
+    Resumed,
+    Saved,
+    Step,
+    Usage,
+    build,
+    fits,
+    read_records,
+    read_usage,
+)
+from stagewright.metrics import Span, SteadyRate, Timeline, steady_rate
 
-_MOST_COUNT, _MOST_SIZE = 2**63, 1e300  # beyond these, arithmetic overflows
 _PLAN_FIELDS: dict[str, Any] = {
     "mode": str,
     "placement": str,
     "batch": int,
     "microbatches": int,
-    "cuts": list[str],
-    "versions": list[int],
-    "depths": list[int],
+    "cuts": tuple[str, ...],
+    "versions": tuple[int, ...],
+    "depths": tuple[int, ...],
 }
 _BAD_CONTENT = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
 
@@ -95,13 +103,18 @@ class Run:
         return tuple(sample for samples in self.usage for sample in samples if sample.start == self.start)
 
     @property
+    def speed(self) -> SteadyRate | None:
+        """Of the steps since it was last resumed."""
+        records: Iterable[Evaluated | Restarted | Resumed] = (*self.evaluations, *self.restarts, *self.resumes)
+        pauses = {record.batch for record in records}
+        return steady_rate(self.own_steps, self.batch, pauses)
+
+    @property
     def images_per_second(self) -> float | None:
-        """From the summary; of a run without one, from its steps except the first two."""
+        """From the summary; of a run without one, from its steps."""
         if self.summary is not None:
             return as_number(self.summary.get("images_per_second"))
-        steady = self.own_steps[2:]
-        spent = sum(self.batch / step.images_per_second for step in steady if step.images_per_second > 0)
-        return len(steady) * self.batch / spent if spent else None
+        return speed.rate if (speed := self.speed) else None
 
     @property
     def predicted(self) -> float | None:
@@ -131,7 +144,7 @@ def is_emulated(config: dict[str, Any]) -> bool:
 
 def read_run(folder: Path, rank_map: RankMap) -> Run:
     """Read all files of a run folder."""
-    records = list(filter(None, map(as_record, read_lines(folder / "metrics.jsonl"))))
+    records = [record for _, record in read_records(read_lines(folder / "metrics.jsonl"))]
     return Run(
         folder=folder,
         rank_map=rank_map,
@@ -146,97 +159,32 @@ def read_run(folder: Path, rank_map: RankMap) -> Run:
         resumes=tuple(record for record in records if isinstance(record, Resumed)),
         replaced=sum(isinstance(record, Replaced) for record in records),
         saved=tuple(record.batch for record in records if isinstance(record, Saved)),
-        usage=tuple(filter(None, (tuple(read_usage(path)) for path in sorted(folder.glob("monitor*.jsonl"))))),
+        usage=tuple(
+            filter(None, (tuple(read_usage(read_lines(path))) for path in sorted(folder.glob("monitor*.jsonl"))))
+        ),
         timeline=_read_timeline(folder / "trace.json"),
         memory=_read_memory(folder / "memory.json"),
     )
 
 
-def as_record(fields: dict[str, Any]) -> Any:
-    """A line of metrics.jsonl as an event; None where its kind is unknown or a value has a wrong type."""
+def read_lines(path: Path) -> list[bytes]:
+    """The lines of a file; none where it is missing."""
     try:
-        record = events.as_record(fields)
-    except _BAD_CONTENT:
-        return None
-    return record if _is_sound(record) else None
-
-
-def read_usage(path: Path) -> Iterator[Usage]:
-    """The samples of a monitor's file; torn lines are left out."""
-    return filter(None, map(as_usage, read_lines(path)))
-
-
-def as_usage(fields: dict[str, Any]) -> Usage | None:
-    """A line of monitor.jsonl as a sample; None where a value is missing or has a wrong type."""
-    try:
-        gpus = tuple(_as_gpu(gpu) for gpu in fields["gpus"])
-        ranks = tuple(RankUsage(**rank) for rank in fields["ranks"])
-        usage = Usage(fields["seconds"], fields["cores"], fields["memory"], gpus, ranks, fields.get("start", 0))
-    except _BAD_CONTENT:
-        return None
-    return usage if all(map(_is_sound, (usage, *gpus, *ranks))) else None
-
-
-def _as_gpu(fields: dict[str, Any]) -> GpuUsage:
-    reasons = fields.get("throttled", ())
-    return GpuUsage(**{**fields, "throttled": tuple(reasons) if isinstance(reasons, list) else reasons})
-
-
-def _is_sound(record: Any) -> bool:
-    """Whether every field holds its type; a loss may be infinite or NaN, as in a run that diverged."""
-    return all(
-        _fits(value := getattr(record, name), hint) or (name == "loss" and isinstance(value, float))
-        for name, hint in _hints(record.__class__).items()
-    )
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _fits(value: object, hint: Any) -> bool:
-    """Whether a value has a type: integers are counts (not negative), floats finite, and lists may stand for tuples."""
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST_SIZE
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST_COUNT
-    if get_origin(hint) is UnionType:
-        return any(_fits(value, one) for one in get_args(hint))
-    if get_origin(hint) in (list, tuple):
-        return isinstance(value, list | tuple) and all(_fits(item, get_args(hint)[0]) for item in value)
-    return isinstance(value, hint)
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines, without torn lines; nothing where the file is missing."""
-    try:
-        return parse_lines(path.read_bytes().splitlines())
+        return path.read_bytes().splitlines()
     except OSError:
-        return iter(())
-
-
-def parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The objects of JSON lines; torn lines are left out."""
-    for line in lines:
-        try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(fields, dict):
-            yield fields
+        return []
 
 
 def read_plan_fields(folder: Path) -> dict[str, Any]:
     """The fields of plan.json; those of a wrong type are left out."""
     found = read_object(folder / "plan.json") or {}
-    return {name: value for name, value in found.items() if _fits(value, _PLAN_FIELDS.get(name, object))}
+    return {name: value for name, value in found.items() if fits(value, _PLAN_FIELDS.get(name, Any))}
 
 
 def read_batches(folder: Path) -> int | None:
     """How many batches a run is to train, by its job.json; None where unknown."""
     batches = (read_object(folder / "job.json") or {}).get("batches")
-    return batches if _fits(batches, int) else None
+    return batches if fits(batches, int) else None
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
@@ -259,10 +207,9 @@ def read_tables(path: Path) -> dict[str, Any]:
 def _read_timeline(path: Path) -> Timeline | None:
     trace = read_object(path)
     try:
-        timeline = None if trace is None else Timeline.of_trace(trace)
+        return None if trace is None else Timeline(tuple(build(Span, span) for span in Timeline.of_trace(trace).spans))
     except _BAD_CONTENT:
         return None
-    return timeline if timeline is not None and all(map(_is_sound, timeline.spans)) else None
 
 
 def _read_memory(path: Path) -> tuple[dict[str, float], ...] | None:
@@ -272,9 +219,9 @@ def _read_memory(path: Path) -> tuple[dict[str, float], ...] | None:
         ranks = tuple({str(name): float(size) for name, size in rank.items()} for rank in parts or ())
     except _BAD_CONTENT:
         return None
-    return ranks if ranks and all(_fits(size, float) for rank in ranks for size in rank.values()) else None
+    return ranks if ranks and all(fits(size, float) for rank in ranks for size in rank.values()) else None
 
 
 def as_number(value: object) -> float | None:
     """A finite number; None for anything else."""
-    return float(value) if isinstance(value, int | float) and _fits(value, float) else None
+    return float(value) if isinstance(value, int | float) and fits(value, float) else None

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from stagewright.config.sections import Config
 from stagewright.config.toml import as_tables
+from stagewright.errors import UserError
 from stagewright.events import Evaluated, Step, Usage
 
 CLOSE_SECONDS = 30.0  # to send what is still queued when the run ends
@@ -35,7 +36,7 @@ def require_tracker(config: Config) -> None:
     """An error where the tracker's package is not installed."""
     name = config.run.track  # packages have the names of their trackers
     if name in _OPEN and importlib.util.find_spec(name) is None:
-        raise ValueError(f"--track {name} needs the package {name}, which is not installed; pip install {name}")
+        raise UserError(f"--track {name} needs the package {name}, which is not installed; pip install {name}")
 
 
 @contextmanager
@@ -94,7 +95,8 @@ class _Sender:
 def values_of(event: object) -> dict[str, float]:
     """The numbers of an event, by the names that trackers show; none for most kinds of events."""
     if isinstance(event, Step):
-        found = {"loss": event.loss, "lr": event.lr, "images_per_second": event.images_per_second}
+        found = {"loss": event.loss, "lr": event.lr}
+        found |= {"images_per_second": event.images_per_second} if event.images_per_second else {}
         found |= {} if event.loss_scale is None else {"loss_scale": event.loss_scale}
         return {f"train/{name}": value for name, value in found.items()}
     if isinstance(event, Evaluated):
@@ -124,7 +126,7 @@ def _open(config: Config, folder: Path) -> Tracker:
         return _OPEN[config.run.track](folder, parameters)
     except Exception as error:
         words = " ".join(str(error).split())[:200]
-        raise ValueError(
+        raise UserError(
             f"--track {config.run.track} could not start: {type(error).__name__}: {words}; "
             "set it up as its own manual says, or leave --track out"
         ) from error

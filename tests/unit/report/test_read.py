@@ -11,8 +11,20 @@ from typing import Any
 import pytest
 
 from stagewright.cli.main import main
-from stagewright.events import Evaluated, GpuUsage, RankUsage, Replaced, Restarted, Resumed, Saved, Step, Unsaved, Usage
-from stagewright.report.read import as_record, as_usage
+from stagewright.events import (
+    Evaluated,
+    GpuUsage,
+    RankUsage,
+    Replaced,
+    Restarted,
+    Resumed,
+    Saved,
+    Step,
+    Unsaved,
+    Usage,
+    read_records,
+    read_usage,
+)
 from tests.made_runs import PLAN, make_run, steps, timeline, usage
 
 WRONG: tuple[Any, ...] = (None, "many", inf, nan, -inf, [], [1], {}, True, 10**400, -1, 1.5)
@@ -84,8 +96,8 @@ def test_a_record_with_a_wrong_value_is_left_out(
     if isinstance(getattr(record, name), float):
         kept = (*kept, 1.5)
     for value in wrong:
-        found = as_record(line(record) | {name: value})
-        assert (found is not None) == (repr(value) in map(repr, kept)), (name, value)
+        found = list(read_records([json.dumps(line(record) | {name: value}).encode()]))
+        assert bool(found) == (repr(value) in map(repr, kept)), (name, value)
     with (folder / "metrics.jsonl").open("a") as file:
         file.writelines(f"{json.dumps(line(record) | {name: value})}\n" for value in wrong)
     require_readers(folder, capsys)
@@ -107,7 +119,7 @@ def test_a_sample_with_a_wrong_value_is_left_out(
         changed = {"Usage": fields_of, "GpuUsage": fields_of["gpus"][0], "RankUsage": fields_of["ranks"][0]}[part]
         changed[name] = value
         lines.append(json.dumps(fields_of))
-    assert not as_usage(json.loads(lines[1])) or name == "uuid"
+    assert not list(read_usage([lines[1].encode()])) or name == "uuid"
     with (folder / "monitor.jsonl").open("a") as file:
         file.writelines(f"{text}\n" for text in lines)
     require_readers(folder, capsys)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from stagewright.config.toml import as_tables
 from stagewright.data.order import Position
-from stagewright.events import Saved, Unsaved
+from stagewright.events import ReplicaState, Saved, ShareSaved, Unsaved
 from stagewright.runtime.checkpoint.folder import checkpoints_folder, list_folders, partial_folder, remove
-from stagewright.runtime.checkpoint.format import FORMAT, MANIFEST, File, Manifest, StageState, sync_folder
+from stagewright.runtime.checkpoint.format import FORMAT, MANIFEST, Manifest, StageState, sync_folder
 from stagewright.runtime.job import Job
 
-_Events = Mapping[int, Mapping[str, Any]]
+_Shares = Mapping[int, ShareSaved]  # by rank
 
 
 class Committer:
@@ -27,18 +26,18 @@ class Committer:
     def __init__(self, job: Job, report: Callable[[Saved | Unsaved], None]) -> None:
         self._job = job
         self._report = report
-        self._shares: dict[int, dict[int, Mapping[str, Any]]] = {}
+        self._shares: dict[int, dict[int, ShareSaved]] = {}  # by batch and rank
 
-    def add(self, event: Mapping[str, Any]) -> None:
-        """Take one rank's `saved` event."""
-        batch = int(event["batch"])
+    def add(self, share: ShareSaved) -> None:
+        """Take one rank's report."""
+        batch = share.batch
         shares = self._shares.setdefault(batch, {})
-        shares[int(event["rank"])] = event
+        shares[share.rank] = share
         if len(shares) < self._job.plan.world:
             return
         del self._shares[batch]
         folder = partial_folder(Path(self._job.folder), batch)
-        reason = next((share["error"] for share in shares.values() if "error" in share), None)
+        reason = next((share.error for share in shares.values() if share.error is not None), None)
         if reason is None:
             try:
                 self._report(self._commit(folder, batch, shares))
@@ -46,13 +45,13 @@ class Committer:
             except OSError as error:
                 reason = error.strerror or str(error)
         shutil.rmtree(folder, ignore_errors=True)
-        self._report(Unsaved(batch, str(reason)))
+        self._report(Unsaved(batch, reason))
 
     def discard(self) -> None:
         """Forget unfinished checkpoints: the ranks that wrote them have ended."""
         self._shares.clear()
 
-    def _commit(self, folder: Path, batch: int, shares: _Events) -> Saved:
+    def _commit(self, folder: Path, batch: int, shares: _Shares) -> Saved:
         """Write the manifest, rename the folder, and delete the oldest checkpoints."""
         manifest = _manifest(self._job, batch, shares)
         if missing := [file.name for file in manifest.files if not (folder / file.name).is_file()]:
@@ -78,27 +77,26 @@ class Committer:
         saved = [path for path in list_folders(Path(self._job.folder)) if int(path.name) <= batch]
         for path in saved[:-keep] if keep else ():
             remove(path)
-        return Saved(batch, manifest.bytes, max(share["seconds"] for share in shares.values()))
+        return Saved(batch, manifest.bytes, max(share.seconds for share in shares.values()))
 
 
-def _manifest(job: Job, batch: int, shares: _Events) -> Manifest:
-    stages = [about for share in shares.values() for about in share["stages"]]
-    files = [File(**file) for share in shares.values() for file in share["files"]]
+def _manifest(job: Job, batch: int, shares: _Shares) -> Manifest:
+    replicas = [state for share in shares.values() for state in share.replicas]
+    files = [file for share in shares.values() for file in share.files]
     return Manifest(
         FORMAT,
         batch,
         job.plan,
         Position.at(job.order, batch, job.fingerprint),
         as_tables(job.config),
-        tuple(_stage_state(index, stages) for index in range(len(job.plan.stages))),
+        tuple(_stage_state(index, replicas) for index in range(len(job.plan.stages))),
         tuple(sorted(files, key=lambda file: file.name)),
     )
 
 
-def _stage_state(index: int, stages: list[dict[str, Any]]) -> StageState:
-    replicas = sorted((about for about in stages if about["stage"] == index), key=lambda about: int(about["replica"]))
-    first = replicas[0]
-    return StageState(index, tuple(about["count"] for about in replicas), first["optimizer"], first["extra"])
+def _stage_state(index: int, replicas: Sequence[ReplicaState]) -> StageState:
+    own = sorted((state for state in replicas if state.stage == index), key=lambda state: state.replica)
+    return StageState(index, tuple(state.count for state in own), own[0].optimizer, own[0].extra)
 
 
 def set_aside_after(run: Path, batch: int) -> None:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from stagewright.config.toml import with_new_names
 from stagewright.data.order import Position
+from stagewright.errors import UserError
+from stagewright.events import File
 from stagewright.plan.plan import Plan, Stage
 
 MANIFEST = "manifest.json"
@@ -40,19 +42,8 @@ _TYPES = {
 }
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that can't be used."""
-
-
-@dataclass(frozen=True, slots=True)
-class File:
-    """One file of tensors, by the parameter names of the whole model."""
-
-    name: str
-    stage: int
-    kind: str  # master, slot/0, optimizer/exp_avg, buffers/0
-    bytes: int
-    blake2b: str
 
 
 @dataclass(frozen=True, slots=True)

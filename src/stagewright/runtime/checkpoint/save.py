@@ -10,21 +10,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from stagewright.errors import first_line
+from stagewright.events import Emit, File, ReplicaState, ShareSaved
 from stagewright.runtime.checkpoint.folder import partial_folder
-from stagewright.runtime.checkpoint.format import MASTER, File, sync_folder, write_shard
+from stagewright.runtime.checkpoint.format import MASTER, sync_folder, write_shard
 from stagewright.runtime.job import Job
 from stagewright.runtime.stage.replica import Replica
 from stagewright.runtime.stage.versions import Parameter
-from stagewright.runtime.stage.worker import Emit, Saver, Worker
+from stagewright.runtime.stage.worker import Saver, Worker
 
 _NICENESS = 10
 Shard = tuple[int, str, Callable[[], Mapping[str, Tensor]]]  # stage, kind, a function that returns tensors by name
@@ -48,7 +48,7 @@ def own_flats(replica: Replica, rank: int) -> list[tuple[str, Tensor]]:
 
 
 class DiskSaver(Saver):
-    """Copies the state of a rank's replicas and writes it in a thread; emits `saved` with the files or an error."""
+    """Copies the state of a rank's replicas and writes it in a thread, which emits `ShareSaved` at the end."""
 
     def __init__(self, job: Job, worker: Worker, emit: Emit) -> None:
         self._folder = Path(job.folder)
@@ -69,9 +69,9 @@ class DiskSaver(Saver):
         self.close()
         self._last = batch
         shards = list(self._copied())
-        about = [self._about(replica) for replica in self._replicas.values()]
-        seconds = time.monotonic() - began
-        self._thread = threading.Thread(target=self._write, args=(batch, shards, about, seconds), daemon=True)
+        states = tuple(self._state(replica) for replica in self._replicas.values())
+        share = ShareSaved(self._rank, batch, time.monotonic() - began, states)
+        self._thread = threading.Thread(target=self._write, args=(share, shards), daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -104,19 +104,17 @@ class DiskSaver(Saver):
         if any(replica.ring.master.is_cuda for replica in self._replicas.values()):
             torch.cuda.current_stream().synchronize()  # not the device: a posted receive ends only after the pause
 
-    def _about(self, replica: Replica) -> dict[str, Any]:
-        numbers = {name: float(value) for name, value in replica.optimizer.state.items() if not value.dim()}
-        return {
-            "stage": replica.stage.index,
-            "replica": replica.stage.ranks.index(self._rank),
-            "count": replica.statistics.count,
-            "optimizer": numbers,
-            "extra": self._loss_scaling.state() if replica.stage.is_last else {},
-        }
+    def _state(self, replica: Replica) -> ReplicaState:
+        return ReplicaState(
+            replica.stage.index,
+            replica.stage.ranks.index(self._rank),
+            replica.statistics.count,
+            {name: float(value) for name, value in replica.optimizer.state.items() if not value.dim()},
+            self._loss_scaling.state() if replica.stage.is_last else {},
+        )
 
-    def _write(self, batch: int, shards: list[Shard], about: list[dict[str, Any]], seconds: float) -> None:
-        event = {"kind": "saved", "rank": self._rank, "batch": batch, "stages": about, "seconds": seconds}
-        folder = partial_folder(self._folder, batch)
+    def _write(self, share: ShareSaved, shards: list[Shard]) -> None:
+        folder = partial_folder(self._folder, share.batch)
         with suppress(OSError, AttributeError):  # where cores are scarce, training goes first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
@@ -125,9 +123,9 @@ class DiskSaver(Saver):
             sync_folder(folder)
         except Exception as error:  # the run continues, and reports the failed checkpoint
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {first_line(error)}"
-            self._emit(event | {"files": [], "error": reason})
+            self._emit(replace(share, error=reason))
         else:
-            self._emit(event | {"files": [asdict(file) for file in files]})
+            self._emit(replace(share, files=tuple(files)))
 
 
 def write_file(folder: Path, stage: int, kind: str, tensors: Mapping[str, Tensor]) -> File:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from stagewright.events import Evaluated, Step
+from stagewright.events import BatchLosses, Evaluated, Event, ShareSaved, Step
 from stagewright.runtime.checkpoint.folder import Checkpoint, list_folders
 from stagewright.runtime.checkpoint.save import flats_of
 from stagewright.runtime.job import Job
@@ -93,8 +92,8 @@ def test_a_run_that_is_asked_to_stop_pauses_and_ends(tmp_path: Path) -> None:
     job = keeping(make_job(case, tmp_path))
     stopping: list[Emulation] = []
 
-    def on_event(event: dict[str, object]) -> None:
-        if event["kind"] == "losses" and len(stopping) == 1:
+    def on_event(event: Event) -> None:
+        if isinstance(event, BatchLosses) and len(stopping) == 1:
             stopping[0].pauses.stop()
 
     emulation = Emulation(job, on_event)
@@ -139,12 +138,12 @@ def test_resumes_the_loss_scale(case: Case, tmp_path: Path, scaled: None) -> Non
     assert scales_of(again, case) == expected and len(set(expected)) > 1
 
 
-def run_all(job: Job) -> list[dict[str, Any]]:
+def run_all(job: Job) -> list[Event]:
     """The events of a job that saves checkpoints."""
-    events: list[dict[str, Any]] = []
+    events: list[Event] = []
     with Ledger(job, lambda record: None) as ledger:
 
-        def on_event(event: dict[str, Any]) -> None:
+        def on_event(event: Event) -> None:
             events.append(event)
             ledger.handle(event)
 
@@ -152,10 +151,10 @@ def run_all(job: Job) -> list[dict[str, Any]]:
     return events
 
 
-def scales_of(events: Sequence[Mapping[str, Any]], case: Case) -> list[float]:
+def scales_of(events: Sequence[Event], case: Case) -> list[float | None]:
     """The scale of each batch, in order."""
-    events = [event for event in events if event["kind"] == "losses"]
-    scales = {number // case.microbatches: event["scale"] for event in events for number, _ in event["losses"]}
+    losses = [event for event in events if isinstance(event, BatchLosses)]
+    scales = {number // case.microbatches: event.scale for event in losses for number, _ in event.losses}
     return [scales[batch] for batch in sorted(scales)]
 
 
@@ -166,7 +165,7 @@ def replica(run: EmulatedRun, stage: int):  # type: ignore[no-untyped-def]
 def test_replicas_share_the_files_to_write(tmp_path: Path) -> None:
     case = Case("plain", "0:0-2", mode="stale", versions=(2,))
     kept = emulate_keeping(case, tmp_path, every=8)
-    wrote = {event["rank"]: len(event["files"]) for event in kept.events if event["kind"] == "saved"}
+    wrote = {event.rank: len(event.files) for event in kept.events if isinstance(event, ShareSaved)}
     assert wrote == {0: 2, 1: 1, 2: 1}  # master, momentum and two versions over three replicas
 
 
