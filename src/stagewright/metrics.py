@@ -1,13 +1,141 @@
-"""Timelines, measured or simulated: spans of all ranks, how busy they were, and traces for Perfetto. Units of bytes."""
+"""What a run measures: its speed (`steady_rate`, the only definition), and its timeline. Units of bytes.
+
+`RecentRate` is the speed at one moment of a run, as metrics.jsonl and trackers have it for every step.
+A `Timeline`, measured or simulated, has the spans of all ranks; it says how busy they were and becomes a trace for
+Perfetto.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from statistics import median
+from typing import Any, Protocol
 
 MIB, GIB = 2**20, 2**30  # bytes
+MAD_OF_SIGMA = 0.6745  # median absolute deviation of a normal distribution, in standard deviations
 _LANES = ("compute", "transfer", "wait")  # in the order that a trace shows them
+_WINDOW = 3
+_CLOSE = 0.05  # of the level: a time this near has reached it, however little the rest varies
+_SPREADS = 3.0
+_MOST_SEGMENTS = 40
+_RECENT_BATCHES, _RECENT_SECONDS = 20, 1.0
+
+
+class TimedBatch(Protocol):
+    """The part of a step that its speed depends on."""
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...  # of training when it ended
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyRate:
+    """A run's speed after its warm-up."""
+
+    rate: float  # images per second
+    warmup: int  # batches before the plateau
+    is_steady: bool  # a plateau was found
+    times: tuple[float, ...]  # seconds per batch of every segment, including the warm-up
+    steady: tuple[float, ...]  # seconds of each batch that counts
+
+    @property
+    def steps(self) -> int:
+        """How many batches are steady: those that count, or none where there is no plateau."""
+        return len(self.steady) if self.is_steady else 0
+
+
+class RecentRate:
+    """Images per second over a window: the last 20 batches, or as many more as it takes to span a second.
+
+    The losses of several batches may arrive at once, so the time of a single one says nothing.
+    """
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque()
+        self._total = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Add the time of the next batch."""
+        self._times.append(seconds)
+        self._total += seconds
+        while len(self._times) > _RECENT_BATCHES and self._total - self._times[0] >= _RECENT_SECONDS:
+            self._total -= self._times.popleft()
+
+    def rate(self, batch: int) -> float:
+        """The speed of batches of so many images; 0 before any time was measured."""
+        return batch * len(self._times) / self._total if self._total > 0 else 0.0
+
+
+def steady_rate(steps: Iterable[TimedBatch], batch: int, interrupted: Collection[int] = ()) -> SteadyRate | None:
+    """A run's speed: the images of its steady batches over their seconds; None where no batch is left.
+
+    `interrupted` are the numbers of batches right after an evaluation, a restart or a resume: their times include the
+    pause and never count. Of the others, in at most 40 segments of equally many, those count that come after the
+    warm-up (`find_plateau`); where there is no plateau, those of the later half. A batch has `batch` images.
+    """
+    seconds = [took for number, took in batch_seconds(steps).items() if number not in interrupted]
+    found = segments(seconds, _MOST_SEGMENTS)
+    times = tuple(total / count for count, total in found)
+    plateau = find_plateau(times)
+    warmup = sum(count for count, _ in found[: plateau.start])
+    steady = tuple(seconds[warmup:])
+    if batch <= 0 or sum(steady) <= 0:
+        return None
+    return SteadyRate(batch * len(steady) / sum(steady), warmup, plateau.is_reached, times, steady)
+
+
+def batch_seconds(steps: Iterable[TimedBatch]) -> dict[int, float]:
+    """Seconds of each batch by its number, since the end of the one before; left out where that one is missing."""
+    found: dict[int, float] = {}
+    last, end = -1, 0.0
+    for step in steps:
+        if step.batch == last + 1:
+            found[step.batch] = max(0.0, step.seconds - end)
+        last, end = step.batch, max(end, step.seconds) if step.batch == last + 1 else step.seconds
+    return found
+
+
+def segments(times: Sequence[float], most: int) -> list[tuple[int, float]]:
+    """At most `most` segments of equally many neighbouring batches: how many each has, and their total time."""
+    size = max(1, -(-len(times) // most))
+    whole = len(times) // size * size
+    return [(size, sum(times[first : first + size])) for first in range(0, whole, size)]
+
+
+@dataclass(frozen=True, slots=True)
+class Plateau:
+    """Where a series becomes steady; where it never does, the start of its later half."""
+
+    start: int
+    is_reached: bool
+
+
+def find_plateau(times: Sequence[float]) -> Plateau:
+    """The first segment from which times stay at the level of the later half.
+
+    Windows of three segments are judged by their median, so one disturbed segment neither ends nor delays the warm-up.
+    The level must not drift: the medians of the last two quarters must be close to each other.
+    """
+    half = len(times) // 2
+    late = times[half:]
+    if len(late) < 2:
+        return Plateau(half, False)
+    level = median(late)
+    spread = median(abs(value - level) for value in late) / MAD_OF_SIGMA
+    close = max(_CLOSE * level, _SPREADS * spread)
+    middle = len(late) // 2
+    drift = abs(median(late[:middle]) - median(late[middle:]))
+    if drift > max(_CLOSE * level, spread):
+        return Plateau(half, False)
+    for start in range(half):
+        if abs(median(times[start : start + _WINDOW]) - level) <= close and abs(times[start] - level) <= close:
+            return Plateau(start, True)
+    return Plateau(half, True)
 
 
 @dataclass(frozen=True, slots=True)

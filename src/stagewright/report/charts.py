@@ -20,6 +20,7 @@ KINDS = ("forward", "backward", "update", "transfer", "reduce", "waiting")
 _COLOURS = 8
 _NEAR_ZERO = 0.75  # of the highest value: an axis starts at zero if the lowest value is below this, not to exaggerate
 _WIDE, _HIGH = 1000, 300  # units of a plot, which is then stretched
+_OPTIONAL = ("95 % interval", "limit", "note")  # columns of tables that are left out where no row uses them
 _KIND_OF_ACTION = {"F": "forward", "B": "backward", "U": "update", "R": "reduce", "A": "reduce"}
 _NUMBER = re.compile(r"[-+~<>]?[\d][\d.,]*(e[-+]?\d+)?( ?(%|x|s|ms|µs|ns|[KMGT]iB))?( to [-+]?[\d.,]+)?")
 
@@ -85,18 +86,18 @@ def _thinned(points: Sequence[Point], most: int) -> tuple[Point, ...]:
     return (*kept, points[-1])
 
 
+def _used_columns(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table without the optional columns that no row uses."""
+    used = [at for at, name in enumerate(columns) if name not in _OPTIONAL or any(row[at] for row in rows)]
+    return Table(title, tuple(columns[at] for at in used), tuple(tuple(row[at] for at in used) for row in rows))
+
+
 def _of_bars(bars: Bars) -> Table:
-    has_interval = any(bar.low is not None for bar in bars.bars)
-    has_note = any(bar.note for bar in bars.bars)
-    rows = []
-    for bar in bars.bars:
-        row = [bar.label, format_number(bar.value)]
-        if has_interval:
-            row.append(_interval(bar))
-        row.append("predicted" if bar.is_predicted else "measured")
-        rows.append((*row, bar.note) if has_note else tuple(row))
-    columns = ("", bars.unit, *(["95 % interval"] if has_interval else []), "how", *(["note"] if has_note else []))
-    return Table(bars.title, columns, tuple(rows))
+    rows = [
+        (bar.label, format_number(bar.value), _interval(bar), "predicted" if bar.is_predicted else "measured", bar.note)
+        for bar in bars.bars
+    ]
+    return _used_columns(bars.title, ("", bars.unit, "95 % interval", "how", "note"), rows)
 
 
 def part_names(stacks: Stacks) -> list[str]:
@@ -106,30 +107,22 @@ def part_names(stacks: Stacks) -> list[str]:
 
 def _of_stacks(stacks: Stacks) -> Table:
     names = part_names(stacks)
-    has_limit = any(stack.limit is not None for stack in stacks.stacks)
     rows = []
     for stack in stacks.stacks:
         parts = dict(stack.parts)
-        row = [
-            stack.label,
-            *(format_number(parts[name]) if name in parts else "" for name in names),
-            format_number(sum(parts.values())),
-        ]
-        if has_limit:
-            row.append("" if stack.limit is None else format_number(stack.limit))
-        rows.append(tuple(row))
-    columns = ("", *names, f"total {stacks.unit}", *(["limit"] if has_limit else []))
-    return Table(stacks.title, columns, tuple(rows))
+        own = (format_number(parts[name]) if name in parts else "" for name in names)
+        limit = "" if stack.limit is None else format_number(stack.limit)
+        rows.append((stack.label, *own, format_number(sum(parts.values())), limit))
+    return _used_columns(stacks.title, ("", *names, f"total {stacks.unit}", "limit"), rows)
 
 
 def _of_curves(curves: Curves) -> Table:
-    has_band = any(point.low is not None for curve in curves.curves for point in curve.points)
-    rows = tuple(
-        (curve.label, format_number(point.x), format_number(point.y), *([_interval(point)] if has_band else []))
+    rows = [
+        (curve.label, format_number(point.x), format_number(point.y), _interval(point))
         for curve in curves.curves
         for point in curve.points
-    )
-    return Table(curves.title, ("curve", curves.x, curves.y, *(["95 % interval"] if has_band else [])), rows)
+    ]
+    return _used_columns(curves.title, ("curve", curves.x, curves.y, "95 % interval"), rows)
 
 
 def _interval(value: Bar | Point) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stagewright.events import Usage
-from stagewright.metrics import GIB, MIB
+from stagewright.metrics import GIB, MIB, batch_seconds
 from stagewright.report.charts import format_number, format_seconds
 from stagewright.report.page import Block, Curve, Curves, Listing, Point, Stack, Stacks, Table
 from stagewright.report.read import Run
@@ -104,13 +104,15 @@ def memory(run: Run) -> Iterator[Block]:
 
 def epochs(run: Run) -> Table | None:
     """How long each epoch took, without pauses."""
+    took = batch_seconds(run.steps)
     grouped: dict[int, list[Any]] = {}
     for step in run.steps:
         grouped.setdefault(step.epoch, []).append(step)
     rows = []
     for epoch, steps in sorted(grouped.items()):
-        spent = sum(run.batch / step.images_per_second for step in steps if step.images_per_second > 0)
-        rate = len(steps) * run.batch / spent if spent else 0.0
+        timed = [took[step.batch] for step in steps if step.batch in took]
+        spent = sum(timed)
+        rate = len(timed) * run.batch / spent if spent else 0.0
         mean = sum(step.loss for step in steps) / len(steps)
         rows.append((str(epoch + 1), str(len(steps)), format_seconds(spent), format_number(rate), f"{mean:.4g}"))
     left_out = max(0, len(rows) - _MOST_EPOCHS)
@@ -128,7 +130,9 @@ def environment(run: Run) -> Iterator[Block]:
         yield Table("Environment", ("what", "value"), rows)
     matrix = run.environment.get("topology")
     if isinstance(matrix, list) and matrix and all(isinstance(row, list) for row in matrix):
-        yield Listing("Topology", _matrix([[str(cell) for cell in row] for row in matrix]))
+        names = [f"GPU{index}" for index in range(len(matrix))]
+        cells = tuple((name, *map(str, row)) for name, row in zip(names, matrix, strict=True))
+        yield Table("Topology", ("", *names), cells)
     elif isinstance(matrix, str) and matrix:
         yield Listing("Topology", matrix)
     command = run.environment.get("command")
@@ -138,17 +142,6 @@ def environment(run: Run) -> Iterator[Block]:
         if os.path.basename(program) in ("stagewright", "__main__.py", "cli.py"):  # noqa: PTH119
             program = "stagewright"
         yield Listing("Command", shlex.join([program, *rest]))
-
-
-def _matrix(rows: list[list[str]]) -> str:
-    names = [f"GPU{index}" for index in range(len(rows))]
-    width = max(len(cell) for row in [names, *rows] for cell in row)
-    lines = ["  ".join([" " * width, *(name.rjust(width) for name in names)])]
-    lines += [
-        "  ".join([name.ljust(width), *(cell.rjust(width) for cell in row)])
-        for name, row in zip(names, rows, strict=True)
-    ]
-    return "\n".join(lines)
 
 
 def _flat(before: str, value: Any) -> Iterator[tuple[str, str]]:

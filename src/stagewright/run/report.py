@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,15 +16,19 @@ from typing import TYPE_CHECKING
 
 from stagewright.cluster.placement import format_devices
 from stagewright.cluster.topology import Cluster, Machine
+from stagewright.errors import UserError
+from stagewright.metrics import MIB
 from stagewright.plan.make import read_plan
 from stagewright.plan.plan import Plan
+from stagewright.report.charts import format_number
 from stagewright.report.compare import comparison_page
 from stagewright.report.html import as_html
 from stagewright.report.live.watch import Snapshot, Watch
 from stagewright.report.markdown import as_markdown
-from stagewright.report.page import Page, Table
+from stagewright.report.page import Bar, Bars, Page, Pipeline, Stack, Stacks, Summary, Table
 from stagewright.report.read import RankMap, Run, read_run
-from stagewright.report.run import PlanPrediction, prediction_page, run_page
+from stagewright.report.run import run_page
+from stagewright.report.summary import upper_first
 from stagewright.run.folder import is_locked
 from stagewright.runtime.status_file import State, read_status, status_path
 
@@ -36,7 +40,7 @@ _POLL = 2.0  # seconds between updates of a live page
 
 
 def open_run(folder: Path) -> Run:
-    """Read a run folder; a ValueError where it is not one."""
+    """Read a run folder; a UserError where it is not one."""
     return read_run(folder, read_rank_map(folder))
 
 
@@ -47,16 +51,14 @@ def read_rank_map(folder: Path) -> RankMap:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(
-            f"{folder} is not a run folder: plan.json: {reason}; give a folder that train wrote"
-        ) from error
+        raise UserError(f"{folder} is not a run folder: plan.json: {reason}; give a folder that train wrote") from error
     numbers = re.findall(r"\b([0-9]{1,4}):[0-9]", text)  # of the machines that its placement may name
     machines = Cluster((Machine(),) * (1 + max(map(int, numbers), default=0)), "the run's machines")
     try:
         return _rank_map(read_plan(text, str(path), machines))
-    except ValueError as error:
+    except UserError as error:
         message = str(error) if str(path) in str(error) else f"plan {path}: {error}"
-        raise ValueError(f"{message}; give a folder whose plan.json is unchanged since train wrote it") from error
+        raise UserError(f"{message}; give a folder whose plan.json is unchanged since train wrote it") from error
 
 
 def _rank_map(plan: Plan) -> RankMap:
@@ -76,21 +78,48 @@ def make_page(folders: Sequence[Path], names: Sequence[str] = ()) -> Page:
 
 
 def make_prediction_page(name: str, prediction: Prediction) -> Page:
-    """The page of a plan that has not run yet."""
-    plan = prediction.plan
-    predicted = PlanPrediction(
-        name=name,
-        rank_map=_rank_map(plan),
-        plan=plan.describe(),
-        images_per_second=prediction.images_per_second,
-        bubble=prediction.steady.bubble,
-        bound=prediction.bound,
-        busy=prediction.steady.busy,
-        memory=tuple(asdict(rank) for rank in prediction.memory),
-        limits=prediction.limits,
-        timeline=prediction.steady.timeline,
+    """The page of a plan that has not run: predicted speed, memory by part and timeline."""
+    plan, ranks = prediction.plan.describe(), _rank_map(prediction.plan).labels
+    stacks = tuple(
+        Stack(label, tuple((part, size / MIB) for part, size in asdict(memory).items() if size), limit / MIB)
+        for label, memory, limit in zip(ranks, prediction.memory, prediction.limits, strict=True)
     )
-    return prediction_page(predicted)
+    busy = tuple(
+        Bar(label, 100 * share, is_predicted=True) for label, share in zip(ranks, prediction.steady.busy, strict=True)
+    )
+    rows = tuple(
+        (field, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
+        for field, value in plan.items()
+        if not isinstance(value, bool)
+    )
+    doing = "What each rank would do while the pipeline fills, runs and drains"
+    return Page(
+        f"{name}: {plan['mode']} {plan['placement']}, predicted",
+        (
+            Summary(tuple(_summarize_prediction(prediction, ranks))),
+            Pipeline(doing, prediction.steady.timeline, ranks, is_predicted=True),
+            Bars("Computing once the pipeline is full", "% of the time", busy),
+            Stacks("Memory by part", "MiB", stacks),
+            Table("Plan", ("what", "value"), rows),
+        ),
+    )
+
+
+def _summarize_prediction(prediction: Prediction, ranks: Sequence[str]) -> Iterator[str]:
+    yield (
+        f"Predicted: {format_number(prediction.images_per_second)} images/s; "
+        f"devices wait {prediction.steady.bubble:.1%} of the time; bound by {prediction.bound}."
+    )
+    totals, limits = [memory.total for memory in prediction.memory], prediction.limits
+    if prediction.fits:
+        most = max(range(len(ranks)), key=lambda rank: totals[rank])
+        yield f"{upper_first(ranks[most])} needs the most memory: {format_number(totals[most] / MIB)} MiB."
+    else:
+        worst = max(range(len(ranks)), key=lambda rank: totals[rank] / limits[rank])
+        yield (
+            f"It does not fit: {ranks[worst]} needs {format_number(totals[worst] / MIB)} MiB "
+            f"of {format_number(limits[worst] / MIB)}."
+        )
 
 
 def take_snapshot(watch: Watch, folder: Path) -> Snapshot:
@@ -132,5 +161,5 @@ def write_page(page: Page, target: Path) -> tuple[Path, Path]:
         except OSError as error:
             with suppress(OSError):
                 draft.unlink()
-            raise ValueError(f"can't write {path}: {error.strerror}; choose another place with -o FILE") from error
+            raise UserError(f"can't write {path}: {error.strerror}; choose another place with -o FILE") from error
     return written

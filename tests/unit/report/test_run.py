@@ -181,7 +181,7 @@ def test_reports_gpus_of_several_machines(tmp_path: Path) -> None:
     rows = block(made, "GPUs over the run, machine 1", Table).rows
     assert rows[1] == ("1", "90%", "2,000", "250", "1.00", "61 °C", "power", "0")
     text = as_markdown(made)
-    assert "GPU0     X   NV4" in text and "| gpus 0, name | H200 |" in text
+    assert "| GPU0 | X | NV4 |" in text and "| gpus 0, name | H200 |" in text
     assert block(made, "Stages", Table).rows[0][1] == "0:0,1:0"
 
 

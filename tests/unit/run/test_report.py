@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import stagewright
 from stagewright.cli.main import main
-from stagewright.metrics import Timeline
+from stagewright.metrics import Timeline, steady_rate
+from stagewright.report.live.watch import Watch
+from stagewright.run.report import open_run
 from tests.made_runs import make_run
 
 
@@ -93,3 +96,32 @@ def test_simulate_writes_a_page_of_the_prediction(tmp_path: Path, capsys: pytest
     row = next(line for line in text.splitlines() if line.startswith("| rank 7 (stage 1) |") and "12,066" in line)
     assert f"| {found['memory_mib'][7]:,.0f} |" in row
     assert "8 ranks over" in (tmp_path / "plan.html").read_text()
+
+
+def test_the_page_of_a_prediction_says_which_rank_lacks_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = ["--mode", "sync", "--placement", "0:0.0:1", "--shares", "11:7", "--batch", "1024", "--microbatches", "1"]
+    main(["simulate", "vgg16", "--cluster", "titan-v-8", *plan, "--json", "--report", str(tmp_path / "plan.html")])
+    found = json.loads(capsys.readouterr().out)
+    needed, limit = found["memory_mib"][0], found["memory_limit_mib"][0]
+    assert needed > limit
+    expected = f"It does not fit: rank 0 (stage 0) needs {needed:,.0f} MiB of {limit:,.0f}."
+    assert expected in (tmp_path / "plan.md").read_text()
+
+
+def test_train_report_and_watch_read_the_same_speed(tmp_path: Path) -> None:
+    """A run with evaluations, resumed once: the summary's speed is the one that its records give."""
+    common = {"model": "tests.models:plain", "classes": 7, "image": 8, "samples": 64, "batch": 16, "microbatches": 2}
+    common |= {"placement": "0:0", "mode": "sync", "eval_every": 3, "emulate": True, "runs": str(tmp_path)}
+    half = stagewright.train(**common, steps=6, checkpoint_every=6)
+    result = stagewright.train(resume=str(half.folder), steps=24)
+    run = open_run(result.folder)
+    assert run.start == 6 and run.speed is not None
+    assert run.speed.rate == pytest.approx(result.summary["images_per_second"])
+    interrupted = {6, 9, 12, 15, 18, 21}
+    own = [step for step in result.steps if step.batch >= 6]
+    assert run.speed == steady_rate(own, 16, interrupted) and len(run.speed.times) == 12
+    snapshot = Watch(result.folder, run.rank_map).snapshot(True)
+    recent = steady_rate(result.steps[-20:], 16, interrupted)
+    assert recent is not None and snapshot.images_per_second == pytest.approx(recent.rate)

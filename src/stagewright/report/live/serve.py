@@ -9,6 +9,8 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from stagewright.errors import UserError
+
 _LOOPBACK = "127.0.0.1"
 _NAMES = (_LOOPBACK, "localhost")
 _FRESH = 1.0  # seconds before a page is made again
@@ -28,7 +30,7 @@ class PageServer(ThreadingHTTPServer):
             super().__init__((_LOOPBACK, port), _Handler)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise ValueError(
+            raise UserError(
                 f"can't serve on port {port}: {reason}; give another port, or --serve alone for any free one"
             ) from error
         self.hosts = {f"{name}:{self.server_port}" for name in _NAMES}
@@ -63,7 +65,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             try:
                 page = self.server.page()
-            except ValueError as error:
+            except UserError as error:
                 self._send(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(), "text/plain")
                 return
             self._send(HTTPStatus.OK, page, "text/html")

@@ -6,9 +6,7 @@ On a terminal progress is a bar or a changing line; anywhere else it is plain li
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stagewright.events import Evaluated, Replaced, Restarted, Resumed, Saved, Step, Unsaved
-from stagewright.metrics import MIB, Span, Timeline
+from stagewright.metrics import MIB, Span, Timeline, steady_rate
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _STYLES = {"F": "black on bright_cyan", "B": "black on bright_green", "U": "black on bright_yellow"}
@@ -125,7 +123,8 @@ class RunConsole:
             transient=True,
         )
         self._task = self._progress.add_task("training", total=batches)
-        self._shown: tuple[int, float] | None = None
+        self._since: list[Step] = []  # the last line, and the step of that line
+        self._interrupted = {0}  # batches right after a pause, whose times are not training time
 
     def __enter__(self) -> RunConsole:
         self._progress.start()
@@ -144,7 +143,7 @@ class RunConsole:
         if isinstance(record, Step):
             self._show_step(record)
         elif isinstance(record, Restarted | Resumed):
-            self._shown = None  # time across a restart is not training time
+            self._interrupted.add(record.batch)
         elif isinstance(record, Unsaved):
             self.warn(f"no checkpoint after step {record.batch}: {record.reason}; training continues")
         elif isinstance(record, Replaced):
@@ -159,23 +158,19 @@ class RunConsole:
                 f"evaluation after step {record.batch}: loss {record.loss:.4f}  top-1 {record.top1:.2%}  "
                 f"top-5 {record.top5:.2%}  ({record.samples} samples)"
             )
-            self._shown = None  # the pause does not count as training time
+            self._interrupted.add(record.batch)
 
     def _show_step(self, step: Step) -> None:
         done = step.batch + 1
+        self._since.append(step)
         self._progress.update(self._task, completed=done, description=f"loss {step.loss:.4f}")
         if done % self._log_every == 0 or done in (1, self._batches):
+            speed = steady_rate(self._since, self._batch_size, self._interrupted)
             self.say(
                 f"epoch {step.epoch + 1}  step {done}/{self._batches}  loss {step.loss:.4f}  "
-                f"lr {step.lr:.4g}{self._speed(done)}"
+                f"lr {step.lr:.4g}{f'  {speed.rate:.0f} images/s' if speed else ''}"
             )
-
-    def _speed(self, done: int) -> str:
-        now, shown = time.monotonic(), self._shown
-        self._shown = (done, now)
-        if shown is None or done == shown[0]:
-            return ""
-        return f"  {(done - shown[0]) * self._batch_size / (now - shown[1]):.0f} images/s"
+            self._since = [step]
 
 
 class ProgressLine:
@@ -194,16 +189,9 @@ class ProgressLine:
 
     def __call__(self, text: str) -> None:
         if self._errors.is_terminal:
-            self._status.update(text)
+            self._status.update(Text(text))
         else:
             say(self._errors, text, soft_wrap=True)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Clear the line while something else prints to the same terminal."""
-        self._status.stop()
-        yield
-        self._status.start()
 
 
 def plain_table(*columns: str, left: Collection[str] = (), no_wrap: Collection[str] = ()) -> Table:

@@ -11,24 +11,22 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stagewright.events import Evaluated, Restarted, Step, Usage
-from stagewright.metrics import MIB
+from stagewright.errors import counted
+from stagewright.events import Evaluated, Restarted, Resumed, Step, Usage, read_records, read_usage
+from stagewright.metrics import MIB, steady_rate
 from stagewright.report.charts import format_number, format_seconds
 from stagewright.report.live.terminal import plain_table, plot
 from stagewright.report.read import (
     RankMap,
     as_number,
-    as_record,
-    as_usage,
     is_emulated,
-    parse_lines,
     read_batches,
     read_object,
     read_plan_fields,
     read_tables,
 )
 
-_RECENT = 20  # steps that the current speed is averaged over
+_RECENT = 20  # steps that the current speed is averaged over, after the one that they begin at
 
 
 class Tail:
@@ -39,8 +37,8 @@ class Tail:
         self._inode = self._at = 0
         self._torn = b""
 
-    def read(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Whether it started over, so that earlier lines no longer count; and the objects of the new complete lines."""
+    def read(self) -> tuple[bool, list[bytes]]:
+        """Whether it started over, so that earlier lines no longer count; and the new complete lines."""
         try:
             with self._path.open("rb") as file:
                 status = self._path.stat()
@@ -53,7 +51,7 @@ class Tail:
             return False, []
         self._at += len(new)
         *lines, self._torn = (self._torn + new).split(b"\n")
-        return starts_over, list(parse_lines(lines))
+        return starts_over, lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +67,7 @@ class Snapshot:
     is_emulated: bool  # one process, which counts as rank 0
     speed: float | None  # images per second over the whole run, from its summary
     steps: Sequence[Step]
+    interrupted: frozenset[int]  # batches right after an evaluation, a restart or a resume
     evaluation: Evaluated | None
     restarts: int
     usage: Usage | None
@@ -80,12 +79,11 @@ class Snapshot:
 
     @property
     def images_per_second(self) -> float | None:
-        """From the summary of a finished run, else over the last steps."""
+        """From the summary of a finished run, else the steady rate of the last steps."""
         if self.speed is not None and not self.is_running:
             return self.speed
-        recent = [step for step in self.steps[-_RECENT:] if step.images_per_second > 0]
-        spent = sum(self.batch / step.images_per_second for step in recent)
-        return len(recent) * self.batch / spent if spent else None
+        recent = steady_rate(self.steps[-_RECENT - 1 :], self.batch, self.interrupted)
+        return recent.rate if recent else None
 
     @property
     def state(self) -> str:
@@ -119,6 +117,7 @@ class Watch:
         self._is_emulated = is_emulated(read_tables(folder / "config.toml"))
         self._records, self._monitor = Tail(folder / "metrics.jsonl"), Tail(folder / "monitor.jsonl")
         self._steps: list[Step] = []
+        self._interrupted: frozenset[int] = frozenset()
         self._evaluation: Evaluated | None = None
         self._restarts = 0
         self._usage: Usage | None = None
@@ -127,15 +126,18 @@ class Watch:
         """Read what is new, and return the state of the run."""
         starts_over, lines = self._records.read()
         if starts_over:
-            self._steps, self._evaluation, self._restarts = [], None, 0
-        for record in filter(None, map(as_record, lines)):
-            if isinstance(record, Step):
-                self._steps.append(record)
-            elif isinstance(record, Evaluated):
-                self._evaluation = record
-            elif isinstance(record, Restarted):
-                self._restarts += 1
-        samples = filter(None, map(as_usage, reversed(self._monitor.read()[1])))
+            self._steps, self._interrupted, self._evaluation, self._restarts = [], frozenset(), None, 0
+        for _, record in read_records(lines):
+            match record:
+                case Step():
+                    self._steps.append(record)
+                case Evaluated():
+                    self._evaluation = record
+                case Restarted():
+                    self._restarts += 1
+            if isinstance(record, Evaluated | Restarted | Resumed):
+                self._interrupted |= {record.batch}
+        samples = read_usage(reversed(self._monitor.read()[1]))
         # The last sample of a run is taken when its ranks have ended.
         self._usage = next((sample for sample in samples if sample.ranks), self._usage)
         summary = read_object(self._folder / "summary.json")
@@ -149,6 +151,7 @@ class Watch:
             self._is_emulated,
             as_number((summary or {}).get("images_per_second")),
             self._steps,
+            self._interrupted,
             self._evaluation,
             self._restarts,
             self._usage,
@@ -172,7 +175,7 @@ def as_line(snapshot: Snapshot) -> str:
             f"GPU {gpu.index} {gpu.utilisation:.0%}" for gpu in snapshot.usage.gpus if gpu.utilisation is not None
         ]
     if snapshot.restarts:
-        parts.append(f"{snapshot.restarts} restart{'' if snapshot.restarts == 1 else 's'}")
+        parts.append(counted(snapshot.restarts, "restart"))
     return "  ".join(parts)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from stagewright.cli.main import main
+from stagewright.errors import UserError
 from stagewright.report.live.serve import PageServer
 from tests.made_runs import make_run
 from tests.waiting import LONG
@@ -77,7 +78,7 @@ def test_makes_a_page_at_most_once_per_second() -> None:
 
 def test_an_error_of_the_page_is_a_503() -> None:
     def lost() -> str:
-        raise ValueError("it is gone")
+        raise UserError("it is gone")
 
     with serving(lost) as server:
         assert ask(server, f"localhost:{server.server_port}") == (503, "it is gone\n")
