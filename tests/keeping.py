@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from stagewright.config.sections import CheckpointConfig
-from stagewright.events import Record
+from stagewright.events import BatchLosses, Event, Record, decode, encode
 from stagewright.runtime.checkpoint.folder import Checkpoint, checkpoints_folder, open_checkpoint
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.emulate import Emulation
@@ -37,11 +36,11 @@ def saved_at(job: Job, batch: int) -> Checkpoint:
 
 def emulate_job(job: Job, records: list[Record] | None = None) -> EmulatedRun:
     """Run a job with every rank in this process, and save its checkpoints."""
-    events: list[Mapping[str, Any]] = []
+    events: list[Event] = []
     with Ledger(job, (records if records is not None else []).append) as ledger:
 
-        def on_event(event: dict[str, Any]) -> None:
-            events.append(json.loads(json.dumps(event)))
+        def on_event(event: Event) -> None:
+            events.append(decode(encode(event)))
             ledger.handle(event)
 
         emulation = Emulation(job, on_event)
@@ -55,7 +54,7 @@ def emulate_keeping(case: Case, folder: Path, **options: Any) -> EmulatedRun:
 
 def losses_from(run: EmulatedRun, first: int) -> dict[int, float]:
     """The loss of every microbatch from a number on, each reported once."""
-    reported = [pair for event in run.events if event["kind"] == "losses" for pair in event["losses"]]
+    reported = [pair for event in run.events if isinstance(event, BatchLosses) for pair in event.losses]
     assert len(reported) == len(dict(reported))
     return {number: loss for number, loss in reported if number >= first}
 

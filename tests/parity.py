@@ -4,10 +4,9 @@ The reference's input (replicas, versions, which stage holds which parameter) is
 and from the design, not from the plan.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from stagewright.config.toml import make_config
+from stagewright.events import BatchLosses, Event, Scored, decode, encode
 from stagewright.run.train import prepare
 from stagewright.runtime.comm import memory
 from stagewright.runtime.comm.memory import MemoryCollective
@@ -125,13 +125,13 @@ class Run:
     """What a run of Stagewright left: its events, and the weights and mean statistics."""
 
     job: Job
-    events: Sequence[Mapping[str, Any]]
+    events: Sequence[Event]
     weights: Tensors
 
     @property
     def microbatch_losses(self) -> list[float]:
         """By number; every microbatch must be reported once."""
-        reported = [pair for event in self.events if event["kind"] == "losses" for pair in event["losses"]]
+        reported = [pair for event in self.events if isinstance(event, BatchLosses) for pair in event.losses]
         losses = dict(reported)
         assert len(reported) == len(losses) and sorted(losses) == list(range(len(losses)))
         return [losses[number] for number in range(len(losses))]
@@ -146,10 +146,10 @@ class Run:
     def scores(self) -> dict[int, list[float]]:
         """Batch -> samples, sum of losses, top-1 and top-5 hits, over all ranks that score."""
         scores: dict[int, list[float]] = {}
-        reported = [event for event in self.events if event["kind"] == "score"]
-        for event in sorted(reported, key=lambda event: (event["batch"], event["rank"])):
-            so_far = scores.get(event["batch"], [0.0] * 4)
-            scores[event["batch"]] = [a + b for a, b in zip(so_far, event["score"], strict=True)]
+        reported = [event for event in self.events if isinstance(event, Scored)]
+        for event in sorted(reported, key=lambda event: (event.batch, event.rank)):
+            so_far = scores.get(event.batch, [0.0] * 4)
+            scores[event.batch] = [a + b for a, b in zip(so_far, astuple(event.score), strict=True)]
         return scores
 
 
@@ -217,7 +217,7 @@ def make_job(case: Case, folder: Path, **run: Any) -> Job:
     if case.eval_every is not None:
         validation = models.make_data(case.model, _VALIDATION_SAMPLES, seed=4)
         tables["data"]["val"] = write_tensors(folder, "validation", *validation)
-    return prepare(make_config(tables))
+    return prepare(make_config(tables, given=())).job  # cases list options that only some of them use
 
 
 Drive = Callable[[Emulation], None]
@@ -226,9 +226,9 @@ Drive = Callable[[Emulation], None]
 def emulate(case: Case, folder: Path, drive: Drive = Emulation.run) -> EmulatedRun:
     """Run a case with every rank in this process."""
     job = make_job(case, folder)
-    events: list[dict[str, Any]] = []
+    events: list[Event] = []
     with mock.patch.object(memory, "MemoryCollective", ExclusiveCollective):
-        emulation = Emulation(job, lambda event: events.append(json.loads(json.dumps(event))))
+        emulation = Emulation(job, lambda event: events.append(decode(encode(event))))
     drive(emulation)
     return EmulatedRun(job, events, emulation.weights(), emulation)
 

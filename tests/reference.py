@@ -68,7 +68,7 @@ class Setup:
 
     @property
     def decision_delay(self) -> int:
-        """Batches until a skip decision has an effect: L of section 6."""
+        """Batches until a skip decision has an effect: L of runtime/stage/loss_scaling."""
         return 1 if set(self.versions) == {1} else max(len(self.versions), self.versions[0])
 
 

@@ -5,6 +5,7 @@ from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan
 from stagewright.schedule.action import Op, parse_program
 from stagewright.schedule.lower import evaluation_program, program
+from stagewright.schedule.policy import overlapped_backward, overlaps
 
 FOUR_STAGES = "0:0.0:1.0:2.0:3"
 
@@ -130,6 +131,25 @@ def test_a_replica_without_a_microbatch_still_reduces() -> None:
 
 
 # --- Ranks of several stages -----------------------------------------------------------------------------------------
+
+
+def test_a_reduce_overlaps_with_the_last_backward_of_the_round_on_a_rank_of_one_stage() -> None:
+    two_and_one, four = plan("0:0-1.0:2", 3), plan("0:0-3", 3)
+    first, last = two_and_one.stages
+    # Microbatches 3, 4 and 5 are those of update 1; with three a batch, replicas take turns in having the last.
+    assert [overlapped_backward(two_and_one, first, rank, 0) for rank in (0, 1)] == [2, 1]
+    assert [overlapped_backward(two_and_one, first, rank, 1) for rank in (0, 1)] == [4, 5]
+    assert overlapped_backward(two_and_one, last, 2, 0) is None, "one replica has nothing to reduce"
+    assert [overlapped_backward(four, four.stages[0], rank, 0) for rank in range(4)] == [0, 1, 2, None]
+
+
+def test_reduces_of_a_rank_of_several_stages_overlap_with_no_backward() -> None:
+    partly = plan("0:0-1.0:1-2", 4)
+    assert [[overlaps(partly, stage, rank) for rank in stage.ranks] for stage in partly.stages] == [
+        [True, False],
+        [False, True],
+    ]
+    assert [overlapped_backward(partly, partly.stages[0], rank, 0) for rank in (0, 1)] == [2, None]
 
 
 def test_stages_on_the_same_ranks_hand_over_locally() -> None:

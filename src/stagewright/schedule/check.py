@@ -1,4 +1,9 @@
-"""Proves a plan's programs right before anything runs: matched in order, free of deadlock, within lag and depth."""
+"""Proves a plan's programs right before anything runs: matched in order, free of deadlock, within lag and depth.
+
+It looks at fill, one period and drain, since everything later repeats them: sends match receives in order, nothing
+waits forever, each microbatch runs once per stage on its version, lag and depth stay in bounds, and all ranks issue
+their reduces in one order.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from stagewright.errors import UserError
 from stagewright.plan.plan import Plan
 from stagewright.schedule.action import SENDS, Action, Op
 from stagewright.schedule.lower import program, updates_in
@@ -17,7 +23,7 @@ MOST_SPAN = 2**20  # microbatches whose programs are checked
 _SENT_BY = {Op.RECV_ACT: Op.SEND_ACT, Op.RECV_GRAD: Op.SEND_GRAD}
 
 
-class ScheduleError(ValueError):
+class ScheduleError(RuntimeError):
     """A program that would hang, mix up messages or break the plan's bounds."""
 
 
@@ -27,7 +33,7 @@ def representative_span(plan: Plan) -> range:
     fill = max(max(stage.versions * stage.round, stage.depth * stage.replicas) + stage.round for stage in plan.stages)
     stop = -(-(fill + period) // plan.alignment) * plan.alignment + plan.alignment
     if stop > MOST_SPAN:
-        raise ScheduleError(
+        raise UserError(
             f"the plan repeats only after {stop} microbatches, and more than {MOST_SPAN} can't be looked through; "
             "give fewer --microbatches, --versions or --depths, or stages whose numbers of replicas divide each other"
         )

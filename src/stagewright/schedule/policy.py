@@ -49,13 +49,25 @@ def backward_key(stage: Stage, microbatch: int) -> Key:
 
 
 def reduce_key(plan: Plan, stage: Stage, rank: int, update: int) -> Key:
-    """After the replica's last backward of the round; a rank of several stages waits for the round's end.
+    """After the backward that it overlaps with, otherwise at the end of the round."""
+    overlapped = overlapped_backward(plan, stage, rank, update)
+    position = (update + 1) * stage.round - 1 if overlapped is None else overlapped
+    return (position, Phase.REDUCE, -stage.index, 0)
 
-    So a rank issues its reduces in the one global order: by the end of the round, then by stage descending.
+
+def overlaps(plan: Plan, stage: Stage, rank: int) -> bool:
+    """Whether a rank starts to reduce a stage's gradient while backward is still filling it, bucket by bucket.
+
+    A rank of several stages does not: it issues its reduces in the one global order, by the end of the round, then by
+    stage descending.
     """
+    return stage.replicas > 1 and len(plan.stages_of(rank)) == 1
+
+
+def overlapped_backward(plan: Plan, stage: Stage, rank: int, update: int) -> int | None:
+    """The microbatch whose backward on a rank overlaps with the reduce of an update: its last of the round, or none."""
     own = stage.own(rank, range(update * stage.round, (update + 1) * stage.round))
-    alone = len(plan.stages_of(rank)) == 1 and len(own) > 0
-    return (own[-1] if alone else (update + 1) * stage.round - 1, Phase.REDUCE, -stage.index, 0)
+    return own[-1] if own and overlaps(plan, stage, rank) else None
 
 
 def agree_key(plan: Plan, update: int) -> Key:

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 
+from stagewright.config import rules
 from stagewright.run import prepare
 from stagewright.runtime.process import assemble
 from stagewright.runtime.stage import precision
@@ -19,5 +20,6 @@ def scaled() -> Iterator[None]:
     with (
         mock.patch.object(assemble, "make_precision", lambda name, device: _SCALED),
         mock.patch.object(prepare, "make_precision", lambda name, device: _SCALED),
+        mock.patch.object(rules, "RULES", tuple(rule for rule in rules.RULES if rule.flag != "--precision")),
     ):
         yield

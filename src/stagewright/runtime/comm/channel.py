@@ -7,6 +7,9 @@ number is the end of the buffer, so once it shows, the whole message has arrived
 say whether it is complete. Where the number must be read back from a GPU, it is compared a little later.
 
 `channels_of` names a plan's channels; a `Network` provides the transports, collectives and buffers that they use.
+
+Two boundaries between the same ranks have channels of their own: dynamic scheduling does not fix their order among each
+other. Receives are posted ahead and buffers are reused, so memory grows with the depth, not with the run.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+from torch.distributed import Store
 
 from stagewright.errors import first_line
 from stagewright.plan.plan import Plan
@@ -58,23 +62,13 @@ def _share_any(before: Sequence[int], after: Sequence[int], source: int, target:
     return before.index(source) % common == after.index(target) % common
 
 
-class KeyValueStore(Protocol):
-    """Short texts that all ranks share: what messages hold, whether a gradient overflowed."""
-
-    def set(self, key: str, text: str) -> None: ...
-    def get(self, key: str) -> str:
-        """The text under a key; waits until some rank has set it."""
-        ...
-
-    def has(self, key: str) -> bool: ...
-    def delete(self, key: str) -> None: ...
-
-
 class Network(Protocol):
     """Connects the ranks of a job."""
 
     @property
-    def store(self) -> KeyValueStore: ...
+    def store(self) -> Store:
+        """Short texts that all ranks share: what messages hold, whether a gradient overflowed."""
+        ...
 
     @property
     def posted_ahead(self) -> int:
@@ -100,7 +94,7 @@ class Network(Protocol):
 class _End:
     """The common part of both ends of a channel: its name, and the spare messages of the current format."""
 
-    def __init__(self, name: str, transport: Transport, store: KeyValueStore, make: MakeMessage) -> None:
+    def __init__(self, name: str, transport: Transport, store: Store, make: MakeMessage) -> None:
         self.name = name
         self._transport = transport
         self._store = store
@@ -130,7 +124,7 @@ class Outbox(_End):
     """The sending end; a send never waits for the receiver while fewer than `window` messages are in flight."""
 
     def __init__(
-        self, name: str, transport: Transport, store: KeyValueStore, window: int, make: MakeMessage = HostMessage
+        self, name: str, transport: Transport, store: Store, window: int, make: MakeMessage = HostMessage
     ) -> None:
         super().__init__(name, transport, store, make)
         self._window = window
@@ -174,7 +168,7 @@ class Inbox(_End):
     """The receiving end, which posts receives ahead of time in the order of the microbatches to come."""
 
     def __init__(
-        self, name: str, transport: Transport, store: KeyValueStore, ahead: int, make: MakeMessage = HostMessage
+        self, name: str, transport: Transport, store: Store, ahead: int, make: MakeMessage = HostMessage
     ) -> None:
         super().__init__(name, transport, store, make)
         self._ahead = ahead
@@ -229,7 +223,7 @@ class Inbox(_End):
         """Compare the format with the sender's, once per format."""
         if self._is_unverified:
             self._is_unverified = False
-            sent = self._store.get(self._key())
+            sent = self._store.get(self._key()).decode()
             if sent != str(self.format):
                 raise FormatError(f"channel {self.name}: the receiver expects {self.format} but the sender has {sent}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -10,13 +10,21 @@ import torch
 from torch import Tensor
 
 
-class Reading(Protocol):
-    """A small tensor on its way to the host."""
+class Reading:
+    """A small tensor on its way to the host, where it is once `copied` has happened; None: it is there already."""
 
-    def is_completed(self) -> bool: ...
+    def __init__(self, tensor: Tensor, copied: torch.cuda.Event | None = None) -> None:
+        self._tensor = tensor
+        self._copied = copied
+
+    def is_completed(self) -> bool:
+        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
+
     def value(self) -> Tensor:
         """The tensor on the host; waits until it is there."""
-        ...
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._tensor
 
 
 class Device(Protocol):
@@ -42,7 +50,7 @@ class Cpu:
         torch.default_generator.manual_seed(seed)
 
     def read(self, tensor: Tensor) -> Reading:
-        return _HostReading(tensor)
+        return Reading(tensor)
 
 
 class Gpu:
@@ -67,7 +75,7 @@ class Gpu:
     def read(self, tensor: Tensor) -> Reading:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
-        return _GpuReading(copy, record_event())
+        return Reading(copy, record_event())
 
     @contextmanager
     def on_stream(self, stream: torch.cuda.Stream, after: torch.cuda.Event | None) -> Iterator[None]:
@@ -90,30 +98,13 @@ def gpu_of(device: int, gpus: int, *, share: bool) -> int:
     return device % gpus if share else device
 
 
+# How to open device `index` of a placement, by the kind that --device names; on GPUs, whether ranks share them.
+DEVICES: dict[str, Callable[[int, bool], Device]] = {
+    "cpu": lambda index, share: Cpu(),
+    "cuda": lambda index, share: Gpu(gpu_of(index, torch.cuda.device_count(), share=share)),
+}
+
+
 def open_device(kind: str, index: int, *, share: bool) -> Device:
     """The device of a rank on this machine."""
-    return Gpu(gpu_of(index, torch.cuda.device_count(), share=share)) if kind == "cuda" else Cpu()
-
-
-class _HostReading:
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def is_completed(self) -> bool:
-        return True
-
-    def value(self) -> Tensor:
-        return self._tensor
-
-
-class _GpuReading:
-    def __init__(self, copy: Tensor, copied: torch.cuda.Event) -> None:
-        self._copy = copy
-        self._copied = copied
-
-    def is_completed(self) -> bool:
-        return bool(self._copied.query())  # type: ignore[no-untyped-call]
-
-    def value(self) -> Tensor:
-        self._copied.synchronize()
-        return self._copy
+    return DEVICES[kind](index, share)

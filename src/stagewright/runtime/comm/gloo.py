@@ -10,6 +10,7 @@ import socket
 import struct
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from stagewright.runtime.comm.channel import POSTED_AHEAD, ChannelName, Network
 from stagewright.runtime.comm.device import Device, Gpu
-from stagewright.runtime.comm.message import CopyThread, HostMessage, Message, MessageFormat, StagedMessage
+from stagewright.runtime.comm.message import HostMessage, Message, MessageFormat, StagedMessage
 from stagewright.runtime.comm.transport import AllOf, Alone, Collective, Done, Pending, Place, Transport
 
 _GPU_THREADS = 4  # that stage and sum pieces of a gradient, and as many that move them
@@ -48,8 +49,8 @@ class GlooNetwork:
         self._for_sums = [self._device]
         if self._gpu is not None:  # cores are free, and large sums must not hold up messages
             self._for_sums = [ProcessGroupGloo.create_device(hostname=place.address) for _ in range(_GPU_THREADS)]
-        self._copies = CopyThread() if self._gpu else None
-        self.store = TorchStore(PrefixStore("format", store))
+        self._copies = ThreadPoolExecutor(1, "copies") if self._gpu else None
+        self.store = PrefixStore("format", store)
 
     @property
     def host(self) -> Network:
@@ -71,31 +72,14 @@ class GlooNetwork:
         return _GlooCollective(self._group(name, ranks, self._for_sums)) if len(ranks) > 1 else Alone()
 
     def _group(self, name: str, ranks: Sequence[int], devices: Sequence[Any]) -> Any:
+        # Private in torch, but the public constructor takes only a timeout, and would listen on an interface of its own
+        # choice (GLOO_SOCKET_IFNAME or the host's name) with its own number of threads.
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = list(devices)
         options._threads = 1 if self._gpu is None else _GPU_THREADS
         options._timeout = self._timeout
         store = PrefixStore(name, self._torch_store)
         return ProcessGroupGloo(store, ranks.index(self._rank), len(ranks), options)
-
-
-class TorchStore:
-    """A key-value store in one of torch's stores."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def set(self, key: str, text: str) -> None:
-        self._store.set(key, text)
-
-    def get(self, key: str) -> str:
-        return self._store.get(key).decode()
-
-    def has(self, key: str) -> bool:
-        return bool(self._store.check([key]))
-
-    def delete(self, key: str) -> None:
-        self._store.delete_key(key)
 
 
 class PairTransport:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from torch.distributed import HashStore, Store
 
 from stagewright.runtime.comm.channel import POSTED_AHEAD, ChannelName, Network
 from stagewright.runtime.comm.device import Device, Gpu
@@ -22,7 +23,7 @@ class Memory:
 
     transports: dict[ChannelName, MemoryTransport] = field(default_factory=dict)
     sums: dict[str, dict[int, Parts]] = field(default_factory=dict)  # by collective, then number
-    texts: dict[str, str] = field(default_factory=dict)
+    store: Store = field(default_factory=HashStore)
 
 
 class MemoryNetwork:
@@ -34,7 +35,7 @@ class MemoryNetwork:
         self._memory = memory
         self._rank = rank
         self._gpu = device if isinstance(device, Gpu) else None
-        self.store = DictStore(memory.texts)
+        self.store = memory.store
 
     @property
     def host(self) -> Network:
@@ -114,22 +115,3 @@ class _MemorySum:
         for part in self._parts:
             assert part is not None, "an emulated rank waits for a sum that not every member has joined"
             self._target += part
-
-
-class DictStore:
-    """A key-value store in a dictionary."""
-
-    def __init__(self, texts: dict[str, str]) -> None:
-        self._texts = texts
-
-    def set(self, key: str, text: str) -> None:
-        self._texts[key] = text
-
-    def get(self, key: str) -> str:
-        return self._texts[key]
-
-    def has(self, key: str) -> bool:
-        return key in self._texts
-
-    def delete(self, key: str) -> None:
-        self._texts.pop(key, None)

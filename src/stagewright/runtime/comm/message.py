@@ -111,8 +111,8 @@ MakeMessage = Callable[[MessageFormat], Message]
 class HostMessage:
     """A message on the CPU: its tensors are views of the buffer."""
 
-    def __init__(self, message_format: MessageFormat) -> None:
-        self.buffer = torch.empty(message_format.bytes, dtype=torch.uint8)
+    def __init__(self, message_format: MessageFormat, *, is_pinned: bool = False) -> None:
+        self.buffer = torch.empty(message_format.bytes, dtype=torch.uint8, pin_memory=is_pinned)
         self._number = self.buffer[-_NUMBER_BYTES:].view(torch.int64).numpy()  # a tenth of a tensor's cost to set
         self.tensors: Sequence[Tensor] = message_format.views(self.buffer)
 
@@ -136,20 +136,6 @@ class HostMessage:
         pass
 
 
-class CopyThread:
-    """A thread that passes each staged buffer to its transport once the GPU has filled it."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "copies")
-
-    def send(self, filled: torch.cuda.Event, transport: Transport, buffer: Tensor) -> Pending:
-        def send_filled() -> Pending:
-            filled.synchronize()
-            return transport.send(buffer)
-
-        return _StagedSend(self._thread.submit(send_filled))
-
-
 class _StagedSend:
     """A send whose buffer is still being filled, or which the transport has taken over."""
 
@@ -163,21 +149,22 @@ class _StagedSend:
         self._sending.result().wait()
 
 
-class StagedMessage:
-    """A message on a GPU whose transport moves host memory: a pinned buffer, and on the receiver a GPU copy."""
+class StagedMessage(HostMessage):
+    """A message on a GPU whose transport moves host memory: a pinned buffer, and on the receiver a GPU copy.
 
-    def __init__(self, message_format: MessageFormat, gpu: Gpu, copies: CopyThread) -> None:
+    The thread `copies` passes the buffer to the transport once the GPU has filled it.
+    """
+
+    def __init__(self, message_format: MessageFormat, gpu: Gpu, copies: ThreadPoolExecutor) -> None:
+        super().__init__(message_format, is_pinned=True)
         self._gpu = gpu
         self._copies = copies
-        self._host = torch.empty(message_format.bytes, dtype=torch.uint8, pin_memory=True)
-        self._number = self._host[-_NUMBER_BYTES:].view(torch.int64).numpy()
-        self._views = message_format.views(self._host)
+        self._views = self.tensors
         self._format = message_format
         self._on_gpu: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
         self._closed: torch.cuda.Event | None = None
         self._held: Sequence[Tensor] = ()
-        self.tensors: Sequence[Tensor] = self._views
 
     def send(self, number: int, tensors: Sequence[Tensor], transport: Transport) -> Pending:
         self._number[0] = number
@@ -186,28 +173,29 @@ class StagedMessage:
             for view, tensor in zip(self._views, tensors, strict=True):
                 view.copy_(tensor, non_blocking=True)
             filled = record_event()
-        return self._copies.send(filled, transport, self._host)
+
+        def send_filled() -> Pending:
+            filled.synchronize()
+            return transport.send(self.buffer)
+
+        return _StagedSend(self._copies.submit(send_filled))
 
     def post(self, transport: Transport) -> Pending:
         if self._on_gpu is None:
-            self._on_gpu = torch.empty_like(self._host, device=self._gpu.device)
+            self._on_gpu = torch.empty_like(self.buffer, device=self._gpu.device)
             self.tensors = self._format.views(self._on_gpu)
             self._closed = record_event()
         if self._copied is not None:
             self._copied.synchronize()
-        self._number[0] = _NOT_ARRIVED
-        return transport.receive(self._host)
-
-    def shows(self, number: int) -> bool:
-        return int(self._number[0]) == number
+        return super().post(transport)
 
     def open(self) -> int:
         assert self._on_gpu is not None
         with self._gpu.on_stream(self._gpu.copy_in, self._closed):
-            self._on_gpu.copy_(self._host, non_blocking=True)
+            self._on_gpu.copy_(self.buffer, non_blocking=True)
             self._copied = record_event()
         torch.cuda.current_stream().wait_event(self._copied)
-        return int(self._number[0])
+        return super().open()
 
     def close(self) -> None:
         self._held = ()

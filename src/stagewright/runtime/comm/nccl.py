@@ -3,6 +3,9 @@
 NCCL has no tags, runs operations in launch order, and a receive occupies the GPU until its message arrives. So each
 channel has its own communicator: a message never waits behind one of the other direction, and both ends launch a
 channel's messages in the one order that the checker has proven. A channel keeps one receive posted.
+
+All operations but that receive are launched in the order of the program, so a launch queue of one place more than a
+rank has streams never hangs; `tests/nccl_like.py` replays runs by these rules.
 """
 
 from __future__ import annotations

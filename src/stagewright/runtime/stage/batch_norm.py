@@ -17,21 +17,24 @@ _SUMMED = ("num_batches_tracked",)
 class Statistics:
     """The running statistics of one replica, and the number of microbatches that have updated them."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, collective: Collective, replica: int, replicas: int) -> None:
         named = [(name, buffer) for name, buffer in module.named_buffers() if is_averaged(name) or is_summed(name)]
         self.buffers = [buffer for _, buffer in named]
         self._is_summed = torch.tensor(
             [is_summed(name) for name, buffer in named for _ in range(buffer.numel())], dtype=torch.bool
         )
         self.count = 0
+        self._collective = collective
+        self._replica = replica
+        self._replicas = replicas
 
-    def gather(self, collective: Collective, replica: int, replicas: int) -> tuple[Tensor, Pending]:
+    def gather(self) -> tuple[Tensor, Pending]:
         """Start to collect every replica's count and statistics: one row per replica, summed with zeros elsewhere."""
-        rows = torch.zeros(replicas, 1 + len(self._is_summed), dtype=torch.float64)
-        rows[replica, 0] = self.count
+        rows = torch.zeros(self._replicas, 1 + len(self._is_summed), dtype=torch.float64)
+        rows[self._replica, 0] = self.count
         if self.buffers:
-            rows[replica, 1:] = torch.cat([buffer.flatten().double() for buffer in self.buffers])
-        return rows, collective.sum(rows)
+            rows[self._replica, 1:] = torch.cat([buffer.flatten().double() for buffer in self.buffers])
+        return rows, self._collective.sum(rows)
 
     @contextmanager
     def averaged(self, rows: Tensor) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +22,7 @@ _Call = Callable[[Sequence[object]], Any]
 _EAGER_FORWARDS = 3  # before the capture; by then kernels have been chosen and compiled
 _TRIALS = 5
 _MIN_SPEEDUP = 1.05  # below which replaying is not worth its memory
+_LOGGER = logging.getLogger(__name__)
 _NOISE = 10.0  # how many times the difference between two eager runs a replay may differ
 
 
@@ -71,7 +73,8 @@ class CudaGraphs:
     trial on one microbatch decides: it is dropped where results differ or the gain is small.
     """
 
-    def __init__(self, eager: Eager, precision: Precision, device: Device, *, is_forced: bool) -> None:
+    def __init__(self, name: str, eager: Eager, precision: Precision, device: Device, *, is_forced: bool) -> None:
+        self._name = name
         self._eager = eager
         self._precision = precision
         self._device = device
@@ -112,10 +115,20 @@ class CudaGraphs:
         except torch.OutOfMemoryError:
             if self._is_forced:
                 raise
+            _LOGGER.info("%s: no CUDA graphs, since their memory is not free", self._name)
             return False
         gain, difference, noise = eager / seconds, _distance(first, replayed), _distance(first, again)
         is_equal = difference <= _NOISE * noise + torch.finfo(torch.float32).eps
-        return self._is_forced or (is_equal and gain >= _MIN_SPEEDUP)
+        is_on = self._is_forced or (is_equal and gain >= _MIN_SPEEDUP)
+        _LOGGER.info(
+            "%s: %s, %.2f times as fast as without them, results differ by %.1e (%.1e between two runs without)",
+            self._name,
+            "CUDA graphs" if is_on else "no CUDA graphs",
+            gain,
+            difference,
+            noise,
+        )
+        return is_on
 
     def _capture(self, arguments: Sequence[object]) -> _Call:
         """A replay of forward, whose backward is a replay too; it uses the weights that are in the module now.
@@ -233,12 +246,15 @@ def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
     return float((difference / size) ** 0.5) if size else 0.0
 
 
-def make_compute(module: nn.Module, precision: Precision, device: Device, options: ComputeOptions) -> Compute:
-    """What runs the forward of a stage."""
+def make_compute(
+    name: str, module: nn.Module, precision: Precision, device: Device, options: ComputeOptions
+) -> Compute:
+    """What runs the forward of a stage; what `auto` decides is logged under the stage's name."""
     eager = Eager(module, precision, is_compiled=options.is_compiled)
     is_forced = options.graph == "on"
     if device.device.type != "cuda" or options.graph == "off" or options.is_compiled:
         return eager
     if options.overlaps and not is_forced:
+        _LOGGER.info("%s: no CUDA graphs, since its all-reduces overlap with backward", name)
         return eager
-    return CudaGraphs(eager, precision, device, is_forced=is_forced)
+    return CudaGraphs(name, eager, precision, device, is_forced=is_forced)

@@ -25,6 +25,13 @@ def _main(task: Task) -> Action:
     return next(action for action in task.actions if action.op in _PREFERENCE)
 
 
+def _number(action: Action) -> int:
+    """The place of an action in its stream: its microbatch, or its update."""
+    number = action.microbatch if action.op in PASSES else action.version
+    assert number is not None
+    return number
+
+
 class DynamicScheduler:
     """Takes the tasks of a rank in a span as they become ready; waiting for it waits until one is."""
 
@@ -72,9 +79,7 @@ class DynamicScheduler:
         task = self._heads[index]
         assert task is not None
         main = _main(task)
-        number = main.microbatch if main.op in PASSES else main.version
-        assert number is not None
-        self._progress[main.op, main.stage] = number
+        self._progress[main.op, main.stage] = _number(main)
         self._held[main.stage] += (main.op is Op.FORWARD) - (main.op is Op.BACKWARD)
         self._heads[index] = next(self._streams[index], None)
         return task.actions
@@ -108,6 +113,4 @@ class DynamicScheduler:
 
     def _is_done(self, action: Action) -> bool:
         """Whether an action is done; streams keep their order, so every smaller number is done too."""
-        number = action.microbatch if action.op in PASSES else action.version
-        assert number is not None
-        return self._progress.get((action.op, action.stage), -1) >= number
+        return self._progress.get((action.op, action.stage), -1) >= _number(action)

@@ -1,19 +1,171 @@
-"""The gradient of a stage: summed over its replicas, bucket by bucket, and its norm, by which it is clipped.
+"""The gradients of a replica's updates: accumulated by backward, summed over replicas, scaled and clipped.
 
-A `Reducer` starts the all-reduce of each bucket as soon as backward has filled it. `Norms` exchanges the norms of all
-stages, where a plan clips by the norm of the whole model.
+`GradientBuffers` owns them from the first backward of a round to its update. `Norms` exchanges the norms of all stages,
+where a plan clips by the norm of the whole model: all K = 1. With lag, each stage clips by its own norm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from stagewright.runtime.comm.transport import AllOf, Collective, Pending
-from stagewright.runtime.stage.versions import Parameter, Slot
+from stagewright.runtime.stage.versions import Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class GradientOptions:
+    """What a stage does with its gradients, beside summing them."""
+
+    bucket_bytes: int
+    factor: float = 1.0  # by which to multiply them, since the last stage has divided by its own round
+    clip: float | None = None  # the largest norm
+
+
+@dataclass(slots=True)
+class _Gradient:
+    """The gradient of one update."""
+
+    flat: Tensor
+    views: Sequence[Tensor]  # one per parameter
+    sums: list[Pending] = field(default_factory=list)  # the all-reduces that have started, in the order of buckets
+    loss_scale: Tensor | None = None
+
+
+class GradientBuffers:
+    """The gradients of one replica's updates, each in a flat buffer until its update is done.
+
+    Update p has buffer p mod N and goes through these steps, in this order:
+
+        accumulating   around each backward of the round; the first overwrites the buffer, the others add to it
+        reduce         start to sum over the replicas; a replica without a microbatch in the round joins with zeros
+        pending        is complete once the buffer holds the sum, the same on every replica
+        unscale        divide by the loss scale, in fp16
+        finish         multiply by the stage's factor and clip; the result is what the optimizer takes
+        release        free the buffer for update p+N
+
+    An update has its buffer alone: update p+N begins after the release of update p, as the schedule says. Every bucket
+    is summed once, in the order in which backward fills them, whether it starts during backward or in `reduce`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        master: Tensor,
+        buffers: int,
+        collective: Collective,
+        options: GradientOptions,
+    ) -> None:
+        flats = [torch.zeros_like(master) for _ in range(buffers)]
+        self._buffers = [(flat, [parameter.view(flat) for parameter in parameters]) for flat in flats]
+        self._collective = collective
+        self._options = options
+        self._buckets = make_buckets(parameters, master.itemsize, options.bucket_bytes)
+        self._ranges = [(parameters[bucket[-1]].offset, parameters[bucket[0]].end) for bucket in self._buckets]
+        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
+        self._open: dict[int, _Gradient] = {}
+
+    @property
+    def open_updates(self) -> list[int]:
+        """The updates whose gradient has begun and is not released."""
+        return list(self._open)
+
+    @contextmanager
+    def accumulating(
+        self, update: int, leaves: Sequence[Tensor], *, overlap: bool, loss_scale: Tensor | None = None
+    ) -> Iterator[None]:
+        """While the context is open, a backward through these leaves adds to the gradient of an update.
+
+        The first backward of an update creates new gradients, which is cheaper than adding to zeros. They move into the
+        buffer together, or with `overlap` one by one: each bucket's all-reduce starts as soon as it is full, and so are
+        all before it.
+        """
+        is_first = update not in self._open
+        gradient = self._begin(update) if is_first else self._open[update]
+        if is_first:
+            gradient.loss_scale = None if loss_scale is None else loss_scale.clone()  # its message will be overwritten
+            for leaf in leaves:
+                leaf.grad = None
+        missing = [len(bucket) for bucket in self._buckets]
+
+        def arrived(leaf: Tensor, index: int) -> None:
+            if is_first:
+                assert leaf.grad is not None
+                gradient.views[index].copy_(leaf.grad)
+                leaf.grad = gradient.views[index]
+            missing[self._bucket_of[index]] -= 1
+            while len(gradient.sums) < len(missing) and missing[len(gradient.sums)] == 0:
+                self._sum_next(gradient)
+
+        hooks = [
+            leaf.register_post_accumulate_grad_hook(partial(arrived, index=index))  # type: ignore[no-untyped-call]
+            for index, leaf in enumerate(leaves if overlap else ())
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if is_first:
+            _move_into(gradient.views, leaves)
+
+    def loss_scale(self, update: int) -> Tensor | None:
+        """The loss scale that is in an update's gradient."""
+        return self._open[update].loss_scale
+
+    def reduce(self, update: int) -> None:
+        """Start the all-reduce of every bucket that has not started yet."""
+        if update not in self._open:
+            self._begin(update).flat.zero_()
+        gradient = self._open[update]
+        while len(gradient.sums) < len(self._buckets):
+            self._sum_next(gradient)
+
+    def pending(self, update: int) -> Pending:
+        """The all-reduces of an update; once they are complete, its gradient is the sum."""
+        return AllOf(self._open[update].sums)
+
+    def unscale(self, update: int) -> Tensor:
+        """Divide the whole gradient by its loss scale; returns 1 if it is not finite, otherwise 0."""
+        gradient = self._open[update]
+        assert gradient.loss_scale is not None, f"the gradient of update {update} has no loss scale to divide by"
+        gradient.flat.mul_(gradient.loss_scale.reciprocal())
+        gradient.loss_scale = None
+        largest: Tensor = torch.linalg.vector_norm(gradient.flat, torch.inf)
+        return largest.isfinite().logical_not().float()
+
+    def norm(self, update: int) -> Tensor:
+        norm: Tensor = torch.linalg.vector_norm(self._open[update].flat, dtype=torch.float64)
+        return norm
+
+    def finish(self, update: int, norm: Tensor | None = None) -> Tensor:
+        """The whole gradient as the optimizer takes it; clipped by `norm`, that of the whole model, or by its own."""
+        flat, options = self._open[update].flat, self._options
+        if options.factor != 1.0:
+            flat.mul_(options.factor)
+        if options.clip is not None:
+            flat.mul_(clip_factor(self.norm(update) if norm is None else norm, options.clip))
+        return flat
+
+    def release(self, update: int) -> None:
+        """Free an update's buffer."""
+        del self._open[update]
+
+    def _begin(self, update: int) -> _Gradient:
+        number = update % len(self._buffers)
+        taken = [other for other in self._open if other % len(self._buffers) == number]
+        assert not taken, f"update {update} would overwrite the gradient of update {taken[0]}"
+        flat, views = self._buffers[number]
+        return self._open.setdefault(update, _Gradient(flat, views))
+
+    def _sum_next(self, gradient: _Gradient) -> None:
+        first, last = self._ranges[len(gradient.sums)]
+        gradient.sums.append(self._collective.sum(gradient.flat[first:last]))
 
 
 def make_buckets(parameters: Sequence[Parameter], itemsize: int, bucket_bytes: int) -> list[tuple[int, ...]]:
@@ -29,60 +181,24 @@ def make_buckets(parameters: Sequence[Parameter], itemsize: int, bucket_bytes: i
     return [tuple(bucket) for bucket in buckets if bucket]
 
 
-class Reducer:
-    """Starts the all-reduces of a stage's buckets in a fixed order: during a round's last backward, or together."""
+def _move_into(views: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    """Move the leaves' new gradients into views of a buffer, in few kernels; zeros where backward made none."""
+    made: list[Tensor] = []
+    places: list[Tensor] = []
+    for leaf, view in zip(leaves, views, strict=True):
+        if leaf.grad is None:
+            view.zero_()
+        elif leaf.grad is not view:
+            made.append(leaf.grad)
+            places.append(view)
+        leaf.grad = view
+    if made:
+        torch._foreach_copy_(places, made)
 
-    def __init__(
-        self, collective: Collective, parameters: Sequence[Parameter], itemsize: int, bucket_bytes: int
-    ) -> None:
-        self._collective = collective
-        self._buckets = make_buckets(parameters, itemsize, bucket_bytes)
-        self._ranges = [
-            (min(parameters[i].offset for i in bucket), max(parameters[i].end for i in bucket))
-            for bucket in self._buckets
-        ]
-        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
-        self._started: dict[int, list[Pending]] = {}
 
-    @contextmanager
-    def watching(self, slot: Slot, update: int, gradient: Tensor) -> Iterator[None]:
-        """Start each bucket while backward runs, once its gradients and those of all earlier buckets are complete."""
-        missing = [len(bucket) for bucket in self._buckets]
-
-        def arrived(index: int) -> None:
-            missing[self._bucket_of[index]] -= 1
-            number = len(self._started.setdefault(update, []))
-            while number < len(missing) and missing[number] == 0:
-                self._start_next(update, gradient)
-                number += 1
-
-        hooks = [
-            leaf.register_post_accumulate_grad_hook(lambda _, index=index: arrived(index))  # type: ignore[no-untyped-call]
-            for index, leaf in enumerate(slot.leaves)
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def start(self, update: int, gradient: Tensor) -> None:
-        """Start every bucket that has not started yet."""
-        while len(self._started.setdefault(update, [])) < len(self._buckets):
-            self._start_next(update, gradient)
-
-    def pending(self, update: int) -> Pending:
-        """The all-reduces of an update; once they are complete, the gradient is the sum."""
-        return AllOf(self._started.get(update, ()))
-
-    def forget(self, update: int) -> None:
-        """Drop an update's all-reduces, once the update is done."""
-        self._started.pop(update, None)
-
-    def _start_next(self, update: int, gradient: Tensor) -> None:
-        started = self._started[update]
-        first, last = self._ranges[len(started)]
-        started.append(self._collective.sum(gradient[first:last]))
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """The factor that limits a gradient's norm to `limit`, as in torch's clip_grad_norm_."""
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
 class Norms:
@@ -91,32 +207,18 @@ class Norms:
     def __init__(self, stages: int, world: Collective) -> None:
         self._stages = stages
         self._world = world
-        self._update = -1
-        self._pending: Pending | None = None
-        self._squares: Tensor | None = None
+        self._exchanged: dict[int, tuple[Tensor, Pending]] = {}  # by update; only the latest
 
-    def exchange(self, gradients: Mapping[int, Tensor], update: int) -> None:
-        """Join the exchange for an update, with the gradients, by stage, whose norms this rank computes."""
+    def exchange(self, norms: Mapping[int, Tensor], update: int) -> None:
+        """Join the exchange for an update, with the norms, by stage, that this rank computes."""
         squares = torch.zeros(self._stages, dtype=torch.float64)
-        for stage, gradient in gradients.items():
-            squares[stage] = norm_of(gradient) ** 2
-        self._update, self._squares, self._pending = update, squares, self._world.sum(squares)
+        for stage, norm in norms.items():
+            squares[stage] = norm**2
+        self._exchanged = {update: (squares, self._world.sum(squares))}
 
     def pending(self, update: int) -> Pending:
-        assert self._pending is not None and self._update == update, f"norms of update {update} were not exchanged"
-        return self._pending
+        return self._exchanged[update][1]
 
     def squares(self, update: int) -> Tensor:
         """The squared norm of each stage; the exchange must be complete."""
-        assert self._squares is not None and self._update == update, f"norms of update {update} were not exchanged"
-        return self._squares
-
-
-def norm_of(gradient: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-    return norm
-
-
-def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """The factor that limits a gradient's norm to `limit`, as in torch's clip_grad_norm_."""
-    return (limit / (norm + 1e-6)).clamp(max=1.0)
+        return self._exchanged[update][0]

@@ -5,6 +5,11 @@ A stage skips an update whose gradient is not finite. How ranks learn of each ot
     one stage    all ranks hold the same sum and check it themselves; the device decides, and the host reads it later
     all K = 1    every stage knows every other's overflow before its update, as one process would
     lagged       a stage reads the flag of the next stage, and the last stage that of the first, both by batch number
+
+The scale of batch p follows from the skip decisions on batches up to p-L: L = 1 where all K = 1, else max(S, K of stage
+0). It travels back with the gradients, as a number beside them. A skipped update leaves weights, optimizer and its
+count of steps unchanged, and makes a version all the same. `pipedream`, and batches with fewer microbatches than
+replicas, refuse fp16.
 """
 
 from __future__ import annotations
@@ -16,9 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.distributed import Store
 
+from stagewright.errors import UserError
 from stagewright.plan.plan import Plan
-from stagewright.runtime.comm.channel import KeyValueStore
 from stagewright.runtime.comm.device import Reading
 from stagewright.runtime.comm.transport import AllOf, Pending
 from stagewright.runtime.stage.replica import Replica
@@ -80,7 +86,7 @@ class LossScale:
             self._current *= _BACKOFF
             self._clean = 0
             if self._current < SMALLEST:
-                raise ValueError(
+                raise UserError(
                     f"gradients overflow fp16 at any loss scale (batch {batch}, scale {self._current:g}); "
                     "try --precision bf16, a lower --lr or --clip 1"
                 )
@@ -192,7 +198,7 @@ class OneStageScaling(_DynamicScaling):
         self._readings: deque[tuple[int, Reading]] = deque()
 
     def unscale(self, replica: Replica, update: int) -> None:
-        self._found[update] = found = replica.unscale(update)
+        self._found[update] = found = replica.gradients.unscale(update)
         self._readings.append((update, replica.device.read(found)))
 
     def skip_decision(self, replica: Replica, update: int, norms: Tensor | None) -> Tensor | bool:
@@ -215,7 +221,7 @@ class SynchronousScaling(_DynamicScaling):
         self._overflowed: dict[int, bool] = {}
 
     def unscale(self, replica: Replica, update: int) -> None:
-        replica.unscale(update)
+        replica.gradients.unscale(update)
 
     def skip_decision(self, replica: Replica, update: int, norms: Tensor | None) -> Tensor | bool:
         assert norms is not None
@@ -233,9 +239,7 @@ class SynchronousScaling(_DynamicScaling):
 class LaggedScaling(_DynamicScaling):
     """Overflow flags pass from stage to stage through the key-value store."""
 
-    def __init__(
-        self, options: ScalingOptions, skipped: Skipped, rank: int, store: KeyValueStore, *, is_last: bool
-    ) -> None:
+    def __init__(self, options: ScalingOptions, skipped: Skipped, rank: int, store: Store, *, is_last: bool) -> None:
         super().__init__(options, skipped, is_last=is_last)
         self._rank = rank
         self._store = store
@@ -253,7 +257,7 @@ class LaggedScaling(_DynamicScaling):
 
     def unscale(self, replica: Replica, update: int) -> None:
         stage = replica.stage
-        overflowed = bool(replica.device.read(replica.unscale(update)).value())
+        overflowed = bool(replica.device.read(replica.gradients.unscale(update)).value())
         if not stage.is_last:
             overflowed |= _Flag(self._store, stage.index + 1, update).read()
         self._flags[stage.index, update] = overflowed
@@ -275,7 +279,7 @@ class LaggedScaling(_DynamicScaling):
 class _Flag:
     """A stage's overflow flag of one update in the store; as a `Pending`, it is complete once it is set."""
 
-    def __init__(self, store: KeyValueStore, stage: int, update: int) -> None:
+    def __init__(self, store: Store, stage: int, update: int) -> None:
         self._store = store
         self._key = f"overflow/{stage}/{update}"
 
@@ -283,20 +287,20 @@ class _Flag:
         self._store.set(self._key, str(int(overflowed)))
 
     def read(self) -> bool:
-        return self._store.get(self._key) == "1"
+        return self._store.get(self._key) == b"1"
 
     def delete(self) -> None:
-        self._store.delete(self._key)
+        self._store.delete_key(self._key)
 
     def is_completed(self) -> bool:
-        return self._store.has(self._key)
+        return bool(self._store.check([self._key]))
 
     def wait(self) -> None:
         self._store.get(self._key)
 
 
 def make_loss_scaling(
-    plan: Plan, rank: int, store: KeyValueStore, options: ScalingOptions | None, skipped: Skipped
+    plan: Plan, rank: int, store: Store, options: ScalingOptions | None, skipped: Skipped
 ) -> LossScaling:
     """The loss scaling of one rank of a plan."""
     if options is None:

@@ -5,26 +5,25 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stagewright.events import Score
+from stagewright.errors import UserError
+from stagewright.events import BatchLosses, Emit, Score
 from stagewright.plan.plan import Plan
 from stagewright.runtime.comm.device import Reading
 
 
-class NonFiniteLoss(ValueError):
+class NonFiniteLoss(UserError):
     """A loss is infinite or NaN; further training would only spread it."""
 
 
 class Losses:
     """Collects the losses of each batch on this rank, and emits batches in order; only `flush` waits."""
 
-    def __init__(self, plan: Plan, rank: int, emit: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, plan: Plan, rank: int, emit: Emit) -> None:
         self._plan = plan
         self._rank = rank
         self._emit = emit
@@ -41,7 +40,7 @@ class Losses:
     def _emit_batches(self, *, wait: bool) -> None:
         while self._batches and (wait or all(reading.is_completed() for _, reading in self._batches[0][0])):
             losses, scale = self._batches.popleft()
-            numbers = [(microbatch, float(reading.value())) for microbatch, reading in losses]
+            numbers = tuple((microbatch, float(reading.value())) for microbatch, reading in losses)
             for microbatch, loss in numbers:
                 if not math.isfinite(loss):
                     raise NonFiniteLoss(
@@ -49,8 +48,7 @@ class Losses:
                         f"(stage {len(self._plan.stages) - 1}, microbatch {microbatch}); "
                         "try a lower --lr, a --warmup or --clip 1"
                     )
-            event = {"kind": "losses", "rank": self._rank, "losses": numbers, "time": time.monotonic()}
-            self._emit(event if scale is None else {**event, "scale": scale})
+            self._emit(BatchLosses(self._rank, numbers, time.monotonic(), scale))
 
 
 def score_of(logits: Tensor, labels: Tensor) -> Score:

@@ -1,4 +1,10 @@
-"""Number formats of a run: the dtype of the weights, and the dtype in which forward computes."""
+"""Number formats of a run: the dtype of the weights, and the dtype in which forward computes.
+
+fp64          for proofs on the CPU
+    fp32          as stock PyTorch: convolutions on a GPU may use tf32
+    ieee, tf32    fp32 without tf32; tf32 in matrix products too
+    bf16, fp16    fp32 weights, forward by autocast; fp16 with loss scaling
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from stagewright.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +38,13 @@ class Precision:
 
 
 def make_precision(name: str, device: str) -> Precision:
-    """The precision of that name; an error if the device does not support it."""
+    """The precision of that name; `config.rules` says which device supports it."""
     if name == "fp64":
-        if device != "cpu":
-            raise ValueError(f"precision fp64 is for proofs on the CPU, but the device is {device}; use fp32")
         return Precision(name, device, torch.float64)
     if name in ("fp32", "ieee", "tf32"):
-        if name == "tf32" and device == "cpu":
-            raise ValueError("precision tf32 needs a GPU, but the device is cpu; use fp32")
         return Precision(name, device)
     if name == "bf16":
         return Precision(name, device, autocast=torch.bfloat16)
     if name == "fp16":
-        if device == "cpu":
-            raise ValueError("precision fp16 needs a GPU, but the device is cpu; use bf16 or fp32")
         return Precision(name, device, autocast=torch.float16, is_scaled=True)
-    raise ValueError(f"unknown precision '{name}'; choose fp64, fp32, ieee, tf32, bf16 or fp16")
+    raise UserError(f"unknown precision '{name}'; choose fp64, fp32, ieee, tf32, bf16 or fp16")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from stagewright.runtime.comm.device import Device
+from stagewright.metrics import Span
+from stagewright.runtime.comm.device import Device, Gpu
 from stagewright.runtime.status_file import ABSENT, OPS, PROCESS, PROCESS_AT, RECORD, SIZE, STATE_AT, UPDATED_AT, State
 from stagewright.schedule.action import COMPUTES, RECEIVES, SENDS, Action, Op
 
@@ -87,15 +88,14 @@ class FlightRecorder(Recorder):
         """The rank writes its state; the watchdog allows --start-timeout for that."""
         self._map[STATE_AT] = State.SAVING
 
-    def spans(self) -> list[tuple[str, str, str, float, float]]:
-        """Lane, kind, name, start and end of the last actions, and of the host's waits before them."""
+    def spans(self) -> tuple[Span, ...]:
+        """The last actions, and the host's waits before them."""
         done = [
-            ("transfer" if action.op in _TRANSFER_LANE else "compute", str(action.op), str(action), start, end)
+            _span("transfer" if action.op in _TRANSFER_LANE else "compute", action, start, end)
             for action, start, end in self._spans
             if action.op not in RECEIVES
         ]
-        waits = [("wait", str(action.op), str(action), start, end) for action, start, end in self._waits]
-        return done + waits
+        return (*done, *(_span("wait", *wait) for wait in self._waits))
 
 
 class GpuRecorder(FlightRecorder):
@@ -125,16 +125,17 @@ class GpuRecorder(FlightRecorder):
             self._memory_read = time.monotonic()
             PROCESS.pack_into(self._map, PROCESS_AT, os.getpid(), torch.cuda.memory_reserved())
 
-    def spans(self) -> list[tuple[str, str, str, float, float]]:
-        computes = [
-            ("compute", str(action.op), str(action), self._at(start), self._at(end))
-            for action, start, end in self._computes
-        ]
-        return computes + super().spans()
+    def spans(self) -> tuple[Span, ...]:
+        computes = (_span("compute", action, self._at(start), self._at(end)) for action, start, end in self._computes)
+        return (*computes, *super().spans())
 
     def _at(self, event: torch.cuda.Event) -> float:
         event.synchronize()
         return float(self._origin + self._began.elapsed_time(event) / 1e3)
+
+
+def _span(lane: str, action: Action, start: float, end: float) -> Span:
+    return Span(action.rank, lane, str(action.op), str(action), start, end)
 
 
 def timed_event() -> torch.cuda.Event:
@@ -146,4 +147,4 @@ def timed_event() -> torch.cuda.Event:
 
 def make_recorder(path: Path, device: Device) -> FlightRecorder:
     """The recorder of a rank on that device."""
-    return FlightRecorder(path) if device.device.type == "cpu" else GpuRecorder(path)
+    return GpuRecorder(path) if isinstance(device, Gpu) else FlightRecorder(path)

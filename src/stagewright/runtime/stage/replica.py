@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from stagewright.runtime.comm.boundary import Activations, Exchange, FormatOptio
 from stagewright.runtime.comm.device import Device, Reading
 from stagewright.runtime.stage.batch_norm import Statistics
 from stagewright.runtime.stage.compute import ComputeOptions, make_compute
-from stagewright.runtime.stage.gradients import Reducer
+from stagewright.runtime.stage.gradients import GradientBuffers
 from stagewright.runtime.stage.losses import widened
 from stagewright.runtime.stage.optimizer import Optimizer
 from stagewright.runtime.stage.precision import Precision
@@ -45,7 +46,6 @@ class StageOptions:
     seed: int
     precision: Precision
     label_smoothing: float
-    gradient_scale: float  # by which to multiply a gradient, since the last stage has divided it by its own round
     format: FormatOptions
     compute: ComputeOptions
 
@@ -58,8 +58,9 @@ class Replica:
         stage: Stage,
         piece: Piece,
         ring: VersionRing,
-        reducer: Reducer,
+        gradients: GradientBuffers,
         optimizer: Optimizer,
+        statistics: Statistics,
         exchange: Exchange,
         options: StageOptions,
         device: Device,
@@ -67,19 +68,17 @@ class Replica:
         self.stage = stage
         self.piece = piece
         self.ring = ring
-        self.reducer = reducer
+        self.gradients = gradients
         self.optimizer = optimizer
+        self.statistics = statistics
         self.exchange = exchange
         self.options = options
         self.device = device
-        self.statistics = Statistics(piece.training)
-        self.compute = make_compute(piece.training, options.precision, device, options.compute)
+        self.compute = make_compute(f"stage {stage.index}", piece.training, options.precision, device, options.compute)
         self.in_flight: dict[int, InFlight] = {}
         self.losses: dict[int, Reading] = {}
         share = torch.ones((), dtype=options.precision.weights) / stage.round
         self._share = share.to(device.device)  # of a microbatch in the loss of its round
-        self._scales: dict[int, Tensor] = {}  # the loss scale in each update's gradient
-        self.open_updates: set[int] = set()  # updates whose gradient is being accumulated
 
     def forward(self, microbatch: int, version: int) -> None:
         """Run forward with one version of the weights, and keep what backward needs."""
@@ -112,17 +111,9 @@ class Replica:
         is_last = self.stage.is_last
         incoming = self._initial_gradient(scale) if is_last else self.exchange.output_gradients.pop(microbatch)
         update = self.stage.update_of(microbatch)
-        if incoming.scale is not None and update not in self._scales:
-            self._scales[update] = incoming.scale.clone()
         slot = self.ring.use(update)
         assert slot.version == version, f"version {version} was overwritten before microbatch {microbatch} was done"
-        is_first = update not in self.open_updates
-        self.open_updates.add(update)
-        gradient = self.ring.gradient_of(update)
-        with (
-            self.ring.accumulating(slot, update, is_first=is_first, at_once=overlap),
-            self.reducer.watching(slot, update, gradient) if overlap else nullcontext(),
-        ):
+        with self.gradients.accumulating(update, slot.leaves, overlap=overlap, loss_scale=incoming.scale):
             if kept.roots:
                 torch.autograd.backward(kept.roots, incoming.tensors)
         incoming.release()
@@ -130,38 +121,18 @@ class Replica:
             gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in kept.leaves]
             if self.compute.overwrites:
                 gradients = [gradient.clone() for gradient in gradients]
-            self.exchange.input_gradients[microbatch] = Gradients(gradients, self._scales.get(update))
+            self.exchange.input_gradients[microbatch] = Gradients(gradients, self.gradients.loss_scale(update))
         for release in kept.releases:
             release()
 
-    def reduce(self, update: int) -> None:
-        gradient = self.ring.gradient_of(update)
-        if update not in self.open_updates:  # a replica without a microbatch in this round joins with zeros
-            self.open_updates.add(update)
-            gradient.zero_()
-        self.reducer.start(update, gradient)
-
-    def unscale(self, update: int) -> Tensor:
-        """Divide the whole gradient by its scale; returns 1 if it is not finite, otherwise 0."""
-        gradient = self.ring.gradient_of(update)
-        gradient.mul_(self._scales.pop(update).reciprocal())
-        largest: Tensor = torch.linalg.vector_norm(gradient, torch.inf)
-        return largest.isfinite().logical_not().float()
-
-    def update(self, update: int, clip: Callable[[Tensor], Tensor] | None, found_inf: Tensor | None = None) -> None:
-        """Make version update+1 from the whole gradient times its `clip` factor; a copy if `found_inf` is 1."""
-        gradient = self.ring.gradient_of(update)
-        if self.options.gradient_scale != 1.0:
-            gradient.mul_(self.options.gradient_scale)
-        if clip is not None:
-            gradient.mul_(clip(gradient))
-        self.optimizer.step(update, gradient, found_inf)
+    def update(self, update: int, norm: Tensor | None, found_inf: Tensor | None = None) -> None:
+        """Make version update+1 from the whole gradient, clipped by `norm` or its own; a copy if `found_inf` is 1."""
+        self.optimizer.step(update, self.gradients.finish(update, norm), found_inf)
         self.advance(update)
 
     def advance(self, update: int) -> None:
         """Make version update+1 from the present weights, which a skipped update has left as they were."""
-        self.reducer.forget(update)
-        self.open_updates.discard(update)
+        self.gradients.release(update)
         self._refill(update + 1, update + self.stage.versions)
 
     def restart_versions(self) -> None:
@@ -173,13 +144,13 @@ class Replica:
     def resume_versions(self, update: int) -> None:
         """Set the slots' version numbers as they are when an update begins; their weights are already restored."""
         for number in range(update, update + self.stage.versions):
-            self.ring.refill(number, self.stage.version_for(number), lambda weights: None)
+            self.ring.slots[self.ring.slot_of(number)].version = self.stage.version_for(number)
 
     def _refill(self, version: int, update: int) -> None:
         """Fill the slot of a future update from the present weights, which are at `version`."""
-        self.ring.refill(
-            update, version, lambda weights: self.optimizer.extrapolate(weights, version, update - version)
-        )
+        lag = update - version
+        extrapolate = partial(self.optimizer.extrapolate, version=version, updates=lag)
+        self.ring.refill(update, version, extrapolate if lag and self.optimizer.extrapolates else None)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -1,16 +1,19 @@
-"""A stage's weights as flat buffers: one master, K version slots, and the gradient buffers."""
+"""A stage's weights as flat buffers: one master and K version slots.
+
+Parameters are views of the buffers with their own strides, swapped into the modules; the optimizer sees the master. The
+views share autograd's version counter with their buffer, so a backward through a slot that was overwritten raises.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+
+from stagewright.errors import UserError
 
 _ALIGNMENT = 16  # elements; no two parameters share a cache line
 
@@ -49,7 +52,7 @@ class VersionRing:
     slots hold the initial weights. With K = 1 the only slot is the master, trained in place.
     """
 
-    def __init__(self, roots: Sequence[nn.Module], trainable: Collection[str], versions: int, buffers: int) -> None:
+    def __init__(self, roots: Sequence[nn.Module], trainable: Collection[str], versions: int) -> None:
         self.parameters = _collect(roots, trainable)
         size = self.parameters[-1].end if self.parameters else 0
         dtype, device = _common(roots, trainable)
@@ -60,8 +63,6 @@ class VersionRing:
         slots = [self.master] if versions == 1 else [self.master.clone() for _ in range(versions)]
         self.slots = [Slot(flat, self.parameters) for flat in slots]
         self._master_slot = self.slots[0] if versions == 1 else Slot(self.master, self.parameters)
-        self.gradients = [torch.zeros_like(self.master) for _ in range(buffers)]
-        self._gradient_views = [[p.view(gradient) for p in self.parameters] for gradient in self.gradients]
         self._current: Slot | None = None
         self.use_master()
 
@@ -77,67 +78,16 @@ class VersionRing:
         """Put the newest weights into the modules, for evaluation and export."""
         return self._swap_in(self._master_slot)
 
-    @contextmanager
-    def accumulating(self, slot: Slot, update: int, *, is_first: bool, at_once: bool) -> Iterator[None]:
-        """While the context is open, a backward through a slot's leaves adds to the gradient buffer of an update.
-
-        The first backward of an update creates new gradients, which is cheaper than adding to zeros. They move into the
-        buffer one by one if `at_once`, because all-reduces wait for them, and otherwise together.
-        """
-        if not is_first:  # the leaves' gradients are views of the buffer already
-            yield
-            return
-        hooks = self._begin_accumulating(slot, update, at_once=at_once)
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-        self._finish_accumulating(slot, update)
-
-    def _begin_accumulating(self, slot: Slot, update: int, *, at_once: bool) -> list[RemovableHandle]:
-        """Have the next backward create new gradients, and with `at_once` move each into the buffer immediately."""
-
-        def fill(leaf: Tensor, view: Tensor) -> None:
-            assert leaf.grad is not None
-            view.copy_(leaf.grad)
-            leaf.grad = view
-
-        hooks = []
-        for leaf, view in zip(slot.leaves, self._views_of(update), strict=True):
-            leaf.grad = None
-            if at_once:
-                hooks.append(leaf.register_post_accumulate_grad_hook(partial(fill, view=view)))  # type: ignore[no-untyped-call]
-        return hooks
-
-    def _finish_accumulating(self, slot: Slot, update: int) -> None:
-        """After the first backward, move its gradients into the buffer in few kernels; zeros where it made none."""
-        made: list[Tensor] = []
-        places: list[Tensor] = []
-        for leaf, view in zip(slot.leaves, self._views_of(update), strict=True):
-            if leaf.grad is None:
-                view.zero_()
-            elif leaf.grad is not view:
-                made.append(leaf.grad)
-                places.append(view)
-            leaf.grad = view
-        if made:
-            torch._foreach_copy_(places, made)
-
-    def gradient_of(self, update: int) -> Tensor:
-        return self.gradients[update % len(self.gradients)]
-
-    def _views_of(self, update: int) -> list[Tensor]:
-        """The gradient buffer of an update as one view per leaf."""
-        return self._gradient_views[update % len(self.gradients)]
-
-    def refill(self, update: int, version: int, fill: Callable[[Tensor], None]) -> None:
-        """Fill the slot of an update with a version, once its last backward is done."""
+    def refill(self, update: int, version: int, fill: Callable[[Tensor], None] | None = None) -> None:
+        """Fill the slot of an update, once its last backward is done: by `fill`, or with a copy of the master."""
         slot = self.slots[self.slot_of(update)]
         slot.version = version
         if len(self.slots) > 1:
             with torch.no_grad():
-                fill(slot.flat)
+                if fill is None:
+                    slot.flat.copy_(self.master)
+                else:
+                    fill(slot.flat)
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
         """A flat buffer as tensors, by parameter names of the whole model."""
@@ -185,5 +135,5 @@ def _common(roots: Sequence[nn.Module], trainable: Collection[str]) -> tuple[tor
     }
     if len(kinds) > 1:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype, _ in kinds))
-        raise ValueError(f"a stage's trainable parameters must have one dtype, got {names}")
+        raise UserError(f"a stage's trainable parameters must have one dtype, got {names}")
     return next(iter(kinds), (torch.float32, torch.device("cpu")))

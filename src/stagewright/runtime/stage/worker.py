@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import astuple
-from typing import Any
 
 from torch import Tensor
 
 from stagewright.data.loader import Loader
-from stagewright.events import Score
+from stagewright.events import Emit, Score, Scored
 from stagewright.model.probe import Probe
 from stagewright.plan.plan import Stage
 from stagewright.runtime.comm.boundary import Activations, Boundary, expect
@@ -22,15 +20,14 @@ from stagewright.runtime.comm.transport import AllOf, Collective, Pending
 from stagewright.runtime.job import Job
 from stagewright.runtime.stage.dynamic import DynamicScheduler
 from stagewright.runtime.stage.gate import Gate
-from stagewright.runtime.stage.gradients import Norms, clip_factor, norm_of
+from stagewright.runtime.stage.gradients import Norms
 from stagewright.runtime.stage.loss_scaling import LossScaling
 from stagewright.runtime.stage.losses import Losses, score_of
 from stagewright.runtime.stage.recorder import Recorder
 from stagewright.runtime.stage.replica import Replica
 from stagewright.schedule.action import TRANSFERS, Action, Op
 from stagewright.schedule.lower import evaluation_program, last_of, program
-
-Emit = Callable[[dict[str, Any]], None]
+from stagewright.schedule.policy import overlapped_backward
 
 
 class Saver:
@@ -51,7 +48,6 @@ class Worker:
         job: Job,
         rank: int,
         replicas: Mapping[int, Replica],
-        collectives: Mapping[int, Collective],
         world: Collective,
         loss_scaling: LossScaling,
         emit: Emit,
@@ -62,7 +58,6 @@ class Worker:
         self.rank = rank
         self.replicas = replicas
         self.recorder = recorder or Recorder()
-        self._collectives = collectives
         self._emit = emit
         self._norms = Norms(len(job.plan.stages), world)
         self._losses = Losses(job.plan, rank, emit)
@@ -78,7 +73,7 @@ class Worker:
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
             **dict.fromkeys(TRANSFERS, lambda a: replicas[a.stage].exchange.transfer(a)),
-            Op.REDUCE: lambda a: replicas[a.stage].reduce(a.version),  # type: ignore[arg-type]
+            Op.REDUCE: lambda a: replicas[a.stage].gradients.reduce(a.version),  # type: ignore[arg-type]
             Op.AGREE: self._agree,
             Op.UPDATE: self._update,
         }
@@ -144,10 +139,8 @@ class Worker:
         assert job is not None
         whole, rest = divmod(job.samples, self.plan.samples)
         with ExitStack() as stack:
-            for stage, replica in self.replicas.items():
-                rows, pending = replica.statistics.gather(
-                    self._collectives[stage], replica.stage.ranks.index(self.rank), replica.stage.replicas
-                )
+            for replica in self.replicas.values():
+                rows, pending = replica.statistics.gather()
                 yield pending
                 stack.enter_context(replica.statistics.averaged(rows))
                 stack.enter_context(replica.evaluating())
@@ -157,16 +150,15 @@ class Worker:
                 assert job.short is not None
                 yield from self._evaluate_pieces(job.short, range(whole, whole + 1))
         if any(replica.stage.is_last for replica in self.replicas.values()):
-            self._emit({"kind": "score", "batch": pause, "rank": self.rank, "score": list(astuple(self._score))})
+            self._emit(Scored(self.rank, pause, self._score))
 
     def states(self) -> Iterator[Pending | tuple[Stage, Mapping[str, Tensor]]]:
         """Each stage's newest weights and mean statistics, from its first replica; every rank must take part."""
-        for stage, replica in self.replicas.items():
-            index = replica.stage.ranks.index(self.rank)
-            rows, pending = replica.statistics.gather(self._collectives[stage], index, replica.stage.replicas)
+        for replica in self.replicas.values():
+            rows, pending = replica.statistics.gather()
             yield pending
             with replica.statistics.averaged(rows):
-                if index == 0:
+                if replica.stage.ranks[0] == self.rank:
                     yield replica.stage, replica.state()
 
     def awaits(self, action: Action) -> Pending | None:
@@ -181,7 +173,7 @@ class Worker:
             assert action.version is not None
             if self.plan.agree:
                 return self._norms.pending(action.version)
-            return None if self.plan.flags else replica.reducer.pending(action.version)
+            return None if self.plan.flags else replica.gradients.pending(action.version)
         if action.op is Op.AGREE:
             return AllOf(list(self._awaits_agreement(action)))
         return None
@@ -190,7 +182,7 @@ class Worker:
         assert action.version is not None
         stages = [action.stage] if self.plan.flags else self.replicas
         for stage in stages:
-            yield self.replicas[stage].reducer.pending(action.version)
+            yield self.replicas[stage].gradients.pending(action.version)
         flag = self.loss_scaling.awaits_flag(action.stage, action.version)
         if flag is not None and not self.replicas[action.stage].stage.is_last:
             yield flag
@@ -231,8 +223,7 @@ class Worker:
         replica, microbatch = self.replicas[action.stage], action.microbatch
         assert microbatch is not None and action.version is not None
         stage = replica.stage
-        is_last_of_round = stage.update_of(microbatch + stage.replicas) != stage.update_of(microbatch)
-        overlap = stage.replicas > 1 and is_last_of_round and len(self.replicas) == 1
+        overlap = microbatch == overlapped_backward(self.plan, stage, self.rank, stage.update_of(microbatch))
         scale = self.loss_scaling.scale_of(microbatch // self.plan.microbatches) if stage.is_last else None
         replica.backward(microbatch, action.version, overlap, scale)
         if stage.is_last:
@@ -252,26 +243,21 @@ class Worker:
         for replica in self.replicas.values():
             self.loss_scaling.unscale(replica, action.version)
         first = [replica for replica in self.replicas.values() if replica.stage.ranks[0] == self.rank]
-        gradients = {replica.stage.index: replica.ring.gradient_of(action.version) for replica in first}
-        self._norms.exchange(gradients, action.version)
+        norms = {replica.stage.index: replica.gradients.norm(action.version) for replica in first}
+        self._norms.exchange(norms, action.version)
 
     def _update(self, action: Action) -> None:
         replica, update = self.replicas[action.stage], action.version
         assert update is not None
-        limit = self.job.config.optimizer.clip
-        clip = None if limit is None else lambda gradient: clip_factor(self._norm(gradient, update), limit)
         if not self.plan.agree and not self.plan.flags:
             self.loss_scaling.unscale(replica, update)
-        norms = self._norms.squares(update) if self.plan.agree else None
-        skipping = self.loss_scaling.skip_decision(replica, update, norms)
+        squares = self._norms.squares(update) if self.plan.agree else None
+        skipping = self.loss_scaling.skip_decision(replica, update, squares)
         if skipping is True:
             replica.advance(update)
         else:
-            replica.update(update, clip, skipping if isinstance(skipping, Tensor) else None)
-
-    def _norm(self, gradient: Tensor, update: int) -> Tensor:
-        """The norm to clip by: that of the whole model where ranks agree on it, otherwise that of the stage."""
-        return self._norms.squares(update).sum().sqrt() if self.plan.agree else norm_of(gradient)
+            norm = None if squares is None else squares.sum().sqrt()
+            replica.update(update, norm, skipping if isinstance(skipping, Tensor) else None)
 
     def _report_losses(self, replica: Replica, microbatch: int, scale: float | None) -> None:
         """Report a batch's losses once this replica has computed its last one."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from stagewright.runtime.comm.channel import Inbox, Outbox
-from stagewright.runtime.comm.memory import DictStore, MemoryTransport
+from stagewright.runtime.comm.memory import MemoryTransport
 from stagewright.runtime.comm.message import Field, FormatError, MessageFormat
 
 FORMAT = MessageFormat(
@@ -15,7 +16,7 @@ FORMAT = MessageFormat(
 
 
 def connect(sent: MessageFormat = FORMAT, expected: MessageFormat = FORMAT) -> tuple[Outbox, Inbox]:
-    transport, store = MemoryTransport(), DictStore({})
+    transport, store = MemoryTransport(), HashStore()
     outbox, inbox = Outbox("act/0/0-1", transport, store, 4), Inbox("act/0/0-1", transport, store, 2)
     outbox.open(sent)
     inbox.open(expected)

@@ -1,15 +1,22 @@
-"""Compiled stages give the reference's numbers, and compile once per stage however many versions there are."""
+"""Compiled stages give the reference's numbers and compile once; what decides whether CUDA graphs are used."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from stagewright.runtime.stage import compute
+from stagewright.runtime.stage.compute import Compute, ComputeOptions, CudaGraphs, Eager, make_compute
+from stagewright.runtime.stage.precision import make_precision
 from tests.parity import Case, assert_near, emulate, make_job, refer
 
 
@@ -33,3 +40,80 @@ def test_compiled_stages_equal_the_reference_and_compile_once(case: Case, tmp_pa
     expected = refer(case)
     assert_near(run.weights, expected.weights | expected.buffers, 1e-9)
     assert counters["stats"]["unique_graphs"] == run.job.plan.world, "one per rank, since here they share a process"
+
+
+def computing(device: str = "cuda", **options: Any) -> Compute:
+    where: Any = SimpleNamespace(device=torch.device(device), seed=lambda seed: None)
+    return make_compute("stage 1", nn.Identity(), make_precision("fp32", "cuda"), where, ComputeOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"graph": "on"}, CudaGraphs),
+        ({"graph": "auto"}, CudaGraphs),
+        ({"graph": "off"}, Eager),
+        ({"graph": "on", "overlaps": True}, CudaGraphs),
+        ({"graph": "auto", "overlaps": True}, Eager),
+        ({"graph": "on", "is_compiled": True}, Eager),
+        ({"graph": "on", "device": "cpu"}, Eager),
+    ],
+)
+def test_graphs_are_considered_on_gpus_unless_reductions_overlap(options: dict[str, Any], kind: type) -> None:
+    assert type(computing(**options)) is kind
+
+
+class Trial:
+    """Made results and times of three calls without CUDA graphs and one with them."""
+
+    def __init__(self, differs: float, gain: float) -> None:
+        self._results = [torch.ones(4), torch.ones(4), torch.ones(4) + differs]
+        self._seconds = [gain, 1.0]
+
+    def result(self, call: object) -> list[Tensor]:
+        return [self._results.pop(0)]
+
+    def seconds(self, call: object) -> float:
+        return self._seconds.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("graph", "differs", "gain", "is_on"),
+    [
+        ("auto", 0.0, 1.3, True),
+        ("auto", 0.0, 1.02, False),
+        ("auto", 0.1, 1.3, False),
+        ("on", 0.1, 0.9, True),
+    ],
+)
+def test_a_trial_decides_on_graphs_and_its_numbers_are_logged(
+    graph: str, differs: float, gain: float, is_on: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = computing(graph=graph)
+    assert isinstance(found, CudaGraphs)
+    with (
+        caplog.at_level("INFO"),
+        mock.patch.object(compute, "_Trial", lambda *_: Trial(differs, gain)),
+        mock.patch.object(compute, "_preserved_state", lambda _: nullcontext()),
+        mock.patch.object(found, "_capture", lambda _: lambda arguments: torch.ones(4)),
+    ):
+        for _ in range(4):
+            found.forward(0, [torch.ones(4)])
+    assert found.overwrites is is_on
+    (line,) = caplog.messages
+    assert line.startswith(f"stage 1: {'' if is_on else 'no '}CUDA graphs") and f"{gain:.2f}" in line
+
+
+def test_auto_does_without_graphs_that_need_too_much_memory(caplog: pytest.LogCaptureFixture) -> None:
+    found, forced = computing(graph="auto"), computing(graph="on")
+    with (
+        caplog.at_level("INFO"),
+        mock.patch.object(CudaGraphs, "_capture", side_effect=torch.OutOfMemoryError),
+        mock.patch.object(compute, "_preserved_state", lambda _: nullcontext()),
+    ):
+        for _ in range(5):
+            found.forward(0, [torch.ones(4)])
+        assert not found.overwrites and len(caplog.messages) == 1 and "memory" in caplog.messages[0]
+        with pytest.raises(torch.OutOfMemoryError):
+            for _ in range(4):
+                forced.forward(0, [torch.ones(4)])

@@ -92,11 +92,13 @@ def wrong_slot() -> AbstractContextManager[object]:
 def no_stash() -> AbstractContextManager[object]:
     """Write the newest weights to every slot, where autograd does not see it."""
 
-    def refill(ring: VersionRing, update: int, version: int, fill: Callable[[Tensor], None]) -> None:
+    def refill(ring: VersionRing, update: int, version: int, fill: Callable[[Tensor], None] | None = None) -> None:
         slot = ring.slots[ring.slot_of(update)]
         slot.version = version
         with torch.no_grad():
-            fill(slot.flat.data)
+            slot.flat.data.copy_(ring.master)
+            if fill is not None:
+                fill(slot.flat.data)
             for other in ring.slots:
                 other.flat.data.copy_(slot.flat.data)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagewright.cluster.placement import parse_placement
+from stagewright.events import BatchLosses, Event, Skipped
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
 from stagewright.runtime.stage.loss_scaling import LossScale, ScalingOptions
@@ -115,7 +115,7 @@ def test_scaled_runs_equal_the_reference(name: str, options: dict[str, object], 
     assert _scales(run.events, case.microbatches) == expected.scales
     assert len(set(expected.scales)) > 2
     for stage in range(len(case.replicas)):
-        skipped = {event["batch"] for event in run.events if event["kind"] == "skipped" and event["stage"] == stage}
+        skipped = {event.batch for event in run.events if isinstance(event, Skipped) and event.stage == stage}
         assert skipped == {batch for batch, skips in enumerate(expected.skipped) if skips[stage]}
 
 
@@ -129,11 +129,12 @@ def test_a_stage_may_skip_alone(tmp_path: Path) -> None:
     assert (False, True) not in skipped  # all earlier stages skip what the last stage skips
 
 
-def _scales(events: Sequence[Mapping[str, Any]], microbatches: int) -> list[float]:
+def _scales(events: Sequence[Event], microbatches: int) -> list[float]:
     scales: dict[int, float] = {}
     for event in events:
-        if event["kind"] == "losses":
-            scales |= {number // microbatches: event["scale"] for number, _ in event["losses"]}
+        if isinstance(event, BatchLosses):
+            assert event.scale is not None
+            scales |= {number // microbatches: event.scale for number, _ in event.losses}
     return [scales[batch] for batch in sorted(scales)]
 
 

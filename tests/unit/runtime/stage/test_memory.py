@@ -82,7 +82,7 @@ def test_four_times_the_microbatches_need_no_more_memory(case: Case, tmp_path: P
             kept = replica.exchange
             held = (kept.inputs, kept.outputs, replica.in_flight, kept.output_gradients, kept.input_gradients)
             assert not any(held), "a microbatch is still held after the run"
-            assert not replica.open_updates, "an update is still open after the run"
+            assert not replica.gradients.open_updates, "an update is still open after the run"
 
 
 def test_live_bytes_counts_held_and_freed_storages() -> None:

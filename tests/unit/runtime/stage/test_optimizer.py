@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
+from torch import Tensor
 
 from stagewright.config.sections import OptimizerConfig, ScheduleConfig
-from stagewright.runtime.stage.optimizer import Optimizer, Rates, learning_rate
+from stagewright.plan.estimate import OPTIMIZER_MOMENTS
+from stagewright.runtime.stage.optimizer import OPTIMIZERS, Rates, learning_rate, make_optimizer
+from tests import reference
 
 
 def rates(schedule: ScheduleConfig, batches: int = 10) -> list[float]:
@@ -45,6 +50,16 @@ def test_the_curve_spans_the_batches_after_warm_up() -> None:
     assert math.isclose(cosine[9], (1 + math.cos(math.pi * 7 / 8)) / 2)
 
 
+STOCK: dict[str, Callable[[Tensor, OptimizerConfig], torch.optim.Optimizer]] = {
+    "sgd": lambda plain, config: torch.optim.SGD(
+        [plain], momentum=config.momentum, nesterov=config.nesterov, weight_decay=config.weight_decay
+    ),
+    "adamw": lambda plain, config: torch.optim.AdamW(
+        [plain], betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay
+    ),
+}
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -59,15 +74,9 @@ def test_an_optimizer_equals_stock_torch(config: OptimizerConfig) -> None:
     torch.manual_seed(0)
     master = torch.randn(50, dtype=torch.float64)
     plain = master.clone().requires_grad_()
-    stock: torch.optim.Optimizer = torch.optim.AdamW(
-        [plain], betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay
-    )
-    if config.name == "sgd":
-        stock = torch.optim.SGD(
-            [plain], momentum=config.momentum, nesterov=config.nesterov, weight_decay=config.weight_decay
-        )
+    stock = STOCK[config.name](plain, config)
     rates = Rates(0.5, ScheduleConfig(warmup=5), 5)
-    optimizer = Optimizer(config, master, rates)
+    optimizer = make_optimizer(config, master, rates)
     for step in range(5):
         gradient = torch.randn(50, dtype=torch.float64)
         optimizer.step(step, gradient.clone())
@@ -82,7 +91,7 @@ def test_an_optimizer_equals_stock_torch(config: OptimizerConfig) -> None:
 )
 def test_an_update_that_overflowed_changes_nothing(config: OptimizerConfig) -> None:
     master = torch.randn(50)
-    optimizer = Optimizer(config, master, Rates(0.5, ScheduleConfig(), 5))
+    optimizer = make_optimizer(config, master, Rates(0.5, ScheduleConfig(), 5))
     optimizer.step(0, torch.randn(50), torch.zeros(()))
     before = {"master": master.clone()} | {name: tensor.clone() for name, tensor in optimizer.state.items()}
     optimizer.step(1, torch.full((50,), torch.inf), torch.ones(()))
@@ -93,14 +102,24 @@ def test_an_update_that_overflowed_changes_nothing(config: OptimizerConfig) -> N
 
 def test_a_gradient_is_released_after_its_step() -> None:
     master = torch.randn(50)
-    Optimizer(OptimizerConfig(), master, Rates(0.5, ScheduleConfig(), 5)).step(0, torch.randn(50))
+    make_optimizer(OptimizerConfig(), master, Rates(0.5, ScheduleConfig(), 5)).step(0, torch.randn(50))
     assert master.grad is None
 
 
-def test_without_momentum_extrapolated_weights_are_the_master() -> None:
-    master = torch.randn(50)
-    optimizer = Optimizer(OptimizerConfig(momentum=0.0, predict=True), master, Rates(0.5, ScheduleConfig(), 5))
-    optimizer.step(0, torch.randn(50))
-    weights = torch.empty_like(master)
-    optimizer.extrapolate(weights, 1, 3)
-    assert torch.equal(weights, master)
+@pytest.mark.parametrize(
+    ("config", "extrapolates"),
+    [
+        (OptimizerConfig(predict=True), True),
+        (OptimizerConfig(name="adamw", predict=True), True),
+        (OptimizerConfig(momentum=0.0, predict=True), False),
+        (OptimizerConfig(), False),
+        (OptimizerConfig(name="adamw"), False),
+    ],
+)
+def test_extrapolates_only_when_asked_and_along_a_momentum(config: OptimizerConfig, extrapolates: bool) -> None:
+    assert make_optimizer(config, torch.randn(50), Rates(0.5, ScheduleConfig(), 5)).extrapolates is extrapolates
+
+
+def test_every_optimizer_of_the_options_has_a_class_a_memory_and_a_reference() -> None:
+    names = set(get_args(get_type_hints(OptimizerConfig)["name"]))
+    assert set(OPTIMIZERS) == set(OPTIMIZER_MOMENTS) == set(reference.OPTIMIZERS) == names

@@ -5,11 +5,18 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from stagewright.plan.plan import Stage
+from stagewright.runtime.comm.memory import MemoryCollective
+from stagewright.runtime.comm.transport import Pending
 from stagewright.runtime.process.emulate import Emulation
+from stagewright.runtime.stage.replica import Replica
+from stagewright.schedule.lower import updates_in
+from stagewright.schedule.policy import overlapped_backward
 from tests.parity import (
     Case,
     Drive,
@@ -284,6 +291,39 @@ def test_gpipe_equals_the_reference(case: Case, dynamic: bool, tmp_path: Path) -
 def test_buckets_change_no_bit(bucket: int, tmp_path: Path) -> None:
     case = Case("normed", "0:0-2.0:3-4", "third", mode="stale", staleness=1)
     assert_same_bits(emulate(case, tmp_path), emulate(replace(case, bucket=bucket), tmp_path))
+
+
+@pytest.mark.parametrize("case", BITS, ids=str)
+def test_sums_start_during_the_backwards_that_the_policy_names_and_no_others(case: Case, tmp_path: Path) -> None:
+    """This changes no bit, so that comparing weights does not show it."""
+    running: tuple[Stage, int] | None = None
+    found = set()
+
+    def backward(replica: Replica, microbatch: int, version: int, overlap: bool, scale: float | None = None) -> None:
+        nonlocal running
+        running = replica.stage, microbatch
+        right_backward(replica, microbatch, version, overlap, scale)
+        running = None
+
+    def start_sum(collective: MemoryCollective, tensor: torch.Tensor) -> Pending:
+        if running is not None:
+            found.add((running[0].index, running[1]))
+        return right_sum(collective, tensor)
+
+    right_backward, right_sum = Replica.backward, MemoryCollective.sum
+    job = make_job(case, tmp_path)
+    with mock.patch.object(Replica, "backward", backward), mock.patch.object(MemoryCollective, "sum", start_sum):
+        emulation = Emulation(job, lambda event: None)
+        emulation.run()
+    replicas = [replica for worker in emulation.workers for replica in worker.replicas.values()]
+    assert {replica.stage.index for replica in replicas if replica.options.compute.overlaps} == {s for s, _ in found}
+    assert found == {
+        (stage.index, overlapped_backward(job.plan, stage, rank, update))
+        for stage in job.plan.stages
+        for rank in stage.ranks
+        for update in updates_in(stage, range(job.plan.boundary(job.batches)))
+        if overlapped_backward(job.plan, stage, rank, update) is not None
+    }
 
 
 def test_another_seed_gives_other_bits(tmp_path: Path) -> None:

@@ -14,11 +14,7 @@ from stagewright.runtime.stage.versions import VersionRing
 def make(versions: int, model: nn.Module | None = None) -> tuple[nn.Module, VersionRing]:
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-    return model, VersionRing([model], {name for name, _ in model.named_parameters()}, versions, 1)
-
-
-def publish(ring: VersionRing, version: int, update: int) -> None:
-    ring.refill(update, version, lambda flat: flat.copy_(ring.master))
+    return model, VersionRing([model], {name for name, _ in model.named_parameters()}, versions)
 
 
 def test_one_version_trains_the_master_in_place() -> None:
@@ -36,12 +32,12 @@ def test_a_version_keeps_its_weights_until_its_slot_is_refilled() -> None:
     first = model(x).detach()
     with torch.no_grad():
         ring.master.mul_(2.0)
-    publish(ring, 1, update=2)  # overwrites the slot of update 0
+    ring.refill(2, 1)  # overwrites the slot of update 0
     ring.use(1)
     assert torch.equal(model(x), first)
     assert ring.use(2).version == 1
     assert not torch.equal(model(x), first)
-    publish(ring, 2, update=3)
+    ring.refill(3, 2)
     assert ring.use(3).version == 2
     assert not torch.equal(model(x), first)
 
@@ -51,30 +47,11 @@ def test_a_version_keeps_its_weights_until_its_slot_is_refilled() -> None:
 )
 def test_overwriting_a_version_in_use_raises(fill: Callable[[Tensor], None]) -> None:
     model, ring = make(2)
-    slot = ring.use(0)
+    ring.use(0)
     loss = model(torch.randn(5, 4)).sum()
     ring.refill(2, 1, fill)
-    with (
-        pytest.raises(RuntimeError, match="modified by an inplace operation"),
-        ring.accumulating(slot, 0, is_first=True, at_once=False),
-    ):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-@pytest.mark.parametrize("at_once", [False, True])
-def test_gradients_add_up_in_the_flat_buffer(at_once: bool) -> None:
-    model, ring = make(2)
-    plain = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-    plain.load_state_dict(ring.named(ring.master))
-    ring.gradients[0].fill_(9.0)  # left by an earlier update; the first microbatch must overwrite it
-    for is_first in (True, False, False):
-        x = torch.randn(5, 4)
-        slot = ring.use(0)
-        with ring.accumulating(slot, 0, is_first=is_first, at_once=at_once):
-            model(x).square().sum().backward()
-        plain(x).square().sum().backward()
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(ring.named(ring.gradients[0])[name], parameter.grad)
 
 
 def test_parameters_keep_their_strides() -> None:
@@ -82,7 +59,6 @@ def test_parameters_keep_their_strides() -> None:
     stride = model[0].weight.stride()
     _, ring = make(2, model)
     assert ring.use(0).leaves[0].stride() == stride
-    assert ring.named(ring.gradients[0])["0.weight"].stride() == stride
 
 
 def test_tied_parameters_share_one_view() -> None:
@@ -101,6 +77,6 @@ def test_recurrent_layers_use_the_swapped_in_version() -> None:
     first = model(x)[0]
     with torch.no_grad():
         ring.master.mul_(3.0)
-    publish(ring, 1, update=2)
+    ring.refill(2, 1)
     ring.use(2)
     assert not torch.equal(model(x)[0], first)
