@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from stagewright.bench.result import FILE, Outcome, Row, read_outcome
-from stagewright.bench.statistics import Interval, median_interval, ratio, segments, steady_speed
+from stagewright.bench.statistics import Answer, Interval, judge, median_interval, ratio
+from stagewright.errors import UserError
+from stagewright.metrics import segments
 from stagewright.report.read import Run
 from stagewright.run.report import open_run
 
@@ -20,13 +22,14 @@ _SAME = ("model", "batch", "precision", "device", "placement", "cluster", "kind"
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The images per second of both sides."""
+    """A figure of both sides: images per second, or what the benches measured."""
 
     what: str
     first: Interval
     second: Interval
     ratio: Interval  # the second over the first
     is_predicted: bool = False
+    is_rate: bool = True  # the larger the better
 
     @property
     def is_significant(self) -> bool:
@@ -39,8 +42,10 @@ class Pair:
             return f"predicted: B is {self.ratio.value:.2f} x A"
         spread = f"{self.ratio.value:.2f} x ({self.ratio.low:.2f} - {self.ratio.high:.2f})"
         if not self.is_significant:
-            return f"no significant difference: B is {spread} A"
-        return f"B is {'faster' if self.ratio.value > 1 else 'slower'}: {spread} A"
+            speeds = self.ratio if self.is_rate else self.ratio.inverse()
+            known = "; repeat more often to know whether B is slower" if judge(speeds) is Answer.UNKNOWN else ""
+            return f"no significant difference: B is {spread} A{known}"
+        return f"B is {'faster' if (self.ratio.value > 1) is self.is_rate else 'slower'}: {spread} A"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,7 @@ class Comparison:
     pairs: tuple[Pair, ...]
     reasons: tuple[str, ...]  # why a difference in speed would mean nothing; empty where it means something
     notes: tuple[str, ...] = ()
+    unit: str = "images/s"
 
     @property
     def is_comparable(self) -> bool:
@@ -65,7 +71,7 @@ def compare(first: Path, second: Path) -> Comparison:
         return compare_benches(first.name, second.name, read_outcome(first), read_outcome(second))
     if any(are_benches):
         bench, run = (first, second) if are_benches[0] else (second, first)
-        raise ValueError(f"{bench} is a bench and {run} is not; compare two runs or two benches")
+        raise UserError(f"{bench} is a bench and {run} is not; compare two runs or two benches")
     return compare_runs(open_run(first), open_run(second))
 
 
@@ -84,11 +90,10 @@ def compare_runs(first: Run, second: Run) -> Comparison:
 
 
 def _segment_rates(run: Run) -> list[float]:
-    try:
-        speed = steady_speed(run.own_steps, run.batch)
-    except ValueError as error:
-        raise ValueError(f"{run.folder}: {error}") from error
-    return [run.batch * count / seconds for count, seconds in segments(speed.steady, _SEGMENTS)]
+    speed = run.speed
+    if speed is None:
+        raise UserError(f"{run.folder}: 0 timed batches give no speed; train at least 1")
+    return [run.batch * count / seconds for count, seconds in segments(speed.steady, _SEGMENTS) if seconds]
 
 
 def _work(run: Run) -> dict[str, str]:
@@ -150,21 +155,21 @@ def compare_benches(first: str, second: str, one: Outcome, other: Outcome) -> Co
     theirs = {row.key: row for row in other.rows if row.rate is not None}
     ours = {row.key: row for row in one.rows if row.rate is not None}
     pairs = []
-    reasons = [] if one.suite == other.suite else [f"different suite: {one.suite} and {other.suite}"]
+    reasons = [*_differences({"suite": one.suite, "unit": one.unit}, {"suite": other.suite, "unit": other.unit})]
     for key, row in ours.items():
         if key in theirs:
-            pairs.append(_row_pair(row, theirs[key]))
+            pairs.append(replace(_row_pair(row, theirs[key]), is_rate=one.is_rate))
             sides = ({name: str(getattr(side, name)) for name in _SAME} for side in (row, theirs[key]))
             reasons += [f"{row.group}, {row.label}: {text}" for text in _differences(*sides)]
     if not pairs:
-        raise ValueError(f"{first} and {second} have no configuration in common; compare benches of one suite")
+        raise UserError(f"{first} and {second} have no configuration in common; compare benches of one suite")
     if any(not pair.is_predicted for pair in pairs):
         names = [name for name in one.machine if name == "processor" or name.startswith("GPU")]
         machines = ({name: side.machine.get(name, "none") for name in names} for side in (one, other))
         reasons += _differences(*machines)
     missing = [row.label for key, row in (ours | theirs).items() if key not in ours or key not in theirs]
     notes = [f"only in one of them: {label}" for label in missing]
-    return Comparison(first, second, tuple(pairs), tuple(reasons), tuple(notes))
+    return Comparison(first, second, tuple(pairs), tuple(reasons), tuple(notes), one.unit)
 
 
 def _row_pair(row: Row, other: Row) -> Pair:

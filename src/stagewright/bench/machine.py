@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from stagewright.events import Usage
+from stagewright.events import Usage, read_usage
 from stagewright.plan.plan import Plan
-from stagewright.report.read import read_usage
+from stagewright.report.read import read_lines
 
 _CONTROL = "nvidia-cuda-mps-control"
 MPS_SECONDS = 10  # that the daemon gives its clients to end
@@ -35,7 +35,7 @@ class Observed:
 
 def observed(folder: Path, plan: Plan) -> Observed:
     """Read what the monitor left in a run folder."""
-    uses = [use for path in sorted(folder.glob("monitor*.jsonl")) for use in read_usage(path)]
+    uses = [use for path in sorted(folder.glob("monitor*.jsonl")) for use in read_usage(read_lines(path))]
     return summarize(uses, plan) if uses else Observed()
 
 

@@ -1,6 +1,7 @@
 """A bench's outcome for people: the page of its report, the tables in the terminal, and the files in its folder.
 
-`summary` writes the sentences that both begin with. The folder holds bench.json, report.md, report.html and logs.zip.
+`summary` writes the sentences that both begin with. `run_to_folder` runs any bench into a folder, which holds
+bench.json, report.md, report.html and, of benches that train runs, logs.zip.
 """
 
 from __future__ import annotations
@@ -9,25 +10,31 @@ import shlex
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from statistics import median
 
 from rich.console import Console
 from rich.table import Table as TerminalTable
+from rich.text import Text
 
-from stagewright.bench.result import Outcome, PublishedRow, Row, write_outcome
-from stagewright.bench.statistics import Interval
+from stagewright.bench.result import FILE, Outcome, PublishedRow, Ratio, Row, anonymous, make_cleaner, write_json
+from stagewright.bench.statistics import Answer, Interval, judge
 from stagewright.bench.suite import devices_of
 from stagewright.config.sections import options
-from stagewright.errors import counted
+from stagewright.errors import Interrupted, counted
 from stagewright.metrics import MIB
 from stagewright.planning.predict import IMAGENET
 from stagewright.report.live.terminal import plain_table, say
 from stagewright.report.page import Bar, Bars, Block, Listing, Page, Summary, Table
+from stagewright.run.folder import new_folder
 from stagewright.run.report import write_page
 
+Keep = Callable[[Outcome], None]
 LOGS = "logs.zip"
+_MET = {True: "yes", False: "no", None: "not known"}
 _NO_LOGS = {"checkpoints", ".lock", "ranks", "report.html"}  # left out of the zip
 _TOLERANCE = 0.2  # cores
 _CLOSE = 0.03  # predictions nearer to each other than this do not differ
@@ -40,11 +47,17 @@ def outcome_page(outcome: Outcome) -> Page:
 
 def _blocks(outcome: Outcome) -> Iterator[Block]:
     yield Summary(tuple(summary(outcome)))
+    if outcome.ratios:
+        yield _ratios(outcome)
     for name, rows in outcome.groups().items():
         if any(row.rate for row in rows):
-            yield _bars(name, rows)
-        yield _figures(name, rows)
-        yield _configurations(name, rows)
+            yield _bars(name, rows, outcome.unit)
+        yield _figures(name, rows, outcome.unit)
+        if any(row.model for row in rows):
+            yield _configurations(name, rows)
+    if outcome.figures:
+        figures = tuple((name, format_figure(value)) for name, value in outcome.figures.items())
+        yield Table("Also measured", ("what", "value"), figures)
     for model, published in groupby(outcome.published, key=lambda row: row.model):
         yield _published(model, list(published))
     if any(row.repeats for row in outcome.rows):
@@ -57,7 +70,8 @@ def _blocks(outcome: Outcome) -> Iterator[Block]:
     yield Table("Environment", ("what", "value"), tuple(outcome.machine.items()))
     if outcome.topology:
         yield Listing("Topology", outcome.topology)
-    yield Listing("Commands", "\n".join([outcome.command, *dict.fromkeys(map(train_command, outcome.rows))]))
+    trained = dict.fromkeys(train_command(row) for row in outcome.rows if row.options)
+    yield Listing("Commands", "\n".join([outcome.command, *trained]))
 
 
 def summary(outcome: Outcome) -> Iterator[str]:
@@ -73,6 +87,11 @@ def summary(outcome: Outcome) -> Iterator[str]:
     for row in outcome.rows:
         if row.kind in ("left out", "failed"):
             yield f"{row.group}, {row.label}: {row.kind}: {row.reason}"
+    if goals := [ratio.is_met for ratio in outcome.ratios if ratio.goal]:
+        wide = (
+            f"; {goals.count(None)} not known, from too wide an interval: give more --repeats" if None in goals else ""
+        )
+        yield f"{goals.count(True)} of {counted(len(goals), 'goal')} met{wide}."
     yield from _circumstances(outcome)
     if not outcome.is_whole:
         yield f"The bench was interrupted after {counted(sum(len(row.repeats) for row in outcome.rows), 'run')}."
@@ -84,10 +103,10 @@ def _circumstances(outcome: Outcome) -> Iterator[str]:
     done = max((len(row.repeats) for row in measured), default=0)
     if outcome.is_whole and 0 < done < outcome.repeats:
         yield f"Only {done} of {outcome.repeats} repeats fit the time limit of the suite."
-    on_cpu = [(repeat.others or 0.0, len(devices_of(row.placement))) for row in measured for repeat in row.repeats]
-    others = median([busy for busy, _ in on_cpu]) if on_cpu else 0.0
-    ranks = max((ranks for _, ranks in on_cpu), default=0)
-    if measured and measured[0].device == "cpu" and others + ranks > outcome.cores + _TOLERANCE:
+    on_cpu = [row for row in measured if row.device == "cpu"]
+    others = median([repeat.others or 0.0 for row in on_cpu for repeat in row.repeats]) if on_cpu else 0.0
+    ranks = max((len(devices_of(row.placement)) for row in on_cpu), default=0)
+    if others + ranks > outcome.cores + _TOLERANCE and on_cpu:
         busy = f"other processes kept {others:.1f} of {outcome.cores} cores busy"
         yield f"Warning: {busy}; repeat the bench on an idle machine."
 
@@ -102,53 +121,81 @@ def _comparison(row: Row, base: Row) -> str:
             f"{row.name} is predicted at {speedup.value:.2f} x {base.name}, {rate.value:,.0f} images/s on {row.cluster}"
         )
     if speedup.holds(1.0):
-        return f"no significant difference between {row.name} and {base.name}: {_short(speedup)} x"
+        known = "; more --repeats would say whether it is slower" if judge(speedup) is Answer.UNKNOWN else ""
+        return f"no significant difference between {row.name} and {base.name}: {_short(speedup, 2)} x{known}"
     few = f", from only {counted(len(row.repeats), 'repeat')}" if len(row.repeats) < _FEW else ""
-    return f"{row.name} is {_short(speedup)} x {base.name}, {_short(rate)} images/s{few}"
+    return f"{row.name} is {_short(speedup, 2)} x {base.name}, {_short(rate)} images/s{few}"
 
 
-def _short(interval: Interval | None) -> str:
+def format_figure(value: float) -> str:
+    """Three digits, or all of a larger number."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _short(interval: Interval | None, digits: int | None = None) -> str:
     """A value with its interval, unless that is a point."""
     if interval is None:
         return ""
-    if interval.low == interval.high:
-        return f"{interval.value:,.{0 if interval.value >= 100 else 2}f}"
-    return str(interval)
+    value = format_figure(interval.value) if digits is None else f"{interval.value:.{digits}f}"
+    span = format_span(interval, digits)
+    return f"{value} ({span})" if span else value
 
 
-def _bars(name: str, rows: Sequence[Row]) -> Bars:
+def _bars(name: str, rows: Sequence[Row], unit: str) -> Bars:
     bars = []
     for row in rows:
         if row.rate is not None and row.kind == "predicted":
             bars.append(Bar(row.label, row.rate.value, None, None, True, f"predicted on {row.cluster}"))
         elif row.rate is not None:
-            bars.append(Bar(row.label, row.rate.value, row.rate.low, row.rate.high, False, ""))
-    return Bars(f"{name}: throughput", "images/s", tuple(bars))
+            ends = (row.rate.low, row.rate.high) if len(row.repeats) > 1 else (None, None)
+            bars.append(Bar(row.label, row.rate.value, *ends))
+    return Bars(f"{name}: {'throughput' if unit == 'images/s' else unit}", unit, tuple(bars))
 
 
 def _table(title: str, lines: Sequence[Mapping[str, str]], note: str = "") -> Table:
-    """A table of at least one line, each of which has its cells by the names of their columns."""
-    return Table(title, tuple(lines[0]), tuple(tuple(line.values()) for line in lines), note)
+    """A table of at least one line, each of which has its cells by the names of their columns; not of empty columns."""
+    columns = tuple(name for name in lines[0] if any(line[name] for line in lines))
+    return Table(title, columns, tuple(tuple(line[name] for name in columns) for line in lines), note)
 
 
-def _figures(name: str, rows: Sequence[Row]) -> Table:
+def _ratio_cells(unit: str, ratio: Ratio) -> dict[str, str]:
+    """One line of the table that both the terminal and the page show, by the names of its columns."""
+    return {
+        unit: f"{ratio.ours} / {ratio.theirs}",
+        "ours": format_figure(ratio.first.value),
+        "theirs": format_figure(ratio.second.value),
+        "ratio": f"{ratio.ratio.value:.3f}",
+        "95 % interval": format_span(ratio.ratio, 3),
+        "goal": ratio.goal,
+        "met": _MET[ratio.is_met] if ratio.goal else "",
+    }
+
+
+def _ratios(outcome: Outcome) -> Table:
+    lines = [{"work": ratio.group, **_ratio_cells(outcome.unit, ratio)} for ratio in outcome.ratios]
+    return _table("Comparisons", lines, "Not slower: a ratio of at least 0.99, known to 0.02 on both sides.")
+
+
+def _figures(name: str, rows: Sequence[Row], unit: str) -> Table:
     base = next((row.name for row in rows if row.is_baseline), "the first")
     lines = [
         {
             "configuration": row.label,
             "how": row.kind + (f" on {row.cluster}" if row.cluster else ""),
-            "images/s": _short(row.rate),
-            f"x {base}": _short(row.speedup),
+            unit: _short(row.rate),
+            f"x {base}": _short(row.speedup, 2),
             "ImageNet epoch, s": "" if row.epoch_seconds is None else f"{row.epoch_seconds:,.1f}",
             "memory by stage, MiB": ", ".join(f"{size / MIB:,.0f}" for size in row.memory),
+            "note": row.note,
         }
         for row in rows
     ]
-    note = "Median and 95 % interval of the repeats" if any(row.repeats for row in rows) else "Predicted, not measured"
-    note += "; memory of the rank that uses the most in each stage."
+    most = max(len(row.repeats) for row in rows)
+    note = ("Predicted, not measured", "One repeat")[most] if most < 2 else "Median and 95 % interval of the repeats"
+    note += "; memory of the rank that uses the most in each stage." if any(row.memory for row in rows) else "."
     if any(row.kind == "predicted" for row in rows):
         note += " Predictions are for Stagewright itself; no published run tests them."
-    if any(len(row.repeats) < _FEW for row in rows if row.repeats):
+    if any(1 < len(row.repeats) < _FEW for row in rows):
         note += f" With fewer than {_FEW} repeats the intervals hold the true median in less than 95 % of cases."
     return _table(name, lines, note)
 
@@ -185,6 +232,7 @@ def _published(model: str, rows: Sequence[PublishedRow]) -> Table:
                 "epoch s, published": ", ".join(f"{seconds:,.1f}" for seconds in epochs),
                 "off by": "" if row.published is None else f"{row.predicted / row.published - 1:+.1%}",
                 "off by, from the others": "" if row.told is None else f"{row.told:+.1%}{alone}",
+                "fit": "held out" if row.held_out else "",
                 "images/s, predicted": f"{row.predicted:,.0f}",
                 "published": "" if row.published is None else f"{row.published:,.0f}",
                 "x dp, predicted": predicted_times,
@@ -216,8 +264,9 @@ def _repeats(outcome: Outcome) -> Table:
         {
             "configuration": f"{row.group}, {row.label}",
             "repeat": str(number),
-            "images/s": f"{repeat.rate:,.1f}" + (" *" if number - 1 in row.outliers else ""),
-            "warm-up, batches": f"{repeat.warmup}" if repeat.is_steady else f"{repeat.warmup} (no plateau)",
+            outcome.unit: (f"{repeat.rate:,.1f}" if repeat.rate >= 1 else f"{repeat.rate:.3g}")
+            + (" *" if number - 1 in row.outliers else ""),
+            "warm-up, batches": f"{repeat.warmup if repeat.times else ''}{'' if repeat.is_steady else ' (no plateau)'}",
             "last loss": "" if repeat.loss is None else f"{repeat.loss:.4f}",
             "other cores busy": "" if repeat.others is None else f"{repeat.others:.1f}",
         }
@@ -267,62 +316,114 @@ def train_command(row: Row) -> str:
 def show(console: Console, outcome: Outcome, folder: Path) -> None:
     """Print the outcome in 80 columns, and where its reports are."""
     for name, rows in outcome.groups().items():
-        say(console, name, soft_wrap=True)
-        console.print(_terminal_table(rows))
+        say(console, name)
+        ratios = [_ratio_cells(outcome.unit, ratio) for ratio in outcome.ratios if ratio.group == name]
+        console.print(_terminal_table(ratios or _row_cells(rows, outcome.unit)))
+        for row in rows if ratios else ():
+            if row.note:
+                say(console, f"{row.name}: {row.note}")
     if published := [row for row in outcome.published if row.published]:
-        console.print(_published_table(published))
+        console.print(_terminal_table([_published_cells(row) for row in published]))
+    for name, value in outcome.figures.items():
+        say(console, f"{name}: {format_figure(value)}")
     for line in summary(outcome):
         say(console, line)
     if any(row.kind == "predicted" for row in outcome.rows):
         say(console, "p: predicted by the simulator, not measured")
     if any(row.outliers for row in outcome.rows):
         say(console, "*: a repeat is an outlier; it still counts")
+    machine = ", ".join(value for name, value in outcome.machine.items() if name == "processor" or name[:4] == "GPU ")
+    say(console, f"{machine}, torch {outcome.machine.get('torch', 'not known')}, {outcome.date}")
     say(console, f"report: {folder / 'report.md'}\n        {folder / 'report.html'}", soft_wrap=True)
+    say(console, f"repeat with: {outcome.command}", soft_wrap=True)
 
 
-def _terminal_table(rows: list[Row]) -> TerminalTable:
+def _terminal_table(lines: Sequence[Mapping[str, str]]) -> TerminalTable:
+    """A table of at least one line, each of which has its cells by the names of their columns; not of empty columns."""
+    columns = [column for column in lines[0] if any(line[column] for line in lines)]
+    table = plain_table(*columns, left=(columns[0], "data", "note"), no_wrap=columns[1:])
+    for line in lines:
+        table.add_row(*(Text(line[column]) for column in columns))  # brackets in names are no markup
+    return table
+
+
+def _row_cells(rows: list[Row], unit: str) -> list[dict[str, str]]:
     base = next((row.name for row in rows if row.is_baseline), "first")
-    has_intervals = any(row.rate and row.rate.low < row.rate.high for row in rows)  # predictions are points
-    interval = ("95 % interval",) if has_intervals else ()
-    columns = ("configuration", "data", "images/s", *interval, f"x {base}", *interval)
-    table = plain_table(*columns, left=("configuration", "data"), no_wrap=columns[1:])
+    lines = []
     for row in rows:
-        if row.rate is None:
-            table.add_row(row.name, row.data, row.kind)
-            continue
         marks = ("p" if row.kind == "predicted" else "") + ("*" if row.outliers else "")
-        rate = [f"{row.rate.value:,.0f}{marks}", _span(row.rate, 0)]
-        speedup = [f"{row.speedup.value:.2f}", _span(row.speedup, 2)] if row.speedup else ["", ""]
-        kept = 2 if has_intervals else 1
-        table.add_row(row.name, row.data, *rate[:kept], *speedup[:kept])
-    return table
-
-
-def _span(interval: Interval, digits: int) -> str:
-    """The ends of an interval, unless it is a point."""
-    is_point = interval.low == interval.high
-    return "" if is_point else f"{interval.low:,.{digits}f} - {interval.high:,.{digits}f}"
-
-
-def _published_table(rows: list[PublishedRow]) -> TerminalTable:
-    """Published runs of these models and clusters, and what is predicted for the software that ran them."""
-    figures = ("images/s", "predicted", "off by")
-    table = plain_table("published run", *figures, left=("published run",), no_wrap=figures)
-    for row in rows:
-        assert row.published is not None
-        table.add_row(
-            f"{row.system}, {row.model}, {row.mode} {row.batch}, {row.data}",
-            f"{row.published:,.0f}",
-            f"{row.predicted:,.0f}p",
-            f"{row.predicted / row.published - 1:+.1%}",
+        lines.append(
+            {
+                "configuration": row.name,
+                "data": row.data,
+                unit: row.kind if row.rate is None else f"{format_figure(row.rate.value)}{marks}",
+                "95 % interval": format_span(row.rate),  # predictions are points
+                f"x {base}": f"{row.speedup.value:.2f}" if row.speedup else "",
+                "95 % interval ": format_span(row.speedup, 2),
+                "note": row.note,
+            }
         )
-    return table
+    return lines
 
 
-def write_reports(outcome: Outcome, folder: Path) -> None:
-    """Write bench.json, report.html and report.md."""
-    write_outcome(outcome, folder)
-    write_page(outcome_page(outcome), folder / "report.html")
+def format_span(interval: Interval | None, digits: int | None = None) -> str:
+    """The ends of an interval, unless it is a point."""
+    if interval is None or interval.low == interval.high:
+        return ""
+    if digits is None:
+        return f"{format_figure(interval.low)} - {format_figure(interval.high)}"
+    return f"{interval.low:,.{digits}f} - {interval.high:,.{digits}f}"
+
+
+def _published_cells(row: PublishedRow) -> dict[str, str]:
+    """A published run, and what is predicted for the software that ran it."""
+    assert row.published is not None
+    return {
+        "published run": f"{row.system}, {row.model}, {row.mode} {row.batch}, {row.data}",
+        "images/s": f"{row.published:,.0f}",
+        "predicted": f"{row.predicted:,.0f}p",
+        "off by": f"{row.predicted / row.published - 1:+.1%}",
+        "from the others": "" if row.told is None else f"{row.told:+.1%}{' held out' if row.held_out else ''}",
+    }
+
+
+@contextmanager
+def bench_folder(name: str, runs: str, clean: Callable[[str], str]) -> Iterator[Path]:
+    """A new folder for a bench. However the bench ends, the logs of its runs are zipped; an empty folder goes."""
+    folder = new_folder(runs, f"bench-{Path(name).stem}")
+    try:
+        yield folder
+    finally:
+        zip_logs(folder / "runs", folder, clean)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def run_to_folder(
+    name: str, runs: str, command: str, measure: Callable[[Path, Keep], Outcome], *, anonymise: bool = False
+) -> tuple[Outcome, Path]:
+    """Run a bench; returns its outcome and its folder.
+
+    `measure` is given a folder for its runs and a function to keep what it has, which writes bench.json and the
+    reports: an interrupted bench leaves what it had.
+    """
+    clean: Callable[[str], str] = make_cleaner() if anonymise else str
+    latest: list[Outcome] = []
+    with bench_folder(name, runs, clean) as folder:
+
+        def keep(outcome: Outcome) -> None:
+            outcome = replace(outcome, command=command)
+            latest[:] = [anonymous(outcome, clean) if anonymise else outcome]
+            write_json(asdict(latest[0]), folder / FILE)
+            write_page(outcome_page(latest[0]), folder / "report.html")
+
+        try:
+            keep(measure(folder / "runs", keep))
+        except KeyboardInterrupt as error:
+            done = sum(len(row.repeats) for row in latest[0].rows) if latest else 0
+            kept = f"what was measured is in {folder}" if latest else "nothing was measured"
+            raise Interrupted(f"after {counted(done, 'run')}", kept) from error
+    return latest[0], folder
 
 
 def zip_logs(runs: Path, folder: Path, clean: Callable[[str], str]) -> None:

@@ -15,23 +15,17 @@ import torch
 
 from stagewright.bench.result import PublishedRow, Row
 from stagewright.bench.suite import devices_of
-from stagewright.cluster.catalog import shipped
-from stagewright.cluster.placement import Placement, parse_placement
 from stagewright.cluster.specs import Catalog
 from stagewright.cluster.topology import ANYWHERE, Cluster, Machine
 from stagewright.config.sections import Config
-from stagewright.errors import counted
+from stagewright.errors import UserError, counted
 from stagewright.metrics import MIB
-from stagewright.model.cut import Chain
 from stagewright.plan.estimate import Estimate
-from stagewright.plan.make import default_microbatches
-from stagewright.plan.plan import Mode, Plan
-from stagewright.plan.search import best_cuts
-from stagewright.planning.build import plan_at, stage_numbers
+from stagewright.planning.build import build_plan
+from stagewright.planning.calibrate import Row as CalibratedRow
 from stagewright.planning.calibrate import calibrate, published_runs
-from stagewright.planning.planner import choose_lag
 from stagewright.planning.predict import Prediction, predict
-from stagewright.planning.setting import config_setting, trace_model, unconnected_cluster
+from stagewright.planning.setting import config_setting, memory_setting, trace_model
 
 _MEMORY_MARGIN = 1.15  # the memory model is accurate to 15 %: what may fit is tried
 
@@ -81,29 +75,18 @@ def needed_memory(config: Config) -> list[int]:
     """Predicted bytes per rank; empty for a model whose shapes cannot be traced."""
     try:
         model = trace_model(config.model.name, config.model.classes, config.data.image)
-        placement = parse_placement(config.plan.placement, ANYWHERE)
-        shares = [len(devices) for devices in placement]
-        plan = _plan_of(config, model.chain, placement, lambda: model.chain.by_shares(shares))
-    except ValueError:
+        plan = build_plan(config.plan, ANYWHERE, model.chain)  # without a setting: by operations, with the largest lag
+    except UserError:
         return []
-    estimate = Estimate(plan, config_setting(config, unconnected_cluster(plan), shipped()))
+    estimate = Estimate(plan, memory_setting(config, plan))
     return [int(estimate.memory(rank).total) for rank in range(plan.world)]
 
 
 def predict_config(config: Config, catalog: Catalog, cluster: Cluster, *, loads: bool) -> Prediction:
     """Simulate the plan that a configuration describes; `loads` includes the time to load and decode real data."""
     model = trace_model(config.model.name, config.model.classes, config.data.image)
-    setting = config_setting(config, cluster, catalog, loads=loads)
-    options = config.plan
-    placement = parse_placement(options.placement, cluster)
-
-    def fastest() -> tuple[str, ...]:
-        count = options.microbatches or default_microbatches(options.batch, [len(devices) for devices in placement])
-        return best_cuts(setting, placement, Mode(options.mode), options.batch, count)
-
-    plan = _plan_of(config, model.chain, placement, fastest)
-    if options.versions is None:
-        plan = choose_lag(plan, setting, options.staleness)
+    setting = config_setting(config, cluster, catalog=catalog, loads=loads)
+    plan = build_plan(config.plan, cluster, model.chain, lambda placement: setting)
     return predict(plan, setting)
 
 
@@ -120,39 +103,27 @@ def published_rows(rows: Iterable[Row], progress: Callable[[str], None]) -> tupl
         run = row.run
         if (run.model, run.cluster, run.precision) not in wanted:
             continue
-        found.append(
-            PublishedRow(
-                system=run.system,
-                model=run.model,
-                cluster=f"{run.cluster} x{run.devices}" if run.devices else run.cluster,
-                mode=f"{run.mode}, {run.scheduling}" if run.scheduling else run.mode,
-                data="real" if run.data == "imagenet" else run.data,
-                precision=run.precision,
-                batch=f"{run.global_batch}" if run.global_batch else f"{run.microbatch} each",
-                predicted=row.predicted,
-                published=run.rate,
-                told=row.error,
-                is_alone=row.is_alone,
-                memory=tuple(row.memory),
-                published_memory=tuple(run.memory_mib),
-                epochs=tuple(run.epoch_seconds),
-            )
-        )
+        found.append(published_row(row))
     order = list(dict.fromkeys(model for model, _, _ in wanted))
     return tuple(sorted(found, key=lambda row: order.index(row.model)))
 
 
-def _plan_of(config: Config, chain: Chain, placement: Placement, default_cuts: Callable[[], tuple[str, ...]]) -> Plan:
-    """The plan of a configuration on a placement; `default_cuts` is asked where the configuration gives no cut."""
-    options = config.plan
-    mode = Mode(options.mode)
-    cuts: tuple[str, ...] = ()
-    if mode is Mode.DP:
-        placement = (tuple(dict.fromkeys(device for stage in placement for device in stage)),)
-    elif len(placement) > 1:
-        shares = stage_numbers(options.shares, "shares", ":")
-        if options.cut is not None:
-            cuts = chain.by_names([name.strip() for name in options.cut.split(",")])
-        else:
-            cuts = default_cuts() if shares is None else chain.by_shares(shares)
-    return plan_at(options, placement, cuts)
+def published_row(row: CalibratedRow) -> PublishedRow:
+    run = row.run
+    return PublishedRow(
+        system=run.system,
+        model=run.model,
+        cluster=f"{run.cluster} x{run.devices}" if run.devices else run.cluster,
+        mode=f"{run.mode}, {run.scheduling}" if run.scheduling else run.mode,
+        data="real" if run.data == "imagenet" else run.data,
+        precision=run.precision,
+        batch=f"{run.global_batch}" if run.global_batch else f"{run.microbatch} each",
+        predicted=row.predicted,
+        published=run.rate,
+        told=row.error,
+        is_alone=row.is_alone,
+        memory=tuple(row.memory),
+        published_memory=tuple(run.memory_mib),
+        epochs=tuple(run.epoch_seconds),
+        held_out=run.held_out,
+    )

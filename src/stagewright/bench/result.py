@@ -1,7 +1,8 @@
 """What a bench found, as bench.json holds it: every value of every repeat, and the machine it was measured on.
 
-The fields of these classes are the keys of the file. `make_cleaner` and `anonymous` remove what identifies a machine, a
-person or a network, for `--anonymise`.
+Suites, comparisons with stock PyTorch and benches of single parts all have an `Outcome`: rows of repeats, ratios of two
+rows, and other figures. The fields of these classes are the keys of the file; those that old files lack have a default.
+`make_cleaner` and `anonymous` remove what identifies a machine, a person or a network, for `--anonymise`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from stagewright.bench.statistics import Interval
+from stagewright.bench.statistics import Goal, Interval, median_interval, outliers, paired_ratio
+from stagewright.errors import UserError
+from stagewright.hardware.environment import read_environment
 
 FILE = "bench.json"
 Kind = Literal["measured", "predicted", "left out", "failed"]
@@ -32,14 +36,14 @@ _PATH = re.compile(r"(?<![\w.)\]>])(?:~?/)(?:[^\s/\"'`:;,<>|()\[\]{}\\]+/)+([^\s
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """One run of a configuration, in fresh processes."""
+    """One measurement: of a configuration, a run in fresh processes."""
 
-    rate: float  # images per second after the warm-up
-    warmup: int  # batches that do not count
-    is_steady: bool  # a plateau was found
-    times: tuple[float, ...]  # seconds per batch of every segment, including the warm-up
-    loss: float | None
-    run: str  # its folder in logs.zip
+    rate: float  # in the outcome's unit: images per second after the warm-up
+    warmup: int = 0  # batches that do not count
+    is_steady: bool = True  # a plateau was found
+    times: tuple[float, ...] = ()  # seconds per batch of every segment, including the warm-up
+    loss: float | None = None
+    run: str = ""  # its folder in logs.zip
     memory: tuple[int, ...] = ()  # bytes of the fullest rank of each stage, where a monitor ran
     gpu_memory: tuple[int, ...] = ()  # the same, as counted by the GPU's driver
     others: float | None = None  # cores that other processes kept busy
@@ -53,16 +57,16 @@ class Row:
 
     group: str
     name: str
-    data: str
-    kind: Kind
-    is_baseline: bool
-    model: str
-    mode: str
-    precision: str
-    batch: int
-    placement: str
-    device: str
-    options: Mapping[str, Any]  # every option, as `train --config` reads them
+    data: str = ""
+    kind: Kind = "measured"
+    is_baseline: bool = False
+    model: str = ""
+    mode: str = ""
+    precision: str = ""
+    batch: int = 0
+    placement: str = ""
+    device: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)  # every option, as `train --config` reads them
     cuts: tuple[str, ...] = ()
     microbatches: int = 0
     versions: tuple[int, ...] = ()
@@ -75,14 +79,44 @@ class Row:
     memory: tuple[float, ...] = ()  # bytes by stage
     step_lines: tuple[str, ...] = ()  # of its first repeat
     epoch_seconds: float | None = None  # of ImageNet
+    note: str = ""
 
     @property
     def label(self) -> str:
-        return f"{self.name}, {self.data}"
+        return f"{self.name}, {self.data}" if self.data else self.name
 
     @property
     def key(self) -> tuple[str, str, str]:
         return (self.group, self.name, self.data)
+
+
+def measured_row(group: str, name: str, repeats: Iterable[Repeat | float], **about: Any) -> Row:
+    """A row of at least one repeat: their median with its interval, and which of them stand out."""
+    found = tuple(repeat if isinstance(repeat, Repeat) else Repeat(repeat) for repeat in repeats)
+    rates = [repeat.rate for repeat in found]
+    return Row(group, name, repeats=found, rate=median_interval(rates), outliers=outliers(rates), **about)
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """One row over another, repeat by repeat, and the goal for it."""
+
+    group: str
+    ours: str  # their names
+    theirs: str
+    first: Interval
+    second: Interval
+    ratio: Interval
+    goal: str = ""
+    is_met: bool | None = None  # None where there is no goal, or where the interval is too wide to say
+
+
+def ratio_of(ours: Row, theirs: Row, goal: Goal | None = None) -> Ratio:
+    """The ratio of two rows whose repeats were interleaved."""
+    assert ours.rate is not None and theirs.rate is not None
+    ratio = paired_ratio([repeat.rate for repeat in ours.repeats], [repeat.rate for repeat in theirs.repeats])
+    goal_text, is_met = ("", None) if goal is None else (goal.text, goal.is_met(ratio))
+    return Ratio(ours.group, ours.label, theirs.label, ours.rate, theirs.rate, ratio, goal_text, is_met)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +137,7 @@ class PublishedRow:
     memory: tuple[float, ...]  # MiB
     published_memory: tuple[float, ...]
     epochs: tuple[float, ...]  # published seconds
+    held_out: bool = False  # of the fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +157,36 @@ class Outcome:
     topology: str = ""
     is_anonymised: bool = False
     is_whole: bool = True  # False where it was interrupted
+    unit: str = "images/s"  # of the rows; what ends in /s is better the larger it is, everything else the smaller
+    ratios: tuple[Ratio, ...] = ()
+    figures: Mapping[str, float] = field(default_factory=dict)  # whatever else was measured, by its name and unit
+
+    @property
+    def is_rate(self) -> bool:
+        return self.unit.endswith("/s")
 
     def groups(self) -> dict[str, list[Row]]:
         found: dict[str, list[Row]] = {}
         for row in self.rows:
             found.setdefault(row.group, []).append(row)
         return found
+
+
+def new_outcome(suite: str, title: str, repeats: int, steps: int = 0, **found: Any) -> Outcome:
+    """An outcome of this machine and this minute."""
+    here = read_environment()
+    return Outcome(
+        suite=suite,
+        title=title,
+        command=f"stagewright bench {suite}",
+        date=time.strftime("%Y-%m-%d %H:%M"),
+        repeats=repeats,
+        steps=steps,
+        machine=dict(here.rows()),
+        cores=here.host.cores,
+        topology="\n".join(here.topology.table()) if here.topology else "",
+        **{"rows": (), **found},
+    )
 
 
 def from_json(tables: Any, where: str) -> Outcome:
@@ -137,13 +196,14 @@ def from_json(tables: Any, where: str) -> Outcome:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{where} is not a bench outcome: {key}: {first['msg'].lower()}") from error
+        raise UserError(f"{where} is not a bench outcome: {key}: {first['msg'].lower()}") from error
 
 
-def write_outcome(outcome: Outcome, folder: Path) -> None:
-    draft = folder / f"{FILE}.draft"
-    draft.write_text(json.dumps(asdict(outcome), indent=1))
-    draft.replace(folder / FILE)
+def write_json(tables: Any, path: Path) -> None:
+    """Write a file that is never half of one."""
+    draft = path.with_name(f"{path.name}.draft")
+    draft.write_text(json.dumps(tables, indent=1))
+    draft.replace(path)
 
 
 def read_outcome(folder: Path) -> Outcome:
@@ -151,9 +211,9 @@ def read_outcome(folder: Path) -> Outcome:
     try:
         return from_json(json.loads(path.read_text()), str(path))
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; give the folder of a bench") from error
+        raise UserError(f"{path}: {error.strerror}; give the folder of a bench") from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise UserError(f"{path} is not JSON: {error}") from error
 
 
 def make_cleaner() -> Callable[[str], str]:

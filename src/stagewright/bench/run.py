@@ -11,18 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from stagewright.bench.machine import observed, shared_gpu
-from stagewright.bench.pages import write_reports, zip_logs
 from stagewright.bench.predict import Capacity, local_capacity, predict_config, published_rows
-from stagewright.bench.result import Outcome, PublishedRow, Repeat, Row, anonymous, make_cleaner
-from stagewright.bench.statistics import Interval, median_interval, outliers, paired_ratio, steady_speed
+from stagewright.bench.result import Outcome, Repeat, Row, measured_row, new_outcome, ratio_of
+from stagewright.bench.statistics import Interval
 from stagewright.bench.suite import (
     Configuration,
-    Suite,
     SuiteOptions,
     configurations_of,
     devices_of,
@@ -35,44 +34,14 @@ from stagewright.cluster.specs import Catalog
 from stagewright.cluster.topology import Cluster
 from stagewright.config.sections import Config
 from stagewright.config.toml import as_tables
-from stagewright.errors import Interrupted, RunFailed, counted
-from stagewright.hardware.environment import read_environment
-from stagewright.metrics import MIB
+from stagewright.errors import RunFailed, UserError
+from stagewright.metrics import MIB, steady_rate
 from stagewright.plan.plan import Plan
 from stagewright.planning.predict import IMAGENET
-from stagewright.run.folder import new_folder
 from stagewright.run.train import Result, run
 
 Progress = Callable[[str], None]
 _OUTPUT = "output.txt"
-
-
-def run_to_folder(
-    name: str, options: SuiteOptions, runs: str, *, anonymise: bool, progress: Progress
-) -> tuple[Outcome, Path]:
-    """Run a suite and write its reports after every run, so that an interrupted bench keeps what it has.
-
-    Returns the outcome and its folder. The logs of the runs are zipped however the bench ends.
-    """
-    clean: Callable[[str], str] = make_cleaner() if anonymise else str
-    folder = new_folder(runs, f"bench-{Path(name).stem}")
-    latest: list[Outcome] = []
-
-    def keep(outcome: Outcome) -> None:
-        latest[:] = [anonymous(outcome, clean) if anonymise else outcome]
-        write_reports(latest[0], folder)
-
-    try:
-        keep(run_suite(name, options, folder / "runs", progress, keep))
-    except KeyboardInterrupt as error:
-        done = sum(len(row.repeats) for row in latest[0].rows) if latest else 0
-        kept = f"what was measured is in {folder}"
-        raise Interrupted(f"after {counted(done, 'run')}", kept) from error
-    finally:
-        zip_logs(folder / "runs", folder, clean)
-        if not latest and not any(folder.iterdir()):
-            folder.rmdir()
-    return latest[0], folder
 
 
 def run_suite(
@@ -91,13 +60,14 @@ def run_suite(
                 not_run[key] = _predicted(configurations[key], reason, options)
             else:
                 config = configurations[key].resolve(capacity.cluster)
-                not_run[key] = _row(configurations[key], config, kind="left out", reason=reason)
+                not_run[key] = Row(**_about(configurations[key], config), kind="left out", reason=reason)
     if not configs and not options.simulate:
-        raise ValueError(_does_not_fit(name, list(not_run.values()), capacity))
-    blank = _blank(name, suite, options, published_rows(not_run.values(), progress))
+        raise UserError(_does_not_fit(name, list(not_run.values()), capacity))
+    published = published_rows(not_run.values(), progress)
+    blank = new_outcome(Path(name).stem, suite.title, options.repeats, options.steps, published=published)
 
     def outcome(measured: Mapping[str, Measurements], is_whole: bool) -> Outcome:
-        rows = [not_run.get(key) or measured_row(entry, measured[key]) for key, entry in configurations.items()]
+        rows = [not_run.get(key) or row_so_far(entry, measured[key]) for key, entry in configurations.items()]
         return replace(blank, rows=tuple(with_speedups(rows)), is_whole=is_whole)
 
     is_shared = any(config.run.share_gpu for config in configs.values())
@@ -161,7 +131,7 @@ def run_once(measurements: Measurements, number: int, folder: Path) -> None:
     with output.open("w") as file:
         try:
             result = run(config, Console(file=file, width=120))
-        except (ValueError, RunFailed) as error:
+        except (UserError, RunFailed) as error:
             measurements.failure = f"repeat {number}: {error}"
             return
         finally:
@@ -176,7 +146,9 @@ def run_once(measurements: Measurements, number: int, folder: Path) -> None:
 
 
 def _repeat(result: Result) -> Repeat:
-    speed = steady_speed(result.steps, result.plan.batch)
+    speed = steady_rate(result.steps, result.plan.batch, {found.batch for found in result.evaluations})
+    if speed is None:
+        raise UserError("0 timed batches give no speed; train at least 1")
     return Repeat(
         rate=speed.rate,
         warmup=speed.warmup,
@@ -185,24 +157,6 @@ def _repeat(result: Result) -> Repeat:
         loss=result.steps[-1].loss,
         run=result.folder.name,
         **asdict(observed(result.folder, result.plan)),
-    )
-
-
-def _blank(name: str, suite: Suite, options: SuiteOptions, published: tuple[PublishedRow, ...]) -> Outcome:
-    """An outcome without rows: what is known before anything ran."""
-    here = read_environment()
-    return Outcome(
-        suite=Path(name).stem,
-        title=suite.title,
-        command=options.command,
-        date=time.strftime("%Y-%m-%d %H:%M"),
-        repeats=options.repeats,
-        steps=options.steps,
-        machine=dict(here.rows()),
-        cores=here.host.cores,
-        rows=(),
-        published=published,
-        topology="\n".join(here.topology.table()) if here.topology else "",
     )
 
 
@@ -235,24 +189,24 @@ def nearest_suite(capacity: Capacity) -> str | None:
     return max(found)[1] if found else None
 
 
-def _row(configuration: Configuration, config: Config, **found: object) -> Row:
-    return Row(
-        group=configuration.group.name,
-        name=configuration.trial.name,
-        data=configuration.data,
-        is_baseline=configuration.is_baseline,
-        model=config.model.name,
-        mode=config.plan.mode,
-        precision=config.run.precision,
-        batch=config.plan.batch,
-        placement=config.plan.placement,
-        device=config.run.device,
-        options=as_tables(config),
-        **found,  # type: ignore[arg-type]
-    )
+def _about(configuration: Configuration, config: Config) -> dict[str, Any]:
+    """What a row says about its configuration."""
+    return {
+        "group": configuration.group.name,
+        "name": configuration.trial.name,
+        "data": configuration.data,
+        "is_baseline": configuration.is_baseline,
+        "model": config.model.name,
+        "mode": config.plan.mode,
+        "precision": config.run.precision,
+        "batch": config.plan.batch,
+        "placement": config.plan.placement,
+        "device": config.run.device,
+        "options": as_tables(config),
+    }
 
 
-def _of_plan(plan: Plan) -> dict[str, object]:
+def _of_plan(plan: Plan) -> dict[str, Any]:
     return {
         "cuts": plan.cuts,
         "microbatches": plan.microbatches,
@@ -272,9 +226,8 @@ def _predicted(configuration: Configuration, reason: str, options: SuiteOptions)
     if not prediction.fits:
         reasons.append(f"needs {max(memory) / MIB:,.0f} MiB, a device has {min(prediction.limits) / MIB:,.0f}")
     rate = prediction.images_per_second
-    return _row(
-        configuration,
-        config,
+    return Row(
+        **_about(configuration, config),
         kind="predicted",
         reason="; ".join(reasons),
         cluster=cluster.name,
@@ -289,7 +242,7 @@ def _cluster_to_simulate(configuration: Configuration, options: SuiteOptions) ->
     """The cluster that the user gives; the group's own where none is given, or where that one has too few devices."""
     own = configuration.group.cluster
     if options.cluster is None and own is None:
-        raise ValueError(f"group '{configuration.group.name}' names no cluster to simulate; give --cluster NAME")
+        raise UserError(f"group '{configuration.group.name}' names no cluster to simulate; give --cluster NAME")
     catalog, cluster = open_cluster(options.cluster or str(own))
     devices = configuration.trial.devices
     if own is None or own == options.cluster:
@@ -299,36 +252,29 @@ def _cluster_to_simulate(configuration: Configuration, options: SuiteOptions) ->
             cluster.first(devices)
         else:
             parse_placement(configuration.resolve(cluster).plan.placement, cluster)
-    except ValueError:
+    except UserError:
         return open_cluster(own)
     return catalog, cluster
 
 
-def measured_row(configuration: Configuration, found: Measurements) -> Row:
+def row_so_far(configuration: Configuration, found: Measurements) -> Row:
     """The row of a configuration that ran here, as far as it came."""
     config = found.config
-    plan = _of_plan(found.plan) if found.plan is not None else {}
-    if found.failure and not found.repeats:
-        return _row(configuration, config, kind="failed", reason=found.failure)
     if not found.repeats:
-        return _row(configuration, config, kind="left out", reason="the bench ended before its turn")
-    rates = [repeat.rate for repeat in found.repeats]
-    interval = median_interval(rates)
+        reason = found.failure or "the bench ended before its turn"
+        return Row(**_about(configuration, config), kind="failed" if found.failure else "left out", reason=reason)
     held = [repeat.gpu_memory or repeat.memory for repeat in found.repeats]
-    memory = tuple(max(stage) for stage in zip(*held, strict=True)) if all(held) else ()
-    return _row(
-        configuration,
-        config,
+    row = measured_row(
+        repeats=found.repeats,
         kind="failed" if found.failure else "measured",
         reason=found.failure,
-        repeats=tuple(found.repeats),
-        rate=interval,
-        outliers=outliers(rates),
-        memory=memory,
+        memory=tuple(max(stage) for stage in zip(*held, strict=True)) if all(held) else (),
         step_lines=found.step_lines,
-        epoch_seconds=IMAGENET / interval.value,
-        **plan,
+        **_about(configuration, config),
+        **(_of_plan(found.plan) if found.plan is not None else {}),
     )
+    assert row.rate is not None
+    return replace(row, epoch_seconds=IMAGENET / row.rate.value)
 
 
 def with_speedups(rows: Sequence[Row]) -> list[Row]:
@@ -344,6 +290,5 @@ def _speedup(row: Row, baseline: Row | None) -> Interval | None:
         ratio = row.rate.value / baseline.rate.value
         return Interval(ratio, ratio, ratio)
     count = min(len(row.repeats), len(baseline.repeats))
-    return paired_ratio(
-        [repeat.rate for repeat in row.repeats[:count]], [repeat.rate for repeat in baseline.repeats[:count]]
-    )
+    ours, theirs = (replace(side, repeats=side.repeats[:count]) for side in (row, baseline))
+    return ratio_of(ours, theirs).ratio

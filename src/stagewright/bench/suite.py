@@ -18,8 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 from stagewright.cluster.placement import format_placement, parse_placement
 from stagewright.cluster.topology import ANYWHERE, Cluster, Device
 from stagewright.config.sections import Config, Section
-from stagewright.config.toml import make_config, read_toml
-from stagewright.errors import did_you_mean
+from stagewright.config.toml import keys_of, make_config, merged, read_toml, refuse_unused, without_unused
+from stagewright.errors import UserError, did_you_mean
 
 Tables = dict[str, dict[str, Any]]
 REPEATS = 7
@@ -70,7 +70,6 @@ class SuiteOptions:
     overrides: Sequence[Tables] = ()
     simulate: bool = False  # predict what does not fit this machine
     cluster: str | None = None  # predict everything for this cluster and measure nothing here
-    command: str = ""
     limit: float | None = None  # seconds after which no further repeat begins
 
 
@@ -101,7 +100,7 @@ class Configuration:
             there = cluster.devices
             count = len(there) if self.trial.devices == "all" else self.trial.devices
             plan["placement"] = format_placement((there[:count],)) if count <= len(there) else f"0:0-{count - 1}"
-        config = make_config(self.tables, {"plan": plan})
+        config = without_unused(make_config(self.tables, {"plan": plan}, given=()))
         if self.trial.batch_a_device is None:
             return config
         batch = self.trial.batch_a_device * len(devices_of(config.plan.placement))
@@ -124,7 +123,7 @@ def read_suite(name: str) -> Suite:
         folder = resources.files("stagewright.bench").joinpath("suites")
         return _checked(tomllib.loads(folder.joinpath(f"{name}.toml").read_text()), name)
     if not (name.endswith(".toml") or Path(name).is_file()):
-        raise ValueError(f"unknown suite '{name}', and no .toml file; {did_you_mean(name, shipped_names())}")
+        raise UserError(f"unknown suite '{name}', and no .toml file; {did_you_mean(name, shipped_names())}")
     return _checked(read_toml(name), name)
 
 
@@ -143,21 +142,14 @@ def configurations_of(suite: Suite, options: SuiteOptions) -> list[Configuration
                 own: Tables = {"run": {"steps": options.steps}}
                 if is_real and options.real is not None:
                     own["data"] = {"source": options.real}
-                tables = _merged(suite.options, group.options, trial.options, own, *options.overrides)
+                tables = merged(suite.options, group.options, trial.options, own, *options.overrides)
                 found.append(Configuration(group, trial, is_real, tables))
+    refuse_unused([entry.tables for entry in found], keys_of(*options.overrides))
     selected = [entry for entry in found if options.only is None or options.only.lower() in str(entry).lower()]
     if not selected:
         known = "; ".join(map(str, found))
-        raise ValueError(f"--only '{options.only}' matches none of {len(found)} configurations: {known}")
+        raise UserError(f"--only '{options.only}' matches none of {len(found)} configurations: {known}")
     return selected
-
-
-def _merged(*layers: Tables) -> Tables:
-    merged: Tables = {}
-    for layer in layers:
-        for section, values in layer.items():
-            merged.setdefault(section, {}).update(values)
-    return merged
 
 
 def _checked(tables: Mapping[str, Any], name: str) -> Suite:
@@ -168,20 +160,21 @@ def _checked(tables: Mapping[str, Any], name: str) -> Suite:
         key = ".".join(str(part) for part in first["loc"])
         unknown = first["type"] == "unexpected_keyword_argument"
         wrong = "unknown key" if unknown else f"{first['msg'].lower()}{_given(first['input'])}"
-        raise ValueError(f"suite {name}: {key}: {wrong}") from error
+        raise UserError(f"suite {name}: {key}: {wrong}") from error
     if not suite.group:
-        raise ValueError(f"suite {name} has 0 groups; describe one as [[group]]")
+        raise UserError(f"suite {name} has 0 groups; describe one as [[group]]")
     for key, value in (("repeats", suite.repeats), ("steps", suite.steps)):
         if value < 1:
-            raise ValueError(f"suite {name}: {key} is {value}; give at least 1")
+            raise UserError(f"suite {name}: {key} is {value}; give at least 1")
     names = [group.name for group in suite.group]
     if len(set(names)) < len(names):
-        raise ValueError(f"suite {name} has {len(names)} groups but {len(set(names))} names; give each its own")
-    for group in suite.group:
-        try:
+        raise UserError(f"suite {name} has {len(names)} groups but {len(set(names))} names; give each its own")
+    try:
+        for group in suite.group:
             _check_group(suite, group)
-        except ValueError as error:
-            raise ValueError(f"suite {name}: {error}") from error
+        _refuse_unused(suite)
+    except UserError as error:
+        raise UserError(f"suite {name}: {error}") from error
     return suite
 
 
@@ -194,14 +187,22 @@ def _check_group(suite: Suite, group: Group) -> None:
     names = [trial.name for trial in group.trial]
     if len(set(names)) < len(names) or not names:
         counts = f"{len(names)} trials but {len(set(names))} names" if names else "0 trials"
-        raise ValueError(f"group '{group.name}' has {counts}; give at least 1 trial, each with its own name")
+        raise UserError(f"group '{group.name}' has {counts}; give at least 1 trial, each with its own name")
     if group.baseline is not None and group.baseline not in names:
-        raise ValueError(f"group '{group.name}' has baseline '{group.baseline}' but only trials {', '.join(names)}")
+        raise UserError(f"group '{group.name}' has baseline '{group.baseline}' but only trials {', '.join(names)}")
     for trial in group.trial:
-        config = make_config(suite.options, group.options, trial.options)
+        config = make_config(suite.options, group.options, trial.options, given=())
         for key, value in (("devices", trial.devices), ("batch_a_device", trial.batch_a_device)):
             if isinstance(value, int) and value < 1:
-                raise ValueError(f"trial '{trial.name}': {key} is {value}; give at least 1")
+                raise UserError(f"trial '{trial.name}': {key} is {value}; give at least 1")
         if trial.devices is not None and config.plan.placement != make_config().plan.placement:
             both = f"devices {trial.devices} and placement {config.plan.placement}"
-            raise ValueError(f"trial '{trial.name}' has both {both}; leave one out")
+            raise UserError(f"trial '{trial.name}' has both {both}; leave one out")
+
+
+def _refuse_unused(suite: Suite) -> None:
+    """Raise for an option that changes nothing in any trial, whichever data the user gives."""
+    trials = [merged(suite.options, group.options, trial.options) for group in suite.group for trial in group.trial]
+    sources: list[Tables] = [{"data": {"source": source}} for source in ("synthetic", "folder:DIR")]
+    tables = [merged(source, trial) for trial in trials for source in sources]
+    refuse_unused(tables, keys_of(*trials))

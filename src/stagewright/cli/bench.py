@@ -11,7 +11,8 @@ import json
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -19,33 +20,24 @@ from stagewright.bench.learning.pages import describe_study, show_study
 from stagewright.bench.learning.study import run_study
 from stagewright.bench.learning.trials import StudyOptions
 from stagewright.bench.micro import checkpoint, data, monitor, own, planner, published
-from stagewright.bench.pages import show
+from stagewright.bench.pages import Keep, run_to_folder, show
 from stagewright.bench.peers.cases import SUITES, only_cases
-from stagewright.bench.peers.run import PeerOutcome, describe_suite, run_cases, show_machine, show_workload
-from stagewright.bench.run import run_to_folder
+from stagewright.bench.peers.run import run_cases
+from stagewright.bench.result import Outcome
+from stagewright.bench.run import run_suite
 from stagewright.bench.suite import REPEATS, SuiteOptions, read_suite, shipped_names
 from stagewright.cluster.catalog import open_cluster
 from stagewright.config.toml import parse_assignment
-from stagewright.errors import did_you_mean
+from stagewright.errors import UserError, did_you_mean
 from stagewright.report.live.terminal import ProgressLine
 
-
-class _Part(Protocol):
-    """A module of `bench.micro`."""
-
-    def measure(self, progress: Callable[[str], None], /) -> Any: ...
-
-    def describe(self, found: Any, /) -> dict[str, Any]: ...
-
-    def show(self, console: Console, found: Any, /) -> None: ...
-
-
-_PARTS: dict[str, _Part] = {
-    "published": published,
-    "planner": planner,
-    "own": own,
-    "checkpoint": checkpoint,
-    "monitor": monitor,
+Measure = Callable[[Path, Keep, ProgressLine], Outcome]
+_PARTS: dict[str, Callable[[Callable[[str], None]], Outcome]] = {
+    "published": published.measure,
+    "planner": planner.measure,
+    "own": own.measure,
+    "checkpoint": checkpoint.measure,
+    "monitor": monitor.measure,
 }
 _PEER_OPTIONS = ("repeats", "steps", "only")
 _SUITE_OPTIONS = (*_PEER_OPTIONS, "data", "set", "simulate", "cluster", "anonymise")
@@ -115,38 +107,71 @@ def run(parsed: argparse.Namespace) -> None:
     run_bench(Request(**given, overrides=[parse_assignment(text) for text in parsed.set], as_json=parsed.json))
 
 
+def run_data(parsed: argparse.Namespace) -> None:
+    """`stagewright data bench`: `bench data` with options of its own."""
+    given = (("repeats", parsed.repeats), ("images", parsed.images), ("threads", parsed.threads))
+    words = [f" --{name} {value}" for name, value in given if value is not None]
+    run_measure(
+        "data",
+        lambda runs, keep, progress: data.measure(parsed.repeats, parsed.images, parsed.threads),
+        f"stagewright data bench{''.join(words)}",
+        as_json=parsed.json,
+    )
+
+
 def run_bench(request: Request) -> None:
     """Measure what is asked for and print its tables, or one JSON object."""
-    _check(request)
+    if request.cluster is not None:
+        open_cluster(request.cluster)  # report its errors before anything else
     if request.suite == "learning":
         _refuse_unused(request, _LEARNING_OPTIONS)
         _run_study(request)
-    elif request.suite in _PARTS:
+        return
+    run_measure(
+        request.suite,
+        _measure_of(request),
+        request.command,
+        runs=request.runs,
+        anonymise=request.anonymise,
+        as_json=request.as_json,
+    )
+
+
+def _measure_of(request: Request) -> Measure:
+    """What a suite's name stands for; refuses options that it would ignore."""
+    if request.suite in _PARTS:
         _refuse_unused(request, ())
-        _run_part(request)
-    elif request.suite == "data":
+        return lambda runs, keep, progress: _PARTS[request.suite](progress)
+    if request.suite == "data":
         _refuse_unused(request, ("repeats",))
-        data.run(repeats=request.repeats, as_json=request.as_json)
-    elif request.suite in SUITES:
+        return lambda runs, keep, progress: data.measure(request.repeats)
+    if request.suite in SUITES:
         _refuse_unused(request, _PEER_OPTIONS)
-        _run_peers(request)
-    elif request.suite in shipped_names() or request.suite.endswith(".toml"):
+        peers = only_cases(SUITES[request.suite], request.only)
+        return lambda runs, keep, progress: run_cases(peers, request.repeats or REPEATS, request.steps, progress, keep)
+    if request.suite in shipped_names() or request.suite.endswith(".toml"):
         _refuse_unused(request, _SUITE_OPTIONS)
-        if request.cluster is not None and not request.simulate:
-            raise ValueError(f"--cluster {request.cluster} is for simulating; give --simulate as well")
-        _run_suite(request)
+        options = _suite_options(request)
+        return lambda runs, keep, progress: run_suite(request.suite, options, runs, progress, keep)
+    known = [*shipped_names(), *SUITES, *_PARTS, "data", "learning"]
+    raise UserError(f"unknown suite '{request.suite}', and no .toml file; {did_you_mean(request.suite, known)}")
+
+
+def run_measure(
+    name: str, measure: Measure, command: str, *, runs: str = "runs", anonymise: bool = False, as_json: bool
+) -> None:
+    """Measure into a folder, print the tables or one JSON object, and fail at the end if a configuration failed."""
+    with ProgressLine(name) as progress:
+        outcome, folder = run_to_folder(
+            name, runs, command, lambda logs, keep: measure(logs, keep, progress), anonymise=anonymise
+        )
+    if as_json:
+        print(json.dumps(asdict(outcome) | {"folder": str(folder)}))
     else:
-        known = [*shipped_names(), *SUITES, *_PARTS, "data", "learning"]
-        raise ValueError(f"unknown suite '{request.suite}', and no .toml file; {did_you_mean(request.suite, known)}")
-
-
-def _check(request: Request) -> None:
-    if request.repeats is not None and request.repeats < 1:
-        raise ValueError(f"--repeats is {request.repeats}; give at least 1")
-    if request.steps < 0:
-        raise ValueError(f"--steps is {request.steps}; give at least 1 batch per run, or 0 for the suite's default")
-    if request.cluster is not None:
-        open_cluster(request.cluster)  # report its errors before anything else
+        show(Console(), outcome, folder)
+    if failed := [row for row in outcome.rows if row.kind == "failed"]:
+        first, count = failed[0], f"{len(failed)} of {len(outcome.rows)} configurations"
+        raise UserError(f"{count} failed, first {first.group}, {first.label}: {first.reason}; the rest is in {folder}")
 
 
 def _refuse_unused(request: Request, taken: Sequence[str]) -> None:
@@ -154,13 +179,14 @@ def _refuse_unused(request: Request, taken: Sequence[str]) -> None:
     for name in dict.fromkeys((*_SUITE_OPTIONS, *_LEARNING_OPTIONS)):
         if name not in taken and getattr(request, "overrides" if name == "set" else name):
             takes = ", ".join(f"--{name}" for name in taken) or "none of these options"
-            raise ValueError(f"bench {request.suite} does not use --{name}; leave it out: it takes {takes}")
+            raise UserError(f"bench {request.suite} does not use --{name}; leave it out: it takes {takes}")
 
 
-def _run_suite(request: Request) -> None:
-    """Measure or predict the configurations of a suite; fail at the end if one of them failed."""
+def _suite_options(request: Request) -> SuiteOptions:
+    if request.cluster is not None and not request.simulate:
+        raise UserError(f"--cluster {request.cluster} is for simulating; give --simulate as well")
     suite = read_suite(request.suite)
-    options = SuiteOptions(
+    return SuiteOptions(
         repeats=request.repeats or suite.repeats,
         steps=request.steps or suite.steps,
         real=request.data,
@@ -168,36 +194,8 @@ def _run_suite(request: Request) -> None:
         overrides=request.overrides,
         simulate=request.simulate,
         cluster=request.cluster,
-        command=request.command,
         limit=None if request.repeats else suite.limit,
     )
-    with ProgressLine(request.suite) as progress:
-        outcome, folder = run_to_folder(
-            request.suite, options, request.runs, anonymise=request.anonymise, progress=progress
-        )
-    if request.as_json:
-        print(json.dumps(asdict(outcome) | {"folder": str(folder)}))
-    else:
-        show(Console(), outcome, folder)
-    if failed := [row for row in outcome.rows if row.kind == "failed"]:
-        first, count = failed[0], f"{len(failed)} of {len(outcome.rows)} configurations"
-        raise ValueError(f"{count} failed, first {first.group}, {first.label}: {first.reason}; the rest is in {folder}")
-
-
-def _run_peers(request: Request) -> None:
-    """Compare with stock PyTorch, case by case."""
-    suite = only_cases(SUITES[request.suite], request.only)
-    outcomes: list[PeerOutcome] = []
-    with ProgressLine(request.suite) as progress:
-        for found in run_cases(suite, request.repeats or REPEATS, request.steps, progress):
-            outcomes += found
-            if not request.as_json:
-                with progress.paused():
-                    show_workload(Console(), suite, found)
-    if request.as_json:
-        print(json.dumps(describe_suite(suite, outcomes, request.command)))
-    else:
-        show_machine(Console(), outcomes, request.command)
 
 
 def _run_study(request: Request) -> None:
@@ -223,15 +221,3 @@ def _run_study(request: Request) -> None:
         print(json.dumps(describe_study(study) | {"folder": str(folder)}))
     else:
         show_study(Console(), study, folder)
-
-
-def _run_part(request: Request) -> None:
-    """Measure one part, then show or describe what was found."""
-    part = _PARTS[request.suite]
-    errors = Console(stderr=True)
-    with errors.status(request.suite) as status:
-        found = part.measure(status.update if errors.is_terminal else lambda text: None)
-    if request.as_json:
-        print(json.dumps(part.describe(found)))
-    else:
-        part.show(Console(), found)

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from stagewright.bench.compare import Comparison, compare, describe
+from stagewright.bench.pages import format_figure, format_span
 from stagewright.report.live.terminal import plain_table, say
 
 
@@ -24,11 +25,10 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     """Print both sides in a table, then what the difference means."""
     say(console, f"A: {comparison.first}")
     say(console, f"B: {comparison.second}")
-    table = plain_table(
-        "images/s", "A", "95 % interval", "B", "95 % interval", left=("images/s",), no_wrap=("A", "95 % interval", "B")
-    )
+    columns = (comparison.unit, "A", "95 % interval", "B", "95 % interval")
+    table = plain_table(*columns, left=columns[:1], no_wrap=columns[1:])
     for pair in comparison.pairs:
-        sides = [(f"{side.value:,.0f}", f"{side.low:,.0f} - {side.high:,.0f}") for side in (pair.first, pair.second)]
+        sides = [(format_figure(side.value), format_span(side)) for side in (pair.first, pair.second)]
         cells = [cell for value, spread in sides for cell in (value, "predicted" if pair.is_predicted else spread)]
         table.add_row(pair.what, *cells)
     if comparison.pairs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from stagewright.bench.compare import compare_benches
-from stagewright.bench.result import Outcome, Repeat, Row, write_outcome
+from stagewright.bench.result import Outcome, Repeat, Row, write_json
 from stagewright.bench.statistics import median_interval
 from stagewright.cli.main import main
 
@@ -35,11 +35,12 @@ def make_run(tmp_path: Path) -> Make:
         (folder / "config.toml").write_text(f'[model]\nname = "{model}"\n{run}')
         (folder / "env.json").write_text(json.dumps({"host": {"cpu": changes.get("cpu", "EPYC"), "cores": 2}}))
         generator = np.random.default_rng(seed)
-        lines = []
+        lines, end = [], 0.0
         for number in range(steps):
             speed = rate / 3 if number < 15 else rate * (1 + noise * generator.standard_normal())
             step = {"kind": "step", "batch": number, "epoch": 0, "loss": 2.0 - number / 100 + changes.get("loss", 0.0)}
-            lines.append(step | {"lr": 0.1, "seconds": float(number), "images_per_second": float(speed)})
+            end += batch / float(speed)
+            lines.append(step | {"lr": 0.1, "seconds": end, "images_per_second": 1e6})
         lines.append({"kind": "evaluated", "batch": steps, "samples": 10, "loss": 1.0, "top1": 0.5, "top5": 0.9})
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return folder
@@ -130,6 +131,24 @@ def test_benches_are_compared_per_configuration() -> None:
     assert found.notes == ("only in one of them: gone, synthetic",)
 
 
+def test_the_smaller_of_two_times_is_faster() -> None:
+    """What is measured in milliseconds is better the smaller it is."""
+    faster = [0.7 * milliseconds for milliseconds in QUIET]
+    first, second = (replace(outcome(row("copy", values)), unit="ms") for values in (QUIET, faster))
+    assert compare_benches("a", "b", first, second).pairs[0].summary.startswith("B is faster: 0.70 x")
+    assert compare_benches("b", "a", second, first).pairs[0].summary.startswith("B is slower: 1.43 x")
+    assert "different unit: ms and images/s" in compare_benches("a", "b", first, outcome(row("copy", QUIET))).reasons
+
+
+def test_a_wide_interval_does_not_say_that_nothing_is_slower() -> None:
+    noisy = [60.0, 140.0, 80.0, 120.0, 100.0, 90.0, 110.0]
+    pair = compare_benches("a", "b", outcome(row("dp", noisy)), outcome(row("dp", noisy[::-1]))).pairs[0]
+    assert not pair.is_significant and "to know whether B is slower" in pair.summary
+    quiet = [100 + rate / 1000 for rate in QUIET]
+    pair = compare_benches("a", "b", outcome(row("dp", quiet)), outcome(row("dp", quiet[::-1]))).pairs[0]
+    assert not pair.is_significant and "slower" not in pair.summary
+
+
 def test_benches_of_different_machines_or_work_are_not_comparable() -> None:
     first, second = outcome(row("dp", QUIET)), outcome(row("dp", QUIET, batch=32), cpu="Xeon")
     reasons = compare_benches("a", "b", first, second).reasons
@@ -159,7 +178,7 @@ def test_unreadable_folders_are_reported_in_one_line(
     assert "0 timed batches" in fails(capsys, str(run), str(empty))
     bench = tmp_path / "bench"
     bench.mkdir()
-    write_outcome(outcome(row("dp", QUIET)), bench)
+    write_json(asdict(outcome(row("dp", QUIET))), bench / "bench.json")
     assert "compare two runs or two benches" in fails(capsys, str(run), str(bench))
     (bench / "bench.json").write_text('{"suite": 3}')
     assert "is not a bench outcome" in fails(capsys, str(bench), str(bench))
@@ -167,6 +186,6 @@ def test_unreadable_folders_are_reported_in_one_line(
     assert "is not JSON" in fails(capsys, str(bench), str(bench))
     other = tmp_path / "other"
     other.mkdir()
-    write_outcome(outcome(row("dp", QUIET)), bench)
-    write_outcome(outcome(row("sync", QUIET)), other)
+    write_json(asdict(outcome(row("dp", QUIET))), bench / "bench.json")
+    write_json(asdict(outcome(row("sync", QUIET))), other / "bench.json")
     assert "no configuration in common" in fails(capsys, str(bench), str(other))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
-from stagewright.bench.predict import Capacity
+from stagewright.bench.predict import Capacity, needed_memory
 from stagewright.bench.suite import SuiteOptions, configurations_of, read_suite
-from stagewright.metrics import GIB
+from stagewright.config.toml import make_config
+from stagewright.metrics import GIB, MIB
 from tests.unit.bench.capacities import LAPTOP, ONE_GPU, SERVER, shortages
 
 
@@ -39,3 +40,10 @@ def test_ranks_that_share_a_gpu_share_its_memory() -> None:
     assert ONE_GPU.shortage(config) is None
     shortage = Capacity(gpus=1, gpu_memory=24 * GIB, memory=64 * GIB).shortage(config)
     assert shortage is not None and "24,576" in shortage
+
+
+def test_a_cpu_rank_needs_no_cuda_context() -> None:
+    """vgg-small has weights, gradients and momentum of a few MiB; a context alone would be hundreds."""
+    tables = {"model": {"name": "vgg-small"}, "plan": {"placement": "0:0", "mode": "dp", "batch": 8, "microbatches": 1}}
+    (on_cpu,), (on_gpu,) = (needed_memory(make_config(tables, {"run": {"device": name}})) for name in ("cpu", "cuda"))
+    assert on_cpu < 200 * MIB < 300 * MIB < on_gpu

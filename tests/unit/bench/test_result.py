@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from stagewright.bench import result
-from stagewright.bench.result import cleaned, make_cleaner
+from stagewright.bench.result import cleaned, from_json, make_cleaner
 
 
 @pytest.fixture
@@ -61,3 +63,25 @@ def test_keeps_everything_else(text: str, clean: Callable[[str], str]) -> None:
 
 def test_cleans_nested_values_and_their_keys(clean: Callable[[str], str]) -> None:
     assert cleaned({"atlas": ["alice", 3, None, ("/a/b",)]}, clean) == {"<name>": ["<name>", 3, None, ["<path>"]]}
+
+
+def test_reads_what_was_written_before_there_were_ratios_and_units() -> None:
+    """A bench.json of 0.1.0's first suites, as that code wrote it."""
+    interval = {"value": 100.0, "low": 99.0, "high": 101.0}
+    repeat = {
+        "rate": 100.0,
+        "warmup": 1,
+        "is_steady": True,
+        "times": [0.6, 0.5],
+        "loss": 2.0,
+        "run": "r",
+        "others": None,
+    }
+    names = ("group", "name", "data", "model", "mode", "precision", "placement", "device")
+    row = dict.fromkeys(names, "x") | {"kind": "measured", "is_baseline": True, "batch": 50, "options": {}, "cuts": []}
+    row |= {"repeats": [repeat], "rate": interval, "speedup": interval, "outliers": [], "reason": "", "cluster": None}
+    old = {"suite": "quick", "title": "Quick", "command": "c", "date": "d", "repeats": 1, "steps": 2, "cores": 2}
+    outcome = from_json(old | {"machine": {"processor": "p"}, "rows": [row], "published": []}, "old.json")
+    assert outcome.unit == "images/s" and outcome.is_rate and outcome.ratios == () and outcome.figures == {}
+    assert outcome.rows[0].repeats[0].times == (0.6, 0.5) and outcome.rows[0].label == "x, x"
+    assert from_json(json.loads(json.dumps(asdict(outcome))), "again") == outcome

@@ -15,7 +15,7 @@ import pytest
 from stagewright.bench import run as bench_run
 from stagewright.bench.predict import Capacity
 from stagewright.bench.result import Outcome, Repeat, read_outcome
-from stagewright.bench.run import Length, Measurements, measured_row, nearest_suite, run_repeats, with_speedups
+from stagewright.bench.run import Length, Measurements, nearest_suite, row_so_far, run_repeats, with_speedups
 from stagewright.bench.suite import SuiteOptions, configurations_of, read_suite
 from stagewright.cli.bench import Request, run_bench
 from stagewright.cli.main import main
@@ -72,10 +72,10 @@ def test_no_repeat_begins_that_would_exceed_the_time_limit() -> None:
 def test_outliers_are_marked_and_still_count() -> None:
     configuration = configurations_of(read_suite("quick"), SuiteOptions(5, 1))[0]
     rates = [100.0, 101.0, 99.0, 100.0, 10.0, 11.0, 12.0]
-    row = measured_row(configuration, Measurements(make_config(), [repeat(rate) for rate in rates]))
+    row = row_so_far(configuration, Measurements(make_config(), [repeat(rate) for rate in rates]))
     assert row.rate is not None and row.rate.value == 99.0, "the median of all seven"
     assert [entry.rate for entry in row.repeats] == rates
-    steady = measured_row(
+    steady = row_so_far(
         configuration, Measurements(make_config(), [repeat(rate) for rate in (100, 101, 99, 100, 102, 98, 10)])
     )
     assert steady.outliers == (6,) and len(steady.repeats) == 7
@@ -86,8 +86,8 @@ def test_speedups_are_ratios_to_the_baseline_repeat_by_repeat() -> None:
     disturbance = (1.0, 0.5, 2.0, 0.9, 1.2)
     rows = with_speedups(
         [
-            measured_row(dp, Measurements(make_config(), [repeat(100 * d) for d in disturbance])),
-            measured_row(stale, Measurements(make_config(), [repeat(130 * d) for d in disturbance])),
+            row_so_far(dp, Measurements(make_config(), [repeat(100 * d) for d in disturbance])),
+            row_so_far(stale, Measurements(make_config(), [repeat(130 * d) for d in disturbance])),
         ]
     )
     assert rows[0].is_baseline and rows[0].speedup is not None and rows[0].speedup.value == 1.0
@@ -98,7 +98,7 @@ def test_speedups_are_ratios_to_the_baseline_repeat_by_repeat() -> None:
 def test_memory_is_the_maximum_over_all_repeats() -> None:
     configuration = configurations_of(read_suite("quick"), SuiteOptions(2, 1))[0]
     repeats = [Repeat(1.0, 0, True, (), None, "r", memory=memory) for memory in ((5, 9), (7, 3))]
-    assert measured_row(configuration, Measurements(make_config(), repeats)).memory == (7, 9)
+    assert row_so_far(configuration, Measurements(make_config(), repeats)).memory == (7, 9)
 
 
 def test_a_bench_leaves_four_files(folder: Path) -> None:

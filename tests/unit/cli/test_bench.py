@@ -34,6 +34,9 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["overhead", "--set", "plan.batch=3"], ["does not use --set", "--repeats, --steps, --only"]),
         (["monitor", "--cluster", "titan-v-8"], ["does not use --cluster", "takes none"]),
         (["quick", "--seeds", "2"], ["does not use --seeds"]),
+        (["peers", "--repeats", "0"], ["--repeats is 0; give at least 1"]),
+        (["peers", "--steps", "-1"], ["--steps is -1; give at least 0"]),
+        (["quick", "--set", "data.jitter=0.4"], ["--jitter 0.4 changes nothing with --data synthetic"]),
         (["learning", "--repeats", "2", "--data", "synthetic"], ["does not use --repeats"]),
     ],
     ids=" ".join,
@@ -46,18 +49,9 @@ def test_bad_options_are_reported_in_one_line(
     assert not list(tmp_path.glob("runs/*")), "a bench that never began leaves no folder"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"suite": "zzz"}, "unknown suite 'zzz'.*; known: homelab, quick"),
-        ({"suite": "peers", "repeats": 0}, "--repeats is 0"),
-        ({"suite": "peers", "steps": -1}, "--steps is -1"),
-    ],
-)
-def test_bad_numbers_and_unknown_suites_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        run_bench(Request(**options))  # type: ignore[arg-type]
-    assert "\n" not in str(caught.value)
+def test_an_unknown_suite_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"unknown suite 'zzz'.*; known: homelab, quick"):
+        run_bench(Request("zzz"))
 
 
 def test_a_request_becomes_a_shell_command() -> None:

@@ -6,14 +6,12 @@ Runs of earlier studies with equal settings are reused (`earlier_runs`).
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,11 @@ from pydantic import TypeAdapter, ValidationError
 from stagewright.bench.learning.trials import TrialRun
 from stagewright.bench.machine import shared_gpu
 from stagewright.bench.pages import LOGS
-from stagewright.config.toml import as_toml, make_config, with_new_names
+from stagewright.config.toml import as_toml, make_config, with_new_names, without_unused
+from stagewright.errors import UserError
+from stagewright.events import Evaluated, Record, Step, read_records
+from stagewright.report.read import read_lines
+from stagewright.runtime.process.children import Children
 
 Progress = Callable[[str], None]
 After = Callable[[Sequence["TrainedRun"]], None]
@@ -72,12 +74,13 @@ def train_runs(
     if found:
         progress(f"{len(found)} of {len(trial_runs)} runs are reused")
         after(found)
-    with shared_gpu(progress) if on_gpu and jobs > 1 else nullcontext(), _ended_on_exit() as running:
+    running: list[_Running] = []
+    with shared_gpu(progress) if on_gpu and jobs > 1 else nullcontext(), Children() as children:
         shown = time.monotonic()
         while waiting or running:
             while waiting and len(running) < jobs:
                 number, trial_run = waiting.pop(0)
-                running.append(_Running(trial_run, folder / f"{number}"))
+                running.append(_Running(trial_run, folder / f"{number}", children))
             time.sleep(POLL_SECONDS)
             for run in [run for run in running if run.is_over]:
                 running.remove(run)
@@ -89,34 +92,18 @@ def train_runs(
                 progress(f"{len(found)} of {len(trial_runs)} runs; {'; '.join(run.progress for run in running[:2])}")
 
 
-@contextmanager
-def _ended_on_exit() -> Iterator[list[_Running]]:
-    """A list of running commands; those that are left are ended when the context is left."""
-    running: list[_Running] = []
-    try:
-        yield running
-    finally:
-        for run in running:
-            run.end()
-
-
 class _Running:
     """The command that trains one run."""
 
-    def __init__(self, trial_run: TrialRun, folder: Path) -> None:
+    def __init__(self, trial_run: TrialRun, folder: Path, children: Children) -> None:
         folder.mkdir(parents=True)
         self._trial_run = trial_run
         self._folder = folder
         config = replace(trial_run.config, run=replace(trial_run.config.run, runs=str(folder / "runs")))
         (folder / "trial.toml").write_text(as_toml(config))
         command = [sys.executable, "-m", "stagewright", "train", "--config", str(folder / "trial.toml"), "--json"]
-        with (folder / "out.json").open("w") as out, (folder / "errors.txt").open("w") as errors:
-            self._process = subprocess.Popen(
-                command,
-                stdout=out,
-                stderr=errors,
-                env={**os.environ, "OMP_NUM_THREADS": str(config.run.threads)},
-            )
+        threads = {"OMP_NUM_THREADS": str(config.run.threads)}
+        self._process = children.start(command, threads, stdout=folder / "out.json", stderr=folder / "errors.txt")
 
     @property
     def is_over(self) -> bool:
@@ -138,42 +125,26 @@ class _Running:
         if found := DIVERGED.search(errors[-1]):
             return TrainedRun(*trial_run.key, trial_run.seed, scores, per_epoch, None, found[0], trial_run.settings)
         logs = self._folder.parent.parent / LOGS
-        raise ValueError(
+        raise UserError(
             f"{trial_run}: {errors[-1].removeprefix('stagewright: ')}; its files are {logs}:{self._folder.name}"
         )
 
-    def end(self) -> None:
-        """Ask it to stop; kill it if it does not."""
-        self._process.terminate()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
-
-def _records(folder: Path) -> Iterator[dict[str, object]]:
-    """The lines of the run's metrics so far; an unfinished last line is skipped."""
+def _records(folder: Path) -> Iterator[Record]:
+    """The run's metrics so far."""
     for path in folder.glob("runs/*/metrics.jsonl"):
-        for line in path.read_text().splitlines():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                return
+        yield from (record for _, record in read_records(read_lines(path)))
 
 
 def _scores(folder: Path) -> Iterator[tuple[int, float]]:
-    for record in _records(folder):
-        if "top1" in record:
-            yield int(str(record["batch"])), float(str(record["top1"]))
+    return ((record.batch, record.top1) for record in _records(folder) if isinstance(record, Evaluated))
 
 
 def batches_per_epoch(folder: Path) -> int:
     """Batches per epoch, or those trained so far where the first epoch is not over."""
-    first = next((record for record in _records(folder) if record.get("epoch") == 1), None)
-    if first is not None:
-        return int(str(first["batch"]))
-    return 1 + max((int(str(record["batch"])) for record in _records(folder) if "epoch" in record), default=0)
+    steps = [record for record in _records(folder) if isinstance(record, Step)]
+    first = next((step for step in steps if step.epoch == 1), None)
+    return first.batch if first is not None else 1 + max((step.batch for step in steps), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +168,7 @@ def earlier_runs(folders: Sequence[str], trial_runs: Sequence[TrialRun]) -> Earl
         runs = earlier.runs
         equal = {run.settings: run for run in runs if run.settings in asked}
         if not equal:
-            raise ValueError(
+            raise UserError(
                 f"--reuse {folder}: none of its {len(runs)} runs has the settings of any of the {len(trial_runs)} "
                 f"asked for{_first_difference(runs, trial_runs)}; make the settings equal or leave --reuse out"
             )
@@ -226,15 +197,15 @@ def _read(folder: Path) -> EarlierRuns:
             [replace(run, origin=run.origin or str(folder), settings=_in_full(run.settings)) for run in runs], machines
         )
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; give a folder of bench learning") from error
+        raise UserError(f"{path}: {error.strerror}; give a folder of bench learning") from error
     except (ValueError, KeyError, TypeError, ValidationError, RecursionError) as error:
-        raise ValueError(f"{path} was not written by bench learning; give a folder that was") from error
+        raise UserError(f"{path} was not written by bench learning; give a folder that was") from error
 
 
 def _in_full(settings: str) -> str:
     """Settings with the defaults of options that did not exist when they were written."""
     try:
-        return as_toml(make_config(with_new_names(tomllib.loads(settings))))
+        return as_toml(without_unused(make_config(with_new_names(tomllib.loads(settings)), given=())))
     except ValueError:  # they have options that no longer exist: they match nothing
         return settings
 

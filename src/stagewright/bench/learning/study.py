@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,14 +12,14 @@ from stagewright.bench.learning.findings import Study, TrainingSpeed, findings_o
 from stagewright.bench.learning.pages import describe_study, study_page
 from stagewright.bench.learning.runs import FILE, TrainedRun, earlier_runs, train_runs
 from stagewright.bench.learning.trials import StudyOptions, TrialRun, open_study, trial_runs_of
-from stagewright.bench.pages import zip_logs
+from stagewright.bench.pages import bench_folder
 from stagewright.bench.predict import predict_config
-from stagewright.bench.result import cleaned, make_cleaner
+from stagewright.bench.result import cleaned, make_cleaner, write_json
 from stagewright.bench.suite import devices_of
 from stagewright.cluster.catalog import open_cluster
+from stagewright.errors import UserError
 from stagewright.hardware.environment import read_environment
 from stagewright.hardware.host import num_cores
-from stagewright.run.folder import new_folder
 from stagewright.run.report import write_page
 
 _CLUSTER = "rtx-4090-4"  # times are predicted for it by default
@@ -36,32 +35,25 @@ def run_study(
     trial_runs = trial_runs_of(options, file)
     known = earlier_runs(options.reuse, trial_runs)
     speeds = {} if options.is_real else _predicted_speeds(trial_runs, options.cluster or _CLUSTER, progress)
-    folder = new_folder(runs, "bench-learning")
     clean: Callable[[str], str] = make_cleaner() if anonymise else str
     latest: list[Study] = []
 
     def shown(origin: str) -> str:
         return Path(origin).name if anonymise else origin
 
-    def keep(trained: Sequence[TrainedRun]) -> None:
-        cleaned_runs = [replace(run, settings=clean(run.settings), origin=shown(run.origin)) for run in trained]
-        known_speeds = speeds | measured_speeds(trial_runs, trained)
-        study = make_study(file.title, clean(command), trial_runs, cleaned_runs, known_speeds, options.target)
-        elsewhere = {shown(origin): cleaned(dict(machine), clean) for origin, machine in known.machines.items()}
-        latest[:] = [replace(study, machine=cleaned(dict(study.machine), clean), elsewhere=elsewhere)]
-        draft = folder / f"{FILE}.draft"
-        draft.write_text(json.dumps(describe_study(latest[0]), indent=1))
-        draft.replace(folder / FILE)
-        write_page(study_page(latest[0]), folder / "report.html")
+    with bench_folder("learning", runs, clean) as folder:
 
-    try:
-        train_runs(
-            trial_runs, options.jobs or default_jobs(options, trial_runs), folder / "runs", progress, keep, known.runs
-        )
-    finally:
-        zip_logs(folder / "runs", folder, clean)
-        if not any(folder.iterdir()):
-            folder.rmdir()
+        def keep(trained: Sequence[TrainedRun]) -> None:
+            cleaned_runs = [replace(run, settings=clean(run.settings), origin=shown(run.origin)) for run in trained]
+            known_speeds = speeds | measured_speeds(trial_runs, trained)
+            study = make_study(file.title, clean(command), trial_runs, cleaned_runs, known_speeds, options.target)
+            elsewhere = {shown(origin): cleaned(dict(machine), clean) for origin, machine in known.machines.items()}
+            latest[:] = [replace(study, machine=cleaned(dict(study.machine), clean), elsewhere=elsewhere)]
+            write_json(describe_study(latest[0]), folder / FILE)
+            write_page(study_page(latest[0]), folder / "report.html")
+
+        jobs = options.jobs or default_jobs(options, trial_runs)
+        train_runs(trial_runs, jobs, folder / "runs", progress, keep, known.runs)
     return latest[0], folder
 
 
@@ -113,7 +105,7 @@ def _predicted_speeds(
         if trial_run.key not in speeds:
             try:
                 prediction = predict_config(trial_run.config, catalog, cluster, loads=False)
-            except ValueError as error:
+            except UserError as error:
                 progress(f"{trial_run}: cannot predict its time on {name}: {error}")
                 continue
             source = f"predicted by the simulator for {name}"

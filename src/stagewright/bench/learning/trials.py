@@ -8,7 +8,8 @@ from importlib import resources
 
 from stagewright.bench.suite import Configuration, Suite, SuiteOptions, Tables, configurations_of, read_suite
 from stagewright.config.sections import Config
-from stagewright.config.toml import as_toml, make_config
+from stagewright.config.toml import as_toml, make_config, without_unused
+from stagewright.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +27,6 @@ class StudyOptions:
     only: str | None = None
     overrides: Sequence[Tables] = ()
     reuse: Sequence[str] = ()  # folders of earlier studies whose runs are reused
-
-    def __post_init__(self) -> None:
-        for flag, value in (("--seeds", self.seeds), ("--jobs", self.jobs)):
-            if value is not None and value < 1:
-                raise ValueError(f"{flag} is {value}; give at least 1")
-        if self.is_real and self.jobs is not None and self.jobs > 1:
-            raise ValueError(f"--jobs is {self.jobs}, but --real measures one run at a time; leave one out")
-        if self.reuse and self.is_real:
-            raise ValueError(
-                f"--reuse {self.reuse[0]} reuses runs that were timed earlier, but --real compares times; leave one out"
-            )
-        if self.target is not None and not 0 < self.target <= 100:
-            raise ValueError(f"--target is {self.target:g}; give a top-1 accuracy in percent, such as 90")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +61,24 @@ def open_study(options: StudyOptions) -> Suite:
 def trial_runs_of(options: StudyOptions, study: Suite) -> list[TrialRun]:
     """Every trial with every seed, seed by seed, so that runs at the same time are of different trials."""
     _refuse_unused(options, study)
-    of_suite = SuiteOptions(1, study.steps, None, options.only, options.overrides)
+    data = {name: value for name, value in (("source", options.data), ("val", options.val)) if value}
+    own: Tables = {"data": data, "run": {"steps": None, "emulate": not options.is_real}}
+    of_suite = SuiteOptions(1, study.steps, None, options.only, (*options.overrides, own))
     trial_runs = [
-        TrialRun(configuration, seed, _config(configuration, seed, options))
+        TrialRun(configuration, seed, _config(configuration, seed))
         for seed in range(options.seeds)
         for configuration in configurations_of(study, of_suite)
     ]
     for trial_run in trial_runs:
-        data = trial_run.config.data
-        if data.source == "synthetic" and options.data is None:
-            raise ValueError(
+        given = trial_run.config.data
+        if given.source == "synthetic" and options.data is None:
+            raise UserError(
                 "bench learning needs training and validation images; give --data and --val, "
                 "such as --data ofrecord:DIR --val ofrecord:DIR, or --data synthetic"
             )
-        if data.val is None and data.source != "synthetic":
-            raise ValueError(
-                f"--data {data.source} gives training images only; give --val as well, for validation images"
+        if given.val is None and given.source != "synthetic":
+            raise UserError(
+                f"--data {given.source} gives training images only; give --val as well, for validation images"
             )
     return trial_runs
 
@@ -97,29 +87,26 @@ def _refuse_unused(options: StudyOptions, study: Suite) -> None:
     """Reject what a study would ignore."""
     for name, instead in (("repeats", "--seeds"), ("steps", "run.epochs"), ("limit", "run.epochs")):
         if (value := getattr(study, name)) != getattr(Suite, name):
-            raise ValueError(f"{name} is {value}, but a study trains whole epochs with seeds 0, 1, ...; use {instead}")
+            raise UserError(f"{name} is {value}, but a study trains whole epochs with seeds 0, 1, ...; use {instead}")
     groups = [group.options for group in study.group]
     trials = [trial.options for group in study.group for trial in group.trial]
     for tables in (*options.overrides, study.options, *groups, *trials):
         for name, instead in (("steps", "run.epochs"), ("seed", "--seeds")):
             if name in tables.get("run", {}):
                 given = f"run.{name} is {tables['run'][name]}"
-                raise ValueError(f"{given}, but a study trains whole epochs with seeds 0, 1, ...; use {instead}")
+                raise UserError(f"{given}, but a study trains whole epochs with seeds 0, 1, ...; use {instead}")
     for group in study.group:
         if "real" in group.data:
-            raise ValueError(f"group {group.name} has data {', '.join(group.data)}, but a study takes --data and --val")
+            raise UserError(f"group {group.name} has data {', '.join(group.data)}, but a study takes --data and --val")
         for trial in group.trial:
             if trial.devices is not None or trial.batch_a_device is not None:
-                raise ValueError(
+                raise UserError(
                     f"{group.name}, {trial.name}: devices and batch_a_device are for suites; "
                     "a study takes plan.placement and plan.batch"
                 )
 
 
-def _config(configuration: Configuration, seed: int, options: StudyOptions) -> Config:
-    config = make_config(configuration.tables)
-    source = options.data or config.data.source
-    val = options.val or config.data.val or (source if source == "synthetic" else None)
-    data = replace(config.data, source=source, val=val)
-    run = replace(config.run, seed=seed, steps=None, emulate=not options.is_real)
-    return replace(config, data=data, run=run)
+def _config(configuration: Configuration, seed: int) -> Config:
+    config = make_config(configuration.tables, given=())
+    val = config.data.val or (config.data.source if config.data.source == "synthetic" else None)
+    return without_unused(replace(config, data=replace(config.data, val=val), run=replace(config.run, seed=seed)))

@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from statistics import median
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
-from stagewright.bench.statistics import Interval, median_ratio
+from stagewright.bench.result import Outcome, measured_row, new_outcome, ratio_of
+from stagewright.bench.statistics import at_most
 from stagewright.config.toml import make_config
 from stagewright.events import Record, Saved
-from stagewright.hardware.environment import read_environment
 from stagewright.metrics import MIB
-from stagewright.report.live.terminal import say
 from stagewright.run.prepare import prepare
 from stagewright.runtime.checkpoint.save import flats_of
 from stagewright.runtime.process.emulate import Emulation
@@ -34,23 +29,7 @@ REPEATS = 11
 MODEL = "resnet50"
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Seconds per repeat, and sizes in bytes."""
-
-    stops: tuple[float, ...]  # pause of training for a checkpoint, once the pipeline is empty
-    copies: tuple[float, ...]  # a plain copy of the state
-    quiet: tuple[float, ...]  # a batch while nothing is written
-    writing: tuple[float, ...]  # a batch while a checkpoint is written
-    state: int  # bytes of weights and optimizer state
-    size: int  # bytes of the checkpoint on disk
-
-    @property
-    def ratio(self) -> Interval:
-        return median_ratio(self.stops, self.copies)
-
-
-def measure(progress: Callable[[str], None]) -> Found:
+def measure(progress: Callable[[str], None]) -> Outcome:
     """Time checkpoint and plain copy in turns."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
@@ -64,16 +43,17 @@ def measure(progress: Callable[[str], None]) -> Found:
                     "run": {"steps": 1000, "runs": folder},
                 }
             )
-        )
+        ).job
         saved: list[Record] = []
         with Ledger(job, saved.append) as ledger:
             (worker,) = Emulation(job, ledger.handle).workers
-            found = _take_turns(worker, progress)
-        size = next(record.bytes for record in saved if isinstance(record, Saved))
-        return Found(**found, size=size)
+            series = _take_turns(worker, progress)
+            state = sum(flat.nbytes for _, flat in flats_of(worker.replicas[0]))
+    return make_outcome(series, state, next(record.bytes for record in saved if isinstance(record, Saved)))
 
 
-def _take_turns(worker: Worker, progress: Callable[[str], None]) -> dict[str, Any]:
+def _take_turns(worker: Worker, progress: Callable[[str], None]) -> dict[str, list[float]]:
+    """Seconds per repeat."""
     state = [flat for _, flat in flats_of(worker.replicas[0])]
     buffers = [torch.empty_like(flat).fill_(0) for flat in state]
     series: dict[str, list[float]] = {"stops": [], "copies": [], "quiet": [], "writing": []}
@@ -91,7 +71,7 @@ def _take_turns(worker: Worker, progress: Callable[[str], None]) -> dict[str, An
         if repeat:  # the first is a warm-up
             for name, seconds in times.items():
                 series[name].append(seconds)
-    return {name: tuple(values) for name, values in series.items()} | {"state": sum(flat.nbytes for flat in state)}
+    return series
 
 
 def _train(worker: Worker, batch: int) -> None:
@@ -111,26 +91,24 @@ def _timed(work: Callable[..., object], *arguments: object) -> float:
     return time.perf_counter() - began
 
 
-def describe(found: Found) -> dict[str, Any]:
-    """The measurements as one JSON object."""
-    return asdict(found) | {"ratio": asdict(found.ratio), "limit": LIMIT, "machine": read_environment().words()}
-
-
-def show(console: Console, found: Found) -> None:
-    """Print the measurements and whether the goal is met."""
-    ratio = found.ratio
-    goal = "met" if ratio.value <= LIMIT else "not met"
-    lines = [
-        f"{MODEL}, two versions, SGD with momentum: {found.state / MIB:.1f} MiB of state, {len(found.stops)} repeats",
-        f"pause of training      {_spread(found.stops)}",
-        f"plain copy             {_spread(found.copies)}",
-        f"ratio                  {ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f}), goal <= {LIMIT:g}: {goal}",
-        f"on disk                {found.size / MIB:.1f} MiB, {found.size / found.state:.3f} of the state",
-        f"one batch              {_spread(found.quiet)}; while a checkpoint is written {_spread(found.writing)}",
-        ", ".join(read_environment().words().values()),
-    ]
-    say(console, "\n".join(lines), soft_wrap=True)
-
-
-def _spread(seconds: tuple[float, ...]) -> str:
-    return f"{median(seconds) * 1e3:.0f} ms ({min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f})"
+def make_outcome(series: Mapping[str, Sequence[float]], state: int, size: int) -> Outcome:
+    """Milliseconds of both sides and of batches; the goal is for the pause over the copy."""
+    rows = {
+        name: measured_row(group, what, [1e3 * seconds for seconds in series[name]])
+        for name, group, what in (
+            ("stops", MODEL, "pause of training"),
+            ("copies", MODEL, "plain copy"),
+            ("quiet", "one batch", "while nothing is written"),
+            ("writing", "one batch", "while a checkpoint is written"),
+        )
+    }
+    title = f"A checkpoint of {MODEL}: two versions, SGD with momentum"
+    return new_outcome(
+        "checkpoint",
+        title,
+        len(series["stops"]),
+        unit="ms",
+        rows=tuple(rows.values()),
+        ratios=(ratio_of(rows["stops"], rows["copies"], at_most(LIMIT)),),
+        figures={"state, MiB": state / MIB, "on disk, MiB": size / MIB},
+    )

@@ -7,7 +7,6 @@ and crop the same images on one thread, in turns. The loader's speed and overhea
 from __future__ import annotations
 
 import io
-import json
 import tempfile
 import time
 from collections import deque
@@ -21,11 +20,9 @@ import numpy as np
 import simplejpeg
 import torch
 from PIL import Image
-from rich.console import Console
-from rich.table import Table
 from torch.nn import functional
 
-from stagewright.bench.statistics import Interval, median_ratio
+from stagewright.bench.result import Outcome, measured_row, new_outcome, ratio_of
 from stagewright.data.augment import Augmentation, Cropping, View
 from stagewright.data.decode import NORMALIZATIONS, Decoder, render
 from stagewright.data.index import IndexBuilder, load_index, save_index
@@ -34,7 +31,7 @@ from stagewright.data.order import Order, ReplicaSlice, TrainingSampler
 from stagewright.data.pool import LoaderOptions, Pool
 from stagewright.data.records import Record
 from stagewright.data.sources import ImageSource
-from stagewright.hardware.environment import read_environment
+from stagewright.errors import counted
 
 StockPath = Callable[[bytes, View], object]
 HEIGHT, WIDTH, SIDE = 375, 500, 224
@@ -79,61 +76,14 @@ class InMemory:
         return f"record {index}"
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One way to decode and crop, and its images per second, one value per repeat."""
-
-    name: str
-    speeds: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Everything that `bench data` measures."""
-
-    sides: tuple[Side, ...]  # ours first
-    loader: dict[int, float]  # images per second by number of threads
-    overhead: dict[str, float]  # seconds per image that the loader takes beyond decoding and cropping, by image size
-    index_load: float  # seconds to load an index of ImageNet's size
-    jpeg_bytes: int
-
-    def ratio(self, side: Side) -> Interval:
-        return median_ratio(self.sides[0].speeds, side.speeds)
-
-    def describe(self) -> dict[str, Any]:
-        """The measurements as one JSON object."""
-        return {
-            "sides": [
-                {"name": side.name, "median": median(side.speeds), "speeds": side.speeds}
-                | {"ratio": (ratio := self.ratio(side)).value, "interval": [ratio.low, ratio.high]}
-                for side in self.sides
-            ],
-            "loader": self.loader,
-            "overhead_microseconds": {size: seconds * 1e6 for size, seconds in self.overhead.items()},
-            "index_load_seconds": self.index_load,
-            "jpeg_bytes": self.jpeg_bytes,
-            "machine": read_environment().words(),
-            "date": time.strftime("%Y-%m-%d"),
-        }
-
-
-def run(*, repeats: int | None, images: int | None = None, most_threads: int | None = None, as_json: bool) -> None:
-    """Measure and print a table, or one JSON object; `bench data` and `data bench` are this with other options."""
+def measure(
+    repeats: int | None, images: int | None = None, most_threads: int | None = None, indexed: int = _IMAGENET
+) -> Outcome:
+    """Time all sides in turns, then the loader and an index."""
     repeats = _REPEATS if repeats is None else repeats
     images = _IMAGES if images is None else images
     most_threads = _MOST_THREADS if most_threads is None else most_threads
-    for flag, value, least in (("repeats", repeats, 1), ("images", images, _MICROBATCH), ("threads", most_threads, 1)):
-        if value < least:
-            raise ValueError(f"--{flag} is {value}; give at least {least}")
     torch.set_num_threads(1)
-    outcome = measure(repeats, images, most_threads)
-    if as_json:
-        print(json.dumps(outcome.describe()))
-    else:
-        _show(outcome, f"stagewright data bench --repeats {repeats} --images {images} --threads {most_threads}")
-
-
-def measure(repeats: int, images: int, most_threads: int, indexed: int = _IMAGENET) -> Outcome:
     large = Images(make_jpegs(), Augmentation(SIDE, Cropping.RESIZED), HEIGHT, WIDTH)
     small = Images(make_jpegs(32, 32), Augmentation(32, Cropping.PADDED), 32, 32)
     views = large.views(0, range(images))
@@ -144,11 +94,27 @@ def measure(repeats: int, images: int, most_threads: int, indexed: int = _IMAGEN
         for name in turns:
             speeds[name].append(_speed(paths[name], large.jpegs, views))
         turns.rotate(1)  # no side always follows the same other side
-    sides = tuple(Side(name, tuple(found)) for name, found in speeds.items())
+    size = sum(map(len, large.jpegs)) // len(large.jpegs)
+    group = f"{WIDTH}x{HEIGHT} JPEG of {size} bytes to {SIDE}x{SIDE}, one thread"
+    ours, *others = (measured_row(group, name, found) for name, found in speeds.items())
+    loader = [
+        measured_row("loader", f"{counted(count, 'thread')}", [large.loader_speed(count)])
+        for count in range(1, most_threads + 1)
+    ]
     longer = max(repeats // 4, 1), 8 * images  # so that starting a loader hardly counts
-    overhead = {"32x32": small.overhead(*longer), f"{WIDTH}x{HEIGHT}": large.overhead(*longer)}
-    threads = {count: large.loader_speed(count) for count in range(1, most_threads + 1)}
-    return Outcome(sides, threads, overhead, _index_load(indexed), sum(map(len, large.jpegs)) // len(large.jpegs))
+    beyond = "microseconds per image that the loader takes beyond decoding"
+    return new_outcome(
+        "data",
+        "Decoding, random resized crop and flip, of Stagewright and in stock ways",
+        repeats,
+        rows=(ours, *others, *loader),
+        ratios=tuple(ratio_of(ours, other) for other in others),
+        figures={
+            f"{beyond}, 32x32": 1e6 * small.overhead(*longer),
+            f"{beyond}, {WIDTH}x{HEIGHT}": 1e6 * large.overhead(*longer),
+            f"seconds to load an index of {indexed} records": _index_load(indexed),
+        },
+    )
 
 
 def stagewright_path(side: int) -> StockPath:
@@ -236,29 +202,6 @@ def _index_load(records: int) -> float:
         seconds = time.perf_counter() - began
     assert index is not None and len(index) == records
     return seconds
-
-
-def _show(outcome: Outcome, command: str) -> None:
-    console = Console(highlight=False)
-    table = Table(width=80)
-    table.add_column("one thread")
-    for heading in ("images/s", "ours / this", "95 % interval"):
-        table.add_column(heading, justify="right")
-    for side in outcome.sides:
-        ratio = outcome.ratio(side)
-        table.add_row(
-            side.name, f"{median(side.speeds):.0f}", f"{ratio.value:.2f}", f"{ratio.low:.2f} - {ratio.high:.2f}"
-        )
-    console.print(f"{WIDTH}x{HEIGHT} JPEG of {outcome.jpeg_bytes} bytes to {SIDE}x{SIDE}, random resized crop and flip")
-    console.print(table)
-    for threads, speed in outcome.loader.items():
-        plural = "" if threads == 1 else "s"
-        console.print(f"loader, {threads} thread{plural}: {speed:.0f} images/s, {speed / threads:.0f} per thread")
-    for size, seconds in outcome.overhead.items():
-        console.print(f"loader beyond decoding, {size}: {seconds * 1e6:.0f} microseconds per image")
-    console.print(f"index of {_IMAGENET} records: loaded in {outcome.index_load:.3f} s")
-    console.print(", ".join([*read_environment().words().values(), time.strftime("%Y-%m-%d")]))
-    console.print(f"repeat with: {command}", soft_wrap=True)
 
 
 def stock_paths(side: int) -> dict[str, StockPath]:

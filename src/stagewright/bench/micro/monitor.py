@@ -7,57 +7,25 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
 
-from stagewright.bench.statistics import Interval, paired_ratio
+from stagewright.bench.result import Outcome, measured_row, new_outcome, ratio_of
+from stagewright.bench.statistics import not_slower
 from stagewright.config.toml import make_config
 from stagewright.events import Record, Step
-from stagewright.hardware.environment import read_environment
 from stagewright.hardware.monitor import Monitor
-from stagewright.report.live.terminal import say
 from stagewright.run.observe import make_monitor
 from stagewright.run.prepare import prepare
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.launch import launch
 from stagewright.runtime.process.log import Ledger
 
-LIMIT = 0.01  # of throughput
 ROUNDS = 50  # of four segments: with, without, without, with the monitor
 SEGMENT_SECONDS = 1.0
 _WARMUP = 40  # batches
 _BATCH = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Images per second of every segment, and the time that the monitor's thread used."""
-
-    device: str
-    watched: tuple[float, ...]
-    alone: tuple[float, ...]
-    every: float  # seconds between samples
-    looks: int  # samples taken
-    processor_seconds: float
-    start_seconds: float  # processor time to start a separate process, which the thread avoids
-
-    @property
-    def ratio(self) -> Interval:
-        """With over without, by rounds: both sides of a round have the same middle, so slow drifts cancel."""
-        watched, alone = (
-            [first + second for first, second in zip(speeds[::2], speeds[1::2], strict=True)]
-            for speeds in (self.watched, self.alone)
-        )
-        return paired_ratio(watched, alone)
-
-    @property
-    def share(self) -> float:
-        """Of one core at this sampling rate; computed per sample, since a segment begins and ends with one."""
-        return self.processor_seconds / self.looks / self.every
 
 
 class Segments:
@@ -108,7 +76,7 @@ class Segments:
         self._began = None
 
 
-def measure(progress: Callable[[str], None]) -> Found:
+def measure(progress: Callable[[str], None]) -> Outcome:
     """Train on two ranks: once to time a batch, and once in segments with and without the monitor."""
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
         progress("timing a batch")
@@ -120,15 +88,7 @@ def measure(progress: Callable[[str], None]) -> Found:
         job = _prepare(folder, _WARMUP + 4 * ROUNDS * (segment + 1) + 1)
         segments = Segments(job, segment, progress)
         _train(job, segments.receive)
-    return Found(
-        job.config.run.device,
-        tuple(segments.watched),
-        tuple(segments.alone),
-        job.config.run.monitor_every,
-        sum(monitor.samples for monitor in segments.monitors),
-        sum(monitor.processor_seconds for monitor in segments.monitors),
-        _start_seconds(),
-    )
+    return make_outcome(segments, job.config.run.device, job.config.run.monitor_every)
 
 
 def _prepare(folder: str, steps: int) -> Job:
@@ -141,7 +101,7 @@ def _prepare(folder: str, steps: int) -> Job:
                 "run": {"steps": steps, "runs": folder} | device,
             }
         )
-    )
+    ).job
 
 
 def _train(job: Job, receive: Callable[[Record], None]) -> None:
@@ -157,34 +117,28 @@ def _start_seconds() -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def describe(found: Found) -> dict[str, Any]:
-    """The measurements as one JSON object."""
-    return asdict(found) | {
-        "ratio": asdict(found.ratio),
-        "share_of_a_core": found.share,
-        "limit": LIMIT,
-        "machine": read_environment().words(),
-    }
+def make_outcome(segments: Segments, device: str, every: float) -> Outcome:
+    """With over without, by rounds: both sides of a round have the same middle, so slow drifts cancel.
 
-
-def show(console: Console, found: Found) -> None:
-    """Print the measurements and whether the goal is met."""
-    ratio = found.ratio
-    sample = found.processor_seconds / found.looks
-    goal = "met" if ratio.value >= 1 - LIMIT and found.share < LIMIT else "not met"
-    lines = [
-        f"vgg-small on two {found.device} ranks, a sample every {found.every:g} s, "
-        f"{len(found.alone)} segments of {SEGMENT_SECONDS:g} s",
-        f"with the monitor     {_spread(found.watched)} images/s",
-        f"without              {_spread(found.alone)} images/s",
-        f"with / without       {ratio.value:.4f} ({ratio.low:.4f} to {ratio.high:.4f})",
-        f"its own thread       {found.share:.3%} of a core, {sample * 1e3:.2f} ms per sample, {found.looks} samples",
-        f"goal                 costs less than {LIMIT:.0%} of throughput: {goal}",
-        f"a process instead    would take {found.start_seconds * 1e3:.0f} ms of a core before its first sample",
-        ", ".join(read_environment().words().values()),
-    ]
-    say(console, "\n".join(lines), soft_wrap=True)
-
-
-def _spread(speeds: tuple[float, ...]) -> str:
-    return f"{median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})"
+    The share of a core is computed per sample, since a segment begins and ends with one.
+    """
+    group = f"vgg-small on two {device} ranks, a sample every {every:g} s, segments of {SEGMENT_SECONDS:g} s"
+    watched, alone = (
+        measured_row(group, name, [(one + other) / 2 for one, other in zip(speeds[::2], speeds[1::2], strict=True)])
+        for name, speeds in (("with the monitor", segments.watched), ("without", segments.alone))
+    )
+    samples = sum(monitor.samples for monitor in segments.monitors)
+    sample_seconds = sum(monitor.processor_seconds for monitor in segments.monitors) / samples
+    return new_outcome(
+        "monitor",
+        "What the monitor costs",
+        len(watched.repeats),
+        rows=(watched, alone),
+        ratios=(ratio_of(watched, alone, not_slower()),),
+        figures={
+            "% of a core that its thread takes": 100 * sample_seconds / every,
+            "ms per sample": 1e3 * sample_seconds,
+            "samples": samples,
+            "ms of a core that a process would take before its first sample": 1e3 * _start_seconds(),
+        },
+    )

@@ -6,15 +6,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from stagewright.bench.result import Outcome, measured_row, new_outcome, ratio_of
 from stagewright.config.toml import make_config
-from stagewright.report.live.terminal import plain_table
 from stagewright.run.train import run
 
 Progress = Callable[[str], None]
@@ -25,22 +23,7 @@ _REPEATS = 3
 _STEPS = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """One plan of one model: images per second, predicted and measured, one of each per repeat."""
-
-    model: str
-    plan: str
-    predicted: tuple[float, ...]
-    measured: tuple[float, ...]
-
-    @property
-    def error(self) -> float:
-        """The median prediction over the median measurement, minus 1."""
-        return statistics.median(self.predicted) / statistics.median(self.measured) - 1
-
-
-def measure(progress: Progress) -> list[Compared]:
+def measure(progress: Progress) -> Outcome:
     """Profile each model and run each of its plans, in turns, so that background load meets both."""
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -53,10 +36,7 @@ def measure(progress: Progress) -> list[Compared]:
                     progress(f"repeat {number + 1} of {_REPEATS}: {model}, {mode} {placement}")
                     pair = _run(model, image, batch, mode, placement, microbatches, file, folder)
                     found.setdefault((model, f"{mode} {placement}, M {microbatches}"), []).append(pair)
-    return [
-        Compared(model, plan, tuple(predicted for predicted, _ in pairs), tuple(measured for _, measured in pairs))
-        for (model, plan), pairs in found.items()
-    ]
+    return make_outcome(found)
 
 
 def _profile(model: str, image: int, batch: int, file: str) -> None:
@@ -81,25 +61,21 @@ def _run(
     return summary["predicted_images_per_second"], summary["images_per_second"]
 
 
-def median_error(rows: list[Compared]) -> float:
-    return statistics.median(abs(row.error) for row in rows)
-
-
-def describe(rows: list[Compared]) -> dict[str, Any]:
-    return {"median": median_error(rows), "rows": [{**asdict(row), "error": row.error} for row in rows]}
-
-
-def show(console: Console, rows: list[Compared]) -> None:
-    columns = ("model", "plan", "predicted", "measured", "error")
-    table = plain_table(*columns, left=("model", "plan"), no_wrap=columns)
-    for row in rows:
-        table.add_row(row.model, row.plan, _spread(row.predicted), _spread(row.measured), f"{row.error:+.1%}")
-    console.print(table)
-    console.print(
-        f"images/s on this machine, median and range of {_REPEATS} repeats; median error {median_error(rows):.1%}",
-        highlight=False,
+def make_outcome(found: Mapping[tuple[str, str], Sequence[tuple[float, float]]]) -> Outcome:
+    """The prediction over the measurement, for every plan of every model."""
+    rows, ratios = [], []
+    for (model, plan), pairs in found.items():
+        predicted = measured_row(model, plan, [pair[0] for pair in pairs], data="predicted")
+        measured = measured_row(model, plan, [pair[1] for pair in pairs], data="measured")
+        rows += [predicted, measured]
+        ratios.append(replace(ratio_of(predicted, measured), ours=plan, theirs="measured"))
+    error = statistics.median(abs(ratio.ratio.value - 1) for ratio in ratios)
+    return new_outcome(
+        "own",
+        "Predicted over measured on this machine",
+        _REPEATS,
+        _STEPS,
+        rows=tuple(rows),
+        ratios=tuple(ratios),
+        figures={"median error, %": 100 * error},
     )
-
-
-def _spread(values: tuple[float, ...]) -> str:
-    return f"{statistics.median(values):,.0f} ({min(values):,.0f}-{max(values):,.0f})"

@@ -3,67 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from rich.console import Console
-
-from stagewright.errors import counted
-from stagewright.planning.calibrate import Calibration, Row, calibrate
-from stagewright.planning.predict import IMAGENET
-from stagewright.report.live.terminal import say
+from stagewright.bench.predict import published_row
+from stagewright.bench.result import Outcome, new_outcome
+from stagewright.planning.calibrate import Calibration, calibrate
 
 
-def measure(progress: Callable[[str], None]) -> Calibration:
+def measure(progress: Callable[[str], None]) -> Outcome:
     """Calibrate on all published runs."""
-    return calibrate(progress)
+    return make_outcome(calibrate(progress))
 
 
-def describe(calibration: Calibration) -> dict[str, Any]:
-    """The calibration as one JSON object."""
-    return {
-        "figures": dict(calibration.figures),
-        "median": calibration.median,
-        "worst": calibration.worst,
-        "runs": [
-            {
-                "run": str(row.run),
-                "measured": row.run.rate,
-                "predicted": row.predicted,
-                "epoch_seconds": IMAGENET / row.predicted,
-                "left_out": row.left_out,
-                "error": row.error,
-                "counted": row.counts,
-                "held_out": row.run.held_out,
-                "memory_mib": list(row.memory),
-                "measured_memory_mib": list(row.run.memory_mib),
-            }
-            for row in calibration.rows
-        ],
-    }
-
-
-def show(console: Console, calibration: Calibration) -> None:
-    """One or two lines per run, then the fitted figures and the errors."""
-    for row in calibration.rows:
-        say(console, str(row.run))
-        epoch = IMAGENET / row.predicted
-        say(console, f"    predicted {row.predicted:,.0f} images/s, epoch {epoch:,.1f} s{_error(row)}")
-        for found, measured in zip(row.memory, row.run.memory_mib, strict=False):
-            say(console, f"    memory {found:,.0f} MiB, measured {measured:,.0f} ({found / measured - 1:+.0%})")
-    say(console, "fitted:")
-    for name, value in calibration.figures.items():
-        say(console, f"    {name} = {value:.4g}")
-    say(console, f"predicted from the others: median error {calibration.median:.1%}, worst {calibration.worst:.1%}")
-    if held_out := [row for row in calibration.rows if row.run.held_out]:
-        errors = ", ".join(f"{row.error:+.1%}" for row in held_out)
-        say(console, f"held out of the fit: {counted(len(held_out), 'run')}, errors {errors}")
-
-
-def _error(row: Row) -> str:
-    """The measured speed and the prediction's error, for a run with a result."""
-    if row.run.rate is None:
-        return ""
-    if row.run.held_out:
-        return f"; measured {row.run.rate:,.0f}; held out of the fit {row.error:+.1%}"
-    alone = " (alone: not counted)" if row.is_alone else ""
-    return f"; measured {row.run.rate:,.0f}; predicted from the others {row.error:+.1%}{alone}"
+def make_outcome(calibration: Calibration) -> Outcome:
+    """Every run, the fitted figures, and the errors of predicting a run from the others."""
+    return new_outcome(
+        "published",
+        "Published runs, predicted",
+        1,
+        published=tuple(sorted(map(published_row, calibration.rows), key=lambda row: row.model)),
+        figures={
+            **calibration.figures,
+            "median error of a run predicted from the others, %": 100 * calibration.median,
+            "worst error, %": 100 * calibration.worst,
+        },
+    )

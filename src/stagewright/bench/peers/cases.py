@@ -11,9 +11,9 @@ from enum import StrEnum
 
 from torch import nn
 
-from stagewright.bench.statistics import Interval
+from stagewright.bench.statistics import Goal, at_least, at_most, not_slower
 from stagewright.cluster.placement import parse_placement
-from stagewright.errors import counted
+from stagewright.errors import UserError, counted
 
 _WIDTH = 8
 
@@ -84,27 +84,6 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
-    """What a ratio should be."""
-
-    text: str
-    is_met: Callable[[Interval], bool]
-
-
-def at_most(limit: float) -> Goal:
-    return Goal(f"<= {limit:g}", lambda ratio: ratio.value <= limit)
-
-
-def at_least(limit: float) -> Goal:
-    return Goal(f">= {limit:g}", lambda ratio: ratio.value >= limit)
-
-
-def not_slower() -> Goal:
-    """For a ratio of speeds: not significantly slower than the other side."""
-    return Goal("reaches 1", lambda ratio: ratio.high >= 1.0)
-
-
-@dataclass(frozen=True, slots=True)
 class Pairing:
     """Two sides of a case, and the goal for the ratio of the first to the second."""
 
@@ -134,7 +113,7 @@ class Case:
 class Measure:
     """The figure that is computed from the seconds of a segment."""
 
-    name: str
+    unit: str
     of: Callable[[Workload, int, float], float]  # workload, steps, seconds
 
 
@@ -143,14 +122,15 @@ class PeerSuite:
     """What `bench overhead`, `bench peers` or `bench gpu` measures."""
 
     name: str
+    title: str
     measure: Measure
     cases: tuple[Case, ...]
 
 
 _MICROSECONDS = Measure(
-    "microseconds per microbatch", lambda workload, steps, seconds: seconds / (steps * workload.microbatches) * 1e6
+    "microseconds/microbatch", lambda workload, steps, seconds: seconds / (steps * workload.microbatches) * 1e6
 )
-_IMAGES = Measure("images per second", lambda workload, steps, seconds: steps * workload.batch / seconds)
+_IMAGES = Measure("images/s", lambda workload, steps, seconds: steps * workload.batch / seconds)
 _SYNC = Side("sync", Kind.STAGEWRIGHT, "sync")
 _STALE = Side("stale", Kind.STAGEWRIGHT, "stale")
 _DP = Side("dp", Kind.STAGEWRIGHT, "dp")
@@ -204,13 +184,24 @@ def _resnet_on_gpu() -> Iterator[Case]:
     yield Case(workload, 40, tuple(pairings))
 
 
-_GPU = PeerSuite("gpu", _IMAGES, (_vgg_on_gpu("bf16", 6.0, 0.80), _vgg_on_gpu("fp32", 3.2, 0.88), *_resnet_on_gpu()))
+_GPU = PeerSuite(
+    "gpu",
+    "Stagewright and stock PyTorch on one GPU",
+    _IMAGES,
+    (_vgg_on_gpu("bf16", 6.0, 0.80), _vgg_on_gpu("fp32", 3.2, 0.88), *_resnet_on_gpu()),
+)
 SUITES = {
     suite.name: suite
     for suite in (
-        PeerSuite("overhead", _MICROSECONDS, (Case(_NEAR_EMPTY, 20, (Pairing(_SYNC, _ONE_F_ONE_B, at_most(0.5)),)),)),
+        PeerSuite(
+            "overhead",
+            "The cost of a microbatch with next to nothing to compute",
+            _MICROSECONDS,
+            (Case(_NEAR_EMPTY, 20, (Pairing(_SYNC, _ONE_F_ONE_B, at_most(0.5)),)),),
+        ),
         PeerSuite(
             "peers",
+            "Stagewright and stock PyTorch on this machine's cores",
             _IMAGES,
             (
                 *(_small_vgg(microbatches) for microbatches in (2, 4, 8)),
@@ -234,5 +225,5 @@ def only_cases(suite: PeerSuite, text: str | None) -> PeerSuite:
     cases = tuple(case for case in suite.cases if text.lower() in str(case.workload).lower())
     if not cases:
         known = "; ".join(str(case.workload) for case in suite.cases)
-        raise ValueError(f"--only '{text}' matches none of {len(suite.cases)} cases: {known}")
+        raise UserError(f"--only '{text}' matches none of {len(suite.cases)} cases: {known}")
     return replace(suite, cases=cases)

@@ -6,7 +6,6 @@ Commands and events are JSON lines over the standard input and output of `peers.
 from __future__ import annotations
 
 import json
-import os
 import queue
 import subprocess
 import sys
@@ -17,11 +16,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
 from typing import IO, Any
 
 from stagewright.bench.peers.cases import Side
+from stagewright.errors import UserError
 from stagewright.hardware.meters import busy_seconds
+from stagewright.runtime.process.children import Children
 
 Event = dict[str, Any]
 _START_SECONDS = 300.0
@@ -47,20 +47,42 @@ class Ranks:
     def __init__(self, side: Side, job: Path, folder: Path, world: int) -> None:
         folder.mkdir()
         self.side = side
+        self._folder = folder
+        self._children = Children()
         self._events: queue.SimpleQueue[tuple[int, Event | None]] = queue.SimpleQueue()
-        self._ranks = [_Process(side, job, rank, folder, self._events) for rank in range(world)]
+        self._ranks = [self._start(job, rank) for rank in range(world)]
         self._trained = 0
+
+    def _start(self, job: Path, rank: int) -> subprocess.Popen[str]:
+        module = [sys.executable, "-m", "stagewright.bench.peers.process"]
+        process = self._children.start(
+            [*module, self.side.kind, str(job), str(rank), str(self._folder)],
+            {"GLOO_SOCKET_IFNAME": "lo"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._folder / f"{rank}.err",
+        )
+        threading.Thread(target=_read_events, args=(process.stdout, rank, self._events), daemon=True).start()
+        return process
 
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for rank in self._ranks:
-            rank.close()
+            with suppress(BrokenPipeError):
+                rank.stdin.close()  # type: ignore[union-attr] # a rank ends by itself when its input does
+        limit = time.monotonic() + _EXIT_SECONDS
         for rank in self._ranks:
-            rank.end()
+            with suppress(subprocess.TimeoutExpired):
+                rank.wait(max(0.0, limit - time.monotonic()))
+        self._children.stop()
+
+    def _send(self, command: Event) -> None:
+        for rank in self._ranks:
+            with suppress(BrokenPipeError):  # it died: the end of its output is its last event
+                rank.stdin.write(json.dumps(command) + "\n")  # type: ignore[union-attr]
+                rank.stdin.flush()  # type: ignore[union-attr]
 
     def wait_ready(self) -> None:
         self._wait("ready", _START_SECONDS)
@@ -68,8 +90,7 @@ class Ranks:
     def begin(self, steps: int) -> float:
         """Make every rank train the next batches, from a common start time that is returned."""
         at = time.monotonic() + _LEAD_SECONDS
-        for rank in self._ranks:
-            rank.send({"first": self._trained, "steps": steps, "at": at})
+        self._send({"first": self._trained, "steps": steps, "at": at})
         self._trained += steps
         return at
 
@@ -94,8 +115,7 @@ class Ranks:
             return self.train(steps)
         self.train(_WARM_STEPS)
         segment = self.train(steps)
-        for rank in self._ranks:
-            rank.send({"rest": True})
+        self._send({"rest": True})
         self._wait("rested", _SEGMENT_SECONDS)
         return segment
 
@@ -107,60 +127,19 @@ class Ranks:
             try:
                 rank, event = self._events.get(timeout=max(0.0, limit - time.monotonic()))
             except queue.Empty:
-                raise ValueError(
+                raise UserError(
                     f"{self.side.name}: a rank was not {kind} within {timeout:g} s; give fewer --steps"
                 ) from None
             if event is None:
-                raise ValueError(f"{self.side.name} rank {rank} {self._ranks[rank].fault()}")
+                raise UserError(f"{self.side.name} rank {rank} {self._fault(rank)}")
             if event["kind"] == kind:
                 events.append(event)
         return events
 
-
-class _Process:
-    """One rank's process: takes commands on its input and writes events to its output."""
-
-    def __init__(
-        self, side: Side, job: Path, rank: int, folder: Path, events: queue.SimpleQueue[tuple[int, Event | None]]
-    ) -> None:
-        self._errors = folder / f"{rank}.err"
-        with self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "stagewright.bench.peers.process", side.kind, str(job), str(rank), str(folder)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-                start_new_session=True,  # Ctrl-C reaches only this process; a rank ends when its input does
-            )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._input = self._process.stdin
-        threading.Thread(target=_read_events, args=(self._process.stdout, rank, events), daemon=True).start()
-
-    def send(self, command: Event) -> None:
-        with suppress(BrokenPipeError):  # it died: the end of its output is its last event
-            self._input.write(json.dumps(command) + "\n")
-            self._input.flush()
-
-    def close(self) -> None:
-        """End the process's input, which ends the process."""
-        with suppress(BrokenPipeError):
-            self._input.close()
-
-    def end(self) -> None:
-        """Wait for the process to end; kill it if it does not."""
-        try:
-            self._process.wait(_EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def fault(self) -> str:
-        """How it ended, and the last line of its errors."""
-        code = self._process.wait()
-        said = self._errors.read_text(errors="replace").strip().splitlines() or ["no message"]
-        return f"ended with code {code}: {said[-1]}"
+    def _fault(self, rank: int) -> str:
+        """How a rank ended, and the last line of its errors."""
+        said = (self._folder / f"{rank}.err").read_text(errors="replace").strip().splitlines() or ["no message"]
+        return f"ended with code {self._ranks[rank].wait()}: {said[-1]}"
 
 
 def _read_events(lines: IO[str], rank: int, events: queue.SimpleQueue[tuple[int, Event | None]]) -> None:

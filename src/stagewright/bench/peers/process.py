@@ -21,7 +21,6 @@ import torch
 from stagewright.bench.peers.cases import Kind
 from stagewright.bench.peers.sides import Ddp, OneFOneB, Plain, Stagewright, Unconnected
 from stagewright.runtime.job import Job
-from stagewright.runtime.stage.worker import Emit
 
 
 class Runner(Protocol):
@@ -36,7 +35,7 @@ class Runner(Protocol):
         ...
 
 
-_RUNNERS: dict[Kind, Callable[[Job, int, Path, Emit], Runner]] = {
+_RUNNERS: dict[Kind, Callable[[Job, int, Path], Runner]] = {
     Kind.STAGEWRIGHT: Stagewright,
     Kind.ONE_F_ONE_B: OneFOneB,
     Kind.DDP: Ddp,
@@ -51,7 +50,7 @@ def main() -> None:
     commands, send = _read_commands(), _open_output()
     job = Job.load(Path(path))
     torch.set_num_threads(job.config.run.threads)
-    runner = _RUNNERS[Kind(kind)](job, int(rank), Path(meeting), send)
+    runner = _RUNNERS[Kind(kind)](job, int(rank), Path(meeting))
     send({"kind": "ready"})
     while True:
         command = commands.get()
@@ -69,7 +68,7 @@ def main() -> None:
         send({"kind": "timed", "end": end, "used": used, "loss": runner.loss, "busy": busy})
 
 
-def _open_output() -> Emit:
+def _open_output() -> Callable[[dict[str, Any]], None]:
     """Reserve standard output for events; anything else that is printed goes to standard error."""
     output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -17,10 +17,11 @@ from torch import Tensor, fx, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
+from stagewright.events import BatchLosses, Event
 from stagewright.model.cut import Piece
 from stagewright.runtime.comm.channel import ChannelName, Inbox, Network, Outbox
 from stagewright.runtime.comm.device import Device, open_device
-from stagewright.runtime.comm.memory import DictStore, MemoryTransport
+from stagewright.runtime.comm.memory import MemoryTransport
 from stagewright.runtime.comm.message import Message, MessageFormat
 from stagewright.runtime.comm.nccl import open_network
 from stagewright.runtime.comm.transport import Alone, Collective, Done, Pending, Place, Transport
@@ -29,7 +30,6 @@ from stagewright.runtime.process.assemble import assemble, open_data, open_piece
 from stagewright.runtime.process.torch_flags import set_flags
 from stagewright.runtime.stage.precision import make_precision
 from stagewright.runtime.stage.recorder import make_recorder
-from stagewright.runtime.stage.worker import Emit
 from stagewright.runtime.status_file import status_path
 
 _CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def open_store(meeting: Path, world: int) -> dist.Store:
 class OneFOneB(_Stock):
     """torch.distributed.pipelining: one stage per rank, Schedule1F1B, shapes known from the start."""
 
-    def __init__(self, job: Job, rank: int, meeting: Path, emit: Emit) -> None:
+    def __init__(self, job: Job, rank: int, meeting: Path) -> None:
         world = job.plan.world
         dist.init_process_group("gloo", store=open_store(meeting, world), rank=rank, world_size=world)
         self._inputs, self._labels = _batches(job)
@@ -93,7 +93,7 @@ class OneFOneB(_Stock):
 class Ddp(_Stock):
     """DistributedDataParallel: every rank trains its share of the batch; on GPUs with the fastest stock options."""
 
-    def __init__(self, job: Job, rank: int, meeting: Path, emit: Emit) -> None:
+    def __init__(self, job: Job, rank: int, meeting: Path) -> None:
         world, self._precision = job.plan.world, make_precision(job.config.run.precision, job.config.run.device)
         assert job.plan.microbatches == world, "DDP runs one microbatch per rank"
         set_flags(job.config)
@@ -124,7 +124,7 @@ class Ddp(_Stock):
 class Plain(_Stock):
     """The usual training loop in one process on one GPU, compiled, with torch's own loss scaling in fp16."""
 
-    def __init__(self, job: Job, rank: int, meeting: Path, emit: Emit) -> None:
+    def __init__(self, job: Job, rank: int, meeting: Path) -> None:
         self._precision = make_precision(job.config.run.precision, job.config.run.device)
         set_flags(job.config)
         device = open_device(job.config.run.device, 0, share=True).device
@@ -182,9 +182,8 @@ def _optimizer(job: Job, module: nn.Module) -> torch.optim.Optimizer:
 class Stagewright:
     """One rank of a job with the worker that `stagewright train` runs, trained in segments."""
 
-    def __init__(self, job: Job, rank: int, meeting: Path, emit: Emit) -> None:
+    def __init__(self, job: Job, rank: int, meeting: Path) -> None:
         self.loss: float | None = None  # of the last batch, on ranks of the last stage
-        self._emit = emit
         self._plan = job.plan
         position = status_path(meeting, rank)
         position.parent.mkdir(exist_ok=True)
@@ -207,8 +206,8 @@ class Stagewright:
     def busy(self, start: float, end: float) -> float | None:
         """The share of a segment's middle that compute spans cover."""
         low, high = (start + share * (end - start) for share in _MIDDLE)
-        spans = [span for span in self.recorder.spans() if span[0] == "compute"]
-        inside = sum(max(0.0, min(stop, high) - max(begin, low)) for *_, begin, stop in spans)
+        spans = [span for span in self.recorder.spans() if span.lane == "compute"]
+        inside = sum(max(0.0, min(span.end, high) - max(span.start, low)) for span in spans)
         return inside / (high - low)
 
     def _network(self, job: Job, rank: int, meeting: Path, device: Device) -> Network:
@@ -216,10 +215,9 @@ class Stagewright:
             job.config, open_store(meeting, job.plan.world), rank, Place(), job.config.run.timeout, device
         )
 
-    def _receive(self, event: dict[str, Any]) -> None:
-        if event["kind"] == "losses":
-            self.loss = fmean(loss for _, loss in event["losses"])
-        self._emit(event)
+    def _receive(self, event: Event) -> None:
+        if isinstance(event, BatchLosses):
+            self.loss = fmean(loss for _, loss in event.losses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +237,8 @@ class _Static:
 class Unconnected(Stagewright):
     """The same ranks and kernels without messages or all-reduces: the fastest that this plan could ever be here."""
 
-    def __init__(self, job: Job, rank: int, meeting: Path, emit: Emit) -> None:
-        super().__init__(job, rank, meeting, emit)
+    def __init__(self, job: Job, rank: int, meeting: Path) -> None:
+        super().__init__(job, rank, meeting)
         for replica in self._worker.replicas.values():
             own = replica.exchange
             own.activations_from = {peer: _NoInbox(inbox, self._device) for peer, inbox in own.activations_from.items()}
@@ -255,7 +253,7 @@ class Unconnected(Stagewright):
 class _NoNetwork:
     """A network without other ranks."""
 
-    store = DictStore({})
+    store = dist.HashStore()
     posted_ahead = 1
 
     @property

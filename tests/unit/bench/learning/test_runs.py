@@ -17,58 +17,66 @@ from stagewright.bench.learning.trials import StudyOptions, TrialRun, open_study
 from stagewright.bench.result import make_cleaner
 from stagewright.config.toml import make_config
 from stagewright.errors import RunFailed
+from stagewright.events import Evaluated, Step, encode
 from stagewright.report.markdown import as_markdown
 from stagewright.run.train import run
 from tests.unit.bench.learning.made import findings, trained
 
 
+def steps_of(count: int, per_epoch: int) -> list[Step]:
+    return [Step(batch, batch // per_epoch, 1.0, 0.1, 1.0, 64.0) for batch in range(count)]
+
+
 class FakeCommand:
-    """A stand-in for a training command that ends when it is polled a second time."""
+    """A stand-in for a training command: it ends when polled a second time, a fourth beside one that fails."""
 
     alive: ClassVar[list[FakeCommand]] = []
+    stopped: ClassVar[int | None] = None  # how many were still running when the launcher's context ended
     most: ClassVar[int] = 0
-    ended: ClassVar[list[str]] = []
     error: ClassVar[str] = ""  # of those whose seed is 1
-    stubborn: ClassVar[bool] = False
 
-    def __init__(self, words: list[str], stdout: Any, stderr: Any, env: dict[str, str]) -> None:
+    def __init__(self, words: list[str], stdout: Path, stderr: Path) -> None:
         settings = Path(words[words.index("--config") + 1])
         self.looks = 0
         self.is_faulty = bool(self.error) and "seed = 1" in settings.read_text()
         folder = settings.parent / "runs" / "one"
         folder.mkdir(parents=True)
-        steps = [{"batch": batch, "epoch": batch // 3} for batch in range(6)]
-        (folder / "metrics.jsonl").write_text(
-            "\n".join(json.dumps(line) for line in [*steps, {"batch": 6, "top1": 0.5}]) + '\n{"batch": 7, "to'
-        )
-        stdout.write(json.dumps({"images_per_second": 12.5}))
-        stderr.write(f"a warning\nstagewright: {self.error if self.is_faulty else 'fine'}\n")
+        records = [*steps_of(6, 3), Evaluated(6, 8, 1.0, 0.5, 0.9)]
+        (folder / "metrics.jsonl").write_text("\n".join(map(encode, records)) + '\n{"batch": 7, "to')
+        stdout.write_text(json.dumps({"images_per_second": 12.5}))
+        stderr.write_text(f"a warning\nstagewright: {self.error if self.is_faulty else 'fine'}\n")
         FakeCommand.alive.append(self)
         FakeCommand.most = max(FakeCommand.most, len(FakeCommand.alive))
 
     def poll(self) -> int | None:
         self.looks += 1
-        return self.wait() if self.looks > 1 else None
+        return self.wait() if self.looks > (1 if self.is_faulty or not self.error else 3) else None
 
-    def wait(self, timeout: float | None = None) -> int:
-        if self.stubborn and timeout is not None:
-            raise runs.subprocess.TimeoutExpired("train", timeout)
+    def wait(self) -> int:
         if self in FakeCommand.alive:
             FakeCommand.alive.remove(self)
         return 2 if self.is_faulty else 0
 
-    def terminate(self) -> None:
-        FakeCommand.ended.append("asked")
 
-    def kill(self) -> None:
-        FakeCommand.ended.append("killed")
+class FakeChildren:
+    """The launcher of those commands; leaving its context stops those that run."""
+
+    def __enter__(self) -> FakeChildren:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        FakeCommand.stopped = len(FakeCommand.alive)
+
+    def start(self, words: list[str], environment: dict[str, str], *, stdout: Path, stderr: Path) -> FakeCommand:
+        assert environment == {"OMP_NUM_THREADS": "1"}
+        return FakeCommand(words, stdout, stderr)
 
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> type[FakeCommand]:
-    monkeypatch.setattr(runs.subprocess, "Popen", FakeCommand)
+    monkeypatch.setattr(runs, "Children", FakeChildren)
     monkeypatch.setattr(runs, "POLL_SECONDS", 0.0)
-    for name, value in (("alive", []), ("most", 0), ("ended", []), ("error", ""), ("stubborn", False)):
+    for name, value in (("alive", []), ("most", 0), ("stopped", None), ("error", "")):
         monkeypatch.setattr(FakeCommand, name, value)
     return FakeCommand
 
@@ -87,7 +95,7 @@ def trained_from(asked: list[TrialRun], jobs: int, folder: Path, known: list[Tra
 def test_trains_every_run_with_at_most_jobs_at_the_same_time(command: type[FakeCommand], tmp_path: Path) -> None:
     asked = trial_runs()
     calls = trained_from(asked, 4, tmp_path, [])
-    assert command.most == 4 and not command.ended
+    assert command.most == 4 and command.stopped == 0
     assert [len(found) for found in calls] == list(range(1, len(asked) + 1))
     assert {(run.key, run.seed) for run in calls[-1]} == {(trial_run.key, trial_run.seed) for trial_run in asked}
     assert all(run.scores == ((6, 0.5),) and run.per_epoch == 3 and run.rate is None for run in calls[-1])
@@ -115,7 +123,7 @@ def test_does_not_train_known_runs(command: type[FakeCommand], tmp_path: Path) -
 def test_a_diverged_run_is_a_result(error: str, command: type[FakeCommand], tmp_path: Path) -> None:
     command.error = error
     calls = trained_from(trial_runs(), 8, tmp_path, [])[-1]
-    assert {bool(run.diverged) for run in calls if run.seed == 1} == {True} and calls[0].diverged == ""
+    assert {run.seed: bool(run.diverged) for run in calls} == {0: False, 1: True}
     assert error.startswith(next(run.diverged for run in calls if run.diverged))
 
 
@@ -132,22 +140,18 @@ def test_recognises_the_error_of_a_run_that_diverges(tmp_path: Path) -> None:
     assert runs.DIVERGED.search(str(caught.value))
 
 
-@pytest.mark.parametrize(("stubborn", "ended"), [(False, {"asked"}), (True, {"asked", "killed"})])
-def test_any_other_failure_ends_all_runs(
-    stubborn: bool, ended: set[str], command: type[FakeCommand], tmp_path: Path
-) -> None:
+def test_any_other_failure_ends_all_runs(command: type[FakeCommand], tmp_path: Path) -> None:
     command.error = "no such file"
-    command.stubborn = stubborn
     with pytest.raises(ValueError, match=r"seed 1: no such file; its files are .*logs.zip:3"):
         trained_from(trial_runs(seeds=3), 5, tmp_path, [])
-    assert set(command.ended) == ended
+    assert command.stopped is not None and command.stopped > 0
 
 
 def test_batches_per_epoch_are_those_of_the_first_epoch(tmp_path: Path) -> None:
     (tmp_path / "runs" / "x").mkdir(parents=True)
     file = tmp_path / "runs" / "x" / "metrics.jsonl"
     for steps, per_epoch in ((2, 2), (5, 5), (8, 5)):
-        file.write_text("".join(json.dumps({"batch": b, "epoch": b // 5}) + "\n" for b in range(steps)))
+        file.write_text("".join(f"{encode(step)}\n" for step in steps_of(steps, 5)))
         assert runs.batches_per_epoch(tmp_path) == per_epoch
 
 

@@ -32,10 +32,10 @@ def test_the_shipped_study_trains_every_trial_with_every_seed() -> None:
     [
         ([], "needs training and validation images; give --data and --val"),
         (["--data", "synthetic", "--seeds", "0"], "--seeds is 0; give at least 1"),
-        (["--data", "synthetic", "--target", "120"], "--target is 120; give a top-1 accuracy"),
+        (["--data", "synthetic", "--target", "120"], "--target is 120; give above 0 and at most 100"),
         (["--data", "synthetic", "--study", "/nowhere.toml"], "/nowhere.toml: No such file"),
         (["--data", "synthetic", "--jobs", "0"], "--jobs is 0; give at least 1"),
-        (["--data", "synthetic", "--jobs", "2", "--real"], "--jobs is 2, but --real measures one run at a time"),
+        (["--data", "synthetic", "--jobs", "2", "--real"], "--jobs 2 changes nothing with --real"),
         (["--data", "ofrecord:x"], "--data ofrecord:x gives training images only; give --val as well"),
         (["--data", "synthetic", "--set", "run.steps=5"], "run.steps is 5, but a study trains whole epochs"),
         (["--data", "synthetic", "--set", "run.seed=5"], "run.seed is 5, but a study trains whole epochs"),
@@ -43,7 +43,7 @@ def test_the_shipped_study_trains_every_trial_with_every_seed() -> None:
             ["--data", "synthetic", "--reuse", "/nowhere"],
             "/nowhere/learning.json: No such file or directory; give a",
         ),
-        (["--data", "synthetic", "--reuse", "/nowhere", "--real"], "timed earlier, but --real compares times"),
+        (["--data", "synthetic", "--reuse", "/nowhere", "--real"], "--reuse /nowhere can't be used with --real"),
         (["--data", "synthetic", "--only", "nothing"], "--only 'nothing' matches none of 12"),
     ],
 )

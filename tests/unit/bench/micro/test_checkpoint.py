@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import json
+from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from stagewright.bench.micro import checkpoint
+from stagewright.bench.result import read_outcome
 from stagewright.cli.bench import Request, run_bench
 
 
-def test_reports_times_of_both_sides_and_sizes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reports_times_of_both_sides_and_sizes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(checkpoint, "REPEATS", 2)
     monkeypatch.setattr(checkpoint, "MODEL", "resnet8")
-    run_bench(Request("checkpoint", as_json=True))
-    found = json.loads(capsys.readouterr().out)
-    assert all(len(found[side]) == 2 and min(found[side]) > 0 for side in ("stops", "copies", "quiet", "writing"))
-    assert found["ratio"]["low"] <= found["ratio"]["value"] <= found["ratio"]["high"]
-    assert 1 < found["size"] / found["state"] < 1.2  # headers and statistics, which weigh more in a small model
-    console = Console(record=True, width=120)
-    checkpoint.show(console, checkpoint.Found((1.0, 2.0), (1.0, 1.0), (1.0,), (1.0,), 2**20, 2**20))
-    assert "ratio                  1.50 (1.00 to 2.00), goal <= 1.5: met" in console.export_text()
+    run_bench(Request("checkpoint", runs=str(tmp_path)))
+    (folder,) = tmp_path.iterdir()
+    found = read_outcome(folder)
+    assert [row.name for row in found.rows][:2] == ["pause of training", "plain copy"] and found.unit == "ms"
+    assert all(len(row.repeats) == 2 and min(repeat.rate for repeat in row.repeats) > 0 for row in found.rows)
+    (ratio,) = found.ratios
+    assert ratio.ratio.low <= ratio.ratio.value <= ratio.ratio.high
+    assert 1 < found.figures["on disk, MiB"] / found.figures["state, MiB"] < 1.2  # headers weigh more in a small model
+
+
+def test_the_goal_is_for_the_pause_over_the_copy() -> None:
+    series = {"stops": (1.5, 3.0), "copies": (1.0, 2.0), "quiet": (1.0,), "writing": (1.0,)}
+    (ratio,) = checkpoint.make_outcome(series, 2**20, 2**20).ratios
+    assert ratio.ratio.value == pytest.approx(1.5) and (ratio.first.value, ratio.goal) == (2250.0, "<= 1.5")
+    series["copies"] = (0.9, 1.8)
+    (ratio,) = checkpoint.make_outcome(series, 2**20, 2**20).ratios
+    assert ratio.is_met is False

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+import pytest
 
 from stagewright.bench.micro.data import HEIGHT, SIDE, WIDTH, make_jpegs, measure, stagewright_path, stock_paths
+from stagewright.cli.main import main
 from stagewright.data.augment import Augmentation, Cropping
 
 
@@ -30,8 +34,31 @@ def test_every_side_makes_the_same_image() -> None:
 
 
 def test_the_outcome_has_speeds_ratios_overhead_and_index() -> None:
-    outcome = measure(repeats=2, images=16, most_threads=1, indexed=1000).describe()
-    assert [side["name"] for side in outcome["sides"]][:3] == ["stagewright", "Pillow", "simplejpeg + torch"]
-    assert outcome["sides"][0]["ratio"] == 1 and all(side["median"] > 0 for side in outcome["sides"])
-    assert list(outcome["loader"]) == [1] and outcome["index_load_seconds"] > 0
-    assert set(outcome["overhead_microseconds"]) == {"32x32", "500x375"}
+    outcome = measure(repeats=2, images=16, most_threads=1, indexed=1000)
+    assert [row.name for row in outcome.rows][:3] == ["stagewright", "Pillow", "simplejpeg + torch"]
+    assert all(row.rate is not None and row.rate.value > 0 for row in outcome.rows)
+    assert [(ratio.ours, ratio.theirs) for ratio in outcome.ratios][:1] == [("stagewright", "Pillow")]
+    assert outcome.rows[-1].label == "1 thread" and len(outcome.figures) == 3
+    assert outcome.figures["seconds to load an index of 1000 records"] > 0
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["data", "bench", "--images", "3"], "--images is 3; give at least 16"),
+        (["data", "bench", "--repeats", "0"], "--repeats is 0"),
+        (["bench", "data", "--repeats", "0"], "--repeats is 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_both_commands_refuse_the_same_numbers(
+    command: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main(command)
+    assert caught.value.code == 2 and words in capsys.readouterr().err and not list(tmp_path.glob("runs/*"))

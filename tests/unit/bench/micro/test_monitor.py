@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stagewright.bench.micro import monitor
-from stagewright.bench.micro.monitor import Found, Segments
+from stagewright.bench.micro.monitor import Segments
 from stagewright.events import Step
 
 
@@ -51,10 +51,15 @@ def test_two_of_four_segments_are_monitored(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_ratio_is_right_although_the_machine_slows_down() -> None:
     """Speed falls by a fifth over the run, the monitor takes 3 %: the ratio is 0.97."""
-    speeds = [100 - 0.1 * segment for segment in range(200)]
-    watched = tuple(speed * 0.97 for index, speed in enumerate(speeds) if index % 4 in (0, 3))
-    alone = tuple(speed for index, speed in enumerate(speeds) if index % 4 in (1, 2))
-    found = Found("cpu", watched, alone, 0.5, 100, 0.1, 0.2)
-    assert found.ratio.value == pytest.approx(0.97, abs=1e-6)
-    assert found.share == pytest.approx(0.002)  # a millisecond per sample, two samples per second
-    assert monitor.describe(found)["ratio"]["value"] == found.ratio.value
+    segments: Any = SimpleNamespace(watched=[], alone=[], monitors=[FakeMonitor()])
+    for index in range(200):
+        speed = 100 - 0.1 * index
+        if index % 4 in (0, 3):
+            segments.watched.append(speed * 0.97)
+        else:
+            segments.alone.append(speed)
+    found = monitor.make_outcome(segments, "cpu", 0.25)
+    (ratio,) = found.ratios
+    assert ratio.ratio.value == pytest.approx(0.97, abs=1e-6) and len(found.rows[0].repeats) == 50
+    assert (ratio.ours, ratio.goal) == ("with the monitor", "not slower")
+    assert found.figures["% of a core that its thread takes"] == pytest.approx(0.2)  # half a millisecond of 250

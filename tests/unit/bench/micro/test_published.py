@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 from rich.console import Console
 
-from stagewright.bench.micro.published import describe, show
+from stagewright.bench.micro.published import make_outcome
+from stagewright.bench.pages import show
 from stagewright.planning.calibrate import Calibration, Row, published_runs
 
 
@@ -24,16 +26,14 @@ def made() -> Calibration:
 
 def test_shows_the_errors_of_held_out_runs_apart_from_the_median() -> None:
     text = io.StringIO()
-    show(Console(file=text, width=200), made())
+    outcome = make_outcome(made())
+    show(Console(file=text, width=200), outcome, Path("runs/x"))
     lines = text.getvalue().splitlines()
-    assert any("held out of the fit -50.0%" in line for line in lines)
-    assert "median error 0.0%, worst 0.0%" in lines[-2] and lines[-1].endswith("-50.0%")
+    assert any(line.endswith("-50.0% held out") for line in lines)
+    assert "median error of a run predicted from the others, %: 0" in lines and "worst error, %: 0" in lines
+    assert outcome.figures["link.pcie3-sys.bandwidth"] == 1e9
 
 
-def test_json_marks_held_out_runs_as_not_counted() -> None:
-    found = describe(made())
-    assert [(run["held_out"], run["counted"], run["error"]) for run in found["runs"]] == [
-        (False, True, 0.0),
-        (True, False, -0.5),
-    ]
-    assert found["median"] == 0.0
+def test_held_out_runs_are_marked() -> None:
+    rows = {row.held_out: row.told for row in make_outcome(made()).published}
+    assert rows == {False: 0.0, True: -0.5}

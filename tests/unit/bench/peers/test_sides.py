@@ -18,10 +18,10 @@ def test_the_bound_trains_every_rank_without_the_others(tmp_path: Path) -> None:
         "plan": {"placement": "0:0-1.0:2", "mode": "stale", "batch": 8, "microbatches": 4, "cut": "avgpool"},
         "run": {"steps": 4, "dynamic": True, "runs": str(tmp_path / "runs")},
     }
-    job = prepare(make_config(tables))
+    job = prepare(make_config(tables)).job
     has_loss = []
     for rank in range(job.plan.world):
-        side = Unconnected(job, rank, tmp_path, lambda event: None)
+        side = Unconnected(job, rank, tmp_path)
         side.train(0, 2)
         side.train(2, 2)
         has_loss.append(side.loss is not None)
