@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stagewright.config.sections import RENAMED, options
-from stagewright.errors import did_you_mean
+from stagewright.errors import UserError, did_you_mean
 from stagewright.run.resume import resumed_config
 from stagewright.run.train import Result, run
 
@@ -23,9 +23,9 @@ def train(model: str | Callable[..., object] | None = None, **settings: Any) -> 
     tables: dict[str, dict[str, Any]] = {"model": {} if model is None else {"name": model}}
     for keyword, value in settings.items():
         if new := renamed.get(keyword):
-            raise ValueError(f"option '{keyword}' is now '{new}'; give {new}={value!r}")
+            raise UserError(f"option '{keyword}' is now '{new}'; give {new}={value!r}")
         if keyword not in by_keyword:
-            raise ValueError(f"unknown option '{keyword}'; {did_you_mean(keyword, by_keyword)}")
+            raise UserError(f"unknown option '{keyword}'; {did_you_mean(keyword, by_keyword)}")
         section, _, name = by_keyword[keyword].partition(".")
         tables.setdefault(section, {})[name] = value
     return run(resumed_config(tables))

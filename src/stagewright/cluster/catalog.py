@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import resources
@@ -16,7 +16,7 @@ from typing import Any
 
 from stagewright.cluster.specs import Catalog, DeviceSpec, Software, find
 from stagewright.cluster.topology import Cluster, Level, Link, Machine
-from stagewright.errors import did_you_mean
+from stagewright.errors import UserError, did_you_mean
 from stagewright.metrics import MIB
 
 _FILES = ("devices.toml", "links.toml", "software.toml", "clusters.toml", "calibration.toml")
@@ -55,7 +55,7 @@ def open_cluster(text: str) -> tuple[Catalog, Cluster]:
     catalog = read_catalog([text])
     own = list(_read_file(text).get("cluster", {}))
     if len(own) != 1:
-        raise ValueError(f"cluster file {text} describes {len(own)} clusters; describe one as [cluster.NAME]")
+        raise UserError(f"cluster file {text} describes {len(own)} clusters; describe one as [cluster.NAME]")
     return catalog, catalog.clusters[own[0]]
 
 
@@ -75,9 +75,9 @@ def _read_file(path: str) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text())
     except OSError as error:
-        raise ValueError(f"cluster file {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"cluster file {path}: not TOML: {error}") from error
+        raise UserError(f"cluster file {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"cluster file {path}: not TOML: {error}") from error
 
 
 def _merge(tables: dict[str, Any], more: Mapping[str, Any]) -> None:
@@ -105,13 +105,13 @@ def make_catalog(tables: Mapping[str, Any]) -> Catalog:
 def _section(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     section = tables[name]
     if not isinstance(section, Mapping):
-        raise ValueError(f"catalog: {name} is {str(section)[:40]!r}, not a table; write [{name}.NAME]")
+        raise UserError(f"catalog: {name} is {str(section)[:40]!r}, not a table; write [{name}.NAME]")
     return section
 
 
 def _names(entry: Any, where: str) -> list[str]:
     if not isinstance(entry, list) or not all(isinstance(name, str) for name in entry):
-        raise ValueError(f'catalog: {where} is {str(entry)[:40]!r}, not a list of names; write ["NAME"]')
+        raise UserError(f'catalog: {where} is {str(entry)[:40]!r}, not a list of names; write ["NAME"]')
     return entry
 
 
@@ -119,48 +119,46 @@ def _figure(entry: Any, where: str) -> float:
     """A number, with or without its source."""
     value = entry[0] if isinstance(entry, list) and entry else entry
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"catalog: {where} is {str(entry)[:40]!r}, not a number")
+        raise UserError(f"catalog: {where} is {str(entry)[:40]!r}, not a number")
     return float(value)
 
 
-def _positive(entry: Any, where: str) -> float:
-    value = _figure(entry, where)
-    if not 0 < value < float("inf"):
-        raise ValueError(f"catalog: {where} is {value:g}; it must be above 0")
-    return value
+class _Table:
+    """One table of the catalog; what is wrong with it is an error that says where it stands."""
 
+    def __init__(self, entry: Any, where: str, known: Sequence[str] = ()) -> None:
+        if not isinstance(entry, Mapping):
+            raise UserError(f"catalog: {where} is not a table; write [{where}]")
+        self.entry, self.where = entry, where
+        for key in entry:
+            if known and key not in known:
+                hint = did_you_mean(key, known)
+                listed = "" if hint.startswith("known") else f" (known: {', '.join(known)})"
+                raise UserError(f"catalog: {where} has the unknown key '{key}'{listed}; {hint}")
 
-def _require_table(entry: Any, where: str) -> None:
-    if not isinstance(entry, Mapping):
-        raise ValueError(f"catalog: {where} is not a table; write [{where}]")
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key, which the table must have unless there is a default."""
+        found = self.entry.get(key, default)
+        if found is None:
+            raise UserError(f"catalog: {self.where} has no '{key}'; it needs one")
+        return found
 
+    def number(self, key: str, default: float | None = None) -> float:
+        return _figure(self.get(key, default), f"{self.where}.{key}")
 
-def _required(entry: Mapping[str, Any], key: str, where: str) -> Any:
-    _require_table(entry, where)
-    if key not in entry:
-        raise ValueError(f"catalog: {where} has no '{key}'; it needs one")
-    return entry[key]
+    def positive(self, key: str, default: float | None = None) -> float:
+        value = self.number(key, default)
+        if not 0 < value < float("inf"):
+            raise UserError(f"catalog: {self.where}.{key} is {value:g}; it must be above 0")
+        return value
 
-
-def _refuse_unknown(entry: Mapping[str, Any], table: str, where: str) -> None:
-    """Raise if a table has an unknown key, such as a misspelt one."""
-    for key in entry:
-        if key not in _KEYS[table]:
-            hint = did_you_mean(key, _KEYS[table])
-            listed = "" if hint.startswith("known") else f" (known: {', '.join(_KEYS[table])})"
-            raise ValueError(f"catalog: {where} has the unknown key '{key}'{listed}; {hint}")
-
-
-def _optional(entry: Mapping[str, Any], key: str, where: str) -> float | None:
-    return _positive(entry[key], f"{where}.{key}") if key in entry else None
+    def optional(self, key: str) -> float | None:
+        return self.positive(key) if key in self.entry else None
 
 
 def _link(name: str, entry: Mapping[str, Any]) -> Link:
-    where = f"link.{name}"
-    bandwidth = _positive(_required(entry, "bandwidth", where), f"{where}.bandwidth")
-    _refuse_unknown(entry, "link", where)
-    latency = _figure(entry.get("latency", 0.0), f"{where}.latency")
-    return Link(name, bandwidth, latency, bool(entry.get("staged", False)))
+    table = _Table(entry, f"link.{name}", _KEYS["link"])
+    return Link(name, table.positive("bandwidth"), table.number("latency", 0.0), bool(table.get("staged", False)))
 
 
 def _measured(figure: Any, sources: Mapping[str, Any]) -> str | None:
@@ -172,40 +170,36 @@ def _measured(figure: Any, sources: Mapping[str, Any]) -> str | None:
 
 
 def _device(name: str, entry: Mapping[str, Any], sources: Mapping[str, Any]) -> DeviceSpec:
-    where = f"device.{name}"
-    peaks = _required(entry, "peak", where)
-    _refuse_unknown(entry, "device", where)
-    efficiency = entry.get("efficiency", {})
-    if not isinstance(peaks, Mapping) or "fp32" not in peaks or not isinstance(efficiency, Mapping):
-        raise ValueError(f"catalog: {where}.peak needs fp32; write [{where}.peak]")
+    table = _Table(entry, f"device.{name}", _KEYS["device"])
+    peaks = _Table(table.get("peak"), f"{table.where}.peak")
+    efficiency = _Table(table.get("efficiency", {}), f"{table.where}.efficiency")
+    if "fp32" not in peaks.entry:
+        raise UserError(f"catalog: {peaks.where} needs fp32; write [{peaks.where}]")
     return DeviceSpec(
         name,
-        str(entry.get("title", name)),
-        int(_positive(_required(entry, "memory_mib", where), f"{where}.memory_mib") * MIB),
-        _positive(_required(entry, "bandwidth", where), f"{where}.bandwidth"),
-        {key: _positive(value, f"{where}.peak.{key}") for key, value in peaks.items()},
-        {key: _positive(value, f"{where}.efficiency.{key}") for key, value in efficiency.items()},
-        _optional(entry, "watts", where),
-        _optional(entry, "usd", where),
-        int(_figure(entry.get("pcie", 0), f"{where}.pcie")),
+        str(table.get("title", name)),
+        int(table.positive("memory_mib") * MIB),
+        table.positive("bandwidth"),
+        {key: peaks.positive(key) for key in peaks.entry},
+        {key: efficiency.positive(key) for key in efficiency.entry},
+        table.optional("watts"),
+        table.optional("usd"),
+        int(table.number("pcie", 0)),
         str(entry["nvlink_kind"]) if "nvlink_kind" in entry else None,
-        {key: basis for key, value in efficiency.items() if (basis := _measured(value, sources))},
+        {key: basis for key, value in efficiency.entry.items() if (basis := _measured(value, sources))},
     )
 
 
 def _software(name: str, entry: Mapping[str, Any], links: Mapping[str, Link]) -> Software:
-    where = f"software.{name}"
-    _require_table(entry, where)
-    made = Software(name, str(entry.get("title", name)), _positive(entry.get("efficiency", 1.0), f"{where}.efficiency"))
+    table = _Table(entry, f"software.{name}")
+    made = Software(name, str(table.get("title", name)), table.positive("efficiency", 1.0))
     numbers: Mapping[str, Callable[[float], Any]] = {
         "update_passes": float,
         "temporaries": float,
         "in_flight": int,
         "input_bytes": int,
     }
-    changes: dict[str, Any] = {
-        key: kind(_positive(entry[key], f"{where}.{key}")) for key, kind in numbers.items() if key in entry
-    }
+    changes: dict[str, Any] = {key: kind(table.positive(key)) for key, kind in numbers.items() if key in entry}
     for key in ("fused", "channels_last", "whole_batches", "keeps_workspace", "blocking"):
         if key in entry:
             changes[key] = bool(entry[key])
@@ -213,24 +207,22 @@ def _software(name: str, entry: Mapping[str, Any], links: Mapping[str, Link]) ->
         changes["handover"] = find(links, str(entry["handover"]), "link")
     for key in ("context", "workspace", "loader"):
         if f"{key}_mib" in entry:
-            changes[key] = int(_figure(entry[f"{key}_mib"], f"{where}.{key}_mib") * MIB)
+            changes[key] = int(table.number(f"{key}_mib") * MIB)
     return replace(made, **changes)
 
 
 def _cluster(name: str, entry: Any, links: Mapping[str, Link], devices: Mapping[str, DeviceSpec]) -> Cluster:
     where = f"cluster.{name}"
-    described = _required(entry, "machines", where)
-    _refuse_unknown(entry, "cluster", where)
+    described = _Table(entry, where, _KEYS["cluster"]).get("machines")
     if not isinstance(described, list) or not described:
-        raise ValueError(f"catalog: {where}.machines is empty; describe one as [[{where}.machines]]")
+        raise UserError(f"catalog: {where}.machines is empty; describe one as [[{where}.machines]]")
     machines: list[Machine] = []
-    for machine in described:
-        _required(machine, "device", f"{where}.machines")
-        _refuse_unknown(machine, "machine", f"{where}.machines")
-        count = int(_positive(machine.get("count", 1), f"{where}.machines.count"))
-        machines += [_machine(machine, f"{where}.machines", links, devices)] * min(count, _MOST_DEVICES + 1)
+    for one in described:
+        table = _Table(one, f"{where}.machines", _KEYS["machine"])
+        count = int(table.positive("count", 1))
+        machines += [_machine(table, links, devices)] * min(count, _MOST_DEVICES + 1)
         if sum(machine.devices or 0 for machine in machines) > _MOST_DEVICES:
-            raise ValueError(f"catalog: {where} has more than {_MOST_DEVICES} devices")
+            raise UserError(f"catalog: {where} has more than {_MOST_DEVICES} devices")
     network = find(links, str(entry["network"]), "link") if "network" in entry else None
     cluster = Cluster(tuple(machines), name, network)
     for one, other in itertools.pairwise(cluster.devices):
@@ -238,25 +230,24 @@ def _cluster(name: str, entry: Any, links: Mapping[str, Link], devices: Mapping[
     return cluster
 
 
-def _machine(entry: Any, where: str, links: Mapping[str, Link], devices: Mapping[str, DeviceSpec]) -> Machine:
-    kind = str(_required(entry, "device", where))
+def _machine(table: _Table, links: Mapping[str, Link], devices: Mapping[str, DeviceSpec]) -> Machine:
+    where, kind = table.where, str(table.get("device"))
     find(devices, kind, "device")
-    count = int(_positive(_required(entry, "devices", where), f"{where}.devices"))
+    count = int(table.positive("devices"))
     if count > _MOST_DEVICES:
-        raise ValueError(f"catalog: {where}.devices is {count}; the most is {_MOST_DEVICES}")
+        raise UserError(f"catalog: {where}.devices is {count}; the most is {_MOST_DEVICES}")
     levels: list[Level] = []
-    described = entry.get("levels", [])
+    described = table.get("levels", [])
     if not isinstance(described, list):
-        raise ValueError(f"catalog: {where}.levels is not a list; describe one as [[{where}.levels]]")
-    for level in described:
-        link = find(links, str(_required(level, "link", f"{where}.levels")), "link")
-        _refuse_unknown(level, "level", f"{where}.levels")
-        lanes = _positive(level.get("lanes", 1), f"{where}.levels.lanes")
-        groups = level.get("groups") or [list(range(count))]
+        raise UserError(f"catalog: {where}.levels is not a list; describe one as [[{where}.levels]]")
+    for one in described:
+        level = _Table(one, f"{where}.levels", _KEYS["level"])
+        link, lanes = find(links, str(level.get("link")), "link"), level.positive("lanes", 1)
+        groups = level.get("groups", []) or [list(range(count))]
         if not isinstance(groups, list) or not all(
             isinstance(group, list) and all(isinstance(index, int) for index in group) for group in groups
         ):
-            raise ValueError(f"catalog: {where}.levels.groups are not lists of devices (for example [[0, 1], [2, 3]])")
+            raise UserError(f"catalog: {where}.levels.groups are not lists of devices (for example [[0, 1], [2, 3]])")
         levels.append(Level(replace(link, bandwidth=link.bandwidth * lanes), tuple(tuple(group) for group in groups)))
-    cores = _optional(entry, "cores", where)
+    cores = table.optional("cores")
     return Machine(count, kind, tuple(levels), None if cores is None else int(cores))

@@ -1,4 +1,9 @@
-"""Placements: the devices of each stage, from and to text such as `0:0-6.0:7`."""
+"""Placements: the devices of each stage, from and to text such as `0:0-6.0:7`.
+
+Stages are separated by dots, pieces by commas: `machine:first-last`; a bare number continues the machine before it.
+Ranks are numbered by (machine, device). On CPUs a device is a process and any index is allowed; with `--emulate` any
+machine is, too.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import re
 from collections.abc import Iterable
 
 from stagewright.cluster.topology import Cluster, Device
+from stagewright.errors import UserError
 
 _PIECE = re.compile(r"(?:([0-9]+):)?([0-9]+)(?:-([0-9]+))?")
 _MOST_DEVICES = 65536
@@ -20,9 +26,7 @@ def parse_placement(text: str, cluster: Cluster | None = None) -> Placement:
 
 def _parse_stage(text: str, stage: int, placement: str, cluster: Cluster) -> tuple[Device, ...]:
     if not text.strip():
-        raise ValueError(
-            f"placement {placement[:80]!r} leaves stage {stage} empty; name its devices, for example 0:0-6"
-        )
+        raise UserError(f"placement {placement[:80]!r} leaves stage {stage} empty; name its devices, for example 0:0-6")
     devices: dict[Device, None] = {}
     machine: int | None = None
     for piece in (piece.strip() for piece in text.split(",")):
@@ -30,7 +34,7 @@ def _parse_stage(text: str, stage: int, placement: str, cluster: Cluster) -> tup
         cluster.require(Device(machine, indices[-1]), piece)
         for device in (Device(machine, index) for index in indices):
             if device in devices:
-                raise ValueError(f"placement piece '{piece}' puts device {device} into stage {stage} a second time")
+                raise UserError(f"placement piece '{piece}' puts device {device} into stage {stage} a second time")
             devices[device] = None
     return tuple(devices)
 
@@ -38,18 +42,18 @@ def _parse_stage(text: str, stage: int, placement: str, cluster: Cluster) -> tup
 def _parse_piece(piece: str, machine: int | None, placement: str) -> tuple[int, range]:
     match = _PIECE.fullmatch(piece)
     if match is None or len(piece) > 32:
-        raise ValueError(
+        raise UserError(
             f"placement piece {piece[:32]!r} of {placement[:80]!r} is not machine:device or machine:first-last "
             "(for example 0:0-6)"
         )
     if match[1] is None and machine is None:
-        raise ValueError(f"placement piece '{piece}' names no machine; write 0:{piece}")
+        raise UserError(f"placement piece '{piece}' names no machine; write 0:{piece}")
     first = int(match[2])
     last = first if match[3] is None else int(match[3])
     if last < first:
-        raise ValueError(f"placement piece '{piece}' counts down from {first} to {last}; write {last}-{first}")
+        raise UserError(f"placement piece '{piece}' counts down from {first} to {last}; write {last}-{first}")
     if last - first >= _MOST_DEVICES:
-        raise ValueError(f"placement piece '{piece}' names {last - first + 1} devices; the limit is {_MOST_DEVICES}")
+        raise UserError(f"placement piece '{piece}' names {last - first + 1} devices; the limit is {_MOST_DEVICES}")
     return (int(match[1]) if match[1] is not None else machine or 0), range(first, last + 1)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from stagewright.errors import did_you_mean, first_line
+from stagewright.errors import UserError, did_you_mean, first_line
 
 _CALLS = ("call_module", "call_function", "call_method")
 
@@ -63,12 +63,12 @@ class Chain:
         """
         units, total = len(self.units), sum(shares)
         if min(shares) < 1:
-            raise ValueError(f"shares {':'.join(map(str, shares))}: each must be at least 1")
+            raise UserError(f"shares {':'.join(map(str, shares))}: each must be at least 1")
         self._require_cuttable(len(shares))
         bounds = [units * sum(shares[:index]) // total for index in range(len(shares) + 1)]
         for stage, (first, last) in enumerate(itertools.pairwise(bounds)):
             if first == last:
-                raise ValueError(
+                raise UserError(
                     f"shares {':'.join(map(str, shares))} leave stage {stage} without units: the model has "
                     f"{units} units; raise that share or name the units with --cut"
                 )
@@ -86,7 +86,7 @@ class Chain:
         positions = [0, *(self.units.index(name) for name in cuts), len(self.units)]
         for stage, (first, last) in enumerate(itertools.pairwise(positions)):
             if first >= last:
-                raise ValueError(
+                raise UserError(
                     f"cut {','.join(cuts)} leaves stage {stage} without units; the units run in the order "
                     f"{self.units[0]} ... {self.units[-1]}"
                 )
@@ -102,7 +102,7 @@ class Chain:
 
     def _require_cuttable(self, stages: int) -> None:
         if self.trace_error and stages > 1:
-            raise ValueError(
+            raise UserError(
                 f"{self.trace_error}, so it can't be cut into {stages} stages; return an nn.Sequential or a "
                 "list of modules from the factory, or use one stage"
             )
@@ -112,7 +112,7 @@ class Chain:
             if unit == name or unit.startswith(name + "."):
                 return unit
         why = f" ({self.trace_error})" if self.trace_error else ""
-        raise ValueError(
+        raise UserError(
             f"--cut or the plan file cuts before '{name}', but the model has no such unit{why}; "
             f"{did_you_mean(name, self.units)}"
         )
@@ -124,14 +124,14 @@ def _slices(model: nn.Module, graph: fx.Graph, first_nodes: Sequence[str]) -> li
     position = {node.name: index for index, node in enumerate(nodes)}
     missing = [name for name in first_nodes if name not in position]
     if missing:
-        raise ValueError(
+        raise UserError(
             f"the forward runs '{missing[0]}' in training but not in evaluation, so no stage can begin there; "
             "cut at another unit"
         )
     bounds = [0, *(position[name] for name in first_nodes), len(nodes)]
     (returned,) = (node for node in graph.nodes if node.op == "output")
     if not isinstance(returned.args[0], fx.Node):
-        raise ValueError(f"the model returns {type(returned.args[0]).__name__}, not one tensor")
+        raise UserError(f"the model returns {type(returned.args[0]).__name__}, not one tensor")
     live = [_live(graph, nodes[:bound], nodes[bound:], returned) for bound in bounds[:-1]] + [[returned.args[0]]]
     stages: list[tuple[nn.Module, tuple[str, ...]]] = []
     for stage, (first, last) in enumerate(itertools.pairwise(bounds)):
@@ -174,7 +174,7 @@ def _require_unshared(pieces: Sequence[Piece]) -> None:
         for name, tensor in parameters + statistics:
             other, other_name = users.setdefault(id(tensor), (stage, name))
             if other != stage:
-                raise ValueError(
+                raise UserError(
                     f"'{name}' is used by stage {other}{f' (as {other_name})' if other_name != name else ''} and by "
                     f"stage {stage}, on both sides of a cut; move the cut so that one stage holds both uses"
                 )
@@ -210,7 +210,7 @@ def _trace(model: nn.Module) -> fx.Graph:
             graph.erase_node(node)
     inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
     if len(inputs) != 1:
-        raise ValueError(f"forward takes {len(inputs)} arguments ({', '.join(inputs)}), not one tensor")
+        raise UserError(f"forward takes {len(inputs)} arguments ({', '.join(inputs)}), not one tensor")
     return graph
 
 

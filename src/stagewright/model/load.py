@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
-from stagewright.errors import first_line
+from stagewright.errors import UserError, first_line
 from stagewright.model import zoo
 
 
@@ -32,20 +32,20 @@ def _from_factory(name: str, classes: int | None) -> nn.Module:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ValueError(f"model '{name}': can't import {module_name} ({error}); is it on PYTHONPATH?") from error
+        raise UserError(f"model '{name}': can't import {module_name} ({error}); is it on PYTHONPATH?") from error
     except (Exception, SystemExit) as error:  # the user's code, as below
-        raise ValueError(
+        raise UserError(
             f"model '{name}': importing {module_name} raised {type(error).__name__}: {first_line(error)}"
         ) from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
-        raise ValueError(f"model '{name}': {module_name} has no callable '{attribute}'")
+        raise UserError(f"model '{name}': {module_name} has no callable '{attribute}'")
     wants_classes = classes is not None and "classes" in inspect.signature(factory).parameters
     try:
         made = factory(classes=classes) if wants_classes else factory()
         return made if isinstance(made, nn.Module) else nn.Sequential(*made)  # a list of modules is a chain
     except (Exception, SystemExit) as error:  # the user's code: report whatever it raises
-        raise ValueError(f"model '{name}': the factory raised {type(error).__name__}: {first_line(error)}") from error
+        raise UserError(f"model '{name}': the factory raised {type(error).__name__}: {first_line(error)}") from error
 
 
 def make_deterministic(model: nn.Module) -> nn.Module:

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.func import functional_call
 
+from stagewright.errors import UserError
 from stagewright.model.cut import Piece
 from stagewright.model.walk import require_logits
 
@@ -167,7 +168,7 @@ def _describe(
         if is_changed:
             other = changed.setdefault(value.untyped_storage()._cdata, name)
             if other != name:
-                raise ValueError(
+                raise UserError(
                     f"'{other}' and '{name}' share memory across the cut before '{unit}', and stage {stage} changes "
                     "it in place; cut elsewhere, or make that operation not in place"
                 )
@@ -181,7 +182,7 @@ def _constant(name: str, value: Any, stage: int, unit: str) -> Constant:
         return tuple(value)
     if value is None or isinstance(value, int | float | bool | str):
         return value
-    raise ValueError(
+    raise UserError(
         f"'{name}' is live across the cut before '{unit}' (stage {stage}) and is a {type(value).__name__}, "
         "not a tensor; cut elsewhere"
     )

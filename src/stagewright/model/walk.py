@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from stagewright.errors import first_line
+from stagewright.errors import UserError, first_line
 from stagewright.model.cut import Chain
 
 
@@ -40,18 +40,16 @@ class Walk:
         self._position = -1
 
     def __iter__(self) -> Iterator[Visit]:
-        graph = self._chain.training_graph
-        if graph is None:
-            model = self._chain.model
-            parameters = tuple(model.parameters())
-
-            def whole() -> Any:
-                self.output = model(self._example)
-                return self.output
-
-            yield Visit(self._chain.units[0], "", model, parameters, (self._example,), whole)
+        graph, model = self._chain.training_graph, self._chain.model
+        if graph is not None:
+            yield from self._nodes(graph)
             return
-        yield from self._nodes(graph)
+
+        def whole() -> Any:
+            self.output = model(self._example)
+            return self.output
+
+        yield Visit(self._chain.units[0], "", model, tuple(model.parameters()), (self._example,), whole)
 
     def live_after(self, output: Any) -> list[Any]:
         """The values that cross a cut after the unit that just returned `output`."""
@@ -63,7 +61,10 @@ class Walk:
         interpreter = fx.Interpreter(fx.GraphModule(self._chain.model, graph))
         interpreter.args_iter = iter((self._example,))
         names = iter(self._chain.units)
-        self._note_last_uses(graph)
+        calls = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+        position = {node: index for index, node in enumerate(calls)}
+        for node in graph.nodes:
+            self._last_use[node] = max((position.get(user, len(calls)) for user in node.users), default=-1)
         for node in graph.nodes:
             if node.op == "output":
                 returned = node.args[0]
@@ -98,17 +99,8 @@ class Walk:
         inputs = tuple(interpreter.env[used] for used in node.all_input_nodes if used.op != "get_attr")
         return Visit(name, target, module, tuple(parameters), inputs, call)
 
-    def _note_last_uses(self, graph: fx.Graph) -> None:
-        positions: dict[fx.Node, int] = {}
-        for node in graph.nodes:
-            if node.op not in ("placeholder", "get_attr", "output"):
-                positions[node] = len(positions)
-        end = len(positions)
-        for node in graph.nodes:
-            self._last_use[node] = max((positions.get(user, end) for user in node.users), default=-1)
 
-
-class WrongOutput(ValueError):
+class WrongOutput(UserError):
     """A model runs, but its output can't be trained."""
 
 
@@ -129,8 +121,8 @@ def model_errors(name: str, sample: Sequence[int]) -> Iterator[None]:
     try:
         yield
     except WrongOutput as error:
-        raise ValueError(f"model '{name}': {error}") from error
+        raise UserError(f"model '{name}': {error}") from error
     except Exception as error:
-        raise ValueError(
+        raise UserError(
             f"{name} can't run on input {list(sample)}: {type(error).__name__}: {first_line(error, 160)}; give --image"
         ) from error

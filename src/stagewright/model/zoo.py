@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from stagewright.errors import did_you_mean
+from stagewright.errors import UserError, did_you_mean
 
 RGB = 3
 Blocks = tuple[tuple[int, ...], ...]
@@ -248,6 +248,6 @@ ZOO: Mapping[str, Entry] = {
 def build(name: str, classes: int | None = None) -> nn.Module:
     """The named model with new weights, for its default number of classes unless another is given."""
     if name not in ZOO:
-        raise ValueError(f"unknown model '{name}'; {did_you_mean(name, ZOO)} (your own model: package.module:factory)")
+        raise UserError(f"unknown model '{name}'; {did_you_mean(name, ZOO)} (your own model: package.module:factory)")
     entry = ZOO[name]
     return entry.build(entry.classes if classes is None else classes)

@@ -10,13 +10,14 @@ import numpy as np
 
 from stagewright.cluster.specs import DeviceSpec, Software
 from stagewright.cluster.topology import Cluster
+from stagewright.errors import UserError
 from stagewright.metrics import MIB
 from stagewright.plan import cost
 from stagewright.plan.memory import Memory, microbatches_held, weight_copies
 from stagewright.plan.plan import Plan, Stage, gradient_buffers
 from stagewright.profile.profile import Table
 
-_OPTIMIZER_MOMENTS = {"sgd": 1.0, "adamw": 2.0}
+OPTIMIZER_MOMENTS = {"sgd": 1.0, "adamw": 2.0}
 
 
 class UnitSums:
@@ -63,7 +64,7 @@ class Setting:
 
     @property
     def moments(self) -> float:
-        return _OPTIMIZER_MOMENTS.get(self.optimizer, 1.0)
+        return OPTIMIZER_MOMENTS.get(self.optimizer, 1.0)
 
     def sums(self, kind: str, samples: int) -> UnitSums:
         return UnitSums(self.tables(kind, samples))
@@ -200,7 +201,7 @@ class Estimate:
         for rank in range(self.plan.world):
             memory, limit = self.memory(rank), self.limit(rank)
             if memory.total > limit:
-                raise ValueError(
+                raise UserError(
                     f"{self.plan.name_replica(rank)} needs {memory.total / MIB:,.0f} MiB but its device has "
                     f"{limit / MIB:,.0f}, {(memory.total - limit) / MIB:,.0f} too few; most of it is {memory.largest}: "
                     f"{_remedy(memory.largest)}"

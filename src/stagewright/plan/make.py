@@ -9,6 +9,7 @@ from typing import Any
 
 from stagewright.cluster.placement import Placement, parse_placement
 from stagewright.cluster.topology import Cluster
+from stagewright.errors import UserError
 from stagewright.plan.plan import Mode, Plan, Stage
 
 _MOST_SAMPLES = 2**31 - 1
@@ -32,7 +33,7 @@ def read_plan(text: str, where: str, cluster: Cluster | None = None) -> Plan:
     )
     given, own = content["versions"], [stage.versions for stage in plan.stages]
     if given != own:
-        raise ValueError(
+        raise UserError(
             f"plan {where}: versions {_join(given)} are not those of mode {mode}, {_join(own)}; use mode stale"
         )
     return plan
@@ -42,19 +43,19 @@ def _read_choices(text: str, where: str) -> dict[str, Any]:
     """A plan file's entries, with their types checked."""
     try:
         content = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"plan {where} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"plan {where} is not JSON: {error}") from error
     if isinstance(content, dict) and isinstance(content.get("plan"), dict):
         content = content["plan"]
     known = {"mode", "placement", "cuts", "batch", "microbatches", "versions", "depths"}
     if not isinstance(content, dict) or not known <= content.keys():
         missing = sorted(known - (content.keys() if isinstance(content, dict) else set()))
-        raise ValueError(f"plan {where} lacks {', '.join(missing)}; write one with stagewright plan MODEL -o FILE")
+        raise UserError(f"plan {where} lacks {', '.join(missing)}; write one with stagewright plan MODEL -o FILE")
     numbers = [content["batch"], content["microbatches"], *_as_list(content["versions"]), *_as_list(content["depths"])]
     if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
-        raise ValueError(f"plan {where}: batch, microbatches, versions and depths are whole numbers")
+        raise UserError(f"plan {where}: batch, microbatches, versions and depths are whole numbers")
     if content["mode"] not in [str(mode) for mode in Mode]:
-        raise ValueError(f"plan {where}: unknown mode '{content['mode']}'; known: {', '.join(map(str, Mode))}")
+        raise UserError(f"plan {where}: unknown mode '{content['mode']}'; known: {', '.join(map(str, Mode))}")
     return content
 
 
@@ -77,7 +78,7 @@ def make_plan(
 ) -> Plan:
     """A plan from its free choices, with every default of the design."""
     if mode is Mode.DP:
-        placement = (tuple(dict.fromkeys(device for devices in placement for device in devices)),)
+        placement = as_one_stage(placement)
     replicas = [len(devices) for devices in placement]
     if microbatches is None:
         microbatches = default_microbatches(batch, replicas)
@@ -101,6 +102,11 @@ def make_plan(
     return Plan(mode, batch, microbatches, devices, stages, tuple(cuts), agree, flags)
 
 
+def as_one_stage(placement: Placement) -> Placement:
+    """One stage on every device of a placement, as mode dp has it."""
+    return (tuple(dict.fromkeys(device for devices in placement for device in devices)),)
+
+
 def default_microbatches(batch: int, replicas: Sequence[int]) -> int:
     """The smallest divisor of the batch that keeps every replica busy: 2*max(r), or r for one stage."""
     wanted = replicas[0] if len(replicas) == 1 else 2 * max(replicas)
@@ -110,7 +116,7 @@ def default_microbatches(batch: int, replicas: Sequence[int]) -> int:
 def divisors(batch: int) -> list[int]:
     """Every number that divides a batch, the smallest first."""
     if not 1 <= batch <= _MOST_SAMPLES:
-        raise ValueError(f"batch is {batch} samples; it must be 1 to {_MOST_SAMPLES}")
+        raise UserError(f"batch is {batch} samples; it must be 1 to {_MOST_SAMPLES}")
     small = [divisor for divisor in range(1, math.isqrt(batch) + 1) if batch % divisor == 0]
     return sorted({*small, *(batch // divisor for divisor in small)})
 
@@ -119,13 +125,13 @@ def require_divisible(batch: int, microbatches: int) -> None:
     """Raise unless a batch can be divided into so many microbatches."""
     possible = [divisor for divisor in divisors(batch) if divisor <= MOST_MICROBATCHES]
     if microbatches > MOST_MICROBATCHES:
-        raise ValueError(
+        raise UserError(
             f"batch {batch} in {microbatches} microbatches is more than {MOST_MICROBATCHES}; "
             f"give --microbatches {possible[-1]}"
         )
     if microbatches not in possible:
         near = sorted(sorted(possible, key=lambda divisor: abs(divisor - microbatches))[:3])
-        raise ValueError(
+        raise UserError(
             f"batch {batch} is not divisible by {microbatches} microbatches; "
             f"{'nearest that divide it: ' if len(near) > 1 else 'try '}{', '.join(map(str, near))}"
         )
@@ -141,15 +147,8 @@ def _versions(
 ) -> Sequence[int]:
     num_stages = len(replicas)
     if staleness is not None and staleness < 0:
-        raise ValueError(f"staleness is {staleness}; it must be 0 (synchronous) or more")
-    if staleness is not None and (mode is not Mode.STALE or versions is not None):
-        other = f"mode {mode}" if versions is None else f"versions {_join(versions)}"
-        raise ValueError(
-            f"staleness {staleness} was given with {other}; it is only for --mode stale without --versions"
-        )
+        raise UserError(f"staleness is {staleness}; it must be 0 (synchronous) or more")
     if versions is not None:
-        if mode is not Mode.STALE:
-            raise ValueError(f"versions {_join(versions)} were given with mode {mode}; use --mode stale")
         return _one_per_stage("versions", versions, num_stages, _MOST_VERSIONS)
     if mode is Mode.PIPEDREAM:
         return [-(-sum(replicas[index:]) // replicas[index]) for index in range(num_stages)]
@@ -171,12 +170,12 @@ def default_depths(replicas: Sequence[int]) -> list[int]:
 def _one_per_stage(name: str, numbers: Sequence[int], num_stages: int, most: int) -> Sequence[int]:
     """The numbers, if there is one per stage and each is from 1 to `most`."""
     if len(numbers) != num_stages:
-        raise ValueError(
+        raise UserError(
             f"{name} {_join(numbers)} name {len(numbers)} stages but the placement has {num_stages}; "
             "give one number per stage"
         )
     if min(numbers) < 1:
-        raise ValueError(f"{name} {_join(numbers)}: a stage needs at least 1")
+        raise UserError(f"{name} {_join(numbers)}: a stage needs at least 1")
     if max(numbers) > most:
-        raise ValueError(f"{name} {_join(numbers)}: a stage has at most {most}; give {most} or less")
+        raise UserError(f"{name} {_join(numbers)}: a stage has at most {most}; give {most} or less")
     return numbers

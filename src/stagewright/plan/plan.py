@@ -133,6 +133,12 @@ class Plan:
         """The microbatch number at which the pipeline can drain once `batch` batches are done."""
         return -(-batch * self.microbatches // self.alignment) * self.alignment
 
+    def with_microbatches(self, microbatches: int) -> Plan:
+        """The plan with the same batch in so many microbatches."""
+        rounds = [stage.replicas if self.mode is Mode.PIPEDREAM else microbatches for stage in self.stages]
+        stages = (replace(stage, round=round) for stage, round in zip(self.stages, rounds, strict=True))
+        return replace(self, microbatches=microbatches, stages=tuple(stages))
+
     def starting_at(self, batch: int) -> Plan:
         """The plan as it begins after so many batches, trained under other plans."""
         begun = self.boundary(batch)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from stagewright.cluster.placement import Placement
+from stagewright.errors import UserError
 from stagewright.plan.estimate import Setting
 from stagewright.plan.plan import Mode
 from stagewright.plan.search_space import Blocks, Segments, as_kind, make_blocks, narrow_points
@@ -208,7 +209,7 @@ def best_cuts(setting: Setting, placement: Placement, mode: Mode, batch: int, mi
     sums = [setting.sums(kind, samples) for kind in kinds]
     segments = Segments.of(sums, setting.software)
     if segments.units < len(placement):
-        raise ValueError(f"the model has {segments.units} units but the placement has {len(placement)} stages")
+        raise UserError(f"the model has {segments.units} units but the placement has {len(placement)} stages")
     times = make_time_model(setting, mode, microbatches, kinds[0])
     slowest = np.full(segments.units + 1, np.inf)
     slowest[segments.units] = 0.0

@@ -1,87 +1,129 @@
-"""From options to a plan: `build_plan` is the only way, for `train` and `schedule` alike.
+"""From options to a plan: `build_plan` is the only way, for every command and the Python interface.
 
-In this order: the options and machines, the cuts, the plan itself, its lag, and the warnings about it. Every default
-(cuts, microbatches, lag, depths) is chosen here; a plan file is turned into options first, by `with_plan_file`.
+In this order: the placement, the batch and its microbatches, the cuts, the plan itself, its lag, and warnings about
+idle ranks. Every default (cuts, microbatches, lag, depths) is chosen here. A plan file has them all and is only read.
+`with_agreement` and `warn_about_lag` are for plans that are trained. Imports no torch: the caller traces the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stagewright.cluster.placement import Placement, format_placement, parse_placement
-from stagewright.cluster.topology import ANYWHERE, Cluster, Machine
+from stagewright.cluster.topology import Cluster
 from stagewright.config.sections import Config, PlanConfig
-from stagewright.errors import counted
-from stagewright.model.cut import Chain
-from stagewright.plan.make import MOST_MICROBATCHES, default_microbatches, divisors, make_plan, read_plan
+from stagewright.errors import UserError, counted
+from stagewright.plan.estimate import Setting
+from stagewright.plan.make import (
+    MOST_MICROBATCHES,
+    as_one_stage,
+    default_microbatches,
+    divisors,
+    make_plan,
+    read_plan,
+    require_divisible,
+)
 from stagewright.plan.plan import Mode, Plan
 from stagewright.plan.search import best_cuts
 from stagewright.plan.stability import Motion, stability_warning
 from stagewright.planning.planner import bubble_in, every_lag, least_lag
-from stagewright.planning.setting import Untraceable, planning_setting
-from stagewright.planning.simulate import Costs, balanced_costs, steady
+from stagewright.planning.simulate import Costs, steady
 from stagewright.profile.profile import NotProfiled
-from stagewright.runtime.multinode.nodes import read_nodes
+
+if TYPE_CHECKING:
+    from stagewright.model.cut import Chain  # imports torch
 
 BUBBLE_GOAL = 0.05
 _MOST_TRIALS = 8
 Warn = Callable[[str], None]
 Bubble = Callable[[Plan], float]  # the share of time that a plan's ranks wait
+SettingOf = Callable[[Placement], Setting | None]  # None: the model's shapes can't be traced
 
 
 def build_plan(
-    config: Config,
-    chain: Chain | None,
-    warn: Warn = lambda warning: None,
+    options: PlanConfig,
+    cluster: Cluster,
+    chain: Chain | None = None,
+    setting: SettingOf = lambda placement: None,
+    *,
     costs: Callable[[Plan], Costs] | None = None,
+    microbatch: int | None = None,
+    one_each: bool = False,
+    never_waits: bool = False,
+    warn: Warn = lambda warning: None,
 ) -> Plan:
-    """The plan that the options describe; without a model, one without cuts.
+    """The plan of a plan file, or the one that the options describe, on the machines of a cluster.
 
-    The lag is chosen by `costs`, if given, and else by the profile or the catalog.
+    Cuts and a lag that the options leave open are chosen in the setting, which is asked for only then. Without one the
+    model is divided by operations, and the lag is chosen by `costs` or, without these either, the largest.
+    `chain` is the model's; None where there is no model, or where the setting has its own names for units.
+    `microbatch`: samples of a microbatch, instead of the batch. `one_each`: a batch has one microbatch per replica of
+    the widest stage, if it can be divided so. `never_waits`: ranks never wait, so no warning says how long they would.
     """
-    options = config.plan
-    mode = Mode(options.mode)
-    placement = parse_placement(options.placement, machines_of(config))
-    _require_all_machines(config, placement)
-    _refuse_unused(options)
-    cuts = () if chain is None or mode is Mode.DP else _cuts(config, chain, placement)
-    plan = plan_at(options, placement, cuts)
-    if options.policy == "gpipe":
-        stages = (replace(stage, depth=-(-plan.microbatches // stage.replicas)) for stage in plan.stages)
-        plan = replace(plan, stages=tuple(stages))  # all forwards of a batch before its first backward
-    if mode is Mode.STALE and options.staleness is None and options.versions is None and len(plan.stages) > 1:
-        bubble_of = _bubble(config, chain, plan) if costs is None else _bubble_by(costs)
-        plan = choose_staleness(config, plan, bubble_of, warn)
+    if options.file is not None:
+        plan = _read_file(options, cluster, chain)
+    else:
+        mode, placement = Mode(options.mode), parse_placement(options.placement, cluster)
+        if mode is Mode.DP:
+            placement = as_one_stage(placement)
+        batch, microbatches = _sizes(options, [len(devices) for devices in placement], microbatch, one_each)
+        setting = cache(setting)
+        plan = make_plan(
+            placement,
+            batch=batch,
+            microbatches=microbatches,
+            mode=mode,
+            staleness=options.staleness,
+            versions=stage_numbers(options.versions, "versions", ","),
+            depths=stage_numbers(options.depths, "depths", ","),
+            cuts=_cuts(options, placement, chain, setting, batch, microbatches),
+        )
+        if options.policy == "gpipe":
+            stages = (replace(stage, depth=-(-microbatches // stage.replicas)) for stage in plan.stages)
+            plan = replace(plan, stages=tuple(stages))  # all forwards of a batch before its first backward
+        if mode is Mode.STALE and options.staleness is None and options.versions is None and len(plan.stages) > 1:
+            bubble_of = _bubble(plan, setting(placement), costs)
+            plan = plan if bubble_of is None else least_lag(plan, bubble_of)
+            if bubble_of is not None and not one_each and not never_waits:
+                warn_about_waiting(plan, bubble_of, warn)
     if warning := idle_warning(plan):
         warn(warning)
-    if config.optimizer.clip is not None and not plan.is_synchronous:
-        warn("stages lag, so each stage clips by its own gradient norm, not by the whole model's")
-    warn_about_lag(config, plan, warn)
-    return with_agreement(config, plan)
+    return plan
 
 
-# --- Options and machines ---------------------------------------------------------------------------------------------
+# --- Plan files -------------------------------------------------------------------------------------------------------
 
 
-def with_plan_file(config: Config) -> Config:
-    """The configuration with the options that its plan file stands for, if it names one."""
-    options = config.plan
-    if options.file is None:
-        return config
-    given = replace(options, file=None, profile=None)
-    if given != PlanConfig():
-        names = [name for name in vars(given) if getattr(given, name) != getattr(PlanConfig(), name)]
-        raise ValueError(
-            f"--plan {options.file} was given with plan.{names[0]}; the file decides that, so give one of them"
-        )
+def _read_file(options: PlanConfig, cluster: Cluster, chain: Chain | None) -> Plan:
+    """The plan of a plan file, with its cuts as units of the model."""
+    file = str(options.file)
     try:
-        plan = read_plan(Path(options.file).read_text(), options.file, machines_of(config))
+        plan = read_plan(Path(file).read_text(encoding="utf-8"), file, cluster)
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"plan {options.file}: {getattr(error, 'strerror', None) or error}") from error
-    resolved = replace(
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"plan {file}: {reason}; give a file that stagewright plan -o wrote") from error
+    if chain is None:
+        return plan
+    try:
+        cuts = chain.by_names(plan.cuts)
+    except UserError as error:
+        raise UserError(f"plan {file} is of another model: {error}") from error
+    bounds = [0, *map(chain.units.index, cuts)]
+    if len(bounds) != len(plan.stages) or bounds != sorted(set(bounds)):
+        raise UserError(
+            f"plan {file} has {len(plan.stages)} stages, which its cuts ({', '.join(plan.cuts) or 'none'}) do not make "
+            "of this model; make a plan of it again: stagewright plan MODEL -o FILE"
+        )
+    return replace(plan, cuts=cuts)
+
+
+def resolved_options(options: PlanConfig, plan: Plan) -> PlanConfig:
+    """The options that stand for a plan file, as config.toml and checkpoints hold them, so that they need no file."""
+    return replace(
         options,
         file=None,
         placement=format_placement(plan.placement),
@@ -92,37 +134,9 @@ def with_plan_file(config: Config) -> Config:
         batch=plan.batch,
         microbatches=plan.microbatches,
     )
-    return replace(config, plan=resolved)
 
 
-def machines_of(config: Config) -> Cluster:
-    """The machines that a placement may name: this one, those of --nodes, or any if nothing real is needed."""
-    if config.nodes.list is not None:
-        nodes = read_nodes(config.nodes.list)
-        return Cluster(tuple(Machine() for _ in nodes), "the machines of --nodes")
-    return ANYWHERE if config.run.emulate else Cluster()
-
-
-def _require_all_machines(config: Config, placement: Placement) -> None:
-    """Raise if a machine of --nodes has no stage: it would have nothing to do."""
-    if config.nodes.list is None:
-        return
-    used = {device.machine for devices in placement for device in devices}
-    idle = [machine for machine in range(len(machines_of(config).machines)) if machine not in used]
-    if idle:
-        raise ValueError(
-            f"--nodes names machine {idle[0]} but placement {config.plan.placement} has no device of it; "
-            f"place a stage on {idle[0]}:0, or leave the machine out"
-        )
-
-
-def _refuse_unused(options: PlanConfig) -> None:
-    """Raise for options that the plan would ignore."""
-    for flag, value in (("--cut", options.cut), ("--shares", options.shares)):
-        if options.mode == "dp" and value is not None:
-            raise ValueError(f"{flag} {value} cuts the model into stages but mode dp has one; leave it out")
-    if options.policy == "gpipe" and options.depths is not None:
-        raise ValueError(f"--depths {options.depths} was given with --policy gpipe, which sets them; give one")
+# --- Sizes, cuts and lag ----------------------------------------------------------------------------------------------
 
 
 def stage_numbers(text: str | None, name: str, separator: str) -> list[int] | None:
@@ -133,72 +147,75 @@ def stage_numbers(text: str | None, name: str, separator: str) -> list[int] | No
         return [int(part) for part in text.split(separator)]
     except ValueError:
         kind = "comma-separated" if separator == "," else f"'{separator}'-separated"
-        raise ValueError(f"--{name} must be {kind} integers such as 3{separator}1, got '{text}'") from None
+        raise UserError(f"--{name} must be {kind} integers such as 3{separator}1, got '{text}'") from None
 
 
-# --- Cuts -------------------------------------------------------------------------------------------------------------
+def _sizes(options: PlanConfig, replicas: Sequence[int], microbatch: int | None, one_each: bool) -> tuple[int, int]:
+    """The samples of a batch, and its microbatches."""
+    count = options.microbatches
+    if count is None and (one_each or microbatch is not None):
+        count = max(replicas)
+    batch = options.batch if microbatch is None or count is None else microbatch * count
+    if count is None or (options.microbatches is None and batch % count):
+        count = default_microbatches(batch, replicas)
+    require_divisible(batch, count)
+    return batch, count
 
 
-def _cuts(config: Config, chain: Chain, placement: Placement) -> tuple[str, ...]:
-    """The first unit of each later stage: by --cut, by --shares, or chosen by the planner."""
-    given = given_cuts(chain, len(placement), config.plan.cut, config.plan.shares)
-    if given is not None:
+def _cuts(
+    options: PlanConfig,
+    placement: Placement,
+    chain: Chain | None,
+    setting: SettingOf,
+    batch: int,
+    microbatches: int,
+) -> tuple[str, ...]:
+    """The first unit of each later stage: by --cut, by --shares, or those that make the slowest stage fastest.
+
+    A model whose shapes can't be traced is divided by operations, in proportion to the stages' replicas.
+    """
+    if options.mode == "dp":
+        return ()
+    if chain is not None and (given := _given_cuts(chain, len(placement), options.cut, options.shares)) is not None:
         return given
-    return () if len(placement) == 1 else _planned_cuts(config, chain, placement)
+    if len(placement) == 1:
+        return ()
+    found = setting(placement)
+    if found is not None:
+        cuts = best_cuts(found, placement, Mode(options.mode), batch, microbatches)
+        if chain is None or set(cuts) <= set(chain.units):
+            return cuts
+    return () if chain is None else chain.by_shares([len(devices) for devices in placement])
 
 
-def given_cuts(chain: Chain, stages: int, cut: str | None, shares: str | None) -> tuple[str, ...] | None:
+def _given_cuts(chain: Chain, stages: int, cut: str | None, shares: str | None) -> tuple[str, ...] | None:
     """The first unit of each later stage, by --cut or --shares; None where neither is given."""
-    if cut is not None and shares is not None:
-        raise ValueError(f"both --cut {cut} and --shares {shares} were given; give one")
     if cut is not None:
         names = [name.strip() for name in cut.split(",")]
         if len(names) != stages - 1:
-            raise ValueError(
+            raise UserError(
                 f"--cut {cut} makes {len(names) + 1} stages but the placement has {stages}; "
                 "name the first unit of each later stage"
             )
         return chain.by_names(names)
     numbers = stage_numbers(shares, "shares", ":")
     if numbers is not None and len(numbers) != stages:
-        raise ValueError(
+        raise UserError(
             f"--shares {shares} names {len(numbers)} stages but the placement has {stages}; give one number per stage"
         )
     return None if numbers is None else chain.by_shares(numbers)
 
 
-def _planned_cuts(config: Config, chain: Chain, placement: Placement) -> tuple[str, ...]:
-    """The cuts that make the slowest stage fastest, by the profile if there is one and else by the catalog.
-
-    A model whose shapes can't be traced is divided by operations, in proportion to the stages' replicas.
-    """
-    replicas = [len(devices) for devices in placement]
-    microbatches = config.plan.microbatches or default_microbatches(config.plan.batch, replicas)
-    if config.plan.batch % microbatches:
-        return chain.by_shares(replicas)  # an error that `make_plan` reports
-    try:
-        setting = planning_setting(config, chain, placement)
-        cuts = best_cuts(setting, placement, Mode(config.plan.mode), config.plan.batch, microbatches)
-    except Untraceable:
-        return chain.by_shares(replicas)
-    return cuts if set(cuts) <= set(chain.units) else chain.by_shares(replicas)
+def _bubble(plan: Plan, setting: Setting | None, costs: Callable[[Plan], Costs] | None) -> Bubble | None:
+    """How to compute the bubble: in the setting, or by the costs where it does not have the plan's units."""
+    if setting is not None:
+        kind = setting.cluster.kind_of(plan.devices[0])
+        if set(plan.cuts) <= {unit.name for unit in setting.tables(kind, plan.samples).units}:
+            return bubble_in(setting)
+    return None if costs is None else cache(lambda plan: steady(plan, costs(plan)).bubble)
 
 
-# --- The plan ---------------------------------------------------------------------------------------------------------
-
-
-def plan_at(options: PlanConfig, placement: Placement, cuts: tuple[str, ...]) -> Plan:
-    """The plan of some options on a placement, with given cuts."""
-    return make_plan(
-        placement,
-        batch=options.batch,
-        microbatches=options.microbatches,
-        mode=Mode(options.mode),
-        staleness=options.staleness,
-        versions=stage_numbers(options.versions, "versions", ","),
-        depths=stage_numbers(options.depths, "depths", ","),
-        cuts=cuts,
-    )
+# --- Plans that are trained -------------------------------------------------------------------------------------------
 
 
 def with_agreement(config: Config, plan: Plan) -> Plan:
@@ -206,9 +223,9 @@ def with_agreement(config: Config, plan: Plan) -> Plan:
     scaled = config.run.precision == "fp16"
     most = max(stage.replicas for stage in plan.stages)
     if scaled and plan.mode == "pipedream":
-        raise ValueError("precision fp16 supports modes sync, stale and dp, but the mode is pipedream; use bf16")
+        raise UserError("precision fp16 supports modes sync, stale and dp, but the mode is pipedream; use bf16")
     if scaled and plan.microbatches < most:
-        raise ValueError(
+        raise UserError(
             f"precision fp16 needs a microbatch for each of the {most} replicas, but a batch has {plan.microbatches}; "
             "raise --microbatches"
         )
@@ -216,37 +233,6 @@ def with_agreement(config: Config, plan: Plan) -> Plan:
         return plan
     clip = config.optimizer.clip is not None
     return replace(plan, agree=(clip or scaled) and plan.is_synchronous, flags=scaled and not plan.is_synchronous)
-
-
-# --- Its lag ----------------------------------------------------------------------------------------------------------
-
-
-def choose_staleness(config: Config, plan: Plan, bubble_of: Bubble, warn: Warn) -> Plan:
-    """The plan at the least lag that fills the pipeline, with a warning if no lag does.
-
-    Emulated ranks take turns in one process and never wait, so for them there is no warning.
-    """
-    chosen = least_lag(plan, bubble_of)
-    if not config.run.emulate and (warning := waiting_warning(chosen, bubble_of)):
-        warn(warning)
-    return chosen
-
-
-def _bubble(config: Config, chain: Chain | None, plan: Plan) -> Bubble:
-    """The bubble by the profile or the catalog, or as if all stages took equally long."""
-    try:
-        setting = None if chain is None else planning_setting(config, chain, plan.placement)
-    except Untraceable:
-        setting = None
-    if setting is not None:
-        kind = setting.cluster.kind_of(plan.devices[0])
-        if not set(plan.cuts) <= {unit.name for unit in setting.tables(kind, plan.samples).units}:
-            setting = None  # the user's own list of units
-    return _bubble_by(balanced_costs) if setting is None else bubble_in(setting)
-
-
-def _bubble_by(costs: Callable[[Plan], Costs]) -> Bubble:
-    return cache(lambda plan: steady(plan, costs(plan)).bubble)
 
 
 # --- Warnings ---------------------------------------------------------------------------------------------------------
@@ -261,11 +247,10 @@ def idle_warning(plan: Plan) -> str | None:
     return f"{microbatches} for {most} replicas: some have nothing to do in each batch; raise --microbatches"
 
 
-def waiting_warning(plan: Plan, bubble_of: Bubble) -> str | None:
-    """A warning if ranks wait at every lag: for how long, and what would fill the pipeline."""
-    if min(bubble_of(candidate) for candidate in every_lag(plan)) <= BUBBLE_GOAL:
-        return None
-    return f"ranks would wait {bubble_of(plan):.0%} of the time; {_remedy(plan, bubble_of)}"
+def warn_about_waiting(plan: Plan, bubble_of: Bubble, warn: Warn) -> None:
+    """Warn if ranks wait at every lag: for how long, and what would fill the pipeline."""
+    if min(bubble_of(candidate) for candidate in every_lag(plan)) > BUBBLE_GOAL:
+        warn(f"ranks would wait {bubble_of(plan):.0%} of the time; {_remedy(plan, bubble_of)}")
 
 
 def _remedy(plan: Plan, bubble_of: Bubble) -> str:
@@ -289,13 +274,13 @@ def _remedy(plan: Plan, bubble_of: Bubble) -> str:
 
 
 def warn_about_lag(config: Config, plan: Plan, warn: Warn) -> None:
-    """Warn if the learning rate is unstable at the plan's lag, and if --predict has nothing to extrapolate."""
+    """Warn about what a lag changes: clipping, --predict, and which learning rates are stable."""
     options = config.optimizer
+    if options.clip is not None and not plan.is_synchronous:
+        warn("stages lag, so each stage clips by its own gradient norm, not by the whole model's")
     lag = max(stage.versions for stage in plan.stages) - 1
     if options.predict and lag == 0:
         warn("--predict changes nothing: no stage lags")
-    if options.predict and options.name == "sgd" and not options.momentum:
-        warn("--predict changes nothing: --momentum is 0")
     if options.name == "sgd":
         motion = Motion(options.momentum, lag, options.predict, options.nesterov)
         takes_staleness = plan.mode is Mode.STALE and config.plan.versions is None

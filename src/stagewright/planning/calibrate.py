@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 
 from stagewright.cluster.catalog import read_catalog
-from stagewright.cluster.placement import Placement, parse_placement
+from stagewright.cluster.placement import format_placement
 from stagewright.cluster.specs import Catalog
 from stagewright.cluster.topology import Cluster
+from stagewright.config.toml import make_config
 from stagewright.metrics import MIB
 from stagewright.plan.estimate import Setting
-from stagewright.plan.make import make_plan
-from stagewright.plan.plan import Mode, Plan
-from stagewright.plan.search import best_cuts
+from stagewright.plan.plan import Plan
+from stagewright.planning.build import build_plan
 from stagewright.planning.predict import IMAGENET, Prediction, predict
-from stagewright.planning.setting import analytic_setting, trace_model
+from stagewright.planning.setting import make_setting, trace_model
 
 Array = Any  # a numpy array
 _ROW_SPREAD = 0.05  # the error to expect of such a model for one run, in logarithms
@@ -91,18 +91,20 @@ def published_runs() -> tuple[PublishedRun, ...]:
 
 
 def run_plan(run: PublishedRun, catalog: Catalog) -> Plan:
-    """The plan of a published run: a batch has as many microbatches as its widest stage has replicas."""
+    """The plan of a published run: one microbatch per replica of the widest stage, and the largest lag of its mode."""
     cluster = _run_cluster(run, catalog)
-    placement: Placement = (cluster.devices,) if run.placement is None else parse_placement(run.placement, cluster)
-    microbatches = max(len(devices) for devices in placement)
-    batch = run.global_batch or (run.microbatch or 1) * microbatches
-    mode = Mode(run.mode)
-    cuts: tuple[str, ...] = ()
-    if mode is not Mode.DP and run.shares is not None:
-        cuts = trace_model(run.model).chain.by_shares([int(share) for share in run.shares.split(":")])
-    elif mode is not Mode.DP:
-        cuts = best_cuts(run_setting(run, catalog), placement, mode, batch, microbatches)
-    return make_plan(placement, batch=batch, microbatches=microbatches, mode=mode, cuts=cuts)
+    placement = run.placement or format_placement((cluster.devices,))
+    staleness = placement.count(".") if run.mode == "stale" else None
+    options = {"placement": placement, "shares": run.shares, "mode": run.mode, "staleness": staleness}
+    size = {} if run.global_batch is None else {"batch": run.global_batch}
+    return build_plan(
+        make_config({"plan": options | size}).plan,
+        cluster,
+        trace_model(run.model).chain,
+        lambda placement: run_setting(run, catalog),
+        microbatch=None if run.global_batch else run.microbatch or 1,
+        one_each=True,
+    )
 
 
 def _run_cluster(run: PublishedRun, catalog: Catalog) -> Cluster:
@@ -112,14 +114,9 @@ def _run_cluster(run: PublishedRun, catalog: Catalog) -> Cluster:
 
 def run_setting(run: PublishedRun, catalog: Catalog) -> Setting:
     """The hardware and software of a published run."""
-    return analytic_setting(
-        catalog,
-        _run_cluster(run, catalog),
-        trace_model(run.model).shapes,
-        catalog.system(run.software),
-        run.precision,
-        loads=run.data != "synthetic",
-    )
+    shapes, loads = trace_model(run.model).shapes, run.data != "synthetic"
+    cluster = _run_cluster(run, catalog)
+    return make_setting(shapes, cluster, run.precision, catalog=catalog, software=run.software, loads=loads)
 
 
 def predict_run(run: PublishedRun, catalog: Catalog) -> Prediction:

@@ -1,6 +1,6 @@
 """The planner: searches plans, simulates the best of them, and explains why the others are slower.
 
-`choose` does that for `stagewright plan`; `choose_lag` and `least_lag` choose a lag for `simulate` and `build` as well.
+`choose` does that for `stagewright plan`; `least_lag` chooses the lag of its plans and of those that `build` makes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from stagewright.cluster.placement import format_placement
-from stagewright.errors import did_you_mean
+from stagewright.errors import UserError, did_you_mean
 from stagewright.metrics import MIB
 from stagewright.plan.estimate import Estimate, Setting, with_whole_batches
 from stagewright.plan.make import make_plan, stale_versions
@@ -93,14 +93,15 @@ def choose(
     refused: list[str] = []
     for plan in [parallel, *wanted]:
         progress(f"simulating {plan.mode} {plan.shape}")
-        plan = choose_lag(plan, setting, staleness)
+        if plan.mode is Mode.STALE and staleness is None and len(plan.stages) > 1:
+            plan = least_lag(plan, bubble_in(setting))
         prediction = choose_depth(plan, setting) if devices <= _SMALL else predict(plan, setting)
         found.append(prediction)
         if not prediction.fits:
             refused.append(_refusal(plan, setting))
     fitting = [prediction for prediction in found if prediction.fits]
     if not fitting:
-        raise ValueError(f"nothing fits: {refused[0]}")
+        raise UserError(f"nothing fits: {refused[0]}")
     plain = max((p.images_per_second for p in found if p.plan.mode is Mode.DP), default=0.0)
     fitting.sort(key=lambda prediction: (-prediction.images_per_second, len(prediction.plan.stages)))
     best = fitting[0]  # of all; the one to run may be a simpler one close to it
@@ -126,7 +127,7 @@ def _require_covered(setting: Setting, batch: int, usual: Sequence[int], counts:
     assert setting.covered is not None
     smallest, largest = setting.covered
     sizes = ",".join(map(str, _sizes(batch, usual)))
-    raise ValueError(
+    raise UserError(
         f"the profile covers microbatches of {smallest} to {largest} samples but the search of batch {batch} on "
         f"{len(setting.cluster.devices)} devices needs one of {sizes}; profile again with --samples {sizes}"
     )
@@ -142,7 +143,7 @@ def _lags(plan: Plan, setting: Setting) -> tuple[Prediction, ...]:
 def _refusal(plan: Plan, setting: Setting) -> str:
     try:
         Estimate(plan, setting).require_fit()
-    except ValueError as error:
+    except UserError as error:
         return f"{plan.mode} {format_placement(plan.placement)}: {error}"
     return ""
 
@@ -184,11 +185,11 @@ def _searched(
                     fill = through if mode is Mode.SYNC else 0.0
                     yield (
                         (found.seconds + fill) / batch,
-                        plan_of_partition(found, setting, mode, batch, count, staleness),
+                        _plan_of(found, setting, mode, batch, count, staleness),
                     )
 
 
-def plan_of_partition(
+def _plan_of(
     found: Partition, setting: Setting, mode: Mode, batch: int, microbatches: int, staleness: int | None
 ) -> Plan:
     """The plan of a partition that the search found."""
@@ -207,13 +208,6 @@ def _distinct(plans: Sequence[Plan]) -> list[Plan]:
     for plan in plans:
         kept.setdefault((plan.mode, plan.placement, plan.cuts), plan)
     return list(kept.values())
-
-
-def choose_lag(plan: Plan, setting: Setting, staleness: int | None = None) -> Plan:
-    """The plan at the least lag that fills the pipeline, unless a staleness is given."""
-    if plan.mode is not Mode.STALE or staleness is not None or len(plan.stages) == 1:
-        return plan
-    return least_lag(plan, bubble_in(setting))
 
 
 def bubble_in(setting: Setting) -> Callable[[Plan], float]:
@@ -290,7 +284,7 @@ def explain(setting: Setting, plan: Plan, unit: str) -> dict[str, object]:
     table = setting.tables(setting.cluster.kind_of(plan.devices[0]), plan.samples)
     names = [entry.name for entry in table.units]
     if unit not in names:
-        raise ValueError(f"--explain names '{unit}' but the model has no such unit; {did_you_mean(unit, names)}")
+        raise UserError(f"--explain names '{unit}' but the model has no such unit; {did_you_mean(unit, names)}")
     position = names.index(unit)
     entry = table.units[position]
     stage = max(index for index, bound in enumerate(estimate.bounds[:-1]) if bound <= position)

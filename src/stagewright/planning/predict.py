@@ -5,17 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from stagewright.cluster.catalog import shipped
-from stagewright.cluster.topology import Cluster, Machine
-from stagewright.config.sections import Config
 from stagewright.metrics import MIB
 from stagewright.plan import cost
 from stagewright.plan.estimate import Estimate, Setting, with_whole_batches
 from stagewright.plan.memory import Memory
 from stagewright.plan.plan import Plan
-from stagewright.planning.setting import measured_cluster, memory_setting, profile_setting
-from stagewright.planning.simulate import ClusterCosts, Steady, steady
-from stagewright.profile.profile import read_profile
+from stagewright.planning.simulate import ClusterCosts, Steady, reduce_seconds, steady
 
 IMAGENET = 1_281_167  # training images
 
@@ -97,8 +92,9 @@ def _bound(estimate: Estimate, found: Steady) -> str:
     """What limits the speed, in a few words."""
     plan = estimate.plan
     exposed = max(
-        estimate.exposed(stage.index) * plan.microbatches / stage.round if stage.replicas > 1 else 0.0
+        reduce_seconds(estimate, stage, rank) * plan.microbatches / stage.round
         for stage in plan.stages
+        for rank in stage.ranks
     )
     if len(plan.stages) == 1 or plan.is_synchronous:
         share = exposed / found.batch_seconds
@@ -109,32 +105,3 @@ def _bound(estimate: Estimate, found: Steady) -> str:
     if found.busy[busiest] > 0.85:
         return "compute" if len(plan.stages) == 1 else f"compute of stage {stage}"
     return "waiting between stages" if len(plan.stages) > 1 else "all-reduce"
-
-
-def predict_job(config: Config, plan: Plan) -> Prediction | None:
-    """The prediction of a run by its profile; None if it has none."""
-    if config.plan.profile is None:
-        return None
-    profile = read_profile(config.plan.profile)
-    if plan.world == 1:
-        cluster = Cluster((Machine(1, "cpu"),), "profiled")
-    elif plan.world > profile.together:
-        raise ValueError(
-            f"the profile was taken with {profile.together} processes at once but the plan has {plan.world} ranks; "
-            f"profile again with --together {plan.world}"
-        )
-    else:
-        cluster = measured_cluster(profile)
-    setting = profile_setting(profile, cluster, shipped(), config.run.precision, optimizer=config.optimizer.name)
-    return predict(plan, setting)
-
-
-def predict_memory(config: Config, plan: Plan) -> tuple[Memory, ...]:
-    """The predicted memory of each rank; empty for a model outside the zoo, which would have to be built."""
-    if ":" in config.model.name:
-        return ()
-    try:
-        estimate = Estimate(plan, memory_setting(config, plan))
-        return tuple(estimate.memory(rank) for rank in range(plan.world))
-    except ValueError:
-        return ()

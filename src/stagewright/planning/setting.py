@@ -1,22 +1,23 @@
 """Settings: where and how a model would run, with the cost of its units, for the planner and the simulator.
 
-`analytic_setting` takes costs from the catalog's arithmetic, `profile_setting` from a measured profile;
-`planning_setting` and `memory_setting` are those of a configuration.
+`make_setting` is the only builder. The others call it for a configuration: `planning_setting` to choose cuts and lag,
+`prediction_setting` to predict a run's speed, `memory_setting` its memory.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import Placement
-from stagewright.cluster.specs import Catalog, DeviceSpec, Software
+from stagewright.cluster.specs import Catalog, DeviceSpec
 from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.config.sections import Config
+from stagewright.errors import UserError
 from stagewright.model.cut import Chain
 from stagewright.model.load import build_model
 from stagewright.model.walk import model_errors
@@ -24,14 +25,10 @@ from stagewright.model.zoo import ZOO, build
 from stagewright.plan.estimate import Setting
 from stagewright.plan.plan import Plan
 from stagewright.profile.analytic import analytic_table
-from stagewright.profile.profile import Profile, Table, read_profile
+from stagewright.profile.profile import Ceilings, Profile, Table, read_profile
 from stagewright.profile.shapes import Shape, on_meta, trace_shapes
 
 _ANY_GPU = "h200"  # supports every precision; its memory does not matter here
-
-
-class Untraceable(Exception):
-    """The shapes of the model's units can't be traced."""
 
 
 @dataclass(frozen=True)
@@ -53,68 +50,59 @@ def trace_model(name: str, classes: int | None = None, image: int | None = None)
         return TracedModel(chain, trace_shapes(chain, sample))
 
 
-def analytic_setting(
-    catalog: Catalog,
-    cluster: Cluster,
-    shapes: Sequence[Shape],
-    software: Software,
+def make_setting(
+    units: Sequence[Shape] | Profile,
+    cluster: Cluster | None,
     precision: str,
     *,
     optimizer: str = "sgd",
+    catalog: Catalog | None = None,
+    software: str = "stagewright",
     loads: bool = False,
 ) -> Setting:
-    """A model on hardware of the catalog; `loads`: training data is loaded and decoded, not synthetic."""
-    kept: dict[tuple[str, int], Table] = {}
+    """A model on a cluster: by the catalog's arithmetic on the shapes of its units, or as a profile measured them.
 
+    A profile also decides the software, and without a cluster the machine: the one it was taken on.
+    `loads`: training data is loaded and decoded, not synthetic.
+    """
+    catalog = catalog or shipped()
+    system = catalog.system(units.software if isinstance(units, Profile) else software)
+
+    @cache
     def tables(kind: str, samples: int) -> Table:
-        if (kind, samples) not in kept:
-            kept[kind, samples] = analytic_table(shapes, catalog.device(kind), precision, samples, software)
-        return kept[kind, samples]
+        if isinstance(units, Profile):
+            return units.at(precision, samples)
+        return analytic_table(units, catalog.device(kind), precision, samples, system)
 
-    cores = min((machine.cores or 1 for machine in cluster.machines), default=1)
-    loader = catalog.decode * cores if loads else None
-    return Setting(cluster, catalog.device, software, precision, tables, optimizer, shapes[0].inputs, loader)
-
-
-def config_setting(config: Config, cluster: Cluster, catalog: Catalog, *, loads: bool = False) -> Setting:
-    """A configuration on hardware of the catalog; raises ValueError if the model can't be traced."""
-    shapes = trace_model(config.model.name, config.model.classes, config.data.image).shapes
-    software, optimizer = catalog.system("stagewright"), config.optimizer.name
-    return analytic_setting(catalog, cluster, shapes, software, config.run.precision, optimizer=optimizer, loads=loads)
-
-
-def profile_setting(
-    profile: Profile, cluster: Cluster | None, catalog: Catalog, precision: str, *, optimizer: str = "sgd"
-) -> Setting:
-    """A measured model, on the machine it was measured on or on a cluster of devices like it."""
-    software = catalog.system(profile.software)
-    if cluster is None:
-        cluster = measured_cluster(profile)
-
-    def tables(kind: str, samples: int) -> Table:
-        return profile.at(precision, samples)
-
-    device: Callable[[str], DeviceSpec] = catalog.device
-    ceilings = profile.ceilings
-    if ceilings is not None:
-        software = replace(software, update_passes=ceilings.copy / ceilings.update, context=0, workspace=0)
-
-        def measured(kind: str) -> DeviceSpec:
-            memory = _own_memory() if kind == "cpu" else catalog.device(kind).memory
-            return DeviceSpec(kind, kind, memory, ceilings.copy, {"fp32": ceilings.matrix.get("fp32", 1.0)}, {})
-
-        device = measured
-    values = math.prod(profile.input) if profile.input else 0
-    overhead = ceilings.overhead if ceilings else 0.0
-    covered = profile.covered(precision)
-    return Setting(cluster, device, software, precision, tables, optimizer, values, None, overhead, covered)
+    if isinstance(units, Profile):
+        cluster = cluster or _measured_cluster(units)
+        values, loader, covered = math.prod(units.input) if units.input else 0, None, units.covered(precision)
+    else:
+        assert cluster is not None, "only a profile has a machine of its own"
+        cores = min((machine.cores or 1 for machine in cluster.machines), default=1)
+        values, loader, covered = units[0].inputs, catalog.decode * cores if loads else None, None
+    setting = Setting(cluster, catalog.device, system, precision, tables, optimizer, values, loader, covered=covered)
+    if isinstance(units, Profile) and units.ceilings is not None:
+        return _with_ceilings(setting, units.ceilings)
+    return setting
 
 
-def measured_cluster(profile: Profile) -> Cluster:
+def _with_ceilings(setting: Setting, ceilings: Ceilings) -> Setting:
+    """The setting with the peak rates that were measured beside the units, instead of the catalog's."""
+
+    def measured(kind: str) -> DeviceSpec:
+        memory = _own_memory() if kind == "cpu" else setting.devices(kind).memory
+        return DeviceSpec(kind, kind, memory, ceilings.copy, {"fp32": ceilings.matrix.get("fp32", 1.0)}, {})
+
+    software = replace(setting.software, update_passes=ceilings.copy / ceilings.update, context=0, workspace=0)
+    return replace(setting, devices=measured, software=software, overhead=ceilings.overhead)
+
+
+def _measured_cluster(profile: Profile) -> Cluster:
     """The machine that a profile was taken on: as many devices as ran together, over the measured links."""
     ceilings = profile.ceilings
     if ceilings is None or not ceilings.transfers:
-        raise ValueError(
+        raise UserError(
             f"the profile of {profile.model} has no links; profile again with --together 2 "
             "(plan and simulate also take --cluster instead)"
         )
@@ -129,34 +117,36 @@ def _own_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def memory_setting(config: Config, plan: Plan) -> Setting:
-    """The setting of a run, for its memory only; raises ValueError if the model can't be traced."""
-    if config.run.device != "cpu":
-        return config_setting(config, unconnected_cluster(plan), shipped())
-    setting = config_setting(config, unconnected_cluster(plan, "cpu"), shipped())
-    return replace(setting, software=replace(setting.software, context=0, workspace=0))  # those are of CUDA
+# --- Settings of a configuration --------------------------------------------------------------------------------------
 
 
-def unconnected_cluster(plan: Plan, kind: str = _ANY_GPU) -> Cluster:
-    """Machines with the devices that a plan names, without links: enough to compute its memory."""
-    count = 1 + max(device.index for device in plan.devices)
-    machines = 1 + max(device.machine for device in plan.devices)
-    return Cluster((Machine(count, kind),) * machines)
+def config_setting(
+    config: Config,
+    cluster: Cluster | None,
+    profile: Profile | None = None,
+    *,
+    catalog: Catalog | None = None,
+    loads: bool = False,
+) -> Setting:
+    """A configuration on a cluster, by a profile or by the catalog; UserError if the model can't be traced."""
+    units = profile or trace_model(config.model.name, config.model.classes, config.data.image).shapes
+    precision, optimizer = config.run.precision, config.optimizer.name
+    return make_setting(units, cluster, precision, optimizer=optimizer, catalog=catalog, loads=loads)
 
 
-def planning_setting(config: Config, chain: Chain, placement: Placement) -> Setting:
-    """The setting of a run for its planner: by its profile if it has one, else by the catalog's generic core.
+def planning_setting(config: Config, chain: Chain, placement: Placement) -> Setting | None:
+    """The setting to plan a run in: by its profile if it has one, else by the catalog's generic core.
 
-    Raises Untraceable if there is no profile and the model can't be traced.
+    None if there is no profile and the model can't be traced.
     """
     if config.plan.profile is not None:
         profile = read_profile(config.plan.profile)
         profile.require(config.model.name, chain.units)
-        return profile_setting(profile, None, shipped(), config.run.precision, optimizer=config.optimizer.name)
+        return config_setting(config, None, profile)
     try:
-        return config_setting(config, _local_cluster(placement), shipped())
-    except ValueError as error:
-        raise Untraceable from error
+        return config_setting(config, _local_cluster(placement))
+    except UserError:
+        return None
 
 
 def _local_cluster(placement: Placement) -> Cluster:
@@ -166,3 +156,26 @@ def _local_cluster(placement: Placement) -> Cluster:
     level = Level(shipped().links["memory"], (tuple(range(count)),))
     machines = (Machine(count, "cpu", (level,)),) * (1 + max(device.machine for device in devices))
     return Cluster(machines, "these machines", shipped().links["net-10g"] if len(machines) > 1 else None)
+
+
+def prediction_setting(config: Config, plan: Plan) -> Setting | None:
+    """The setting to predict a run's speed in: by its profile; None if it has none."""
+    if config.plan.profile is None:
+        return None
+    profile = read_profile(config.plan.profile)
+    if plan.world > max(1, profile.together):
+        raise UserError(
+            f"the profile was taken with {profile.together} processes at once but the plan has {plan.world} ranks; "
+            f"profile again with --together {plan.world}"
+        )
+    alone = Cluster((Machine(1, "cpu"),), "profiled") if plan.world == 1 else None
+    return config_setting(config, alone, profile)
+
+
+def memory_setting(config: Config, plan: Plan) -> Setting:
+    """The setting of a run for its memory only, on devices without links; UserError if the model can't be traced."""
+    on_cpu = config.run.device == "cpu"
+    machine = Machine(1 + max(device.index for device in plan.devices), "cpu" if on_cpu else _ANY_GPU)
+    setting = config_setting(config, Cluster((machine,) * (1 + max(device.machine for device in plan.devices))))
+    software = replace(setting.software, context=0, workspace=0) if on_cpu else setting.software  # those are of CUDA
+    return replace(setting, software=software)

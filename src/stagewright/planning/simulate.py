@@ -1,4 +1,8 @@
-"""Times a schedule with a cost model: the same programs that ranks run, on lanes instead of devices."""
+"""Times a schedule with a cost model: the same programs that ranks run, on lanes instead of devices.
+
+A rank's computes run one after another; messages run beside them, on the edges of the topology that they take, in the
+order of time.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from stagewright.plan.plan import Plan, Stage
 from stagewright.schedule.action import COMPUTES, SENDS, Action, Op
 from stagewright.schedule.check import representative_span
 from stagewright.schedule.lower import program
+from stagewright.schedule.policy import overlaps
 from stagewright.schedule.requires import requires
 
 _TRANSFERS = (*SENDS, Op.REDUCE)
@@ -63,6 +68,12 @@ def balanced_costs(plan: Plan) -> StageCosts:
     return StageCosts([float(stage.replicas) for stage in plan.stages], [2.0 * stage.replicas for stage in plan.stages])
 
 
+def reduce_seconds(estimate: Estimate, stage: Stage, rank: int) -> float:
+    """Seconds that a rank's reduce takes after its backward, which hides a part where the policy lets them overlap."""
+    is_hidden = overlaps(estimate.plan, stage, rank)
+    return estimate.exposed(stage.index) if is_hidden else estimate.reduction(stage.index)
+
+
 class ClusterCosts:
     """A plan's costs on a cluster: units on devices, messages on the edges of its topology."""
 
@@ -88,7 +99,7 @@ class ClusterCosts:
             return estimate.backward(action.stage, action.rank)
         if action.op is Op.UPDATE:
             return estimate.update(action.stage, action.rank)
-        return estimate.exposed(action.stage) if action.op is Op.REDUCE else 0.0
+        return reduce_seconds(estimate, self._plan.stages[action.stage], action.rank) if action.op is Op.REDUCE else 0.0
 
     def _message(self, action: Action) -> float:
         backward = action.op is Op.SEND_GRAD

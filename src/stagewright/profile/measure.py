@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stagewright.errors import UserError
 from stagewright.model.cut import Chain
 from stagewright.model.load import build_model
 from stagewright.model.walk import Walk, model_errors, require_logits
@@ -217,7 +218,7 @@ def sample_sizes(samples: Sequence[int]) -> tuple[int, ...]:
     """The microbatch sizes to measure, sorted and without duplicates."""
     sizes = tuple(sorted(set(samples)))
     if not sizes or sizes[0] < 1:
-        raise ValueError(f"--samples {','.join(map(str, samples))}: a microbatch has at least 1 sample")
+        raise UserError(f"--samples {','.join(map(str, samples))}: a microbatch has at least 1 sample")
     if sizes[-1] > _MOST_SAMPLES:
-        raise ValueError(f"--samples {','.join(map(str, samples))}: a microbatch has at most {_MOST_SAMPLES} samples")
+        raise UserError(f"--samples {','.join(map(str, samples))}: a microbatch has at most {_MOST_SAMPLES} samples")
     return sizes

@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
+from stagewright.errors import UserError
 from stagewright.profile.profile import Profile, Table, Unit
 
 _NODE = re.compile(
@@ -33,12 +34,12 @@ def read_pipedream(path: str | Path, model: str, samples: int) -> Profile:
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"PipeDream profile {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise UserError(f"PipeDream profile {path}: {getattr(error, 'strerror', None) or error}") from error
     nodes, edges = _parse(lines, path)
     order = _topological(nodes, edges, path)
     units = [name for name in order if not nodes[name].text.startswith("Input")]
     if not units:
-        raise ValueError(f"PipeDream profile {path} has no nodes; a line looks like 'node2 -- ReLU -- forward_...'")
+        raise UserError(f"PipeDream profile {path} has no nodes; a line looks like 'node2 -- ReLU -- forward_...'")
     return Profile(model, "pipedream", "pipedream", (), 1, None, (_table(units, nodes, edges, samples),))
 
 
@@ -53,7 +54,7 @@ def _parse(lines: list[str], path: str | Path) -> tuple[dict[str, _Node], dict[s
             continue
         node = _NODE.fullmatch(line)
         if node is None:
-            raise ValueError(f"PipeDream profile {path}, line {number}: neither a node nor an edge: {line[:60]!r}")
+            raise UserError(f"PipeDream profile {path}, line {number}: neither a node nor an edge: {line[:60]!r}")
         nodes[node["id"]] = _Node(
             node["text"],
             _number(node["forward"], path, number) * _MILLISECOND,
@@ -64,7 +65,7 @@ def _parse(lines: list[str], path: str | Path) -> tuple[dict[str, _Node], dict[s
     for source, targets in edges.items():
         for name in (source, *targets):
             if name not in nodes:
-                raise ValueError(f"PipeDream profile {path}: an edge names '{name}', which has no node")
+                raise UserError(f"PipeDream profile {path}: an edge names '{name}', which has no node")
     return nodes, edges
 
 
@@ -72,9 +73,9 @@ def _number(text: str, path: str | Path, line: int) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise ValueError(f"PipeDream profile {path}, line {line}: '{text[:40]}' is not a number") from None
+        raise UserError(f"PipeDream profile {path}, line {line}: '{text[:40]}' is not a number") from None
     if not 0 <= value < 1e18:
-        raise ValueError(f"PipeDream profile {path}, line {line}: {text[:40]} is out of range")
+        raise UserError(f"PipeDream profile {path}, line {line}: {text[:40]} is out of range")
     return value
 
 
@@ -100,7 +101,7 @@ def _topological(nodes: dict[str, _Node], edges: dict[str, list[str]], path: str
             if not waiting[target]:
                 heapq.heappush(ready, key(target))
     if len(order) < len(nodes):
-        raise ValueError(f"PipeDream profile {path}: its edges form a cycle")
+        raise UserError(f"PipeDream profile {path}: its edges form a cycle")
     return order
 
 

@@ -1,19 +1,26 @@
-"""The profile of a model: time and bytes of every unit, at the measured microbatch sizes and precisions."""
+"""The profile of a model: time and bytes of every unit, at the measured microbatch sizes and precisions.
+
+Sizes between the measured ones are interpolated; a size outside them is refused.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from stagewright.errors import UserError
+
 FORMAT = "stagewright-profile-1"
+_SECONDS = ("forward", "backward")  # fields of a unit that grow with the microbatch
+_BYTES = ("output", "live", "live_gradient", "saved", "workspace")
 
 
-class NotProfiled(ValueError):
+class NotProfiled(UserError):
     """A microbatch is smaller or larger than all measured ones."""
 
 
@@ -104,7 +111,7 @@ class Profile:
         sizes = {table.samples: table for table in self.tables if table.precision == precision}
         if not sizes:
             known = sorted({table.precision for table in self.tables})
-            raise ValueError(
+            raise UserError(
                 f"the profile of {self.model} has precision {', '.join(known)} but {precision} was asked for; "
                 f"profile again with --precision {precision}"
             )
@@ -121,12 +128,12 @@ class Profile:
         if own == list(units):
             return
         if self.is_imported:
-            raise ValueError(
+            raise UserError(
                 f"the profile of {self.model} was imported, and its {len(own)} nodes are not the {len(units)} units "
                 f"of {model}; measure those with stagewright profile {model}, or use this one with plan or simulate"
             )
         first = next((a for a, b in zip(own, units, strict=False) if a != b), "the end")
-        raise ValueError(
+        raise UserError(
             f"the profile is of {self.model} ({len(own)} units) but the model is {model} ({len(units)} units); "
             f"they differ at '{first}'; profile {model} itself"
         )
@@ -141,55 +148,45 @@ def read_profile(path: str | Path) -> Profile:
     try:
         content: Any = json.loads(Path(path).read_text())
     except OSError as error:
-        raise ValueError(f"profile {path}: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"profile {path} is not JSON: {error}") from error
+        raise UserError(f"profile {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"profile {path} is not JSON: {error}") from error
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-        raise ValueError(f"profile {path} is not a {FORMAT} file; make one with stagewright profile")
+        raise UserError(f"profile {path} is not a {FORMAT} file; make one with stagewright profile")
     try:
         profile = TypeAdapter(Profile).validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise ValueError(f"profile {path}: {place}: {first['msg']}; profile again") from error
+        raise UserError(f"profile {path}: {place}: {first['msg']}; profile again") from error
     _check(profile, path)
     return profile
 
 
 def _check(profile: Profile, path: str | Path) -> None:
     if not profile.tables or not all(table.units for table in profile.tables):
-        raise ValueError(f"profile {path} has no units; profile again")
+        raise UserError(f"profile {path} has no units; profile again")
     names = [unit.name for unit in profile.tables[0].units]
     for table in profile.tables:
         if [unit.name for unit in table.units] != names:
-            raise ValueError(f"profile {path}: its table of {table.samples} samples has other units; profile again")
+            raise UserError(f"profile {path}: its table of {table.samples} samples has other units; profile again")
         if table.samples < 1:
-            raise ValueError(f"profile {path} has a table of {table.samples} samples; it must be at least 1")
+            raise UserError(f"profile {path} has a table of {table.samples} samples; it must be at least 1")
         for unit in table.units:
-            numbers = (unit.forward, unit.backward, unit.parameters, unit.output, unit.live, unit.saved)
-            if not all(0 <= number < float("inf") for number in numbers):
-                raise ValueError(f"profile {path}: unit '{unit.name}' has a negative or infinite number; profile again")
+            if not all(0 <= getattr(unit, name) < float("inf") for name in (*_SECONDS, "parameters", *_BYTES)):
+                raise UserError(f"profile {path}: unit '{unit.name}' has a negative or infinite number; profile again")
 
 
 def _between(below: Table, above: Table, samples: int) -> Table:
     share = (samples - below.samples) / (above.samples - below.samples)
 
-    def mix(low: float, high: float) -> float:
-        return low + share * (high - low)
+    def mix(low: Unit, high: Unit, name: str) -> float:
+        at_low, at_high = getattr(low, name), getattr(high, name)
+        return float(at_low + share * (at_high - at_low))
 
-    units = tuple(
-        Unit(
-            low.name,
-            low.kind,
-            mix(low.forward, high.forward),
-            mix(low.backward, high.backward),
-            low.parameters,
-            round(mix(low.output, high.output)),
-            round(mix(low.live, high.live)),
-            round(mix(low.live_gradient, high.live_gradient)),
-            round(mix(low.saved, high.saved)),
-            round(mix(low.workspace, high.workspace)),
-        )
-        for low, high in zip(below.units, above.units, strict=True)
-    )
-    return Table(below.precision, samples, units)
+    units = []
+    for low, high in zip(below.units, above.units, strict=True):
+        changes: dict[str, Any] = {name: mix(low, high, name) for name in _SECONDS}
+        changes |= {name: round(mix(low, high, name)) for name in _BYTES}
+        units.append(replace(low, **changes))
+    return Table(below.precision, samples, tuple(units))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stagewright.config.sections import Config
 from stagewright.config.toml import make_config
+from stagewright.errors import UserError
 from stagewright.runtime.checkpoint.folder import Checkpoint
 from stagewright.runtime.checkpoint.format import MASTER
 from stagewright.runtime.process.assemble import open_pieces
@@ -28,7 +29,7 @@ def export_states(config: Config, states: Sequence[dict[str, Tensor]], path: Pat
             if name in buffers - initial.keys():
                 continue  # a buffer that is not persistent
             if name not in initial:
-                raise ValueError(
+                raise UserError(
                     f"'{name}' is not a parameter of model {config.model.name}; export with the code that trained it"
                 )
             ties = [other for other, held in initial.items() if held is initial[name]]
@@ -38,7 +39,7 @@ def export_states(config: Config, states: Sequence[dict[str, Tensor]], path: Pat
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"weights could not be written to {path}: {error}; give another file") from error
+        raise UserError(f"weights could not be written to {path}: {error}; give another file") from error
     return path
 
 
@@ -46,14 +47,14 @@ def require_target(path: Path) -> None:
     """An error where weights can't be written to a path; called before training."""
     if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "not a plain file"
-        raise ValueError(f"weights can't be written to {path}, which is {kind}; give a file such as w.safetensors")
+        raise UserError(f"weights can't be written to {path}, which is {kind}; give a file such as w.safetensors")
     there = next((parent for parent in path.absolute().parents if parent.exists()), Path("/"))
     if not there.is_dir() or not os.access(there, os.W_OK):
         kind = "is not writable" if there.is_dir() else "is not a folder"
-        raise ValueError(f"weights can't be written to {path}: {there} {kind}; give another file")
+        raise UserError(f"weights can't be written to {path}: {there} {kind}; give another file")
 
 
 def export_checkpoint(checkpoint: Checkpoint, path: Path) -> Path:
     """Export a checkpoint: its newest weights, and the mean of its replicas' buffers."""
-    config = make_config(checkpoint.manifest.config)
+    config = make_config(checkpoint.manifest.config, given=())
     return export_states(config, [checkpoint.read(MASTER), checkpoint.mean_buffers()], path)

@@ -1,6 +1,9 @@
 """Run folders on the disk: make one, recognise one, and lock one while it is being trained.
 
 Imports nothing of ours, so that the command line can look for runs before it imports anything large.
+
+A run leaves config.toml, env.json, plan.json, job.json, metrics.jsonl, monitor.jsonl, summary.json, trace.json,
+memory.json, report.html, report.md, log.txt, logs/ and checkpoints/; runs/<id> by default.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from stagewright.errors import UserError, is_text
 
 PLAN_FILE = "plan.json"  # every run folder has one
 _LOCK_FILE = ".lock"
@@ -31,6 +36,8 @@ def newest(runs: Iterable[Path]) -> Path:
 def new_folder(runs: str, name: str) -> Path:
     """Make a new folder in `runs`, named after the current time and `name`."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
+    if not is_text(str(Path(runs).absolute())):
+        raise UserError(f"can't store the path {Path(runs).absolute()} as UTF-8; choose another with --runs")
     for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
         folder = Path(runs).absolute() / f"{stamp}-{name}{suffix}"
         try:
@@ -39,8 +46,8 @@ def new_folder(runs: str, name: str) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise ValueError(f"can't make the folder {folder}: {error.strerror}; choose another with --runs") from error
-    raise ValueError(f"{runs} already has 999 folders named {stamp}-{name}; choose another folder with --runs")
+            raise UserError(f"can't make the folder {folder}: {error.strerror}; choose another with --runs") from error
+    raise UserError(f"{runs} already has 999 folders named {stamp}-{name}; choose another folder with --runs")
 
 
 @contextmanager
@@ -50,7 +57,7 @@ def run_lock(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"run {folder} is being trained by another process; wait for it, or stop it") from None
+            raise UserError(f"run {folder} is being trained by another process; wait for it, or stop it") from None
         yield
 
 

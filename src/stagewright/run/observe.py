@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from stagewright.config.sections import Config
+from stagewright.errors import UserError
 from stagewright.events import Usage
 from stagewright.hardware.gpu import Nvml, read_gpus, visible
 from stagewright.hardware.meters import RankProcess
@@ -24,22 +25,17 @@ _SHORTEST = 0.05  # seconds; sampling more often would itself load the machine
 
 
 def check_monitor_rate(config: Config) -> None:
-    """Raise a ValueError where --monitor-every is out of bounds."""
+    """Raise a UserError where --monitor-every is out of bounds."""
     every = config.run.monitor_every
     if not (every == 0 or _SHORTEST <= every < math.inf):
-        raise ValueError(f"--monitor-every is {every:g}; give at least {_SHORTEST:g} seconds, or 0 for no monitor")
+        raise UserError(f"--monitor-every is {every:g}; give at least {_SHORTEST:g} seconds, or 0 for no monitor")
 
 
-@contextmanager
 def monitored(
     job: Job, listen: Callable[[Usage], None], warn: Callable[[str], None], machine: int = 0
-) -> Iterator[Monitor | None]:
+) -> AbstractContextManager[Monitor | None]:
     """Monitor this machine's ranks at the configured rate; None where the rate is 0."""
-    if not job.config.run.monitor_every:
-        yield None
-        return
-    with make_monitor(job, listen, warn, machine) as monitor:
-        yield monitor
+    return make_monitor(job, listen, warn, machine) if job.config.run.monitor_every else nullcontext()
 
 
 def make_monitor(job: Job, listen: Callable[[Usage], None], warn: Callable[[str], None], machine: int = 0) -> Monitor:

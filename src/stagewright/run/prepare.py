@@ -11,27 +11,28 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from stagewright.cluster.topology import ANYWHERE, Cluster
 from stagewright.config.sections import Config
 from stagewright.data.order import Order
 from stagewright.data.sources import Source
-from stagewright.errors import counted, first_line
+from stagewright.errors import UserError, counted, first_line, is_out_of_memory
 from stagewright.model.cut import Chain, Piece
 from stagewright.model.load import build_model
 from stagewright.model.probe import Probe, probe
 from stagewright.model.zoo import ZOO
 from stagewright.plan.estimate import Estimate
-from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Plan
-from stagewright.planning.build import Warn, build_plan, warn_about_lag, with_agreement, with_plan_file
-from stagewright.planning.predict import predict_job
-from stagewright.planning.setting import memory_setting
+from stagewright.planning.build import Warn, build_plan, resolved_options, warn_about_lag, with_agreement
+from stagewright.planning.predict import Prediction, predict
+from stagewright.planning.setting import memory_setting, planning_setting, prediction_setting
+from stagewright.planning.simulate import balanced_costs
 from stagewright.run.folder import new_folder
 from stagewright.run.resume import (
     Resume,
@@ -45,6 +46,7 @@ from stagewright.run.resume import (
 )
 from stagewright.runtime.comm.device import gpu_of
 from stagewright.runtime.job import Evaluation, Job
+from stagewright.runtime.multinode.nodes import cluster_of
 from stagewright.runtime.process.assemble import has_channels_last, open_data
 from stagewright.runtime.stage.precision import make_precision
 from stagewright.schedule.check import check
@@ -53,30 +55,46 @@ _MPS_FOLDER = "/tmp/nvidia-mps"
 _MOST_EVALUATIONS = 10**6
 
 
-def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool = True) -> Job:
-    """The job of a configuration, in a folder that exists.
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A job in a folder that exists, and the speed that its profile predicts, if it has one."""
+
+    job: Job
+    prediction: Prediction | None
+
+
+def prepare(
+    config: Config, warn: Warn = lambda warning: None, *, is_host: bool = True, world: int | None = None
+) -> Prepared:
+    """The job of a configuration; `world` processes have been started for it, unless it is None.
 
     Only the host resumes in the folder of the run it resumes; other machines always get a new one.
     """
-    require_device_kind(config)
-    _require_optimizer_options(config)
-    config = _resolve_model(with_plan_file(config))
+    if config.run.device == "cuda":
+        require_cuda()
+    config = _resolve_model(config)
 
     # The data and the model.
     precision = make_precision(config.run.precision, config.run.device)
     asked = {"image": config.data.image, "classes": config.model.classes, "batch": config.plan.batch}
     with within_memory(**asked, samples=config.data.samples):
         source = open_data(config, config.data.source)
-        order = Order(len(source), config.plan.batch, config.run.seed, config.data.shuffle)
         model = build_model(config.model.name, config.run.seed, config.model.classes)
         chain = Chain(model.to(precision.weights))
 
     # The plan, and the batch that it starts at.
     resume = find_checkpoint(config.run.resume) if config.run.resume else None
     config = replace(config, run=replace(config.run, resume=None))
-    plan = _plan_for(config, chain, resume, warn)
+    cluster = cluster_of(config) if world is None else ANYWHERE  # the launcher has chosen the machines
+    config, plan = _plan_for(config, chain, cluster, resume, warn)
+    if world is not None and plan.world != world:
+        raise UserError(
+            f"the plan has {counted(plan.world, 'rank')} but {counted(world, 'process', 'es')} were started; "
+            "start one process per rank, or change --placement"
+        )
     require_devices(config, plan, warn)
     check(plan.starting_at(0))
+    order = Order(len(source), plan.batch, config.run.seed, config.data.shuffle)
     batches = _num_batches(config, order)
     start = 0
     if resume is not None:
@@ -100,9 +118,8 @@ def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool 
     _require_classes(training.output, (config.data.source, source), (config.data.val or "", val))
     pauses = _pauses(config, batches, order.batches)
     evaluation = _evaluation(plan, study, example, val) if pauses else None
-    predict_job(config, plan)  # reports an unsuitable profile before a folder is made
-
-    return Job(
+    prediction = predict_job(config, plan)  # reports an unsuitable profile before a folder is made
+    job = Job(
         config,
         plan,
         batches,
@@ -117,34 +134,48 @@ def prepare(config: Config, warn: Warn = lambda warning: None, *, is_host: bool 
         start=start,
         resume=None if resume is None else str(resume.checkpoint.folder),
     )
+    return Prepared(job, prediction)
 
 
-def _plan_for(config: Config, chain: Chain, resume: Resume | None, warn: Warn) -> Plan:
-    """The plan that the options describe; on resume, the checkpoint's own where the options have not changed."""
+def predict_job(config: Config, plan: Plan) -> Prediction | None:
+    """The speed that the profile of a configuration predicts; None where it has none."""
+    setting = prediction_setting(config, plan)
+    return None if setting is None else predict(plan, setting)
+
+
+def _plan_for(config: Config, chain: Chain, cluster: Cluster, resume: Resume | None, warn: Warn) -> tuple[Config, Plan]:
+    """The plan to train, and the configuration with the options that a plan file stands for.
+
+    On resume, the plan is the checkpoint's own where the options have not changed.
+    """
     if resume is not None and keeps_plan(config, resume):
         plan = resume.checkpoint.manifest.plan
-        warn_about_lag(config, plan, warn)  # the learning rate may have changed
-        return with_agreement(config, plan)
-    plan = build_plan(config, chain, warn)
-    return plan if resume is None else resumed_plan(plan, resume)
+    else:
+        plan = build_plan(
+            config.plan,
+            cluster,
+            chain,
+            partial(planning_setting, config, chain),
+            costs=balanced_costs,
+            never_waits=config.run.emulate,  # emulated ranks take turns
+            warn=warn,
+        )
+        if config.plan.file is not None:
+            config = replace(config, plan=resolved_options(config.plan, plan))
+        _require_all_machines(config, cluster, plan)
+        plan = plan if resume is None else resumed_plan(plan, resume)
+    warn_about_lag(config, plan, warn)
+    return config, with_agreement(config, plan)
 
 
-def _require_optimizer_options(config: Config) -> None:
-    """An error where an option of the learning rate or of momentum lacks the option that it needs."""
-    schedule, optimizer = config.schedule, config.optimizer
-    falls = schedule.steps.strip(", ")
-    if schedule.kind == "step" and not falls:
-        raise ValueError(
-            "--lr-schedule step has no --lr-steps, so the rate would never drop; give them, such as 100,200"
-        )
-    if falls and schedule.kind != "step":
-        raise ValueError(
-            f"--lr-steps {falls} was given with --lr-schedule {schedule.kind}; it needs --lr-schedule step"
-        )
-    if optimizer.nesterov and not (optimizer.name == "sgd" and optimizer.momentum):
-        raise ValueError(
-            f"--nesterov was given with --optimizer {optimizer.name} --momentum {optimizer.momentum:g}; "
-            "it needs sgd and a momentum above 0"
+def _require_all_machines(config: Config, cluster: Cluster, plan: Plan) -> None:
+    """Raise if a machine of --nodes has no stage: it would have nothing to do."""
+    used = {device.machine for device in plan.devices}
+    idle = [machine for machine in range(len(cluster.machines)) if machine not in used]
+    if config.nodes.list is not None and idle:
+        raise UserError(
+            f"--nodes names machine {idle[0]} but placement {config.plan.placement} has no device of it; "
+            f"place a stage on {idle[0]}:0, or leave the machine out"
         )
 
 
@@ -158,12 +189,10 @@ def _resolve_model(config: Config) -> Config:
 
 def _num_batches(config: Config, order: Order) -> int:
     """How many batches to train, from --steps or --epochs."""
-    if config.run.steps is not None and config.run.epochs is not None:
-        raise ValueError(f"both --steps {config.run.steps} and --epochs {config.run.epochs} were given; give one")
     epochs = 1 if config.run.epochs is None else config.run.epochs
     batches = epochs * order.batches if config.run.steps is None else config.run.steps
     if batches < 1:
-        raise ValueError(f"there are {batches} batches to train; give --steps or --epochs of at least 1")
+        raise UserError(f"there are {batches} batches to train; give --steps or --epochs of at least 1")
     return batches
 
 
@@ -173,11 +202,11 @@ def _pauses(config: Config, batches: int, per_epoch: int) -> tuple[int, ...]:
     if every is None:
         return tuple(sorted({*range(per_epoch, batches, per_epoch), batches})) if config.data.val else ()
     if every < 0:
-        raise ValueError(
+        raise UserError(
             f"--eval-every is {every}; give the batches between evaluations, or 0 to evaluate only at the end"
         )
     if every and batches // every > _MOST_EVALUATIONS:
-        raise ValueError(
+        raise UserError(
             f"--eval-every {every} means {batches // every} evaluations in {batches} batches; "
             f"give at least {-(-batches // _MOST_EVALUATIONS)}"
         )
@@ -195,10 +224,10 @@ def _probe(
     """Probe the pieces; an error that the model's own code raises becomes one line."""
     try:
         return probe(pieces, example, context, training=training, device=device)
-    except ValueError:
+    except UserError:
         raise
     except Exception as error:  # the model's code may raise anything
-        raise ValueError(
+        raise UserError(
             f"the model can't run on input {list(example.shape)} {str(example.dtype).removeprefix('torch.')}: "
             f"{type(error).__name__}: {first_line(error, 200)}"
         ) from error
@@ -208,7 +237,7 @@ def _require_classes(output: tuple[int, ...], *sources: tuple[str, Source]) -> N
     """An error where data has a label that the model has no output for."""
     for text, source in sources:
         if source.classes > output[1]:
-            raise ValueError(
+            raise UserError(
                 f"data {text} has labels up to {source.classes - 1} but the model has {output[1]} outputs; "
                 f"use --classes {source.classes}"
             )
@@ -236,33 +265,16 @@ def within_memory(**asked: int | None) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
+        if not is_out_of_memory(error):
             raise
         options = ", ".join(f"--{name} {value}" for name, value in asked.items() if value is not None)
-        raise ValueError(f"not enough memory for {options}; reduce the largest of these options") from error
-
-
-def require_device_kind(config: Config) -> None:
-    """An error where this machine has no device of that kind, or an option needs the other kind."""
-    run = config.run
-    if run.compile and run.cuda_graph == "on":
-        raise ValueError(
-            "both --compile and --cuda-graph on were given; a compiled stage can't be captured, so give one of them"
-        )
-    if run.device == "cpu":
-        for flag, is_set in (("--share-gpu", run.share_gpu), ("--cuda-graph on", run.cuda_graph == "on")):
-            if is_set:
-                raise ValueError(f"{flag} needs --device cuda, but the device is cpu; leave it out")
-        if run.backend == "nccl":
-            raise ValueError("--backend nccl needs --device cuda, but the device is cpu; use gloo")
-    else:
-        require_cuda()
+        raise UserError(f"not enough memory for {options}; reduce the largest of these options") from error
 
 
 def require_cuda() -> None:
     """An error where torch sees no GPU."""
     if not torch.cuda.is_available():
-        raise ValueError(f"--device cuda was asked for, but torch {torch.__version__} sees no GPU; use --device cpu")
+        raise UserError(f"--device cuda was asked for, but torch {torch.__version__} sees no GPU; use --device cpu")
 
 
 def require_devices(config: Config, plan: Plan, warn: Callable[[str], None]) -> None:
@@ -275,14 +287,12 @@ def require_devices(config: Config, plan: Plan, warn: Callable[[str], None]) -> 
     gpus, here = torch.cuda.device_count(), plan.devices
     beyond = [device for device in here if device.index >= gpus]
     if beyond and not run.share_gpu:
-        raise ValueError(
+        raise UserError(
             f"placement names device {beyond[0]} but this machine has {counted(gpus, 'GPU')} "
             f"(0-{gpus - 1}); use --share-gpu to put several ranks on one"
         )
     ranks = Counter(gpu_of(device.index, gpus, share=run.share_gpu) for device in here)
     gpu, most = ranks.most_common(1)[0]
-    if run.backend == "nccl" and run.share_gpu:
-        raise ValueError(f"--backend nccl needs a GPU for each rank, but {most} ranks share GPU {gpu}; use gloo")
     if most == 1:
         return
     folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", _MPS_FOLDER))
@@ -297,19 +307,11 @@ def memory_advice(config: Config, plan: Plan, rank: int, capacity: int) -> str:
     """Advice for a rank that ran out of memory: the largest microbatch that should fit into `capacity` bytes."""
     try:
         setting = memory_setting(config, plan)
-    except ValueError:
+    except UserError:
         return "use more --microbatches, or a smaller --batch"
     for microbatches in range(plan.microbatches + 1, plan.batch + 1):
         if plan.batch % microbatches == 0:
-            smaller = make_plan(
-                plan.placement,
-                batch=plan.batch,
-                microbatches=microbatches,
-                mode=plan.mode,
-                versions=[stage.versions for stage in plan.stages] if plan.mode == "stale" else None,
-                depths=[stage.depth for stage in plan.stages],
-                cuts=plan.cuts,
-            )
+            smaller = plan.with_microbatches(microbatches)
             if Estimate(smaller, setting).memory(rank).total <= capacity:
                 return f"the largest microbatch that should fit is {smaller.samples}: use --microbatches {microbatches}"
     return "no microbatch should fit: give the stage fewer units, or use a device with more memory"

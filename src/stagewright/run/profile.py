@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stagewright.config.sections import require_options, require_within
+from stagewright.config.sections import require_within
+from stagewright.errors import UserError
 from stagewright.hardware.host import num_cores
 from stagewright.model.zoo import ZOO
 from stagewright.profile.measure import Workload, measure, sample_sizes
@@ -21,8 +22,7 @@ _MOST_PER_CORE = 16  # processes at once
 
 def measure_profile(options: Any, report: Callable[[str], None]) -> Profile:
     """Measure a model on this machine."""
-    require_options(threads=options.threads, image=options.image, classes=options.classes)
-    require_within("--together", options.together, least=1, most=_MOST_PER_CORE * num_cores())
+    require_within("--together", options.together, most=_MOST_PER_CORE * num_cores())
     if options.device == "cuda":
         require_cuda()
     side = options.image or (ZOO[options.model].image if options.model in ZOO else 32)
@@ -66,7 +66,7 @@ def import_profile(options: Any) -> Profile:
     """Read PipeDream's graph.txt."""
     sizes = read_sizes(options.samples)
     if len(sizes) != 1:
-        raise ValueError(f"--samples {options.samples} names {len(sizes)} sizes; give the one the file was taken at")
+        raise UserError(f"--samples {options.samples} names {len(sizes)} sizes; give the one the file was taken at")
     return read_pipedream(options.pipedream, options.model, sizes[0])
 
 
@@ -75,4 +75,4 @@ def read_sizes(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--samples must be comma-separated integers such as 8,16, got '{text}'") from None
+        raise UserError(f"--samples must be comma-separated integers such as 8,16, got '{text}'") from None

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from stagewright.config.sections import Config
-from stagewright.config.toml import make_config
+from stagewright.config.toml import Tables, config_within_bounds, keys_of, make_config
 from stagewright.data.order import Order
+from stagewright.errors import UserError
 from stagewright.plan.plan import Plan
 from stagewright.runtime.checkpoint.folder import Checkpoint, list_folders, newest_intact, open_checkpoint
 from stagewright.runtime.checkpoint.format import MANIFEST
 
-Tables = Mapping[str, Mapping[str, Any]]  # options by section and name
-
 # Where one of the first is given on resume, the checkpoint's values of the second no longer apply.
 _NEW_PLAN = ("placement", "mode", "file")
 _OF_OLD_PLAN = ("cut", "shares", "versions", "staleness", "depths", "microbatches", "policy", "file")
-_EXCLUSIVE = (("run", "steps", "epochs"), ("plan", "cut", "shares"), ("plan", "versions", "staleness"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,37 +40,30 @@ def find_checkpoint(text: str) -> Resume:
         run = folder.parent.parent
         return Resume(checkpoint, run, folder in list_folders(run)[-1:])
     if not folder.is_dir():
-        raise ValueError(f"{text}: no such folder; name a run folder, or one of its checkpoints")
+        raise UserError(f"{text}: no such folder; name a run folder, or one of its checkpoints")
     newest, reasons = newest_intact(folder)
     if newest is None:
         why = f" ({reasons[0]})" if reasons else ""
-        raise ValueError(f"{text}: the run has no intact checkpoint{why}; train it from the start")
+        raise UserError(f"{text}: the run has no intact checkpoint{why}; train it from the start")
     return Resume(newest, folder, True, tuple(f"{reason}; not used" for reason in reasons))
 
 
-def resumed_config(*layers: Tables) -> Config:
+def resumed_config(*layers: Tables, given: Collection[str] | None = None) -> Config:
     """The configuration of the layers; where they name a run to resume, on top of that run's options."""
-    config = make_config(*layers)  # reports wrong options before it reads any checkpoint
-    if not config.run.resume:
-        return config
-    return make_config(
-        _without_conflicts(find_checkpoint(config.run.resume).checkpoint.manifest.config, layers), *layers
-    )
+    new = keys_of(*layers)
+    run = config_within_bounds(*layers).run.resume  # reports wrong options before it reads any checkpoint
+    before = _without_replaced(find_checkpoint(run).checkpoint.manifest.config, new) if run else {}
+    return make_config(before, *layers, given=new if given is None else given)
 
 
-def _without_conflicts(before: Tables, layers: tuple[Tables, ...]) -> dict[str, dict[str, Any]]:
-    """The options of the resumed run that still apply beside the new ones; its machines never do."""
+def _without_replaced(before: Tables, new: Collection[str]) -> Tables:
+    """The options of the resumed run, without those that a new plan replaces; its machines never apply."""
     tables = {section: dict(values) for section, values in before.items() if section != "nodes"}
-    given = {(section, name) for layer in layers for section, values in layer.items() for name in values}
-    if any(("plan", name) in given for name in _NEW_PLAN):
+    if any(f"plan.{name}" in new for name in _NEW_PLAN):
         for name in _OF_OLD_PLAN:
             tables.get("plan", {}).pop(name, None)
-    if ("plan", "file") in given:
+    if "plan.file" in new:
         tables["plan"] = {}
-    for section, *names in _EXCLUSIVE:
-        if any((section, name) in given for name in names):
-            for name in names:
-                tables.get(section, {}).pop(name, None)
     return tables
 
 
@@ -89,7 +79,7 @@ def resumed_plan(made: Plan, resume: Resume) -> Plan:
 
 def keeps_plan(config: Config, resume: Resume) -> bool:
     """Whether the options describe the plan that the checkpoint was made with."""
-    before = make_config(resume.checkpoint.manifest.config)
+    before = make_config(resume.checkpoint.manifest.config, given=())
     return config.plan == before.plan and config.optimizer.clip == before.optimizer.clip
 
 
@@ -102,11 +92,11 @@ def start_batch(resume: Resume, order: Order, fingerprint: str) -> int:
 def require_start(plan: Plan, start: int, batches: int) -> None:
     """An error where nothing is left to train, or where the plan can't start at this batch."""
     if start >= batches:
-        raise ValueError(
+        raise UserError(
             f"the checkpoint is at batch {start} and the run ends at {batches}; give more with --steps or --epochs"
         )
     if start % plan.pause_step:
-        raise ValueError(
+        raise UserError(
             f"the checkpoint is at batch {start}, but with mode {plan.mode} on this placement rounds end together only "
             f"every {plan.pause_step} batches; use another placement, or a checkpoint at such a batch"
         )
@@ -123,9 +113,9 @@ def require_model(resume: Resume, model: nn.Module, reached: Collection[str]) ->
     for tied in names.values():
         held = next((name for name in tied if name in shapes), None)
         if held is None:
-            raise ValueError(f"checkpoint {checkpoint.folder} has no parameter '{tied[0]}'; {made_with}")
+            raise UserError(f"checkpoint {checkpoint.folder} has no parameter '{tied[0]}'; {made_with}")
         if shapes[held] != (wanted := list(model.get_parameter(held).shape)):
-            raise ValueError(
+            raise UserError(
                 f"checkpoint {checkpoint.folder} has parameter '{held}' of shape {shapes[held]}, the model {wanted}; "
                 f"{made_with}"
             )
@@ -135,7 +125,7 @@ def remarks(config: Config, resume: Resume, plan: Plan) -> list[str]:
     """What a user should know about resuming with these options."""
     said = list(resume.remarks)
     manifest = resume.checkpoint.manifest
-    old = make_config(manifest.config)
+    old = make_config(manifest.config, given=())
     if not plan.computes_as(manifest.plan):
         said.append("the plan has changed: the run resumes from the newest weights, and lag builds up again")
     if old.optimizer.name != config.optimizer.name:

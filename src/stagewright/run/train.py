@@ -2,6 +2,7 @@
 
 `run` is what `stagewright train`, `stagewright demo` and `stagewright.train` call. The machine with index 0 is the
 host: it collects the events of all ranks and writes metrics, weights and the report; the others only run their ranks.
+So it is with the processes that torchrun or srun has started, one per rank; of these only rank 0 prepares the job.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,23 +25,26 @@ from torch import Tensor
 from stagewright.cluster.placement import format_devices
 from stagewright.config.sections import Config
 from stagewright.config.toml import as_toml
-from stagewright.errors import Interrupted, RunFailed, counted, first_line
+from stagewright.errors import Interrupted, RunFailed, UserError, counted, first_line
 from stagewright.events import Evaluated, Step
 from stagewright.hardware.environment import read_environment
+from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
-from stagewright.planning.predict import predict_job, predict_memory
+from stagewright.planning.setting import memory_setting
 from stagewright.report.live.terminal import RunConsole, say
 from stagewright.report.run import run_page
 from stagewright.run.export import export_states, require_target
 from stagewright.run.folder import run_lock
 from stagewright.run.observe import check_monitor_rate, fan_out, monitored, usage_totals
-from stagewright.run.prepare import memory_advice, prepare
+from stagewright.run.prepare import Prepared, memory_advice, predict_job, prepare
 from stagewright.run.report import open_run, write_page
 from stagewright.run.trackers import require_tracker, tracked
 from stagewright.runtime.checkpoint.folder import list_folders
+from stagewright.runtime.faults import traceback_in_log
 from stagewright.runtime.job import Job
 from stagewright.runtime.multinode.nodes import Site, find_site
 from stagewright.runtime.process.emulate import Emulation
+from stagewright.runtime.process.external import ExternalGroup, find_rank
 from stagewright.runtime.process.launch import launch
 from stagewright.runtime.process.log import Ledger
 from stagewright.runtime.process.rank import state_file
@@ -62,7 +67,7 @@ class Result:
     def weights(self) -> dict[str, Tensor]:
         """The trained weights by the parameter names of the whole model; needs `export`."""
         if self.exported is None:
-            raise ValueError("the run exported no weights; train with export='FILE.safetensors'")
+            raise UserError("the run exported no weights; train with export='FILE.safetensors'")
         return load_file(self.exported)
 
 
@@ -72,10 +77,17 @@ def run(config: Config, console: Console | None = None) -> Result:
     check_monitor_rate(config)
     require_tracker(config)
     site = find_site(config.nodes)
-    if site is not None and config.run.emulate:
-        raise ValueError(f"--emulate runs every rank in one process but --nodes names {len(site.nodes)}; leave one out")
+    place = find_rank(config)
+    if place is None:
+        return _run(config, console, site)
+    with ExternalGroup(place, config.nodes.join_timeout) as group:
+        return _run_other_rank(group) if place.rank else _run(config, console, group)
 
+
+def _run(config: Config, console: Console, site: Site | ExternalGroup | None) -> Result:
+    """Prepare and run this machine's part of a configuration, or rank 0's."""
     warnings: list[str] = []
+    group = site if isinstance(site, ExternalGroup) else None
 
     def warn(warning: str) -> None:
         warnings.append(warning)
@@ -83,22 +95,30 @@ def run(config: Config, console: Console | None = None) -> Result:
 
     if config.run.export:
         require_target(Path(config.run.export))
-    job = prepare(config, warn, is_host=site is None or site.is_host)
-    with run_lock(Path(job.folder)):
+    job = group.restarted_job() if group else None
+    if job is None:
+        world = group.place.world if group else None
+        prepared = prepare(config, warn, is_host=not isinstance(site, Site) or site.is_host, world=world)
+    else:
+        prepared = Prepared(job, predict_job(job.config, job.plan))
+    job = prepared.job
+    with run_lock(Path(job.folder)), traceback_in_log(Path(job.folder)):
         _write_start(job, warnings)
         say(console, _headline(job), soft_wrap=True)
-        if site is not None and not site.is_host:
+        if isinstance(site, Site) and not site.is_host:
             return _run_other_machine(job, site, console)
-        predicted = predict_job(job.config, job.plan)
+        if group is not None:
+            group.publish(job)
+        predicted = None if prepared.prediction is None else prepared.prediction.images_per_second
         if predicted is not None:
-            say(console, f"predicted: {predicted.images_per_second:.0f} images/s")
+            say(console, f"predicted: {predicted:.0f} images/s")
         try:
-            return _run_host(job, console, site, None if predicted is None else predicted.images_per_second)
+            return _run_host(job, console, site, predicted)
         finally:
             _write_report(job, warn)
 
 
-def _run_host(job: Job, console: Console, site: Site | None, predicted: float | None) -> Result:
+def _run_host(job: Job, console: Console, site: Site | ExternalGroup | None, predicted: float | None) -> Result:
     """Run a job's ranks, collect their events, and write the trace and the summary."""
     folder, began = Path(job.folder), time.time()
     with (
@@ -110,7 +130,8 @@ def _run_host(job: Job, console: Console, site: Site | None, predicted: float | 
         try:
             exported = _execute(job, ledger, site, progress.say)
         except RunFailed as error:
-            advice = memory_advice(job.config, job.plan, *short) if (short := ledger.collector.shortage) else None
+            short = ledger.collector.shortage
+            advice = None if short is None else memory_advice(job.config, job.plan, short.rank, short.room)
             raise RunFailed("; ".join(filter(None, (str(error), advice, _how_to_resume(folder))))) from error
     collector = ledger.collector
     if collector.stopped_at is not None:
@@ -120,7 +141,7 @@ def _run_host(job: Job, console: Console, site: Site | None, predicted: float | 
         "folder": str(folder),
         "plan": job.plan.describe(),
         "batches": len(collector.steps),
-        "images_per_second": collector.images_per_second(),
+        "images_per_second": speed.rate if (speed := collector.speed()) else None,
         "predicted_images_per_second": predicted,
         "loss": collector.steps[-1].loss if collector.steps else None,
         "loss_scale": collector.steps[-1].loss_scale if collector.steps else None,
@@ -154,7 +175,19 @@ def _run_other_machine(job: Job, site: Site, console: Console) -> Result:
     return Result(Path(job.folder), job.plan, (), (), summary, None)
 
 
-def _execute(job: Job, ledger: Ledger, site: Site | None, say: Callable[[str], None]) -> Path | None:
+def _run_other_rank(group: ExternalGroup) -> Result:
+    """Run a rank that torchrun or srun has started; rank 0 collects its events and reports what goes wrong."""
+    job = group.receive()
+    try:
+        if job is None or launch(job, lambda event: None, NewestCheckpoint(job), group):
+            sys.exit(1)  # rank 0 failed, or all ranks were asked to stop
+    except (RunFailed, Interrupted):
+        sys.exit(1)
+    summary = {"folder": job.folder, "plan": job.plan.describe(), "rank": group.place.rank}
+    return Result(Path(job.folder), job.plan, (), (), summary, None)
+
+
+def _execute(job: Job, ledger: Ledger, site: Site | ExternalGroup | None, say: Callable[[str], None]) -> Path | None:
     """Run the ranks of this machine; return the file of exported weights, if the options ask for one."""
     if job.config.run.emulate:
         with preserved_state([0] if job.config.run.device == "cuda" else []):
@@ -181,9 +214,9 @@ def _export(job: Job, states: Sequence[dict[str, Tensor]]) -> Path | None:
     path = Path(job.config.run.export)
     try:
         return export_states(job.config, states, path)
-    except ValueError as error:
+    except UserError as error:
         kept = export_states(job.config, states, Path(job.folder) / "weights.safetensors")
-        raise ValueError(f"{error} (they are in {kept})") from error
+        raise UserError(f"{error} (they are in {kept})") from error
 
 
 def _write_start(job: Job, warnings: Sequence[str] = ()) -> None:
@@ -227,8 +260,10 @@ def _write_report(job: Job, warn: Callable[[str], None]) -> None:
 
 
 def _write_memory(job: Job) -> None:
-    """Write the memory that the planner's model predicts per rank, for models whose shapes are known."""
-    memory = predict_memory(job.config, job.plan)
-    if memory:
-        parts = {"ranks": [asdict(rank) for rank in memory]}
+    """Write the memory that the planner's model predicts per rank; a model outside the zoo would have to be built."""
+    if ":" in job.config.model.name:
+        return
+    with suppress(UserError):  # its shapes can't be traced
+        estimate = Estimate(job.plan, memory_setting(job.config, job.plan))
+        parts = {"ranks": [asdict(estimate.memory(rank)) for rank in range(job.plan.world)]}
         (Path(job.folder) / "memory.json").write_text(json.dumps(parts))

@@ -2,13 +2,16 @@
 
 import re
 from dataclasses import replace
+from typing import get_args, get_type_hints
 
 import pytest
 
 from stagewright.cluster.placement import format_placement, parse_placement
 from stagewright.cluster.topology import Cluster, Machine
+from stagewright.config.sections import PlanConfig, RunConfig
 from stagewright.plan.make import default_depths, default_microbatches, make_plan
 from stagewright.plan.plan import Mode, Plan
+from stagewright.runtime.comm.device import DEVICES
 
 CLUSTER = Cluster((Machine(8), Machine(8)))
 SEVEN_ONE = "0:0-6.0:7"
@@ -153,8 +156,6 @@ def test_plans_use_given_versions() -> None:
     [
         ({"mode": Mode.STALE, "versions": [3]}, "versions 3 name 1 stages but the placement has 2"),
         ({"mode": Mode.STALE, "versions": [3, 0]}, "versions 3,0: a stage needs at least 1"),
-        ({"mode": Mode.SYNC, "versions": [3, 1]}, "versions 3,1 were given with mode sync; use --mode stale"),
-        ({"mode": Mode.PIPEDREAM, "versions": [3, 1]}, "versions 3,1 were given with mode pipedream"),
         ({"mode": Mode.STALE, "staleness": -1}, "staleness is -1; it must be 0"),
     ],
 )
@@ -264,3 +265,18 @@ def test_describe_lists_every_choice() -> None:
         "agree": False,
         "flags": False,
     }
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_plan_in_more_microbatches_is_the_plan_made_with_so_many(mode: Mode) -> None:
+    placement = parse_placement("0:0-1.0:2")
+    plans = [make_plan(placement, batch=24, microbatches=count, mode=mode, depths=None) for count in (4, 12)]
+    assert plans[0].with_microbatches(12) == plans[1]
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+def test_options_name_every_mode_and_every_kind_of_device() -> None:
+    assert set(get_args(get_type_hints(PlanConfig)["mode"])) == set(Mode)
+    assert set(get_args(get_type_hints(RunConfig)["device"])) == set(DEVICES)

@@ -12,13 +12,39 @@ import torch
 
 import stagewright
 from stagewright.cli.main import main
-from stagewright.cluster.placement import parse_placement
+from stagewright.cluster.catalog import shipped
+from stagewright.cluster.placement import Placement, parse_placement
+from stagewright.cluster.topology import ANYWHERE, Cluster
+from stagewright.config.sections import PlanConfig
 from stagewright.config.toml import make_config
+from stagewright.errors import UserError
+from stagewright.model.cut import Chain
+from stagewright.plan.estimate import Setting
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan
-from stagewright.planning.build import build_plan, choose_staleness, stage_numbers, warn_about_lag
-from stagewright.planning.simulate import balanced_costs, steady
+from stagewright.plan.search import best_cuts
+from stagewright.planning.build import (
+    build_plan,
+    resolved_options,
+    stage_numbers,
+    warn_about_lag,
+    warn_about_waiting,
+    with_agreement,
+)
+from stagewright.planning.planner import bubble_in, least_lag
+from stagewright.planning.setting import make_setting, trace_model
+from stagewright.planning.simulate import StageCosts, balanced_costs, steady
 from stagewright.profile.profile import NotProfiled
+from stagewright.runtime.multinode.nodes import cluster_of
+
+
+def built(tables: dict[str, dict[str, Any]], warn: Callable[[str], None] = lambda warning: None) -> Plan:
+    """The plan of a run without a model, as `stagewright schedule` makes it."""
+    config = make_config(tables)
+    emulated = config.run.emulate
+    plan = build_plan(config.plan, cluster_of(config), costs=balanced_costs, never_waits=emulated, warn=warn)
+    warn_about_lag(config, plan, warn)
+    return with_agreement(config, plan)
 
 
 def three_stages(**choices: Any) -> Plan:
@@ -32,7 +58,8 @@ def chosen(bubble: Callable[[int, int], float]) -> tuple[int, list[str]]:
         return bubble(max(stage.versions for stage in plan.stages) - 1, plan.microbatches)
 
     warnings: list[str] = []
-    plan = choose_staleness(make_config({}), three_stages(), bubble_of, warnings.append)
+    plan = least_lag(three_stages(), bubble_of)
+    warn_about_waiting(plan, bubble_of, warnings.append)
     return max(stage.versions for stage in plan.stages) - 1, warnings
 
 
@@ -51,7 +78,7 @@ def test_names_the_microbatches_that_would_fill_the_pipeline() -> None:
 
 def test_blames_depths_that_hold_stages_back() -> None:
     warnings: list[str] = []
-    choose_staleness(make_config({}), three_stages(depths=(1, 1, 1)), lambda plan: 0.75, warnings.append)
+    warn_about_waiting(three_stages(depths=(1, 1, 1)), lambda plan: 0.75, warnings.append)
     (warning,) = warnings
     assert "wait 75% of the time" in warning and "depths 1,1,1" in warning and "leave --depths out" in warning
 
@@ -64,15 +91,6 @@ def test_asks_for_a_profile_of_sizes_that_it_does_not_cover() -> None:
 
     _, (warning,) = chosen(bubble)
     assert "wait 20% of the time" in warning and "profile with --samples 8" in warning
-
-
-def test_warns_when_there_is_nothing_to_extrapolate() -> None:
-    plan = make_plan(parse_placement("0:0.0:1"), batch=64, microbatches=2, mode=Mode.STALE)
-    for momentum, expected in ((0.0, ["--predict changes nothing: --momentum is 0"]), (0.9, [])):
-        warnings: list[str] = []
-        config = make_config({"optimizer": {"predict": True, "momentum": momentum, "lr": 0.01}})
-        warn_about_lag(config, plan, warnings.append)
-        assert warnings == expected
 
 
 @pytest.mark.parametrize(
@@ -119,13 +137,13 @@ def test_warns_about_microbatches_that_leave_devices_idle(capsys: pytest.Capture
 )
 def test_refuses_plans_that_fp16_does_not_support(plan: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build_plan(make_config({"plan": plan, "run": {"precision": "fp16"}}), None)
+        built({"plan": plan, "run": {"device": "cuda", "precision": "fp16"}})
 
 
 def test_fp16_stages_exchange_overflow_flags() -> None:
     def exchanged(mode: str, placement: str) -> tuple[bool, bool]:
-        tables = {"plan": {"mode": mode, "placement": placement}, "run": {"precision": "fp16"}}
-        plan = build_plan(make_config(tables), None)
+        tables = {"plan": {"mode": mode, "placement": placement}, "run": {"device": "cuda", "precision": "fp16"}}
+        plan = built(tables)
         return plan.agree, plan.flags
 
     assert exchanged("sync", "0:0.0:1") == (True, False)
@@ -136,7 +154,7 @@ def test_fp16_stages_exchange_overflow_flags() -> None:
 def test_default_lag_is_the_least_that_keeps_the_pipeline_full() -> None:
     def versions(microbatches: int) -> list[int]:
         tables = {"plan": {"placement": "0:0.0:1.0:2.0:3", "batch": 64, "microbatches": microbatches}}
-        return [stage.versions for stage in build_plan(make_config(tables), None).stages]
+        return [stage.versions for stage in built(tables).stages]
 
     assert versions(64) == [2, 2, 2, 1]  # many microbatches: one update of lag is enough
     assert max(versions(2)) > 2  # few: it takes more
@@ -145,13 +163,13 @@ def test_default_lag_is_the_least_that_keeps_the_pipeline_full() -> None:
 def test_warns_about_a_pipeline_that_can_not_be_filled() -> None:
     warnings: list[str] = []
     tables = {"plan": {"placement": "0:0-2.0:3", "batch": 24, "microbatches": 1}}
-    build_plan(make_config(tables), None, warnings.append)
+    built(tables, warnings.append)
     (idle,) = (warning for warning in warnings if "would wait" in warning)
     filling = int(idle.partition("--microbatches ")[2].split()[0])
     plan = make_plan(parse_placement("0:0-2.0:3"), batch=filling, microbatches=filling, mode=Mode.STALE)
     assert steady(plan, balanced_costs(plan)).bubble < 0.05
     warnings.clear()
-    build_plan(make_config(tables | {"run": {"emulate": True}}), None, warnings.append)
+    built(tables | {"run": {"emulate": True}}, warnings.append)
     assert not any("would wait" in warning for warning in warnings)  # ranks of one process take turns
 
 
@@ -163,7 +181,7 @@ def test_warns_about_a_pipeline_that_can_not_be_filled() -> None:
         ({"mode": "stale", "staleness": 1}, {"lr": 0.05}, None),
         ({"mode": "stale", "staleness": 1}, {"lr": 0.4, "name": "adamw"}, None),
         ({"mode": "sync"}, {"lr": 0.4}, None),
-        ({"mode": "sync"}, {"predict": True}, "--predict changes nothing: no stage lags"),
+        ({"mode": "stale", "staleness": 0}, {"predict": True}, "--predict changes nothing: no stage lags"),
     ],
 )
 def test_warns_when_the_rate_is_unstable_at_the_lag(
@@ -171,7 +189,7 @@ def test_warns_when_the_rate_is_unstable_at_the_lag(
 ) -> None:
     warnings: list[str] = []
     tables = {"plan": {"placement": "0:0.0:1", "batch": 64, "microbatches": 16, **plan}, "optimizer": optimizer}
-    build_plan(make_config(tables), None, warnings.append)
+    built(tables, warnings.append)
     assert [expected in warning for warning in warnings] == [True] if expected else warnings == []
 
 
@@ -180,6 +198,129 @@ def test_numbers_per_stage_are_integers() -> None:
     assert stage_numbers(None, "depths", ",") is None
     with pytest.raises(ValueError, match=r"^--versions .*comma-separated.*3,1.*'3;1'"):
         stage_numbers("3;1", "versions", ",")
+
+
+# --- Sizes, cuts and lag ----------------------------------------------------------------------------------------------
+
+
+def sizes(placement: str, **choices: Any) -> tuple[int, int]:
+    given = {name: choices.pop(name) for name in ("batch", "microbatches", "mode") if name in choices}
+    plan = build_plan(make_config({"plan": {"placement": placement} | given}).plan, Cluster(), **choices)
+    return plan.batch, plan.microbatches
+
+
+def test_the_number_of_microbatches_follows_from_the_widest_stage() -> None:
+    assert sizes("0:0-2.0:3", batch=24) == (24, 6)
+    assert sizes("0:0-2.0:3", batch=24, one_each=True) == (24, 3)
+    assert sizes("0:0-2.0:3", batch=16, one_each=True) == (16, 8), "3 do not divide 16"
+    assert sizes("0:0-2.0:3", batch=24, microbatches=12, one_each=True) == (24, 12)
+    assert sizes("0:0-2.0:3", microbatch=5) == (15, 3)
+    assert sizes("0:0-2.0:3", microbatch=5, microbatches=4) == (20, 4)
+    assert sizes("0:0-1.0:1-2", mode="dp", microbatch=5) == (15, 3), "one stage of three devices"
+    with pytest.raises(UserError, match="batch 24 is not divisible by 5 microbatches"):
+        sizes("0:0.0:1", batch=24, microbatches=5)
+
+
+def small() -> tuple[Chain, Setting]:
+    model = trace_model("resnet8", image=32)
+    return model.chain, make_setting(model.shapes, shipped().cluster("rtx-3090-2"), "fp32")
+
+
+def options(**plan: Any) -> PlanConfig:
+    return make_config({"plan": {"placement": "0:0.0:1", "batch": 8, "microbatches": 4} | plan}).plan
+
+
+def test_cuts_are_given_or_the_settings_or_by_operations() -> None:
+    chain, setting = small()
+    where = setting.cluster
+    named = build_plan(options(cut="layer2"), where, chain)
+    assert named.cuts == chain.by_names(["layer2"])
+    assert build_plan(options(shares="1:2"), where, chain).cuts == chain.by_shares([1, 2])
+    best = best_cuts(setting, named.placement, Mode.SYNC, 8, 4)
+    assert build_plan(options(mode="sync"), where, chain, lambda placement: setting).cuts == best
+    assert build_plan(options(mode="sync"), where, None, lambda placement: setting).cuts == best
+    assert build_plan(options(), where, chain).cuts == chain.by_shares([1, 1]) != best
+    assert build_plan(options(mode="dp"), where, chain, lambda placement: setting).cuts == ()
+    with pytest.raises(UserError, match="--cut layer2,layer3 makes 3 stages but the placement has 2"):
+        build_plan(options(cut="layer2,layer3"), where, chain)
+
+
+def test_the_setting_is_asked_once_and_only_for_what_is_open() -> None:
+    chain, setting = small()
+    asked: list[Placement] = []
+
+    def ask(placement: Placement) -> Setting:
+        asked.append(placement)
+        return setting
+
+    for given in ({"cut": "layer2", "staleness": 1}, {"cut": "layer2", "mode": "sync"}, {"mode": "dp"}):
+        build_plan(options(**given), setting.cluster, chain, ask)
+        assert asked == []
+    build_plan(options(), setting.cluster, chain, ask)
+    assert asked == [parse_placement("0:0.0:1")]
+
+
+def test_the_lag_is_the_settings_choice_or_that_of_costs_or_the_largest() -> None:
+    def lag(**choices: Any) -> int:
+        plan = build_plan(
+            make_config({"plan": {"placement": "0:0.0:1.0:2", "batch": 8, "microbatches": 8}}).plan, ANYWHERE, **choices
+        )
+        return max(stage.versions for stage in plan.stages) - 1
+
+    assert lag() == 2, "nothing to choose by"
+    assert lag(costs=lambda plan: StageCosts([1, 1, 9], [1, 1, 9])) == 0, "the last stage never waits"
+    chain, setting = small()
+    two = options(microbatches=8)
+    chosen = build_plan(two, setting.cluster, chain, lambda placement: setting)
+    assert chosen == least_lag(chosen, bubble_in(setting))
+    other = build_plan(two, setting.cluster, chain, lambda placement: setting, costs=lambda plan: 1 / 0)
+    assert other == chosen, "costs are only for where there is no setting"
+
+
+def test_gpipe_holds_a_whole_batch_in_flight() -> None:
+    plan = build_plan(options(placement="0:0-1.0:2", policy="gpipe", mode="sync"), Cluster())
+    assert [stage.depth for stage in plan.stages] == [2, 4]
+
+
+# --- Plan files -------------------------------------------------------------------------------------------------------
+
+
+def plan_file(path: Path, **changes: Any) -> PlanConfig:
+    chain, setting = small()
+    plan = build_plan(options(staleness=0, depths="3,2", cut="layer2"), setting.cluster, chain)
+    path.write_text(json.dumps(plan.describe() | changes))
+    return make_config({"plan": {"file": str(path)}}).plan
+
+
+def test_a_plan_file_is_the_plan(tmp_path: Path) -> None:
+    chain, setting = small()
+    file = plan_file(tmp_path / "plan.json", versions=[3, 1])
+    plan = build_plan(file, setting.cluster, chain, lambda placement: 1 / 0)
+    assert [(stage.versions, stage.depth) for stage in plan.stages] == [(3, 3), (1, 2)]
+    assert (plan.batch, plan.microbatches, plan.cuts) == (8, 4, chain.by_names(["layer2"]))
+    assert build_plan(file, setting.cluster) == plan, "without a model, too"
+    resolved = resolved_options(file, plan)
+    assert resolved.file is None and build_plan(resolved, setting.cluster, chain) == plan
+
+
+def test_the_cuts_of_a_plan_file_are_units_of_the_model(tmp_path: Path) -> None:
+    chain, setting = small()
+    path = tmp_path / "plan.json"
+    assert build_plan(plan_file(path, cuts=["layer3"]), setting.cluster, chain).cuts == chain.by_names(["layer3"])
+    for cuts in ([], ["layer2", "layer3"], [chain.units[0]]):
+        with pytest.raises(UserError, match=r"plan\.json has 2 stages, which its cuts"):
+            build_plan(plan_file(path, cuts=cuts), setting.cluster, chain)
+    with pytest.raises(UserError, match=r"plan\.json is of another model: .*'features'"):
+        build_plan(plan_file(path, cuts=["features"]), setting.cluster, chain)
+    with pytest.raises(UserError, match=r"none\.json: No such file .*stagewright plan -o"):
+        build_plan(make_config({"plan": {"file": "none.json"}}).plan, setting.cluster, chain)
+
+
+def test_a_plan_file_with_idle_ranks_is_warned_about(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    file = plan_file(tmp_path / "plan.json", placement="0:0-1.0:2", microbatches=1)
+    build_plan(file, Cluster(), warn=warnings.append)
+    assert len(warnings) == 1 and "1 microbatch for 2 replicas" in warnings[0]
 
 
 # --- Machines ---------------------------------------------------------------------------------------------------------
@@ -207,11 +348,5 @@ def test_an_emulated_placement_may_name_any_machine(tmp_path: Path) -> None:
 def test_only_emulated_placements_may_name_machines_that_are_not_there() -> None:
     tables: dict[str, dict[str, Any]] = {"plan": {"placement": "0:0.1:0"}}
     with pytest.raises(ValueError, match=r"'1:0' names machine 1 .* 1 \(0-0\)"):
-        build_plan(make_config(tables), None)
-    assert build_plan(make_config(tables | {"run": {"emulate": True}}), None).world == 2
-
-
-def test_every_machine_of_nodes_needs_a_stage() -> None:
-    tables = {"plan": {"placement": "0:0.0:1"}, "nodes": {"list": "10.0.0.1,10.0.0.2"}}
-    with pytest.raises(ValueError, match=r"machine 1 but placement 0:0\.0:1"):
-        build_plan(make_config(tables), None)
+        built(tables)
+    assert built(tables | {"run": {"emulate": True}}).world == 2

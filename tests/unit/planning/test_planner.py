@@ -15,7 +15,7 @@ from stagewright.plan.make import make_plan, read_plan
 from stagewright.plan.plan import Mode
 from stagewright.planning.planner import choose, explain, microbatch_counts
 from stagewright.planning.predict import predict
-from stagewright.planning.setting import analytic_setting, profile_setting, trace_model
+from stagewright.planning.setting import make_setting, trace_model
 from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
 
 
@@ -23,7 +23,7 @@ def setting(model: str, cluster: str, software: str = "stagewright", devices: in
     catalog = shipped()
     where = catalog.cluster(cluster)
     where = where.first(devices) if devices else where
-    return analytic_setting(catalog, where, trace_model(model).shapes, catalog.system(software), "fp32")
+    return make_setting(trace_model(model).shapes, where, "fp32", catalog=catalog, software=software)
 
 
 @pytest.mark.parametrize("placement", ["0:0-6.0:7", "0:0-3.0:4-5.0:6-7", "0:0.0:1-2.0:3", "0:0.0:1-7"])
@@ -109,7 +109,7 @@ def profiled(*sizes: int) -> Setting:
 
     ceilings = Ceilings({"fp32": 1e9}, 1e9, 5e8, 1e8, (Transfer(0, 1, 1e9, 1e-5),))
     profile = Profile("m", "cpu", "stagewright", (3, 4, 4), 2, ceilings, tuple(table(size) for size in sizes))
-    return profile_setting(profile, None, shipped(), "fp32")
+    return make_setting(profile, None, "fp32")
 
 
 def test_tries_only_sizes_that_the_profile_covers() -> None:

@@ -125,3 +125,16 @@ def test_updates_and_reductions_are_timed() -> None:
     spans = {span.name: span for span in simulate(plan, ClusterCosts(Estimate(plan, setting)), range(2)).spans}
     assert (spans["0R@0"].start, spans["0R@0"].end) == (2, 3)  # 1 MiB over 1 MiB a second, each byte once
     assert (spans["0U@0"].start, spans["0U@0"].end) == (3, 4)  # five passes at five a second
+
+
+@pytest.mark.parametrize(("placement", "seconds"), [("0:0-1.0:2-3", 25), ("0:0-1.0:0-1", 100), ("0:0.0:1", 0)])
+def test_backward_hides_all_but_the_last_bucket_of_a_reduce_on_ranks_of_one_stage(
+    placement: str, seconds: float
+) -> None:
+    """A rank of several stages reduces at the end of the round, so that nothing is hidden."""
+    units = tuple(Unit(name, "made", 1.0, 200.0, 100 * SECOND // 4, 0, 0, 0, 0) for name in "ab")
+    cluster = Cluster((Machine(4, "made", (Level(Link("made", SECOND, 0.0), (tuple(range(4)),)),)),))
+    device = DeviceSpec("made", "made", 1 << 40, 1e12, {"fp32": 1.0}, {})
+    setting = Setting(cluster, lambda kind: device, PLAIN, "fp32", lambda kind, samples: Table("fp32", samples, units))
+    plan = make_plan(parse_placement(placement), batch=2, microbatches=2, mode=Mode.SYNC, cuts=("b",))
+    assert ClusterCosts(Estimate(plan, setting)).seconds(Action(Op.REDUCE, 0, 0, None, 0)) == seconds

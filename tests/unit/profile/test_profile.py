@@ -65,15 +65,15 @@ def test_rejects_a_file_that_is_not_a_profile(tmp_path: Path, text: str, word: s
         read_profile(tmp_path / "p.json")
 
 
-@pytest.mark.parametrize("damage", ["nan", "negative", "names", "empty"])
+@pytest.mark.parametrize("damage", ["nan", "saved", "workspace", "names", "empty"])
 def test_rejects_damaged_numbers(tmp_path: Path, damage: str) -> None:
     profile().write(tmp_path / "p.json")
     content = json.loads((tmp_path / "p.json").read_text())
     units = content["tables"][0]["units"]
     if damage == "nan":
         units[0]["forward"] = float("inf")
-    elif damage == "negative":
-        units[0]["saved"] = -1
+    elif damage in ("saved", "workspace"):
+        units[0][damage] = -1
     elif damage == "names":
         units[0]["name"] = "z"
     else:

@@ -10,9 +10,12 @@ import torch
 
 from stagewright.cluster.placement import parse_placement
 from stagewright.config.toml import make_config
+from stagewright.errors import UserError
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
-from stagewright.run.prepare import memory_advice, require_device_kind, require_devices, within_memory
+from stagewright.planning.setting import trace_model
+from stagewright.profile.profile import Profile, Table, Unit
+from stagewright.run.prepare import memory_advice, prepare, require_cuda, require_devices, within_memory
 from stagewright.runtime.comm.device import gpu_of
 from stagewright.runtime.comm.nccl import uses_nccl
 from stagewright.runtime.stage.precision import make_precision
@@ -21,31 +24,16 @@ from tests.commands import fails
 _CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
-@pytest.mark.parametrize(
-    ("run", "message"),
-    [
-        pytest.param({"device": "cuda"}, r"--device cuda .* but torch .* sees no GPU; use", marks=_CPU_ONLY),
-        ({"share_gpu": True}, "--share-gpu needs --device cuda, but the device is cpu"),
-        ({"cuda_graph": "on"}, "--cuda-graph on needs --device cuda"),
-        ({"compile": True, "cuda_graph": "on"}, "both --compile and --cuda-graph on were given"),
-        ({"backend": "nccl"}, "--backend nccl needs --device cuda, but the device is cpu; use gloo"),
-        ({"loss_scale": 0.5}, "--loss-scale is 0.5; give at least 1"),
-        ({"growth_interval": 0}, "--growth-interval is 0; give at least 1"),
-    ],
-)
-def test_options_that_the_machine_lacks_are_one_line(run: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        require_device_kind(make_config({"run": run}))
+@_CPU_ONLY
+def test_a_machine_without_gpus_is_one_line() -> None:
+    with pytest.raises(ValueError, match=r"--device cuda .* but torch .* sees no GPU; use") as caught:
+        require_cuda()
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("fp16", "fp16 needs a GPU, but the device is cpu"), ("tf32", "tf32 needs a GPU"), ("fp8", "unknown precision")],
-)
-def test_refuses_precisions_that_a_cpu_lacks(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_precision(name, "cpu")
+def test_refuses_an_unknown_precision() -> None:
+    with pytest.raises(ValueError, match="unknown precision"):
+        make_precision("fp8", "cpu")
 
 
 def _check(placement: str, gpus: int, monkeypatch: pytest.MonkeyPatch, **run: Any) -> list[str]:
@@ -69,8 +57,6 @@ def test_warns_about_ranks_that_share_a_gpu_without_mps(monkeypatch: pytest.Monk
     assert "8 ranks share GPU 0 and CUDA MPS is not running" in warning and "slower" in warning
     (tmp_path / "control").touch()
     assert _check("0:0-6.0:7", 1, monkeypatch, share_gpu=True) == []
-    with pytest.raises(ValueError, match="nccl needs a GPU for each rank, but 8 ranks share GPU 0; use gloo"):
-        _check("0:0-6.0:7", 1, monkeypatch, share_gpu=True, backend="nccl")
     assert [gpu_of(device, 3, share=True) for device in range(5)] == [0, 1, 2, 0, 1]
 
 
@@ -105,3 +91,27 @@ def test_running_out_of_memory_is_one_line() -> None:
 def test_too_many_evaluations_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     common = ("--model", "resnet8", "--emulate", "--batch", "8", "--samples", "16", "--eval-every", "1")
     assert "give at least 1000" in fails(capsys, "train", *common, "--steps", "1000000000")
+
+
+def test_every_machine_of_nodes_needs_a_stage() -> None:
+    tables = {"plan": {"placement": "0:0.0:1"}, "nodes": {"list": "10.0.0.1,10.0.0.2"}}
+    with pytest.raises(UserError, match=r"machine 1 but placement 0:0\.0:1"):
+        prepare(make_config(tables))
+
+
+def test_a_run_with_a_profile_is_predicted_once(tmp_path: Path) -> None:
+    chain = trace_model("resnet8", 10, 16).chain
+    units = tuple(Unit(name, "linear", 1.0, 2.0, 9, 9, 9, 9, 9) for name in chain.units)
+    table = Table("fp32", 2, units)
+    Profile("resnet8", "cpu", "stagewright", (3, 16, 16), 1, None, (table,)).write(tmp_path / "p.json")
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"name": "resnet8"},
+        "data": {"image": 16, "samples": 8},
+        "plan": {"placement": "0:0", "batch": 8, "microbatches": 4, "profile": str(tmp_path / "p.json")},
+        "run": {"steps": 1, "emulate": True, "runs": str(tmp_path)},
+    }
+    prepared = prepare(make_config(tables))
+    assert prepared.prediction is not None and prepared.prediction.plan == prepared.job.plan
+    assert prepared.prediction.images_per_second == pytest.approx(8 / (4 * 3 * len(units)), rel=0.01)
+    tables["plan"]["profile"] = None
+    assert prepare(make_config(tables)).prediction is None

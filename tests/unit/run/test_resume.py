@@ -91,6 +91,19 @@ def test_resumes_in_the_same_folder_with_the_same_options(whole: Result, half: P
     assert list(dict.fromkeys(look["start"] for look in samples)) == [0, 6]
 
 
+def test_a_run_by_a_plan_file_keeps_its_plan_without_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    described = {"mode": "stale", "placement": "0:0-1.0:2", "cuts": ["3"], "batch": 16, "microbatches": 8}
+    file.write_text(json.dumps(described | {"versions": [3, 1], "depths": [4, 2]}))
+    planned = {name: value for name, value in OPTIONS.items() if name not in ("batch", "placement", "cut", "mode")}
+    result = stagewright.train(net, runs=str(tmp_path), plan=str(file), steps=3, **planned)
+    assert [(stage.versions, stage.depth) for stage in result.plan.stages] == [(3, 4), (1, 2)]
+    assert 'versions = "3,1"' in (result.folder / "config.toml").read_text()
+    file.unlink()
+    resumed = stagewright.train(resume=str(result.folder), steps=4)
+    assert resumed.folder == result.folder and resumed.plan == result.plan
+
+
 def test_warns_on_resume_when_the_learning_rate_is_unstable_at_this_lag(half: Path) -> None:
     said: list[str] = []
     prepare(resumed_config({"run": {"resume": str(half)}, "optimizer": {"lr": 0.5}}), said.append)

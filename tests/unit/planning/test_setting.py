@@ -1,0 +1,94 @@
+"""Settings: what the catalog or a profile decides, and which machines a run is planned and predicted on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stagewright.cluster.catalog import shipped
+from stagewright.cluster.placement import parse_placement
+from stagewright.config.sections import Config
+from stagewright.config.toml import make_config
+from stagewright.errors import UserError
+from stagewright.plan.make import make_plan
+from stagewright.plan.plan import Mode
+from stagewright.planning.setting import (
+    make_setting,
+    memory_setting,
+    planning_setting,
+    prediction_setting,
+    trace_model,
+)
+from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
+
+SHAPES = trace_model("resnet8", image=16).shapes
+TWO = make_plan(parse_placement("0:0.0:1"), batch=16, microbatches=2, mode=Mode.SYNC)
+
+
+def profile_of(*names: str, together: int = 2, has_links: bool = True) -> Profile:
+    units = tuple(Unit(name, "linear", 1.0, 2.0, 9, 9, 9, 9, 9) for name in names)
+    links = (Transfer(0, 1, 1e9, 1e-5),) if has_links else ()
+    ceilings = Ceilings({"fp32": 1e9}, 1e9, 5e8, 1e8, links, 0.25)
+    return Profile("m", "cpu", "stagewright", (3, 4, 4), together, ceilings, (Table("fp32", 8, units),))
+
+
+def config_of(profile: Profile, path: Path) -> Config:
+    profile.write(path)
+    return make_config({"model": {"name": "resnet8"}, "data": {"image": 16}, "plan": {"profile": str(path)}})
+
+
+def test_the_catalog_decides_by_software_precision_and_data() -> None:
+    cluster = shipped().cluster("titan-v-8")
+    plain = make_setting(SHAPES, cluster, "fp32")
+    assert plain.software is shipped().system("stagewright") and plain.loader is None and plain.covers(10**6)
+    other = make_setting(SHAPES, cluster, "fp16", optimizer="adamw", software="pytorch", loads=True)
+    assert other.software is shipped().system("pytorch") and other.optimizer == "adamw"
+    assert other.loader == shipped().decode * (cluster.machines[0].cores or 1)
+    seconds = [setting.tables("titan-v", 8).seconds for setting in (plain, other)]
+    assert seconds[0] != seconds[1] and plain.tables("titan-v", 16).seconds > seconds[0]
+
+
+def test_a_profile_decides_devices_software_and_sizes() -> None:
+    setting = make_setting(profile_of("a", "b"), None, "fp32", software="pytorch", loads=True)
+    assert setting.cluster.name == "profiled" and len(setting.cluster.devices) == 2
+    assert setting.software.name == "stagewright" and setting.software.update_passes == 2.0
+    assert setting.software.context == setting.software.workspace == 0 and setting.loader is None
+    assert (setting.overhead, setting.input, setting.covered) == (0.25, 48, (8, 8))
+    assert [unit.name for unit in setting.tables("cpu", 8).units] == ["a", "b"]
+    elsewhere = make_setting(profile_of("a", "b"), shipped().cluster("titan-v-8"), "fp32")
+    assert elsewhere.cluster.name == shipped().cluster("titan-v-8").name
+    with pytest.raises(UserError, match="has no links; profile again with --together 2"):
+        make_setting(profile_of("a", has_links=False), None, "fp32")
+
+
+def test_a_run_is_planned_by_its_profile_or_by_the_catalog(tmp_path: Path) -> None:
+    chain = trace_model("resnet8", 10, 16).chain
+    placement = parse_placement("0:0-2.0:3")
+    measured = planning_setting(config_of(profile_of(*chain.units), tmp_path / "p.json"), chain, placement)
+    assert measured is not None and measured.covered == (8, 8)
+    with pytest.raises(UserError, match="the model is resnet8"):
+        planning_setting(config_of(profile_of("a", "b"), tmp_path / "p.json"), chain, placement)
+    computed = planning_setting(make_config({"model": {"name": "resnet8"}, "data": {"image": 16}}), chain, placement)
+    assert computed is not None and len(computed.cluster.devices) == 4 and computed.covered is None
+    assert planning_setting(make_config({"model": {"name": "no.such:net"}}), chain, placement) is None
+
+
+def test_a_run_is_predicted_only_by_a_profile_of_as_many_processes(tmp_path: Path) -> None:
+    assert prediction_setting(make_config({}), TWO) is None
+    found = prediction_setting(config_of(profile_of("a", "b"), tmp_path / "p.json"), TWO)
+    assert found is not None and len(found.cluster.devices) == 2
+    single = config_of(profile_of("a", together=1, has_links=False), tmp_path / "p.json")
+    with pytest.raises(UserError, match=r"1 processes .* 2 ranks; profile again with --together 2"):
+        prediction_setting(single, TWO)
+    alone = prediction_setting(single, make_plan(parse_placement("0:0"), batch=8))
+    assert alone is not None and len(alone.cluster.devices) == 1
+
+
+def test_memory_on_cpus_has_no_share_of_cuda() -> None:
+    tables = {"model": {"name": "resnet8"}, "data": {"image": 16}}
+    on_cpu, on_gpu = (
+        memory_setting(make_config(tables | {"run": {"device": device}}), TWO) for device in ("cpu", "cuda")
+    )
+    assert on_cpu.software.context == on_cpu.software.workspace == 0 < on_gpu.software.context
+    assert on_cpu.cluster.kind_of(TWO.devices[1]) == "cpu" != on_gpu.cluster.kind_of(TWO.devices[1])
