@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from stagewright.errors import UserError
 from stagewright.metrics import MIB
 from stagewright.run.export import export_checkpoint
 from stagewright.run.resume import find_checkpoint
@@ -77,7 +78,7 @@ def run_verify(parsed: argparse.Namespace) -> None:
     elif not damaged:
         print(f"{len(whole)} intact: {', '.join(map(str, whole)) or 'none'}")
     if damaged:
-        raise ValueError(f"{len(damaged)} of {len(whole) + len(damaged)} checkpoints are damaged; {damaged[0]}")
+        raise UserError(f"{len(damaged)} of {len(whole) + len(damaged)} checkpoints are damaged; {damaged[0]}")
 
 
 def run_export(parsed: argparse.Namespace) -> None:
@@ -94,7 +95,7 @@ def _folders(text: str) -> list[Path]:
     """The checkpoint that a path names, or all those of the run that it names."""
     folder = Path(text)
     if not folder.is_dir():
-        raise ValueError(f"{text}: no such folder; name a run folder, or one of its checkpoints")
+        raise UserError(f"{text}: no such folder; name a run folder, or one of its checkpoints")
     return [folder] if (folder / MANIFEST).is_file() else list_folders(folder)
 
 

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import NoReturn
 
 from stagewright.cli.parser import USER_ERROR, make_parser
-from stagewright.errors import RunFailed
+from stagewright.errors import RunFailed, UserError, printable
 from stagewright.run.folder import is_run, newest
 
 _MOST_SHOWN = 800  # characters of an error
@@ -24,7 +24,9 @@ _MOST_SHOWN = 800  # characters of an error
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; an error that the user can fix becomes one line and exit code 2."""
-    parsed, unknown = make_parser().parse_known_args(arguments)
+    parser = make_parser()
+    _require_encodable(parser, sys.argv[1:] if arguments is None else arguments)
+    parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         _require_one_run(sys.argv[1:] if arguments is None else arguments, parsed)
         if not unknown[0].startswith("-"):
@@ -32,15 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parsed.parser.refuse_option(unknown[0])
     try:
         with _terminated():
-            _handler(parsed.run)(parsed)
-    except ValueError as error:
+            parsed.command.complete(parsed)
+            _handler(parsed.command.run)(parsed)
+    except (UserError, RunFailed) as error:
         _fail(str(error))
     except KeyboardInterrupt as error:
         _fail(f"interrupted{f' {error}' if str(error) else '; nothing is left running'}")
-    except RuntimeError as error:
-        if not isinstance(error, RunFailed):
-            raise
-        _fail(str(error))
     except BrokenPipeError:
         sys.exit(USER_ERROR)
     except OSError as error:
@@ -49,6 +48,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if error.filename is None:
             raise
         _fail(f"{error.filename}: {error.strerror}; give another path")
+
+
+def _require_encodable(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """An error about an argument that can't be a path, as one with a zero byte: every command takes paths."""
+    for argument in arguments:
+        try:
+            is_path = b"\0" not in os.fsencode(argument)
+        except UnicodeEncodeError:
+            is_path = False
+        if not is_path:
+            parser.error(f"argument {argument!a} has a character that no path or name can have")
 
 
 def _handler(name: str) -> Callable[[argparse.Namespace], None]:
@@ -88,5 +98,5 @@ def _fail(message: str) -> NoReturn:
     line = " ".join(message.split())
     if len(line) > _MOST_SHOWN:
         line = f"{line[: _MOST_SHOWN // 2]} ... {line[-_MOST_SHOWN // 2 :]}"
-    sys.stderr.write(f"stagewright: {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in line)}\n")
+    sys.stderr.write(f"stagewright: {printable(line)}\n")
     sys.exit(USER_ERROR)

@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from stagewright.cli.setting import device_note, read_setting
-from stagewright.cluster.catalog import price_source
+from stagewright.cluster.catalog import open_cluster, price_source, shipped
 from stagewright.cluster.placement import format_placement
-from stagewright.config.sections import require_options
+from stagewright.cluster.specs import calibration_note
+from stagewright.errors import UserError
 from stagewright.metrics import GIB, MIB
+from stagewright.model.cut import Chain
 from stagewright.plan.estimate import Setting
 from stagewright.plan.make import require_divisible
 from stagewright.plan.plan import Mode
 from stagewright.plan.stability import Motion, stability_warning, stable_limit
 from stagewright.planning.build import BUBBLE_GOAL, idle_warning
 from stagewright.planning.planner import Choice, choose, explain
+from stagewright.planning.setting import make_setting, trace_model
+from stagewright.profile.profile import Profile, read_profile
+from stagewright.profile.shapes import Shape
 from stagewright.report.live.terminal import plain_table, say
 
 
 def run(parsed: argparse.Namespace) -> None:
-    require_options(batch=parsed.batch, lr=parsed.lr, momentum=parsed.momentum, staleness=parsed.staleness)
-    if parsed.microbatches is not None and not 1 <= parsed.microbatches <= parsed.batch:
-        raise ValueError(f"--microbatches is {parsed.microbatches}; a batch of {parsed.batch} has 1 to {parsed.batch}")
     if parsed.microbatches is not None:
         require_divisible(parsed.batch, parsed.microbatches)
     _, setting = read_setting(parsed, parsed.cluster)
@@ -175,8 +177,7 @@ def _show_unit(console: Console, unit: dict[str, Any]) -> None:
 
 def run_value(parsed: argparse.Namespace) -> None:
     if not parsed.cluster:
-        raise ValueError("no cluster: give --cluster once for each to compare")
-    require_options(batch=parsed.batch)
+        raise UserError("no cluster: give --cluster once for each to compare")
     prices = dict(_price(text) for text in parsed.price)
     settings = [read_setting(parsed, text)[1] for text in parsed.cluster]
     _require_priced(prices, settings)
@@ -218,7 +219,7 @@ def _price(text: str) -> tuple[str, float]:
     except ValueError:
         usd = -1.0
     if not name or not 0 < usd < float("inf"):
-        raise ValueError(f"--price '{text}' is not DEVICE=USD (for example rtx-4090=1800)")
+        raise UserError(f"--price '{text}' is not DEVICE=USD (for example rtx-4090=1800)")
     return name, usd
 
 
@@ -227,7 +228,7 @@ def _require_priced(prices: dict[str, float], settings: list[Setting]) -> None:
     kinds = {setting.cluster.kind_of(device) for setting in settings for device in setting.cluster.devices}
     for name in prices:
         if name not in kinds:
-            raise ValueError(
+            raise UserError(
                 f"--price names '{name}' but the clusters have {', '.join(sorted(kinds))}; name one of these"
             )
 
@@ -271,3 +272,57 @@ def _totals(setting: Setting, prices: dict[str, float]) -> tuple[float | None, f
     whole_usd = sum(value for value in usd if value is not None) if all(usd) else None
     whole_watts = sum(value for value in watts if value is not None) if all(watts) else None
     return whole_usd, whole_watts, notes
+
+
+# --- The setting that the options describe, also for simulate ---------------------------------------------------------
+
+
+def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[Chain | None, Setting]:
+    """The model's units, and the setting that the options describe; None if its profile has its own names for units."""
+    model = trace_model(parsed.model, parsed.classes, parsed.image)
+    if cluster is None and parsed.profile is None:
+        raise UserError(f"no cluster: give --cluster NAME ({', '.join(sorted(shipped().clusters))}) or --profile FILE")
+    catalog, where = open_cluster(cluster) if cluster is not None else (shipped(), None)
+    if where is not None and parsed.devices is not None:
+        where = where.first(parsed.devices)
+    chain: Chain | None = model.chain
+    units: Sequence[Shape] | Profile = model.shapes
+    if parsed.profile is not None:
+        units = read_profile(parsed.profile)
+        if units.is_imported:
+            _require_own_names(parsed, units)
+            chain = None
+        else:
+            units.require(parsed.model, model.chain.units)
+    return chain, make_setting(
+        units,
+        where,
+        parsed.precision,
+        optimizer=parsed.optimizer,
+        catalog=catalog,
+        software=parsed.software,
+        loads=parsed.data != "synthetic",
+    )
+
+
+def _require_own_names(parsed: argparse.Namespace, profile: Profile) -> None:
+    """Raise for options with units of the model: an imported profile has its own names for units."""
+    if profile.model != parsed.model:
+        raise UserError(
+            f"the profile was imported as {profile.model} but the model is {parsed.model}; "
+            f"import one with stagewright profile {parsed.model} --pipedream FILE"
+        )
+    for name in ("shares", "cut", "plan", "output"):
+        if (value := getattr(parsed, name, None)) is not None:
+            raise UserError(
+                f"--{name} {value} needs the units of {parsed.model} but the imported profile has PipeDream's nodes; "
+                "leave it out"
+            )
+
+
+def device_note(parsed: argparse.Namespace, settings: Sequence[Setting]) -> str | None:
+    """A line that names the devices whose speed is calibrated by no measurement or one; None with a profile."""
+    if parsed.profile is not None:
+        return None
+    kinds = [setting.devices(machine.kind) for setting in settings for machine in setting.cluster.machines]
+    return calibration_note(kinds, parsed.precision)

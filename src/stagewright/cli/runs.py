@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from stagewright.errors import UserError
 from stagewright.report.live.serve import PageServer
 from stagewright.report.live.terminal import has_blocks
 from stagewright.report.live.watch import Snapshot, Watch, as_line, as_screen
@@ -29,7 +30,7 @@ def run_report(parsed: argparse.Namespace) -> None:
     default = folders[0] / "report.html" if len(folders) == 1 else Path("comparison.html")
     target = Path(parsed.output) if parsed.output else default
     if target.suffix not in (".html", ".md", ""):
-        raise ValueError(
+        raise UserError(
             f"-o {target} ends in {target.suffix}; give a name that ends in .html, the .md is written beside it"
         )
     page = make_page(folders)
@@ -43,9 +44,6 @@ def run_report(parsed: argparse.Namespace) -> None:
 
 
 def run_watch(parsed: argparse.Namespace) -> None:
-    if parsed.serve is not None and (parsed.once or parsed.json):
-        flag = "--once" if parsed.once else "--json"
-        raise ValueError(f"--serve shows the run until Ctrl-C but {flag} shows it once; give only one of them")
     folder = Path(parsed.folder) if parsed.folder else _newest()
     if parsed.serve is not None:
         _serve(folder, parsed.serve)
@@ -67,7 +65,7 @@ def run_watch(parsed: argparse.Namespace) -> None:
 def _newest() -> Path:
     found = [folder for folder in Path("runs").glob("*") if is_run(folder)]
     if not found:
-        raise ValueError("there are no runs in runs/; give a run folder: stagewright watch RUN")
+        raise UserError("there are no runs in runs/; give a run folder: stagewright watch RUN")
     return newest(found)
 
 

@@ -8,12 +8,15 @@ from functools import partial
 
 from rich.console import Console
 
-from stagewright.cli.train import read_config
+from stagewright.cli.config import read_layers
 from stagewright.config.sections import require_within
+from stagewright.config.toml import make_config
+from stagewright.errors import UserError
 from stagewright.plan.plan import Plan
-from stagewright.planning.build import build_plan, with_plan_file
-from stagewright.planning.simulate import StageCosts, simulate
+from stagewright.planning.build import build_plan, warn_about_lag, with_agreement
+from stagewright.planning.simulate import StageCosts, balanced_costs, simulate
 from stagewright.report.live.terminal import draw_timeline, has_blocks, say
+from stagewright.runtime.multinode.nodes import cluster_of
 from stagewright.schedule.check import check
 from stagewright.schedule.lower import program
 
@@ -27,20 +30,28 @@ def run(parsed: argparse.Namespace) -> None:
         console.print(f"warning: {warning}", markup=False)
 
     console = Console(soft_wrap=True, stderr=parsed.json)
-    config = with_plan_file(read_config(parsed))
+    layers, given = read_layers(parsed)
+    config = make_config(*layers, given=given)
+    if config.run.resume is not None:
+        raise UserError(
+            f"run.resume = {config.run.resume} resumes training; draw that run's schedule with --config RUN/config.toml"
+        )
     if config.plan.profile is not None:
-        raise ValueError(
+        raise UserError(
             f"--profile {config.plan.profile} does not set the times of a schedule; give --forward and --backward, "
             "or use stagewright simulate --profile"
         )
     is_timed = parsed.forward is not None or parsed.backward is not None
-    plan = build_plan(config, None, warn, partial(_costs, parsed) if is_timed else None)
+    costs = partial(_costs, parsed) if is_timed else balanced_costs
+    plan = build_plan(config.plan, cluster_of(config), costs=costs, never_waits=config.run.emulate, warn=warn)
+    warn_about_lag(config, plan, warn)
+    plan = with_agreement(config, plan)
     require_within("--batches", parsed.batches, least=1, most=max(1, _MOST_MICROBATCHES // plan.microbatches))
-    costs = _costs(parsed, plan)
+    times = _costs(parsed, plan)
     check(plan)
     span = range(plan.boundary(parsed.batches))
     programs = {rank: " ".join(map(str, program(plan, rank, span))) for rank in range(plan.world)}
-    timeline = simulate(plan, costs, span)
+    timeline = simulate(plan, times, span)
     bubble = timeline.bubble(range(plan.world), 0.0, timeline.end)
     if parsed.json:
         print(json.dumps({"plan": plan.describe(), "programs": programs, "time": timeline.end, "bubble": bubble}))
@@ -56,10 +67,9 @@ def run(parsed: argparse.Namespace) -> None:
 
 def _costs(parsed: argparse.Namespace, plan: Plan) -> StageCosts:
     """The given times of a plan's stages."""
-    require_within("--transfer", parsed.transfer, least=0)
     forward, backward = (_times(getattr(parsed, name), name, len(plan.stages)) for name in ("forward", "backward"))
     if not sum(forward) + sum(backward):
-        raise ValueError("--forward and --backward are 0 for every stage; give at least one a time above 0")
+        raise UserError("--forward and --backward are 0 for every stage; give at least one a time above 0")
     return StageCosts(forward, backward, parsed.transfer)
 
 
@@ -67,11 +77,11 @@ def _times(text: str | None, name: str, stages: int) -> list[float]:
     try:
         times = [1.0] * stages if text is None else [float(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--{name} must be comma-separated times such as 1,2, got '{text}'") from None
+        raise UserError(f"--{name} must be comma-separated times such as 1,2, got '{text}'") from None
     for time in times:
         require_within(f"--{name}", time, least=0)
     if len(times) != stages:
-        raise ValueError(
+        raise UserError(
             f"--{name} {text} names {len(times)} stages but the placement has {stages}; give one time per stage"
         )
     return times

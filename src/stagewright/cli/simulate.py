@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 
-from stagewright.cli.setting import read_setting
-from stagewright.cluster.placement import Placement, format_devices, parse_placement
-from stagewright.config.sections import require_options, require_within
+from stagewright.cli.plan import read_setting
+from stagewright.cluster.placement import format_devices, format_placement
+from stagewright.config.sections import PlanConfig
+from stagewright.config.toml import make_config
+from stagewright.errors import UserError
 from stagewright.metrics import MIB
+from stagewright.model.cut import Chain
 from stagewright.plan.estimate import Estimate, Setting
-from stagewright.plan.make import default_microbatches, make_plan, read_plan, require_divisible
-from stagewright.plan.plan import Mode, Plan
-from stagewright.plan.search import best_cuts
-from stagewright.planning.build import given_cuts, idle_warning, waiting_warning
-from stagewright.planning.planner import bubble_in, choose_lag
+from stagewright.plan.plan import Plan
+from stagewright.planning.build import Warn, build_plan
 from stagewright.planning.predict import Prediction, predict
-from stagewright.planning.setting import TracedModel
 from stagewright.report.live.terminal import plain_table, say
 from stagewright.run.report import make_prediction_page, write_page
 
 
 def run(parsed: argparse.Namespace) -> None:
-    require_options(batch=parsed.batch, microbatches=parsed.microbatches, staleness=parsed.staleness)
-    if parsed.microbatch is not None:
-        require_within("--microbatch", parsed.microbatch, least=1)
-    model, setting = read_setting(parsed, parsed.cluster)
-    plan = _plan(parsed, model, setting)
+    chain, setting = read_setting(parsed, parsed.cluster)
     console = Console(stderr=parsed.json)
-    for warning in _warnings(parsed, plan, setting):
-        say(console, f"warning: {warning}")
+    plan = _plan(parsed, chain, setting, lambda warning: say(console, f"warning: {warning}"))
     prediction = predict(plan, setting)
     if parsed.trace:
         Path(parsed.trace).write_text(json.dumps(prediction.steady.timeline.chrome_trace()))
@@ -46,92 +39,26 @@ def run(parsed: argparse.Namespace) -> None:
     show_prediction(console, parsed.model, prediction, setting)
 
 
-def _warnings(parsed: argparse.Namespace, plan: Plan, setting: Setting) -> Iterator[str]:
-    """Warnings about idle devices, with the number of microbatches that would keep them busy."""
-    if idle := idle_warning(plan):
-        yield idle
-    is_free = parsed.staleness is None and not parsed.plan and not setting.software.whole_batches
-    if is_free and plan.mode == "stale" and (waiting := waiting_warning(plan, bubble_in(setting))):
-        yield waiting
-
-
-def _plan(parsed: argparse.Namespace, model: TracedModel, setting: Setting) -> Plan:
-    """The plan of a plan file or of the options."""
+def _plan(parsed: argparse.Namespace, chain: Chain | None, setting: Setting, warn: Warn) -> Plan:
+    """The plan of a plan file or of the options: on all devices by default; mode stale if there are several stages."""
     if parsed.plan:
-        _require_alone(parsed)
-        try:
-            plan = read_plan(Path(parsed.plan).read_text(encoding="utf-8"), parsed.plan, setting.cluster)
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ValueError(f"plan {parsed.plan}: {reason}; give a file that stagewright plan -o wrote") from error
-        return _require_cuts(plan, parsed, model)
-    placement: Placement = (setting.cluster.devices,)
-    if parsed.placement is not None:
-        placement = parse_placement(parsed.placement, setting.cluster)
-    mode = Mode(parsed.mode or ("dp" if len(placement) == 1 else "stale"))
-    _require_stages(parsed, mode, placement)
-    if mode is Mode.DP:
-        placement = (tuple(dict.fromkeys(device for stage in placement for device in stage)),)
-    replicas = [len(devices) for devices in placement]
-    batch, count = _sizes(parsed, replicas, setting.software.whole_batches)
-    if count is None:
-        count = default_microbatches(batch, replicas)
-    require_divisible(batch, count)
-    cuts: tuple[str, ...] = ()
-    if len(placement) > 1:
-        given = given_cuts(model.chain, len(placement), parsed.cut, parsed.shares)
-        cuts = best_cuts(setting, placement, mode, batch, count) if given is None else given
-    plan = make_plan(placement, batch=batch, microbatches=count, mode=mode, staleness=parsed.staleness, cuts=cuts)
-    return choose_lag(plan, setting, parsed.staleness)
-
-
-def _require_alone(parsed: argparse.Namespace) -> None:
-    """Raise for options that a plan file decides."""
-    for name in ("mode", "placement", "shares", "cut", "batch", "microbatch", "microbatches", "staleness"):
-        if (value := getattr(parsed, name)) is not None:
-            raise ValueError(f"--plan {parsed.plan} was given with --{name} {value}; the file decides that: give one")
-
-
-def _require_cuts(plan: Plan, parsed: argparse.Namespace, model: TracedModel) -> Plan:
-    """The plan, if its cuts are units of the model in the order they run, one for each later stage."""
-    units = model.chain.units
-    missing = [cut for cut in plan.cuts if cut not in units]
-    if missing:
-        raise ValueError(
-            f"plan {parsed.plan} cuts before '{missing[0]}' but {parsed.model} has no such unit; "
-            f"make one of this model: stagewright plan {parsed.model} -o FILE"
-        )
-    bounds = [0, *map(units.index, plan.cuts)]
-    if len(bounds) != len(plan.stages) or bounds != sorted(set(bounds)):
-        raise ValueError(
-            f"plan {parsed.plan} has {len(plan.stages)} stages, which its cuts ({', '.join(plan.cuts) or 'none'}) "
-            f"do not make of {parsed.model}; make one again: stagewright plan {parsed.model} -o FILE"
-        )
-    return plan
-
-
-def _require_stages(parsed: argparse.Namespace, mode: str, placement: Placement) -> None:
-    """Raise for options that cut the model, if there is only one stage."""
-    for flag, value in (("--cut", parsed.cut), ("--shares", parsed.shares)):
-        if value is not None and (mode == "dp" or len(placement) == 1):
-            why = "mode dp has one stage" if mode == "dp" else "the placement has one stage"
-            raise ValueError(
-                f"{flag} {value} cuts the model into stages but {why}; "
-                f"leave it out, or give --mode stale and --placement such as 0:0-6.0:7"
-            )
-
-
-def _sizes(parsed: argparse.Namespace, replicas: list[int], whole: bool) -> tuple[int, int | None]:
-    """The batch and its microbatches, if given or implied: software that passes whole batches has one per replica."""
-    if (parsed.batch is None) == (parsed.microbatch is None):
-        raise ValueError("give either --batch (samples per update) or --microbatch (samples per microbatch)")
-    count = parsed.microbatches
-    if count is None and (whole or parsed.batch is None):
-        count = max(replicas)
-    batch = parsed.batch if parsed.batch is not None else parsed.microbatch * count
-    if count is not None and batch % count and parsed.microbatches is None:
-        count = None
-    return batch, count
+        return build_plan(PlanConfig(file=parsed.plan), setting.cluster, chain, warn=warn)
+    everywhere = format_placement((setting.cluster.devices,))
+    placement = everywhere if parsed.placement is None else parsed.placement
+    mode = parsed.mode or ("stale" if "." in placement else "dp")
+    if parsed.batch is None and parsed.microbatch is None:
+        raise UserError("give either --batch (samples per update) or --microbatch (samples per microbatch)")
+    given = {name: getattr(parsed, name) for name in ("cut", "shares", "batch", "microbatches", "staleness")}
+    given = {name: value for name, value in given.items() if value is not None}
+    return build_plan(
+        make_config({"plan": given | {"placement": placement, "mode": mode}}).plan,
+        setting.cluster,
+        chain,
+        lambda placement: setting,
+        microbatch=parsed.microbatch,
+        one_each=setting.software.whole_batches,
+        warn=warn,
+    )
 
 
 def show_prediction(console: Console, model: str, prediction: Prediction, setting: Setting) -> None:
@@ -160,5 +87,5 @@ def show_prediction(console: Console, model: str, prediction: Prediction, settin
     if not prediction.fits:
         try:
             Estimate(plan, setting).require_fit()
-        except ValueError as error:
+        except UserError as error:
             say(console, f"does not fit: {error}")

@@ -1,4 +1,4 @@
-"""`stagewright train`: make a configuration of the options, train it, and print the result."""
+"""`stagewright train`: make a configuration of the options, train it, and print the result; `demo`: two small runs."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stagewright.config.sections import Config
-from stagewright.config.toml import parse_assignment, read_toml, with_new_names
+from rich.console import Console
+from rich.table import Table
+
+from stagewright.cli.config import read_layers
+from stagewright.config.toml import make_config
 from stagewright.errors import counted
 from stagewright.report.live.terminal import PipeSafeConsole, say
-from stagewright.run.folder import is_run
+from stagewright.run.report import make_page, write_page
 from stagewright.run.resume import resumed_config
+from stagewright.run.train import Result
 from stagewright.run.train import run as train
 
 
 def run(parsed: argparse.Namespace) -> None:
     """Train, then print where the results are."""
     console = PipeSafeConsole(stderr=parsed.json)
-    result = train(read_config(parsed), console)
+    layers, given = read_layers(parsed)
+    result = train(resumed_config(*layers, given=given), console)
+    if "rank" in result.summary:
+        return  # rank 0 prints
     if parsed.json:
         print(json.dumps(result.summary))
         return
@@ -38,18 +45,47 @@ def run(parsed: argparse.Namespace) -> None:
     say(console, "\n".join(lines), soft_wrap=True)
 
 
-def read_config(parsed: argparse.Namespace) -> Config:
-    """The configuration of a command line: the run to resume, then --config, then --set, then flags; later ones win."""
-    layers = [_read_file(parsed.config)] if parsed.config else []
-    layers += [parse_assignment(text) for text in parsed.set]
-    for key, value in vars(parsed).items():
-        section, dot, name = key.partition(".")
-        if dot:
-            layers.append({section: {name: value}})
-    return resumed_config(*layers)
+# --- The demo ---------------------------------------------------------------------------------------------------------
+
+_STEPS = 100
+COMMON: dict[str, dict[str, Any]] = {
+    "model": {"name": "vgg-small"},
+    "data": {"source": "synthetic", "samples": 2048},
+    "plan": {"batch": 64, "microbatches": 8, "cut": "classifier"},
+    "optimizer": {"lr": 0.02},
+    "run": {"steps": _STEPS, "log_every": 20, "eval_every": 0},
+}
+PLANS: dict[str, dict[str, Any]] = {
+    "2+1 stages, stale": {"placement": "0:0-1.0:2", "mode": "stale", "staleness": 1},
+    "one process": {"placement": "0:0", "mode": "dp", "cut": None},
+}
 
 
-def _read_file(path: str) -> dict[str, Any]:
-    """The tables of a configuration file; one that an older version left in a run folder may have old names."""
-    tables = read_toml(path)
-    return with_new_names(tables) if is_run(Path(path).parent) else tables
+def run_demo(parsed: argparse.Namespace) -> None:
+    """Train twice, print both results, and write a page that compares them."""
+    console = Console()
+    results = {name: train(make_config(COMMON, {"plan": plan}), console) for name, plan in PLANS.items()}
+    console.print()
+    console.print(_table(results))
+    console.print("Stale weights learn a little more slowly at first; docs/learning.md shows how much of that remains.")
+    for name, result in results.items():
+        console.print(f"{name}: files in {result.folder}", highlight=False, soft_wrap=True)
+    console.print(f"open in a browser: {write_comparison(results)}", highlight=False, soft_wrap=True)
+
+
+def write_comparison(results: dict[str, Result]) -> Path:
+    """Write one page that compares all runs, beside their folders."""
+    folders = [result.folder for result in results.values()]
+    return write_page(make_page(folders, list(results)), folders[0].parent / "demo.html")[0]
+
+
+def _table(results: dict[str, Result]) -> Table:
+    table = Table(title=f"The same {_STEPS} steps, data and initial weights")
+    table.add_column("plan")
+    for figure in ("loss", "top-1", "images/s"):
+        table.add_column(figure, justify="right")
+    for name, result in results.items():
+        evaluated = result.evaluations[-1]
+        speed = result.summary["images_per_second"]
+        table.add_row(name, f"{evaluated.loss:.4f}", f"{evaluated.top1:.1%}", f"{speed:.0f}" if speed else "-")
+    return table

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
+from stagewright.errors import UserError
+
 _YEAR = 365 * 86400.0  # seconds
 _MOST_THREADS = 1024
 _MOST_SAMPLES = 2**28  # an epoch's order is in memory, eight bytes per sample
@@ -233,16 +235,21 @@ class Config(Section):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A field of the configuration as a command-line option."""
+    """A command-line option, which may be a field of the configuration."""
 
-    key: str  # section.field
     flag: str
     help: str
-    metavar: str  # what stands for the value in --help
-    type: type
-    choices: tuple[str, ...]
-    default: Any
-    bounds: Mapping[str, float]
+    metavar: str = ""  # what stands for the value in --help
+    type: type = str
+    choices: tuple[str, ...] = ()
+    default: Any = None
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    key: str = ""  # section.field of the configuration
+
+    def check(self, value: float | None) -> None:
+        """Raise if a number is outside the bounds."""
+        if self.bounds and value is not None:
+            require_within(self.flag, value, **self.bounds)
 
 
 def options(*sections: str) -> Iterator[Option]:
@@ -260,18 +267,9 @@ def _as_option(section: str, entry: Field[Any], hint: Any) -> Option:
     choices = tuple(choice for choice in alternatives if isinstance(choice, str))
     kind = str if choices else next((kind for kind in alternatives if kind is not type(None)), hint)
     about = entry.metadata
-    metavar = about["metavar"] or {int: "N", float: "FLOAT"}.get(kind, "TEXT")
-    return Option(
-        f"{section}.{entry.name}", about["flag"], about["help"], metavar, kind, choices, entry.default, about["bounds"]
-    )
-
-
-def require_options(**given: float | None) -> None:
-    """Raise where a command's option, which is also an option of a run, is outside that option's bounds."""
-    bounds = {option.flag: option.bounds for option in options()}
-    for name, value in given.items():
-        if value is not None:
-            require_within(f"--{name}", value, **bounds[f"--{name}"])
+    metavar = about["metavar"] or ("" if choices else {int: "N", float: "FLOAT"}.get(kind, "TEXT"))
+    key = f"{section}.{entry.name}"
+    return Option(about["flag"], about["help"], metavar, kind, choices, entry.default, about["bounds"], key)
 
 
 def require_within(flag: str, value: float, **bounds: float) -> None:
@@ -287,7 +285,7 @@ def require_within(flag: str, value: float, **bounds: float) -> None:
         return
     words = {"least": "at least", "above": "above", "below": "below", "most": "at most"}
     wanted = " and ".join(f"{words[name]} {_shown(bounds[name])}" for name in words if name in bounds)
-    raise ValueError(f"{flag} is {_shown(value)}; give {'' if is_finite else 'a finite number, '}{wanted}")
+    raise UserError(f"{flag} is {_shown(value)}; give {'' if is_finite else 'a finite number, '}{wanted}")
 
 
 def _shown(number: float) -> str:

@@ -1,34 +1,107 @@
 """Configurations from TOML files and other tables, and back to TOML.
 
-`make_config` merges tables into a validated `Config`; what is wrong with them is an error of one line.
+`make_config` merges tables into a `Config` that keeps its bounds and rules; whatever is wrong is an error of one line.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
-from dataclasses import Field, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from stagewright.config.sections import RENAMED, Config, options, require_within
-from stagewright.errors import did_you_mean
+from stagewright.config.rules import check_rules, replaced_options, unused_options
+from stagewright.config.sections import RENAMED, Config, options
+from stagewright.errors import UserError, did_you_mean, is_text
+
+Tables = Mapping[str, Mapping[str, Any]]  # options by section and name
+_OPTIONS = {option.flag: option for option in options()}
 
 
-def make_config(*layers: Mapping[str, Any]) -> Config:
-    """A configuration from nested tables; later tables override earlier ones."""
-    merged: dict[str, Any] = {}
+def make_config(*layers: Tables, given: Collection[str] | None = None) -> Config:
+    """A configuration from nested tables; later tables override earlier ones.
+
+    `given` are the keys that the user gave for this run, by default all of the layers': an error where one would change
+    nothing. The others come from an earlier run or are shared by several; where one of them and a given one exclude
+    each other, it is dropped.
+    """
+    config = config_within_bounds(*layers)
+    flags = _flags_of(keys_of(*layers) if given is None else given)
+    config = _with_defaults(config, replaced_options(flag_values(config), flags))
+    check_rules(flag_values(config), flags)
+    return config
+
+
+def config_within_bounds(*layers: Tables) -> Config:
+    """The configuration of some layers within its bounds; its rules are not checked: there may be more layers."""
+    tables = merged(*layers)
+    _refuse_unknown(tables)
+    return _validated(tables)
+
+
+def without_unused(config: Config) -> Config:
+    """The configuration with the defaults of options that change nothing in it, for options that several runs share."""
+    values = flag_values(config)
+    return _with_defaults(config, unused_options(values, values))
+
+
+def _with_defaults(config: Config, flags: Iterable[str]) -> Config:
+    for flag in flags:
+        section, _, name = _OPTIONS[flag].key.partition(".")
+        changed = replace(getattr(config, section), **{name: _OPTIONS[flag].default})
+        config = replace(config, **{section: changed})
+    return config
+
+
+def merged(*layers: Tables) -> dict[str, dict[str, Any]]:
+    """One table of several; later ones override earlier ones."""
+    tables: dict[str, dict[str, Any]] = {}
     for layer in layers:
         for section, values in layer.items():
             if not isinstance(values, Mapping):
-                raise ValueError(
+                raise UserError(
                     f"configuration key '{section}' is not a table; write [{section}]; {_nearest_section(section)}"
                 )
-            merged.setdefault(section, {}).update(values)
-    _refuse_unknown(merged)
-    return _validated(merged)
+            tables.setdefault(section, {}).update(values)
+    return tables
+
+
+def keys_of(*layers: Tables) -> set[str]:
+    """The keys that tables hold, such as run.seed."""
+    return {f"{section}.{name}" for section, values in merged(*layers).items() for name in values}
+
+
+def changed_keys(tables: Tables) -> set[str]:
+    """The keys whose value is not the default: what a file that lists every option asks for."""
+    default = merged(as_tables(Config()))
+    return {
+        f"{section}.{name}"
+        for section, values in merged(tables).items()
+        for name, value in values.items()
+        if default.get(section, {}).get(name) != value
+    }
+
+
+def flag_values(config: Config) -> dict[str, Any]:
+    """The value of every option, by its flag."""
+    found = ((flag, option.key.partition(".")) for flag, option in _OPTIONS.items())
+    return {flag: getattr(getattr(config, section), name) for flag, (section, _, name) in found}
+
+
+def refuse_unused(configurations: Sequence[Tables], keys: Collection[str]) -> None:
+    """Raise for a key that several configurations share and that changes nothing in any of them."""
+    flags = _flags_of(keys)
+    unused = [unused_options(flag_values(make_config(tables, given=())), flags) for tables in configurations]
+    for flag, error in unused[0].items() if unused else ():
+        if all(flag in found for found in unused):
+            raise error
+
+
+def _flags_of(keys: Collection[str]) -> set[str]:
+    return {flag for flag, option in _OPTIONS.items() if option.key in keys}
 
 
 def read_toml(path: str) -> dict[str, Any]:
@@ -36,9 +109,9 @@ def read_toml(path: str) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text())
     except OSError as error:
-        raise ValueError(f"configuration {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"configuration {path}: not TOML: {error}") from error
+        raise UserError(f"configuration {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a plain ValueError
+        raise UserError(f"configuration {path}: not TOML: {error}") from error
 
 
 def parse_assignment(text: str) -> dict[str, dict[str, Any]]:
@@ -46,10 +119,10 @@ def parse_assignment(text: str) -> dict[str, dict[str, Any]]:
     key, equals, value = text.partition("=")
     section, dot, name = key.strip().partition(".")
     if not (equals and dot and name):
-        raise ValueError(f"--set '{text}' is not section.key=value (for example run.seed=3)")
+        raise UserError(f"--set '{text}' is not section.key=value (for example run.seed=3)")
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         parsed = value.strip()
     return {section: {name: parsed}}
 
@@ -108,13 +181,13 @@ def _refuse_unknown(tables: Mapping[str, Mapping[str, Any]]) -> None:
         known.setdefault(section, []).append(name)
     for section, values in tables.items():
         if section not in known:
-            raise ValueError(f"unknown configuration table [{section}]; {_nearest_section(section)}")
+            raise UserError(f"unknown configuration table [{section}]; {_nearest_section(section)}")
         for name in values:
             key = f"{section}.{name}"
             if key in RENAMED:
-                raise ValueError(f"configuration key '{key}' is now '{RENAMED[key]}'; write that")
+                raise UserError(f"configuration key '{key}' is now '{RENAMED[key]}'; write that")
             if name not in known[section]:
-                raise ValueError(f"unknown configuration key '{key}'; {did_you_mean(name, known[section])}")
+                raise UserError(f"unknown configuration key '{key}'; {did_you_mean(name, known[section])}")
 
 
 def _nearest_section(section: str) -> str:
@@ -127,7 +200,7 @@ def _validated(tables: Mapping[str, Any]) -> Config:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"][:2])
-        raise ValueError(f"configuration value {key} = {first['input']!r}: {first['msg'].lower()}") from error
+        raise UserError(f"configuration value {key} = {first['input']!r}: {first['msg'].lower()}") from error
     for section in fields(Config):
         for entry in fields(getattr(config, section.name)):
             _require_bounds(entry, getattr(getattr(config, section.name), entry.name))
@@ -135,8 +208,11 @@ def _validated(tables: Mapping[str, Any]) -> Config:
 
 
 def _require_bounds(entry: Field[Any], value: Any) -> None:
-    flag, bounds = entry.metadata["flag"], entry.metadata["bounds"]
-    if bounds and value is not None:
-        require_within(flag, value, **bounds)
+    flag = entry.metadata["flag"]
+    if isinstance(value, str) and "\0" in value:
+        raise UserError(f"{flag} is {value!r}, which has a zero byte; no path or name can have one")
+    if isinstance(value, str) and not is_text(value):
+        raise UserError(f"{flag} is {value!r}, which is not UTF-8; a run's files store it as text, so rename it")
+    _OPTIONS[flag].check(value)
     if entry.metadata["is_list"] and not all(part.strip().isdecimal() for part in value.split(",") if part.strip()):
-        raise ValueError(f"{flag} must be comma-separated integers such as 100,200, got '{value}'")
+        raise UserError(f"{flag} must be comma-separated integers such as 100,200, got '{value}'")

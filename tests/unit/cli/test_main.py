@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from stagewright.cli import schedule
 from stagewright.cli.main import main
+from stagewright.errors import Interrupted, RunFailed, UserError
 from tests.commands import fails
 from tests.made_runs import make_run
 
@@ -61,3 +63,55 @@ def test_sigterm_ends_a_command_like_an_interrupt(
         main(["plan", "vgg-small", "--batch", "8"])
     assert caught.value.code == 2 and "interrupted" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+@pytest.mark.parametrize(
+    "command", [["report"], ["train", "--config"], ["plan", "vgg-small", "--batch", "8", "--profile"]]
+)
+def test_an_argument_that_can_be_no_path_is_one_line(
+    name: str, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ascii(name) in fails(capsys, *command, name)
+
+
+@pytest.mark.parametrize(
+    ("command", "content"),
+    [
+        (["train", "--config"], "[run]\nseed = {number}"),
+        (["train", "--config"], '[run]\nruns = "a\\u0000b"'),
+        (["train", "--plan"], '{{"batch": {number}}}'),
+        (["simulate", "vgg-small", "--cluster", "rtx-4090-4", "--plan"], '{{"batch": {number}}}'),
+        (["simulate", "vgg-small", "--profile"], '{{"batch": {number}}}'),
+        (["plan", "vgg-small", "--batch", "8", "--cluster"], "a = {number}"),
+    ],
+    ids=lambda part: part[:9] if isinstance(part, str) else " ".join(part),
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_a_file_with_a_huge_number_or_in_another_encoding_is_one_line(
+    command: list[str], content: str, encoding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "file.toml"
+    path.write_bytes(content.format(number="9" * 5000).encode(encoding))
+    assert str(path) in fails(capsys, *command, str(path)) or "u0000" in content
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), RuntimeError("a bug"), KeyError("a bug")])
+def test_any_other_exception_keeps_its_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(parsed: object) -> None:
+        raise error
+
+    monkeypatch.setattr(schedule, "run", run)
+    with pytest.raises(type(error), match="a bug"):
+        main(["schedule", "--placement", "0:0"])
+
+
+@pytest.mark.parametrize("error", [UserError("wrong"), RunFailed("wrong"), Interrupted("wrong")])
+def test_what_a_user_can_fix_is_one_line(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(parsed: object) -> None:
+        raise error
+
+    monkeypatch.setattr(schedule, "run", run)
+    assert "wrong" in fails(capsys, "schedule", "--placement", "0:0")

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from stagewright.cli.config import read_layers
 from stagewright.cli.main import main
+from stagewright.cli.parser import make_parser
+from tests.commands import fails
 
 
 @pytest.mark.parametrize(
@@ -58,3 +62,40 @@ def test_help_of_every_command_fits_80_columns(
         usage, description, *_ = text.split("\n\n")
         assert usage.startswith(f"usage: stagewright {command}".rstrip()) and description.endswith("."), command
         assert max(map(len, text.splitlines())) <= 80, command
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan", "vgg16", "--batch", "8", "--momentum", "0.9"], "--momentum 0.9 changes nothing without --lr"),
+        (
+            ["value", "vgg16", "--data", "synthetic", "--profile", "f"],
+            "--data synthetic changes nothing with --profile",
+        ),
+        (["watch", "--serve", "--once"], "--once changes nothing with --serve 0"),
+        (["data", "inspect", "pictures", "--seed", str(2**63)], f"--seed is {2**63}; give at least"),
+        (["data", "convert", "a", "tar:b", "--per-part", "0"], "--per-part is 0; give at least 1"),
+        (["data", "bench", "--images", "8"], "--images is 8; give at least 16"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bounds_and_rules_hold_for_every_command(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in fails(capsys, *words)
+
+
+def test_defaults_are_filled_in_and_do_not_count_as_given() -> None:
+    parsed = make_parser().parse_args(["plan", "vgg16", "--batch", "8", "--mode", "sync", "--mode", "stale"])
+    parsed.command.complete(parsed)
+    assert (parsed.momentum, parsed.nesterov, parsed.software, parsed.output) == (0.9, False, "stagewright", None)
+    assert (parsed.mode, parsed.batch, parsed.json) == (["sync", "stale"], 8, False)
+
+
+def test_a_file_gives_what_it_changes_and_a_flag_whatever_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text("[optimizer]\nmomentum = 0.9\nlr = 0.5\n")
+    words = ["train", "--config", str(file), "--set", "run.seed=0", "--loss-scale", "65536"]
+    layers, given = read_layers(make_parser().parse_args(words))
+    assert given == {"optimizer.lr", "run.seed", "run.loss_scale"}
+    assert layers[0] == {"optimizer": {"momentum": 0.9, "lr": 0.5}}

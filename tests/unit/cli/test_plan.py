@@ -47,7 +47,10 @@ def test_value_and_plan_warn_about_uncalibrated_devices(
     [
         (["simulate", "vgg16", "--cluster", "titan-v", "--batch", "8"], ["unknown cluster", "titan-v-8"]),
         (["simulate", "vgg16", "--batch", "8"], ["no cluster", "--profile"]),
-        (["simulate", "vgg16", "--batch", "8", "--profile", "f", "--devices", "4"], ["--devices 4", "--together 4"]),
+        (
+            ["simulate", "vgg16", "--batch", "8", "--profile", "f", "--devices", "4"],
+            ["--devices 4", "without --cluster"],
+        ),
         (
             ["plan", "vgg16", "--batch", "8", "--profile", "f", "--software", "oneflow"],
             ["--software oneflow", "--profile f"],
@@ -62,7 +65,7 @@ def test_value_and_plan_warn_about_uncalibrated_devices(
         (["simulate", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--profile", "/no/file"], ["/no/file"]),
         (["plan", "vgg16", "--cluster", "titan-v-8", "--batch", "0"], ["--batch is 0"]),
         (["plan", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--microbatches", "0"], ["--microbatches is 0"]),
-        (["plan", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--microbatches", "16"], ["16", "1 to 8"]),
+        (["plan", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--microbatches", "16"], ["16", "2, 4, 8"]),
         (["value", "vgg16"], ["--cluster"]),
         (["value", "vgg16", "--cluster", "titan-v-8", "--price", "titan-v"], ["DEVICE=USD"]),
         (["value", "vgg16", "--cluster", "titan-v-8", "--price", "titan-x=9"], ["'titan-x'", "have titan-v"]),

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from stagewright.cli.main import main
 from stagewright.model.zoo import build
+from stagewright.runtime.process.emulate import Emulation
 from tests.commands import fails
 
 
@@ -45,7 +46,7 @@ from tests.commands import fails
         ),
         (["--data", "tensors:/no/such/file"], ["/no/such/file"]),
         (["--data", "pictures"], ["pictures", "tensors:FILE"]),
-        (["--precision", "fp16"], ["fp16", "GPU"]),
+        (["--precision", "fp16"], ["fp16", "--device cuda"]),
         (["--precision", "fp99"], ["fp99", "fp32"]),
         (["--device", "cuda"], ["cuda", "cpu"]),
         (["--mode", "fast"], ["fast", "stale"]),
@@ -57,7 +58,7 @@ from tests.commands import fails
         (["--steps", "0"], ["0 batches"]),
         (["--steps", "3", "--epochs", "3"], ["--steps 3", "--epochs 3"]),
         (["--runs", "/proc/nothing"], ["/proc/nothing", "--runs"]),
-        (["--lr-schedule", "step"], ["no --lr-steps", "100,200"]),
+        (["--lr-schedule", "step"], ["--lr-schedule step", "without --lr-steps"]),
         (["--lr-steps", "2,4"], ["--lr-steps 2,4", "--lr-schedule constant"]),
         (["--nesterov", "--momentum", "0"], ["--nesterov", "--momentum 0", "above 0"]),
         (["--nesterov", "--optimizer", "adamw"], ["--nesterov", "adamw", "sgd"]),
@@ -155,6 +156,22 @@ def test_an_exception_in_a_layer_names_stage_and_rank(tmp_path: Path, capsys: py
     model = ("--model", "tests.unit.cli.test_train:raising", "--placement", "0:0.0:1", "--cut", "1", "--batch", "8")
     message = fails(capsys, "train", *model, "--steps", "9", "--emulate", "--runs", str(tmp_path))
     assert "stage 1 replica 0 (rank 1, machine 0) failed at 1F" in message and "the layer gave up" in message
+    (log,) = tmp_path.glob("*/log.txt")
+    assert str(log) in message
+    assert "rank 1:\nTraceback" in log.read_text() and 'raise RuntimeError("the layer gave up")' in log.read_text()
+
+
+def test_an_exception_of_our_own_keeps_its_traceback_on_the_screen_and_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(self: Emulation) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(Emulation, "run", run)
+    with pytest.raises(KeyError, match="a bug"):
+        main(["train", "--steps", "2", "--samples", "64", "--emulate", "--runs", str(tmp_path)])
+    (log,) = tmp_path.glob("*/log.txt")
+    assert "Traceback" in log.read_text() and "KeyError: 'a bug'" in log.read_text()
 
 
 def test_a_run_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,15 +191,11 @@ def test_a_run_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_refuses_options_that_the_plan_would_ignore(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train = ["train", "--batch", "8", "--samples", "16", "--steps", "1", "--emulate", "--runs", str(tmp_path)]
     two = [*train, "--placement", "0:0.0:1"]
-    assert "--cut flatten cuts the model into stages but mode dp" in fails(
-        capsys, *two, "--mode", "dp", "--cut", "flatten"
-    )
-    assert "--shares 1:1 cuts the model into stages but mode dp" in fails(
-        capsys, *two, "--mode", "dp", "--shares", "1:1"
-    )
+    assert "--cut flatten changes nothing with --mode dp" in fails(capsys, *two, "--mode", "dp", "--cut", "flatten")
+    assert "--shares 1:1 changes nothing with --mode dp" in fails(capsys, *two, "--mode", "dp", "--shares", "1:1")
     assert "--shares 1:2 names 2 stages but the placement has 1" in fails(capsys, *train, "--shares", "1:2")
     depths = ["--mode", "sync", "--policy", "gpipe", "--depths", "1,1"]
-    assert "--depths 1,1 was given with --policy gpipe" in fails(capsys, *two, *depths)
+    assert "--depths 1,1 changes nothing with --policy gpipe" in fails(capsys, *two, *depths)
     assert not list(tmp_path.iterdir())
 
 
@@ -264,4 +277,6 @@ def test_refuses_a_broken_plan_file(
 
 def test_refuses_options_that_the_plan_file_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "plan.json").write_text("{}")
-    assert "plan.mode" in fails(capsys, "train", "--plan", str(tmp_path / "plan.json"), "--mode", "sync")
+    assert "--mode sync changes nothing with --plan" in fails(
+        capsys, "train", "--plan", str(tmp_path / "plan.json"), "--mode", "sync"
+    )

@@ -1,0 +1,233 @@
+"""What excludes or needs what: one table for every command, over the plain values of options by their flags.
+
+A `Rule` is about one option. It either says that the option changes nothing unless a condition holds, which only
+matters if a user gave it, or that some values of it are impossible unless the condition holds, whoever chose them.
+What depends on a plan, on files or on the machine is checked where those are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stagewright.errors import UserError
+
+Values = Mapping[str, Any]  # of all options of a command, by flag; a condition on an option that it lacks holds
+
+_IMAGES = ("folder", "tar", "ofrecord")
+_SEARCHES = ("plan", "simulate", "value")  # commands that plan without training
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What an option needs, and how a sentence about an option that lacks it ends."""
+
+    holds: Callable[[Values], bool]
+    otherwise: Callable[[Values], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """An option needs a condition.
+
+    With `values`, those values of the option are errors without the condition. Otherwise giving the option at all is,
+    except as `off`, which asks for what happens anyway.
+    """
+
+    flag: str
+    needs: Condition
+    values: tuple[Any, ...] = ()
+    off: Any = False
+    commands: tuple[str, ...] = ()  # that it applies to; if empty: to all that have the option
+    excludes: str = ""  # the other option of an exclusive pair: of two values, the one that was given stays
+
+    def is_broken(self, values: Values, given: Collection[str]) -> bool:
+        value = values[self.flag]
+        if self.values:
+            asked = any(part in self.values for part in _parts(value))
+        else:
+            is_given = self.flag in given and value is not None and not _is_same(value, self.off)
+            asked = is_set(value) if self.excludes else is_given
+        return asked and not self.needs.holds(values)
+
+    def error(self, values: Values) -> UserError:
+        verb = "can't be used" if self.values or self.excludes else "changes nothing"
+        return UserError(f"{_shown(self.flag, values[self.flag])} {verb} {self.needs.otherwise(values)}")
+
+
+def check_rules(values: Values, given: Collection[str], command: str = "train") -> None:
+    """Raise for the first rule that the options of a command break; `given` are the flags that the user gave."""
+    for rule in _rules_of(values, command):
+        if rule.is_broken(values, given):
+            raise rule.error(values)
+
+
+def replaced_options(values: Values, given: Collection[str]) -> set[str]:
+    """The options that others replace: of each exclusive pair with two values, the one that the user did not give."""
+    exclusive = (rule for rule in _rules_of(values, "train") if rule.excludes in given)
+    return {rule.flag for rule in exclusive if rule.flag not in given and rule.is_broken(values, given)}
+
+
+def unused_options(values: Values, given: Collection[str]) -> dict[str, UserError]:
+    """Each given option that would change nothing, with the error that says so."""
+    broken = (rule for rule in _rules_of(values, "train") if not rule.values and rule.is_broken(values, given))
+    return {rule.flag: rule.error(values) for rule in broken}
+
+
+def is_set(value: Any) -> bool:
+    """Whether an option has a value; a number always is one, even 0."""
+    return not (value is None or value is False or value == [] or (isinstance(value, str) and not value.strip(" ,")))
+
+
+def _rules_of(values: Values, command: str) -> Iterator[Rule]:
+    return (rule for rule in RULES if rule.flag in values and command in (rule.commands or (command,)))
+
+
+def _parts(value: Any) -> list[Any]:
+    """A value as a list: of an option that may be repeated, or a text of several names."""
+    if isinstance(value, list):
+        return value
+    return value.split(",") if isinstance(value, str) else [value]
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether two values are equal and both or neither are switches: 0 is not off."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
+def _shown(flag: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag.removeprefix('--')}"
+    return f"{flag} {','.join(map(str, value)) if isinstance(value, list) else value}"
+
+
+# --- Conditions -------------------------------------------------------------------------------------------------------
+
+
+def _either_of(names: Sequence[str]) -> str:
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _is(flag: str, *accepted: str) -> Condition:
+    """An option has one of these values, or is left to its default."""
+    return Condition(
+        lambda values: not is_set(values.get(flag)) or any(part in accepted for part in _parts(values[flag])),
+        lambda values: f"with {_shown(flag, values[flag])}; it needs {flag} {_either_of(accepted)}",
+    )
+
+
+def _with(flag: str) -> Condition:
+    return Condition(
+        lambda values: flag not in values or is_set(values[flag]),
+        lambda values: f"without {flag}; give it as well, or leave this out",
+    )
+
+
+def _without(flag: str) -> Condition:
+    return Condition(
+        lambda values: not is_set(values.get(flag)),
+        lambda values: f"with {_shown(flag, values[flag])}; give one of them",
+    )
+
+
+def _above_zero(flag: str) -> Condition:
+    return Condition(lambda values: values.get(flag) != 0, lambda values: f"with {flag} 0; it needs one above 0")
+
+
+def _zero(flag: str) -> Condition:
+    return Condition(
+        lambda values: not values.get(flag), lambda values: f"with {flag} {values[flag]:g}; give one of them"
+    )
+
+
+def _data(what: str, *kinds: str) -> Condition:
+    """The training or the evaluation data is of one of these kinds."""
+    return Condition(
+        lambda values: (
+            "--data" not in values
+            or any((values.get(flag) or "").partition(":")[0] in kinds for flag in ("--data", "--val"))
+        ),
+        lambda values: f"with --data {values['--data']}; it needs {what}",
+    )
+
+
+def _either(condition: Condition, *others: Condition) -> Condition:
+    """At least one of several conditions; the sentence is about the first."""
+    return Condition(lambda values: any(one.holds(values) for one in (condition, *others)), condition.otherwise)
+
+
+# --- The table --------------------------------------------------------------------------------------------------------
+
+
+def _unused(needs: Condition, *flags: str, off: Any = False, commands: tuple[str, ...] = ()) -> tuple[Rule, ...]:
+    return tuple(Rule(flag, needs, off=off, commands=commands) for flag in flags)
+
+
+def _exclusive(first: str, second: str, commands: tuple[str, ...] = ()) -> tuple[Rule, Rule]:
+    return (
+        Rule(first, _without(second), commands=commands, excludes=second),
+        Rule(second, _without(first), commands=commands, excludes=first),
+    )
+
+
+_CUDA = _is("--device", "cuda")
+_STAGES = _is("--mode", "sync", "stale", "pipedream")
+_STALE = _is("--mode", "stale")
+_SGD = _is("--optimizer", "sgd")
+_IMAGE_DATA = _data("encoded images (folder:, tar: or ofrecord:)", *_IMAGES)
+_OF_PLAN_FILE = ("--placement", "--shares", "--cut", "--mode", "--staleness", "--versions", "--depths", "--policy")
+
+RULES: tuple[Rule, ...] = (
+    # Data
+    *_unused(_data("--data synthetic", "synthetic"), "--samples", "--learnable"),
+    *_unused(_IMAGE_DATA, "--class-names", "--crop", "--normalize", "--loader-threads", "--ahead", "--max-bad"),
+    *_unused(_IMAGE_DATA, "--jitter", "--cutout", off=0),
+    *_unused(_IMAGE_DATA, "--decode", off="cpu"),
+    *_unused(_is("--decode", "cpu", "gpu"), "--ahead"),
+    Rule("--decode", _CUDA, ("gpu",)),
+    Rule("--decode", _zero("--jitter"), ("once",)),
+    # Plan
+    *_unused(_without("--plan"), *_OF_PLAN_FILE, "--batch", "--microbatch", "--microbatches"),
+    *_unused(_STAGES, "--cut", "--shares", "--dynamic"),
+    *_unused(_STALE, "--staleness", "--versions"),
+    *_unused(_is("--policy", "1f1b"), "--depths"),
+    *_exclusive("--cut", "--shares"),
+    *_exclusive("--staleness", "--versions"),
+    # Optimizer and learning rate
+    *_unused(_SGD, "--momentum", "--nesterov"),
+    *_unused(_is("--optimizer", "adamw"), "--beta1", "--beta2", "--eps"),
+    *_unused(_either(_above_zero("--momentum"), _is("--optimizer", "adamw")), "--nesterov", "--predict"),
+    *_unused(_is("--mode", "stale", "pipedream"), "--predict"),
+    *_unused(_SGD, "--lr", commands=("plan",)),
+    *_unused(_with("--lr"), "--momentum", "--nesterov", "--predict", commands=("plan",)),
+    *_unused(_is("--lr-schedule", "step"), "--lr-steps", "--lr-gamma", off=""),
+    *_unused(_is("--lr-schedule", "poly"), "--lr-power"),
+    *_unused(_is("--lr-schedule", "poly", "cosine"), "--lr-final"),
+    Rule("--lr-schedule", _with("--lr-steps"), ("step",)),
+    # Device, precision and speed
+    *_unused(_CUDA, "--share-gpu", "--channels-last", "--deterministic"),
+    *_unused(_CUDA, "--cuda-graph", off="off"),
+    *_unused(_is("--precision", "fp16"), "--loss-scale", "--growth-interval"),
+    Rule("--precision", _CUDA, ("tf32", "fp16")),
+    Rule("--precision", _is("--device", "cpu"), ("fp64",)),
+    Rule("--backend", _CUDA, ("nccl",)),
+    Rule("--backend", _without("--share-gpu"), ("nccl",)),
+    Rule("--cuda-graph", _without("--compile"), ("on",)),
+    # Run
+    *_exclusive("--steps", "--epochs"),
+    *_exclusive("--emulate", "--nodes"),
+    *_unused(_without("--emulate"), "--share-gpu", "--timeout", "--start-timeout", "--max-restarts"),
+    *_unused(_without("--emulate"), "--backend", off="auto"),
+    *_unused(_with("--nodes"), "--node-index", "--token"),
+    # Commands that plan
+    *_unused(_without("--profile"), "--software", "--data", commands=_SEARCHES),
+    *_unused(_with("--cluster"), "--devices", commands=_SEARCHES),
+    *_exclusive("--batch", "--microbatch"),
+    # Other commands
+    *_unused(_without("--serve"), "--once", "--json", commands=("watch",)),
+    *_exclusive("--here", "--topo"),
+    *_exclusive("--here", "--smi"),
+    *_exclusive("--reuse", "--real"),
+    *_unused(_without("--real"), "--jobs", off=1),
+)
