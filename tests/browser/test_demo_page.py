@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.cli import demo
+from stagewright.cli.train import COMMON, PLANS, write_comparison
 from stagewright.config.toml import make_config
 from stagewright.run.train import run
 from tests.browser.conftest import Opened
@@ -28,8 +28,8 @@ def check(opened: Opened, path: Path, *words: str) -> None:
 
 def test_the_page_of_a_small_demo(tmp_path: Path, visit: Callable[..., Opened]) -> None:
     short = {"run": {"steps": 3, "emulate": True, "runs": str(tmp_path)}, "data": {"samples": 64}}
-    results = {name: run(make_config(demo.COMMON, {"plan": plan}, short)) for name, plan in demo.PLANS.items()}
-    path = demo.write_comparison(results)
+    results = {name: run(make_config(COMMON, {"plan": plan}, short)) for name, plan in PLANS.items()}
+    path = write_comparison(results)
     check(visit(path), path)
 
 
