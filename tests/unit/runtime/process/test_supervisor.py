@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ from torch.distributed import TCPStore
 
 from stagewright.errors import RunFailed
 from stagewright.events import Event, Restarted
+from stagewright.runtime.checkpoint.folder import checkpoints_folder
 from stagewright.runtime.faults import RankExit
 from stagewright.runtime.job import Job
 from stagewright.runtime.multinode.meeting import MachineReport, Meeting, MeetingConfig
 from stagewright.runtime.process.rank import KEYS
-from stagewright.runtime.process.supervisor import StartPoint, Supervisor
+from stagewright.runtime.process.supervisor import NewestCheckpoint, StartPoint, Supervisor
 from stagewright.runtime.status_file import status_path
 from tests.parity import Case, make_job
 
@@ -49,6 +51,16 @@ def test_a_start_removes_old_status_files_and_uses_new_keys(supervisor: Supervis
     assert supervisor.environment(0)[KEYS] == "keys/1"
     supervisor.begin(KILLED)
     assert supervisor.environment(0)[KEYS] == "keys/2"
+
+
+def test_ranks_start_where_machine_0_decides_whatever_this_machine_was_told(job: Job) -> None:
+    resumed = replace(job, start=8, resume="runs/a/checkpoints/8")
+    for told in (job, resumed):
+        point = NewestCheckpoint(told)
+        assert point.job(told, 0) == replace(told, start=0, resume=None)
+        later = point.job(told, 12)
+        assert later.start == 12 and later.resume == str(checkpoints_folder(Path(job.folder)) / "12")
+    assert NewestCheckpoint(resumed).job(resumed, 8) == resumed
 
 
 def test_ranks_get_their_place_from_the_usual_environment(supervisor: Supervisor) -> None:
