@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import statistics
 import sys
@@ -96,6 +97,7 @@ def _say(line: str) -> None:
 
 def _report(outcome: Outcome) -> None:
     _say(f"{outcome.steps} steps; at most {outcome.most_partial} checkpoints were being written at a time")
+    _say(f"load of the machine: {', '.join(f'{load:.1f}' for load in os.getloadavg())} on {os.cpu_count()} cores")
     for role in outcome.used:
         _say(_describe_growth(role))
     for line in outcome.wrong or ("the same bits and steps as undisturbed; nothing left behind",):

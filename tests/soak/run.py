@@ -37,6 +37,7 @@ _HOLD_SECONDS = 3.0  # how long a rank is stopped, a cable is cut or a disk is f
 _LONG_CUT_SECONDS = 2.0 * LOST_SECONDS
 _STARTS_KILLED = 2
 _DISK = "24m"
+_STOPPED = 2  # exit code of a run that was interrupted
 _PORT = 29600
 _TAIL = 16384  # bytes of metrics.jsonl that surely hold a step
 _IN_MACHINE = 'mount --bind "$0" /dev/shm && exec "$@"'  # `ip netns exec` has made a mount namespace already
@@ -163,9 +164,8 @@ class Soak:
     folder: Path
     steps: int
     supervisors: dict[int, subprocess.Popen[str]] = field(default_factory=dict)  # by machine
-    say: Callable[[str], None] = print
+    is_resumed: bool = False  # whether machine 0's command resumes
     _started: int = 0
-    _is_resumed: bool = False
 
     def __post_init__(self) -> None:
         for name in ("out", "tmp", "shm"):
@@ -186,7 +186,7 @@ class Soak:
         if self.plan.machines > 1:
             nodes = ",".join(map(self.network.address, range(self.plan.machines)))
             arguments += ["--nodes", nodes, "--lost-timeout", str(LOST_SECONDS), "--join-timeout", str(_PATIENCE)]
-        arguments += ["--resume", str(self.progress.run)] if self._is_resumed else self._options()
+        arguments += ["--resume", str(self.progress.run)] if self.is_resumed else self._options()
         command = [sys.executable, "-m", "stagewright", "train", *arguments]
         inside = self.network.inside(machine, "sh", "-c", _IN_MACHINE, str(self.folder / "shm"), *command)
         self._started += 1
@@ -209,9 +209,12 @@ class Soak:
         for machine in range(self.plan.machines):
             self.start(machine)
 
-    def resume_all(self) -> None:
-        self._is_resumed = True
-        self.start_all()
+    def terminate(self, machine: int) -> None:
+        """Ask a supervisor to stop, and wait until all have, with a checkpoint."""
+        self.supervisors[machine].send_signal(signal.SIGTERM)
+        self.wait(self.is_over, "all supervisors to stop", may_exit=True)
+        if any(process.returncode != _STOPPED for process in self.supervisors.values()):
+            raise SoakFailed(f"not stopped by SIGTERM: {self.last_lines()}")
 
     def environment(self) -> dict[str, str]:
         path = [str(Path(__file__).parent / "clock"), os.environ.get("PYTHONPATH", "")]
@@ -253,13 +256,15 @@ class Soak:
         limit, most = time.monotonic() + _PATIENCE, self.progress.most
         while True:
             self.progress.poll()
+            ended = [machine for machine, process in self.supervisors.items() if process.poll()]
+            if ended and not may_exit:
+                raise SoakFailed(
+                    f"the supervisor of machine {ended[0]} failed, waiting for {what}: {self.last_lines()}"
+                )
             if condition():
                 return
             if self.progress.most > most:
                 limit, most = time.monotonic() + _PATIENCE, self.progress.most
-            ended = [machine for machine, process in self.supervisors.items() if process.poll()]
-            if ended and not may_exit:
-                raise SoakFailed(f"the supervisor of machine {ended[0]} ended, waiting for {what}: {self.last_lines()}")
             if time.monotonic() > limit:
                 raise SoakFailed(f"waited {_PATIENCE:.0f} s for {what}: {self.last_lines()}")
             time.sleep(_POLL_SECONDS)
@@ -331,9 +336,9 @@ def apply(soak: Soak, fault: Fault) -> None:
         case Kind.KILL_SUPERVISOR:
             _kill_supervisor(soak, number)
         case Kind.TERMINATE:
-            soak.supervisors[number].send_signal(signal.SIGTERM)
-            soak.wait(soak.is_over, "all supervisors to stop", may_exit=True)
-            soak.resume_all()
+            soak.terminate(number)
+            soak.is_resumed = True
+            soak.start_all()
         case Kind.STOP:
             stopped = soak.rank(number)
             os.kill(stopped, signal.SIGSTOP)
@@ -395,7 +400,7 @@ def _kill_supervisor(soak: Soak, machine: int) -> None:
     supervisor.wait()
     soak.wait(lambda: not any(Path(f"/proc/{rank}").exists() for rank in own), "its ranks to end", may_exit=True)
     if machine == 0:
-        soak._is_resumed = True
+        soak.is_resumed = True
     soak.start(machine)
 
 
@@ -458,7 +463,7 @@ def _is_past(progress: Progress, starts: int, at: int, fault: Fault) -> bool:
 
 
 @contextmanager
-def opened(plan: SoakPlan, folder: Path, steps: int, say: Callable[[str], None] = print) -> Iterator[Soak]:
+def opened(plan: SoakPlan, folder: Path, steps: int) -> Iterator[Soak]:
     """The machines and the disk of a run; all processes are ended and both are removed at the end."""
     disk = folder / "disk"
     disk.mkdir(parents=True)
@@ -466,7 +471,7 @@ def opened(plan: SoakPlan, folder: Path, steps: int, say: Callable[[str], None] 
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "tmpfs", str(disk)], check=True)
         stack.callback(subprocess.run, ["umount", "--lazy", str(disk)], check=True)
         network = stack.enter_context(machines(plan.machines + 1))
-        soak = Soak(plan, network, folder, steps, say=say)
+        soak = Soak(plan, network, folder, steps)
         try:
             yield soak
         finally:
@@ -500,7 +505,7 @@ def run(
     """Train a plan under a schedule of faults, and compare with the undisturbed run."""
     happened: list[Happened] = []
     wrong: list[str] = []
-    with opened(plan, folder, steps, say) as soak, Sampler(soak.processes, lambda: soak.progress.steps) as sampler:
+    with opened(plan, folder, steps) as soak, Sampler(soak.processes, lambda: soak.progress.steps) as sampler:
         try:
             soak.start_all()
             for fault in schedule:
@@ -527,15 +532,14 @@ def compare(soak: Soak, recorded: Recorded) -> list[str]:
 def run_for(plan: SoakPlan, minutes: float, folder: Path, say: Callable[[str], None] = print) -> Outcome:
     """Train without faults for so long, then stop by SIGTERM: whether anything grows."""
     wrong: list[str] = []
-    with opened(plan, folder, 10**8, say) as soak, Sampler(soak.processes, lambda: soak.progress.steps) as sampler:
+    with opened(plan, folder, 10**8) as soak, Sampler(soak.processes, lambda: soak.progress.steps) as sampler:
         try:
             soak.start_all()
             soak.wait(lambda: soak.progress.steps > 0, "the first step")
             end = time.monotonic() + 60 * minutes
             soak.wait(lambda: time.monotonic() > end, "the time to pass")
             began = time.monotonic()
-            soak.supervisors[0].send_signal(signal.SIGTERM)
-            soak.wait(soak.is_over, "all supervisors to stop", may_exit=True)
+            soak.terminate(0)
             say(f"stopped {time.monotonic() - began:.1f} s after SIGTERM")
             wrong += soak.leftovers()
         except SoakFailed as error:
