@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak.run import Happened, Outcome, record, run, run_for
+from tests.soak.run import Happened, Outcome, SoakFailed, record, run, run_for
 from tests.soak.sample import Growth
 from tests.soak.schedule import (
     PLANS,
@@ -42,8 +42,8 @@ def main() -> int:
             outcome = _soak_for(plan, here, options) if options.minutes else _soak(plan, here, options)
             happened += outcome.happened
             failed |= bool(outcome.wrong)
-    except pytest.skip.Exception as reason:  # no network namespaces
-        print(reason)
+    except (SoakFailed, pytest.skip.Exception) as reason:  # undisturbed, or for want of network namespaces
+        print(f"FAILED: {reason}; files are in {folder}")
         return 1
     print("\n".join(table(happened)))
     if failed:

@@ -36,6 +36,7 @@ _POLL_SECONDS = 0.02
 _HOLD_SECONDS = 3.0  # how long a rank is stopped, a cable is cut or a disk is full
 _LONG_CUT_SECONDS = 2.0 * LOST_SECONDS
 _STARTS_KILLED = 2
+_MAX_RESTARTS = 1_000_000
 _DISK = "24m"
 _STOPPED = 2  # exit code of a run that was interrupted
 _PORT = 29600
@@ -180,10 +181,14 @@ class Soak:
     def exported(self) -> Path:
         return self.folder / "trained.safetensors"
 
-    def start(self, machine: int) -> None:
+    def start(self, machine: int, *, is_emulated: bool = False) -> None:
         """Start the command on a machine: the first one, or once that was resumed the one that resumes."""
         arguments = ["--runs", str(self.runs / f"machine-{machine}")]
-        if self.plan.machines > 1:
+        if is_emulated:
+            arguments.append("--emulate")
+        elif not self.is_resumed:
+            arguments += ["--max-restarts", str(_MAX_RESTARTS)]
+        if self.plan.machines > 1 and not is_emulated:
             nodes = ",".join(map(self.network.address, range(self.plan.machines)))
             arguments += ["--nodes", nodes, "--lost-timeout", str(LOST_SECONDS), "--join-timeout", str(_PATIENCE)]
         arguments += ["--resume", str(self.progress.run)] if self.is_resumed else self._options()
@@ -239,7 +244,6 @@ class Soak:
             "lr": 0.001,
             "steps": self.steps,
             "checkpoint-every": CHECKPOINT_EVERY,
-            "max-restarts": 1_000_000,
             "log-every": 100,
             "export": self.exported,
         }
@@ -491,9 +495,9 @@ def _keep_logs(soak: Soak) -> None:
 
 
 def record(plan: SoakPlan, folder: Path, steps: int) -> Recorded:
-    """Train a plan without faults."""
+    """Train a plan without faults, in one process: with two replicas at most, its bits are those of real ranks."""
     with opened(plan, folder, steps) as soak:
-        soak.start_all()
+        soak.start(0, is_emulated=True)
         soak.wait(soak.is_over, "the undisturbed run")
         assert soak.progress.run is not None
         return Recorded(read_losses(soak.progress.run), soak.exported)
