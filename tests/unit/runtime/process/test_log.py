@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from stagewright.events import BatchLosses, DecodeError, Event, Finished, Ready, Restarted, Unsaved, encode
 from stagewright.metrics import Span, SteadyRate
-from stagewright.runtime.process.log import EventReader, Journal, Ledger, Record
+from stagewright.runtime.process.log import EventHandler, EventReader, Journal, Ledger, Record
 from stagewright.runtime.process.rank import EVENTS, clock_name
 from tests.parity import Case, make_job
 
@@ -111,10 +111,11 @@ def test_close_raises_what_the_event_handler_raised() -> None:
     store = HashStore()
     store.queue_push(EVENTS, encode(Ready(0, 1.0, "clock")))
 
-    def on_event(event: Event) -> None:
-        raise RuntimeError("the handler gave up")
+    class Failing(EventHandler):
+        def handle(self, event: Event) -> None:
+            raise RuntimeError("the handler gave up")
 
-    reader = EventReader(store, on_event)
+    reader = EventReader(store, Failing())
     with pytest.raises(RuntimeError, match="the handler gave up"):
         reader.close()
 
@@ -123,6 +124,6 @@ def test_close_raises_what_the_event_handler_raised() -> None:
 def test_an_event_that_does_not_decode_fails_with_its_kind(text: str) -> None:
     store = HashStore()
     store.queue_push(EVENTS, text)
-    reader = EventReader(store, lambda event: None)
+    reader = EventReader(store, EventHandler())
     with pytest.raises(DecodeError, match=r"kind 'redy' is unknown|Stopped.rank: 'x' is not int"):
         reader.close()

@@ -13,6 +13,7 @@ from stagewright.events import Event, Restarted
 from stagewright.runtime.faults import RankExit
 from stagewright.runtime.job import Job
 from stagewright.runtime.multinode.meeting import MachineReport, Meeting, MeetingConfig
+from stagewright.runtime.process.log import EventHandler
 from stagewright.runtime.process.rank import KEYS
 from stagewright.runtime.process.supervisor import StartPoint, Supervisor
 from stagewright.runtime.status_file import status_path
@@ -20,6 +21,7 @@ from tests.parity import Case, make_job
 
 KILLED = MachineReport(exits=(RankExit(1, -9, "0F3@2", 0),))
 CAUSE = "stage 0 replica 1 (rank 1, machine 0) was killed by SIGKILL at 0F3@2"
+RAISED = MachineReport(exits=(RankExit(1, 1, "0F3@2", 0),))
 
 
 @pytest.fixture
@@ -36,7 +38,9 @@ def events() -> list[Event]:
 def supervisor(job: Job, events: list[Event]) -> Iterator[Supervisor]:
     """The only machine's supervisor; `begin` starts no rank."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    alone = Supervisor(job, events.append, StartPoint(), Meeting(MeetingConfig(store.port, "keys", Path(job.folder))))
+    handler = EventHandler()
+    handler.handle = events.append  # type: ignore[method-assign]
+    alone = Supervisor(job, handler, StartPoint(), Meeting(MeetingConfig(store.port, "keys", Path(job.folder))))
     (Path(job.folder) / "ranks").mkdir()
     yield alone
     alone.close()
@@ -56,22 +60,32 @@ def test_ranks_get_their_place_from_the_usual_environment(supervisor: Supervisor
     assert usual.items() <= supervisor.environment(2).items()
 
 
-def test_a_restart_is_counted_and_the_same_fault_again_is_final(
+def test_a_restart_is_counted_and_the_same_exception_again_is_final(
     supervisor: Supervisor, job: Job, events: list[Event]
 ) -> None:
     supervisor.begin(MachineReport())
-    supervisor.begin(KILLED)
-    assert events == [Restarted(0, CAUSE)]
+    supervisor.begin(RAISED)
+    (restarted,) = events
+    assert isinstance(restarted, Restarted) and "exited with code 1 at 0F3@2" in restarted.cause
     with pytest.raises(RunFailed, match="again after 1 restart"):
+        supervisor.begin(RAISED)
+    assert (Path(job.folder) / "log.txt").read_text().splitlines() == [restarted.cause] * 2
+
+
+def test_the_same_signal_again_restarts_until_no_restart_is_left(supervisor: Supervisor, events: list[Event]) -> None:
+    supervisor.begin(MachineReport())
+    for _ in range(2):
         supervisor.begin(KILLED)
-    assert (Path(job.folder) / "log.txt").read_text().splitlines() == [CAUSE, CAUSE]
+    assert events == [Restarted(0, CAUSE)] * 2
+    with pytest.raises(RunFailed, match=r"was killed by SIGKILL at 0F3@2$"):
+        supervisor.begin(KILLED)
 
 
 def test_another_fault_restarts_until_no_restart_is_left(supervisor: Supervisor) -> None:
     supervisor.begin(MachineReport())
     for batch in range(2):
         supervisor.begin(MachineReport(exits=(RankExit(1, -9, f"0F{batch}@2", 0),)))
-    with pytest.raises(RunFailed, match=r"was killed by SIGKILL at 0F9@2$"):
+    with pytest.raises(RunFailed, match=r"was killed by SIGKILL at 0F9@2 \(the first fault: .* at 0F0@2\)$"):
         supervisor.begin(MachineReport(exits=(RankExit(1, -9, "0F9@2", 0),)))
 
 
