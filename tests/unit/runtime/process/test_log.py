@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 import time
@@ -105,6 +106,26 @@ def test_records_wait_for_space_on_the_disk(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     journal.close()
     assert [json.loads(line)["batch"] for line in path.read_text().splitlines()] == list(range(6))
+
+
+def test_a_rewind_without_space_on_the_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    journal = Journal(path, 0)
+    for batch in range(4):
+        journal.write(Unsaved(batch, "a reason"))
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr("os.fsync", full)
+        journal.rewind(1)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    journal.write(Unsaved(9, "still open"))
+    journal.rewind(1)
+    journal.close()
+    assert [json.loads(line)["batch"] for line in path.read_text().splitlines()] == [0, 1]
 
 
 def test_close_raises_what_the_event_handler_raised() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,12 +37,19 @@ def events() -> list[Event]:
 
 
 @pytest.fixture
-def supervisor(job: Job, events: list[Event]) -> Iterator[Supervisor]:
+def said() -> list[str]:
+    """What the supervisor has said on the screen."""
+    return []
+
+
+@pytest.fixture
+def supervisor(job: Job, events: list[Event], said: list[str]) -> Iterator[Supervisor]:
     """The only machine's supervisor; `begin` starts no rank."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     handler = EventHandler()
     handler.handle = events.append  # type: ignore[method-assign]
-    alone = Supervisor(job, handler, StartPoint(), Meeting(MeetingConfig(store.port, "keys", Path(job.folder))))
+    meeting = Meeting(MeetingConfig(store.port, "keys", Path(job.folder)), said.append)
+    alone = Supervisor(job, handler, StartPoint(), meeting)
     (Path(job.folder) / "ranks").mkdir()
     yield alone
     alone.close()
@@ -94,3 +103,53 @@ def test_a_run_that_was_asked_to_stop_does_not_restart(supervisor: Supervisor) -
     supervisor.stop()
     with pytest.raises(RunFailed, match="was killed by SIGKILL"):
         supervisor.begin(KILLED)
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_restart_waits_for_room_on_the_disk(
+    supervisor: Supervisor, job: Job, events: list[Event], said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor.begin(MachineReport())
+    tries: list[object] = []
+
+    def room(folder: Path) -> None:
+        tries.append(folder)
+        if len(tries) < 3:
+            full_disk()
+
+    monkeypatch.setattr("stagewright.runtime.process.supervisor._require_room", room)
+    monkeypatch.setattr("stagewright.runtime.process.supervisor.log_fault", lambda *_: len(tries) == 3)
+    monkeypatch.setattr("stagewright.runtime.process.supervisor._POLL_SECONDS", 0.0)
+    supervisor.begin(KILLED)
+    waits, restarts = said
+    assert waits.startswith(CAUSE) and "No space left on device" in waits and "waits" in waits
+    assert restarts.startswith(CAUSE) and "restart 1" in restarts and events == [Restarted(0, CAUSE)]
+
+
+def test_a_run_stopped_while_it_waits_for_room_names_the_fault(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor.begin(MachineReport())
+
+    def stopped(folder: Path) -> None:
+        supervisor.is_stopping = True
+        full_disk()
+
+    monkeypatch.setattr("stagewright.runtime.process.supervisor._require_room", stopped)
+    with pytest.raises(RunFailed, match=r"was killed by SIGKILL at 0F3@2; the disk of .* is full"):
+        supervisor.begin(KILLED)
+
+
+def test_faults_that_the_log_had_no_room_for_are_logged_later(
+    supervisor: Supervisor, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor.begin(MachineReport())
+    log = Path(job.folder) / "log.txt"
+    log.symlink_to("/dev/full")
+    supervisor.begin(KILLED)
+    log.unlink()
+    supervisor.begin(KILLED)
+    assert log.read_text().splitlines() == [CAUSE, CAUSE]
