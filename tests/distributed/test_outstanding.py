@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from stagewright.events import Record, Saved
-from stagewright.runtime.checkpoint.commit import Committer
 from stagewright.runtime.checkpoint.folder import list_folders
+from stagewright.runtime.checkpoint.format import sync_folder
 from stagewright.runtime.process.launch import launch
 from stagewright.runtime.process.log import Ledger
 from tests.keeping import keeping
@@ -25,22 +24,21 @@ def test_at_most_two_checkpoints_are_outstanding(tmp_path: Path, monkeypatch: py
     job = keeping(make_job(Case("plain", "0:0.0:1", "third", steps=BATCHES), tmp_path), every=1, keep=2)
     records: list[Record] = []
     seen: list[int] = []
-    commit = Committer._commit
 
     def count_partial() -> int:
         seen.append(len(list(Path(job.folder).glob("checkpoints/*.partial"))))
         return seen[-1]
 
-    def slow_commit(self: Committer, *arguments: Any) -> Saved:
+    def slow_sync(folder: Path) -> None:
         if not seen:
             wait_until(lambda: count_partial() >= 2)
             for _ in range(50):  # ranks that did not wait would write all others meanwhile
                 time.sleep(0.02)
                 count_partial()
         count_partial()
-        return commit(self, *arguments)
+        sync_folder(folder)
 
-    monkeypatch.setattr(Committer, "_commit", slow_commit)
+    monkeypatch.setattr("stagewright.runtime.checkpoint.commit.sync_folder", slow_sync)
     with Ledger(job, records.append) as ledger:
         launch(job, ledger)
     saved = [record for record in records if isinstance(record, Saved)]

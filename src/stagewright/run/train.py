@@ -129,20 +129,20 @@ def _run(config: Config, console: Console, site: Site | ExternalGroup | None) ->
 def _run_host(job: Job, console: Console, site: Site | ExternalGroup | None, predicted: float | None) -> Result:
     """Run a job's ranks, collect their events, and write the trace and the summary."""
     folder, began = Path(job.folder), time.time()
-    with (
-        RunConsole(console, job.batches, job.plan.batch, job.config.run.log_every) as progress,
-        tracked(job.config, folder, progress.warn) as track,
-        Ledger(job, fan_out(track, progress.show)) as ledger,
-        monitored(job, track, progress.warn) as monitor,
-    ):
-        try:
+    try:
+        with (
+            RunConsole(console, job.batches, job.plan.batch, job.config.run.log_every) as progress,
+            tracked(job.config, folder, progress.warn) as track,
+            Ledger(job, fan_out(track, progress.show)) as ledger,
+            monitored(job, track, progress.warn) as monitor,
+        ):
             exported = _execute(job, ledger, site, progress.say)
-        except Interrupted as error:
-            raise Interrupted(error.when, _how_to_resume(folder)) from None
-        except RunFailed as error:
-            short = ledger.collector.shortage
-            advice = None if short is None else memory_advice(job.config, job.plan, short.rank, short.room)
-            raise RunFailed("; ".join(filter(None, (str(error), advice, _how_to_resume(folder))))) from error
+    except Interrupted as error:
+        raise Interrupted(error.when, _how_to_resume(folder)) from None
+    except RunFailed as error:
+        short = ledger.collector.shortage
+        advice = None if short is None else memory_advice(job.config, job.plan, short.rank, short.room)
+        raise RunFailed("; ".join(filter(None, (str(error), advice, _how_to_resume(folder))))) from error
     collector = ledger.collector
     if collector.stopped_at is not None:
         raise Interrupted(f"after step {collector.stopped_at}", _how_to_resume(folder, collector.stopped_at))

@@ -22,7 +22,6 @@ from safetensors.torch import load, save, save_file
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from stagewright.errors import first_line
 from stagewright.events import Emit, Event, Finished, Ready, Stopped, encode
 from stagewright.plan.plan import Plan, Stage
 from stagewright.runtime.checkpoint.folder import open_checkpoint
@@ -194,7 +193,7 @@ def _wait(pending: Pending) -> None:
     except FormatError:
         raise
     except RuntimeError as error:
-        raise LostPeer(first_line(error)) from error
+        raise LostPeer.because(error) from error
 
 
 if __name__ == "__main__":

@@ -226,7 +226,7 @@ class Supervisor:
         """Write what a start needs; before a restart, why the disk has no room for it, or None where it has."""
         try:
             if decision.cause is not None:
-                _require_room(self._folder)
+                require_room(self._folder)
                 self._log()
                 self._handler.handle(Restarted(decision.batch, decision.cause))
             for rank in self._ranks:
@@ -251,7 +251,7 @@ class Supervisor:
         return PrefixStore(str(self._meeting.start), self._meeting.open_store())
 
 
-def _require_room(folder: Path) -> None:
+def require_room(folder: Path) -> None:
     """Raise OSError unless the disk has room for the files of a start; some systems only know by writing."""
     scratch = folder / ".room"
     try:

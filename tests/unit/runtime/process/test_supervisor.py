@@ -120,9 +120,8 @@ def test_a_restart_waits_for_room_on_the_disk(
         if len(tries) < 3:
             full_disk()
 
-    monkeypatch.setattr("stagewright.runtime.process.supervisor._require_room", room)
+    monkeypatch.setattr("stagewright.runtime.process.supervisor.require_room", room)
     monkeypatch.setattr("stagewright.runtime.process.supervisor.log_fault", lambda *_: len(tries) == 3)
-    monkeypatch.setattr("stagewright.runtime.process.supervisor._POLL_SECONDS", 0.0)
     supervisor.begin(KILLED)
     waits, restarts = said
     assert waits.startswith(CAUSE) and "No space left on device" in waits and "waits" in waits
@@ -138,7 +137,7 @@ def test_a_run_stopped_while_it_waits_for_room_names_the_fault(
         supervisor.is_stopping = True
         full_disk()
 
-    monkeypatch.setattr("stagewright.runtime.process.supervisor._require_room", stopped)
+    monkeypatch.setattr("stagewright.runtime.process.supervisor.require_room", stopped)
     with pytest.raises(RunFailed, match=r"was killed by SIGKILL at 0F3@2; the disk of .* is full"):
         supervisor.begin(KILLED)
 
