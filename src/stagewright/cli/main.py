@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import signal
 import sys
@@ -16,7 +15,7 @@ from types import FrameType
 from typing import NoReturn
 
 from stagewright.cli.parser import USER_ERROR, make_parser
-from stagewright.errors import RunFailed, UserError, printable
+from stagewright.errors import DISK_FULL, RunFailed, UserError, printable
 from stagewright.run.folder import is_run, newest
 
 _MOST_SHOWN = 800  # characters of an error
@@ -43,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         sys.exit(USER_ERROR)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_FULL:
             _fail(f"{error.filename or 'a file'} could not be written: {error.strerror}; make room on the disk")
         if error.filename is None:
             raise
