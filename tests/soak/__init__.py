@@ -5,7 +5,10 @@
                   └─────────────────────────┘
 
 schedule    plans, kinds of faults, and the schedule as a value made from a seed
-run         machines in network namespaces that train while the faults of a schedule happen to them
+run         trains under a schedule of faults, measures what each costs, and compares
+processes   one run: its machines in network namespaces, its supervisors and ranks, its disk
+faults      how each kind of fault is made to happen
+progress    how far a run is, from its metrics
 sample      memory, threads and files of processes over time, and their slopes
 check       what must hold at the end, as functions of values
 shrink      the smallest schedule that still fails

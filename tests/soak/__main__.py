@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak.run import Happened, Outcome, SoakFailed, record, run, run_for
+from tests.soak.processes import SoakFailed
+from tests.soak.run import Happened, Outcome, record, run, run_for
 from tests.soak.sample import Growth
 from tests.soak.schedule import (
     PLANS,

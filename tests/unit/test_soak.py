@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from tests.soak.__main__ import table
 from tests.soak.check import check_bounds, check_leftovers, check_steps, check_weights, count_partial
+from tests.soak.progress import Progress, Start, longest_gap, read_losses
 from tests.soak.run import Happened
 from tests.soak.sample import Sample, growth, slope
 from tests.soak.schedule import (
@@ -134,6 +136,33 @@ def test_finds_what_grows() -> None:
     (wrong,) = check_bounds([replace(used, most_threads=1000)], most_partial=0)
     assert "1000 threads" in wrong
     assert slope([[(1.0, 1.0)]]) is None
+
+
+def test_follows_a_run_by_its_metrics(tmp_path: Path) -> None:
+    run = tmp_path / "machine-0" / "run"
+    progress = Progress(tmp_path)
+    progress.poll()
+    assert progress.run is None and progress.steps == 0
+    (run / "checkpoints" / "3").mkdir(parents=True)
+    for name in ("4.partial", "5.partial"):
+        (run / "checkpoints" / name).mkdir()
+    records = [
+        {"kind": "step", "batch": batch, "loss": 2.0, "seconds": batch + 7.0 * (batch > 3)} for batch in range(6)
+    ]
+    lines = [json.dumps(record) + "\n" for record in records]
+    (run / "metrics.jsonl").write_text("".join(lines) + '{"kind": "step", "batch": 6, "lo')
+    progress.poll()
+    assert (progress.steps, progress.most, progress.most_partial, progress.has_checkpoint()) == (6, 6, 2, False)
+    draft = run / "metrics.draft"
+    draft.write_text("".join(lines[:3]) + '{"kind": "restarted", "batch": 3, "cause": "killed"}\n')
+    draft.replace(run / "metrics.jsonl")
+    (run / "checkpoints" / "3" / "manifest.json").touch()
+    progress.poll()
+    assert (progress.steps, progress.most, progress.has_checkpoint()) == (3, 6, True)
+    assert progress.starts[1:] == [Start(before=6, steps=3)]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    assert longest_gap(run, first=2) == longest_gap(run, first=4) == 8.0 and longest_gap(run, first=5) == 1.0
+    assert read_losses(run) == [(batch, 2.0) for batch in range(6)]
 
 
 # --- shrinking --------------------------------------------------------------------------------------------------------
