@@ -79,7 +79,7 @@ def _soak(plan: SoakPlan, folder: Path, options: argparse.Namespace) -> Outcome:
         return run(plan, part, recorded, folder / f"run-{next(numbers)}", steps, _say)
 
     outcome = attempt(schedule)
-    _report(outcome)
+    _report(outcome, "the same bits and steps as undisturbed; nothing left behind")
     if outcome.wrong and options.attempts:
         _print_minimal(plan, shrink(schedule, lambda part: bool(attempt(part).wrong), options.attempts), steps)
     return outcome
@@ -88,7 +88,7 @@ def _soak(plan: SoakPlan, folder: Path, options: argparse.Namespace) -> Outcome:
 def _soak_for(plan: SoakPlan, folder: Path, options: argparse.Namespace) -> Outcome:
     print(f"{plan.mode} {plan.placement}: {options.minutes:g} minutes without faults", flush=True)
     outcome = run_for(plan, options.minutes, folder / "run", _say)
-    _report(outcome)
+    _report(outcome, "nothing grows; nothing left behind")
     return outcome
 
 
@@ -96,13 +96,13 @@ def _say(line: str) -> None:
     print(f"  {line}", flush=True)
 
 
-def _report(outcome: Outcome) -> None:
+def _report(outcome: Outcome, fine: str) -> None:
     _say(f"{outcome.steps} steps; at most {outcome.most_partial} checkpoints were being written at a time")
     _say(f"load of the machine: {', '.join(f'{load:.1f}' for load in os.getloadavg())} on {os.cpu_count()} cores")
     for role in outcome.used:
         _say(_describe_growth(role))
-    for line in outcome.wrong or ("the same bits and steps as undisturbed; nothing left behind",):
-        _say(line if not outcome.wrong else f"WRONG: {line}")
+    for line in [f"WRONG: {wrong}" for wrong in outcome.wrong] or [fine]:
+        _say(line)
 
 
 def _describe_growth(role: Growth) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 _SECONDS = 1.0  # between samples
 _WARM_UP = 0.2  # of a process's samples since its first step, which are left out of its slope: caches and pools fill
+_LEAST_STEPS = 100  # of a process that has a slope
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def _growth_of(role: str, samples: list[Sample]) -> Growth:
     processes: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         processes[sample.process].append(sample)
-    warm = [_warmed_up(own) for own in processes.values()]
+    warm = [own for own in map(_warmed_up, processes.values()) if own and own[-1].steps - own[0].steps >= _LEAST_STEPS]
 
     def slope_of(value: Callable[[Sample], float]) -> float | None:
         found = slope([[(sample.steps, value(sample)) for sample in own] for own in warm])

@@ -125,7 +125,7 @@ def test_counts_checkpoints_that_are_being_written() -> None:
 def test_finds_what_grows() -> None:
     samples = [Sample("rank 0", 1, 0, 5, 1, 1)] * 9  # the start, which does not count
     samples += [Sample("rank 0", 1, step, (100 << 20) + step * 4096, 8, 20) for step in range(100, 1100, 10)]
-    samples += [Sample("rank 0", 2, step, (300 << 20) + step * 4096, 8, 20) for step in range(2000, 2100, 10)]
+    samples += [Sample("rank 0", 2, step, (300 << 20) + step * 4096, 8, 20) for step in range(2000, 2200, 10)]
     (used,) = growth(samples)
     assert used.rss_slope == pytest.approx(4096 * 1000) and used.threads_slope == 0
     assert check_bounds([used], most_partial=2) == []
