@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,14 @@ def test_a_profile_decides_devices_software_and_sizes() -> None:
     assert elsewhere.cluster.name == shipped().cluster("titan-v-8").name
     with pytest.raises(UserError, match="has no links; profile again with --together 2"):
         make_setting(profile_of("a", has_links=False), None, "fp32")
+
+
+def test_the_measured_machine_has_the_slowest_of_its_links() -> None:
+    links = (Transfer(0, 1, 3e9, 1e-5), Transfer(0, 2, 1e9, 2e-5), Transfer(1, 2, 2e9, 3e-5))
+    ceilings = Ceilings({"fp32": 1e9}, 1e9, 5e8, 1e8, links)
+    cluster = make_setting(replace(profile_of("a", together=3), ceilings=ceilings), None, "fp32").cluster
+    found = {cluster.link(one, other) for one, other in combinations(cluster.devices, 2)}
+    assert {(link.bandwidth, link.latency) for link in found} == {(1e9, 2e-5)}
 
 
 def test_a_run_is_planned_by_its_profile_or_by_the_catalog(tmp_path: Path) -> None:
