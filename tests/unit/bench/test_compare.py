@@ -129,6 +129,7 @@ def test_benches_are_compared_per_configuration() -> None:
     assert [pair.is_significant for pair in found.pairs] == [False, True] and found.is_comparable
     assert found.pairs[1].ratio.value == pytest.approx(1.3) and "B is faster: 1.30 x" in found.pairs[1].summary
     assert found.notes == ("only in one of them: gone, synthetic",)
+    assert compare_benches("b", "a", second, first).notes == found.notes, "whichever of them has it"
 
 
 def test_the_smaller_of_two_times_is_faster() -> None:
