@@ -89,7 +89,7 @@ def test_a_run_is_predicted_only_by_a_profile_of_as_many_processes(tmp_path: Pat
     found = prediction_setting(config_of(profile_of("a", "b"), tmp_path / "p.json"), TWO)
     assert found is not None and len(found.cluster.devices) == 2
     single = config_of(profile_of("a", together=1, has_links=False), tmp_path / "p.json")
-    with pytest.raises(UserError, match=r"1 processes .* 2 ranks; profile again with --together 2"):
+    with pytest.raises(UserError, match=r"1 process .* 2 ranks; profile again with --together 2"):
         prediction_setting(single, TWO)
     alone = prediction_setting(single, make_plan(parse_placement("0:0"), batch=8))
     assert alone is not None and len(alone.cluster.devices) == 1
