@@ -89,8 +89,11 @@ def link_checkpoints(store: Store, folder: Path, session: str) -> bool:
 
 
 def _digest(job: Job) -> str:
-    """A hash of the rest of the job: what crosses each cut, and when the ranks pause."""
-    same = TypeAdapter(Job).dump_python(replace(job, folder="", resume=None, config=type(job.config)()))
+    """A hash of the rest of the job: what crosses each cut, and when the ranks pause.
+
+    Not where the run starts: machine 0 decides that, and a machine that is started again may know a newer checkpoint.
+    """
+    same = TypeAdapter(Job).dump_python(replace(job, folder="", start=0, resume=None, config=type(job.config)()))
     text = json.dumps(
         same, sort_keys=True, default=lambda value: sorted(value) if isinstance(value, Set) else str(value)
     )

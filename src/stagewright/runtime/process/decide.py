@@ -88,6 +88,12 @@ def decide(state: State, reports: Mapping[int, MachineReport], waited: float) ->
         )
     batches = reports[0].batches
     batch = min(batches) if blind else max(batches)
+    if apart := [machine for machine in blind if batch not in reports[machine].batches]:
+        return _fail(
+            f"{state.machines[apart[0]]} starts at batch {min(reports[apart[0]].batches)} but machine 0 at {batch}; "
+            "give the same checkpoint with --resume on each machine",
+            fault,
+        )
     if fault is None:
         return Decision(StartDecision(batch))
     return Decision(StartDecision(batch, state.restarts + 1, fault.text), fault)

@@ -66,6 +66,8 @@ class NewestCheckpoint(StartPoint):
     def job(self, job: Job, batch: int) -> Job:
         if batch == job.start:
             return job
+        if batch == 0:  # machine 0 starts anew, this machine was told to resume
+            return replace(job, start=0, resume=None)
         return replace(job, start=batch, resume=str(checkpoints_folder(self._folder) / str(batch)))
 
 

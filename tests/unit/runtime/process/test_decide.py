@@ -92,6 +92,20 @@ TABLE = {
     "a fault that is known stays": (replace(AFTER, fault=SILENT), {0: WELL, 1: KILLED}, 20.0, restarts(1, SILENT)),
     "blind machines start from the beginning": (FIRST, {0: WELL, 1: BLIND}, 0.0, Decision(StartDecision(0))),
     "blind machines restart from the beginning": (AFTER, {0: KILLED, 1: BLIND}, 0.0, restarts(1, FAULT, batch=0)),
+    "blind machines start where machine 0 does": (
+        FIRST,
+        {0: MachineReport({}, (8,)), 1: BLIND},
+        0.0,
+        Decision(StartDecision(8)),
+    ),
+    "blind machines do not start elsewhere": (
+        FIRST,
+        {0: MachineReport({}, (8,)), 1: replace(BLIND, batches=(4,))},
+        0.0,
+        fails(
+            "machine 1 (b) starts at batch 4 but machine 0 at 8; give the same checkpoint with --resume on each machine"
+        ),
+    ),
     "machine 1 waits for machine 0": (replace(AFTER, machine=1), {1: replace(WELL, lost=(0,))}, 0.0, Decision()),
     "machine 1 waits where machine 0 is there": (
         replace(AFTER, machine=1, restarts=2),

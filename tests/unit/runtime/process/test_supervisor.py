@@ -14,6 +14,7 @@ from torch.distributed import TCPStore
 
 from stagewright.errors import RunFailed
 from stagewright.events import Event, Restarted
+from stagewright.runtime.checkpoint.folder import checkpoints_folder
 from stagewright.runtime.faults import RankExit
 from stagewright.runtime.job import Job
 from stagewright.runtime.multinode.meeting import MachineReport, Meeting, MeetingConfig
@@ -65,6 +66,16 @@ def test_a_start_removes_old_status_files_and_uses_new_keys(supervisor: Supervis
     assert supervisor.environment(0)[KEYS] == "keys/1"
     supervisor.begin(KILLED)
     assert supervisor.environment(0)[KEYS] == "keys/2"
+
+
+def test_ranks_start_where_machine_0_decides_whatever_this_machine_was_told(job: Job) -> None:
+    resumed = replace(job, start=8, resume="runs/a/checkpoints/8")
+    for told in (job, resumed):
+        point = NewestCheckpoint(told)
+        assert point.job(told, 0) == replace(told, start=0, resume=None)
+        later = point.job(told, 12)
+        assert later.start == 12 and later.resume == str(checkpoints_folder(Path(job.folder)) / "12")
+    assert NewestCheckpoint(resumed).job(resumed, 8) == resumed
 
 
 def test_ranks_get_their_place_from_the_usual_environment(supervisor: Supervisor) -> None:
