@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import os
@@ -9,9 +10,12 @@ import re
 import socket
 import subprocess
 import sys
+from collections import OrderedDict
+from html import unescape
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import stagewright
 from stagewright import __main__ as entry
@@ -22,6 +26,7 @@ from stagewright.run.train import run
 from stagewright.runtime.multinode.nodes import bound_to
 from stagewright.runtime.multinode.tunnel import TunnelServer, check_access
 from tests.commands import prints
+from tests.pictures import jpeg
 from tests.unit.api.test_training import make_net
 from tests.waiting import LONG
 
@@ -124,3 +129,69 @@ def test_paths_that_are_not_utf_8_are_refused_before_a_run_starts(
         main(["train", "--model", "resnet8", "--image", "8", "--batch", "8", "--steps", "1", "--emulate", *options])
     shown = capsys.readouterr().err
     assert ended.value.code == 2 and "UTF-8" in shown and shown.count("\n") == 1 and shown[:-1].isprintable()
+
+
+EVIL = "\x1b[2J\rx\nstagewright: forged\u202e[b]"  # clears the screen, forges a line, turns text around, is markup
+
+
+UNIT = "layer\x1b[2J\u202e[b]"
+
+
+def make_evil() -> nn.Module:
+    return nn.Sequential(OrderedDict({"first": nn.Flatten(), UNIT: nn.Linear(192, 10)}))
+
+
+def test_names_do_not_control_the_terminal_or_forge_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names of units, classes, files and folders went to the screen, report.md and log.txt as they were."""
+    images = tmp_path / EVIL / "data"
+    for name in ("cat", EVIL):
+        (images / name).mkdir(parents=True)
+        (images / name / f"{EVIL}.jpg").write_bytes(jpeg(8))
+    (images / "cat" / f"bad{EVIL}.jpg").write_bytes(b"not a picture")
+    shown: list[str] = []
+
+    def run_command(*arguments: object) -> None:
+        with contextlib.suppress(SystemExit):
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        shown.append(captured.out + captured.err)
+
+    run_command("data", "inspect", f"folder:{images}", "--sheet", tmp_path / f"{EVIL}.png")
+    run_command("data", "index", f"folder:{images}x")
+    run_command("data", "convert", f"folder:{images}", f"tar:{tmp_path}/{EVIL}.tar")
+    few = ("--model", f"{__name__}:make_evil", "--image", "8", "--batch", "2", "--microbatches", "2", "--emulate")
+    plan = ("--placement", "0:0.0:1", "--cut", UNIT, "--runs", tmp_path / EVIL, "--lr", "0.5")
+    run_command("train", *few, *plan, "--data", f"folder:{images}", "--steps", "3", "--checkpoint-every", "1")
+    (folder,) = (tmp_path / EVIL).glob("*-make_evil-*")
+    run_command("report", folder)
+    run_command("watch", folder, "--once")
+    run_command("compare", folder, folder)
+    run_command("checkpoint", "list", folder)
+    run_command("checkpoint", "show", folder)
+    run_command("checkpoint", "verify", folder / "checkpoints" / EVIL)
+    run_command("plan", EVIL)
+    run_command("train", EVIL)
+    run_command("train", f"--{EVIL}", "1")
+    run_command("train", "--mode", EVIL)
+    run_command("report", f"{folder}{EVIL}")
+    shown += [(folder / name).read_text() for name in ("report.md", "log.txt")]
+    shown.append(unescape(re.sub("<(script|style).*?</(script|style)>", "", (folder / "report.html").read_text())))
+    for text in shown:
+        assert text and not [line for line in text.split("\n") if not line.isprintable()]
+        assert not re.search("^stagewright: forged", text, re.MULTILINE)
+    assert sum("forged" in text for text in shown) >= 12, "the names are shown, as escapes"
+    tables = {"checkpoints": json.loads(prints(capsys, "checkpoint", "list", str(folder), "--json"))["checkpoints"]}
+    assert tables["checkpoints"][0]["folder"].startswith(str(folder)), "JSON has names as they are"
+
+
+def test_everything_printed_is_cleaned_in_one_place() -> None:
+    """`print` is for JSON, and `console.print` for tables and timelines: text goes through `say` and `print_lines`."""
+    found = []
+    for path in Path(stagewright.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and node.args and "print" in (name := ast.unparse(node.func))[-5:]:
+                raw = [argument for argument in node.args if isinstance(argument, ast.JoinedStr | ast.BinOp)]
+                is_json = ast.unparse(node.args[0]).startswith("json.dumps")
+                if raw or (name == "print" and not is_json and path.name != "background_load.py"):
+                    found.append(f"{path.name}:{node.lineno} {ast.unparse(node)[:60]}")
+    assert not found

@@ -31,7 +31,8 @@ def run(parsed: argparse.Namespace) -> None:
         print(json.dumps(result.summary))
         return
     if result.summary["machine"]:
-        console.print(f"done; metrics and weights are on machine 0, this machine's files in {result.folder}")
+        where = f"this machine's files in {result.folder}"
+        say(console, f"done; metrics and weights are on machine 0, {where}", soft_wrap=True)
         return
     speed = result.summary["images_per_second"]
     lines = [f"done: {counted(result.summary['batches'], 'step')}" + (f", {speed:.0f} images/s" if speed else "")]
@@ -42,7 +43,7 @@ def run(parsed: argparse.Namespace) -> None:
     lines.append(f"files: {result.folder}")
     if (report := result.folder / "report.html").exists():
         lines.append(f"report: {report}")
-    say(console, "\n".join(lines), soft_wrap=True)
+    say(console, *lines, soft_wrap=True)
 
 
 # --- The demo ---------------------------------------------------------------------------------------------------------
@@ -69,8 +70,8 @@ def run_demo(parsed: argparse.Namespace) -> None:
     console.print(_table(results))
     console.print("Stale weights learn a little more slowly at first; docs/learning.md shows how much of that remains.")
     for name, result in results.items():
-        console.print(f"{name}: files in {result.folder}", highlight=False, soft_wrap=True)
-    console.print(f"open in a browser: {write_comparison(results)}", highlight=False, soft_wrap=True)
+        say(console, f"{name}: files in {result.folder}", soft_wrap=True)
+    say(console, f"open in a browser: {write_comparison(results)}", soft_wrap=True)
 
 
 def write_comparison(results: dict[str, Result]) -> Path:

@@ -25,7 +25,7 @@ from torch import Tensor
 from stagewright.cluster.placement import format_devices
 from stagewright.config.sections import Config
 from stagewright.config.toml import as_toml
-from stagewright.errors import Interrupted, RunFailed, UserError, counted, first_line
+from stagewright.errors import Interrupted, RunFailed, UserError, counted, first_line, printable
 from stagewright.events import Evaluated, Step
 from stagewright.hardware.environment import read_environment
 from stagewright.plan.estimate import Estimate
@@ -91,7 +91,7 @@ def _run(config: Config, console: Console, site: Site | ExternalGroup | None) ->
 
     def warn(warning: str) -> None:
         warnings.append(warning)
-        console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+        say(console, f"warning: {warning}", soft_wrap=True)
 
     if config.run.export:
         require_target(Path(config.run.export))
@@ -104,7 +104,7 @@ def _run(config: Config, console: Console, site: Site | ExternalGroup | None) ->
     job = prepared.job
     with run_lock(Path(job.folder)), traceback_in_log(Path(job.folder)):
         _write_start(job, warnings)
-        say(console, _headline(job), soft_wrap=True)
+        say(console, *_headline(job), soft_wrap=True)
         if isinstance(site, Site) and not site.is_host:
             return _run_other_machine(job, site, console)
         if group is not None:
@@ -229,10 +229,10 @@ def _write_start(job: Job, warnings: Sequence[str] = ()) -> None:
     known = {"command": sys.argv} | read_environment().describe()
     (folder / "env.json").write_text(json.dumps(known, indent=1))
     with (folder / "log.txt").open("a") as log:
-        log.writelines(f"warning: {warning}\n" for warning in warnings)
+        log.writelines(f"warning: {printable(warning)}\n" for warning in warnings)
 
 
-def _headline(job: Job) -> str:
+def _headline(job: Job) -> tuple[str, str]:
     """What is about to run, in two lines."""
     plan = job.plan
     parts = []
@@ -242,8 +242,8 @@ def _headline(job: Job) -> str:
         parts.append(f"stage {stage.index} on {format_devices(devices)}{first}{lag}")
     microbatches, steps = counted(plan.microbatches, "microbatch", "es"), counted(job.batches, "step")
     return (
-        f"{job.config.model.name}, mode {plan.mode}: {'; '.join(parts)}\n"
-        f"batch {plan.batch} in {microbatches}, {steps}, files in {job.folder}"
+        f"{job.config.model.name}, mode {plan.mode}: {'; '.join(parts)}",
+        f"batch {plan.batch} in {microbatches}, {steps}, files in {job.folder}",
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from stagewright.errors import RunFailed, UserError, first_line
+from stagewright.errors import RunFailed, UserError, first_line, printable, printable_lines
 from stagewright.events import Failure, Shortage, SignedInt
 from stagewright.metrics import GIB
 from stagewright.plan.plan import Plan
@@ -121,9 +121,9 @@ def describe_fault(
 def log_fault(folder: Path, fault: Fault, failures: Sequence[Failure]) -> None:
     """Append the fault and the traceback of every rank, also of those that only lost a peer, to the run's log."""
     with (folder / "log.txt").open("a") as log:
-        log.write(f"{fault.text}\n")
+        log.write(f"{printable(fault.text)}\n")
         for failure in failures:
-            log.write(f"rank {failure.rank}:\n{failure.traceback}\n")
+            log.write(f"rank {failure.rank}:\n{printable_lines(failure.traceback)}\n")
 
 
 @contextmanager
@@ -135,7 +135,7 @@ def traceback_in_log(folder: Path) -> Iterator[None]:
         raise
     except Exception:
         with (folder / "log.txt").open("a") as log:
-            log.write(traceback.format_exc())
+            log.write(printable_lines(traceback.format_exc()))
         raise
 
 

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stagewright.errors import counted
+from stagewright.errors import counted, printable
 from stagewright.events import Evaluated, Restarted, Resumed, Step, Usage, read_records, read_usage
 from stagewright.metrics import MIB, steady_rate
 from stagewright.report.charts import format_number, format_seconds
@@ -182,7 +182,7 @@ def as_line(snapshot: Snapshot) -> str:
 def as_screen(snapshot: Snapshot, width: int) -> RenderableType:
     """A snapshot as a screen of a terminal."""
     parts: list[RenderableType] = [
-        Text(f"{snapshot.name}: {snapshot.state}", style="bold", overflow="ellipsis", no_wrap=True)
+        Text(printable(f"{snapshot.name}: {snapshot.state}"), style="bold", overflow="ellipsis", no_wrap=True)
     ]
     if snapshot.batches:
         parts.append(_progress(snapshot.done / snapshot.batches, min(width, 80) - 1))
