@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import time
 from collections import OrderedDict
 from html import unescape
 from pathlib import Path
@@ -21,6 +23,7 @@ import stagewright
 from stagewright import __main__ as entry
 from stagewright.cli.main import main
 from stagewright.config.toml import make_config
+from stagewright.metrics import speed_words
 from stagewright.report.live.terminal import PipeSafeConsole
 from stagewright.run.train import run
 from stagewright.runtime.multinode.nodes import bound_to
@@ -195,3 +198,32 @@ def test_everything_printed_is_cleaned_in_one_place() -> None:
                 if raw or (name == "print" and not is_json and path.name != "background_load.py"):
                     found.append(f"{path.name}:{node.lineno} {ast.unparse(node)[:60]}")
     assert not found
+
+
+SMALL = ("--model", f"{__name__}:make_net", "--image", "8", "--batch", "8", "--samples", "16", "--emulate")
+
+
+def test_a_run_says_what_its_speed_and_accuracy_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The speed of a short run counted its warm-up, top-1 was of training data, and a clock jump made seconds negative."""
+    clock = itertools.count(2e9, -1000.0)
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    out = prints(capsys, "train", *SMALL, "--steps", "4", "--eval-every", "2", "--runs", str(tmp_path))
+    (folder,) = tmp_path.iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    words = speed_words(summary["images_per_second"], summary["steady_steps"])
+    assert f"done: 4 steps, {words}\n" in out and words in (folder / "report.md").read_text()
+    assert "(16 samples of the training data)" in out and summary["evaluated_on"] == "training data"
+    assert "on 16 samples of the training data" in (folder / "report.md").read_text()
+    assert "on training data" in prints(capsys, "watch", str(folder), "--once")
+    assert json.loads(prints(capsys, "watch", str(folder), "--json"))["evaluated_on"] == "training data"
+    assert 0 <= summary["seconds"] < LONG
+
+
+def test_a_speed_names_the_steps_that_it_counts() -> None:
+    assert speed_words(2867.4, 41) == "2,867 images/s over the last 41"
+    assert speed_words(0.25, 41) == "0.25 images/s over the last 41"
+    assert "not known" in speed_words(1714.0, 0) and "1,714 images/s" in speed_words(1714.0, 0)
+    assert "not known" in speed_words(None, 0)
+    assert speed_words(2867.4, None) == "2,867 images/s", "a summary of an earlier version"

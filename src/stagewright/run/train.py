@@ -24,7 +24,7 @@ from torch import Tensor
 
 from stagewright.cluster.placement import format_devices
 from stagewright.config.sections import Config
-from stagewright.config.toml import as_toml
+from stagewright.config.toml import as_tables, as_toml
 from stagewright.errors import Interrupted, RunFailed, UserError, counted, first_line, printable
 from stagewright.events import Evaluated, Step
 from stagewright.hardware.environment import read_environment
@@ -32,6 +32,7 @@ from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
 from stagewright.planning.setting import memory_setting
 from stagewright.report.live.terminal import RunConsole, say
+from stagewright.report.read import evaluated_on
 from stagewright.report.run import run_page
 from stagewright.run.export import export_states, require_target
 from stagewright.run.folder import run_lock
@@ -120,9 +121,9 @@ def _run(config: Config, console: Console, site: Site | ExternalGroup | None) ->
 
 def _run_host(job: Job, console: Console, site: Site | ExternalGroup | None, predicted: float | None) -> Result:
     """Run a job's ranks, collect their events, and write the trace and the summary."""
-    folder, began = Path(job.folder), time.time()
+    folder, began, data = Path(job.folder), time.monotonic(), evaluated_on(as_tables(job.config))
     with (
-        RunConsole(console, job.batches, job.plan.batch, job.config.run.log_every) as progress,
+        RunConsole(console, job.batches, job.plan.batch, job.config.run.log_every, data) as progress,
         tracked(job.config, folder, progress.warn) as track,
         Ledger(job, fan_out(track, progress.show)) as ledger,
         monitored(job, track, progress.warn) as monitor,
@@ -142,13 +143,15 @@ def _run_host(job: Job, console: Console, site: Site | ExternalGroup | None, pre
         "plan": job.plan.describe(),
         "batches": len(collector.steps),
         "images_per_second": speed.rate if (speed := collector.speed()) else None,
+        "steady_steps": speed.steps if speed else 0,  # that the speed counts
         "predicted_images_per_second": predicted,
         "loss": collector.steps[-1].loss if collector.steps else None,
         "loss_scale": collector.steps[-1].loss_scale if collector.steps else None,
         "skipped_updates": collector.skipped,  # by stage
         "bad_records": len(collector.replaced),
         "evaluations": [asdict(evaluated) for evaluated in collector.evaluations],
-        "seconds": time.time() - began,
+        "evaluated_on": data if collector.evaluations else None,
+        "seconds": time.monotonic() - began,
         "use": usage_totals(monitor),
         "machine": 0,
         "exported": None if exported is None else str(exported),

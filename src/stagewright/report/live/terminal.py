@@ -121,7 +121,8 @@ class PipeSafeConsole(Console):
 class RunConsole:
     """Shows the events of a run as they come."""
 
-    def __init__(self, console: Console, batches: int, batch_size: int, log_every: int) -> None:
+    def __init__(self, console: Console, batches: int, batch_size: int, log_every: int, evaluated_on: str) -> None:
+        self._evaluated_on = evaluated_on  # training data, validation data
         self._console = console
         self._batches = batches
         self._batch_size = batch_size
@@ -169,7 +170,7 @@ class RunConsole:
         else:
             self.say(
                 f"evaluation after step {record.batch}: loss {record.loss:.4f}  top-1 {record.top1:.2%}  "
-                f"top-5 {record.top5:.2%}  ({record.samples} samples)"
+                f"top-5 {record.top5:.2%}  ({record.samples} samples of the {self._evaluated_on})"
             )
             self._interrupted.add(record.batch)
 
