@@ -26,6 +26,8 @@ from stagewright.config.toml import make_config
 from stagewright.metrics import speed_words
 from stagewright.report.live.terminal import PipeSafeConsole
 from stagewright.run.train import run
+from stagewright.runtime.checkpoint import folder as checkpoints
+from stagewright.runtime.checkpoint.format import hash_file
 from stagewright.runtime.multinode.nodes import bound_to
 from stagewright.runtime.multinode.tunnel import TunnelServer, check_access
 from tests.commands import prints
@@ -206,7 +208,7 @@ SMALL = ("--model", f"{__name__}:make_net", "--image", "8", "--batch", "8", "--s
 def test_a_run_says_what_its_speed_and_accuracy_count(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The speed of a short run counted its warm-up, top-1 was of training data, and a clock jump made seconds negative."""
+    """The speed of a short run counted its warm-up, top-1 was of training data; a clock jump made seconds negative."""
     clock = itertools.count(2e9, -1000.0)
     monkeypatch.setattr(time, "time", lambda: next(clock))
     out = prints(capsys, "train", *SMALL, "--steps", "4", "--eval-every", "2", "--runs", str(tmp_path))
@@ -227,3 +229,12 @@ def test_a_speed_names_the_steps_that_it_counts() -> None:
     assert "not known" in speed_words(1714.0, 0) and "1,714 images/s" in speed_words(1714.0, 0)
     assert "not known" in speed_words(None, 0)
     assert speed_words(2867.4, None) == "2,867 images/s", "a summary of an earlier version"
+
+
+def test_a_resume_hashes_every_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {"model": make_net, "image": 8, "samples": 16, "batch": 8, "emulate": True, "runs": str(tmp_path)}
+    folder = stagewright.train(**few, steps=2, checkpoint_every=2).folder  # type: ignore[arg-type]
+    read: list[Path] = []
+    monkeypatch.setattr(checkpoints, "hash_file", lambda path: (read.append(path), hash_file(path))[1])
+    stagewright.train(resume=str(folder), steps=4)
+    assert sorted(read) == sorted((folder / "checkpoints/2").glob("*.safetensors"))

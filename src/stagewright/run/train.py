@@ -41,7 +41,7 @@ from stagewright.run.prepare import Prepared, memory_advice, predict_job, prepar
 from stagewright.run.report import open_run, write_page
 from stagewright.run.trackers import require_tracker, tracked
 from stagewright.runtime.checkpoint.folder import list_folders
-from stagewright.runtime.faults import traceback_in_log
+from stagewright.runtime.faults import append_log, traceback_in_log
 from stagewright.runtime.job import Job
 from stagewright.runtime.multinode.nodes import Site, find_site
 from stagewright.runtime.process.emulate import Emulation
@@ -231,8 +231,7 @@ def _write_start(job: Job, warnings: Sequence[str] = ()) -> None:
     (folder / "plan.json").write_text(json.dumps(job.plan.describe(), indent=1))
     known = {"command": sys.argv} | read_environment().describe()
     (folder / "env.json").write_text(json.dumps(known, indent=1))
-    with (folder / "log.txt").open("a") as log:
-        log.writelines(f"warning: {printable(warning)}\n" for warning in warnings)
+    append_log(folder, "".join(f"warning: {printable(warning)}\n" for warning in warnings))
 
 
 def _headline(job: Job) -> tuple[str, str]:

@@ -120,10 +120,14 @@ def describe_fault(
 
 def log_fault(folder: Path, fault: Fault, failures: Sequence[Failure]) -> None:
     """Append the fault and the traceback of every rank, also of those that only lost a peer, to the run's log."""
+    tracebacks = (f"rank {failure.rank}:\n{failure.traceback}\n" for failure in failures)
+    append_log(folder, f"{printable(fault.text)}\n{''.join(tracebacks)}")
+
+
+def append_log(folder: Path, text: str) -> None:
+    """Append lines to the run's log, without control characters: it may be shown on a terminal."""
     with (folder / "log.txt").open("a") as log:
-        log.write(f"{printable(fault.text)}\n")
-        for failure in failures:
-            log.write(f"rank {failure.rank}:\n{printable_lines(failure.traceback)}\n")
+        log.write(printable_lines(text))
 
 
 @contextmanager
@@ -134,8 +138,7 @@ def traceback_in_log(folder: Path) -> Iterator[None]:
     except (UserError, RunFailed):
         raise
     except Exception:
-        with (folder / "log.txt").open("a") as log:
-            log.write(printable_lines(traceback.format_exc()))
+        append_log(folder, traceback.format_exc())
         raise
 
 
