@@ -147,7 +147,8 @@ def _learning(first: Run, second: Run) -> Iterator[str]:
     scores = [{evaluated.batch: evaluated for evaluated in run.evaluations} for run in (first, second)]
     if shared := sorted(scores[0].keys() & scores[1].keys()):
         one, other = (side[shared[-1]] for side in scores)
-        yield f"top-1 after batch {shared[-1]}: A {one.top1:.2%}, B {other.top1:.2%}"
+        on = " and ".join(dict.fromkeys((first.evaluated_on, second.evaluated_on)))
+        yield f"top-1 on {on} after batch {shared[-1]}: A {one.top1:.2%}, B {other.top1:.2%}"
 
 
 def compare_benches(first: str, second: str, one: Outcome, other: Outcome) -> Comparison:

@@ -10,6 +10,7 @@ from typing import Any
 
 from stagewright.errors import UserError
 from stagewright.metrics import MIB
+from stagewright.report.live.terminal import print_lines
 from stagewright.run.export import export_checkpoint
 from stagewright.run.resume import find_checkpoint
 from stagewright.runtime.checkpoint.folder import Checkpoint, list_folders, open_checkpoint
@@ -29,9 +30,9 @@ def run_list(parsed: argparse.Namespace) -> None:
         return
     for row in rows:
         about = row.get("damaged") or f"epoch {row['epoch'] + 1}  {row['bytes'] / MIB:9.1f} MiB  {row['plan']}"
-        print(f"step {row['batch']:8}  {about}")
+        print_lines(f"step {row['batch']:8}  {about}")
     if not rows:
-        print(f"{parsed.path} has no checkpoints; train with --checkpoint-every or --checkpoint-minutes")
+        print_lines(f"{parsed.path} has no checkpoints; train with --checkpoint-every or --checkpoint-minutes")
 
 
 def run_show(parsed: argparse.Namespace) -> None:
@@ -54,13 +55,13 @@ def run_show(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps(row))
         return
-    print(checkpoint.folder)
-    print(f"after step {row['batch']}: batch {manifest.position.batch} of epoch {manifest.position.epoch + 1}")
-    print(f"model {row['model']}, optimizer {row['optimizer']}, plan {row['plan']}")
+    print_lines(str(checkpoint.folder))
+    print_lines(f"after step {row['batch']}: batch {manifest.position.batch} of epoch {manifest.position.epoch + 1}")
+    print_lines(f"model {row['model']}, optimizer {row['optimizer']}, plan {row['plan']}")
     for kind, size in by_kind.items():
-        print(f"{kind:10} {size / MIB:9.1f} MiB")
+        print_lines(f"{kind:10} {size / MIB:9.1f} MiB")
     for file in manifest.files:
-        print(f"  {file.name:44} {file.bytes:12}  {file.blake2b[:16]}")
+        print_lines(f"  {file.name:44} {file.bytes:12}  {file.blake2b[:16]}")
 
 
 def run_verify(parsed: argparse.Namespace) -> None:
@@ -76,7 +77,7 @@ def run_verify(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps({"whole": whole, "damaged": damaged}))
     elif not damaged:
-        print(f"{len(whole)} intact: {', '.join(map(str, whole)) or 'none'}")
+        print_lines(f"{len(whole)} intact: {', '.join(map(str, whole)) or 'none'}")
     if damaged:
         raise UserError(f"{len(damaged)} of {len(whole) + len(damaged)} checkpoints are damaged; {damaged[0]}")
 
@@ -88,7 +89,7 @@ def run_export(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps({"file": str(path), "batch": checkpoint.batch, "checkpoint": str(checkpoint.folder)}))
     else:
-        print(f"weights after step {checkpoint.batch}: {path}")
+        print_lines(f"weights after step {checkpoint.batch}: {path}")
 
 
 def _folders(text: str) -> list[Path]:

@@ -17,6 +17,7 @@ from stagewright import __version__
 from stagewright.cli.options import Taken, take, take_sections
 from stagewright.config.rules import check_rules
 from stagewright.config.sections import RENAMED
+from stagewright.errors import printable
 
 USER_ERROR = 2  # the exit code of every error that a user can fix
 _RENAMED_FLAGS = {f"--{old.partition('.')[2]}": f"--{new.partition('.')[2]}" for old, new in RENAMED.items()}
@@ -65,7 +66,8 @@ class _Parser(ArgumentParser):
         self.error(f"unknown option {name}" + (f", did you mean {near[0]}?" if near else ""))
 
     def error(self, message: str) -> NoReturn:
-        self.exit(USER_ERROR, f"{self.prog}: {message}{'' if message.endswith('?') else f'; see {self.prog} --help'}\n")
+        see = "" if message.endswith("?") else f"; see {self.prog} --help"
+        self.exit(USER_ERROR, f"{self.prog}: {printable(message)}{see}\n")
 
 
 @dataclass(frozen=True, slots=True)

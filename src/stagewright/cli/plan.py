@@ -207,7 +207,7 @@ def run_value(parsed: argparse.Namespace) -> None:
     console.print(table)
     for row in rows:
         for price in row["prices"]:
-            console.print(price, highlight=False, markup=False, style="dim")
+            say(console, price, style="dim")
     if note:
         say(console, note)
 

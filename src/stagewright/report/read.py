@@ -117,12 +117,24 @@ class Run:
         return speed.rate if (speed := self.speed) else None
 
     @property
+    def steady_steps(self) -> int | None:
+        """How many steps that speed counts; None where the run's summary is of an earlier version."""
+        if self.summary is not None:
+            steps = self.summary.get("steady_steps")
+            return steps if fits(steps, int) else None
+        return speed.steps if (speed := self.speed) else 0
+
+    @property
     def predicted(self) -> float | None:
         return as_number((self.summary or {}).get("predicted_images_per_second"))
 
     @property
     def is_emulated(self) -> bool:
         return is_emulated(self.config)
+
+    @property
+    def evaluated_on(self) -> str:
+        return evaluated_on(self.config)
 
     def label(self, rank: int) -> str:
         """The name of a process that the monitor saw: its rank, or all ranks of an emulated run."""
@@ -140,6 +152,14 @@ def is_emulated(config: dict[str, Any]) -> bool:
     """Whether a configuration runs all ranks in one process."""
     run = config.get("run")
     return isinstance(run, dict) and run.get("emulate") is True
+
+
+def evaluated_on(config: dict[str, Any]) -> str:
+    """What a configuration evaluates on: without --val, the data that it trains on."""
+    data = config.get("data")
+    if not isinstance(data, dict):
+        return "unknown data"
+    return "training data" if data.get("val") in (None, data.get("source")) else "validation data"
 
 
 def read_run(folder: Path, rank_map: RankMap) -> Run:

@@ -61,7 +61,7 @@ def test_runs_of_equal_speed_do_not_differ_significantly(make_run: Make, capsys:
     assert pair["first"]["value"] == pytest.approx(500, rel=0.02)
     assert pair["first"]["low"] > 490, "the slow batches at the start do not count"
     assert "losses of all 60 common batches are bit-for-bit equal" in found["notes"]
-    assert "top-1 after batch 60: A 50.00%, B 50.00%" in found["notes"]
+    assert "top-1 on unknown data after batch 60: A 50.00%, B 50.00%" in found["notes"]
 
 
 def test_a_faster_run_differs_significantly(make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
