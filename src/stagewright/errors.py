@@ -57,8 +57,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def printable(text: str) -> str:
-    """A text that may come from anywhere, for a terminal: what it would obey or can't encode is shown as an escape."""
+    """One line of text that may come from anywhere: what a terminal would obey or can't encode is shown as an escape.
+
+    Everything that is printed, logged or put on a page goes through here, so no name forges a line or hides one.
+    """
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def printable_lines(text: str) -> str:
+    """A text of several lines, such as a traceback: only its line ends stay what they are."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def is_text(text: str) -> bool:

@@ -49,6 +49,16 @@ class SteadyRate:
         return len(self.steady) if self.is_steady else 0
 
 
+def speed_words(rate: float | None, steady: int | None) -> str:
+    """A run's speed for people: how many steps it counts (None: not known), or that none was steady."""
+    if rate is None:
+        return "speed not known: no step was timed"
+    shown = f"{rate:,.0f} images/s" if rate >= 100 else f"{rate:.3g} images/s"
+    if steady == 0:
+        return f"speed not known: no step was steady (about {shown} in the later half)"
+    return f"{shown} over the last {steady}" if steady else shown
+
+
 class RecentRate:
     """Images per second over a window: the last 20 batches, or as many more as it takes to span a second.
 

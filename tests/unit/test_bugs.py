@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -11,22 +13,30 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections import OrderedDict
+from html import unescape
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import stagewright
 from stagewright import __main__ as entry
 from stagewright.cli.main import main
 from stagewright.config.toml import make_config
 from stagewright.events import Record, Step
+from stagewright.metrics import speed_words
 from stagewright.report.live.terminal import PipeSafeConsole, RunConsole
 from stagewright.run.folder import run_lock
 from stagewright.run.report import open_run
 from stagewright.run.train import run
+from stagewright.runtime.checkpoint import folder as checkpoints
+from stagewright.runtime.checkpoint.format import hash_file
 from stagewright.runtime.multinode.nodes import bound_to
 from stagewright.runtime.multinode.tunnel import TunnelServer, check_access
 from tests.commands import prints
+from tests.pictures import jpeg
 from tests.unit.api.test_training import make_net
 from tests.waiting import LONG
 
@@ -176,3 +186,107 @@ def test_a_second_interrupt_says_how_to_resume(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt, match=r"by SIGHUP.*--resume .*-make_net"):
         stagewright.train(make_net, image=8, samples=32, batch=16, steps=4, emulate=True, checkpoint_every=1,
                          runs=str(tmp_path))  # fmt: skip
+
+
+EVIL = "\x1b[2J\rx\nstagewright: forged\u202e[b]"  # clears the screen, forges a line, turns text around, is markup
+
+
+UNIT = "layer\x1b[2J\u202e[b]"
+
+
+def make_evil() -> nn.Module:
+    return nn.Sequential(OrderedDict({"first": nn.Flatten(), UNIT: nn.Linear(192, 10)}))
+
+
+def test_names_do_not_control_the_terminal_or_forge_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names of units, classes, files and folders went to the screen, report.md and log.txt as they were."""
+    images = tmp_path / EVIL / "data"
+    for name in ("cat", EVIL):
+        (images / name).mkdir(parents=True)
+        (images / name / f"{EVIL}.jpg").write_bytes(jpeg(8))
+    (images / "cat" / f"bad{EVIL}.jpg").write_bytes(b"not a picture")
+    shown: list[str] = []
+
+    def run_command(*arguments: object) -> None:
+        with contextlib.suppress(SystemExit):
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        shown.append(captured.out + captured.err)
+
+    run_command("data", "inspect", f"folder:{images}", "--sheet", tmp_path / f"{EVIL}.png")
+    run_command("data", "index", f"folder:{images}x")
+    run_command("data", "convert", f"folder:{images}", f"tar:{tmp_path}/{EVIL}.tar")
+    few = ("--model", f"{__name__}:make_evil", "--image", "8", "--batch", "2", "--microbatches", "2", "--emulate")
+    plan = ("--placement", "0:0.0:1", "--cut", UNIT, "--runs", tmp_path / EVIL, "--lr", "0.5")
+    run_command("train", *few, *plan, "--data", f"folder:{images}", "--steps", "3", "--checkpoint-every", "1")
+    (folder,) = (tmp_path / EVIL).glob("*-make_evil-*")
+    run_command("report", folder)
+    run_command("watch", folder, "--once")
+    run_command("compare", folder, folder)
+    run_command("checkpoint", "list", folder)
+    run_command("checkpoint", "show", folder)
+    run_command("checkpoint", "verify", folder / "checkpoints" / EVIL)
+    run_command("plan", EVIL)
+    run_command("train", EVIL)
+    run_command("train", f"--{EVIL}", "1")
+    run_command("train", "--mode", EVIL)
+    run_command("report", f"{folder}{EVIL}")
+    shown += [(folder / name).read_text() for name in ("report.md", "log.txt")]
+    shown.append(unescape(re.sub("<(script|style).*?</(script|style)>", "", (folder / "report.html").read_text())))
+    for text in shown:
+        assert text and not [line for line in text.split("\n") if not line.isprintable()]
+        assert not re.search("^stagewright: forged", text, re.MULTILINE)
+    assert sum("forged" in text for text in shown) >= 12, "the names are shown, as escapes"
+    tables = {"checkpoints": json.loads(prints(capsys, "checkpoint", "list", str(folder), "--json"))["checkpoints"]}
+    assert tables["checkpoints"][0]["folder"].startswith(str(folder)), "JSON has names as they are"
+
+
+def test_everything_printed_is_cleaned_in_one_place() -> None:
+    """`print` is for JSON, and `console.print` for tables and timelines: text goes through `say` and `print_lines`."""
+    found = []
+    for path in Path(stagewright.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and node.args and "print" in (name := ast.unparse(node.func))[-5:]:
+                raw = [argument for argument in node.args if isinstance(argument, ast.JoinedStr | ast.BinOp)]
+                is_json = ast.unparse(node.args[0]).startswith("json.dumps")
+                if raw or (name == "print" and not is_json and path.name != "background_load.py"):
+                    found.append(f"{path.name}:{node.lineno} {ast.unparse(node)[:60]}")
+    assert not found
+
+
+SMALL = ("--model", f"{__name__}:make_net", "--image", "8", "--batch", "8", "--samples", "16", "--emulate")
+
+
+def test_a_run_says_what_its_speed_and_accuracy_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The speed of a short run counted its warm-up, top-1 was of training data; a clock jump made seconds negative."""
+    clock = itertools.count(2e9, -1000.0)
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    out = prints(capsys, "train", *SMALL, "--steps", "4", "--eval-every", "2", "--runs", str(tmp_path))
+    (folder,) = tmp_path.iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    words = speed_words(summary["images_per_second"], summary["steady_steps"])
+    assert f"done: 4 steps, {words}\n" in out and words in (folder / "report.md").read_text()
+    assert "(16 samples of the training data)" in out and summary["evaluated_on"] == "training data"
+    assert "on 16 samples of the training data" in (folder / "report.md").read_text()
+    assert "on training data" in prints(capsys, "watch", str(folder), "--once")
+    assert json.loads(prints(capsys, "watch", str(folder), "--json"))["evaluated_on"] == "training data"
+    assert 0 <= summary["seconds"] < LONG
+
+
+def test_a_speed_names_the_steps_that_it_counts() -> None:
+    assert speed_words(2867.4, 41) == "2,867 images/s over the last 41"
+    assert speed_words(0.25, 41) == "0.25 images/s over the last 41"
+    assert "not known" in speed_words(1714.0, 0) and "1,714 images/s" in speed_words(1714.0, 0)
+    assert "not known" in speed_words(None, 0)
+    assert speed_words(2867.4, None) == "2,867 images/s", "a summary of an earlier version"
+
+
+def test_a_resume_hashes_every_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {"model": make_net, "image": 8, "samples": 16, "batch": 8, "emulate": True, "runs": str(tmp_path)}
+    folder = stagewright.train(**few, steps=2, checkpoint_every=2).folder  # type: ignore[arg-type]
+    read: list[Path] = []
+    monkeypatch.setattr(checkpoints, "hash_file", lambda path: (read.append(path), hash_file(path))[1])
+    stagewright.train(resume=str(folder), steps=4)
+    assert sorted(read) == sorted((folder / "checkpoints/2").glob("*.safetensors"))

@@ -147,7 +147,8 @@ def _learning(first: Run, second: Run) -> Iterator[str]:
     scores = [{evaluated.batch: evaluated for evaluated in run.evaluations} for run in (first, second)]
     if shared := sorted(scores[0].keys() & scores[1].keys()):
         one, other = (side[shared[-1]] for side in scores)
-        yield f"top-1 after batch {shared[-1]}: A {one.top1:.2%}, B {other.top1:.2%}"
+        on = " and ".join(dict.fromkeys((first.evaluated_on, second.evaluated_on)))
+        yield f"top-1 on {on} after batch {shared[-1]}: A {one.top1:.2%}, B {other.top1:.2%}"
 
 
 def compare_benches(first: str, second: str, one: Outcome, other: Outcome) -> Comparison:
@@ -164,7 +165,8 @@ def compare_benches(first: str, second: str, one: Outcome, other: Outcome) -> Co
     if not pairs:
         raise UserError(f"{first} and {second} have no configuration in common; compare benches of one suite")
     if any(not pair.is_predicted for pair in pairs):
-        names = [name for name in one.machine if name == "processor" or name.startswith("GPU")]
+        known = dict.fromkeys([*one.machine, *other.machine])
+        names = [name for name in known if name == "processor" or name.startswith("GPU")]
         machines = ({name: side.machine.get(name, "none") for name in names} for side in (one, other))
         reasons += _differences(*machines)
     missing = [row.label for key, row in (ours | theirs).items() if key not in ours or key not in theirs]

@@ -18,7 +18,6 @@ from statistics import median
 
 from rich.console import Console
 from rich.table import Table as TerminalTable
-from rich.text import Text
 
 from stagewright.bench.result import FILE, Outcome, PublishedRow, Ratio, Row, anonymous, make_cleaner, write_json
 from stagewright.bench.statistics import Answer, Interval, judge
@@ -334,7 +333,7 @@ def show(console: Console, outcome: Outcome, folder: Path) -> None:
         say(console, "*: a repeat is an outlier; it still counts")
     machine = ", ".join(value for name, value in outcome.machine.items() if name == "processor" or name[:4] == "GPU ")
     say(console, f"{machine}, torch {outcome.machine.get('torch', 'not known')}, {outcome.date}")
-    say(console, f"report: {folder / 'report.md'}\n        {folder / 'report.html'}", soft_wrap=True)
+    say(console, f"report: {folder / 'report.md'}", f"        {folder / 'report.html'}", soft_wrap=True)
     say(console, f"repeat with: {outcome.command}", soft_wrap=True)
 
 
@@ -343,7 +342,7 @@ def _terminal_table(lines: Sequence[Mapping[str, str]]) -> TerminalTable:
     columns = [column for column in lines[0] if any(line[column] for line in lines)]
     table = plain_table(*columns, left=(columns[0], "data", "note"), no_wrap=columns[1:])
     for line in lines:
-        table.add_row(*(Text(line[column]) for column in columns))  # brackets in names are no markup
+        table.add_row(*(line[column] for column in columns))
     return table
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from stagewright.errors import UserError
 from stagewright.metrics import MIB
+from stagewright.report.live.terminal import print_lines
 from stagewright.run.export import export_checkpoint
 from stagewright.run.resume import find_checkpoint
 from stagewright.runtime.checkpoint.folder import Checkpoint, list_folders, open_checkpoint
-from stagewright.runtime.checkpoint.format import MANIFEST, CheckpointError
+from stagewright.runtime.checkpoint.format import MANIFEST, CheckpointError, CheckpointGone
 
 
 def run_list(parsed: argparse.Namespace) -> None:
@@ -22,6 +23,8 @@ def run_list(parsed: argparse.Namespace) -> None:
     for folder in _folders(parsed.path):
         try:
             rows.append(_row(open_checkpoint(folder)))
+        except CheckpointGone:
+            continue
         except CheckpointError as error:
             rows.append({"folder": str(folder), "batch": int(folder.name), "damaged": str(error)})
     if parsed.json:
@@ -29,9 +32,9 @@ def run_list(parsed: argparse.Namespace) -> None:
         return
     for row in rows:
         about = row.get("damaged") or f"epoch {row['epoch'] + 1}  {row['bytes'] / MIB:9.1f} MiB  {row['plan']}"
-        print(f"step {row['batch']:8}  {about}")
+        print_lines(f"step {row['batch']:8}  {about}")
     if not rows:
-        print(f"{parsed.path} has no checkpoints; train with --checkpoint-every or --checkpoint-minutes")
+        print_lines(f"{parsed.path} has no checkpoints; train with --checkpoint-every or --checkpoint-minutes")
 
 
 def run_show(parsed: argparse.Namespace) -> None:
@@ -54,29 +57,35 @@ def run_show(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps(row))
         return
-    print(checkpoint.folder)
-    print(f"after step {row['batch']}: batch {manifest.position.batch} of epoch {manifest.position.epoch + 1}")
-    print(f"model {row['model']}, optimizer {row['optimizer']}, plan {row['plan']}")
+    print_lines(str(checkpoint.folder))
+    print_lines(f"after step {row['batch']}: batch {manifest.position.batch} of epoch {manifest.position.epoch + 1}")
+    print_lines(f"model {row['model']}, optimizer {row['optimizer']}, plan {row['plan']}")
     for kind, size in by_kind.items():
-        print(f"{kind:10} {size / MIB:9.1f} MiB")
+        print_lines(f"{kind:10} {size / MIB:9.1f} MiB")
     for file in manifest.files:
-        print(f"  {file.name:44} {file.bytes:12}  {file.blake2b[:16]}")
+        print_lines(f"  {file.name:44} {file.bytes:12}  {file.blake2b[:16]}")
 
 
 def run_verify(parsed: argparse.Namespace) -> None:
-    """Read every file of every checkpoint, and compare it with its hash."""
-    whole, damaged = [], []
+    """Read every file of every checkpoint, and compare it with its hash.
+
+    A run that is training deletes its oldest checkpoints meanwhile; these are named, and no damage.
+    """
+    whole, damaged, gone = [], [], []
     for folder in _folders(parsed.path):
         try:
             checkpoint = open_checkpoint(folder)
             checkpoint.verify()
             whole.append(checkpoint.batch)
+        except CheckpointGone:
+            gone.append(int(folder.name))
         except CheckpointError as error:
             damaged.append(str(error))
     if parsed.json:
-        print(json.dumps({"whole": whole, "damaged": damaged}))
+        print(json.dumps({"whole": whole, "damaged": damaged, "gone": gone}))
     elif not damaged:
-        print(f"{len(whole)} intact: {', '.join(map(str, whole)) or 'none'}")
+        deleted = f"; deleted meanwhile: {', '.join(map(str, gone))}" if gone else ""
+        print_lines(f"{len(whole)} intact: {', '.join(map(str, whole)) or 'none'}{deleted}")
     if damaged:
         raise UserError(f"{len(damaged)} of {len(whole) + len(damaged)} checkpoints are damaged; {damaged[0]}")
 
@@ -88,7 +97,7 @@ def run_export(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps({"file": str(path), "batch": checkpoint.batch, "checkpoint": str(checkpoint.folder)}))
     else:
-        print(f"weights after step {checkpoint.batch}: {path}")
+        print_lines(f"weights after step {checkpoint.batch}: {path}")
 
 
 def _folders(text: str) -> list[Path]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -22,9 +21,10 @@ from stagewright.cluster.placement import parse_placement
 from stagewright.cluster.specs import ALONE
 from stagewright.cluster.topology import Cluster
 from stagewright.errors import UserError
+from stagewright.files import write_text
 from stagewright.hardware.cluster_file import ImportOptions, checked_toml, import_texts, import_this_machine
 from stagewright.metrics import GIB
-from stagewright.report.live.terminal import plain_table
+from stagewright.report.live.terminal import plain_table, print_lines
 
 _DEVICE_COLUMNS = ("device", "GiB", "GB/s", "fp32 T", "fp16 T", "W", "USD", "calibrated")
 _CLUSTER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -41,14 +41,14 @@ def run_import(parsed: argparse.Namespace) -> None:
     machine = import_this_machine(options) if parsed.here else import_texts(parsed.topo, parsed.smi, options)
     text = checked_toml(machine)
     if parsed.output:
-        Path(parsed.output).write_text(text)
+        write_text(parsed.output, text)
     if parsed.json:
         print(json.dumps({"file": parsed.output, "toml": text} | machine.describe()))
     elif parsed.output:
-        print(f"{parsed.output}: {machine.title}")
-        print(f"next: stagewright plan resnet50 --cluster {parsed.output} --batch 256")
+        print_lines(f"{parsed.output}: {machine.title}")
+        print_lines(f"next: stagewright plan resnet50 --cluster {parsed.output} --batch 256")
     else:
-        sys.stdout.write(text)
+        print_lines(*text.removesuffix("\n").split("\n"))
 
 
 def _indices(text: str | None) -> tuple[int, ...] | None:

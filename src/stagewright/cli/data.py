@@ -17,7 +17,8 @@ from stagewright.data.convert import convert
 from stagewright.data.datasets import Kind, open_records
 from stagewright.data.sources import ImageOptions, with_transforms
 from stagewright.data.survey import Survey, draw_sheet, survey
-from stagewright.errors import UserError, counted, printable
+from stagewright.errors import UserError, counted
+from stagewright.report.live.terminal import print_lines
 
 _MOST_SHOWN = 20  # classes, bad records
 
@@ -35,10 +36,10 @@ def run_inspect(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps(asdict(found) | {"sheet": sheet}))
     else:
-        _show(Console(soft_wrap=True, highlight=False), found, sheet)
+        _show(found, sheet)
 
 
-def _show(console: Console, found: Survey, sheet: str | None) -> None:
+def _show(found: Survey, sheet: str | None) -> None:
     looked = "all" if found.looked_at == found.records else f"{found.looked_at} of them, evenly spread,"
     lines = [
         f"{_size(found.records, found.classes)}; {looked} were decoded",
@@ -55,7 +56,7 @@ def _show(console: Console, found: Survey, sheet: str | None) -> None:
     lines += [f"  {bad.index}: {bad.reason}" for bad in found.bad[:_MOST_SHOWN]]
     shown = f"none drawn, 0 of {found.looked_at} records are good" if sheet is None else sheet
     lines += [f"fingerprint: {found.fingerprint}", f"samples after augmentation: {shown}"]
-    console.print("\n".join(printable(line.rstrip()) for line in lines), markup=False)
+    print_lines(*(line.rstrip() for line in lines))
 
 
 def run_index(parsed: argparse.Namespace) -> None:
@@ -68,7 +69,7 @@ def run_index(parsed: argparse.Namespace) -> None:
         print(json.dumps(about | {"seconds": seconds}))
     else:
         size = _size(len(records), records.classes)
-        print(f"{size}, fingerprint {records.fingerprint}, {seconds:.2f} s")
+        print_lines(f"{size}, fingerprint {records.fingerprint}, {seconds:.2f} s")
 
 
 def run_convert(parsed: argparse.Namespace) -> None:
@@ -82,11 +83,10 @@ def run_convert(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps(asdict(done)))
         return
-    print(printable(f"{_size(done.records, done.classes)} in {where}"))
-    for reason in done.left_out[:_MOST_SHOWN]:
-        print(printable(f"left out: {reason}"))
+    print_lines(f"{_size(done.records, done.classes)} in {where}")
+    print_lines(*(f"left out: {reason}" for reason in done.left_out[:_MOST_SHOWN]))
     if len(done.left_out) > _MOST_SHOWN:
-        print(f"... and {len(done.left_out) - _MOST_SHOWN} more were left out")
+        print_lines(f"... and {len(done.left_out) - _MOST_SHOWN} more were left out")
 
 
 def _size(records: int, classes: int) -> str:

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
+from rich.status import Status
 
 from stagewright.hardware.doctor.check import check_machine, show
 from stagewright.metrics import MIB
-from stagewright.report.live.terminal import plain_table, say
+from stagewright.report.live.terminal import plain, plain_table, print_lines, say
 from stagewright.run.profile import import_profile, measure_profile
 
 
 def run_doctor(parsed: argparse.Namespace) -> None:
-    errors = Console(stderr=True)
-    with errors.status("checking") as status:
-        found = check_machine(parsed.data, measures=not parsed.fast, progress=status.update)
+    with Console(stderr=True).status("checking") as status:
+        found = check_machine(parsed.data, measures=not parsed.fast, progress=_progress(status))
     if parsed.json:
         print(json.dumps(found.describe()))
     else:
         show(Console(), found)
 
 
+def _progress(status: Status) -> Callable[[str], None]:
+    return lambda text: status.update(plain(text))
+
+
 def run_profile(parsed: argparse.Namespace) -> None:
-    errors = Console(stderr=True)
-    with errors.status("profiling") as status:
-        progress = status.update if errors.is_terminal else lambda text: None
-        profile = import_profile(parsed) if parsed.pipedream else measure_profile(parsed, progress)
+    with Console(stderr=True).status("profiling") as status:
+        profile = import_profile(parsed) if parsed.pipedream else measure_profile(parsed, _progress(status))
     if parsed.output:
         profile.write(parsed.output)
     if parsed.json:
@@ -37,7 +40,7 @@ def run_profile(parsed: argparse.Namespace) -> None:
         return
     show_profile(Console(), profile)
     if parsed.output:
-        print(f"written to {parsed.output}")
+        print_lines(f"written to {parsed.output}")
 
 
 def show_profile(console: Console, profile: Any) -> None:

@@ -35,7 +35,7 @@ _OWN = (
     _text("--output", "FILE", "file to write"),
     _text("--cluster", "NAME|FILE", "a cluster of the catalog, or a cluster file"),
     _switch("--json", "print one JSON object instead of text"),
-    _number("--repeats", "repeats per side (default: the suite's)"),
+    _number("--repeats", "repeats per side (default: the suite's)", least=1, most=10**5),
     # Of commands that plan
     _number("--devices", "use only the first N devices of the cluster"),
     _text(
@@ -76,8 +76,8 @@ _OWN = (
     _switch("--simulate", "predict what does not fit on this machine"),
     _switch("--anonymise", "leave out host names, user names, paths and addresses"),
     _text("--study", "FILE.toml", "your own study, like bench/studies/learning.toml"),
-    _number("--seeds", "runs per mode (default: 3)"),
-    _number("--jobs", "runs at a time (default: by the number of cores)"),
+    _number("--seeds", "runs per mode (default: 3)", least=1, most=1000),
+    _number("--jobs", "runs at a time (default: by the number of cores)", least=1, most=1024),
     _number(
         "--target", "top-1 to reach (default: 1 below that of sync)", metavar="PERCENT", kind=float, above=0, most=100
     ),

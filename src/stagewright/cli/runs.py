@@ -16,7 +16,7 @@ from rich.live import Live
 
 from stagewright.errors import UserError
 from stagewright.report.live.serve import PageServer
-from stagewright.report.live.terminal import has_blocks
+from stagewright.report.live.terminal import has_blocks, plain, print_lines, say
 from stagewright.report.live.watch import Snapshot, Watch, as_line, as_screen
 from stagewright.report.page import Summary
 from stagewright.run.folder import is_run, newest
@@ -39,8 +39,7 @@ def run_report(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps({"title": page.title, "verdict": lines, "html": str(html), "markdown": str(markdown)}))
         return
-    for line in (*lines, f"report: {html}", f"as text: {markdown}"):
-        print(line)
+    print_lines(*lines, f"report: {html}", f"as text: {markdown}")
 
 
 def run_watch(parsed: argparse.Namespace) -> None:
@@ -54,12 +53,12 @@ def run_watch(parsed: argparse.Namespace) -> None:
         print(json.dumps(take_snapshot(watch, folder).describe()))
     elif parsed.once:
         snapshot = take_snapshot(watch, folder)
-        console.print(as_screen(snapshot, console.width) if has_blocks(console) else as_line(snapshot), highlight=False)
+        console.print(as_screen(snapshot, console.width) if has_blocks(console) else plain(as_line(snapshot)))
     else:
         try:
             (_live if console.is_terminal and has_blocks(console) else _lines)(console, watch, folder)
         except KeyboardInterrupt:
-            print("stopped watching; the run continues")
+            print_lines("stopped watching; the run continues")
 
 
 def _newest() -> Path:
@@ -82,8 +81,7 @@ def _lines(console: Console, watch: Watch, folder: Path) -> None:
     for snapshot in _snapshots(watch, folder):
         if (snapshot.done, snapshot.state) != last:
             last = (snapshot.done, snapshot.state)
-            console.file.write(f"{as_line(snapshot)}\n")
-            console.file.flush()
+            say(console, as_line(snapshot), soft_wrap=True)
 
 
 def _snapshots(watch: Watch, folder: Path) -> Iterator[Snapshot]:
@@ -97,8 +95,8 @@ def _snapshots(watch: Watch, folder: Path) -> Iterator[Snapshot]:
 def _serve(folder: Path, port: int) -> None:
     read_rank_map(folder)  # fails here, and not in the browser, if this is not a run
     with PageServer(port, lambda: live_page(folder)) as server:
-        print(f"{server.url} shows {folder} to browsers on this machine; Ctrl-C stops", flush=True)
+        print_lines(f"{server.url} shows {folder} to browsers on this machine; Ctrl-C stops")
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            print("stopped serving; the run continues")
+            print_lines("stopped serving; the run continues")

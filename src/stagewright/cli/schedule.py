@@ -27,7 +27,7 @@ def run(parsed: argparse.Namespace) -> None:
     """Draw the schedule that the options describe."""
 
     def warn(warning: str) -> None:
-        console.print(f"warning: {warning}", markup=False)
+        say(console, f"warning: {warning}")
 
     console = Console(soft_wrap=True, stderr=parsed.json)
     layers, given = read_layers(parsed)
@@ -58,7 +58,7 @@ def run(parsed: argparse.Namespace) -> None:
         return
     for row in draw_timeline(timeline, plan.world, console.width, "·" if has_blocks(console) else "."):
         console.print(row)
-    console.print(f"time {timeline.end:g}, bubble {bubble:.1%} with fill and drain", highlight=False)
+    say(console, f"time {timeline.end:g}, bubble {bubble:.1%} with fill and drain")
     if parsed.programs:
         console.print()
         for rank, text in programs.items():

@@ -13,6 +13,7 @@ from rich.table import Table
 from stagewright.cli.config import read_layers
 from stagewright.config.toml import make_config
 from stagewright.errors import counted
+from stagewright.metrics import speed_words
 from stagewright.report.live.terminal import PipeSafeConsole, say
 from stagewright.run.report import make_page, write_page
 from stagewright.run.resume import resumed_config
@@ -31,10 +32,12 @@ def run(parsed: argparse.Namespace) -> None:
         print(json.dumps(result.summary))
         return
     if result.summary["machine"]:
-        console.print(f"done; metrics and weights are on machine 0, this machine's files in {result.folder}")
+        where = f"this machine's files in {result.folder}"
+        say(console, f"done; metrics and weights are on machine 0, {where}", soft_wrap=True)
         return
     speed = result.summary["images_per_second"]
-    lines = [f"done: {counted(result.summary['batches'], 'step')}" + (f", {speed:.0f} images/s" if speed else "")]
+    words = speed_words(speed, result.summary["steady_steps"])
+    lines = [f"done: {counted(result.summary['batches'], 'step')}, {words}"]
     if speed and (predicted := result.summary["predicted_images_per_second"]):
         lines.append(f"predicted: {predicted:.0f} images/s, {predicted / speed - 1:+.1%}")
     if result.exported:
@@ -42,7 +45,7 @@ def run(parsed: argparse.Namespace) -> None:
     lines.append(f"files: {result.folder}")
     if (report := result.folder / "report.html").exists():
         lines.append(f"report: {report}")
-    say(console, "\n".join(lines), soft_wrap=True)
+    say(console, *lines, soft_wrap=True)
 
 
 # --- The demo ---------------------------------------------------------------------------------------------------------
@@ -69,8 +72,8 @@ def run_demo(parsed: argparse.Namespace) -> None:
     console.print(_table(results))
     console.print("Stale weights learn a little more slowly at first; docs/learning.md shows how much of that remains.")
     for name, result in results.items():
-        console.print(f"{name}: files in {result.folder}", highlight=False, soft_wrap=True)
-    console.print(f"open in a browser: {write_comparison(results)}", highlight=False, soft_wrap=True)
+        say(console, f"{name}: files in {result.folder}", soft_wrap=True)
+    say(console, f"open in a browser: {write_comparison(results)}", soft_wrap=True)
 
 
 def write_comparison(results: dict[str, Result]) -> Path:
@@ -82,10 +85,10 @@ def write_comparison(results: dict[str, Result]) -> Path:
 def _table(results: dict[str, Result]) -> Table:
     table = Table(title=f"The same {_STEPS} steps, data and initial weights")
     table.add_column("plan")
-    for figure in ("loss", "top-1", "images/s"):
+    for figure in ("loss, training data", "top-1, training data", "images/s"):
         table.add_column(figure, justify="right")
     for name, result in results.items():
         evaluated = result.evaluations[-1]
-        speed = result.summary["images_per_second"]
-        table.add_row(name, f"{evaluated.loss:.4f}", f"{evaluated.top1:.1%}", f"{speed:.0f}" if speed else "-")
+        speed = result.summary["images_per_second"] if result.summary["steady_steps"] else None
+        table.add_row(name, f"{evaluated.loss:.4f}", f"{evaluated.top1:.1%}", f"{speed:.0f}" if speed else "not known")
     return table

@@ -6,12 +6,13 @@ styles in elements, so positions are attributes of SVG. `html` draws the timelin
 
 from __future__ import annotations
 
+import html
 import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from html import escape
 
+from stagewright.errors import printable
 from stagewright.metrics import Span
 from stagewright.report.page import Bar, Bars, Curve, Curves, Pipeline, Point, Stack, Stacks, Table
 
@@ -23,6 +24,11 @@ _WIDE, _HIGH = 1000, 300  # units of a plot, which is then stretched
 _OPTIONAL = ("95 % interval", "limit", "note")  # columns of tables that are left out where no row uses them
 _KIND_OF_ACTION = {"F": "forward", "B": "backward", "U": "update", "R": "reduce", "A": "reduce"}
 _NUMBER = re.compile(r"[-+~<>]?[\d][\d.,]*(e[-+]?\d+)?( ?(%|x|s|ms|µs|ns|[KMGT]iB))?( to [-+]?[\d.,]+)?")
+
+
+def escape(text: str) -> str:
+    """One line of text, as HTML shows it."""
+    return html.escape(printable(text))
 
 
 def format_number(value: float) -> str:

@@ -66,7 +66,8 @@ def _sentences(named: dict[str, Run], real: dict[str, Run]) -> Iterator[str]:
     if len(scores) > 1:
         best = max(scores, key=lambda name: scores[name])
         rest = ", ".join(f"{name} {score:.1%}" for name, score in scores.items() if name != best)
-        yield f"{best} has the best top-1 at the end: {scores[best]:.1%} (others: {rest})."
+        on = " and ".join(dict.fromkeys(run.evaluated_on for run in named.values() if run.evaluations))
+        yield f"{best} has the best top-1 on {on} at the end: {scores[best]:.1%} (others: {rest})."
     for name, run in named.items():
         if text := " ".join((*resume_sentence(run), *(busy_sentences(run) if name in real else ()))):
             yield f"{name}: {text[0].lower()}{text[1:]}"
@@ -92,15 +93,20 @@ def _overview(named: dict[str, Run]) -> Table:
                 name,
                 str(run.steps[-1].batch + 1) if run.steps else "0",
                 format_seconds(run.steps[-1].seconds) if run.steps else "-",
-                format_number(speed) if speed and not run.is_emulated else "-",
+                f"{format_number(speed)}{_unsteady(run)}" if speed and not run.is_emulated else "-",
                 f"{run.steps[-1].loss:.4g}" if run.steps else "-",
                 f"{last.loss:.4g}" if last else "-",
                 f"{last.top1:.1%}" if last else "-",
+                f"{last.samples:,} samples of the {run.evaluated_on}" if last else "-",
                 run.name,
             )
         )
-    columns = ("run", "steps", "time", "images/s", "training loss", "evaluation loss", "top-1", "folder")
+    columns = ("run", "steps", "time", "images/s", "training loss", "evaluation loss", "top-1", "measured on", "folder")
     return Table("Overview", columns, tuple(rows))
+
+
+def _unsteady(run: Run) -> str:
+    return " (not steady)" if run.steady_steps == 0 else ""
 
 
 def _configurations(named: dict[str, Run]) -> Table:

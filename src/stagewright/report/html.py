@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from html import escape
 from importlib.resources import files
 from itertools import pairwise
 
@@ -17,6 +16,7 @@ from stagewright.report.charts import (
     draw_bars,
     draw_curves,
     draw_stacks,
+    escape,
     format_number,
     format_seconds,
     is_numeric,
@@ -125,9 +125,10 @@ def _body(block: Table | Bars | Stacks | Curves | Pipeline | Listing, part: str)
     if isinstance(block, Table):
         return _table(block)
     if isinstance(block, Listing):
+        text = "\n".join(map(escape, block.text.rstrip().split("\n")))
         return (
             f'<div class="listing"><button type="button" class="copy" data-copies="{part}-text">Copy</button>'
-            f'<pre id="{part}-text" tabindex="0">{escape(block.text.rstrip())}</pre></div>'
+            f'<pre id="{part}-text" tabindex="0">{text}</pre></div>'
         )
     if isinstance(block, Pipeline):
         return _pipeline(block, part)

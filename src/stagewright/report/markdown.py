@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from stagewright.errors import printable, printable_lines
 from stagewright.report.charts import format_seconds, is_numeric, table_of, thinned
 from stagewright.report.page import Block, Curves, Listing, Page, Pipeline, Summary, Table
 
@@ -21,7 +22,7 @@ def _block(block: Block) -> str:
         return "\n".join(f"- {_plain(line)}" for line in block.lines)
     if isinstance(block, Listing):
         fence = "`" * max(3, 1 + max((len(ticks) for ticks in re.findall("`+", block.text)), default=0))
-        return f"## {_plain(block.title)}\n\n{fence}text\n{block.text.rstrip()}\n{fence}"
+        return f"## {_plain(block.title)}\n\n{fence}text\n{printable_lines(block.text.rstrip())}\n{fence}"
     if isinstance(block, Table):
         return _table(block)
     if isinstance(block, Curves):
@@ -38,19 +39,20 @@ def _table(table: Table) -> str:
     lines = [
         f"## {_plain(table.title)}",
         "",
-        _row(table.columns),
+        as_row(table.columns),
         "|" + "|".join("--:" if right else "---" for right in numeric) + "|",
-        *(_row(row) for row in table.rows),
+        *(as_row(row) for row in table.rows),
     ]
     if table.note:
         lines += ["", _plain(table.note)]
     return "\n".join(lines)
 
 
-def _row(cells: tuple[str, ...]) -> str:
+def as_row(cells: tuple[str, ...]) -> str:
+    """Cells as one line of a table."""
     return "| " + " | ".join(_plain(cell) for cell in cells) + " |"
 
 
 def _plain(text: str) -> str:
     """Text on one line, escaped so that Markdown shows it as it is."""
-    return _SPECIAL.sub(lambda match: f"\\{match[0]}", " ".join(text.split()))
+    return _SPECIAL.sub(lambda match: f"\\{match[0]}", printable(" ".join(text.split())))

@@ -22,6 +22,7 @@ from stagewright.events import (
     read_records,
     read_usage,
 )
+from stagewright.files import MOST_RUN_BYTES, read_regular, read_text
 from stagewright.metrics import Span, SteadyRate, Timeline, steady_rate
 
 _PLAN_FIELDS: dict[str, Any] = {
@@ -117,12 +118,24 @@ class Run:
         return speed.rate if (speed := self.speed) else None
 
     @property
+    def steady_steps(self) -> int | None:
+        """How many steps that speed counts; None where the run's summary is of an earlier version."""
+        if self.summary is not None:
+            steps = self.summary.get("steady_steps")
+            return steps if fits(steps, int) else None
+        return speed.steps if (speed := self.speed) else 0
+
+    @property
     def predicted(self) -> float | None:
         return as_number((self.summary or {}).get("predicted_images_per_second"))
 
     @property
     def is_emulated(self) -> bool:
         return is_emulated(self.config)
+
+    @property
+    def evaluated_on(self) -> str:
+        return evaluated_on(self.config)
 
     def label(self, rank: int) -> str:
         """The name of a process that the monitor saw: its rank, or all ranks of an emulated run."""
@@ -140,6 +153,14 @@ def is_emulated(config: dict[str, Any]) -> bool:
     """Whether a configuration runs all ranks in one process."""
     run = config.get("run")
     return isinstance(run, dict) and run.get("emulate") is True
+
+
+def evaluated_on(config: dict[str, Any]) -> str:
+    """What a configuration evaluates on: without --val, the data that it trains on."""
+    data = config.get("data")
+    if not isinstance(data, dict):
+        return "unknown data"
+    return "training data" if data.get("val") in (None, data.get("source")) else "validation data"
 
 
 def read_run(folder: Path, rank_map: RankMap) -> Run:
@@ -170,7 +191,7 @@ def read_run(folder: Path, rank_map: RankMap) -> Run:
 def read_lines(path: Path) -> list[bytes]:
     """The lines of a file; none where it is missing."""
     try:
-        return path.read_bytes().splitlines()
+        return read_regular(path, MOST_RUN_BYTES).splitlines()
     except OSError:
         return []
 
@@ -190,7 +211,7 @@ def read_batches(folder: Path) -> int | None:
 def read_object(path: Path) -> dict[str, Any] | None:
     """A JSON object; None where the file is missing or damaged."""
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
@@ -199,7 +220,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 def read_tables(path: Path) -> dict[str, Any]:
     """A TOML file; empty where it is missing or damaged."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
         return {}
 

@@ -82,9 +82,10 @@ def losses(runs: dict[str, Run]) -> Iterator[Block]:
 def _learning(run: Run) -> Iterator[tuple[str, str, tuple[Point, ...]]]:
     """The curves of a run over its steps: the title of the plot, the label and the points of each."""
     yield "Loss", "training", tuple(Point(step.batch + 1, step.loss) for step in run.steps)
-    yield "Loss", "evaluation", tuple(Point(found.batch, found.loss) for found in run.evaluations)
-    if len(run.evaluations) > 1:
-        yield "Accuracy", "top-1", tuple(Point(found.batch, 100 * found.top1) for found in run.evaluations)
-        yield "Accuracy", "top-5", tuple(Point(found.batch, 100 * found.top5) for found in run.evaluations)
+    scored, on = run.evaluations, run.evaluated_on
+    yield "Loss", f"evaluation on {on}", tuple(Point(found.batch, found.loss) for found in scored)
+    if len(scored) > 1:
+        yield "Accuracy", f"top-1 on {on}", tuple(Point(found.batch, 100 * found.top1) for found in scored)
+        yield "Accuracy", f"top-5 on {on}", tuple(Point(found.batch, 100 * found.top5) for found in scored)
     scales = tuple(Point(step.batch + 1, step.loss_scale) for step in run.steps if step.loss_scale)
     yield "Loss scale", "loss scale", scales

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from stagewright.metrics import MIB
+from stagewright.metrics import MIB, speed_words
 from stagewright.report.charts import format_number, format_seconds
 from stagewright.report.page import Summary
 from stagewright.report.read import Run
@@ -25,8 +25,7 @@ def _outcome(run: Run) -> str:
         return "No step was trained." if run.summary is None else "The run had no steps to train."
     done = run.steps[-1].batch + 1
     own = run.own_steps
-    speed = run.images_per_second
-    rate = f" at {format_number(speed)} images/s" if speed else ""
+    rate = f", {speed_words(run.images_per_second, run.steady_steps)}"
     what = f"{run.model}, {run.mode} {run.shape}"
     if run.summary is not None and own:
         first = own[0].batch + 1
@@ -34,7 +33,7 @@ def _outcome(run: Run) -> str:
         which = _count(done, "step") if first == 1 else after
         return f"{what}: {which} of {run.batch:,} images{rate}, in {format_seconds(_spent(run))}."
     steps = f"{done:,} of {_count(run.batches, 'step')}" if run.batches else _count(done, "step")
-    return f"{what}: not finished; {steps} of {run.batch:,} images{rate} so far."
+    return f"{what}: not finished; {steps} of {run.batch:,} images so far{rate}."
 
 
 def _spent(run: Run) -> float:
@@ -92,8 +91,8 @@ def _learning(run: Run) -> Iterator[str]:
     if run.evaluations:
         last = run.evaluations[-1]
         yield (
-            f"Evaluated after step {last.batch:,} on {last.samples:,} samples: loss {last.loss:.4g}, "
-            f"top-1 {last.top1:.1%}, top-5 {last.top5:.1%}."
+            f"Evaluated after step {last.batch:,} on {last.samples:,} samples of the {run.evaluated_on}: "
+            f"loss {last.loss:.4g}, top-1 {last.top1:.1%}, top-5 {last.top5:.1%}."
         )
 
 

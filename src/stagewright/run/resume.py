@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from stagewright.data.order import Order
 from stagewright.errors import UserError
 from stagewright.plan.plan import Plan
 from stagewright.runtime.checkpoint.folder import Checkpoint, list_folders, newest_intact, open_checkpoint
-from stagewright.runtime.checkpoint.format import MANIFEST
+from stagewright.runtime.checkpoint.format import MANIFEST, CheckpointError
 
 # Where one of the first is given on resume, the checkpoint's values of the second no longer apply.
 _NEW_PLAN = ("placement", "mode", "file")
@@ -58,8 +59,17 @@ def resumed_config(*layers: Tables, given: Collection[str] | None = None) -> Con
     """The configuration of the layers; where they name a run to resume, on top of that run's options."""
     new = keys_of(*layers)
     run = config_within_bounds(*layers).run.resume  # reports wrong options before it reads any checkpoint
-    before = _without_replaced(find_checkpoint(run).checkpoint.manifest.config, new) if run else {}
+    before = _without_replaced(_options_of(run), new) if run else {}
     return make_config(before, *layers, given=new if given is None else given)
+
+
+def _options_of(text: str) -> Tables:
+    """The options that a run last had, by the newest manifest that can be read; `prepare` verifies the files, once."""
+    folder = Path(text).absolute()
+    for checkpoint in [folder] if (folder / MANIFEST).is_file() else reversed(list_folders(folder)):
+        with suppress(CheckpointError):
+            return open_checkpoint(checkpoint).manifest.config
+    return find_checkpoint(text).checkpoint.manifest.config  # raises what is wrong
 
 
 def _without_replaced(before: Tables, new: Collection[str]) -> Tables:

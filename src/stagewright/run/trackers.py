@@ -17,8 +17,9 @@ from typing import Any, Protocol
 
 from stagewright.config.sections import Config
 from stagewright.config.toml import as_tables
-from stagewright.errors import UserError
+from stagewright.errors import UserError, printable
 from stagewright.events import Evaluated, Step, Usage
+from stagewright.report.markdown import as_row
 
 CLOSE_SECONDS = 30.0  # to send what is still queued when the run ends
 MOST_QUEUED = 100_000  # events
@@ -136,7 +137,7 @@ class _TensorBoard:
     def __init__(self, folder: Path, parameters: Mapping[str, Any]) -> None:
         module = importlib.import_module("torch.utils.tensorboard")
         self._writer = module.SummaryWriter(str(folder / "tensorboard"))
-        rows = "\n".join(f"| {name} | {value} |" for name, value in parameters.items())
+        rows = "\n".join(as_row((name, str(value))) for name, value in parameters.items())
         self._writer.add_text("config", f"| option | value |\n|---|---|\n{rows}", 0)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -167,7 +168,7 @@ class _Mlflow:
     def __init__(self, folder: Path, parameters: Mapping[str, Any]) -> None:
         mlflow = importlib.import_module("mlflow")
         with mlflow.start_run(run_name=folder.name) as run:  # closed at once: an active run belongs to one thread
-            mlflow.log_params({name: str(value)[:_LONGEST_PARAMETER] for name, value in parameters.items()})
+            mlflow.log_params({name: printable(str(value))[:_LONGEST_PARAMETER] for name, value in parameters.items()})
         self._id = run.info.run_id
         self._client = mlflow.MlflowClient()
         self._client.update_run(self._id, status="RUNNING")

@@ -24,14 +24,15 @@ from torch import Tensor
 
 from stagewright.cluster.placement import format_devices
 from stagewright.config.sections import Config
-from stagewright.config.toml import as_toml
-from stagewright.errors import Interrupted, RunFailed, UserError, counted, first_line
+from stagewright.config.toml import as_tables, as_toml
+from stagewright.errors import Interrupted, RunFailed, UserError, counted, first_line, printable
 from stagewright.events import Evaluated, Step
 from stagewright.hardware.environment import read_environment
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
 from stagewright.planning.setting import memory_setting
 from stagewright.report.live.terminal import RunConsole, say
+from stagewright.report.read import evaluated_on
 from stagewright.report.run import run_page
 from stagewright.run.export import export_states, require_target
 from stagewright.run.folder import PLAN_FILE, run_lock
@@ -92,7 +93,7 @@ def _run(config: Config, console: Console, site: Site | ExternalGroup | None) ->
 
     def warn(warning: str) -> None:
         warnings.append(warning)
-        console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+        say(console, f"warning: {warning}", soft_wrap=True)
 
     if config.run.export:
         require_target(Path(config.run.export))
@@ -112,7 +113,7 @@ def _run(config: Config, console: Console, site: Site | ExternalGroup | None) ->
             locks.enter_context(run_lock(Path(job.folder)))
         locks.enter_context(traceback_in_log(Path(job.folder)))
         _write_start(job, warnings)
-        say(console, _headline(job), soft_wrap=True)
+        say(console, *_headline(job), soft_wrap=True)
         if isinstance(site, Site) and not site.is_host:
             return _run_other_machine(job, site, console)
         if group is not None:
@@ -128,10 +129,10 @@ def _run(config: Config, console: Console, site: Site | ExternalGroup | None) ->
 
 def _run_host(job: Job, console: Console, site: Site | ExternalGroup | None, predicted: float | None) -> Result:
     """Run a job's ranks, collect their events, and write the trace and the summary."""
-    folder, began = Path(job.folder), time.time()
+    folder, began, data = Path(job.folder), time.monotonic(), evaluated_on(as_tables(job.config))
     try:
         with (
-            RunConsole(console, job.batches, job.plan.batch, job.config.run.log_every) as progress,
+            RunConsole(console, job.batches, job.plan.batch, job.config.run.log_every, data) as progress,
             tracked(job.config, folder, progress.warn) as track,
             Ledger(job, fan_out(track, progress.show)) as ledger,
             monitored(job, track, progress.warn) as monitor,
@@ -155,13 +156,15 @@ def _run_host(job: Job, console: Console, site: Site | ExternalGroup | None, pre
         "plan": job.plan.describe(),
         "batches": len(collector.steps),
         "images_per_second": speed.rate if (speed := collector.speed()) else None,
+        "steady_steps": speed.steps if speed else 0,  # that the speed counts
         "predicted_images_per_second": predicted,
         "loss": collector.steps[-1].loss if collector.steps else None,
         "loss_scale": collector.steps[-1].loss_scale if collector.steps else None,
         "skipped_updates": collector.skipped,  # by stage
         "bad_records": len(collector.replaced),
         "evaluations": [asdict(evaluated) for evaluated in collector.evaluations],
-        "seconds": time.time() - began,
+        "evaluated_on": data if collector.evaluations else None,
+        "seconds": time.monotonic() - began,
         "use": usage_totals(monitor),
         "machine": 0,
         "exported": None if exported is None else str(exported),
@@ -241,10 +244,10 @@ def _write_start(job: Job, warnings: Sequence[str] = ()) -> None:
     (folder / PLAN_FILE).write_text(json.dumps(job.plan.describe(), indent=1))
     known = {"command": sys.argv} | read_environment().describe()
     (folder / "env.json").write_text(json.dumps(known, indent=1))
-    append_log(folder, "".join(f"warning: {warning}\n" for warning in warnings))
+    append_log(folder, "".join(f"warning: {printable(warning)}\n" for warning in warnings))
 
 
-def _headline(job: Job) -> str:
+def _headline(job: Job) -> tuple[str, str]:
     """What is about to run, in two lines."""
     plan = job.plan
     parts = []
@@ -254,8 +257,8 @@ def _headline(job: Job) -> str:
         parts.append(f"stage {stage.index} on {format_devices(devices)}{first}{lag}")
     microbatches, steps = counted(plan.microbatches, "microbatch", "es"), counted(job.batches, "step")
     return (
-        f"{job.config.model.name}, mode {plan.mode}: {'; '.join(parts)}\n"
-        f"batch {plan.batch} in {microbatches}, {steps}, files in {job.folder}"
+        f"{job.config.model.name}, mode {plan.mode}: {'; '.join(parts)}",
+        f"batch {plan.batch} in {microbatches}, {steps}, files in {job.folder}",
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from stagewright.errors import RunFailed, UserError, first_line
+from stagewright.errors import RunFailed, UserError, first_line, printable, printable_lines
 from stagewright.events import Failure, Shortage, SignedInt
 from stagewright.metrics import GIB
 from stagewright.plan.plan import Plan
@@ -121,12 +121,15 @@ def describe_fault(
 def log_fault(folder: Path, fault: Fault, failures: Sequence[Failure]) -> bool:
     """Append the fault and the traceback of every rank, also of those that only lost a peer, to the run's log."""
     tracebacks = (f"rank {failure.rank}:\n{failure.traceback}\n" for failure in failures)
-    return append_log(folder, f"{fault.text}\n{''.join(tracebacks)}")
+    return append_log(folder, f"{printable(fault.text)}\n{''.join(tracebacks)}")
 
 
 def append_log(folder: Path, text: str) -> bool:
-    """Append to the run's log, all of the text or nothing; whether there was room for it."""
-    content = text.encode(errors="backslashreplace")
+    """Append lines to the run's log, all of them or none; whether the disk had room for them.
+
+    They are without control characters: the log may be shown on a terminal.
+    """
+    content = printable_lines(text).encode()
     with suppress(OSError), (folder / "log.txt").open("ab", buffering=0) as log:
         size = log.tell()
         if log.write(content) == len(content):

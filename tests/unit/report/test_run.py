@@ -41,13 +41,13 @@ def titles(made: Page) -> list[str]:
 def test_the_page_of_a_finished_run(tmp_path: Path) -> None:
     made = page(make_run(tmp_path / "run", summary={"predicted_images_per_second": 336.0}, monitor=usage()))
     assert summary(made).splitlines() == [
-        "vgg-small, stale 2-1: 20 steps of 64 images at 320 images/s, in 4 s.",
+        "vgg-small, stale 2-1: 20 steps of 64 images, 320 images/s, in 4 s.",
         "The prediction was 336 images/s, 5.0% above the measured speed.",
         "The busiest is rank 2 (stage 1): it computes 100% of the time. "
         "Over all ranks, 39% of the time is not spent computing.",
         "The other ranks wait for it: give its stage more devices or fewer layers.",
         "The loss went from 2 to 0.5359.",
-        "Evaluated after step 20 on 512 samples: loss 0.5, top-1 75.0%, top-5 99.0%.",
+        "Evaluated after step 20 on 512 samples of the training data: loss 0.5, top-1 75.0%, top-5 99.0%.",
         "Rank 2 (stage 1) used the most memory: 106 MiB.",
     ]
     assert titles(made)[1:] == [
@@ -87,7 +87,7 @@ def test_a_resumed_run_names_its_own_steps_and_its_checkpoint(tmp_path: Path) ->
     made_before = Resumed(6, "/runs/first/checkpoints/6", "dp 2")
     records = [*steps(6), made_before, *steps(20)[6:]]
     assert summary(page(make_run(tmp_path / "own", records))).splitlines()[:2] == [
-        "vgg-small, stale 2-1: steps 7-20 of 64 images at 320 images/s, in 2.8 s.",
+        "vgg-small, stale 2-1: steps 7-20 of 64 images, 320 images/s, in 2.8 s.",
         "Resumed from first at step 6; earlier steps ran under dp 2.",
     ]
     same = [replace(made_before, plan="stale 2-1"), *steps(9)[6:]]
@@ -114,7 +114,7 @@ def test_an_interrupted_run_is_not_finished(tmp_path: Path) -> None:
         file.write('{"kind": "step", "batch": 7, "epo')
     made = page(folder)
     assert summary(made).startswith(
-        "vgg-small, stale 2-1: not finished; 7 of 20 steps of 64 images at 320 images/s so far."
+        "vgg-small, stale 2-1: not finished; 7 of 20 steps of 64 images so far, 320 images/s over the last 7."
     )
     assert "What each rank did" not in titles(made)
 
@@ -269,7 +269,10 @@ def test_compares_several_runs(tmp_path: Path) -> None:
     assert as_html(made) and as_markdown(made)
     text = summary(made)
     assert "stale 2-1 is the fastest: 320 images/s, 2.00 x dp 1 (160)." in text
-    assert "stale 2-1 has the best top-1 at the end: 75.0% (others: dp 1 50.0%)." in text and "may be chance" in text
+    assert (
+        "stale 2-1 has the best top-1 on training data at the end: 75.0% (others: dp 1 50.0%)." in text
+        and "may be chance" in text
+    )
     assert "dp 1: the only rank computes 100% of the time." in text
     assert [bar.label for bar in block(made, "Throughput", Bars).bars] == ["stale 2-1", "dp 1"]
     assert len(block(made, "Loss", Curves).curves) == 4
@@ -283,6 +286,7 @@ def test_compares_several_runs(tmp_path: Path) -> None:
             "training loss": "0.5359",
             "evaluation loss": loss,
             "top-1": top1,
+            "measured on": "512 samples of the training data",
             "folder": folder,
         }
         for run, time, speed, loss, top1, folder in [

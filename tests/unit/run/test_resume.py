@@ -19,7 +19,7 @@ from stagewright.cli.main import main
 from stagewright.errors import Interrupted
 from stagewright.run.folder import run_lock
 from stagewright.run.prepare import prepare
-from stagewright.run.resume import find_checkpoint, resumed_config
+from stagewright.run.resume import find_checkpoint, keeps_plan, resumed_config
 from stagewright.run.train import Result
 from stagewright.runtime.checkpoint import save as saver
 from stagewright.runtime.checkpoint.commit import Committer
@@ -167,6 +167,15 @@ def test_a_resumed_run_is_unfinished_until_it_ends_again(half: Path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         stagewright.train(resume=str(half), export=str(half / "w.safetensors"))
     assert not (half / "summary.json").exists() and "not finished" in summary_of(half)[0]
+
+
+def test_a_run_that_clips_from_now_on_has_another_plan(half: Path) -> None:
+    """Whether stages exchange norms is part of the plan."""
+    same, clipped = (
+        resumed_config({"run": {"resume": str(half)}, "optimizer": options}) for options in ({}, {"clip": 1.0})
+    )
+    resume = find_checkpoint(str(half))
+    assert keeps_plan(same, resume) and not keeps_plan(clipped, resume)
 
 
 def test_a_new_placement_drops_the_old_cut(half: Path) -> None:

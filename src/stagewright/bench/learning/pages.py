@@ -187,4 +187,4 @@ def show_study(console: Console, study: Study, folder: Path) -> None:
             say(console, f"times are {_source(timed)}; 'on N' is the number of devices")
     for line in headlines(study):
         say(console, line)
-    say(console, f"report: {folder / 'report.md'}\n        {folder / 'report.html'}", soft_wrap=True)
+    say(console, f"report: {folder / 'report.md'}", f"        {folder / 'report.html'}", soft_wrap=True)

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from stagewright.errors import counted
+from stagewright.errors import counted, printable
 from stagewright.hardware.doctor.finding import Finding, Grade, finding_lines
 from stagewright.hardware.doctor.gpus import gpu_findings, read_states, topology_findings
 from stagewright.hardware.doctor.measure import (
@@ -115,5 +115,6 @@ def show(console: Console, check: MachineCheck) -> None:
     topology = check.environment.topology
     if topology is not None and len(topology) > 1:
         lines += [Text("connections", style="bold"), *(Text(f"  {row}") for row in topology.table())]
-    for line in (*lines, Text(""), Text(textwrap.fill(check.summary, width))):
-        console.print(line, soft_wrap=True, highlight=False)
+    for line in (*lines, Text(""), *map(Text, textwrap.wrap(check.summary, width))):
+        line.plain = printable(line.plain)
+        console.print(line, soft_wrap=True)

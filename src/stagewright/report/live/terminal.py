@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.style import StyleType
 from rich.table import Table
 from rich.text import Text
 
+from stagewright.errors import printable
 from stagewright.events import Evaluated, Replaced, Restarted, Resumed, Saved, Step, Unsaved
 from stagewright.metrics import MIB, Span, Timeline, steady_rate
 
@@ -21,9 +23,20 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _STYLES = {"F": "black on bright_cyan", "B": "black on bright_green", "U": "black on bright_yellow"}
 
 
-def say(console: Console, text: str, *, soft_wrap: bool | None = None) -> None:
-    """Print text as it is: brackets are no markup, and numbers have no colours."""
-    console.print(text, highlight=False, markup=False, soft_wrap=soft_wrap)
+def plain(text: str, style: str = "") -> Text:
+    """One line as it is: brackets are no markup, numbers have no colours, control characters are escapes."""
+    return Text(printable(text), style)
+
+
+def say(console: Console, *lines: str, style: str = "", soft_wrap: bool | None = None) -> None:
+    """Print lines as they are; a line end within one is shown as an escape."""
+    for line in lines:
+        console.print(plain(line, style), soft_wrap=soft_wrap)
+
+
+def print_lines(*lines: str) -> None:
+    """Print lines as they are to standard output, whatever its width."""
+    say(Console(), *lines, soft_wrap=True)
 
 
 def has_blocks(console: Console) -> bool:
@@ -109,7 +122,8 @@ class PipeSafeConsole(Console):
 class RunConsole:
     """Shows the events of a run as they come."""
 
-    def __init__(self, console: Console, batches: int, batch_size: int, log_every: int) -> None:
+    def __init__(self, console: Console, batches: int, batch_size: int, log_every: int, evaluated_on: str) -> None:
+        self._evaluated_on = evaluated_on  # training data, validation data
         self._console = console
         self._batches = batches
         self._batch_size = batch_size
@@ -157,7 +171,7 @@ class RunConsole:
         else:
             self.say(
                 f"evaluation after step {record.batch}: loss {record.loss:.4f}  top-1 {record.top1:.2%}  "
-                f"top-5 {record.top5:.2%}  ({record.samples} samples)"
+                f"top-5 {record.top5:.2%}  ({record.samples} samples of the {self._evaluated_on})"
             )
             self._interrupted.add(record.batch)
 
@@ -197,14 +211,22 @@ class ProgressLine:
 
     def __call__(self, text: str) -> None:
         if self._errors.is_terminal:
-            self._status.update(Text(text))
+            self._status.update(plain(text))
         else:
             say(self._errors, text, soft_wrap=True)
 
 
-def plain_table(*columns: str, left: Collection[str] = (), no_wrap: Collection[str] = ()) -> Table:
+class PlainTable(Table):
+    """A table whose cells are shown as they are."""
+
+    def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
+        shown = (plain(cell) if isinstance(cell, str) else cell for cell in cells)
+        super().add_row(*shown, style=style, end_section=end_section)
+
+
+def plain_table(*columns: str, left: Collection[str] = (), no_wrap: Collection[str] = ()) -> PlainTable:
     """A table without lines; most columns hold numbers, so they are right-justified unless named in `left`."""
-    table = Table(box=None, pad_edge=False)
+    table = PlainTable(box=None, pad_edge=False)
     for name in columns:
-        table.add_column(name, justify="left" if name in left else "right", no_wrap=name in no_wrap)
+        table.add_column(plain(name), justify="left" if name in left else "right", no_wrap=name in no_wrap)
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +12,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stagewright.errors import counted
+from stagewright.errors import counted, printable
 from stagewright.events import Evaluated, Restarted, Resumed, Step, Usage, read_records, read_usage
+from stagewright.files import open_regular
 from stagewright.metrics import MIB, steady_rate
 from stagewright.report.charts import format_number, format_seconds
 from stagewright.report.live.terminal import plain_table, plot
 from stagewright.report.read import (
     RankMap,
     as_number,
+    evaluated_on,
     is_emulated,
     read_batches,
     read_object,
@@ -40,7 +43,7 @@ class Tail:
     def read(self) -> tuple[bool, list[bytes]]:
         """Whether it started over, so that earlier lines no longer count; and the new complete lines."""
         try:
-            with self._path.open("rb") as file:
+            with os.fdopen(open_regular(self._path), "rb") as file:
                 status = self._path.stat()
                 starts_over = status.st_ino != self._inode or status.st_size < self._at
                 if starts_over:
@@ -69,6 +72,7 @@ class Snapshot:
     steps: Sequence[Step]
     interrupted: frozenset[int]  # batches right after an evaluation, a restart or a resume
     evaluation: Evaluated | None
+    evaluated_on: str  # training data, validation data
     restarts: int
     usage: Usage | None
     actions: tuple[str, ...]  # what each rank does now; empty where unknown
@@ -101,6 +105,7 @@ class Snapshot:
             "images_per_second": self.images_per_second,
             "seconds": self.steps[-1].seconds if self.steps else 0.0,
             "top1": evaluation.top1 if evaluation else None,
+            "evaluated_on": self.evaluated_on if evaluation else None,
             "restarts": self.restarts,
             "doing": list(self.actions),
             "cores": self.usage.cores if self.usage else None,
@@ -114,7 +119,8 @@ class Watch:
     def __init__(self, folder: Path, rank_map: RankMap) -> None:
         self._folder, self._rank_map = folder, rank_map
         self._batch = int(read_plan_fields(folder).get("batch") or 0)
-        self._is_emulated = is_emulated(read_tables(folder / "config.toml"))
+        config = read_tables(folder / "config.toml")
+        self._is_emulated, self._evaluated_on = is_emulated(config), evaluated_on(config)
         self._records, self._monitor = Tail(folder / "metrics.jsonl"), Tail(folder / "monitor.jsonl")
         self._steps: list[Step] = []
         self._interrupted: frozenset[int] = frozenset()
@@ -153,6 +159,7 @@ class Watch:
             self._steps,
             self._interrupted,
             self._evaluation,
+            self._evaluated_on,
             self._restarts,
             self._usage,
             () if self._is_emulated else tuple(actions),
@@ -168,7 +175,9 @@ def as_line(snapshot: Snapshot) -> str:
     if speed := snapshot.images_per_second:
         parts.append(f"{speed:.0f} images/s")
     if snapshot.evaluation:
-        parts.append(f"top-1 {snapshot.evaluation.top1:.2%} after step {snapshot.evaluation.batch}")
+        parts.append(
+            f"top-1 {snapshot.evaluation.top1:.2%} on {snapshot.evaluated_on} after step {snapshot.evaluation.batch}"
+        )
     if snapshot.usage:
         parts.append(f"{snapshot.usage.cores:.1f} cores, {snapshot.usage.memory / MIB:,.0f} MiB")
         parts += [
@@ -182,7 +191,7 @@ def as_line(snapshot: Snapshot) -> str:
 def as_screen(snapshot: Snapshot, width: int) -> RenderableType:
     """A snapshot as a screen of a terminal."""
     parts: list[RenderableType] = [
-        Text(f"{snapshot.name}: {snapshot.state}", style="bold", overflow="ellipsis", no_wrap=True)
+        Text(printable(f"{snapshot.name}: {snapshot.state}"), style="bold", overflow="ellipsis", no_wrap=True)
     ]
     if snapshot.batches:
         parts.append(_progress(snapshot.done / snapshot.batches, min(width, 80) - 1))
@@ -212,7 +221,7 @@ def _headline(snapshot: Snapshot) -> str:
         if snapshot.is_running and snapshot.batches and snapshot.batches > snapshot.done:
             parts.append(f"{format_seconds(round((snapshot.batches - snapshot.done) * snapshot.batch / speed))} left")
     if snapshot.evaluation:
-        parts.append(f"top-1 {snapshot.evaluation.top1:.1%}")
+        parts.append(f"top-1 {snapshot.evaluation.top1:.1%} on {snapshot.evaluated_on}")
     if snapshot.usage:
         parts.append(f"{snapshot.usage.cores:.1f} cores busy")
     return "   ".join(parts)

@@ -298,7 +298,8 @@ class Collector:
         config = self._job.config
         rate = learning_rate(config.optimizer.lr, config.schedule, batch, self._job.batches)
         at = max(at, self._last)  # replicas may report in another order than they compute
-        if not self.evaluations or self.evaluations[-1].batch != batch:  # else the time includes the evaluation
+        is_after_pause = batch in self._starts or (bool(self.evaluations) and self.evaluations[-1].batch == batch)
+        if not is_after_pause:  # else the time includes the start or the evaluation
             self._recent.add(at - self._last)
         self._last = at
         speed = self._recent.rate(self._job.plan.batch)

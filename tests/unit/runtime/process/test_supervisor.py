@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from torch.distributed import TCPStore
@@ -17,6 +18,7 @@ from stagewright.runtime.checkpoint.folder import checkpoints_folder
 from stagewright.runtime.faults import RankExit
 from stagewright.runtime.job import Job
 from stagewright.runtime.multinode.meeting import MachineReport, Meeting, MeetingConfig
+from stagewright.runtime.process import supervisor as supervisor_module
 from stagewright.runtime.process.log import EventHandler
 from stagewright.runtime.process.rank import KEYS
 from stagewright.runtime.process.supervisor import NewestCheckpoint, StartPoint, Supervisor
@@ -164,3 +166,15 @@ def test_faults_that_the_log_had_no_room_for_are_logged_later(
     log.unlink()
     supervisor.begin(KILLED)
     assert log.read_text().splitlines() == [CAUSE, CAUSE]
+
+
+def test_only_a_restart_starts_from_a_checkpoint_that_the_run_has_made(job: Job) -> None:
+    """The first start is where the run itself starts, whatever the folder of an earlier part of it holds."""
+    resumed = replace(job, start=2, resume="run/checkpoints/2")
+    point = NewestCheckpoint(resumed)
+    with mock.patch.object(supervisor_module, "newest_intact", return_value=(mock.Mock(batch=6), [])):
+        assert [point.batches() for _ in range(3)] == [(2,), (2, 6), (2, 6)]
+    with mock.patch.object(supervisor_module, "newest_intact", return_value=(None, ["damaged"])):
+        assert point.batches() == (2,)
+    assert point.job(resumed, 2) is resumed
+    assert (restarted := point.job(resumed, 6)).start == 6 and restarted.resume == f"{job.folder}/checkpoints/6"
