@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import signal
 import sys
@@ -24,6 +25,8 @@ _MOST_SHOWN = 800  # characters of an error
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; an error that the user can fix becomes one line and exit code 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does: a terminal may not know a character
     parser = make_parser()
     _require_encodable(parser, sys.argv[1:] if arguments is None else arguments)
     parsed, unknown = parser.parse_known_args(arguments)
