@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import OrderedDict
 from html import unescape
@@ -23,19 +24,26 @@ from torch import nn
 
 import stagewright
 from stagewright import __main__ as entry
+from stagewright.bench.learning.runs import DIVERGED
 from stagewright.cli.main import main
+from stagewright.cli.options import OPTIONS
 from stagewright.config.toml import make_config
+from stagewright.errors import UserError
 from stagewright.events import Record, Step
 from stagewright.metrics import speed_words
 from stagewright.report.live.terminal import PipeSafeConsole, RunConsole
-from stagewright.run.folder import run_lock
+from stagewright.run import prepare as preparing
+from stagewright.run.folder import new_folder, run_lock
+from stagewright.run.prepare import prepare
 from stagewright.run.report import open_run
 from stagewright.run.train import run
 from stagewright.runtime.checkpoint import folder as checkpoints
 from stagewright.runtime.checkpoint.format import hash_file
+from stagewright.runtime.comm.gloo import socket_folder
 from stagewright.runtime.multinode.nodes import bound_to
 from stagewright.runtime.multinode.tunnel import TunnelServer, check_access
 from tests.commands import prints
+from tests.made_runs import make_run
 from tests.pictures import jpeg
 from tests.unit.api.test_training import make_net
 from tests.waiting import LONG
@@ -290,3 +298,74 @@ def test_a_resume_hashes_every_file_once(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(checkpoints, "hash_file", lambda path: (read.append(path), hash_file(path))[1])
     stagewright.train(resume=str(folder), steps=4)
     assert sorted(read) == sorted((folder / "checkpoints/2").glob("*.safetensors"))
+
+
+def test_ranks_connect_where_tmpdir_is_longer_than_a_socket_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with socket_folder("stagewright-") as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(Path(folder) / "stream"))
+        assert Path(folder).stat().st_mode & 0o777 == 0o700
+
+
+def test_run_folders_are_closed_to_other_users(tmp_path: Path) -> None:
+    assert new_folder(str(tmp_path / "runs"), "x").stat().st_mode & 0o777 == 0o700
+
+
+COUNTS = sorted(flag for flag, option in OPTIONS.items() if option.type is int and not option.key)
+
+
+@pytest.mark.parametrize("flag", COUNTS)
+def test_counts_of_every_command_have_an_upper_bound(flag: str) -> None:
+    """`bench --repeats 1000000000` began, and would have run for years."""
+    with pytest.raises(UserError, match=rf"{flag} is 1000000000000000; give .*at most [0-9]+$"):
+        OPTIONS[flag].check(10**15)
+
+
+def test_a_run_whose_loss_exploded_fails_after_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--lr 1e9` ended at a finite loss of 1e16, and that was "done"."""
+    options = ("--image", "8", "--batch", "8", "--no-learnable", "--emulate", "--steps", "8", "--lr", "1e9")
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--model", f"{__name__}:make_evil", *options, "--runs", str(tmp_path)])
+    shown = capsys.readouterr()
+    (folder,) = tmp_path.iterdir()
+    assert ended.value.code == 2 and "done: 8 steps" in shown.out
+    grew = r"stagewright: the loss grew from \S+ to \S+e\+\d+, so the run diverged; .*--lr than 1e\+09.*\n"
+    assert re.fullmatch(grew, shown.err)
+    assert DIVERGED.search(shown.err), "a study counts it as diverged, not as failed"
+    assert "diverged" in json.loads((folder / "summary.json").read_text())["diverged"]
+    assert "The run diverged" in (folder / "report.md").read_text()
+
+
+def test_far_more_cpu_ranks_than_cores_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "num_cores", lambda: 2)
+    tables = {
+        "model": {"name": f"{__name__}:make_net"},
+        "data": {"image": 8, "samples": 64},
+        "plan": {"batch": 64, "mode": "dp"},
+        "run": {"runs": str(tmp_path)},
+    }
+
+    def warnings(ranks: int, **run: object) -> list[str]:
+        said: list[str] = []
+        prepare(make_config(tables, {"plan": {"placement": f"0:0-{ranks - 1}"}, "run": run}), said.append)
+        return [warning for warning in said if "core" in warning]
+
+    (warning,) = warnings(8)
+    assert "8 ranks" in warning and "2 cores" in warning
+    assert not warnings(4) and not warnings(8, emulate=True) and len(warnings(4, threads=2)) == 1
+
+
+def test_names_that_a_terminal_or_a_file_can_not_encode_are_shown_as_escapes(tmp_path: Path) -> None:
+    """A run folder that is not UTF-8 had no report, and a name with an accent ended a command on an ASCII terminal."""
+    folder = make_run(tmp_path / os.fsdecode(b"run\xff"), model="ré seau")
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    program = [sys.executable, "-m", "stagewright", "report", str(folder)]
+    done = subprocess.run(program, env=os.environ | ascii_only, capture_output=True, timeout=LONG)
+    assert done.returncode == 0 and rb"r\xe9 seau" in done.stdout and rb"run\udcff/report.html" in done.stdout, (
+        done.stderr
+    )
+    assert r"run\\udcff" in (folder / "report.md").read_text(encoding="utf-8")

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from statistics import median
 from stagewright.events import Usage, read_usage
 from stagewright.plan.plan import Plan
 from stagewright.report.read import read_lines
+from stagewright.runtime.comm.gloo import socket_folder
 
 _CONTROL = "nvidia-cuda-mps-control"
 MPS_SECONDS = 10  # that the daemon gives its clients to end
@@ -79,7 +79,7 @@ def shared_gpu(warn: Callable[[str], None]) -> Iterator[None]:
         yield
         return
     before = {name: os.environ.get(name) for name in _FOLDERS}
-    with tempfile.TemporaryDirectory(prefix="stagewright-mps-") as folder:
+    with socket_folder("stagewright-mps-") as folder:
         pipes, logs = Path(folder) / "pipes", Path(folder) / "logs"
         pipes.mkdir()
         logs.mkdir()

@@ -13,6 +13,9 @@ from typing import Any
 
 from stagewright.config.sections import Option, options
 
+_MOST = 10**6  # of whatever a number counts that has no bound of its own
+_MOST_RUNS = 1000  # of one configuration
+
 
 def _text(flag: str, metavar: str, help: str, default: str | None = None) -> Option:
     return Option(flag, help, metavar, default=default)
@@ -21,7 +24,8 @@ def _text(flag: str, metavar: str, help: str, default: str | None = None) -> Opt
 def _number(
     flag: str, help: str, default: float | None = None, metavar: str = "N", kind: type = int, **bounds: float
 ) -> Option:
-    return Option(flag, help, metavar, kind, default=default, bounds=bounds or {"least": 1})
+    lowest = {} if {"least", "above"} & bounds.keys() else {"least": 1}
+    return Option(flag, help, metavar, kind, default=default, bounds=lowest | {"most": _MOST} | bounds)
 
 
 def _switch(flag: str, help: str) -> Option:
@@ -35,7 +39,7 @@ _OWN = (
     _text("--output", "FILE", "file to write"),
     _text("--cluster", "NAME|FILE", "a cluster of the catalog, or a cluster file"),
     _switch("--json", "print one JSON object instead of text"),
-    _number("--repeats", "repeats per side (default: the suite's)", least=1, most=10**5),
+    _number("--repeats", "repeats per side (default: the suite's)", most=_MOST_RUNS),
     # Of commands that plan
     _number("--devices", "use only the first N devices of the cluster"),
     _text(
@@ -49,7 +53,7 @@ _OWN = (
     _number("--batches", "batches to show", 2),
     _text("--forward", "TIMES", "time of a forward by stage: 1,1 (default: 1 each)"),
     _text("--backward", "TIMES", "time of a backward by stage: 2,2 (default: 1 each)"),
-    _number("--transfer", "time of a message (default: 0)", 0.0, "TIME", float, least=0),
+    _number("--transfer", "time of a message (default: 0)", 0.0, "TIME", float, least=0, most=1e9),
     _switch("--programs", "also print the actions of every rank as text"),
     # Of commands about the machine
     _switch("--fast", "do not measure bandwidths"),
@@ -62,22 +66,22 @@ _OWN = (
     _text("--gpus", "0-3,6", "use only these GPUs"),
     _number("--pcie", "PCIe generation (default: the slot's, or the GPU's)"),
     _number("--cores", "CPU cores that decode images"),
-    _number("--count", "number of such machines", 1),
+    _number("--count", "number of such machines", 1, most=1024),
     _text("--network", "LINK", "link between machines: net-1g, net-10g, ... net-400g"),
     # Of commands about data
-    _number("--most", "most records to decode (0: all)", 10_000, least=0),
+    _number("--most", "most records to decode (0: all)", 10_000, least=0, most=2**31 - 1),
     _text("--sheet", "FILE", "picture to write", "contact-sheet.png"),
     _number("--per-part", "records per part or shard", 5000),
     _number("--images", "images per repeat (default: 64)", least=16),
     # Of commands about runs
     _switch("--once", "show the current state and exit"),
-    _number("--serve", "serve the report to browsers on this machine", metavar="PORT", least=0),
+    _number("--serve", "serve the report to browsers on this machine", metavar="PORT", least=0, most=65535),
     _text("--only", "TEXT", "only configurations or cases whose name contains this"),
     _switch("--simulate", "predict what does not fit on this machine"),
     _switch("--anonymise", "leave out host names, user names, paths and addresses"),
     _text("--study", "FILE.toml", "your own study, like bench/studies/learning.toml"),
-    _number("--seeds", "runs per mode (default: 3)", least=1, most=1000),
-    _number("--jobs", "runs at a time (default: by the number of cores)", least=1, most=1024),
+    _number("--seeds", "runs per mode (default: 3)", most=_MOST_RUNS),
+    _number("--jobs", "runs at a time (default: by the number of cores)", most=1024),
     _number(
         "--target", "top-1 to reach (default: 1 below that of sync)", metavar="PERCENT", kind=float, above=0, most=100
     ),

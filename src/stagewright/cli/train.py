@@ -12,7 +12,7 @@ from rich.table import Table
 
 from stagewright.cli.config import read_layers
 from stagewright.config.toml import make_config
-from stagewright.errors import counted
+from stagewright.errors import RunFailed, counted
 from stagewright.metrics import speed_words
 from stagewright.report.live.terminal import PipeSafeConsole, say
 from stagewright.run.report import make_page, write_page
@@ -30,6 +30,7 @@ def run(parsed: argparse.Namespace) -> None:
         return  # rank 0 prints
     if parsed.json:
         print(json.dumps(result.summary))
+        _require_learnt(result)
         return
     if result.summary["machine"]:
         where = f"this machine's files in {result.folder}"
@@ -46,6 +47,13 @@ def run(parsed: argparse.Namespace) -> None:
     if (report := result.folder / "report.html").exists():
         lines.append(f"report: {report}")
     say(console, *lines, soft_wrap=True)
+    _require_learnt(result)
+
+
+def _require_learnt(result: Result) -> None:
+    """Fail after the results of a run that diverged, as one fails whose loss is not finite."""
+    if diverged := result.summary.get("diverged"):
+        raise RunFailed(diverged)
 
 
 # --- The demo ---------------------------------------------------------------------------------------------------------

@@ -88,6 +88,8 @@ def busy_sentences(run: Run) -> Iterator[str]:
 def _learning(run: Run) -> Iterator[str]:
     if len(run.steps) > 1:
         yield f"The loss went from {run.steps[0].loss:.4g} to {run.steps[-1].loss:.4g}."
+    if (run.summary or {}).get("diverged"):
+        yield "The run diverged: its results are of no use. Try a lower learning rate, a warm-up or clipping."
     if run.evaluations:
         last = run.evaluations[-1]
         yield (

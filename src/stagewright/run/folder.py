@@ -34,14 +34,14 @@ def newest(runs: Iterable[Path]) -> Path:
 
 
 def new_folder(runs: str, name: str) -> Path:
-    """Make a new folder in `runs`, named after the current time and `name`."""
+    """Make a new folder in `runs`, named after the current time and `name`, that only its user can open."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     if not is_text(str(Path(runs).absolute())):
         raise UserError(f"can't store the path {Path(runs).absolute()} as UTF-8; choose another with --runs")
     for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
         folder = Path(runs).absolute() / f"{stamp}-{name}{suffix}"
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir(0o700, parents=True)
             return folder
         except FileExistsError:
             continue

@@ -23,6 +23,7 @@ from stagewright.config.sections import Config
 from stagewright.data.order import Order
 from stagewright.data.sources import Source
 from stagewright.errors import UserError, counted, first_line, is_out_of_memory
+from stagewright.hardware.host import num_cores
 from stagewright.model.cut import Chain, Piece
 from stagewright.model.load import build_model
 from stagewright.model.probe import Probe, probe
@@ -53,6 +54,7 @@ from stagewright.schedule.check import check
 
 _MPS_FOLDER = "/tmp/nvidia-mps"
 _MOST_EVALUATIONS = 10**6
+_MOST_PER_CORE = 2  # threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,8 @@ def prepare(
             "start one process per rank, or change --placement"
         )
     require_devices(config, plan, warn)
+    if world is None:
+        _warn_about_cores(config, plan, warn)
     check(plan.starting_at(0))
     order = Order(len(source), plan.batch, config.run.seed, config.data.shuffle)
     batches = _num_batches(config, order)
@@ -300,6 +304,17 @@ def require_devices(config: Config, plan: Plan, warn: Callable[[str], None]) -> 
         warn(
             f"{most} ranks share GPU {gpu} and CUDA MPS is not running, so they take turns and are slower; "
             "start it with nvidia-cuda-mps-control -d"
+        )
+
+
+def _warn_about_cores(config: Config, plan: Plan, warn: Warn) -> None:
+    """Warn where the CPU ranks of this machine have far more threads than it has cores."""
+    run, cores = config.run, num_cores()
+    is_one_machine = len({device.machine for device in plan.devices}) == 1
+    if run.device == "cpu" and not run.emulate and is_one_machine and plan.world * run.threads > _MOST_PER_CORE * cores:
+        warn(
+            f"{counted(plan.world, 'rank')} with {counted(run.threads, 'thread')} each share {counted(cores, 'core')}, "
+            "so they are slow and their speed says nothing; use fewer ranks, or --emulate to try a plan"
         )
 
 

@@ -54,6 +54,9 @@ from stagewright.runtime.process.signals import stop_on_signal
 from stagewright.runtime.process.supervisor import NewestCheckpoint
 from stagewright.runtime.process.torch_flags import preserved_state
 
+_DIVERGED = 1e3  # times the first loss, and at least that loss: no run recovers from it
+_LAST_LOSSES = 5  # all of which are that large: a single bad batch is none
+
 
 @dataclass(frozen=True)
 class Result:
@@ -159,6 +162,7 @@ def _run_host(job: Job, console: Console, site: Site | ExternalGroup | None, pre
         "steady_steps": speed.steps if speed else 0,  # that the speed counts
         "predicted_images_per_second": predicted,
         "loss": collector.steps[-1].loss if collector.steps else None,
+        "diverged": _divergence(collector.steps, job.config.optimizer.lr),
         "loss_scale": collector.steps[-1].loss_scale if collector.steps else None,
         "skipped_updates": collector.skipped,  # by stage
         "bad_records": len(collector.replaced),
@@ -171,6 +175,15 @@ def _run_host(job: Job, console: Console, site: Site | ExternalGroup | None, pre
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=1))
     return Result(folder, job.plan, tuple(collector.steps), tuple(collector.evaluations), summary, exported)
+
+
+def _divergence(steps: Sequence[Step], lr: float) -> str | None:
+    """One line about a run whose last losses are finite but far above its first one; None for any other."""
+    last = min((step.loss for step in steps[1:][-_LAST_LOSSES:]), default=0.0)
+    if last <= _DIVERGED * max(1.0, steps[0].loss if steps else 0.0):
+        return None
+    grew = f"the loss grew from {steps[0].loss:.4g} to {steps[-1].loss:.4g}"
+    return f"{grew}, so the run diverged; try a lower --lr than {lr:g}, a --warmup or --clip 1"
 
 
 def _how_to_resume(folder: Path, done: int = 0) -> str:

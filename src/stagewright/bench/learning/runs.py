@@ -33,8 +33,10 @@ After = Callable[[Sequence["TrainedRun"]], None]
 FILE = "learning.json"
 POLL_SECONDS = 0.5
 _PROGRESS_SECONDS = 10.0  # between lines about how far the runs are
-# The errors of `runtime.stage` that mean divergence: a result of the study, not a failure.
-DIVERGED = re.compile(r"the loss of batch \d+ is (nan|-?inf)|gradients overflow fp16 at any loss scale")
+# The errors of `runtime.stage` and `run.train` that mean divergence: a result of the study, not a failure.
+DIVERGED = re.compile(
+    r"the loss of batch \d+ is (nan|-?inf)|gradients overflow fp16 at any loss scale|the loss grew from \S+ to [^\s,]+"
+)
 
 
 @dataclass(frozen=True, slots=True)

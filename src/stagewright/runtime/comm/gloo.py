@@ -6,6 +6,7 @@ each end. Large messages stay with gloo, whose thread copies while this one comp
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import tempfile
@@ -28,6 +29,7 @@ _GPU_THREADS = 4  # that stage and sum pieces of a gradient, and as many that mo
 _PIECE_BYTES = 8 * 2**20
 _SOCKET_BYTES = 128 * 2**10  # that a socket holds for certain; Linux gives it 208 KiB
 _KERNEL_BYTES = 1024  # the kernel's overhead per message; it also rounds sizes up, at most to twice
+_LONGEST_TMPDIR = 70  # bytes; a socket's path may have 107
 _DONE = Done()
 
 
@@ -172,11 +174,17 @@ class _SocketReceive:
         self._rest = self._rest[size:]
 
 
+def socket_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
+    """A folder for sockets, whose paths have at most 107 bytes: in /tmp where that of TMPDIR is too long."""
+    is_long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR
+    return tempfile.TemporaryDirectory(prefix=prefix, dir="/tmp" if is_long else None)
+
+
 def _connect(store: Store, is_source: bool, timeout: timedelta) -> socket.socket:
     """One end of a socket between two ranks, which exchange its path through a store."""
     seconds = timeout.total_seconds()
     if is_source:
-        with tempfile.TemporaryDirectory(prefix="stagewright-") as folder, socket.socket(socket.AF_UNIX) as listener:
+        with socket_folder("stagewright-") as folder, socket.socket(socket.AF_UNIX) as listener:
             path = str(Path(folder) / "stream")
             listener.bind(path)
             listener.listen(1)
