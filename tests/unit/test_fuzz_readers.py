@@ -306,7 +306,7 @@ def _smi_reader(option: str, *seeds: str) -> Reader:
 
     device = [] if option == "smi" else ["--device", "titan-v"]
     return Reader(
-        read, seeds, lambda text, path: ["cluster", "import", f"--{option}", _file(text, path), *device], share=0.5
+        read, seeds, lambda text, path: ["cluster", "import", f"--{option}", _file(text, path), *device], share=0.1
     )
 
 
