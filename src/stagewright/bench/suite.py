@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from stagewright.cluster.placement import format_placement, parse_placement
 from stagewright.cluster.topology import ANYWHERE, Cluster, Device
-from stagewright.config.sections import Config, Section
+from stagewright.config.sections import MOST_RUNS, MOST_STEPS, Config, Section, require_within
 from stagewright.config.toml import keys_of, make_config, merged, read_toml, refuse_unused, without_unused
 from stagewright.errors import UserError, did_you_mean
 
@@ -163,9 +163,8 @@ def _checked(tables: Mapping[str, Any], name: str) -> Suite:
         raise UserError(f"suite {name}: {key}: {wrong}") from error
     if not suite.group:
         raise UserError(f"suite {name} has 0 groups; describe one as [[group]]")
-    for key, value in (("repeats", suite.repeats), ("steps", suite.steps)):
-        if value < 1:
-            raise UserError(f"suite {name}: {key} is {value}; give at least 1")
+    require_within(f"suite {name}: repeats", suite.repeats, least=1, most=MOST_RUNS)
+    require_within(f"suite {name}: steps", suite.steps, least=1, most=MOST_STEPS)
     names = [group.name for group in suite.group]
     if len(set(names)) < len(names):
         raise UserError(f"suite {name} has {len(names)} groups but {len(set(names))} names; give each its own")

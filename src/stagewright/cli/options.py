@@ -11,10 +11,9 @@ import argparse
 from dataclasses import dataclass, fields
 from typing import Any
 
-from stagewright.config.sections import Option, options
+from stagewright.config.sections import MOST_RUNS, Option, options
 
 _MOST = 10**6  # of whatever a number counts that has no bound of its own
-_MOST_RUNS = 1000  # of one configuration
 
 
 def _text(flag: str, metavar: str, help: str, default: str | None = None) -> Option:
@@ -39,7 +38,7 @@ _OWN = (
     _text("--output", "FILE", "file to write"),
     _text("--cluster", "NAME|FILE", "a cluster of the catalog, or a cluster file"),
     _switch("--json", "print one JSON object instead of text"),
-    _number("--repeats", "repeats per side (default: the suite's)", most=_MOST_RUNS),
+    _number("--repeats", "repeats per side (default: the suite's)", most=MOST_RUNS),
     # Of commands that plan
     _number("--devices", "use only the first N devices of the cluster"),
     _text(
@@ -80,7 +79,7 @@ _OWN = (
     _switch("--simulate", "predict what does not fit on this machine"),
     _switch("--anonymise", "leave out host names, user names, paths and addresses"),
     _text("--study", "FILE.toml", "your own study, like bench/studies/learning.toml"),
-    _number("--seeds", "runs per mode (default: 3)", most=_MOST_RUNS),
+    _number("--seeds", "runs per mode (default: 3)", most=MOST_RUNS),
     _number("--jobs", "runs at a time (default: by the number of cores)", most=1024),
     _number(
         "--target", "top-1 to reach (default: 1 below that of sync)", metavar="PERCENT", kind=float, above=0, most=100

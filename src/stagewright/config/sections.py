@@ -20,7 +20,8 @@ _MOST_SAMPLES = 2**28  # an epoch's order is in memory, eight bytes per sample
 _MOST_BATCH = 2**31 - 1
 _MOST_CLASSES = 2**24
 _MOST_SIDE = 2**16
-_MOST_STEPS = 10**9
+MOST_STEPS = 10**9
+MOST_RUNS = 1000  # of one configuration
 _MOST_EPOCHS = 10**6
 _MOST_SEED = 2**63 - 1
 _MOST_SCALE = 2.0**127  # of fp32
@@ -153,7 +154,7 @@ class CheckpointConfig(Section):
 class RunConfig(Section):
     """How long a run takes, where it runs, and what it writes."""
 
-    steps: int | None = option(None, "--steps", "batches to train", most=_MOST_STEPS)
+    steps: int | None = option(None, "--steps", "batches to train", most=MOST_STEPS)
     epochs: int | None = option(None, "--epochs", "epochs to train (default: 1)", most=_MOST_EPOCHS)
     seed: int = option(0, "--seed", "seed of weights, sample order and dropout", least=-_MOST_SEED, most=_MOST_SEED)
     precision: str = option("fp32", "--precision", "fp64, fp32, ieee, tf32, bf16 or fp16")
