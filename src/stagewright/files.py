@@ -53,14 +53,17 @@ def read_text(path: str | os.PathLike[str], most: int = MOST_TEXT_BYTES) -> str:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a UTF-8 file that a user names; errors as of `write_bytes`."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     """Write a file that a user names; an `OSError` that names it, also for a pipe that nobody reads."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     try:
-        descriptor = os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o666
-        )
-        os.set_blocking(descriptor, True)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(os.open(path, flags, 0o666), "wb") as file:
+            os.set_blocking(file.fileno(), True)
+            file.write(data)
     except OSError as error:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 

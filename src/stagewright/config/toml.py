@@ -8,6 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, fields, replace
+from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -194,9 +195,14 @@ def _nearest_section(section: str) -> str:
     return did_you_mean(section, [entry.name for entry in fields(Config)])
 
 
+@cache
+def _adapter() -> TypeAdapter[Config]:
+    return TypeAdapter(Config)
+
+
 def _validated(tables: Mapping[str, Any]) -> Config:
     try:
-        config = TypeAdapter(Config).validate_python(tables)
+        config = _adapter().validate_python(tables)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"][:2])

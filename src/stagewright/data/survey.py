@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from stagewright.data.decode import Decoder, decode_record
 from stagewright.data.order import AugmentSeed
 from stagewright.data.records import BadRecord, BadRecordError, Records, spread_index
 from stagewright.data.sources import ImageSource
+from stagewright.files import write_bytes
 
 _COLUMNS, _ROWS = 8, 6
 _CAPTION = 14  # pixels below a sample
@@ -105,5 +107,7 @@ def draw_sheet(source: ImageSource, seed: int, path: Path) -> int:
         name = names[label] if label < len(names) else str(label)
         pen.text((corner[0], corner[1] + cell + 1), name[: cell // 6], fill="black")
     path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path, "PNG")
+    encoded = io.BytesIO()  # Pillow's own writing needs a file that can seek
+    sheet.save(encoded, "PNG")
+    write_bytes(path, encoded.getvalue())
     return count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,14 @@ def test_inspect_index_and_convert(tmp_path: Path, capsys: pytest.CaptureFixture
     assert json.loads(printed(capsys, "data", "index", tmp_path / "tar", "--json"))["records"] == 8
     assert "8 records" in printed(capsys, "data", "convert", tmp_path / "tar", f"folder:{tmp_path}/folder")
     assert "8 records" in printed(capsys, "data", "index", f"folder:{tmp_path}/folder")
+
+
+@pytest.mark.timeout(120)
+def test_a_sheet_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = make_ofrecord(tmp_path / "of", 4)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (str(tmp_path / "pipe"), "/proc/self/mem", str(tmp_path)):
+        assert path in fails(capsys, "data", "inspect", f"ofrecord:{root}", "--sheet", path)
 
 
 def test_inspect_names_no_sheet_where_no_record_is_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
