@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+SEED ?= 1
 
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -25,17 +26,22 @@ tests: $(READY) .venv/.browser
 	$(BIN)/python -m pytest -n 2 tests/unit tests/schedule
 	$(BIN)/python -m pytest --ignore=tests/unit --ignore=tests/schedule tests
 
-# What takes too long for every day: a million mutated inputs a reader, three epochs of a million samples, twenty
-# kills of random ranks under two plans, and two machines in network namespaces with everything that can happen to them.
+# What takes too long for every day: a million mutated inputs a reader, every bad value of every option, three epochs of
+# a million samples, twenty kills of random ranks under two plans, and two machines in network namespaces with everything
+# that can happen to them: each case by itself, then 20 faults of a seed under each of three plans, then an hour in which
+# nothing may grow.
 soak: $(READY)
 	STAGEWRIGHT_FUZZ=1000000 STAGEWRIGHT_EPOCH_SAMPLES=1000000 \
 		$(BIN)/python -m pytest -s tests/unit/data/test_fuzz.py tests/unit/data/test_loader.py
 	STAGEWRIGHT_KILLS=20 $(BIN)/python -m pytest -s tests/distributed/test_kill.py tests/distributed/test_stopping.py \
 		tests/distributed/test_pauses_gloo.py tests/unit/runtime/checkpoint
-	STAGEWRIGHT_READER_FUZZ=8000 $(BIN)/python -m pytest -s tests/unit/test_fuzz_readers.py
+	STAGEWRIGHT_READER_FUZZ=8000 STAGEWRIGHT_ALL_OPTIONS=1 $(BIN)/python -m pytest -s tests/unit/test_fuzz_readers.py \
+		tests/unit/runtime/checkpoint/test_forged.py tests/unit/cli/test_bad_options.py
 	STAGEWRIGHT_SOAK=1 $(BIN)/python -m pytest -s tests/distributed/test_machines.py tests/distributed/test_slow_link.py \
 		tests/distributed/test_planning.py tests/distributed/test_command.py tests/distributed/test_data.py \
 		tests/browser/test_demo_page.py tests/unit/bench/learning/test_study.py
+	$(BIN)/python -m tests.soak --faults 20 --seed $(SEED)
+	$(BIN)/python -m tests.soak --minutes 60 --plan stale
 
 # Every command of README and docs that takes too long for every day.
 nightly: $(READY) demo

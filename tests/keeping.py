@@ -43,7 +43,7 @@ def emulate_job(job: Job, records: list[Record] | None = None) -> EmulatedRun:
             events.append(decode(encode(event)))
             ledger.handle(event)
 
-        emulation = Emulation(job, on_event)
+        emulation = Emulation(job, on_event, ledger.settled)
         emulation.run()
     return EmulatedRun(job, events, emulation.weights(), emulation)
 

@@ -8,8 +8,10 @@ ours, so that every folder may import it.
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is, or what this user may use of it
 _MOST_NAMES = 20  # in a list of known names
 
 

@@ -79,7 +79,8 @@ class Saved:
 
     batch: int
     bytes: int
-    seconds: float  # that training waited for the copy
+    seconds: float  # that training paused
+    waited: float = 0.0  # of these seconds, for earlier checkpoints to reach the disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,8 @@ class ShareSaved:
 
     rank: int
     batch: int
-    seconds: float  # that training waited for the copy
+    seconds: float  # that training paused
+    waited: float = 0.0  # of these seconds, for earlier checkpoints to reach the disk
     replicas: tuple[ReplicaState, ...] = ()
     files: tuple[File, ...] = ()
     error: str | None = None

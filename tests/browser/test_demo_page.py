@@ -14,7 +14,7 @@ from stagewright.config.toml import make_config
 from stagewright.run.train import run
 from tests.browser.conftest import Opened
 from tests.browser.test_report_page import COUNT, colours
-from tests.soak import soak
+from tests.marks import soak
 from tests.waiting import LONG
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.soak import soak
+from tests.marks import soak
 from tests.waiting import LONG, wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ import pytest
 from stagewright.config.toml import make_config
 from stagewright.run.train import run
 from tests.distributed.test_command import ROOT
+from tests.marks import soak
 from tests.pictures import jpeg, message, write_parts
-from tests.soak import soak
 from tests.waiting import LONG
 
 

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from stagewright.config.toml import as_toml
 from tests.distributed.namespaces import TOKEN, Machines, machines
 from tests.distributed.test_command import ranks_of
+from tests.marks import soak
 from tests.parity import TOLERANCE, Case, assert_near, emulate, make_job, refer
-from tests.soak import soak
 from tests.waiting import LONG, wait_until
 
 STAGES = Case("normed", "0:0-1.1:0", "third", mode="stale", staleness=1, steps=12)

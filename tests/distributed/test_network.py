@@ -14,7 +14,7 @@ from stagewright.runtime.comm.channel import ChannelName, Inbox, Outbox
 from stagewright.runtime.comm.gloo import GlooNetwork, SocketTransport
 from stagewright.runtime.comm.memory import MemoryTransport
 from stagewright.runtime.comm.message import Field, MessageFormat
-from stagewright.runtime.comm.transport import Place, Transport
+from stagewright.runtime.comm.transport import LostPeer, Place, Transport
 from tests.waiting import LONG
 
 NAME = ChannelName("act", 0, 0, 1)
@@ -106,3 +106,10 @@ def test_a_closed_socket_is_an_error() -> None:
     far.close()
     with pytest.raises(RuntimeError, match="the other rank is gone"):
         receiving.receive(torch.zeros(SMALL, dtype=torch.uint8)).wait()
+
+
+def test_a_peer_that_never_connects_is_a_lost_peer_without_lines_of_gloo() -> None:
+    network = GlooNetwork(HashStore(), 0, Place(), timeout=0.2)
+    with pytest.raises(LostPeer) as lost:
+        network.collective("sums", [0, 1])
+    assert "\n" not in str(lost.value) and ".cc" not in str(lost.value) and ".h:" not in str(lost.value)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from stagewright.runtime.process.link_test import measure_links
-from tests.soak import soak
+from tests.marks import soak
 from tests.waiting import LONG
 
 ROOT = Path(__file__).parents[2]

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from stagewright.events import BatchLosses, Event, Restarted
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.launch import launch
+from stagewright.runtime.process.log import EventHandler
 from stagewright.runtime.process.rank import state_file
 from tests.distributed.test_command import ranks_of
 from tests.parity import Case, assert_same_bits, emulate, make_job
@@ -21,7 +22,7 @@ from tests.parity import Run as Trained
 CASE = Case("dropping", "0:0-1.0:2", "third", mode="stale", staleness=1, steps=200)
 
 
-class Saboteur:
+class Saboteur(EventHandler):
     """Sends one signal to one rank per start, as soon as that start trains."""
 
     def __init__(self, folder: Path, *signals: tuple[int, signal.Signals]) -> None:
@@ -30,7 +31,7 @@ class Saboteur:
         self._signals = list(signals)
         self._has_sent = False
 
-    def __call__(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         self.events.append(event)
         if isinstance(event, Restarted):
             self._has_sent = False

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.namespaces import ROOT, Machines, machines
-from tests.soak import soak
+from tests.marks import soak
 from tests.waiting import LONG
 
 RATES = {"100mbit": 100e6 / 8 * 0.94, "1gbit": 0.1175e9}  # bytes per second over TCP

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -123,6 +124,30 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"a small file system can't be mounted here: {done.stderr.strip()}")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
+
+
+@soak
+def test_a_fault_while_the_disk_is_full_restarts_once_there_is_room(small_disk: Path, tmp_path: Path) -> None:
+    process = start(small_disk, *ENDLESS, "--checkpoint-every", "20", "--keep", "1", "--monitor-every", "0")
+    (run,) = wait_until(lambda: [run for run in small_disk.glob("*") if list_folders(run)])
+    ballast = small_disk / "ballast"
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    os.kill(ranks_of(small_disk)[1], signal.SIGKILL)
+    assert process.stdout is not None
+    lines = iter(process.stdout.readline, "")
+    waits = next(line for line in lines if "waits for" in line)
+    assert "(rank 1, machine 0) was killed by SIGKILL" in waits and "No space left on device" in waits
+    ballast.unlink()
+    restarts = next(line for line in lines if "restart 1 from batch" in line)
+    assert "was killed by SIGKILL" in restarts
+    first = len(steps_of(run))
+    wait_until(lambda: len(steps_of(run)) > first + 20)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=LONG)
+    assert process.returncode == 2 and error.count("\n") == 1 and f"--resume {run}" in error
+    assert "was killed by SIGKILL" in (run / "log.txt").read_text() and steps_of(run) == list(range(len(steps_of(run))))
 
 
 @soak

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from stagewright.runtime.checkpoint.folder import list_folders
 from tests.distributed.test_command import ROOT, command, ranks_of
-from tests.soak import soak
+from tests.marks import soak
 from tests.waiting import LONG, wait_until
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]

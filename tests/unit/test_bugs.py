@@ -8,6 +8,8 @@ import itertools
 import json
 import os
 import re
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -27,11 +29,13 @@ from stagewright.cli.main import main
 from stagewright.cli.options import OPTIONS
 from stagewright.config.toml import make_config
 from stagewright.errors import UserError
+from stagewright.events import Record, Step
 from stagewright.metrics import speed_words
-from stagewright.report.live.terminal import PipeSafeConsole
+from stagewright.report.live.terminal import PipeSafeConsole, RunConsole
 from stagewright.run import prepare as preparing
-from stagewright.run.folder import new_folder
+from stagewright.run.folder import new_folder, run_lock
 from stagewright.run.prepare import prepare
+from stagewright.run.report import open_run
 from stagewright.run.train import run
 from stagewright.runtime.checkpoint import folder as checkpoints
 from stagewright.runtime.checkpoint.format import hash_file
@@ -143,6 +147,53 @@ def test_paths_that_are_not_utf_8_are_refused_before_a_run_starts(
         main(["train", "--model", "resnet8", "--image", "8", "--batch", "8", "--steps", "1", "--emulate", *options])
     shown = capsys.readouterr().err
     assert ended.value.code == 2 and "UTF-8" in shown and shown.count("\n") == 1 and shown[:-1].isprintable()
+
+
+TINY = ("--model", f"{__name__}:make_net", "--image", "8", "--samples", "32", "--batch", "16", "--emulate")
+
+
+def test_a_run_that_is_being_trained_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", *TINY, "--steps", "2", "--checkpoint-every", "1", "--runs", str(tmp_path)])
+    (folder,) = tmp_path.iterdir()
+    for named in (folder, folder / "checkpoints" / "1"):
+        with run_lock(folder), pytest.raises(SystemExit) as ended:
+            main(["train", "--resume", str(named), "--steps", "4"])
+        assert ended.value.code == 2 and f"{folder} is being trained" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_a_run_whose_folder_was_deleted_keeps_its_weights_and_later_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody tidied up `runs/` while a run trained, and its weights were lost at the end."""
+    show = RunConsole.show
+
+    def delete_first(self: RunConsole, record: Record) -> None:
+        if isinstance(record, Step) and record.batch == 1:
+            shutil.rmtree(tmp_path / "runs")
+        show(self, record)
+
+    monkeypatch.setattr(RunConsole, "show", delete_first)
+    weights = tmp_path / "w.safetensors"
+    result = stagewright.train(make_net, image=8, samples=32, batch=16, steps=4, emulate=True, monitor_every=0,
+                               runs=str(tmp_path / "runs"), export=str(weights))  # fmt: skip
+    assert weights.exists() and len(result.steps) == 4
+    assert [step.batch for step in open_run(result.folder).steps] == [2, 3]
+    assert "was deleted" in (result.folder / "log.txt").read_text()
+
+
+def test_a_second_interrupt_says_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    show = RunConsole.show
+
+    def interrupt(self: RunConsole, record: Record) -> None:
+        show(self, record)
+        if isinstance(record, Step) and record.batch == 2:
+            signal.raise_signal(signal.SIGHUP)
+
+    monkeypatch.setattr(RunConsole, "show", interrupt)
+    with pytest.raises(KeyboardInterrupt, match=r"by SIGHUP.*--resume .*-make_net"):
+        stagewright.train(make_net, image=8, samples=32, batch=16, steps=4, emulate=True, checkpoint_every=1,
+                         runs=str(tmp_path))  # fmt: skip
 
 
 EVIL = "\x1b[2J\rx\nstagewright: forged\u202e[b]"  # clears the screen, forges a line, turns text around, is markup

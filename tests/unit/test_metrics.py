@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 
 from stagewright.events import Step
-from stagewright.metrics import Plateau, RecentRate, Span, SteadyRate, Timeline, find_plateau, segments, steady_rate
+from stagewright.metrics import (
+    Plateau,
+    RecentRate,
+    Span,
+    SteadyRate,
+    Timeline,
+    batch_seconds,
+    find_plateau,
+    segments,
+    steady_rate,
+)
 from tests.made_runs import timeline
 
 NOISE = [float(value) for value in np.random.default_rng(3).normal(1.0, 0.01, 40)]
@@ -120,6 +130,17 @@ def test_steady_rate_is_images_over_seconds_not_a_mean_of_rates() -> None:
 def test_steady_rate_groups_many_batches_into_segments() -> None:
     speed = rate_of(steps_of([100.0] * 400), 50)
     assert len(speed.times) == 40 and speed.times[0] == pytest.approx(0.5)
+
+
+def test_the_warmup_is_counted_in_batches_however_many_a_segment_has() -> None:
+    speed = rate_of(steps_of([10.0 if number < 30 else 100.0 for number in range(400)]), 50)
+    assert (speed.warmup, len(speed.steady), len(speed.times)) == (30, 370, 40)
+    assert speed.rate == pytest.approx(100.0)
+
+
+def test_a_batch_that_seems_to_end_before_the_last_one_takes_no_time_and_gives_none_to_the_next() -> None:
+    steps = [Step(number, 0, 2.0, 0.1, end, 1e6) for number, end in enumerate([1.0, 3.0, 2.0, 4.0])]
+    assert batch_seconds(steps) == {0: 1.0, 1: 2.0, 2: 0.0, 3: 1.0}
 
 
 def test_steady_rate_leaves_out_batches_right_after_a_pause() -> None:

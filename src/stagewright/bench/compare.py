@@ -165,7 +165,8 @@ def compare_benches(first: str, second: str, one: Outcome, other: Outcome) -> Co
     if not pairs:
         raise UserError(f"{first} and {second} have no configuration in common; compare benches of one suite")
     if any(not pair.is_predicted for pair in pairs):
-        names = [name for name in one.machine if name == "processor" or name.startswith("GPU")]
+        known = dict.fromkeys([*one.machine, *other.machine])
+        names = [name for name in known if name == "processor" or name.startswith("GPU")]
         machines = ({name: side.machine.get(name, "none") for name in names} for side in (one, other))
         reasons += _differences(*machines)
     missing = [row.label for key, row in (ours | theirs).items() if key not in ours or key not in theirs]

@@ -23,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from stagewright.bench.statistics import Goal, Interval, median_interval, outliers, paired_ratio
 from stagewright.errors import UserError
+from stagewright.files import read_text
 from stagewright.hardware.environment import read_environment
 
 FILE = "bench.json"
@@ -209,7 +210,7 @@ def write_json(tables: Any, path: Path) -> None:
 def read_outcome(folder: Path) -> Outcome:
     path = folder / FILE
     try:
-        return from_json(json.loads(path.read_text()), str(path))
+        return from_json(json.loads(read_text(path)), str(path))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give the folder of a bench") from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -125,7 +125,7 @@ def _medians(values: Array, generator: np.random.Generator) -> Array:
     """Medians of series drawn from a smoothed version of this one (the smoothed bootstrap)."""
     count = len(values)
     if count == 1:
-        return np.repeat(values, 2)
+        return np.repeat(values, _RESAMPLES)
     drawn = values[generator.integers(count, size=(_RESAMPLES, count))]
     width = np.std(values, ddof=1) / np.sqrt(count)
     return np.median(drawn + width * generator.standard_normal(drawn.shape), axis=1)

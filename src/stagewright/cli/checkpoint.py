@@ -14,7 +14,7 @@ from stagewright.report.live.terminal import print_lines
 from stagewright.run.export import export_checkpoint
 from stagewright.run.resume import find_checkpoint
 from stagewright.runtime.checkpoint.folder import Checkpoint, list_folders, open_checkpoint
-from stagewright.runtime.checkpoint.format import MANIFEST, CheckpointError
+from stagewright.runtime.checkpoint.format import MANIFEST, CheckpointError, CheckpointGone
 
 
 def run_list(parsed: argparse.Namespace) -> None:
@@ -23,6 +23,8 @@ def run_list(parsed: argparse.Namespace) -> None:
     for folder in _folders(parsed.path):
         try:
             rows.append(_row(open_checkpoint(folder)))
+        except CheckpointGone:
+            continue
         except CheckpointError as error:
             rows.append({"folder": str(folder), "batch": int(folder.name), "damaged": str(error)})
     if parsed.json:
@@ -65,19 +67,25 @@ def run_show(parsed: argparse.Namespace) -> None:
 
 
 def run_verify(parsed: argparse.Namespace) -> None:
-    """Read every file of every checkpoint, and compare it with its hash."""
-    whole, damaged = [], []
+    """Read every file of every checkpoint, and compare it with its hash.
+
+    A run that is training deletes its oldest checkpoints meanwhile; these are named, and no damage.
+    """
+    whole, damaged, gone = [], [], []
     for folder in _folders(parsed.path):
         try:
             checkpoint = open_checkpoint(folder)
             checkpoint.verify()
             whole.append(checkpoint.batch)
+        except CheckpointGone:
+            gone.append(int(folder.name))
         except CheckpointError as error:
             damaged.append(str(error))
     if parsed.json:
-        print(json.dumps({"whole": whole, "damaged": damaged}))
+        print(json.dumps({"whole": whole, "damaged": damaged, "gone": gone}))
     elif not damaged:
-        print_lines(f"{len(whole)} intact: {', '.join(map(str, whole)) or 'none'}")
+        deleted = f"; deleted meanwhile: {', '.join(map(str, gone))}" if gone else ""
+        print_lines(f"{len(whole)} intact: {', '.join(map(str, whole)) or 'none'}{deleted}")
     if damaged:
         raise UserError(f"{len(damaged)} of {len(whole) + len(damaged)} checkpoints are damaged; {damaged[0]}")
 

@@ -21,6 +21,7 @@ from stagewright.cluster.placement import parse_placement
 from stagewright.cluster.specs import ALONE
 from stagewright.cluster.topology import Cluster
 from stagewright.errors import UserError
+from stagewright.files import write_text
 from stagewright.hardware.cluster_file import ImportOptions, checked_toml, import_texts, import_this_machine
 from stagewright.metrics import GIB
 from stagewright.report.live.terminal import plain_table, print_lines
@@ -40,7 +41,7 @@ def run_import(parsed: argparse.Namespace) -> None:
     machine = import_this_machine(options) if parsed.here else import_texts(parsed.topo, parsed.smi, options)
     text = checked_toml(machine)
     if parsed.output:
-        Path(parsed.output).write_text(text)
+        write_text(parsed.output, text)
     if parsed.json:
         print(json.dumps({"file": parsed.output, "toml": text} | machine.describe()))
     elif parsed.output:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,19 +16,20 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from stagewright.cli.parser import USER_ERROR, make_parser
-from stagewright.errors import RunFailed, UserError, printable
+from stagewright.cli.parser import USER_ERROR, make_parser, one_line
+from stagewright.errors import DISK_FULL, RunFailed, UserError
 from stagewright.run.folder import is_run, newest
 
-_MOST_SHOWN = 800  # characters of an error
+_SEPARATOR = re.compile(r"(--[^=]*=|-\w=?)--")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; an error that the user can fix becomes one line and exit code 2."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does: a terminal may not know a character
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # file names and files may hold what is no text
     parser = make_parser()
-    _require_encodable(parser, sys.argv[1:] if arguments is None else arguments)
+    _require_usable(parser, sys.argv[1:] if arguments is None else arguments)
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         _require_one_run(sys.argv[1:] if arguments is None else arguments, parsed)
@@ -46,16 +47,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         sys.exit(USER_ERROR)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_FULL:
             _fail(f"{error.filename or 'a file'} could not be written: {error.strerror}; make room on the disk")
         if error.filename is None:
             raise
         _fail(f"{error.filename}: {error.strerror}; give another path")
 
 
-def _require_encodable(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """An error about an argument that can't be a path, as one with a zero byte: every command takes paths."""
+def _require_usable(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """An error about an argument that can't be a path, as one with a zero byte: every command takes paths.
+
+    Also about a value that is `--`: argparse takes it for a separator, and the option would have no value.
+    """
     for argument in arguments:
+        if _SEPARATOR.fullmatch(argument):
+            parser.error(f"argument {argument} has -- as its value; give another")
         try:
             is_path = b"\0" not in os.fsencode(argument)
         except UnicodeEncodeError:
@@ -97,9 +103,5 @@ def _require_one_run(arguments: Sequence[str], parsed: argparse.Namespace) -> No
 
 
 def _fail(message: str) -> NoReturn:
-    """End with one readable line, without control characters that a terminal would obey."""
-    line = " ".join(message.split())
-    if len(line) > _MOST_SHOWN:
-        line = f"{line[: _MOST_SHOWN // 2]} ... {line[-_MOST_SHOWN // 2 :]}"
-    sys.stderr.write(f"stagewright: {printable(line)}\n")
+    sys.stderr.write(f"stagewright: {one_line(message)}\n")
     sys.exit(USER_ERROR)

@@ -20,6 +20,7 @@ from stagewright.config.sections import RENAMED
 from stagewright.errors import printable
 
 USER_ERROR = 2  # the exit code of every error that a user can fix
+_MOST_SHOWN = 800  # characters of an error
 _RENAMED_FLAGS = {f"--{old.partition('.')[2]}": f"--{new.partition('.')[2]}" for old, new in RENAMED.items()}
 _GROUPS = {  # the help and the description of commands that have actions
     "checkpoint": (
@@ -49,6 +50,14 @@ parts of Stagewright:
   published, planner, own, checkpoint, monitor, data"""
 
 
+def one_line(message: str) -> str:
+    """A message as one readable line, without control characters that a terminal would obey."""
+    line = " ".join(message.split())
+    if len(line) > _MOST_SHOWN:
+        line = f"{line[: _MOST_SHOWN // 2]} ... {line[-_MOST_SHOWN // 2 :]}"
+    return printable(line)
+
+
 class _Parser(ArgumentParser):
     """Reports errors in one line; takes options only in full, never abbreviated."""
 
@@ -66,8 +75,8 @@ class _Parser(ArgumentParser):
         self.error(f"unknown option {name}" + (f", did you mean {near[0]}?" if near else ""))
 
     def error(self, message: str) -> NoReturn:
-        see = "" if message.endswith("?") else f"; see {self.prog} --help"
-        self.exit(USER_ERROR, f"{self.prog}: {printable(message)}{see}\n")
+        help = "" if message.endswith("?") else f"; see {self.prog} --help"
+        self.exit(USER_ERROR, f"{self.prog}: {one_line(message)}{help}\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +154,7 @@ def make_parser() -> ArgumentParser:
     parser.flags += ["--version"]
     groups: dict[str, Any] = {}
     groups[""] = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", prog=parser.prog)
-    for command in _COMMANDS:
+    for command in COMMANDS:
         name = command.name.rpartition(" ")[0]
         if name not in groups:
             help, description = _GROUPS[name]
@@ -178,7 +187,7 @@ _DATA = "folder:DIR, tar:GLOB, ofrecord:DIR, or a path"
 _SHEET_SIDE = {"least": 0, "most": 2048}  # pixels of a sample; 0: the default
 _RECORDS = Argument("path", "PATH", _DATA)
 
-_COMMANDS = (
+COMMANDS = (
     Command(
         *("doctor", "machine:run_doctor", "describe this machine and what will slow training down"),
         "Describe this machine, find what will slow training down, and say what to do about it.",

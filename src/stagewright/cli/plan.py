@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +17,7 @@ from stagewright.cluster.catalog import open_cluster, price_source, shipped
 from stagewright.cluster.placement import format_placement
 from stagewright.cluster.specs import calibration_note
 from stagewright.errors import UserError
+from stagewright.files import write_text
 from stagewright.metrics import GIB, MIB
 from stagewright.model.cut import Chain
 from stagewright.plan.estimate import Setting
@@ -49,7 +49,7 @@ def run(parsed: argparse.Namespace) -> None:
         )
     explained = explain(setting, choice.best.plan, parsed.explain) if parsed.explain else None
     if parsed.output:
-        Path(parsed.output).write_text(json.dumps(choice.best.plan.describe(), indent=1))
+        write_text(parsed.output, json.dumps(choice.best.plan.describe(), indent=1))
     if parsed.json:
         notes = {"calibration": device_note(parsed, [setting]), "remarks": _warnings(parsed, choice)}
         print(json.dumps(_as_json(parsed.model, setting, choice, explained) | notes | _stability(parsed, choice)))

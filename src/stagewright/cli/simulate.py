@@ -13,6 +13,7 @@ from stagewright.cluster.placement import format_devices, format_placement
 from stagewright.config.sections import PlanConfig
 from stagewright.config.toml import make_config
 from stagewright.errors import UserError
+from stagewright.files import write_text
 from stagewright.metrics import MIB
 from stagewright.model.cut import Chain
 from stagewright.plan.estimate import Estimate, Setting
@@ -29,7 +30,7 @@ def run(parsed: argparse.Namespace) -> None:
     plan = _plan(parsed, chain, setting, lambda warning: say(console, f"warning: {warning}"))
     prediction = predict(plan, setting)
     if parsed.trace:
-        Path(parsed.trace).write_text(json.dumps(prediction.steady.timeline.chrome_trace()))
+        write_text(parsed.trace, json.dumps(prediction.steady.timeline.chrome_trace()))
     if parsed.report:
         name = f"{parsed.model} on {setting.cluster.name}, {setting.precision}"
         write_page(make_prediction_page(name, prediction), Path(parsed.report))

@@ -17,6 +17,7 @@ from typing import Any
 from stagewright.cluster.specs import Catalog, DeviceSpec, Software, find
 from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.errors import UserError, did_you_mean
+from stagewright.files import read_text
 from stagewright.metrics import MIB
 
 _FILES = ("devices.toml", "links.toml", "software.toml", "clusters.toml", "calibration.toml")
@@ -73,7 +74,7 @@ def read_catalog(own_files: Iterable[str], overrides: Mapping[str, Any] | None =
 
 def _read_file(path: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text())
+        return tomllib.loads(read_text(path))
     except OSError as error:
         raise UserError(f"cluster file {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

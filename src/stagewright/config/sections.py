@@ -7,8 +7,9 @@ nor pydantic, so that `stagewright --help` starts quickly.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
+from functools import cache
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from stagewright.errors import UserError
@@ -253,14 +254,16 @@ class Option:
             require_within(self.flag, value, **self.bounds)
 
 
-def options(*sections: str) -> Iterator[Option]:
+@cache
+def options(*sections: str) -> tuple[Option, ...]:
     """Every option of the named sections, or of all sections."""
     hints = get_type_hints(Config)
+    found = []
     for section in fields(Config):
         if not sections or section.name in sections:
             types = get_type_hints(hints[section.name])
-            for entry in fields(hints[section.name]):
-                yield _as_option(section.name, entry, types[entry.name])
+            found += [_as_option(section.name, entry, types[entry.name]) for entry in fields(hints[section.name])]
+    return tuple(found)
 
 
 def _as_option(section: str, entry: Field[Any], hint: Any) -> Option:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, fields, replace
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -16,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from stagewright.config.rules import check_rules, replaced_options, unused_options
 from stagewright.config.sections import RENAMED, Config, options
 from stagewright.errors import UserError, did_you_mean, is_text
+from stagewright.files import read_text
 
 Tables = Mapping[str, Mapping[str, Any]]  # options by section and name
 _OPTIONS = {option.flag: option for option in options()}
@@ -107,7 +107,7 @@ def _flags_of(keys: Collection[str]) -> set[str]:
 def read_toml(path: str) -> dict[str, Any]:
     """The tables of a TOML file."""
     try:
-        return tomllib.loads(Path(path).read_text())
+        return tomllib.loads(read_text(path))
     except OSError as error:
         raise UserError(f"configuration {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a plain ValueError

@@ -14,7 +14,6 @@ from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
-from stagewright.data.files import read_regular
 from stagewright.data.index import (
     MOST_CLASSES,
     Index,
@@ -36,6 +35,7 @@ from stagewright.data.records import (
 )
 from stagewright.data.tar import list_shards, scan_shards
 from stagewright.errors import counted
+from stagewright.files import read_regular
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _MOST_VISITS = 32  # of one folder below one class: links may lead to each other in more ways than can be walked

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from stagewright.data.files import open_regular
+from stagewright.files import open_regular
 
 MOST_CLASSES = 2**24  # a larger class number is treated as damaged
 _FORMAT = "2"  # 1 had no hash

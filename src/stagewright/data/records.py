@@ -15,9 +15,9 @@ from typing import Protocol
 
 import numpy as np
 
-from stagewright.data.files import MOST_RECORD_BYTES, open_regular, read_regular, too_large
 from stagewright.data.index import MOST_CLASSES, Index
 from stagewright.errors import UserError, counted
+from stagewright.files import MOST_RECORD_BYTES, open_regular, read_regular, too_large
 
 _IMAGE = re.compile(
     rb"\xff\xd8|\x89PNG|RIFF.{4}WEBP|GIF8|BM.{4}\0{4}|II[*+]\0|MM\0[*+]|P[1-7]\s", re.DOTALL

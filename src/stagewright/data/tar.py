@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from stagewright.data.files import open_regular
 from stagewright.data.index import MOST_CLASSES, Index, IndexBuilder, Progress, Watched
 from stagewright.data.records import DataError
+from stagewright.files import open_regular
 
 IMAGES = frozenset({"jpg", "jpeg", "png", "ppm", "webp", "bmp", "gif"})
 _BLOCK = 512

@@ -7,15 +7,16 @@ read is a UserError that names file, line and column.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from xml.etree import ElementTree
 from xml.parsers import expat
 
 from stagewright.errors import UserError
+from stagewright.files import open_regular
 from stagewright.hardware.gpu import Gpu
 from stagewright.hardware.topology import SELF, Connection, LinkKind, Topology
 from stagewright.metrics import MIB
@@ -78,10 +79,12 @@ def read_smi_text(path: str) -> SmiText:
         if path == "-":
             data = sys.stdin.buffer.read(_MOST_BYTES + 1)
         else:
-            with Path(path).open("rb") as file:
+            with os.fdopen(open_regular(path), "rb") as file:
                 data = file.read(_MOST_BYTES + 1)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give the file that holds nvidia-smi's output") from error
+        raise UserError(
+            f"{path}: {error.strerror}; give the file that holds nvidia-smi's output, or - for standard input"
+        ) from error
     name = "standard input" if path == "-" else path
     if len(data) > _MOST_BYTES:
         raise UserError(f"{name} has more than {_MOST_BYTES} bytes; give the output of nvidia-smi alone")

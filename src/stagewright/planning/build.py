@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stagewright.cluster.placement import Placement, format_placement, parse_placement
 from stagewright.cluster.topology import Cluster
 from stagewright.config.sections import Config, PlanConfig
 from stagewright.errors import UserError, counted
+from stagewright.files import read_text
 from stagewright.plan.estimate import Setting
 from stagewright.plan.make import (
     MOST_MICROBATCHES,
@@ -102,7 +102,7 @@ def _read_file(options: PlanConfig, cluster: Cluster, chain: Chain | None) -> Pl
     """The plan of a plan file, with its cuts as units of the model."""
     file = str(options.file)
     try:
-        plan = read_plan(Path(file).read_text(encoding="utf-8"), file, cluster)
+        plan = read_plan(read_text(file), file, cluster)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"plan {file}: {reason}; give a file that stagewright plan -o wrote") from error

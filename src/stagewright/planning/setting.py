@@ -17,7 +17,7 @@ from stagewright.cluster.placement import Placement
 from stagewright.cluster.specs import Catalog, DeviceSpec
 from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.config.sections import Config
-from stagewright.errors import UserError
+from stagewright.errors import UserError, counted
 from stagewright.model.cut import Chain
 from stagewright.model.load import build_model
 from stagewright.model.walk import model_errors
@@ -165,7 +165,8 @@ def prediction_setting(config: Config, plan: Plan) -> Setting | None:
     profile = read_profile(config.plan.profile)
     if plan.world > max(1, profile.together):
         raise UserError(
-            f"the profile was taken with {profile.together} processes at once but the plan has {plan.world} ranks; "
+            f"the profile was taken with {counted(profile.together, 'process', 'es')} at once but the "
+            f"plan has {counted(plan.world, 'rank')}; "
             f"profile again with --together {plan.world}"
         )
     alone = Cluster((Machine(1, "cpu"),), "profiled") if plan.world == 1 else None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stagewright.errors import UserError
+from stagewright.files import read_text
 from stagewright.profile.profile import Profile, Table, Unit
 
 _NODE = re.compile(
@@ -32,7 +33,7 @@ class _Node(NamedTuple):
 def read_pipedream(path: str | Path, model: str, samples: int) -> Profile:
     """The profile of a model, at the minibatch size that the file was measured at; its Input node is dropped."""
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"PipeDream profile {path}: {getattr(error, 'strerror', None) or error}") from error
     nodes, edges = _parse(lines, path)

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from stagewright.errors import UserError
+from stagewright.files import read_text, write_text
 
 FORMAT = "stagewright-profile-1"
 _SECONDS = ("forward", "backward")  # fields of a unit that grow with the microbatch
@@ -140,13 +141,13 @@ class Profile:
 
     def write(self, path: str | Path) -> None:
         """Save as JSON."""
-        Path(path).write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1))
+        write_text(path, json.dumps({"format": FORMAT, **asdict(self)}, indent=1))
 
 
 def read_profile(path: str | Path) -> Profile:
     """Load a saved profile."""
     try:
-        content: Any = json.loads(Path(path).read_text())
+        content: Any = json.loads(read_text(path))
     except OSError as error:
         raise UserError(f"profile {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -22,6 +22,7 @@ from stagewright.events import (
     read_records,
     read_usage,
 )
+from stagewright.files import MOST_RUN_BYTES, read_regular, read_text
 from stagewright.metrics import Span, SteadyRate, Timeline, steady_rate
 
 _PLAN_FIELDS: dict[str, Any] = {
@@ -190,7 +191,7 @@ def read_run(folder: Path, rank_map: RankMap) -> Run:
 def read_lines(path: Path) -> list[bytes]:
     """The lines of a file; none where it is missing."""
     try:
-        return path.read_bytes().splitlines()
+        return read_regular(path, MOST_RUN_BYTES).splitlines()
     except OSError:
         return []
 
@@ -210,7 +211,7 @@ def read_batches(folder: Path) -> int | None:
 def read_object(path: Path) -> dict[str, Any] | None:
     """A JSON object; None where the file is missing or damaged."""
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
@@ -219,7 +220,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 def read_tables(path: Path) -> dict[str, Any]:
     """A TOML file; empty where it is missing or damaged."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
         return {}
 

@@ -32,6 +32,11 @@ def export_states(config: Config, states: Sequence[dict[str, Tensor]], path: Pat
                 raise UserError(
                     f"'{name}' is not a parameter of model {config.model.name}; export with the code that trained it"
                 )
+            if tensor.shape != initial[name].shape:
+                raise UserError(
+                    f"'{name}' has shape {list(tensor.shape)}, in model {config.model.name} {list(initial[name].shape)}"
+                    "; export with the code that trained it"
+                )
             ties = [other for other, held in initial.items() if held is initial[name]]
             weights |= {tied: tensor.clone() for tied in ties}
     require_target(path)

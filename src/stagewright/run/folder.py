@@ -53,7 +53,7 @@ def new_folder(runs: str, name: str) -> Path:
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a run folder while the context is open; the system frees it however the process ends."""
-    with (folder / _LOCK_FILE).open("w") as file:
+    with (folder / _LOCK_FILE).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from stagewright.cluster.placement import format_devices
 from stagewright.cluster.topology import Cluster, Machine
 from stagewright.errors import UserError
+from stagewright.files import read_text
 from stagewright.metrics import MIB
 from stagewright.plan.make import read_plan
 from stagewright.plan.plan import Plan
@@ -48,7 +49,7 @@ def read_rank_map(folder: Path) -> RankMap:
     """Which ranks and stages a run has, by its plan.json."""
     path = folder / "plan.json"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{folder} is not a run folder: plan.json: {reason}; give a folder that train wrote") from error
@@ -156,7 +157,7 @@ def write_page(page: Page, target: Path) -> tuple[Path, Path]:
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(text, encoding="utf-8")
+            draft.write_text(text, encoding="utf-8", errors="backslashreplace")  # what runs name may be no text
             draft.replace(path)
         except OSError as error:
             with suppress(OSError):

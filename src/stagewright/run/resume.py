@@ -32,13 +32,19 @@ class Resume:
     remarks: tuple[str, ...] = ()
 
 
+def resumed_run(text: str) -> Path:
+    """The run folder of what `--resume` names: a run, or one of its checkpoints."""
+    folder = Path(text).absolute()
+    return folder.parent.parent if (folder / MANIFEST).is_file() else folder
+
+
 def find_checkpoint(text: str) -> Resume:
     """The checkpoint that `--resume` names, or the newest intact one of the run that it names."""
     folder = Path(text).absolute()
     if (folder / MANIFEST).is_file():
         checkpoint = open_checkpoint(folder)
         checkpoint.verify()
-        run = folder.parent.parent
+        run = resumed_run(text)
         return Resume(checkpoint, run, folder in list_folders(run)[-1:])
     if not folder.is_dir():
         raise UserError(f"{text}: no such folder; name a run folder, or one of its checkpoints")

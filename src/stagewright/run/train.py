@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -35,10 +35,11 @@ from stagewright.report.live.terminal import RunConsole, say
 from stagewright.report.read import evaluated_on
 from stagewright.report.run import run_page
 from stagewright.run.export import export_states, require_target
-from stagewright.run.folder import run_lock
+from stagewright.run.folder import PLAN_FILE, run_lock
 from stagewright.run.observe import check_monitor_rate, fan_out, monitored, usage_totals
 from stagewright.run.prepare import Prepared, memory_advice, predict_job, prepare
 from stagewright.run.report import open_run, write_page
+from stagewright.run.resume import resumed_run
 from stagewright.run.trackers import require_tracker, tracked
 from stagewright.runtime.checkpoint.folder import list_folders
 from stagewright.runtime.faults import append_log, traceback_in_log
@@ -99,14 +100,21 @@ def _run(config: Config, console: Console, site: Site | ExternalGroup | None) ->
 
     if config.run.export:
         require_target(Path(config.run.export))
+    is_host = not isinstance(site, Site) or site.is_host
     job = group.restarted_job() if group else None
-    if job is None:
-        world = group.place.world if group else None
-        prepared = prepare(config, warn, is_host=not isinstance(site, Site) or site.is_host, world=world)
-    else:
-        prepared = Prepared(job, predict_job(job.config, job.plan))
-    job = prepared.job
-    with run_lock(Path(job.folder)), traceback_in_log(Path(job.folder)):
+    with ExitStack() as locks:
+        if job is None:
+            resumed = resumed_run(config.run.resume) if config.run.resume and is_host else None
+            if resumed is not None:
+                locks.enter_context(run_lock(resumed))  # before it is read: a run in training deletes its checkpoints
+            prepared = prepare(config, warn, is_host=is_host, world=group.place.world if group else None)
+        else:
+            resumed, prepared = None, Prepared(job, predict_job(job.config, job.plan))
+        job = prepared.job
+        if Path(job.folder) != resumed:
+            locks.close()
+            locks.enter_context(run_lock(Path(job.folder)))
+        locks.enter_context(traceback_in_log(Path(job.folder)))
         _write_start(job, warnings)
         say(console, *_headline(job), soft_wrap=True)
         if isinstance(site, Site) and not site.is_host:
@@ -125,21 +133,26 @@ def _run(config: Config, console: Console, site: Site | ExternalGroup | None) ->
 def _run_host(job: Job, console: Console, site: Site | ExternalGroup | None, predicted: float | None) -> Result:
     """Run a job's ranks, collect their events, and write the trace and the summary."""
     folder, began, data = Path(job.folder), time.monotonic(), evaluated_on(as_tables(job.config))
-    with (
-        RunConsole(console, job.batches, job.plan.batch, job.config.run.log_every, data) as progress,
-        tracked(job.config, folder, progress.warn) as track,
-        Ledger(job, fan_out(track, progress.show)) as ledger,
-        monitored(job, track, progress.warn) as monitor,
-    ):
-        try:
+    try:
+        with (
+            RunConsole(console, job.batches, job.plan.batch, job.config.run.log_every, data) as progress,
+            tracked(job.config, folder, progress.warn) as track,
+            Ledger(job, fan_out(track, progress.show)) as ledger,
+            monitored(job, track, progress.warn) as monitor,
+        ):
             exported = _execute(job, ledger, site, progress.say)
-        except RunFailed as error:
-            short = ledger.collector.shortage
-            advice = None if short is None else memory_advice(job.config, job.plan, short.rank, short.room)
-            raise RunFailed("; ".join(filter(None, (str(error), advice, _how_to_resume(folder))))) from error
+    except Interrupted as error:
+        raise Interrupted(error.when, _how_to_resume(folder)) from None
+    except RunFailed as error:
+        short = ledger.collector.shortage
+        advice = None if short is None else memory_advice(job.config, job.plan, short.rank, short.room)
+        raise RunFailed("; ".join(filter(None, (str(error), advice, _how_to_resume(folder))))) from error
     collector = ledger.collector
     if collector.stopped_at is not None:
         raise Interrupted(f"after step {collector.stopped_at}", _how_to_resume(folder, collector.stopped_at))
+    if not (folder / PLAN_FILE).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_start(job, [f"{folder} was deleted while the run trained; what was in it is lost"])
     (folder / "trace.json").write_text(json.dumps(collector.timeline.chrome_trace()))
     summary = {
         "folder": str(folder),
@@ -184,7 +197,7 @@ def _run_other_machine(job: Job, site: Site, console: Console) -> Result:
     """Run the ranks of a machine that is not the host; the host collects their events."""
     show = partial(say, console, soft_wrap=True)
     with monitored(job, lambda use: None, lambda warning: show(f"warning: {warning}"), site.index) as monitor:
-        is_stopping = launch(job, lambda event: None, NewestCheckpoint(job), site, show)
+        is_stopping = launch(job, None, NewestCheckpoint(job), site, show)
     if is_stopping:
         raise Interrupted("with the other machines")
     summary = {"folder": job.folder, "plan": job.plan.describe(), "machine": site.index, "use": usage_totals(monitor)}
@@ -195,7 +208,7 @@ def _run_other_rank(group: ExternalGroup) -> Result:
     """Run a rank that torchrun or srun has started; rank 0 collects its events and reports what goes wrong."""
     job = group.receive()
     try:
-        if job is None or launch(job, lambda event: None, NewestCheckpoint(job), group):
+        if job is None or launch(job, None, NewestCheckpoint(job), group):
             sys.exit(1)  # rank 0 failed, or all ranks were asked to stop
     except (RunFailed, Interrupted):
         sys.exit(1)
@@ -208,12 +221,12 @@ def _execute(job: Job, ledger: Ledger, site: Site | ExternalGroup | None, say: C
     if job.config.run.emulate:
         with preserved_state([0] if job.config.run.device == "cuda" else []):
             torch.set_num_threads(job.config.run.threads)
-            emulation = Emulation(job, ledger.handle)
+            emulation = Emulation(job, ledger.handle, ledger.settled)
             with stop_on_signal(emulation.pauses.stop):
                 emulation.run()
             is_finished = ledger.collector.stopped_at is None
             return _export(job, [emulation.weights()]) if is_finished else None
-    launch(job, ledger.handle, NewestCheckpoint(job), site, say)
+    launch(job, ledger, NewestCheckpoint(job), site, say)
     if not job.config.run.export or ledger.collector.stopped_at is not None:
         return None
     files = [state_file(Path(job.folder), stage.index) for stage in job.plan.stages]
@@ -241,7 +254,7 @@ def _write_start(job: Job, warnings: Sequence[str] = ()) -> None:
     for name in ("summary.json", "trace.json"):  # of the run that this one resumes
         (folder / name).unlink(missing_ok=True)
     (folder / "config.toml").write_text(as_toml(job.config))
-    (folder / "plan.json").write_text(json.dumps(job.plan.describe(), indent=1))
+    (folder / PLAN_FILE).write_text(json.dumps(job.plan.describe(), indent=1))
     known = {"command": sys.argv} | read_environment().describe()
     (folder / "env.json").write_text(json.dumps(known, indent=1))
     append_log(folder, "".join(f"warning: {printable(warning)}\n" for warning in warnings))

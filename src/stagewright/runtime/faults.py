@@ -10,7 +10,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,7 +79,8 @@ class Fault:
     """Why the ranks had to stop."""
 
     text: str
-    is_final: bool  # a restart would fail the same way
+    is_final: bool = False  # a restart would fail in the same way
+    is_raised: bool = False  # by code, which may raise it again; a signal or a lost machine may have any cause
 
 
 def describe_fault(
@@ -102,32 +103,39 @@ def describe_fault(
     if killed:
         first = killed[0]
         name = plan.name_replica(first.rank, first.stage)
-        return Fault(f"{name} was killed by {_signal_name(-first.code)} at {first.action or 'start'}", False)
+        return Fault(f"{name} was killed by {_signal_name(-first.code)} at {first.action or 'start'}")
     if hung:
         name = plan.name_replica(hung[0].rank, hung[0].stage)
-        return Fault(f"{name} hangs at {hung[0].action or 'start'}: {hung[0].cause}", False)
+        return Fault(f"{name} hangs at {hung[0].action or 'start'}: {hung[0].cause}")
     if lost:
-        return Fault(lost[0], False)
+        return Fault(lost[0])
     if failures:
-        return Fault(f"{plan.name_replica(failures[0].rank)} failed: {failures[0].cause}", False)
+        return Fault(f"{plan.name_replica(failures[0].rank)} failed: {failures[0].cause}")
     if exits:
         name = plan.name_replica(exits[0].rank, exits[0].stage)
-        return Fault(
-            f"{name} exited with code {exits[0].code} at {exits[0].action or 'start'} without an error message", False
-        )
-    return Fault("a rank exited without an error message", False)
+        where = exits[0].action or "start"
+        return Fault(f"{name} exited with code {exits[0].code} at {where} without an error message", is_raised=True)
+    return Fault("a rank exited without an error message")
 
 
-def log_fault(folder: Path, fault: Fault, failures: Sequence[Failure]) -> None:
+def log_fault(folder: Path, fault: Fault, failures: Sequence[Failure]) -> bool:
     """Append the fault and the traceback of every rank, also of those that only lost a peer, to the run's log."""
     tracebacks = (f"rank {failure.rank}:\n{failure.traceback}\n" for failure in failures)
-    append_log(folder, f"{printable(fault.text)}\n{''.join(tracebacks)}")
+    return append_log(folder, f"{printable(fault.text)}\n{''.join(tracebacks)}")
 
 
-def append_log(folder: Path, text: str) -> None:
-    """Append lines to the run's log, without control characters: it may be shown on a terminal."""
-    with (folder / "log.txt").open("a") as log:
-        log.write(printable_lines(text))
+def append_log(folder: Path, text: str) -> bool:
+    """Append lines to the run's log, all of them or none; whether the disk had room for them.
+
+    They are without control characters: the log may be shown on a terminal.
+    """
+    content = printable_lines(text).encode()
+    with suppress(OSError), (folder / "log.txt").open("ab", buffering=0) as log:
+        size = log.tell()
+        if log.write(content) == len(content):
+            return True
+        log.truncate(size)
+    return False
 
 
 @contextmanager
@@ -179,7 +187,7 @@ def _raised(plan: Plan, failure: Failure) -> Fault:
     if failure.is_users and failure.action is None:
         return Fault(failure.cause.removeprefix(f"{failure.error}: "), is_final=True)
     name = plan.name_replica(failure.rank, failure.stage)
-    return Fault(f"{name} failed at {failure.action or 'start'}: {failure.cause}", failure.is_users)
+    return Fault(f"{name} failed at {failure.action or 'start'}: {failure.cause}", failure.is_users, is_raised=True)
 
 
 def _text_and_stage(action: Action | None) -> tuple[str | None, int | None]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from stagewright.files import read_regular
 from stagewright.schedule.action import Action, Op
 
 OPS = tuple(Op)
@@ -52,7 +53,7 @@ def status_path(folder: Path, rank: int) -> Path:
 def read_status(path: Path, rank: int) -> RankStatus:
     """What a rank last wrote; the status of a rank that is starting where the file is missing or damaged."""
     try:
-        op, stage, *numbers, count, state, has_updated = RECORD.unpack_from(path.read_bytes())
+        op, stage, *numbers, count, state, has_updated = RECORD.unpack_from(read_regular(path))
         state = State(state)
     except (OSError, struct.error, ValueError):
         return RankStatus()
@@ -70,7 +71,7 @@ def last_action(path: Path, rank: int) -> Action | None:
 def read_process(path: Path) -> tuple[int, int | None]:
     """A rank's process id and the bytes that torch holds on its device; 0 and None before it has started."""
     try:
-        process, held = PROCESS.unpack_from(path.read_bytes(), PROCESS_AT)
+        process, held = PROCESS.unpack_from(read_regular(path), PROCESS_AT)
     except (OSError, struct.error):
         return 0, None
     return process, None if held == ABSENT else held

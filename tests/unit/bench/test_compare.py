@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagewright.bench.compare import compare_benches
+from stagewright.bench.compare import Pair, compare_benches
 from stagewright.bench.result import Outcome, Repeat, Row, write_json
-from stagewright.bench.statistics import median_interval
+from stagewright.bench.statistics import Interval, median_interval
 from stagewright.cli.main import main
 
 Make = Callable[..., Path]
@@ -129,6 +129,7 @@ def test_benches_are_compared_per_configuration() -> None:
     assert [pair.is_significant for pair in found.pairs] == [False, True] and found.is_comparable
     assert found.pairs[1].ratio.value == pytest.approx(1.3) and "B is faster: 1.30 x" in found.pairs[1].summary
     assert found.notes == ("only in one of them: gone, synthetic",)
+    assert compare_benches("b", "a", second, first).notes == found.notes, "whichever of them has it"
 
 
 def test_the_smaller_of_two_times_is_faster() -> None:
@@ -147,6 +148,13 @@ def test_a_wide_interval_does_not_say_that_nothing_is_slower() -> None:
     quiet = [100 + rate / 1000 for rate in QUIET]
     pair = compare_benches("a", "b", outcome(row("dp", quiet)), outcome(row("dp", quiet[::-1]))).pairs[0]
     assert not pair.is_significant and "slower" not in pair.summary
+
+
+@pytest.mark.parametrize(("is_rate", "is_known"), [(True, True), (False, False)], ids=["speeds", "times"])
+def test_more_of_a_speed_is_not_slower_but_more_of_a_time_may_be(is_rate: bool, is_known: bool) -> None:
+    one = Interval(1.0, 0.99, 1.01)
+    pair = Pair("what", one, one, Interval(1.03, 1.0, 1.06), is_rate=is_rate)
+    assert not pair.is_significant and ("to know whether B is slower" not in pair.summary) is is_known
 
 
 def test_benches_of_different_machines_or_work_are_not_comparable() -> None:

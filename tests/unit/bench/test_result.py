@@ -54,6 +54,7 @@ def test_removes_names_paths_and_addresses(text: str, expected: str, clean: Call
         "1.22 (0.82 - 1.42) x",
         "malice and atlases",
         "listening on 127.0.0.1",
+        "listening on 0.0.0.0",
         "epoch 1  step 10/16  loss 2.3111",
     ],
 )

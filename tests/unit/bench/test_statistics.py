@@ -144,3 +144,9 @@ def test_normal_noise_is_rarely_an_outlier() -> None:
     flagged = sum(len(outliers(generator.normal(0, 1, 25))) for _ in range(200)) / 5000
     print(f"{flagged:.2%} of normal values flagged")
     assert flagged < 0.01
+
+
+def test_a_ratio_of_one_value_to_several_has_an_interval() -> None:
+    several = [99.0, 100.0, 101.0]
+    assert ratio([200.0], several).value == pytest.approx(2.0)
+    assert ratio(several, [200.0]).holds(0.5) and ratio([200.0], [100.0]) == Interval(*[pytest.approx(2.0)] * 3)

@@ -75,6 +75,23 @@ def test_an_argument_that_can_be_no_path_is_one_line(
     assert ascii(name) in fails(capsys, *command, name)
 
 
+def test_an_option_whose_value_is_the_separator_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["plan", "vgg-small", "--batch=--"], ["bench", "quick", "--only=--"], ["report", "x", "-o--"]):
+        assert words[-1] in fails(capsys, *words)
+
+
+def test_an_error_about_a_long_value_has_a_readable_length(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = fails(capsys, "train", "--steps", "x" * 100_000)
+    assert "--steps" in shown and len(shown) < 1000
+    assert "\x1b" not in fails(capsys, "train", "--mode", "\x1b[2J")
+
+
+def test_a_name_that_is_no_text_is_printed_as_an_escape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.html")
+    main(["report", str(make_run(tmp_path / "run")), "-o", path])
+    assert "\\udcff.html" in capsys.readouterr().out and Path(path).exists()
+
+
 @pytest.mark.parametrize(
     ("command", "content"),
     [

@@ -280,6 +280,8 @@ def test_the_lag_is_the_settings_choice_or_that_of_costs_or_the_largest() -> Non
 def test_gpipe_holds_a_whole_batch_in_flight() -> None:
     plan = build_plan(options(placement="0:0-1.0:2", policy="gpipe", mode="sync"), Cluster())
     assert [stage.depth for stage in plan.stages] == [2, 4]
+    uneven = build_plan(options(placement="0:0-2.0:3", policy="gpipe", mode="sync"), Cluster())
+    assert [stage.depth for stage in uneven.stages] == [2, 4], "one of the three replicas has two of the four"
 
 
 # --- Plan files -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,14 @@ def test_a_profile_decides_devices_software_and_sizes() -> None:
         make_setting(profile_of("a", has_links=False), None, "fp32")
 
 
+def test_the_measured_machine_has_the_slowest_of_its_links() -> None:
+    links = (Transfer(0, 1, 3e9, 1e-5), Transfer(0, 2, 1e9, 2e-5), Transfer(1, 2, 2e9, 3e-5))
+    ceilings = Ceilings({"fp32": 1e9}, 1e9, 5e8, 1e8, links)
+    cluster = make_setting(replace(profile_of("a", together=3), ceilings=ceilings), None, "fp32").cluster
+    found = {cluster.link(one, other) for one, other in combinations(cluster.devices, 2)}
+    assert {(link.bandwidth, link.latency) for link in found} == {(1e9, 2e-5)}
+
+
 def test_a_run_is_planned_by_its_profile_or_by_the_catalog(tmp_path: Path) -> None:
     chain = trace_model("resnet8", 10, 16).chain
     placement = parse_placement("0:0-2.0:3")
@@ -79,7 +89,7 @@ def test_a_run_is_predicted_only_by_a_profile_of_as_many_processes(tmp_path: Pat
     found = prediction_setting(config_of(profile_of("a", "b"), tmp_path / "p.json"), TWO)
     assert found is not None and len(found.cluster.devices) == 2
     single = config_of(profile_of("a", together=1, has_links=False), tmp_path / "p.json")
-    with pytest.raises(UserError, match=r"1 processes .* 2 ranks; profile again with --together 2"):
+    with pytest.raises(UserError, match=r"1 process .* 2 ranks; profile again with --together 2"):
         prediction_setting(single, TWO)
     alone = prediction_setting(single, make_plan(parse_placement("0:0"), batch=8))
     assert alone is not None and len(alone.cluster.devices) == 1

@@ -125,3 +125,10 @@ def test_train_report_and_watch_read_the_same_speed(tmp_path: Path) -> None:
     snapshot = Watch(result.folder, run.rank_map).snapshot(True)
     recent = steady_rate(result.steps[-20:], 16, interrupted)
     assert recent is not None and snapshot.images_per_second == pytest.approx(recent.rate)
+
+
+def test_what_is_no_text_is_an_escape_in_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "env.json").write_text('{"python": "\\ud800"}')
+    main(["report", str(run)])
+    assert "\\ud800" in (run / "report.html").read_text() and "\\ud800" in (run / "report.md").read_text()

@@ -19,7 +19,7 @@ from stagewright.cli.main import main
 from stagewright.errors import Interrupted
 from stagewright.run.folder import run_lock
 from stagewright.run.prepare import prepare
-from stagewright.run.resume import find_checkpoint, resumed_config
+from stagewright.run.resume import find_checkpoint, keeps_plan, resumed_config
 from stagewright.run.train import Result
 from stagewright.runtime.checkpoint import save as saver
 from stagewright.runtime.checkpoint.commit import Committer
@@ -152,7 +152,8 @@ def test_the_report_names_the_checkpoint_that_a_run_resumed_from(half: Path, tmp
     assert ", dp 2: steps 7-8 of 16 images" in first
     assert origin.startswith("Resumed from half at step 6; ") and "stale 2-1" in origin
     speed = result.summary["images_per_second"]
-    assert speed == pytest.approx(result.steps[-1].images_per_second), (
+    before, last = result.steps[-2:]
+    assert speed == pytest.approx(16 / (last.seconds - before.seconds)), (
         "the speed counts only steps after the resume, without the first"
     )
     other = stagewright.train(resume=str(half), batch=8, microbatches=4, steps=18, runs=str(tmp_path / "other"))
@@ -166,6 +167,15 @@ def test_a_resumed_run_is_unfinished_until_it_ends_again(half: Path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         stagewright.train(resume=str(half), export=str(half / "w.safetensors"))
     assert not (half / "summary.json").exists() and "not finished" in summary_of(half)[0]
+
+
+def test_a_run_that_clips_from_now_on_has_another_plan(half: Path) -> None:
+    """Whether stages exchange norms is part of the plan."""
+    same, clipped = (
+        resumed_config({"run": {"resume": str(half)}, "optimizer": options}) for options in ({}, {"clip": 1.0})
+    )
+    resume = find_checkpoint(str(half))
+    assert keeps_plan(same, resume) and not keeps_plan(clipped, resume)
 
 
 def test_a_new_placement_drops_the_old_cut(half: Path) -> None:

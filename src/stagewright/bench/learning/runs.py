@@ -24,6 +24,7 @@ from stagewright.bench.pages import LOGS
 from stagewright.config.toml import as_toml, make_config, with_new_names, without_unused
 from stagewright.errors import UserError
 from stagewright.events import Evaluated, Record, Step, read_records
+from stagewright.files import read_text
 from stagewright.report.read import read_lines
 from stagewright.runtime.process.children import Children
 
@@ -188,7 +189,7 @@ def _read(folder: Path) -> EarlierRuns:
     """The runs of a study; those that it reused itself keep their origin."""
     path = folder / FILE
     try:
-        tables: Any = json.loads(path.read_text())
+        tables: Any = json.loads(read_text(path))
         runs = TypeAdapter(list[TrainedRun]).validate_python(
             [run for finding in tables["findings"] for run in finding["learnt"]]
         )

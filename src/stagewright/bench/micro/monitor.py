@@ -106,7 +106,7 @@ def _prepare(folder: str, steps: int) -> Job:
 
 def _train(job: Job, receive: Callable[[Record], None]) -> None:
     with Ledger(job, receive) as ledger:
-        launch(job, ledger.handle)
+        launch(job, ledger)
 
 
 def _start_seconds() -> float:

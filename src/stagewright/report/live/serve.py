@@ -42,7 +42,7 @@ class PageServer(ThreadingHTTPServer):
     def page(self) -> bytes:
         with self._lock:
             if time.monotonic() - self._made > _FRESH:
-                self._page = self._make_page().encode()
+                self._page = self._make_page().encode(errors="backslashreplace")
                 self._made = time.monotonic()
             return self._page
 

@@ -18,6 +18,7 @@ from stagewright.errors import printable
 from stagewright.events import Evaluated, Replaced, Restarted, Resumed, Saved, Step, Unsaved
 from stagewright.metrics import MIB, Span, Timeline, steady_rate
 
+_LONG_PAUSE = 0.1  # seconds that are worth a word
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _STYLES = {"F": "black on bright_cyan", "B": "black on bright_green", "U": "black on bright_yellow"}
 
@@ -165,7 +166,7 @@ class RunConsole:
         elif isinstance(record, Saved):
             self.say(
                 f"checkpoint after step {record.batch}: {record.bytes / MIB:.1f} MiB, "
-                f"training paused for {record.seconds * 1e3:.0f} ms"
+                f"training paused for {record.seconds * 1e3:.0f} ms{_reason_for(record)}"
             )
         else:
             self.say(
@@ -185,6 +186,13 @@ class RunConsole:
                 f"lr {step.lr:.4g}{f'  {speed.rate:.0f} images/s' if speed else ''}"
             )
             self._since = [step]
+
+
+def _reason_for(saved: Saved) -> str:
+    """Why a checkpoint held up training, where it was the checkpoints before it."""
+    if saved.waited < max(_LONG_PAUSE, saved.seconds / 2):
+        return ""
+    return ", most of it for earlier ones to reach the disk; raise --checkpoint-every"
 
 
 class ProgressLine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.text import Text
 
 from stagewright.errors import counted, printable
 from stagewright.events import Evaluated, Restarted, Resumed, Step, Usage, read_records, read_usage
+from stagewright.files import open_regular
 from stagewright.metrics import MIB, steady_rate
 from stagewright.report.charts import format_number, format_seconds
 from stagewright.report.live.terminal import plain_table, plot
@@ -41,7 +43,7 @@ class Tail:
     def read(self) -> tuple[bool, list[bytes]]:
         """Whether it started over, so that earlier lines no longer count; and the new complete lines."""
         try:
-            with self._path.open("rb") as file:
+            with os.fdopen(open_regular(self._path), "rb") as file:
                 status = self._path.stat()
                 starts_over = status.st_ino != self._inode or status.st_size < self._at
                 if starts_over:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import queue
 import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -18,24 +20,61 @@ _Shares = Mapping[int, ShareSaved]  # by rank
 
 
 class Committer:
-    """Collects the ranks' reports on their shares; commits the checkpoint once every share is on the disk.
+    """Collects the ranks' reports on their shares; a thread commits each checkpoint whose shares are all on the disk.
 
-    A checkpoint exists from the moment its folder is renamed, with a manifest in it and everything synced.
+    A checkpoint exists from the moment its folder is renamed, with a manifest in it and everything synced. Ranks wait
+    for `settled` before they begin one more than two (`save.MOST_OUTSTANDING`).
     """
 
     def __init__(self, job: Job, report: Callable[[Saved | Unsaved], None]) -> None:
+        self.settled = 0  # batch of the newest checkpoint that is committed or given up
         self._job = job
         self._report = report
         self._shares: dict[int, dict[int, ShareSaved]] = {}  # by batch and rank
+        self._whole: queue.SimpleQueue[tuple[int, _Shares] | None] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        self._thread = self._start()
 
     def add(self, share: ShareSaved) -> None:
         """Take one rank's report."""
-        batch = share.batch
-        shares = self._shares.setdefault(batch, {})
+        shares = self._shares.setdefault(share.batch, {})
         shares[share.rank] = share
-        if len(shares) < self._job.plan.world:
-            return
-        del self._shares[batch]
+        if len(shares) == self._job.plan.world:
+            self._whole.put((share.batch, self._shares.pop(share.batch)))
+
+    def drain(self) -> None:
+        """Commit every checkpoint that is whole; raises what the thread raised."""
+        self.close()
+        self._thread = self._start()
+
+    def discard(self) -> None:
+        """Forget checkpoints that are not whole: the ranks that wrote them have ended."""
+        self._shares.clear()
+        self.settled = 0
+
+    def close(self) -> None:
+        """Commit every checkpoint that is whole, then end the thread; raises what it raised."""
+        self._whole.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _start(self) -> threading.Thread:
+        thread = threading.Thread(target=self._run, daemon=True)
+        thread.start()
+        return thread
+
+    def _run(self) -> None:
+        while (whole := self._whole.get()) is not None:
+            try:
+                self._settle(*whole)
+            except Exception as error:
+                self._error = error
+            finally:
+                self.settled = whole[0]
+
+    def _settle(self, batch: int, shares: _Shares) -> None:
+        """Commit a checkpoint, or remove what there is of it and report why."""
         folder = partial_folder(Path(self._job.folder), batch)
         reason = next((share.error for share in shares.values() if share.error is not None), None)
         if reason is None:
@@ -46,10 +85,6 @@ class Committer:
                 reason = error.strerror or str(error)
         shutil.rmtree(folder, ignore_errors=True)
         self._report(Unsaved(batch, reason))
-
-    def discard(self) -> None:
-        """Forget unfinished checkpoints: the ranks that wrote them have ended."""
-        self._shares.clear()
 
     def _commit(self, folder: Path, batch: int, shares: _Shares) -> Saved:
         """Write the manifest, rename the folder, and delete the oldest checkpoints."""
@@ -77,7 +112,8 @@ class Committer:
         saved = [path for path in list_folders(Path(self._job.folder)) if int(path.name) <= batch]
         for path in saved[:-keep] if keep else ():
             remove(path)
-        return Saved(batch, manifest.bytes, max(share.seconds for share in shares.values()))
+        slowest = max(shares.values(), key=lambda share: share.seconds)
+        return Saved(batch, manifest.bytes, slowest.seconds, slowest.waited)
 
 
 def _manifest(job: Job, batch: int, shares: _Shares) -> Manifest:

@@ -5,14 +5,25 @@ Ranks write to `<batch>.partial`; the supervisor renames that folder once it is 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stagewright.runtime.checkpoint.format import MASTER, CheckpointError, Manifest, hash_file, read_manifest
+from stagewright.errors import first_line
+from stagewright.events import File
+from stagewright.runtime.checkpoint.format import (
+    MASTER,
+    CheckpointError,
+    CheckpointGone,
+    Manifest,
+    hash_file,
+    read_manifest,
+)
 from stagewright.runtime.stage.batch_norm import mean_buffers
 
 _PARTIAL = ".partial"
@@ -39,17 +50,26 @@ class Checkpoint:
         return self.manifest.batch
 
     def verify(self) -> None:
-        """Raise CheckpointError unless every file exists with its size and hash."""
+        """Raise CheckpointError unless every file exists with its size and hash; CheckpointGone if it was deleted."""
         for file in self.manifest.files:
-            path = self.folder / file.name
-            if not path.is_file():
-                raise CheckpointError(f"checkpoint {self.folder} is damaged: {file.name} is missing")
+            if damage := self._damage(file):
+                if not self.folder.exists():
+                    raise CheckpointGone(self.folder)
+                raise self._damaged(f"{file.name} {damage}")
+
+    def _damage(self, file: File) -> str | None:
+        path = self.folder / file.name
+        if not path.is_file():
+            return "is missing"
+        try:
             if (size := path.stat().st_size) != file.bytes:
-                raise CheckpointError(
-                    f"checkpoint {self.folder} is damaged: {file.name} has {size} bytes instead of {file.bytes}"
-                )
-            if hash_file(path) != file.blake2b:
-                raise CheckpointError(f"checkpoint {self.folder} is damaged: {file.name} does not match its hash")
+                return f"has {size} bytes instead of {file.bytes}"
+            return None if hash_file(path) == file.blake2b else "does not match its hash"
+        except OSError as error:
+            return f"can't be read: {error.strerror}"
+
+    def _damaged(self, reason: str) -> CheckpointError:
+        return CheckpointError(f"checkpoint {self.folder} is damaged: {reason}")
 
     def has(self, kind: str) -> bool:
         return any(file.kind == kind for file in self.manifest.files)
@@ -60,20 +80,26 @@ class Checkpoint:
         for file in self.manifest.files:
             if file.kind != kind or (stage is not None and file.stage != stage):
                 continue
-            try:
-                with safe_open(self.folder / file.name, "pt") as tensors:
-                    wanted = [name for name in tensors.keys() if names is None or name in names]  # noqa: SIM118
-                    found |= {name: tensors.get_tensor(name) for name in wanted}
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"checkpoint {self.folder} is damaged: {file.name}: {error}") from error
+            with self._open(file) as tensors:
+                wanted = [name for name in tensors.keys() if names is None or name in names]  # noqa: SIM118
+                found |= {name: tensors.get_tensor(name) for name in wanted}
         return found
+
+    @contextmanager
+    def _open(self, file: File) -> Iterator[Any]:
+        """The tensors of a file; a file with the right hash may still be forged."""
+        try:
+            with safe_open(self.folder / file.name, "pt") as tensors:
+                yield tensors
+        except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+            raise self._damaged(f"{file.name}: {first_line(error)}") from error
 
     def shapes(self) -> dict[str, list[int]]:
         """The shape of every parameter by name."""
         found: dict[str, list[int]] = {}
         for file in self.manifest.files:
             if file.kind == MASTER:
-                with safe_open(self.folder / file.name, "pt") as tensors:
+                with self._open(file) as tensors:
                     found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
         return found
 
@@ -82,6 +108,9 @@ class Checkpoint:
         mean: dict[str, Tensor] = {}
         for stage in self.manifest.stages:
             replicas = [self.read(f"buffers/{index}", stage=stage.index) for index in range(len(stage.counts))]
+            shapes = [{name: buffer.shape for name, buffer in buffers.items()} for buffers in replicas]
+            if shapes != shapes[:1] * len(shapes):
+                raise self._damaged(f"the replicas of stage {stage.index} have different buffers")
             mean |= mean_buffers(replicas, stage.counts)
         return mean
 
@@ -105,6 +134,8 @@ def newest_intact(run: Path) -> tuple[Checkpoint | None, list[str]]:
             checkpoint = open_checkpoint(folder)
             checkpoint.verify()
             return checkpoint, reasons
+        except CheckpointGone:
+            continue
         except CheckpointError as error:
             reasons.append(str(error))
     return None, reasons

@@ -20,6 +20,7 @@ from stagewright.config.toml import with_new_names
 from stagewright.data.order import Position
 from stagewright.errors import UserError
 from stagewright.events import File
+from stagewright.files import MOST_TEXT_BYTES, read_regular
 from stagewright.plan.plan import Plan, Stage
 
 MANIFEST = "manifest.json"
@@ -44,6 +45,13 @@ _TYPES = {
 
 class CheckpointError(UserError):
     """A checkpoint that can't be used."""
+
+
+class CheckpointGone(CheckpointError):
+    """A checkpoint that was deleted while it was read: a run that trains keeps only its newest."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"checkpoint {folder} was deleted while it was read; name its run, for the newest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +95,10 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest in a checkpoint's folder; CheckpointError where it is missing, damaged or impossible."""
     damaged = f"checkpoint {folder} is damaged: {MANIFEST}"
     try:
-        fields = json.loads((folder / MANIFEST).read_bytes())
+        fields = json.loads(read_regular(folder / MANIFEST, MOST_TEXT_BYTES))
     except OSError as error:
+        if not folder.exists():
+            raise CheckpointGone(folder) from error
         raise CheckpointError(f"{damaged}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{damaged} is not JSON") from error

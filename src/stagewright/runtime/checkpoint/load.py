@@ -63,7 +63,13 @@ def _write_flat(replica: Replica, flat: Tensor, kind: str, checkpoint: Checkpoin
         for name, parameter in parameters.items():
             if name not in found:
                 raise CheckpointError(f"checkpoint {checkpoint.folder} has no {kind} for parameter '{name}'")
-            parameter.view(flat).copy_(found[name])
+            target, held = parameter.view(flat), found[name]
+            if held.shape != target.shape or not held.is_floating_point():
+                raise CheckpointError(
+                    f"checkpoint {checkpoint.folder} has {kind} of parameter '{name}' as {list(held.shape)} "
+                    f"{str(held.dtype).removeprefix('torch.')}, the model needs {list(target.shape)} of a float type"
+                )
+            target.copy_(held)
 
 
 def _write_buffers(replica: Replica, found: Mapping[str, Tensor]) -> None:

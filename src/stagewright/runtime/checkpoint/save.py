@@ -1,7 +1,8 @@
 """Saves a rank's share of a checkpoint: copies it in memory while training pauses, writes it while training continues.
 
 The r replicas of a stage hold the same weights, so replica i writes files i, i + r, i + 2r, ... of the stage. Buffers
-differ between replicas, so each replica writes its own."""
+differ between replicas, so each replica writes its own. At most two checkpoints are outstanding, written or waiting for
+their commit: a rank that reaches a third waits, so that none pile up where steps are faster than the disk."""
 
 from __future__ import annotations
 
@@ -21,12 +22,14 @@ from stagewright.errors import first_line
 from stagewright.events import Emit, File, ReplicaState, ShareSaved
 from stagewright.runtime.checkpoint.folder import partial_folder
 from stagewright.runtime.checkpoint.format import MASTER, sync_folder, write_shard
-from stagewright.runtime.job import Job
+from stagewright.runtime.job import NEVER, Job
 from stagewright.runtime.stage.replica import Replica
 from stagewright.runtime.stage.versions import Parameter
 from stagewright.runtime.stage.worker import Saver, Worker
 
+MOST_OUTSTANDING = 2
 _NICENESS = 10
+_POLL_SECONDS = 0.01
 Shard = tuple[int, str, Callable[[], Mapping[str, Tensor]]]  # stage, kind, a function that returns tensors by name
 
 
@@ -48,14 +51,19 @@ def own_flats(replica: Replica, rank: int) -> list[tuple[str, Tensor]]:
 
 
 class DiskSaver(Saver):
-    """Copies the state of a rank's replicas and writes it in a thread, which emits `ShareSaved` at the end."""
+    """Copies the state of a rank's replicas and writes it in a thread, which emits `ShareSaved` at the end.
 
-    def __init__(self, job: Job, worker: Worker, emit: Emit) -> None:
+    `settled` returns the batch of the newest checkpoint that is committed or given up (`commit.Committer`).
+    """
+
+    def __init__(self, job: Job, worker: Worker, emit: Emit, settled: Callable[[], int] = lambda: NEVER) -> None:
         self._folder = Path(job.folder)
         self._rank = worker.rank
         self._replicas = worker.replicas
         self._loss_scaling = worker.loss_scaling
         self._emit = emit
+        self._settled = settled
+        self._outstanding: list[int] = []  # batches whose checkpoints are not settled, as far as this rank knows
         self._copies: dict[tuple[int, str], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._last: int | None = None
@@ -67,10 +75,13 @@ class DiskSaver(Saver):
             return
         began = time.monotonic()
         self.close()
+        self._await_commits()
+        waited = time.monotonic() - began
+        self._outstanding.append(batch)
         self._last = batch
         shards = list(self._copied())
         states = tuple(self._state(replica) for replica in self._replicas.values())
-        share = ShareSaved(self._rank, batch, time.monotonic() - began, states)
+        share = ShareSaved(self._rank, batch, time.monotonic() - began, waited, states)
         self._thread = threading.Thread(target=self._write, args=(share, shards), daemon=True)
         self._thread.start()
 
@@ -78,6 +89,14 @@ class DiskSaver(Saver):
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def _await_commits(self) -> None:
+        """Wait until one checkpoint more is not too many."""
+        while len(self._outstanding) >= MOST_OUTSTANDING:
+            settled = self._settled()
+            self._outstanding = [batch for batch in self._outstanding if batch > settled]
+            if len(self._outstanding) >= MOST_OUTSTANDING:
+                time.sleep(_POLL_SECONDS)
 
     def _allocate(self, *, is_early: bool = False) -> None:
         """Allocate and touch memory for the copies: early, so that the first checkpoint is as fast as the others."""

@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 from stagewright.runtime.comm.channel import POSTED_AHEAD, ChannelName, Network
 from stagewright.runtime.comm.device import Device, Gpu
 from stagewright.runtime.comm.message import HostMessage, Message, MessageFormat, StagedMessage
-from stagewright.runtime.comm.transport import AllOf, Alone, Collective, Done, Pending, Place, Transport
+from stagewright.runtime.comm.transport import AllOf, Alone, Collective, Done, LostPeer, Pending, Place, Transport
 
 _GPU_THREADS = 4  # that stage and sum pieces of a gradient, and as many that move them
 _PIECE_BYTES = 8 * 2**20
@@ -81,7 +81,10 @@ class GlooNetwork:
         options._threads = 1 if self._gpu is None else _GPU_THREADS
         options._timeout = self._timeout
         store = PrefixStore(name, self._torch_store)
-        return ProcessGroupGloo(store, ranks.index(self._rank), len(ranks), options)
+        try:
+            return ProcessGroupGloo(store, ranks.index(self._rank), len(ranks), options)
+        except RuntimeError as error:  # another rank has ended or was stopped while they were connecting
+            raise LostPeer.because(error) from error
 
 
 class PairTransport:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from stagewright.errors import first_line
 from stagewright.plan.plan import Plan
 
 LOOPBACK = "127.0.0.1"
 ADDRESS = "STAGEWRIGHT_ADDRESS"  # the environment variable that holds a rank's address
 
 
+_SOURCE_LINE = re.compile(r"\[\S+:\d+\]\s*")  # of gloo's code, which it puts before its messages
+
+
 class LostPeer(RuntimeError):
     """Another rank is gone; its own failure, not this one, is the cause to report."""
+
+    @staticmethod
+    def because(error: RuntimeError) -> LostPeer:
+        return LostPeer(_SOURCE_LINE.sub("", first_line(error)))
 
 
 class Pending(Protocol):

@@ -68,8 +68,10 @@ def first_difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[
 
 def announce_folder(store: Store, folder: Path, session: str) -> None:
     """Publish where machine 0's run folder is, and leave a file in it by which other machines recognize it."""
-    checkpoints_folder(folder).mkdir(exist_ok=True)
-    (checkpoints_folder(folder) / _SESSION_FILE).write_text(session)
+    file = checkpoints_folder(folder) / _SESSION_FILE
+    if not file.is_file() or file.read_text() != session:  # once: on a restart the disk may be full
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(session)
     store.set(_FOLDER_KEY, json.dumps(str(folder)))
 
 
@@ -87,8 +89,11 @@ def link_checkpoints(store: Store, folder: Path, session: str) -> bool:
 
 
 def _digest(job: Job) -> str:
-    """A hash of the rest of the job: what crosses each cut, and when the ranks pause."""
-    same = TypeAdapter(Job).dump_python(replace(job, folder="", resume=None, config=type(job.config)()))
+    """A hash of the rest of the job: what crosses each cut, and when the ranks pause.
+
+    Not where the run starts: machine 0 decides that, and a machine that is started again may know a newer checkpoint.
+    """
+    same = TypeAdapter(Job).dump_python(replace(job, folder="", start=0, resume=None, config=type(job.config)()))
     text = json.dumps(
         same, sort_keys=True, default=lambda value: sorted(value) if isinstance(value, Set) else str(value)
     )

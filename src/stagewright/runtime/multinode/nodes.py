@@ -18,8 +18,8 @@ from pathlib import Path
 
 from stagewright.cluster.topology import ANYWHERE, Cluster, Machine
 from stagewright.config.sections import Config, NodesConfig
-from stagewright.data.files import read_regular
 from stagewright.errors import UserError, first_line
+from stagewright.files import read_regular
 
 DEFAULT_PORT = 29600
 TOKEN = "STAGEWRIGHT_TOKEN"

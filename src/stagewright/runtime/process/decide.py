@@ -3,7 +3,7 @@
 It is a function of values, so that a table can test it; `supervisor` observes, asks it, and acts.
 
 A run is restarted up to `--max-restarts` times, but not after a user's mistake or a loss that is not finite
-(`Fault.is_final`), nor after a fault that comes twice in a row in the same words.
+(`Fault.is_final`), nor after an exception that comes twice in a row in the same words (`Fault.is_raised`).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class State:
     failures: tuple[Failure, ...] = ()  # that ranks of the start before sent
     fault: Fault | None = None  # of the start before, once it is known
     previous: Fault | None = None  # the fault before that
+    first: Fault | None = None  # of the run
 
     def lost_text(self, machine: int) -> str:
         return f"lost {self.machines[machine]}: no sign of it for {self.silence:g} s (see --lost-timeout)"
@@ -87,6 +88,12 @@ def decide(state: State, reports: Mapping[int, MachineReport], waited: float) ->
         )
     batches = reports[0].batches
     batch = min(batches) if blind else max(batches)
+    if apart := [machine for machine in blind if batch not in reports[machine].batches]:
+        return _fail(
+            f"{state.machines[apart[0]]} starts at batch {min(reports[apart[0]].batches)} but machine 0 at {batch}; "
+            "give the same checkpoint with --resume on each machine",
+            fault,
+        )
     if fault is None:
         return Decision(StartDecision(batch))
     return Decision(StartDecision(batch, state.restarts + 1, fault.text), fault)
@@ -110,7 +117,9 @@ def _find_fault(state: State, reports: Mapping[int, MachineReport], silent: list
 
 def _final(state: State, fault: Fault) -> str | None:
     """The error message of a fault without another restart; None where there is one."""
-    is_same = state.previous is not None and fault.text == state.previous.text
+    is_same = fault.is_raised and state.previous is not None and fault.text == state.previous.text
     if not (fault.is_final or is_same or state.is_stopping or state.restarts >= state.max_restarts):
         return None
-    return f"{fault.text}, again after {counted(state.restarts, 'restart')}" if is_same else fault.text
+    again = f", again after {counted(state.restarts, 'restart')}" if is_same else ""
+    first = f" (the first fault: {state.first.text})" if state.first and state.first.text != fault.text else ""
+    return f"{fault.text}{again}{first}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from stagewright.runtime.comm.device import open_device
 from stagewright.runtime.comm.memory import Memory, MemoryNetwork
 from stagewright.runtime.comm.transport import Pending
 from stagewright.runtime.faults import describe_fault, failure_of, log_fault
-from stagewright.runtime.job import Job
+from stagewright.runtime.job import NEVER, Job
 from stagewright.runtime.process.assemble import assemble
 from stagewright.runtime.process.torch_flags import set_flags
 from stagewright.runtime.stage.recorder import Recorder
@@ -28,7 +28,7 @@ from stagewright.schedule.action import Action
 class Emulation:
     """The workers of all ranks of a job."""
 
-    def __init__(self, job: Job, emit: Emit) -> None:
+    def __init__(self, job: Job, emit: Emit, settled: Callable[[], int] = lambda: NEVER) -> None:
         memory = Memory()
         device = open_device(job.config.run.device, 0, share=True)
         set_flags(job.config)
@@ -39,7 +39,7 @@ class Emulation:
         self.pauses = EmulatedPauses(job.plan, job.config.checkpoint.minutes)
         for worker in self.workers:
             worker.gate = self.pauses.gate()
-            worker.saver = DiskSaver(job, worker, emit)
+            worker.saver = DiskSaver(job, worker, emit, settled)
             if job.resume is not None:
                 restore(worker, open_checkpoint(Path(job.resume)))
         self._job = job

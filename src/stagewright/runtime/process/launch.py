@@ -6,41 +6,42 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed import TCPStore
 
 from stagewright.errors import Interrupted, UserError
-from stagewright.events import Emit
 from stagewright.runtime.comm.transport import LOOPBACK
+from stagewright.runtime.faults import append_log
 from stagewright.runtime.job import Job
 from stagewright.runtime.multinode.meeting import Meeting, MeetingConfig, Say
 from stagewright.runtime.multinode.nodes import Site, bound_to, names_by_address
 from stagewright.runtime.multinode.tunnel import Refusals, Tunnel, TunnelServer, store_prefix
 from stagewright.runtime.process.external import ExternalGroup
+from stagewright.runtime.process.log import EventHandler
 from stagewright.runtime.process.signals import stop_on_signal
 from stagewright.runtime.process.supervisor import StartPoint, Supervisor
 
 
 def launch(
     job: Job,
-    on_event: Emit,
+    handler: EventHandler | None = None,
     start_point: StartPoint | None = None,
     site: Site | ExternalGroup | None = None,
     say: Say = lambda line: None,
 ) -> bool:
     """Run this machine's ranks of a job, one process each; whether the run was asked to stop.
 
-    On machine 0 `on_event` gets every event of every rank, one at a time. With an `ExternalGroup`, which has published
+    On machine 0 the handler gets every event of every rank, one at a time. With an `ExternalGroup`, which has published
     the job, only the rank of this process runs, and rank 0 gets the events.
     """
     folder = Path(job.folder)
     (folder / "ranks").mkdir(exist_ok=True)
     with _open_store(job, site, folder, say) as config:
         meeting = Meeting(config, say)
-        supervisor = Supervisor(job, on_event, start_point or StartPoint(), meeting)
+        supervisor = Supervisor(job, handler or EventHandler(), start_point or StartPoint(), meeting)
         ended: str | None = None
         try:
             with stop_on_signal(supervisor.stop):
@@ -74,19 +75,18 @@ def _open_store(job: Job, site: Site | ExternalGroup | None, folder: Path, say: 
         listener, port = stack.enter_context(bound_socket())
         store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         if site is not None:
-            stack.callback(_open_tunnel_server(site, port, nodes.lost_timeout, folder / "log.txt", say).close)
+            stack.callback(_open_tunnel_server(site, port, nodes.lost_timeout, folder, say).close)
         yield replace(config, port=port)
         del store
 
 
-def _open_tunnel_server(site: Site, port: int, lost: float, log: Path, say: Say) -> TunnelServer:
+def _open_tunnel_server(site: Site, port: int, lost: float, folder: Path, say: Say) -> TunnelServer:
     node, names = site.nodes[0], dict[str, str]()
     refusals = Refusals(names)
 
     def refused(peer: str) -> None:
         if line := refusals.add(peer):
-            with suppress(OSError), log.open("a") as file:
-                file.write(f"{line}\n")
+            append_log(folder, f"{line}\n")
             say(f"warning: {line}; if it is no machine of this run, keep it away from port {node.port} (a firewall)")
 
     try:

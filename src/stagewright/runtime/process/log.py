@@ -1,6 +1,6 @@
 """The log of a run: what happens to the events that ranks send, on machine 0.
 
-store ─► EventReader ─► Ledger ─┬─► Committer    makes a checkpoint once every rank has saved its share
+store ─► EventReader ─► Ledger ─┬─► Committer    makes a checkpoint once every rank has saved its share, in a thread
                                 └─► Collector    puts steps together from microbatches, evaluations from replicas
                                         └─► Journal (metrics.jsonl, one record per line) and the screen"""
 
@@ -19,7 +19,6 @@ from torch.distributed import Store
 from stagewright.errors import UserError
 from stagewright.events import (
     BatchLosses,
-    Emit,
     Evaluated,
     Event,
     Failure,
@@ -36,6 +35,7 @@ from stagewright.events import (
     Skipped,
     Step,
     Stopped,
+    Unsaved,
     decode,
     encode,
     read_records,
@@ -43,20 +43,38 @@ from stagewright.events import (
 from stagewright.metrics import RecentRate, Span, SteadyRate, Timeline, steady_rate
 from stagewright.runtime.checkpoint.commit import Committer, set_aside_after
 from stagewright.runtime.checkpoint.folder import clear, open_checkpoint
-from stagewright.runtime.job import Job
-from stagewright.runtime.process.rank import EVENTS, clock_name
+from stagewright.runtime.job import NEVER, Job
+from stagewright.runtime.process.rank import EVENTS, SETTLED, clock_name
 from stagewright.runtime.stage.optimizer import learning_rate
 
 _POLL_SECONDS = 0.02
 
 
-class EventReader:
-    """A thread that takes the events of one start off the store, keeps the failures and passes on the rest."""
+class EventHandler:
+    """Takes the events of a run's ranks, one at a time; this default ignores them, and commits no checkpoint."""
 
-    def __init__(self, store: Store, on_event: Emit) -> None:
+    def handle(self, event: Event) -> None:
+        """Take one rank's event, or the supervisor's on a restart."""
+
+    def settled(self) -> int:
+        """Batch of the newest checkpoint that is committed or given up."""
+        return NEVER
+
+    def drain(self) -> None:
+        """Commit the checkpoints that are whole."""
+
+
+class EventReader:
+    """A thread that takes the events of one start off the store, keeps the failures and passes on the rest.
+
+    It also tells the ranks which checkpoint is settled.
+    """
+
+    def __init__(self, store: Store, handler: EventHandler) -> None:
         self.failures: list[Failure] = []
         self._store = store
-        self._on_event = on_event
+        self._handler = handler
+        self._settled: int | None = None  # what ranks know
         self._closing = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -68,10 +86,11 @@ class EventReader:
             raise self._error
 
     def close(self) -> None:
-        """Read the events that are there already, then stop; raises what the thread raised."""
+        """Read the events that are there already, settle their checkpoints, stop; raises what the thread raised."""
         self._closing.set()
         self._thread.join()
         self.check()
+        self._handler.drain()
 
     def _run(self) -> None:
         try:
@@ -82,12 +101,15 @@ class EventReader:
             self._error = error
 
     def _drain(self) -> None:
+        if self._settled != (settled := self._handler.settled()):
+            self._store.set(SETTLED, str(settled))
+            self._settled = settled
         while self._store.queue_len(EVENTS):
             event = decode(self._store.queue_pop(EVENTS, block=False))
             if isinstance(event, Failure):
                 self.failures.append(event)
             else:
-                self._on_event(event)
+                self._handler.handle(event)
 
 
 class Journal:
@@ -109,18 +131,24 @@ class Journal:
                 os.fsync(self._file.fileno())
 
     def rewind(self, batch: int) -> None:
-        """Drop the records of batches after the first `batch`, as a restart from there makes them again."""
+        """Drop the records of batches after the first `batch`, as a restart from there makes them again.
+
+        Where the disk has no room for that it raises OSError and changes nothing.
+        """
         with suppress(OSError):
             self._flush()
-        self._file.close()
         lines = [*self._path.read_bytes().splitlines(), *self._waiting.splitlines()]
         kept = [(line, record) for line, record in read_records(lines) if _is_before(record, batch)]
         draft = self._path.with_suffix(".draft")
-        with draft.open("wb") as file:
-            file.writelines(line + b"\n" for line, _ in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self._path)
+        try:
+            with draft.open("wb") as file:
+                file.writelines(line + b"\n" for line, _ in kept)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(self._path)
+        finally:
+            draft.unlink(missing_ok=True)
+        self._file.close()
         self.records = tuple(record for _, record in kept)
         self._waiting = b""
         self._file = self._path.open("ab", buffering=0)
@@ -138,6 +166,10 @@ class Journal:
 
     def _flush(self) -> None:
         """Write the waiting lines, all of them or none."""
+        if not self._path.exists():  # somebody has deleted the run folder
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file.close()
+            self._file = self._path.open("ab", buffering=0)
         size = self._path.stat().st_size
         try:
             view = memoryview(self._waiting)
@@ -266,7 +298,8 @@ class Collector:
         config = self._job.config
         rate = learning_rate(config.optimizer.lr, config.schedule, batch, self._job.batches)
         at = max(at, self._last)  # replicas may report in another order than they compute
-        if not self.evaluations or self.evaluations[-1].batch != batch:  # else the time includes the evaluation
+        is_after_pause = batch in self._starts or (bool(self.evaluations) and self.evaluations[-1].batch == batch)
+        if not is_after_pause:  # else the time includes the start or the evaluation
             self._recent.add(at - self._last)
         self._last = at
         speed = self._recent.rate(self._job.plan.batch)
@@ -285,7 +318,7 @@ class Collector:
             self._write(evaluated)
 
 
-class Ledger:
+class Ledger(EventHandler):
     """Takes all events of a run, from any thread, one at a time; begins with the records that the run has already."""
 
     def __init__(self, job: Job, show: Callable[[Record], None]) -> None:
@@ -295,7 +328,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._show = show
         self._journal = Journal(folder / "metrics.jsonl", job.start)
-        self._committer = Committer(job, self._write)
+        self._committer = Committer(job, self._report)
         self.collector = Collector(job, self._write, self._journal.records)
         if job.resume is not None:
             plan = open_checkpoint(Path(job.resume)).manifest.plan
@@ -305,10 +338,20 @@ class Ledger:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._journal.close()
+        try:
+            self._committer.close()
+        finally:
+            self._journal.close()
+
+    def settled(self) -> int:
+        return self._committer.settled
+
+    def drain(self) -> None:
+        self._committer.drain()
 
     def handle(self, event: Event) -> None:
-        """Take one rank's event, or the supervisor's on a restart."""
+        if isinstance(event, Restarted):
+            self.drain()  # its reports need the lock
         with self._lock:
             match event:
                 case ShareSaved():
@@ -326,6 +369,11 @@ class Ledger:
         self._journal.rewind(restarted.batch)
         self.collector.rewind(restarted.batch)
         self._write(restarted)
+
+    def _report(self, record: Saved | Unsaved) -> None:
+        """Take a record of the committer's thread."""
+        with self._lock:
+            self._write(record)
 
     def _write(self, record: Record) -> None:
         self._journal.write(record)

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -22,7 +22,6 @@ from safetensors.torch import load, save, save_file
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from stagewright.errors import first_line
 from stagewright.events import Emit, Event, Finished, Ready, Stopped, encode
 from stagewright.plan.plan import Plan, Stage
 from stagewright.runtime.checkpoint.folder import open_checkpoint
@@ -35,7 +34,7 @@ from stagewright.runtime.comm.message import FormatError
 from stagewright.runtime.comm.nccl import open_network
 from stagewright.runtime.comm.transport import LostPeer, Pending, Place
 from stagewright.runtime.faults import failure_of, shortage_of
-from stagewright.runtime.job import Job
+from stagewright.runtime.job import NEVER, Job
 from stagewright.runtime.process.assemble import assemble
 from stagewright.runtime.process.signals import exit_with_parent
 from stagewright.runtime.process.torch_flags import set_flags
@@ -44,6 +43,7 @@ from stagewright.runtime.stage.worker import Worker
 from stagewright.runtime.status_file import last_action, status_path
 
 EVENTS = "events"
+SETTLED = "settled"  # batch of the newest checkpoint that the supervisor has committed or given up
 KEYS = "STAGEWRIGHT_KEYS"  # environment variable: prefix of the store keys of this start
 _BLAME_SECONDS = 2.0
 _PIECE = 64 << 20  # bytes
@@ -90,7 +90,7 @@ def run_rank(job: Job, rank: int, store: Store, emit: Emit, control: Store | Non
     network = open_network(job.config, store, rank, Place.of(job.plan, rank), job.patience, device)
     recorder = make_recorder(status_path(folder, rank), device)
     worker = assemble(job, rank, network, emit, recorder, device)
-    worker.saver = DiskSaver(job, worker, emit)
+    worker.saver = DiskSaver(job, worker, emit, partial(_settled, control))
     if job.resume is not None:
         restore(worker, open_checkpoint(Path(job.resume)))
     emit(Ready(rank, time.monotonic(), clock_name()))
@@ -104,6 +104,11 @@ def run_rank(job: Job, rank: int, store: Store, emit: Emit, control: Store | Non
     elif job.config.run.export:
         gather_weights(worker, folder, network.host)
     emit(Finished(rank, recorder.spans()))
+
+
+def _settled(control: Store | None) -> int:
+    """The newest checkpoint that the supervisor has dealt with; `NEVER` where no supervisor commits any."""
+    return int(control.get(SETTLED)) if control is not None and control.check([SETTLED]) else NEVER
 
 
 @cache
@@ -135,11 +140,16 @@ def gather_weights(worker: Worker, folder: Path, network: Network) -> None:
         if _is_remote(worker.plan, stage):
             _send_weights(network, stage, tensors)
         else:
-            save_file(tensors, state_file(folder, stage.index))
+            _save_weights(tensors, state_file(folder, stage.index))
     if worker.rank == 0:
         for stage in worker.plan.stages:
             if _is_remote(worker.plan, stage):
-                save_file(_receive_weights(network, stage), state_file(folder, stage.index))
+                _save_weights(_receive_weights(network, stage), state_file(folder, stage.index))
+
+
+def _save_weights(weights: dict[str, Tensor], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have deleted the run folder meanwhile
+    save_file(weights, path)
 
 
 def _is_remote(plan: Plan, stage: Stage) -> bool:
@@ -171,8 +181,9 @@ def _weights_channel(stage: Stage) -> ChannelName:
 
 def _exit(code: int) -> None:
     """Exit without cleaning up: that takes seconds on a busy machine, and a thread of gloo may abort it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # a full disk
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 
@@ -182,7 +193,7 @@ def _wait(pending: Pending) -> None:
     except FormatError:
         raise
     except RuntimeError as error:
-        raise LostPeer(first_line(error)) from error
+        raise LostPeer.because(error) from error
 
 
 if __name__ == "__main__":

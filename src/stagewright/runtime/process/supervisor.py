@@ -15,8 +15,8 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, Store
 
-from stagewright.errors import Interrupted, RunFailed
-from stagewright.events import Emit, Restarted
+from stagewright.errors import DISK_FULL, Interrupted, RunFailed
+from stagewright.events import Failure, Restarted
 from stagewright.plan.plan import Plan
 from stagewright.runtime.checkpoint.folder import checkpoints_folder, newest_intact
 from stagewright.runtime.checkpoint.pauses import STOP
@@ -28,12 +28,13 @@ from stagewright.runtime.multinode.meeting import MachineReport, Meeting, StartD
 from stagewright.runtime.multinode.nodes import RankProcesses, interface_of
 from stagewright.runtime.process.children import Children
 from stagewright.runtime.process.decide import State, decide
-from stagewright.runtime.process.log import EventReader
+from stagewright.runtime.process.log import EventHandler, EventReader
 from stagewright.runtime.process.rank import KEYS
 from stagewright.runtime.process.watchdog import Limits, Watchdog
 from stagewright.runtime.status_file import status_path
 
 _POLL_SECONDS = 0.1
+_ROOM = 1 << 18  # bytes on the disk for the small files of a start: job.json, logs, status files
 _NCCL_INTERFACE, _NCCL_ERRORS = "NCCL_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -65,6 +66,8 @@ class NewestCheckpoint(StartPoint):
     def job(self, job: Job, batch: int) -> Job:
         if batch == job.start:
             return job
+        if batch == 0:  # machine 0 starts anew, this machine was told to resume
+            return replace(job, start=0, resume=None)
         return replace(job, start=batch, resume=str(checkpoints_folder(self._folder) / str(batch)))
 
 
@@ -74,15 +77,16 @@ class Supervisor:
     Where torchrun or srun has started a process per rank, it runs that rank only, and never restarts it.
     """
 
-    def __init__(self, job: Job, on_event: Emit, start_point: StartPoint, meeting: Meeting) -> None:
+    def __init__(self, job: Job, handler: EventHandler, start_point: StartPoint, meeting: Meeting) -> None:
         self._is_external = is_external = isinstance(meeting.config.site, RankProcesses)
         self._job = job
-        self._on_event = on_event
+        self._handler = handler
         self._start_point = start_point
         self._meeting = meeting
         self._folder = Path(job.folder)
         self._ranks = [meeting.machine] if is_external else _ranks_on(job.plan, meeting.machine)
         self._reader: EventReader | None = None
+        self._unlogged: list[tuple[Fault, Sequence[Failure]]] = []  # faults that the disk had no room for
         self.is_stopping = False  # set by a signal's handler, so it is not part of a value that others replace
         self._state = State(
             job.plan,
@@ -110,7 +114,7 @@ class Supervisor:
                 self.is_stopping = True
         except RunFailed as error:
             if self._state.fault is None:  # otherwise it is in the log already
-                log_fault(self._folder, Fault(str(error), is_final=True), ())
+                self._log(Fault(str(error), is_final=True))
             raise RunFailed(f"{error}; more in {self._folder / 'log.txt'}") from None
         finally:
             self.close()
@@ -130,12 +134,12 @@ class Supervisor:
         if self._meeting.machine and (alone := decide(self._state, {self._meeting.machine: report}, 0.0).start):
             raise RunFailed(str(alone.failed))
         decision = self._meeting.meet(report, self._decide)
-        self._accept(decision)
-        for rank in self._ranks:
-            status_path(self._folder, rank).unlink(missing_ok=True)  # of the start before
-        self._start_point.job(self._job, decision.batch).save(self._folder / "job.json")
+        if decision.cause is None:
+            self._write_files(decision)
+        else:
+            self._accept(decision)
         if self._meeting.machine == 0:
-            self._reader = EventReader(self._ranks_store(), self._on_event)
+            self._reader = EventReader(self._ranks_store(), self._handler)
         if self.is_stopping:
             self.stop()  # the signal came before there was a store
 
@@ -170,10 +174,11 @@ class Supervisor:
     def _start(self, children: Children) -> None:
         command = [sys.executable, "-m", "stagewright.runtime.process.rank", str(self._folder / "job.json")]
         for rank in self._ranks:
-            logs = self._folder / "logs" / f"start-{self._meeting.start}" / f"rank-{rank}"
-            logs.mkdir(parents=True, exist_ok=True)
-            out, error = logs / "stdout.log", logs / "stderr.log"
-            children.start(command, self.environment(rank), stdout=out, stderr=error)
+            logs = self._logs(rank)
+            children.start(command, self.environment(rank), stdout=logs / "stdout.log", stderr=logs / "stderr.log")
+
+    def _logs(self, rank: int) -> Path:
+        return self._folder / "logs" / f"start-{self._meeting.start}" / f"rank-{rank}"
 
     def _watch(self, children: Children) -> MachineReport | None:
         """Wait until all ranks of all machines are done, or until something happens that they have to stop for."""
@@ -200,21 +205,61 @@ class Supervisor:
         state = replace(self._state, start=self._meeting.start, is_stopping=self.is_stopping)
         decision = decide(state, reports, waited)
         if decision.fault is not None and self._state.fault is None:
-            log_fault(self._folder, decision.fault, self._state.failures)
+            self._log(decision.fault, self._state.failures)
         self._state = replace(self._state, fault=decision.fault)
         return decision.start
 
     def _accept(self, decision: StartDecision) -> None:
-        """Count a restart and report it; the fault that caused it is dealt with."""
-        if decision.cause is None:
-            return
-        self._state = replace(self._state, restarts=decision.restart, previous=self._state.fault, fault=None)
-        self._meeting.say(f"{decision.cause}; restart {decision.restart} from batch {decision.batch}")
-        self._on_event(Restarted(decision.batch, decision.cause))
+        """Count a restart and report it, as soon as the disk has room for it; its fault is dealt with."""
+        fault, cause = self._state.fault, str(decision.cause)
+        first = self._state.first or fault
+        self._state = replace(self._state, restarts=decision.restart, previous=fault, fault=None, first=first)
+        is_told = False
+        while (full := self._write_files(decision)) is not None:
+            if self.is_stopping:
+                raise RunFailed(f"{cause}; {full}, so it was not restarted before it was asked to stop")
+            if not is_told:
+                self._meeting.say(f"{cause}; {full}: restart {decision.restart} waits for {_ROOM >> 10} KiB")
+                is_told = True
+            time.sleep(_POLL_SECONDS)
+        self._meeting.say(f"{cause}; restart {decision.restart} from batch {decision.batch}")
+
+    def _write_files(self, decision: StartDecision) -> str | None:
+        """Write what a start needs; before a restart, why the disk has no room for it, or None where it has."""
+        try:
+            if decision.cause is not None:
+                require_room(self._folder)
+                self._log()
+                self._handler.handle(Restarted(decision.batch, decision.cause))
+            for rank in self._ranks:
+                status_path(self._folder, rank).unlink(missing_ok=True)  # of the start before
+                self._logs(rank).mkdir(parents=True, exist_ok=True)
+            self._start_point.job(self._job, decision.batch).save(self._folder / "job.json")
+        except OSError as error:
+            if decision.cause is None or error.errno not in DISK_FULL:
+                raise
+            return f"the disk of {self._folder} is full ({error.strerror})"
+        return None
+
+    def _log(self, fault: Fault | None = None, failures: Sequence[Failure] = ()) -> None:
+        """Write a fault into the log, after those that are not there yet."""
+        if fault is not None:
+            self._unlogged.append((fault, failures))
+        while self._unlogged and log_fault(self._folder, *self._unlogged[0]):
+            del self._unlogged[0]
 
     def _ranks_store(self) -> Store:
         """The store keys of the ranks of this start."""
         return PrefixStore(str(self._meeting.start), self._meeting.open_store())
+
+
+def require_room(folder: Path) -> None:
+    """Raise OSError unless the disk has room for the files of a start; some systems only know by writing."""
+    scratch = folder / ".room"
+    try:
+        scratch.write_bytes(bytes(_ROOM))
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def _ranks_on(plan: Plan, machine: int) -> list[int]:

@@ -55,8 +55,12 @@ class Watchdog:
         """The rank to blame, if one of these (rank to process id) hangs."""
         now = self._clock.tick()
         statuses = {rank: read_status(status_path(self._folder, rank), rank) for rank in processes}
-        for rank, status in statuses.items():
-            if rank not in self._seen or self._seen[rank][0] != status:
+        for rank, status in list(statuses.items()):
+            before, _ = self._seen.get(rank, (status, now))
+            if before.count and not status.count:  # somebody has deleted the file: it says nothing any more
+                statuses[rank] = before
+                self._seen[rank] = (before, now)
+            elif rank not in self._seen or before != status:
                 self._seen[rank] = (status, now)
             if rank not in self._running or not self._is_stopped(processes[rank]):
                 self._running[rank] = now

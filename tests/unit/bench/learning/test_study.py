@@ -12,7 +12,7 @@ from stagewright.bench.learning.runs import TrainedRun
 from stagewright.bench.learning.study import default_jobs, make_study, measured_speeds
 from stagewright.bench.learning.trials import StudyOptions, open_study, trial_runs_of
 from stagewright.cli.main import main
-from tests.soak import soak
+from tests.marks import soak
 
 TINY = """
 title = "tiny"

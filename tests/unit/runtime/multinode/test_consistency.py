@@ -45,6 +45,12 @@ def test_machines_may_differ_in_paths_threads_and_messages(job: Job, key: str) -
     assert first_difference(consistency_values(job), consistency_values(with_another(job, key))) is None
 
 
+def test_a_machine_may_know_another_checkpoint_than_machine_0(job: Job) -> None:
+    """A machine whose supervisor was killed resumes from the newest checkpoint; the others started elsewhere."""
+    resumed = replace(job, start=4, resume="runs/a/checkpoints/4")
+    assert first_difference(consistency_values(job), consistency_values(resumed)) is None
+
+
 def test_machines_agree_on_the_data_and_the_plan(job: Job) -> None:
     values = consistency_values(job)
     other_data = replace(job, fingerprint="another data set")

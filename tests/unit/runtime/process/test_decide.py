@@ -29,7 +29,7 @@ GONE = Fault("lost machine 1 (b): no sign of it for 60 s (see --lost-timeout)", 
 SILENT = Fault("lost machine 1 (b): it did not report what happened", is_final=False)
 USERS = Failure(2, "UserError", "UserError: no such file", is_users=True)
 BUG = Failure(2, "RuntimeError", "RuntimeError: gave up", "1F4@0", 1)
-RAISED = Fault("stage 1 replica 0 (rank 2, machine 0) failed at 1F4@0: RuntimeError: gave up", is_final=False)
+RAISED = Fault("stage 1 replica 0 (rank 2, machine 0) failed at 1F4@0: RuntimeError: gave up", is_raised=True)
 
 
 def fails(text: str, fault: Fault | None = None) -> Decision:
@@ -52,11 +52,23 @@ TABLE = {
         0.0,
         restarts(2, Fault(CAUSE.replace("0F3", "0F99"), is_final=False)),
     ),
-    "the same fault twice is final": (
+    "the same exception twice is final": (
+        replace(AFTER, restarts=1, previous=RAISED, failures=(BUG,)),
+        {0: WELL, 1: WELL},
+        0.0,
+        fails(f"{RAISED.text}, again after 1 restart", RAISED),
+    ),
+    "the same signal twice is not": (
         replace(AFTER, restarts=1, previous=FAULT),
         {0: KILLED, 1: WELL},
         0.0,
-        fails(f"{CAUSE}, again after 1 restart", FAULT),
+        restarts(2, FAULT),
+    ),
+    "the last fault is told with the first": (
+        replace(AFTER, restarts=2, previous=FAULT, first=RAISED),
+        {0: KILLED, 1: WELL},
+        0.0,
+        fails(f"{CAUSE} (the first fault: {RAISED.text})", FAULT),
     ),
     "after max_restarts a fault is final": (replace(AFTER, restarts=2), {0: KILLED, 1: WELL}, 0.0, fails(CAUSE, FAULT)),
     "without restarts it is final": (replace(AFTER, max_restarts=0), {0: KILLED, 1: WELL}, 0.0, fails(CAUSE, FAULT)),
@@ -80,6 +92,20 @@ TABLE = {
     "a fault that is known stays": (replace(AFTER, fault=SILENT), {0: WELL, 1: KILLED}, 20.0, restarts(1, SILENT)),
     "blind machines start from the beginning": (FIRST, {0: WELL, 1: BLIND}, 0.0, Decision(StartDecision(0))),
     "blind machines restart from the beginning": (AFTER, {0: KILLED, 1: BLIND}, 0.0, restarts(1, FAULT, batch=0)),
+    "blind machines start where machine 0 does": (
+        FIRST,
+        {0: MachineReport({}, (8,)), 1: BLIND},
+        0.0,
+        Decision(StartDecision(8)),
+    ),
+    "blind machines do not start elsewhere": (
+        FIRST,
+        {0: MachineReport({}, (8,)), 1: replace(BLIND, batches=(4,))},
+        0.0,
+        fails(
+            "machine 1 (b) starts at batch 4 but machine 0 at 8; give the same checkpoint with --resume on each machine"
+        ),
+    ),
     "machine 1 waits for machine 0": (replace(AFTER, machine=1), {1: replace(WELL, lost=(0,))}, 0.0, Decision()),
     "machine 1 waits where machine 0 is there": (
         replace(AFTER, machine=1, restarts=2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 import time
@@ -13,7 +14,7 @@ from torch.distributed import HashStore
 
 from stagewright.events import BatchLosses, DecodeError, Event, Finished, Ready, Restarted, Unsaved, encode
 from stagewright.metrics import Span, SteadyRate
-from stagewright.runtime.process.log import EventReader, Journal, Ledger, Record
+from stagewright.runtime.process.log import EventHandler, EventReader, Journal, Ledger, Record
 from stagewright.runtime.process.rank import EVENTS, clock_name
 from tests.parity import Case, make_job
 
@@ -107,14 +108,35 @@ def test_records_wait_for_space_on_the_disk(tmp_path: Path) -> None:
     assert [json.loads(line)["batch"] for line in path.read_text().splitlines()] == list(range(6))
 
 
+def test_a_rewind_without_space_on_the_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    journal = Journal(path, 0)
+    for batch in range(4):
+        journal.write(Unsaved(batch, "a reason"))
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr("os.fsync", full)
+        journal.rewind(1)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    journal.write(Unsaved(9, "still open"))
+    journal.rewind(1)
+    journal.close()
+    assert [json.loads(line)["batch"] for line in path.read_text().splitlines()] == [0, 1]
+
+
 def test_close_raises_what_the_event_handler_raised() -> None:
     store = HashStore()
     store.queue_push(EVENTS, encode(Ready(0, 1.0, "clock")))
 
-    def on_event(event: Event) -> None:
-        raise RuntimeError("the handler gave up")
+    class Failing(EventHandler):
+        def handle(self, event: Event) -> None:
+            raise RuntimeError("the handler gave up")
 
-    reader = EventReader(store, on_event)
+    reader = EventReader(store, Failing())
     with pytest.raises(RuntimeError, match="the handler gave up"):
         reader.close()
 
@@ -123,6 +145,6 @@ def test_close_raises_what_the_event_handler_raised() -> None:
 def test_an_event_that_does_not_decode_fails_with_its_kind(text: str) -> None:
     store = HashStore()
     store.queue_push(EVENTS, text)
-    reader = EventReader(store, lambda event: None)
+    reader = EventReader(store, EventHandler())
     with pytest.raises(DecodeError, match=r"kind 'redy' is unknown|Stopped.rank: 'x' is not int"):
         reader.close()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.runtime.comm.transport import Alone, Collective, Pending
-from stagewright.runtime.stage.gradients import GradientBuffers, GradientOptions, Norms, clip_factor
+from stagewright.runtime.stage.gradients import GradientBuffers, GradientOptions, Norms, clip_factor, make_buckets
 from stagewright.runtime.stage.versions import VersionRing
 
 
@@ -144,6 +144,13 @@ def test_a_replica_without_a_microbatch_joins_with_zeros() -> None:
     setup.gradients.release(0)
     setup.gradients.reduce(1)
     assert len(collective.started) == 4 and not any(part.at_start.any() for part in collective.started)
+
+
+def test_a_bucket_is_full_once_it_has_its_bytes() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 1, bias=False) for _ in range(5)))
+    parameters = VersionRing([model], {name for name, _ in model.named_parameters()}, 1).parameters
+    assert make_buckets(parameters, 4, 32) == [(4, 3), (2, 1), (0,)]
+    assert make_buckets(parameters, 4, 33) == [(4, 3, 2), (1, 0)]
 
 
 def test_an_update_is_pending_until_every_bucket_is_summed() -> None:

@@ -1,8 +1,8 @@
-"""Opens and reads what lies in the place of a data set's files: regular files alone, and never more than a bound.
+"""Opens and reads files that a user or a data set names: regular files alone, and never more than a bound.
 
-A data set is not trusted to be well-formed. A pipe in the place of an image would block a thread for ever, a link to
+None of them is trusted to be well-formed. A pipe in the place of an image would block a thread for ever, a link to
 /dev/zero would fill the memory, and opening a device may already act on it. So nothing but a regular file is opened,
-and every read has a largest size.
+and every read has a largest size. Imports nothing of ours, so that every folder may import it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import stat
 from pathlib import Path
 
 MOST_RECORD_BYTES = 2**28  # 256 MiB: of one encoded image, or of a file that is read whole
+MOST_TEXT_BYTES = 2**24  # 16 MiB: of a file that is parsed whole, as JSON or TOML; parsed, it takes up to 25 times that
+MOST_RUN_BYTES = 2**32  # 4 GiB: of a file that a run has written, such as its metrics
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
@@ -43,6 +45,24 @@ def read_regular(path: str | os.PathLike[str], most: int = MOST_RECORD_BYTES) ->
         if size > most:
             raise OSError(errno.EFBIG, too_large(size, most), os.fspath(path))
         return file.read(size)
+
+
+def read_text(path: str | os.PathLike[str], most: int = MOST_TEXT_BYTES) -> str:
+    """The text of a regular UTF-8 file; errors as of `read_regular`, and `UnicodeDecodeError`."""
+    return read_regular(path, most).decode()
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file that a user names; an `OSError` that names it, also for a pipe that nobody reads."""
+    try:
+        descriptor = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o666
+        )
+        os.set_blocking(descriptor, True)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 def too_large(size: int, most: int = MOST_RECORD_BYTES) -> str:
