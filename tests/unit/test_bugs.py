@@ -180,6 +180,7 @@ def test_a_run_whose_folder_was_deleted_keeps_its_weights_and_later_steps(
     assert weights.exists() and len(result.steps) == 4
     assert [step.batch for step in open_run(result.folder).steps] == [2, 3]
     assert "was deleted" in (result.folder / "log.txt").read_text()
+    assert result.folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_second_interrupt_says_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,7 +151,7 @@ def _run_host(job: Job, console: Console, site: Site | ExternalGroup | None, pre
     if collector.stopped_at is not None:
         raise Interrupted(f"after step {collector.stopped_at}", _how_to_resume(folder, collector.stopped_at))
     if not (folder / PLAN_FILE).exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)
         _write_start(job, [f"{folder} was deleted while the run trained; what was in it is lost"])
     (folder / "trace.json").write_text(json.dumps(collector.timeline.chrome_trace()))
     summary = {

@@ -40,6 +40,7 @@ RECORDS = (
 MAY_BE = {
     "loss": (inf, nan, -inf, -1),
     "seconds": (-1,),
+    "waited": (-1,),
     "lr": (-1,),
     "images_per_second": (-1,),
     "loss_scale": (None, -1),

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import stagewright
 from stagewright.cli.main import main
 from stagewright.errors import Interrupted
+from stagewright.events import ShareSaved
 from stagewright.run.folder import run_lock
 from stagewright.run.prepare import prepare
 from stagewright.run.resume import find_checkpoint, keeps_plan, resumed_config
@@ -256,9 +257,9 @@ def test_an_interrupt_on_a_full_disk_names_the_lost_steps(tmp_path: Path, monkey
             raise OSError(28, "No space left on device")
         return written(folder, *shard)
 
-    def stop_at(self: Committer, event: Any) -> None:
+    def stop_at(self: Committer, event: ShareSaved) -> None:
         add(self, event)
-        os.kill(os.getpid(), signal.SIGTERM) if event["batch"] == 6 and event["rank"] == 0 else None
+        os.kill(os.getpid(), signal.SIGTERM) if (event.batch, event.rank) == (6, 0) else None
 
     add = Committer.add
     monkeypatch.setattr(saver, "write_file", fail)

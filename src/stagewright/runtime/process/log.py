@@ -167,7 +167,7 @@ class Journal:
     def _flush(self) -> None:
         """Write the waiting lines, all of them or none."""
         if not self._path.exists():  # somebody has deleted the run folder
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.parent.mkdir(0o700, parents=True, exist_ok=True)
             self._file.close()
             self._file = self._path.open("ab", buffering=0)
         size = self._path.stat().st_size
