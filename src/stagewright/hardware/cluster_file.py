@@ -124,7 +124,10 @@ def import_this_machine(options: ImportOptions) -> MachineFile:
 def checked_toml(machine: MachineFile) -> str:
     """The text of the file; an error where the planner would not accept it."""
     text = machine.as_toml()
-    read_catalog((), tomllib.loads(text))
+    try:
+        read_catalog((), tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:  # a lone surrogate, of a name that is no text
+        raise UserError(f"a cluster file can't hold these names: {error}; use names of UTF-8 text") from error
     return text
 
 

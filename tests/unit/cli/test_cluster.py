@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
-from tests.commands import prints
+from tests.commands import fails, prints
+from tests.smi_texts import TITAN_8
 
 
 def test_lists_the_catalog(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,3 +23,9 @@ def test_lists_the_catalog(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert server["number"] == 16 and server["links"] == ["pcie3-pix", "pcie3-phb", "pcie3-sys", "net-100g"]
     assert {"rtx-4090", "cpu"} <= {entry["name"] for entry in found["devices"]}
     assert "memory" in {entry["name"] for entry in found["links"]}
+
+
+def test_a_name_that_is_no_text_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "topo").write_text(TITAN_8)
+    options = ("--topo", str(tmp_path / "topo"), "--device", "titan-v", "--network", os.fsdecode(b"\xff"))
+    assert "UTF-8" in fails(capsys, "cluster", "import", *options)
