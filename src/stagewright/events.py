@@ -212,10 +212,10 @@ class ShareSaved:
     rank: int
     batch: int
     seconds: float  # that training paused
-    waited: float = 0.0  # of these seconds, for earlier checkpoints to reach the disk
     replicas: tuple[ReplicaState, ...] = ()
     files: tuple[File, ...] = ()
     error: str | None = None
+    waited: float = 0.0  # of these seconds, for earlier checkpoints to reach the disk
 
 
 @dataclass(frozen=True, slots=True)

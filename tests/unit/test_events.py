@@ -50,7 +50,7 @@ LINES: dict[str, Record] = {
         4, 8, 2.0, 0.25, 0.5
     ),
     '{"kind": "replaced", "index": 7, "reason": "7.jpg: truncated"}': Replaced(7, "7.jpg: truncated"),
-    '{"kind": "saved", "batch": 4, "bytes": 100, "seconds": 0.5}': Saved(4, 100, 0.5),
+    '{"kind": "saved", "batch": 4, "bytes": 100, "seconds": 0.5, "waited": 0.25}': Saved(4, 100, 0.5, 0.25),
     '{"kind": "unsaved", "batch": 4, "reason": "no space"}': Unsaved(4, "no space"),
     '{"kind": "restarted", "batch": 4, "cause": "rank 1 was killed"}': Restarted(4, "rank 1 was killed"),
     '{"kind": "resumed", "batch": 4, "checkpoint": "runs/a/checkpoints/4", "plan": "stale 7-1"}': Resumed(

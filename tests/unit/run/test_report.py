@@ -123,7 +123,7 @@ def test_train_report_and_watch_read_the_same_speed(tmp_path: Path) -> None:
     own = [step for step in result.steps if step.batch >= 6]
     assert run.speed == steady_rate(own, 16, interrupted) and len(run.speed.times) == 12
     snapshot = Watch(result.folder, run.rank_map).snapshot(True)
-    recent = steady_rate(result.steps[-20:], 16, interrupted)
+    recent = steady_rate(result.steps[-21:], 16, interrupted)
     assert recent is not None and snapshot.images_per_second == pytest.approx(recent.rate)
 
 

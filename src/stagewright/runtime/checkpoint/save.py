@@ -81,7 +81,7 @@ class DiskSaver(Saver):
         self._last = batch
         shards = list(self._copied())
         states = tuple(self._state(replica) for replica in self._replicas.values())
-        share = ShareSaved(self._rank, batch, time.monotonic() - began, waited, states)
+        share = ShareSaved(self._rank, batch, time.monotonic() - began, states, waited=waited)
         self._thread = threading.Thread(target=self._write, args=(share, shards), daemon=True)
         self._thread.start()
 
