@@ -459,7 +459,7 @@ READERS = {
         share=0.25,
     ),
     "bench": Reader(
-        _read_bench, [_BENCH], lambda text, path: ["compare", *map(str, _benches(text, path))], is_json=True
+        _read_bench, [_BENCH], lambda text, path: ["compare", *map(str, _benches(text, path))], is_json=True, share=0.1
     ),
     "token": Reader(
         _read_token,
@@ -520,7 +520,9 @@ def test_mutated_texts_are_read_or_refused_in_one_line(
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     with capsys.disabled():
         print(f"{name}: {reader.cases} texts, {len(refused)} refused; peak memory of the process {peak} MiB")
-    assert not reader.refuses or 0.1 < len(refused) / reader.cases < 1
+    if not reader.refuses:
+        return
+    assert refused and (reader.cases < 40 or 0.1 < len(refused) / reader.cases < 1)
     shown = [text for text in refused if "\0" not in text]  # a command line can't hold that
     for text in shown[:: max(1, len(shown) // _SHOWN)]:
         assert_one_line(reader.command(text, path), capsys)
