@@ -59,9 +59,9 @@ class Checkpoint:
 
     def _damage(self, file: File) -> str | None:
         path = self.folder / file.name
-        if not path.is_file():
-            return "is missing"
         try:
+            if not path.is_file():
+                return "is missing"
             if (size := path.stat().st_size) != file.bytes:
                 return f"has {size} bytes instead of {file.bytes}"
             return None if hash_file(path) == file.blake2b else "does not match its hash"

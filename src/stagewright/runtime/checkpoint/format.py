@@ -29,6 +29,7 @@ MASTER = "master"
 _HASH = "blake2b"
 _PIECE = 4 * 2**20  # bytes
 _ALIGNMENT = 8
+_MOST_COUNT = 2**53  # of batches or microbatches: exact as a float64
 _TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -121,11 +122,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _is_consistent(manifest: Manifest) -> bool:
     """Whether its numbers fit together, so that readers need not check again."""
-    plan, world = manifest.plan, len(manifest.plan.devices)
+    plan, world, place = manifest.plan, len(manifest.plan.devices), manifest.position
+    counts = [count for state in manifest.stages for count in state.counts]
     return (
         min(plan.batch, plan.microbatches, len(plan.stages), world) >= 1
         and plan.batch % plan.microbatches == 0
-        and min(manifest.batch, manifest.position.epoch, manifest.position.batch) >= 0
+        and all(0 <= number < _MOST_COUNT for number in (manifest.batch, place.epoch, place.batch, *counts))
         and len(plan.cuts) == len(plan.stages) - 1
         and [len(state.counts) for state in manifest.stages] == [len(stage.ranks) for stage in plan.stages]
         and all(_is_possible(stage, index, plan) for index, stage in enumerate(plan.stages))

@@ -73,9 +73,12 @@ def commands(run: Path) -> list[list[str]]:
 def rehashed(folder: Path) -> None:
     """Make the sizes and hashes of a checkpoint's manifest those of its files, and its own hash correct."""
     fields = json.loads((folder / "manifest.json").read_text())
+    if not isinstance(fields, dict):
+        return
     fields.pop("blake2b", None)
-    for file in fields.get("files") or ():
-        if isinstance(file, dict) and isinstance(file.get("name"), str) and (folder / file["name"]).is_file():
+    files = fields.get("files")
+    for file in files if isinstance(files, list) else ():
+        if isinstance(file, dict) and file.get("name") in (path.name for path in folder.iterdir()):
             data = (folder / file["name"]).read_bytes()
             file |= {"bytes": len(data), "blake2b": hashlib.blake2b(data, digest_size=32).hexdigest()}
     text = json.dumps(fields, sort_keys=True).encode()
@@ -159,6 +162,18 @@ def test_a_forged_shard_is_refused_in_one_line(
         assert not resumed
 
 
+@pytest.mark.parametrize("count", [-1, 2**53, 10**25])
+def test_counts_that_no_run_reaches_are_refused_in_one_line(
+    count: int, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "checkpoints/4/manifest.json"
+    fields = json.loads(path.read_text())
+    fields["stages"][0]["counts"][0] = count
+    path.write_text(json.dumps(fields))
+    rehashed(path.parent)
+    assert "impossible" in fails(capsys, *commands(run)[4]) and not outcome(commands(run)[1], capsys)
+
+
 @pytest.mark.timeout(1800 + CASES)
 @pytest.mark.parametrize("target", ["manifest", "shard"])
 def test_mutated_checkpoints_are_used_or_refused(
@@ -174,7 +189,7 @@ def test_mutated_checkpoints_are_used_or_refused(
             path.write_bytes(mutated(path.read_bytes(), generator))
         elif target == "manifest":
             manifest.write_text(json.dumps(with_value_changed(json.loads(manifest.read_text()), generator)))
-            rehashed_if_possible(folder)
+            rehashed(folder)
         elif number % 4 == 1:
             path.write_bytes(with_header_length(mutated(path.read_bytes(), generator)))
             rehashed(folder)
@@ -184,12 +199,6 @@ def test_mutated_checkpoints_are_used_or_refused(
         refused += not outcome(commands(run)[number % 6], capsys)
         shutil.rmtree(tmp_path / str(number))
     assert refused > 0
-
-
-def rehashed_if_possible(folder: Path) -> None:
-    fields = json.loads((folder / "manifest.json").read_text())
-    if isinstance(fields, dict):
-        rehashed(folder)
 
 
 def test_a_checkpoint_deleted_while_it_is_read_is_not_damaged(
