@@ -23,7 +23,7 @@ types: $(READY)
 
 # Unit tests two at a time; those of many ranks have the machine to themselves.
 tests: $(READY) .venv/.browser
-	$(BIN)/python -m pytest -n 2 tests/unit tests/schedule
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/unit tests/schedule
 	$(BIN)/python -m pytest --ignore=tests/unit --ignore=tests/schedule tests
 
 # What takes too long for every day: a million mutated inputs a reader, every bad value of every option, three epochs of

@@ -22,6 +22,13 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share the calibration run in one process, so that it is made once."""
+    for item in items:
+        if "calibration" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("calibration"))
+
+
 @pytest.fixture(scope="session")
 def calibration() -> Calibration:
     """The catalog fitted to the published runs; it takes a while."""

@@ -47,7 +47,7 @@ from tests.pictures import (
     samples_of,
 )
 
-CASES = int(os.environ.get("STAGEWRIGHT_FUZZ", "50000"))  # per reader; `make soak` sets many more
+CASES = int(os.environ.get("STAGEWRIGHT_FUZZ", "20000"))  # per reader; `make soak` sets many more
 FILES = CASES // 1000  # mutated files per reader, each opened, scanned and decoded
 _MOST_MEMORY = 3 * 2**30  # an image of 100 million pixels takes 0.9 GB (JPEG) to 2.1 GB (WebP)
 _MOST_SECONDS = 20.0
