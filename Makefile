@@ -38,7 +38,7 @@ soak: $(READY)
 	STAGEWRIGHT_READER_FUZZ=8000 STAGEWRIGHT_ALL_OPTIONS=1 $(BIN)/python -m pytest -s tests/unit/test_fuzz_readers.py \
 		tests/unit/runtime/checkpoint/test_forged.py tests/unit/cli/test_bad_options.py
 	STAGEWRIGHT_SOAK=1 $(BIN)/python -m pytest -s tests/distributed/test_machines.py tests/distributed/test_slow_link.py \
-		tests/distributed/test_planning.py tests/distributed/test_command.py tests/distributed/test_data.py \
+		tests/distributed/test_planning.py tests/distributed/test_command.py tests/distributed/test_data.py tests/distributed/test_torchrun.py \
 		tests/browser/test_demo_page.py tests/unit/bench/learning/test_study.py
 	$(BIN)/python -m tests.soak --faults 20 --seed $(SEED)
 	$(BIN)/python -m tests.soak --minutes 60 --plan stale

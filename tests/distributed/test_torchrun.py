@@ -49,6 +49,7 @@ def test_trains_the_same_weights_as_the_command_itself(tmp_path: Path) -> None:
     assert (run / "report.html").exists() and ranks_of(tmp_path) == []
 
 
+@soak
 def test_srun_starts_ranks_by_its_own_variables(tmp_path: Path) -> None:
     port = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port  # a free one, once this is gone
     place = {"SLURM_STEP_NUM_TASKS": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -72,6 +73,7 @@ def test_names_both_numbers_where_processes_and_ranks_differ(tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
+@soak
 def test_torchrun_restarts_a_killed_rank_in_the_same_folder(tmp_path: Path) -> None:
     runs, weights = tmp_path / "runs", [tmp_path / "alone.safetensors", tmp_path / "restarted.safetensors"]
     options = ("--steps", "400", "--samples", "64", "--checkpoint-every", "10")
@@ -92,6 +94,7 @@ def test_torchrun_restarts_a_killed_rank_in_the_same_folder(tmp_path: Path) -> N
     assert ranks_of(tmp_path) == []
 
 
+@soak
 def test_sigterm_saves_a_checkpoint_and_leaves_no_process(tmp_path: Path) -> None:
     process = torchrun(tmp_path, 3, "--steps", "1000000", "--samples", "64")
     wait_until(lambda: any(path.stat().st_size for path in tmp_path.glob("*/metrics.jsonl")))
