@@ -174,6 +174,9 @@ class RunConfig(Section):
     )
     deterministic: bool = option(False, "--deterministic", "on GPUs: compute the same bits every time")
     threads: int = option(1, "--threads", "threads per CPU rank", least=1, most=_MOST_THREADS)
+    unproven: bool = option(
+        False, "--unproven", "train a cut without proof that its stages compute what the model does"
+    )
     dynamic: bool = option(False, "--dynamic", "let ranks choose between forward and backward at run time")
     emulate: bool = option(False, "--emulate", "run every rank in one process")
     eval_every: int | None = option(

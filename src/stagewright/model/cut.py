@@ -1,20 +1,27 @@
-"""Traces a model into a chain of units, and cuts the chain into stages.
+"""A model as a chain of units, and the chain cut into stages.
 
-A unit is one call in the model's forward: of a module, a function or a method. `Chain` holds the traces of training and
-evaluation; `Chain.cut` returns one `Piece` per stage.
+A unit is one call in the model's forward: of a module, a function or a method; what runs together in another grad mode
+or autocast is one unit. `Chain` holds the traces of training and evaluation; `Chain.cut` returns one `Piece` per stage.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
-from stagewright.errors import UserError, did_you_mean, first_line
+from stagewright.errors import UserError, did_you_mean
+from stagewright.model.blocks import cut_between, find_blocks
+from stagewright.model.record import Assign, Context, Recording, Untraceable
+from stagewright.model.standin import twin_of
+from stagewright.model.trace import Context as Precision
+from stagewright.model.trace import Modes, Trace, modes_of, trace
 
 _CALLS = ("call_module", "call_function", "call_method")
 
@@ -24,7 +31,7 @@ class Piece:
     """One stage's part of a model, and the names of the live values that enter it.
 
     `training` and `evaluation` share their modules and parameters; they differ where the model's code reads
-    `self.training`. Parameter names are those of the whole model.
+    `self.training`. Parameter names are those of the whole model. The only piece of an uncut model is the model itself.
     """
 
     training: nn.Module
@@ -32,29 +39,94 @@ class Piece:
     inputs: tuple[str, ...]
     evaluation_inputs: tuple[str, ...]
     first_unit: str
+    modes: Modes | None = None  # of the modules in a cut model; None: the model's own `train` sets them
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the piece is the author's module itself."""
+        return self.modes is None
+
+    def train(self, training: bool = True) -> None:
+        """Put the modules into the mode that the author's `train` or `eval` puts them into."""
+        if self.modes is None:
+            self.training.train(training)
+            return
+        for root in (self.training, self.evaluation):
+            for path, module in root.named_modules():
+                module.training = self.modes.get(path, (True, False))[0 if training else 1]
+
+
+def whole_piece(model: nn.Module) -> Piece:
+    """An uncut model: the author's module itself."""
+    return Piece(model, model, ("input",), ("input",), type(model).__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A unit of a recorded forward: its name and its nodes."""
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+
+
+class Way(StrEnum):
+    """How a model is cut."""
+
+    GRAPH = "graph"  # between the calls of its recorded forward
+    BLOCKS = "blocks"  # between like blocks, each stage running the author's own code
+    WHOLE = "whole"  # not at all
 
 
 class Chain:
-    """A model as a sequence of units, in the order in which they run."""
+    """A model as a sequence of units, in the order in which they run.
 
-    def __init__(self, model: nn.Module) -> None:
+    `way` says how to cut it; by default, the first way of cutting that works for the model's code.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Tensor,
+        *,
+        context: Precision = nullcontext,
+        device: str = "cpu",
+        way: Way | None = None,
+    ) -> None:
         self.model = model
-        self.trace_error: str | None = None  # why the model stays whole
-        was_training = model.training
+        self.trace: Trace | None = None
+        self.trace_error: str | None = None  # why the model's own code was not recorded
+        self.draws: frozenset[str] = frozenset()  # the generators, beside torch's, that the forward draws from
+        self.is_conditional = True  # what runs, and so which parameters get a gradient, may differ between batches
+        self.recorded: tuple[Unit, ...] = ()
+        self.example, self._context, self._device = example, context, device
         try:
-            self._training = _trace(model.train())
-            self._evaluation = _trace(model.eval())
-        except Exception as error:  # the model's code ran on symbols: any error means that it can't be traced
-            self.trace_error = f"{type(model).__name__} can't be traced ({first_line(error, 160)})"
-        model.train(was_training)
-        nodes = [] if self.trace_error else _calls(self._training)
-        self.units = tuple(_unit_names(nodes)) or (type(model).__name__,)
-        self._first_nodes = {name: node.name for name, node in zip(self.units, nodes, strict=False)}
+            self.trace = trace(model, example, context=context, device=device)
+        except Untraceable as error:
+            self.trace_error = str(error)
+            self.draws = error.draws
+        else:
+            self.draws = self.trace.training.draws
+            self.is_conditional = bool(self.trace.training.whole)
+        self.way, self.units = self._choose(way)
+        self._begins = _beginnings(self.recorded) if self.recorded else {unit: (unit, True) for unit in self.units}
 
-    @property
-    def training_graph(self) -> fx.Graph | None:
-        """The trace of the training forward; None if the model can't be traced."""
-        return None if self.trace_error else self._training
+    def _choose(self, way: Way | None) -> tuple[Way, tuple[str, ...]]:
+        whole = self.trace.training.whole if self.trace else {"": ""}
+        blocks: tuple[str, ...] = ()
+        if way is Way.BLOCKS or (way is None and whole and not self.example.is_meta):
+            try:
+                blocks = find_blocks(self.model, self.example, self._context, self._device)
+            except Exception:  # the model's code may raise anything, and says so when it is trained
+                blocks = ()
+        is_inside = any(path == "" or (blocks and blocks[0].startswith(f"{path}.")) for path in whole)
+        if blocks and (way is Way.BLOCKS or is_inside):  # a module that is kept whole would hide them
+            self.is_conditional = True
+            return Way.BLOCKS, blocks
+        if way in (None, Way.GRAPH) and self.trace is not None:
+            self.recorded = units_of(self.trace.training)
+            if self.recorded:
+                return Way.GRAPH, tuple(unit.name for unit in self.recorded)
+        return Way.WHOLE, (type(self.model).__name__,)
 
     def by_shares(self, shares: Sequence[int]) -> tuple[str, ...]:
         """The first unit of each later stage when every stage gets its share of the units.
@@ -75,13 +147,13 @@ class Chain:
         return tuple(self.units[bound] for bound in bounds[1:-1])
 
     def by_names(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The first unit of each later stage, from unit names or the names of modules that contain them."""
+        """The first unit of each later stage, from unit names or the names of modules whose call begins there."""
         return tuple(self._find(name) for name in names)
 
     def cut(self, cuts: Sequence[str]) -> tuple[Piece, ...]:
         """The model as one piece per stage; `cuts` name the first unit of each stage after the first."""
         if not cuts:
-            return (Piece(self.model, self.model, ("input",), ("input",), self.units[0]),)
+            return (whole_piece(self.model),)
         self._require_cuttable(len(cuts) + 1)
         positions = [0, *(self.units.index(name) for name in cuts), len(self.units)]
         for stage, (first, last) in enumerate(itertools.pairwise(positions)):
@@ -90,138 +162,341 @@ class Chain:
                     f"cut {','.join(cuts)} leaves stage {stage} without units; the units run in the order "
                     f"{self.units[0]} ... {self.units[-1]}"
                 )
-        first_nodes = [self._first_nodes[name] for name in cuts]
-        training = _slices(self.model, self._training, first_nodes)
-        evaluation = _slices(self.model, self._evaluation, first_nodes)
+        if self.way is Way.BLOCKS:
+            parts = cut_between(self.model, self.units, positions, self.example, self._context, self._device)
+            modes = modes_of(twin_of(self.model))
+            named = zip(parts, (self.units[0], *cuts), strict=True)
+            return tuple(Piece(part, part, names, names, unit, modes) for (part, names), unit in named)
+        assert self.trace is not None
+        training = _parts(self.model, self.trace.training, self.recorded, positions)
+        homes = _homes(training)
+        evaluated = units_of(self.trace.evaluation)
+        bounds = _evaluation_bounds(self.model, evaluated, cuts, homes)
+        evaluation = _parts(self.model, self.trace.evaluation, evaluated, bounds)
         pieces = tuple(
-            Piece(train[0], evaluate[0], train[1], evaluate[1], first_unit)
+            Piece(train.module, evaluate.module, train.inputs, evaluate.inputs, first_unit, self.trace.modes)
             for train, evaluate, first_unit in zip(training, evaluation, (self.units[0], *cuts), strict=True)
         )
-        _require_unshared(pieces)
+        for train, evaluate in zip(training, evaluation, strict=True):
+            for assigner in (*train.assigners, *evaluate.assigners):
+                assigner.bind(train.module, evaluate.module)
         return pieces
 
     def _require_cuttable(self, stages: int) -> None:
-        if self.trace_error and stages > 1:
+        if self.way is Way.WHOLE and stages > 1:
+            why = self.trace_error or "it has one unit"
             raise UserError(
-                f"{self.trace_error}, so it can't be cut into {stages} stages; return an nn.Sequential or a "
-                "list of modules from the factory, or use one stage"
+                f"{type(self.model).__name__} can't be cut into {stages} stages: {why}, and it has no list of like "
+                "blocks; return an nn.Sequential or a list of modules from the factory, or use one stage"
             )
 
     def _find(self, name: str) -> str:
-        for unit in self.units:
-            if unit == name or unit.startswith(name + "."):
+        if name in self.units:
+            return name
+        if name in self._begins:
+            unit, is_start = self._begins[name]
+            if is_start:
                 return unit
-        why = f" ({self.trace_error})" if self.trace_error else ""
+            raise UserError(
+                f"--cut or the plan file cuts before '{name}', which begins inside unit '{unit}'; cut before that unit"
+            )
+        why = f" ({type(self.model).__name__} can't be cut: {self.trace_error})" if self.trace_error else ""
         raise UserError(
             f"--cut or the plan file cuts before '{name}', but the model has no such unit{why}; "
-            f"{did_you_mean(name, self.units)}"
+            f"{did_you_mean(name, [*self.units, *self._begins])}"
         )
 
 
-def _slices(model: nn.Module, graph: fx.Graph, first_nodes: Sequence[str]) -> list[tuple[nn.Module, tuple[str, ...]]]:
-    """The graph as one module per stage, each with the names of the live values that enter it."""
-    nodes = _calls(graph)
-    position = {node.name: index for index, node in enumerate(nodes)}
-    missing = [name for name in first_nodes if name not in position]
-    if missing:
-        raise UserError(
-            f"the forward runs '{missing[0]}' in training but not in evaluation, so no stage can begin there; "
-            "cut at another unit"
-        )
-    bounds = [0, *(position[name] for name in first_nodes), len(nodes)]
+def units_of(recording: Recording) -> tuple[Unit, ...]:
+    """The units of a recorded forward; nodes that take a result apart belong to the unit that made it."""
+    groups: list[list[fx.Node]] = []
+    for node in recording.graph.nodes:
+        if node.op not in _CALLS or node.meta.get("is_size"):
+            continue
+        context = node.meta.get("context")
+        is_same = bool(groups) and context is not None and groups[-1][-1].meta.get("context") == context
+        if groups and (node.meta.get("follows") or is_same):
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+    return tuple(Unit(name, tuple(nodes)) for name, nodes in zip(_unit_names(groups), groups, strict=True))
+
+
+def _unit_names(groups: Sequence[Sequence[fx.Node]]) -> list[str]:
+    """A module's name for its first call, otherwise the name of the call."""
+    names: dict[str, None] = {}
+    for first, *_ in groups:
+        path = first.target if first.op == "call_module" else None
+        if path is None and (owner := next(iter(first.args), None)) is not None and isinstance(owner, fx.Node):
+            path = owner.target if owner.op == "get_attr" and first.meta["opens"][-1:] == (owner.target,) else None
+        name = str(path) if path is not None and str(path) not in names else first.name
+        names[name if name not in names else f"{name}#{len(names)}"] = None
+    return list(names)
+
+
+def _beginnings(units: Sequence[Unit]) -> dict[str, tuple[str, bool]]:
+    """For each module, the unit that its first call begins in, and whether the unit begins with it."""
+    begins: dict[str, tuple[str, bool]] = {}
+    for unit in units:
+        for index, node in enumerate(unit.nodes):
+            for path in node.meta.get("opens", ()):
+                begins.setdefault(path, (unit.name, index == 0))
+    return begins
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One stage's part of one forward."""
+
+    module: nn.Module
+    inputs: tuple[str, ...]
+    names: frozenset[str]  # of the parameters and buffers that it uses
+    assigners: tuple[Assigner, ...]
+
+
+def _parts(model: nn.Module, recording: Recording, units: Sequence[Unit], bounds: Sequence[int]) -> list[_Part]:
+    """A recorded forward as one module per stage; stage s has the units from bound s to bound s+1."""
+    graph = recording.graph
     (returned,) = (node for node in graph.nodes if node.op == "output")
     if not isinstance(returned.args[0], fx.Node):
-        raise UserError(f"the model returns {type(returned.args[0]).__name__}, not one tensor")
-    live = [_live(graph, nodes[:bound], nodes[bound:], returned) for bound in bounds[:-1]] + [[returned.args[0]]]
-    stages: list[tuple[nn.Module, tuple[str, ...]]] = []
-    for stage, (first, last) in enumerate(itertools.pairwise(bounds)):
-        part = _slice(nodes[first:last], live[stage], live[stage + 1], is_last=stage == len(bounds) - 2)
-        stages.append((fx.GraphModule(model, part), tuple(node.name for node in live[stage])))
-    return stages
+        kind = "nothing" if not returned.args[0] else f"{len(returned.args[0])} values"
+        raise UserError(f"the model returns {kind}, not one tensor")
+    nodes = [[node for unit in units[first:last] for node in unit.nodes] for first, last in itertools.pairwise(bounds)]
+    live: list[list[fx.Node]] = []
+    for stage in range(len(nodes)):
+        before, after = itertools.chain(*nodes[:stage]), itertools.chain(*nodes[stage:])
+        live.append(_live(graph, list(before), list(after), returned))
+    live.append([returned.args[0]])
+    parts = []
+    for stage, own in enumerate(nodes):
+        is_last = stage == len(nodes) - 1
+        parts.append(_Slice(model, recording).part(own, live[stage], live[stage + 1], is_last))
+    return parts
 
 
 def _live(graph: fx.Graph, before: Sequence[fx.Node], after: Sequence[fx.Node], returned: fx.Node) -> list[fx.Node]:
-    """Values made before a boundary and used after it; attributes are fetched where they are used."""
+    """Values made before a boundary and used after it; attributes and sizes are made again where they are used."""
     later = {*after, returned}
-    made = [*(node for node in graph.nodes if node.op == "placeholder"), *before]
-    return [node for node in made if any(user in later for user in node.users)]
+    used = {argument for node in later for argument in _sources(node)}
+    made = [*(node for node in graph.nodes if node.op == "placeholder" or _is_samples(node)), *before]
+    if not before:
+        made = [node for node in made if node.op == "placeholder"]
+    return [node for node in made if node in used or (not before and node.op == "placeholder")]
 
 
-def _slice(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], is_last: bool) -> fx.Graph:
-    part = fx.Graph()
-    values = {node: part.placeholder(node.name) for node in inputs}
-
-    def value(node: fx.Node) -> fx.Node:
-        if node not in values:
-            assert node.op == "get_attr", node
-            values[node] = part.node_copy(node)
-        return values[node]
-
-    for node in nodes:
-        values[node] = part.node_copy(node, value)
-    part.output(value(outputs[0]) if is_last else tuple(value(node) for node in outputs))
-    return part
+def _sources(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes whose values a node needs, through expressions of the number of samples."""
+    for argument in node.all_input_nodes:
+        if argument.meta.get("is_size") and not _is_samples(argument):
+            yield from _sources(argument)
+        else:
+            yield argument
 
 
-def _require_unshared(pieces: Sequence[Piece]) -> None:
-    """Raise if two stages use a tensor that training changes: each parameter and statistic belongs to one stage."""
+def _is_samples(node: fx.Node) -> bool:
+    """Whether a node is the number of samples itself."""
+    return bool(node.meta.get("is_size")) and node.op == "call_method"
+
+
+class _Slice:
+    """Copies a range of a recorded forward's nodes into a graph of its own, and makes a module of it."""
+
+    def __init__(self, model: nn.Module, recording: Recording) -> None:
+        self._model = model
+        self._recording = recording
+        self._graph = fx.Graph()
+        self._values: dict[fx.Node, fx.Node] = {}
+        self._attributes: dict[str, Any] = {}
+
+    def part(
+        self, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], is_last: bool
+    ) -> _Part:
+        graph = self._graph
+        for node in inputs:
+            self._values[node] = graph.placeholder(node.name)
+        for context, run in itertools.groupby(nodes, key=lambda node: node.meta.get("context")):
+            with self._within(context):
+                for node in run:
+                    self._values[node] = self._copy(node)
+        assigners = [self._assign(assign) for assign in self._recording.assigned if assign.value in set(nodes)]
+        graph.output(self._value(outputs[0]) if is_last else tuple(map(self._value, outputs)))
+        module = fx.GraphModule(self._attributes, graph)
+        for assigner in assigners:
+            assigner.require_buffer(self._model, module)
+        names = [name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())]
+        return _Part(module, tuple(node.name for node in inputs), frozenset(names), tuple(assigners))
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        if node not in self._values:
+            assert node.op == "get_attr" or node.meta.get("is_size"), node
+            self._values[node] = self._copy(node)
+        return self._values[node]
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        if node.op == "get_attr" and node.target in self._recording.constants:
+            self._attributes[str(node.target)] = Constant(self._recording.constants[str(node.target)])
+            return self._graph.call_module(str(node.target), ())
+        if node.op in ("get_attr", "call_module"):
+            self._attributes[str(node.target)] = _attribute(self._model, str(node.target))
+        return self._graph.node_copy(node, self._value)
+
+    def _within(self, context: Context | None) -> Any:
+        return nullcontext() if context is None else _Region(self._graph, context)
+
+    def _assign(self, assign: Assign) -> Assigner:
+        assigner = Assigner(assign.module, assign.name)
+        target = f"_assign_{len([name for name in self._attributes if name.startswith('_assign_')])}"
+        self._attributes[target] = assigner
+        self._graph.call_module(target, (self._values[assign.value],))
+        return assigner
+
+
+class _Region:
+    """Wraps the nodes added within it in another grad mode and autocast."""
+
+    def __init__(self, graph: fx.Graph, context: Context) -> None:
+        self._graph = graph
+        self._context = context
+        self._entered: fx.Node | None = None
+
+    def __enter__(self) -> None:
+        context = self._context
+        self._entered = self._graph.call_function(enter_context, (context.grad, *(context.autocast or (None, None))))
+
+    def __exit__(self, *error: object) -> None:
+        assert self._entered is not None
+        self._graph.call_function(leave_context, (self._entered,))
+
+
+def enter_context(grad: bool, device: str | None, dtype: torch.dtype | None) -> list[Any]:
+    """Enter a grad mode and an autocast, as a `with` in the author's code does."""
+    devices = [device] if device else [name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]
+    entered: list[Any] = [torch.autocast(name, dtype, enabled=device is not None) for name in devices]
+    for context in entered:
+        context.__enter__()
+    return [torch.set_grad_enabled(grad), *reversed(entered)]  # which sets it at once
+
+
+def leave_context(entered: Sequence[Any]) -> None:
+    """Leave what `enter_context` entered."""
+    for context in entered:
+        context.__exit__(None, None, None)
+
+
+class Constant(nn.Module):
+    """A tensor of the author's that is neither a parameter nor a buffer: no part of the model's state."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self._held = (tensor,)
+
+    def forward(self) -> Tensor:
+        return self._held[0]
+
+
+class Assigner(nn.Module):
+    """Replaces a buffer, wherever a stage holds it."""
+
+    def __init__(self, module: str, name: str) -> None:
+        super().__init__()
+        self._path = module
+        self._name = name
+        self._holders: tuple[nn.Module, ...] = ()
+
+    def require_buffer(self, model: nn.Module, part: nn.Module) -> None:
+        """Give a part the buffer that it replaces, also where it does not read it."""
+        holder = part
+        for step in filter(None, self._path.split(".")):
+            if not hasattr(holder, step):
+                holder.add_module(step, nn.Module())
+            holder = getattr(holder, step)
+        if self._name not in holder._buffers:
+            holder.register_buffer(self._name, _attribute(model, f"{self._path}.{self._name}".lstrip(".")))
+
+    def bind(self, *parts: nn.Module) -> None:
+        """Replace the buffer in these parts."""
+        holders = []
+        for part in parts:
+            try:
+                holder = part.get_submodule(self._path)
+            except AttributeError:
+                continue
+            if self._name in holder._buffers:
+                holders.append(holder)
+        self._holders = tuple(holders)
+
+    def forward(self, value: Tensor) -> None:
+        for holder in self._holders:
+            setattr(holder, self._name, value)
+
+
+def _attribute(model: nn.Module, path: str) -> Any:
+    value: Any = model
+    for step in path.split("."):
+        value = getattr(value, step)
+    return value
+
+
+def _homes(parts: Sequence[_Part]) -> dict[str, int]:
+    """The stage of each parameter and buffer; an error where training changes one that two stages use."""
+    homes: dict[str, int] = {}
     users: dict[int, tuple[int, str]] = {}
-    for stage, piece in enumerate(pieces):
-        named = piece.training.named_parameters()
-        parameters = [(name, tensor) for name, tensor in named if tensor.requires_grad]
-        buffers = piece.training.named_buffers()
+    for stage, part in enumerate(parts):
+        named = [*part.module.named_parameters(remove_duplicate=False)]
+        trained = [(name, tensor) for name, tensor in named if tensor.requires_grad]
+        buffers = [*part.module.named_buffers(remove_duplicate=False)]
         statistics = [(name, tensor) for name, tensor in buffers if name.endswith("running_mean")]
-        for name, tensor in parameters + statistics:
+        for name, tensor in trained + statistics:
             other, other_name = users.setdefault(id(tensor), (stage, name))
             if other != stage:
                 raise UserError(
                     f"'{name}' is used by stage {other}{f' (as {other_name})' if other_name != name else ''} and by "
                     f"stage {stage}, on both sides of a cut; move the cut so that one stage holds both uses"
                 )
+        for name, _ in (*named, *buffers):
+            homes.setdefault(name, stage)
+    return homes
 
 
-class _Tracer(fx.Tracer):
-    """Traces into modules; a module whose code can't be traced stays whole, as one unit."""
+def _evaluation_bounds(
+    model: nn.Module, units: Sequence[Unit], cuts: Sequence[str], homes: Mapping[str, int]
+) -> list[int]:
+    """Where to cut the forward of evaluation, so that every stage evaluates with the parameters that it trains.
 
-    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        known = set(self.graph.nodes)
-        try:
-            return super().call_module(m, forward, args, kwargs)
-        except Exception:  # the module's code ran on symbols: any error means that it can't be traced
-            for node in reversed([node for node in self.graph.nodes if node not in known]):
-                self.graph.erase_node(node)
-            return self.create_proxy("call_module", self.path_of_module(m), args, kwargs)
-
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        return super().getattr(attr, attr_val, {})  # no cache: it would return nodes that call_module erased
-
-
-def _trace(model: nn.Module) -> fx.Graph:
-    """The graph of a model's forward, which takes one tensor; optional arguments keep their defaults."""
-    optional = {
-        name: parameter.default
-        for name, parameter in list(inspect.signature(model.forward).parameters.items())[1:]
-        if parameter.default is not inspect.Parameter.empty
-    }
-    graph = _Tracer().trace(model, concrete_args=optional or None)
-    for node in reversed(list(graph.nodes)):  # drop what the tracer adds for arguments that keep their default
-        guard = node.op == "call_function" and getattr(node.target, "__name__", "") in ("_assert", "_assert_is_none")
-        if (guard or node.op == "placeholder") and not node.users and node is not next(iter(graph.nodes)):
-            graph.erase_node(node)
-    inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
-    if len(inputs) != 1:
-        raise UserError(f"forward takes {len(inputs)} arguments ({', '.join(inputs)}), not one tensor")
-    return graph
+    It is cut before the same units, where it has them and that is so; otherwise between the parameters of the stages.
+    """
+    used = [_stages_used(model, unit, homes) for unit in units]
+    names = {unit.name: index for index, unit in enumerate(units)}
+    bounds = [0]
+    for stage, name in enumerate(cuts, start=1):
+        earliest = max(
+            (index + 1 for index, stages in enumerate(used) if min(stages, default=stage) < stage), default=0
+        )
+        latest = min(
+            (index for index, stages in enumerate(used) if max(stages, default=-1) >= stage), default=len(units)
+        )
+        earliest = max(earliest, bounds[-1])
+        if earliest > latest:
+            raise UserError(
+                f"evaluation runs '{units[latest].name}' of stage {stage} before '{units[earliest - 1].name}' of an earlier "
+                f"stage, so no stage can begin at '{name}'; cut at another unit"
+            )
+        bound = names.get(name, earliest)
+        bounds.append(bound if earliest <= bound <= latest else earliest)
+    return [*bounds, len(units)]
 
 
-def _calls(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op in _CALLS]
-
-
-def _unit_names(nodes: Sequence[fx.Node]) -> list[str]:
-    """A module's name for its first call, otherwise the name of the call."""
-    names: dict[str, None] = {}
-    for node in nodes:
-        name = str(node.target) if node.op == "call_module" and str(node.target) not in names else node.name
-        names[name if name not in names else f"{name}#{len(names)}"] = None
-    return list(names)
+def _stages_used(model: nn.Module, unit: Unit, homes: Mapping[str, int]) -> set[int]:
+    """The stages whose parameters and buffers a unit uses."""
+    stages: set[int] = set()
+    for node in unit.nodes:
+        attributes = [used for used in node.all_input_nodes if used.op == "get_attr"]
+        for used in (node, *attributes):
+            if used.op not in ("call_module", "get_attr"):
+                continue
+            target = str(used.target)
+            if target in homes:
+                stages.add(homes[target])
+            prefix = f"{target}."
+            stages |= {stage for name, stage in homes.items() if name.startswith(prefix)}
+    return stages

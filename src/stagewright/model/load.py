@@ -4,25 +4,44 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
 from stagewright.errors import UserError, first_line
 from stagewright.model import zoo
+from stagewright.model.standin import untouched_generators
 
 
-def build_model(name: str, seed: int, classes: int | None = None) -> nn.Module:
-    """The model with its initial weights, in fp32 on the CPU; the same on every rank, since it is seeded."""
-    gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(gpus):
+def build_model(name: str, seed: int, classes: int | None = None, weights: torch.dtype = torch.float32) -> nn.Module:
+    """The model with its initial weights on the CPU, made in fp32 and converted; the same on every rank, being seeded."""
+    with untouched_generators():
         torch.default_generator.manual_seed(seed)
-        if gpus:  # otherwise torch would seed them when they are first used, which may be much later
-            torch.cuda.manual_seed_all(seed)
-        return _from_factory(name, classes) if ":" in name else zoo.build(name, classes)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.manual_seed_all(seed)  # else torch would seed them when they are first used, maybe much later
+        model = _from_factory(name, classes) if ":" in name else zoo.build(name, classes)
+    return convert(model, weights)
+
+
+def convert(model: nn.Module, weights: torch.dtype) -> nn.Module:
+    """Convert the tensors of single precision; an author's other types stay what they are, but complex ones widen."""
+    if weights == torch.float32:
+        return model
+    widened = {torch.float32: weights, torch.complex64: torch.complex128 if weights == torch.float64 else None}
+
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(widened.get(parameter.dtype) or parameter.dtype)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(widened.get(buffer.dtype) or buffer.dtype))
+    return model
 
 
 def _from_factory(name: str, classes: int | None) -> nn.Module:

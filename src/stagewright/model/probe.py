@@ -5,9 +5,8 @@ It needs no data, and changes neither BatchNorm statistics nor the random state.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,13 +16,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.func import functional_call
 
 from stagewright.errors import UserError
 from stagewright.model.cut import Piece
+from stagewright.model.standin import copied, fake_tensors, stand_ins, untouched_generators
 from stagewright.model.walk import require_logits
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -41,6 +39,11 @@ class Value:
     changed: bool = False  # the next stage changes it in place, so it gets a copy
     constant: Constant = None
 
+    def empty(self) -> Tensor:
+        """A tensor like it, of any values; an integer one of zeros, which are valid indices."""
+        assert self.dtype is not None
+        return torch.zeros(self.shape, dtype=getattr(torch, self.dtype))
+
     def __str__(self) -> str:
         if self.dtype is None:
             return f"{self.name}={self.constant}"
@@ -52,9 +55,11 @@ class Probe:
     """The values at every cut for one microbatch size, and the parameters that a gradient reaches."""
 
     samples: int
+    input: Value
     cuts: tuple[tuple[Value, ...], ...]
     output: tuple[int, ...]
     reached: frozenset[str]
+    changed: frozenset[str] = frozenset()  # the buffers that the forward changes
 
 
 def probe(
@@ -73,16 +78,14 @@ def probe(
     modules = [piece.training if training else piece.evaluation for piece in pieces]
     modes = {module: module.training for root in modules for module in root.modules()}
     try:
-        for root in modules:
-            root.train(training)
-        with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training):
+        for piece in pieces:
+            piece.train(training)
+        with untouched_generators(), torch.set_grad_enabled(training):
             try:
-                with _quiet_fakes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-                    fake = mode.from_tensor if device == "cpu" else partial(_pretend, device=device)
-                    return _probe(pieces, modules, example, context, fake)
+                with fake_tensors(device) as make:
+                    return _probe(pieces, modules, example, context, make)
             except _NEEDS_VALUES:
-                with torch.random.fork_rng([torch.cuda.current_device()] if device == "cuda" else []):
-                    found = _probe(pieces, modules, example, context, partial(_copy, device=device))
+                found = _probe(pieces, modules, example, context, partial(copied, device=device))
                 return replace(found, reached=_all_trainable(modules))  # another sample may take another path
     finally:
         for module, mode_before in modes.items():
@@ -98,27 +101,6 @@ def _all_trainable(modules: Sequence[nn.Module]) -> frozenset[str]:
     )
 
 
-@contextmanager
-def _quiet_fakes() -> Iterator[None]:
-    """Keep torch from logging a traceback of exceptions that are raised anyway."""
-    logger = logging.getLogger(FakeTensorMode.__module__)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def _copy(tensor: Tensor, device: str) -> Tensor:
-    return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
-
-
-def _pretend(tensor: Tensor, device: str) -> Tensor:
-    """A fake tensor on another device."""
-    return torch.empty_like(tensor, device=device).requires_grad_(tensor.requires_grad)
-
-
 def _probe(
     pieces: Sequence[Piece],
     modules: Sequence[nn.Module],
@@ -129,30 +111,24 @@ def _probe(
     training = torch.is_grad_enabled()
     cuts: list[tuple[Value, ...]] = []
     reached: set[str] = set()
-    states: dict[str, Tensor] = {}
     values: Any = (stand_in(example),)
-    for stage, (piece, module) in enumerate(zip(pieces, modules, strict=True)):
-        names = piece.inputs if training else piece.evaluation_inputs
-        state = _state(module, stand_in)
-        states |= state
-        versions = [value._version if isinstance(value, Tensor) else 0 for value in values]
-        entered = values
-        with context():
-            values = functional_call(module, state, values)
-        if stage > 0:
-            cuts.append(_describe(names, entered, versions, stage, piece.first_unit))
-    require_logits(values, training=training)
-    if training:
-        torch.autograd.backward(values.sum())
-        reached = {name for name, tensor in states.items() if tensor.grad is not None}
-    return Probe(len(example), tuple(cuts), tuple(values.shape), frozenset(reached))
-
-
-def _state(module: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Stand-ins for parameters and buffers by name; tied ones stay tied."""
-    seen: dict[int, Tensor] = {}
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return {name: seen.setdefault(id(tensor), stand_in(tensor)) for name, tensor in named}
+    with stand_ins(modules, stand_in) as states:
+        versions = {name: (id(tensor), tensor._version) for name, tensor in states.items()}
+        for stage, (piece, module) in enumerate(zip(pieces, modules, strict=True)):
+            names = piece.inputs if training else piece.evaluation_inputs
+            entered, before = values, [value._version if isinstance(value, Tensor) else 0 for value in values]
+            with context():
+                values = module(*values)
+            if stage > 0:
+                cuts.append(_describe(names, entered, before, stage, piece.first_unit))
+        require_logits(values, training=training)
+        if training:
+            torch.autograd.backward(values.sum())
+            reached = {name for name, tensor in states.items() if tensor.grad is not None}
+        after = {name: buffer for module in modules for name, buffer in module.named_buffers(remove_duplicate=False)}
+        changed = {name for name, buffer in after.items() if versions.get(name) != (id(buffer), buffer._version)}
+    given = Value("input", tuple(example.shape), str(example.dtype).removeprefix("torch."))
+    return Probe(len(example), given, tuple(cuts), tuple(values.shape), frozenset(reached), frozenset(changed))
 
 
 def _describe(

@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from stagewright.errors import UserError, first_line
-from stagewright.model.cut import Chain
+from stagewright.model.cut import Chain, Piece, Unit, Way, enter_context, leave_context
+from stagewright.model.record import Context, Recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,64 +44,135 @@ class Walk:
         self._position = -1
 
     def __iter__(self) -> Iterator[Visit]:
-        graph, model = self._chain.training_graph, self._chain.model
-        if graph is not None:
-            yield from self._nodes(graph)
+        chain = self._chain
+        if chain.way is Way.GRAPH:
+            assert chain.trace is not None
+            yield from self._units(chain.trace.training)
+            return
+        if chain.way is Way.BLOCKS:
+            yield from self._pieces()
             return
 
         def whole() -> Any:
-            self.output = model(self._example)
+            self.output = chain.model(self._example)
             return self.output
 
-        yield Visit(self._chain.units[0], "", model, tuple(model.parameters()), (self._example,), whole)
+        yield Visit(chain.units[0], "", chain.model, tuple(chain.model.parameters()), (self._example,), whole)
+
+    def _pieces(self) -> Iterator[Visit]:
+        """Visit blocks as stages of one block each."""
+        values: tuple[Any, ...] = (self._example,)
+        for piece in self._chain.cut(self._chain.units[1:]):
+            made: list[Any] = []
+
+            def call(piece: Piece = piece, values: tuple[Any, ...] = values, made: list[Any] = made) -> Any:
+                made[:] = [piece.training(*values)]
+                return made[0]
+
+            yield Visit(piece.first_unit, "", piece.training, tuple(piece.training.parameters()), values, call)
+            (self.output,) = made
+            values = self.output if isinstance(self.output, tuple) else (self.output,)
 
     def live_after(self, output: Any) -> list[Any]:
         """The values that cross a cut after the unit that just returned `output`."""
+        if self._chain.way is not Way.GRAPH:
+            return list(output) if isinstance(output, tuple) else [output]
         after = self._position + 1
-        kept = [value for node, value in self._values.items() if self._last_use.get(node, -1) > after]
-        return [*kept, output]
+        return [value for node, value in self._values.items() if self._last_use.get(node, -1) > after] + [output]
 
-    def _nodes(self, graph: fx.Graph) -> Iterator[Visit]:
-        interpreter = fx.Interpreter(fx.GraphModule(self._chain.model, graph))
-        interpreter.args_iter = iter((self._example,))
-        names = iter(self._chain.units)
-        calls = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-        position = {node: index for index, node in enumerate(calls)}
-        for node in graph.nodes:
-            self._last_use[node] = max((position.get(user, len(calls)) for user in node.users), default=-1)
-        for node in graph.nodes:
-            if node.op == "output":
-                returned = node.args[0]
-                self.output = interpreter.env.get(returned) if isinstance(returned, fx.Node) else returned
-                continue
-            if node.op in ("placeholder", "get_attr"):
-                interpreter.env[node] = interpreter.run_node(node)
-                if node.op == "placeholder":
-                    self._values[node] = interpreter.env[node]
-                continue
-            yield self._visit(next(names), node, interpreter)
-            if node not in interpreter.env:
-                raise RuntimeError(f"unit {node.name} was visited but not called")
+    def _units(self, recording: Recording) -> Iterator[Visit]:
+        """Visit the units of a recorded forward; what is used no more is freed."""
+        units = self._chain.recorded
+        position = {node: index for index, unit in enumerate(units) for node in unit.nodes}
+        for node in recording.graph.nodes:
+            self._last_use[node] = max((position.get(user, len(units)) for user in node.users), default=-1)
+        runner = UnitRunner(self._chain.model, recording, self._example)
+        self._values[runner.input] = self._example
+        for self._position, unit in enumerate(units):
+            self._position -= 1  # the last unit that is done
+            yield self._visit(unit, runner)
+            if unit.nodes[-1] not in runner.values:
+                raise RuntimeError(f"unit {unit.name} was visited but not called")
             self._position += 1
-            self._values[node] = interpreter.env[node]
+            for node in unit.nodes:
+                self._values[node] = runner.values[node]
             for used in [used for used in self._values if self._last_use.get(used, -1) <= self._position]:
                 del self._values[used]
-                interpreter.env.pop(used, None)
+                runner.values.pop(used, None)
+        self.output = runner.output()
 
-    def _visit(self, name: str, node: fx.Node, interpreter: fx.Interpreter) -> Visit:
-        module = interpreter.fetch_attr(str(node.target)) if node.op == "call_module" else None
-        attributes = [interpreter.env[used] for used in node.all_input_nodes if used.op == "get_attr"]
+    def _visit(self, unit: Unit, runner: UnitRunner) -> Visit:
+        first = unit.nodes[0]
+        module = self._chain.model.get_submodule(str(first.target)) if first.op == "call_module" else None
+        attributes = [
+            runner.attribute(used) for node in unit.nodes for used in node.all_input_nodes if used.op == "get_attr"
+        ]
         parameters = [value for value in attributes if isinstance(value, nn.Parameter)]
-        if module is not None:
-            parameters += list(module.parameters())
+        for node in unit.nodes:
+            if node.op == "call_module":
+                parameters += list(self._chain.model.get_submodule(str(node.target)).parameters())
+        for value in attributes:
+            if isinstance(value, nn.Module):
+                parameters += list(value.parameters())
+        outside = {used for node in unit.nodes for used in node.all_input_nodes} - set(unit.nodes)
+        inputs = tuple(runner.values[used] for used in outside if used in runner.values and used in self._values)
+        target = "" if module is not None else getattr(first.target, "__name__", str(first.target))
+        return Visit(unit.name, target, module, tuple(parameters), inputs, partial(runner.run, unit))
 
-        def call() -> Any:
-            interpreter.env[node] = interpreter.run_node(node)
-            return interpreter.env[node]
 
-        target = "" if module is not None else getattr(node.target, "__name__", str(node.target))
-        inputs = tuple(interpreter.env[used] for used in node.all_input_nodes if used.op != "get_attr")
-        return Visit(name, target, module, tuple(parameters), inputs, call)
+class UnitRunner:
+    """Runs the units of a recorded forward one by one."""
+
+    def __init__(self, model: nn.Module, recording: Recording, example: Tensor) -> None:
+        self._model = model
+        self._recording = recording
+        self.values: dict[fx.Node, Any] = {}
+        for node in recording.graph.nodes:
+            if node.op == "placeholder":
+                self.input = node
+                self.values[node] = example
+
+    def run(self, unit: Unit) -> Any:
+        """Run a unit; returns what its first node returned, or its last where it has several calls."""
+        for context, nodes in itertools.groupby(unit.nodes, key=lambda node: node.meta.get("context")):
+            with nullcontext() if context is None else _entered(context):
+                for node in nodes:
+                    self.values[node] = self._call(node)
+        calls = [node for node in unit.nodes if not node.meta.get("follows")]
+        return self.values[calls[-1]]
+
+    def attribute(self, node: fx.Node) -> Any:
+        target = str(node.target)
+        if target in self._recording.constants:
+            return self._recording.constants[target]
+        return operator.attrgetter(target)(self._model)
+
+    def output(self) -> Any:
+        (returned,) = (node for node in self._recording.graph.nodes if node.op == "output")
+        return fx.map_arg(returned.args[0], self._value)
+
+    def _value(self, node: fx.Node) -> Any:
+        if node in self.values:
+            return self.values[node]
+        return self.attribute(node) if node.op == "get_attr" else self._call(node)
+
+    def _call(self, node: fx.Node) -> Any:
+        args, kwargs = fx.map_arg(node.args, self._value), fx.map_arg(node.kwargs, self._value)
+        if node.op == "call_method":
+            own, *rest = args
+            return getattr(own, str(node.target))(*rest, **kwargs)
+        target = self._model.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+        assert callable(target)
+        return target(*args, **kwargs)
+
+
+@contextmanager
+def _entered(context: Context) -> Iterator[None]:
+    entered = enter_context(context.grad, *(context.autocast or (None, None)))
+    try:
+        yield
+    finally:
+        leave_context(entered)
 
 
 class WrongOutput(UserError):

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+import torch
+
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import Placement
 from stagewright.cluster.specs import Catalog, DeviceSpec
@@ -45,7 +47,7 @@ def trace_model(name: str, classes: int | None = None, image: int | None = None)
     side = image or (ZOO[name].image if name in ZOO else 32)
     sample = (3, side, side)
     module = build_model(name, 0, classes).to("meta") if ":" in name else on_meta(lambda: build(name, classes))
-    chain = Chain(module)
+    chain = Chain(module, torch.zeros(1, *sample, device="meta"))
     with model_errors(name, sample):
         return TracedModel(chain, trace_shapes(chain, sample))
 

@@ -82,7 +82,8 @@ def measure(
 ) -> Profile:
     """Profile a model here, while `together` - 1 other processes train it."""
     torch.set_num_threads(workload.threads)
-    chain = Chain(build_workload(workload))
+    model = build_workload(workload)
+    chain = Chain(model, _example(workload, 1), context=context, device=workload.device)
     with _background_load(workload, together - 1):
         tables = []
         for samples in workload.samples:
@@ -103,9 +104,7 @@ def build_workload(workload: Workload) -> nn.Module:
 
 
 def _table(workload: Workload, chain: Chain, samples: int, context: Context) -> Table:
-    example = torch.randn(samples, *workload.input, device=workload.device)
-    if workload.precision == "fp64":
-        example = example.double()
+    example = _example(workload, samples)
     with model_errors(workload.model, workload.input):
         units = _untimed_units(chain, example, context)
     clock = Clock(workload.device)
@@ -115,6 +114,11 @@ def _table(workload: Workload, chain: Chain, samples: int, context: Context) -> 
         forward, backward = (statistics.median(times[unit.name][way] for times in passes) for way in (0, 1))
         timed.append(replace(unit, forward=forward, backward=backward))
     return Table(workload.precision, samples, tuple(timed))
+
+
+def _example(workload: Workload, samples: int) -> Tensor:
+    example = torch.randn(samples, *workload.input, device=workload.device)
+    return example.double() if workload.precision == "fp64" else example
 
 
 def _untimed_units(chain: Chain, example: Tensor, context: Context) -> list[Unit]:

@@ -15,14 +15,14 @@ from stagewright.config.toml import make_config
 from stagewright.errors import UserError
 from stagewright.runtime.checkpoint.folder import Checkpoint
 from stagewright.runtime.checkpoint.format import MASTER
-from stagewright.runtime.process.assemble import open_pieces
+from stagewright.runtime.process.assemble import open_model
 
 
 def export_states(config: Config, states: Sequence[dict[str, Tensor]], path: Path) -> Path:
     """Write the whole model to one file; what no state holds keeps its initial value."""
-    (whole,) = open_pieces(config, ())
-    buffers = {name for name, _ in whole.training.named_buffers()}
-    initial = whole.training.state_dict(keep_vars=True)
+    model = open_model(config)
+    buffers = {name for name, _ in model.named_buffers()}
+    initial = model.state_dict(keep_vars=True)
     weights = {name: tensor.detach().clone() for name, tensor in initial.items()}
     for state in states:
         for name, tensor in state.items():

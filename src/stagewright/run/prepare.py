@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stagewright.cluster.topology import ANYWHERE, Cluster
 from stagewright.config.sections import Config
@@ -24,9 +25,10 @@ from stagewright.data.order import Order
 from stagewright.data.sources import Source
 from stagewright.errors import UserError, counted, first_line, is_out_of_memory
 from stagewright.hardware.host import num_cores
-from stagewright.model.cut import Chain, Piece
+from stagewright.model.cut import Chain, Piece, Way
 from stagewright.model.load import build_model
 from stagewright.model.probe import Probe, probe
+from stagewright.model.prove import Differs, Proof, prove
 from stagewright.model.zoo import ZOO
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
@@ -48,8 +50,8 @@ from stagewright.run.resume import (
 from stagewright.runtime.comm.device import gpu_of
 from stagewright.runtime.job import Evaluation, Job
 from stagewright.runtime.multinode.nodes import cluster_of
-from stagewright.runtime.process.assemble import has_channels_last, open_data
-from stagewright.runtime.stage.precision import make_precision
+from stagewright.runtime.process.assemble import has_channels_last, open_data, open_model
+from stagewright.runtime.stage.precision import Precision, make_precision
 from stagewright.schedule.check import check
 
 _MPS_FOLDER = "/tmp/nvidia-mps"
@@ -81,14 +83,15 @@ def prepare(
     asked = {"image": config.data.image, "classes": config.model.classes, "batch": config.plan.batch}
     with within_memory(**asked, samples=config.data.samples):
         source = open_data(config, config.data.source)
-        model = build_model(config.model.name, config.run.seed, config.model.classes)
-        chain = Chain(model.to(precision.weights))
+        model = build_model(config.model.name, config.run.seed, config.model.classes, precision.weights)
+        example, _ = source.batch(np.zeros(1, dtype=np.int64))
+        chain = _chain(config, model, _cast(example, precision))
 
     # The plan, and the batch that it starts at.
     resume = find_checkpoint(config.run.resume) if config.run.resume else None
     config = replace(config, run=replace(config.run, resume=None))
     cluster = cluster_of(config) if world is None else ANYWHERE  # the launcher has chosen the machines
-    config, plan = _plan_for(config, chain, cluster, resume, warn)
+    chain, config, plan, proof = _proven_plan(config, chain, cluster, resume, warn)
     if world is not None and plan.world != world:
         raise UserError(
             f"the plan has {counted(plan.world, 'rank')} but {counted(world, 'process', 'es')} were started; "
@@ -112,7 +115,7 @@ def prepare(
     # What crosses each cut, in training and in evaluation.
     with within_memory(**asked):
         inputs, labels = source.batch(order.microbatch(0, plan.microbatches))
-    example = inputs.to(precision.weights) if inputs.is_floating_point() else inputs
+    example = _cast(inputs, precision)
     pieces = chain.cut(plan.cuts)
     study = partial(_probe, pieces, context=precision.forward_context, device=config.run.device)
     training = study(example, training=True)
@@ -133,6 +136,10 @@ def prepare(
         evaluation,
         str(_run_folder(config, plan, resume if is_host else None)),
         channels_last=has_channels_last(config, chain.model),
+        draws=chain.draws,
+        is_conditional=chain.is_conditional,
+        way=chain.way,
+        proof=proof,
         samples=len(source),
         fingerprint=source.fingerprint,
         start=start,
@@ -141,10 +148,40 @@ def prepare(
     return Prepared(job, prediction)
 
 
+def _cast(inputs: Tensor, precision: Precision) -> Tensor:
+    return inputs.to(precision.weights) if inputs.is_floating_point() else inputs
+
+
 def predict_job(config: Config, plan: Plan) -> Prediction | None:
     """The speed that the profile of a configuration predicts; None where it has none."""
     setting = prediction_setting(config, plan)
     return None if setting is None else predict(plan, setting)
+
+
+def _chain(config: Config, model: nn.Module, example: Tensor, way: Way | None = None) -> Chain:
+    precision = make_precision(config.run.precision, config.run.device)
+    return Chain(model, example, context=precision.forward_context, device=config.run.device, way=way)
+
+
+def _proven_plan(
+    config: Config, chain: Chain, cluster: Cluster, resume: Resume | None, warn: Warn
+) -> tuple[Chain, Config, Plan, Proof | None]:
+    """The plan to train, by the first way of cutting the model whose pieces are proven to compute what it does."""
+    resolved, plan = _plan_for(config, chain, cluster, resume, warn)
+    if not plan.cuts or config.run.unproven:
+        return chain, resolved, plan, None
+    build = partial(open_model, replace(resolved, run=replace(resolved.run, precision="fp32", device="cpu")))
+    try:
+        return chain, resolved, plan, prove(build, chain, chain.example, plan.cuts)
+    except Differs as differs:
+        other = _chain(config, chain.model, chain.example, Way.BLOCKS) if chain.way is Way.GRAPH else chain
+        if other.way is not Way.BLOCKS or chain.way is Way.BLOCKS:
+            raise
+        try:
+            resolved, plan = _plan_for(config, other, cluster, resume, warn)
+            return other, resolved, plan, prove(build, other, other.example, plan.cuts)
+        except UserError:
+            raise differs from None
 
 
 def _plan_for(config: Config, chain: Chain, cluster: Cluster, resume: Resume | None, warn: Warn) -> tuple[Config, Plan]:

@@ -12,7 +12,9 @@ from pydantic import TypeAdapter
 
 from stagewright.config.sections import Config
 from stagewright.data.order import Order
+from stagewright.model.cut import Way
 from stagewright.model.probe import Probe
+from stagewright.model.prove import Proof
 from stagewright.plan.plan import Plan
 
 _DEFAULT_RESTARTS = 3
@@ -41,6 +43,10 @@ class Job:
     evaluation: Evaluation | None
     folder: str
     channels_last: bool = False  # the memory layout of images
+    draws: frozenset[str] = frozenset()  # generators, beside torch's, that the model's forward draws from
+    way: Way = Way.GRAPH  # how the model is cut
+    proof: Proof | None = None  # that its pieces compute what it does
+    is_conditional: bool = True  # which parameters get a gradient may differ between batches
     samples: int = 0  # of the training data
     fingerprint: str = ""  # of the training data
     start: int = 0  # batches trained before this job

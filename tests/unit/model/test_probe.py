@@ -13,7 +13,7 @@ from tests.parity import build
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_a_residual_cut_has_both_branches(training: bool) -> None:
-    chain = Chain(models.residual())
+    chain = Chain(models.residual(), models.make_data("residual", 4)[0])
     shapes = set()
     for cut in chain.units[1:]:
         found = probe(chain.cut([cut]), models.make_data("residual", 4)[0], nullcontext, training=training)
@@ -29,7 +29,7 @@ def test_a_residual_cut_has_both_branches(training: bool) -> None:
 )
 def test_probing_changes_neither_statistics_nor_random_state(model: str, cut: str, training: bool) -> None:
     module = build(model).double()
-    pieces = (chain := Chain(module)).cut(chain.by_names([cut]))
+    pieces = (chain := Chain(module, models.make_data(model, 4)[0].double())).cut(chain.by_names([cut]))
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     modes = [part.training for part in module.modules()]
     random_state = torch.get_rng_state()

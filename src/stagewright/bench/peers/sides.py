@@ -68,7 +68,7 @@ class OneFOneB(_Stock):
         dist.init_process_group("gloo", store=open_store(meeting, world), rank=rank, world_size=world)
         self._inputs, self._labels = _batches(job)
         self._is_first, self._is_last = rank == 0, rank == world - 1
-        module = as_sequential(open_pieces(job.config, job.plan.cuts)[rank])
+        module = as_sequential(open_pieces(job.config, job.plan.cuts, job.training.input)[rank])
         values = [self._inputs[0, : job.plan.samples], *_boundaries(job)]
         stage = PipelineStage(module, rank, world, _CPU, input_args=values[rank], output_args=values[rank + 1])
         self._schedule = Schedule1F1B(stage, job.plan.microbatches, nn.functional.cross_entropy)
@@ -106,7 +106,7 @@ class Ddp(_Stock):
             inputs, labels = _batches(job)
             own = slice(rank * job.plan.samples, (rank + 1) * job.plan.samples)
             self._inputs, self._labels = inputs[:, own], labels[:, own]
-        (piece,) = open_pieces(job.config, (), device)
+        (piece,) = open_pieces(job.config, (), device=device)
         self._module = DistributedDataParallel(piece.training, gradient_as_bucket_view=True)
         self._optimizer = _optimizer(job, self._module)
 
@@ -129,7 +129,7 @@ class Plain(_Stock):
         set_flags(job.config)
         device = open_device(job.config.run.device, 0, share=True).device
         self._inputs, self._labels = static_batch(job, device)
-        (piece,) = open_pieces(job.config, (), device)
+        (piece,) = open_pieces(job.config, (), device=device)
         self._optimizer = _optimizer(job, piece.training)
         self._model = torch.compile(piece.training, dynamic=False) if job.config.run.compile else piece.training
         self._scaler = torch.amp.GradScaler(device.type, enabled=self._precision.is_scaled)

@@ -63,7 +63,7 @@ def _write_flat(replica: Replica, flat: Tensor, kind: str, checkpoint: Checkpoin
         for name, parameter in parameters.items():
             if name not in found:
                 raise CheckpointError(f"checkpoint {checkpoint.folder} has no {kind} for parameter '{name}'")
-            target, held = parameter.view(flat), found[name]
+            target, held = parameter.real_view(flat), found[name]
             if held.shape != target.shape or not held.is_floating_point():
                 raise CheckpointError(
                     f"checkpoint {checkpoint.folder} has {kind} of parameter '{name}' as {list(held.shape)} "
@@ -82,3 +82,5 @@ def _write_numbers(replica: Replica, numbers: Mapping[str, float]) -> None:
     for name, value in replica.optimizer.state.items():
         if not value.dim() and name in numbers:
             value.fill_(numbers[name])
+        elif name == "steps" and "step" in numbers:  # saved when the whole stage had one count
+            value.fill_(numbers["step"])

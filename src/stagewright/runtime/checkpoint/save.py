@@ -155,4 +155,4 @@ def write_file(folder: Path, stage: int, kind: str, tensors: Mapping[str, Tensor
 
 
 def _by_name(parameters: Sequence[Parameter], flat: Tensor) -> Mapping[str, Tensor]:
-    return {parameter.names[0]: parameter.view(flat) for parameter in parameters}
+    return {parameter.names[0]: parameter.real_view(flat) for parameter in parameters}

@@ -13,8 +13,9 @@ from stagewright.data.order import EvaluationSampler, Order, ReplicaSlice, Train
 from stagewright.data.pool import Decode, LoaderOptions
 from stagewright.data.sources import ImageOptions, ImageSource, Source, open_source
 from stagewright.events import Emit, Replaced, Skipped
-from stagewright.model.cut import Chain, Piece
+from stagewright.model.cut import Chain, Piece, Way, whole_piece
 from stagewright.model.load import build_model, make_deterministic
+from stagewright.model.probe import Value
 from stagewright.plan.plan import Plan, Stage
 from stagewright.runtime.comm.boundary import Exchange, FormatOptions
 from stagewright.runtime.comm.channel import Inbox, Network, Outbox, channels_of
@@ -25,7 +26,7 @@ from stagewright.runtime.stage.batch_norm import Statistics
 from stagewright.runtime.stage.compute import ComputeOptions
 from stagewright.runtime.stage.gradients import GradientBuffers, GradientOptions
 from stagewright.runtime.stage.loss_scaling import ScalingOptions, make_loss_scaling
-from stagewright.runtime.stage.optimizer import Rates, make_optimizer
+from stagewright.runtime.stage.optimizer import Rates, Weights, make_optimizer
 from stagewright.runtime.stage.precision import make_precision
 from stagewright.runtime.stage.recorder import Recorder
 from stagewright.runtime.stage.replica import Replica, StageOptions
@@ -55,16 +56,33 @@ def open_data(config: Config, text: str) -> Source:
     return source
 
 
-def open_pieces(config: Config, cuts: tuple[str, ...], device: torch.device | None = None) -> tuple[Piece, ...]:
-    """The model's pieces with initial weights in the run's precision."""
+def open_model(config: Config, device: torch.device | None = None) -> nn.Module:
+    """The author's model with initial weights in the run's precision."""
     precision = make_precision(config.run.precision, config.run.device)
-    model = build_model(config.model.name, config.run.seed, config.model.classes).to(precision.weights)
+    model = build_model(config.model.name, config.run.seed, config.model.classes, precision.weights)
     if config.run.deterministic:
         model = make_deterministic(model)
     if device is not None:
         order = torch.channels_last if has_channels_last(config, model) else torch.preserve_format
         model = model.to(device=device, memory_format=order)  # type: ignore[call-overload]
-    return Chain(model.train()).cut(cuts)
+    return model.train()
+
+
+def open_pieces(
+    config: Config,
+    cuts: tuple[str, ...],
+    sample: Value | None = None,
+    device: torch.device | None = None,
+    way: Way | None = None,
+) -> tuple[Piece, ...]:
+    """The model's pieces with initial weights; a model that is cut is traced on samples like the given one."""
+    model = open_model(config, device)
+    if not cuts:
+        return (whole_piece(model),)
+    assert sample is not None
+    precision = make_precision(config.run.precision, config.run.device)
+    kind = "cpu" if device is None else device.type
+    return Chain(model, sample.empty(), context=precision.forward_context, device=kind, way=way).cut(cuts)
 
 
 def has_channels_last(config: Config, model: nn.Module) -> bool:
@@ -79,7 +97,7 @@ def assemble(
     """One rank's worker, connected and ready to run."""
     plan, config = job.plan, job.config
     device = device or Cpu()
-    pieces = open_pieces(config, plan.cuts, device.device)
+    pieces = open_pieces(config, plan.cuts, job.training.input, device.device, job.way)
     exchanges = _connect(plan, rank, network)
     collectives = {
         stage.index: network.collective(f"reduce/{stage.index}", stage.ranks) for stage in plan.stages_of(rank)
@@ -155,14 +173,18 @@ def _replica(
 ) -> Replica:
     config = job.config
     precision = make_precision(config.run.precision, config.run.device)
-    ring = VersionRing((piece.training, piece.evaluation), job.training.reached, stage.versions)
+    roots = (piece.training, piece.evaluation)
+    ring = VersionRing(roots, job.training.reached, stage.versions, keeps_objects=piece.is_whole)
     share = job.plan.stages[-1].round / stage.round
-    reduction = GradientOptions(config.run.bucket * 2**20, share, config.optimizer.clip)
+    reduction = GradientOptions(config.run.bucket * 2**20, share, config.optimizer.clip, job.is_conditional)
     gradients = GradientBuffers(ring.parameters, ring.master, stage.num_gradients, collective, reduction)
     format_options = FormatOptions(job.channels_last, precision.is_scaled)
     compute = ComputeOptions(config.run.compile, config.run.cuda_graph, overlaps(job.plan, stage, rank))
-    options = StageOptions(config.run.seed, precision, config.optimizer.label_smoothing, format_options, compute)
+    smoothing = config.optimizer.label_smoothing
+    options = StageOptions(config.run.seed, precision, smoothing, format_options, compute, job.draws)
     rates = Rates(config.optimizer.lr, config.schedule, job.batches, stage.round, job.plan.microbatches)
-    optimizer = make_optimizer(config.optimizer, ring.master, rates)
-    statistics = Statistics(piece.training, collective, stage.ranks.index(rank), stage.replicas)
+    weights = Weights(ring.master, tuple(ring.parameters) if job.is_conditional and ring.parameters else None)
+    optimizer = make_optimizer(config.optimizer, weights, rates)
+    changed = job.training.changed
+    statistics = Statistics(piece.training, changed, collective, stage.ranks.index(rank), stage.replicas)
     return Replica(stage, piece, ring, gradients, optimizer, statistics, exchange, options, device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,42 +15,74 @@ _SUMMED = ("num_batches_tracked",)
 
 
 class Statistics:
-    """The running statistics of one replica, and the number of microbatches that have updated them."""
+    """The buffers that one replica's forwards change, and the number of microbatches that have updated them.
 
-    def __init__(self, module: nn.Module, collective: Collective, replica: int, replicas: int) -> None:
-        named = [(name, buffer) for name, buffer in module.named_buffers() if is_averaged(name) or is_summed(name)]
-        self.buffers = [buffer for _, buffer in named]
-        self._is_summed = torch.tensor(
-            [is_summed(name) for name, buffer in named for _ in range(buffer.numel())], dtype=torch.bool
-        )
+    Evaluation and export see one value for all replicas: running statistics averaged, counts of batches summed, and any
+    other buffer as the first replica has it.
+    """
+
+    def __init__(
+        self, module: nn.Module, changed: Collection[str], collective: Collective, replica: int, replicas: int
+    ) -> None:
+        self._module = module
+        named = [(name, buffer) for name, buffer in module.named_buffers() if name in changed or _is_statistic(name)]
+        self._names = [name for name, _ in named]
+        widths = [_numbers(buffer).numel() for _, buffer in named]
+        kinds = [_kind(name) for name in self._names]
+        self._kinds = torch.tensor([kind for kind, width in zip(kinds, widths, strict=True) for _ in range(width)])
+        self._widths = widths
         self.count = 0
-        self._collective = collective
-        self._replica = replica
+        self.collective = collective
+        self.replica = replica
         self._replicas = replicas
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The buffers as they are now: a forward may replace them."""
+        return [self._module.get_buffer(name) for name in self._names]
+
     def gather(self) -> tuple[Tensor, Pending]:
-        """Start to collect every replica's count and statistics: one row per replica, summed with zeros elsewhere."""
-        rows = torch.zeros(self._replicas, 1 + len(self._is_summed), dtype=torch.float64)
-        rows[self._replica, 0] = self.count
-        if self.buffers:
-            rows[self._replica, 1:] = torch.cat([buffer.flatten().double() for buffer in self.buffers])
-        return rows, self._collective.sum(rows)
+        """Start to collect every replica's count and buffers: one row per replica, summed with zeros elsewhere."""
+        rows = torch.zeros(self._replicas, 1 + len(self._kinds), dtype=torch.float64)
+        rows[self.replica, 0] = self.count
+        if self._names:
+            rows[self.replica, 1:] = torch.cat([_numbers(buffer).flatten().double() for buffer in self.buffers])
+        return rows, self.collective.sum(rows)
 
     @contextmanager
     def averaged(self, rows: Tensor) -> Iterator[None]:
-        """Put the mean over all replicas, weighted by microbatches, into the module while the context is open."""
+        """Put what counts for all replicas into the module while the context is open."""
         own = [buffer.clone() for buffer in self.buffers]
         values = rows[:, 1:]
-        self._write(torch.where(self._is_summed, values.sum(0), _weighted_mean(values, rows[:, 0])))
+        mean = _weighted_mean(values, rows[:, 0])
+        choices = torch.stack([mean, values.sum(0), values[0]])
+        self._write(choices.gather(0, self._kinds.long().unsqueeze(0)).squeeze(0))
         try:
             yield
         finally:
             for buffer, saved in zip(self.buffers, own, strict=True):
                 buffer.copy_(saved)
 
+    @torch.no_grad()
     def _write(self, flat: Tensor) -> None:
-        for buffer, values in zip(self.buffers, torch.split(flat, [b.numel() for b in self.buffers]), strict=True):
-            buffer.copy_(values.view_as(buffer))
+        for buffer, values in zip(self.buffers, torch.split(flat, self._widths), strict=True):
+            numbers = _numbers(buffer)
+            numbers.copy_(values.view_as(numbers))
+
+
+def _numbers(buffer: Tensor) -> Tensor:
+    """A buffer as real numbers, in its own memory."""
+    buffer = buffer.detach()
+    return torch.view_as_real(buffer) if buffer.is_complex() else buffer
+
+
+def _is_statistic(name: str) -> bool:
+    return is_averaged(name) or is_summed(name)
+
+
+def _kind(name: str) -> int:
+    """What counts for all replicas: 0 the mean, 1 the sum, 2 the first replica's."""
+    return 0 if is_averaged(name) else 1 if is_summed(name) else 2
 
 
 def mean_buffers(replicas: Sequence[Mapping[str, Tensor]], counts: Sequence[int]) -> dict[str, Tensor]:
@@ -58,11 +90,11 @@ def mean_buffers(replicas: Sequence[Mapping[str, Tensor]], counts: Sequence[int]
     weights = torch.tensor(counts, dtype=torch.float64)
     mean: dict[str, Tensor] = {}
     for name, first in replicas[0].items():
+        if not _is_statistic(name):
+            mean[name] = first
+            continue
         rows = torch.stack([buffers[name].double() for buffers in replicas])
-        if is_averaged(name):
-            mean[name] = _weighted_mean(rows, weights).to(first.dtype)
-        else:
-            mean[name] = rows.sum(0).to(first.dtype) if is_summed(name) else first
+        mean[name] = (_weighted_mean(rows, weights) if is_averaged(name) else rows.sum(0)).to(first.dtype)
     return mean
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from stagewright.model.blocks import compiled
 from stagewright.runtime.comm.device import Device, record_event
 from stagewright.runtime.stage.precision import Precision
 
@@ -56,7 +57,7 @@ class Eager:
     def __init__(self, module: nn.Module, precision: Precision, *, is_compiled: bool) -> None:
         self.module = module
         self._precision = precision
-        self._call: Callable[..., Any] = torch.compile(module, dynamic=False) if is_compiled else module
+        self._call: Callable[..., Any] = compiled(module) if is_compiled else module
 
     def forward(self, slot: int, arguments: Sequence[object]) -> tuple[Any, Release]:
         return self(arguments), lambda: None

@@ -25,6 +25,7 @@ class GradientOptions:
     bucket_bytes: int
     factor: float = 1.0  # by which to multiply them, since the last stage has divided by its own round
     clip: float | None = None  # the largest norm
+    is_conditional: bool = False  # a backward may reach some parameters in one batch and others in the next
 
 
 @dataclass(slots=True)
@@ -35,6 +36,8 @@ class _Gradient:
     views: Sequence[Tensor]  # one per parameter
     sums: list[Pending] = field(default_factory=list)  # the all-reduces that have started, in the order of buckets
     loss_scale: Tensor | None = None
+    missing: set[int] = field(default_factory=set)  # parameters that no backward of this replica has reached
+    flags: Tensor | None = None  # of each parameter, on how many replicas a backward reached it
 
 
 class GradientBuffers:
@@ -68,6 +71,8 @@ class GradientBuffers:
         self._buckets = make_buckets(parameters, master.itemsize, options.bucket_bytes)
         self._ranges = [(parameters[bucket[-1]].offset, parameters[bucket[0]].end) for bucket in self._buckets]
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
+        self._names = [parameter.names[0] for parameter in parameters]
+        self._device = master.device
         self._open: dict[int, _Gradient] = {}
 
     @property
@@ -91,15 +96,16 @@ class GradientBuffers:
             gradient.loss_scale = None if loss_scale is None else loss_scale.clone()  # its message will be overwritten
             for leaf in leaves:
                 leaf.grad = None
-        missing = [len(bucket) for bucket in self._buckets]
+        awaited = [len(bucket) for bucket in self._buckets]
 
         def arrived(leaf: Tensor, index: int) -> None:
-            if is_first:
+            if leaf.grad is not gradient.views[index]:
                 assert leaf.grad is not None
-                gradient.views[index].copy_(leaf.grad)
+                gradient.views[index].copy_(_dense(leaf.grad))
                 leaf.grad = gradient.views[index]
-            missing[self._bucket_of[index]] -= 1
-            while len(gradient.sums) < len(missing) and missing[len(gradient.sums)] == 0:
+                gradient.missing.discard(index)
+            awaited[self._bucket_of[index]] -= 1
+            while len(gradient.sums) < len(awaited) and awaited[len(gradient.sums)] == 0:
                 self._sum_next(gradient)
 
         hooks = [
@@ -111,8 +117,8 @@ class GradientBuffers:
         finally:
             for hook in hooks:
                 hook.remove()
-        if is_first:
-            _move_into(gradient.views, leaves)
+        if gradient.missing:
+            self._move_into(gradient, leaves)
 
     def loss_scale(self, update: int) -> Tensor | None:
         """The loss scale that is in an update's gradient."""
@@ -122,9 +128,26 @@ class GradientBuffers:
         """Start the all-reduce of every bucket that has not started yet."""
         if update not in self._open:
             self._begin(update).flat.zero_()
+        elif not self._options.is_conditional and self._open[update].missing:
+            name = self._names[min(self._open[update].missing)]
+            raise RuntimeError(
+                f"backward did not reach parameter '{name}' in update {update}, though it did before training"
+            )
         gradient = self._open[update]
         while len(gradient.sums) < len(self._buckets):
             self._sum_next(gradient)
+        if self._options.is_conditional and gradient.flags is None:
+            gradient.flags = torch.ones(len(self._names), device=self._device)
+            if gradient.missing:
+                gradient.flags[list(gradient.missing)] = 0.0
+            gradient.sums.append(self._collective.sum(gradient.flags))
+
+    def unreached(self, update: int) -> list[int]:
+        """The parameters that no replica's backward reached in an update, which leaves them alone."""
+        gradient = self._open[update]
+        if gradient.flags is None or not gradient.missing:
+            return []  # a parameter that this replica reached is trained
+        return torch.nonzero(gradient.flags == 0).flatten().tolist()
 
     def pending(self, update: int) -> Pending:
         """The all-reduces of an update; once they are complete, its gradient is the sum."""
@@ -161,7 +184,24 @@ class GradientBuffers:
         taken = [other for other in self._open if other % len(self._buffers) == number]
         assert not taken, f"update {update} would overwrite the gradient of update {taken[0]}"
         flat, views = self._buffers[number]
-        return self._open.setdefault(update, _Gradient(flat, views))
+        return self._open.setdefault(update, _Gradient(flat, views, missing=set(range(len(views)))))
+
+    def _move_into(self, gradient: _Gradient, leaves: Sequence[Tensor]) -> None:
+        """Move the leaves' new gradients into the buffer, in few kernels; zeros where backward has made none yet."""
+        made: list[Tensor] = []
+        places: list[Tensor] = []
+        for index in sorted(gradient.missing):
+            leaf, view = leaves[index], gradient.views[index]
+            if leaf.grad is None:
+                view.zero_()
+                continue
+            gradient.missing.discard(index)
+            if leaf.grad is not view:
+                made.append(_dense(leaf.grad))
+                places.append(view)
+            leaf.grad = view
+        if made:
+            torch._foreach_copy_(places, made)
 
     def _sum_next(self, gradient: _Gradient) -> None:
         first, last = self._ranges[len(gradient.sums)]
@@ -181,19 +221,8 @@ def make_buckets(parameters: Sequence[Parameter], itemsize: int, bucket_bytes: i
     return [tuple(bucket) for bucket in buckets if bucket]
 
 
-def _move_into(views: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-    """Move the leaves' new gradients into views of a buffer, in few kernels; zeros where backward made none."""
-    made: list[Tensor] = []
-    places: list[Tensor] = []
-    for leaf, view in zip(leaves, views, strict=True):
-        if leaf.grad is None:
-            view.zero_()
-        elif leaf.grad is not view:
-            made.append(leaf.grad)
-            places.append(view)
-        leaf.grad = view
-    if made:
-        torch._foreach_copy_(places, made)
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from stagewright.config.sections import OptimizerConfig, ScheduleConfig
+from stagewright.runtime.stage.versions import Parameter
 
 
 def learning_rate(base: float, schedule: ScheduleConfig, batch: int, batches: int) -> float:
@@ -40,27 +42,58 @@ class Rates:
         return learning_rate(self.base, self.schedule, update * self.round // self.microbatches, self.batches)
 
 
-class Optimizer:
-    """Updates flat master weights from a flat gradient; a subclass for each optimizer makes `inner`, torch's own."""
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The flat weights that an optimizer updates: whole, or parameter by parameter where it may leave some alone."""
 
-    def __init__(self, config: OptimizerConfig, master: Tensor, rates: Rates, inner: torch.optim.Optimizer) -> None:
+    master: Tensor
+    parts: tuple[Parameter, ...] | None = None
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The tensors that torch's optimizer sees of a flat buffer."""
+        return [flat] if self.parts is None else [part.real_view(flat) for part in self.parts]
+
+    def scalars(self, flat: Tensor) -> list[Tensor]:
+        """One number per tensor that torch's optimizer sees, kept in the first element of each."""
+        return [flat] if self.parts is None else [flat[part.offset] for part in self.parts]
+
+
+class Optimizer:
+    """Updates flat master weights from a flat gradient; a subclass for each optimizer makes `inner`, torch's own.
+
+    The state is flat too, like the master, and torch's optimizer sees views of it, so that checkpoints hold it by name.
+    """
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        weights: Weights,
+        rates: Rates,
+        inner: torch.optim.Optimizer,
+        state: dict[str, Tensor],
+    ) -> None:
         self.config = config
-        self.master = master
+        self.master = weights.master
         self.rates = rates
+        self.state = state  # live, to be saved or restored in place: flat tensors like the master, and scalars
+        self._weights = weights
         self._inner = inner
 
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """The live state, to be saved or restored in place: flat tensors like the master, and scalars."""
-        return dict(self._inner.state[self.master])
-
-    def step(self, update: int, gradient: Tensor, found_inf: Tensor | None = None) -> None:
-        """Update the master; if `found_inf` is 1, nothing changes, not even the count of steps."""
-        self.master.grad = gradient
+    def step(
+        self, update: int, gradient: Tensor, found_inf: Tensor | None = None, unreached: Sequence[int] = ()
+    ) -> None:
+        """Update the master, but for the parameters in `unreached`; if `found_inf` is 1, nothing changes at all."""
+        (group,) = self._inner.param_groups
+        for parameter, view in zip(group["params"], self._weights.views(gradient), strict=True):
+            parameter.grad = view
+        assert self._weights.parts is not None or not unreached, "a flat update leaves no parameter alone"
+        for index in unreached:
+            group["params"][index].grad = None
         self._inner.found_inf = found_inf  # type: ignore[attr-defined]
-        self._inner.param_groups[0]["lr"] = self.rates.of(update)
+        group["lr"] = self.rates.of(update)
         self._inner.step()
-        self.master.grad = None
+        for parameter in group["params"]:
+            parameter.grad = None
 
     @property
     def extrapolates(self) -> bool:
@@ -78,13 +111,17 @@ class Optimizer:
 class Sgd(Optimizer):
     """SGD with momentum, or Nesterov's."""
 
-    def __init__(self, config: OptimizerConfig, master: Tensor, rates: Rates) -> None:
+    def __init__(self, config: OptimizerConfig, weights: Weights, rates: Rates) -> None:
+        parameters = weights.views(weights.master)
         inner = torch.optim.SGD(
-            [master], config.lr, config.momentum, 0.0, config.weight_decay, config.nesterov, fused=True
+            parameters, config.lr, config.momentum, 0.0, config.weight_decay, config.nesterov, fused=True
         )
+        state = {}
         if config.momentum:  # otherwise fused SGD starts from uninitialised memory
-            inner.state[master]["momentum_buffer"] = torch.zeros_like(master)
-        super().__init__(config, master, rates, inner)
+            state["momentum_buffer"] = torch.zeros_like(weights.master)
+            for parameter, view in zip(parameters, weights.views(state["momentum_buffer"]), strict=True):
+                inner.state[parameter]["momentum_buffer"] = view
+        super().__init__(config, weights, rates, inner, state)
 
     @property
     def extrapolates(self) -> bool:
@@ -96,30 +133,45 @@ class Sgd(Optimizer):
 
 
 class AdamW(Optimizer):
-    """AdamW, whose momentum is the mean of the gradients over the root of the mean of their squares."""
+    """AdamW, whose momentum is the mean of the gradients over the root of the mean of their squares.
 
-    def __init__(self, config: OptimizerConfig, master: Tensor, rates: Rates) -> None:
+    It counts the steps of each parameter it sees: of the whole master one number, else one in each parameter's place.
+    """
+
+    def __init__(self, config: OptimizerConfig, weights: Weights, rates: Rates) -> None:
+        parameters, master = weights.views(weights.master), weights.master
         inner = torch.optim.AdamW(
-            [master], config.lr, (config.beta1, config.beta2), config.eps, config.weight_decay, fused=True
+            parameters, config.lr, (config.beta1, config.beta2), config.eps, config.weight_decay, fused=True
         )
-        moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
-        inner.state[master].update(moments, step=torch.zeros((), device=master.device))
-        super().__init__(config, master, rates, inner)
+        is_whole = weights.parts is None
+        steps = torch.zeros((), device=master.device) if is_whole else torch.zeros(len(master), device=master.device)
+        state = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+        moments = zip(*(weights.views(flat) for flat in state.values()), strict=True)
+        for parameter, (mean, square), step in zip(parameters, moments, weights.scalars(steps), strict=True):
+            inner.state[parameter].update(exp_avg=mean, exp_avg_sq=square, step=step)
+        super().__init__(config, weights, rates, inner, state | {"step" if is_whole else "steps": steps})
 
     def extrapolate(self, weights: Tensor, version: int, updates: int) -> None:
-        config, state = self.config, self.state
-        steps = state["step"].double().clamp_(min=1)
-        mean = state["exp_avg"] / (1 - config.beta1**steps)
-        root = (state["exp_avg_sq"] / (1 - config.beta2**steps)).sqrt_().add_(config.eps)
-        torch.addcdiv(self.master, mean, root, value=-self.rates.of(version) * updates, out=weights)
+        flats = (self.master, weights, self.state["exp_avg"], self.state["exp_avg_sq"])
+        steps = self._weights.scalars(self.state["step" if self._weights.parts is None else "steps"])
+        distance = self.rates.of(version) * updates
+        for master, target, average, square, step in zip(*map(self._weights.views, flats), steps, strict=True):
+            self._extrapolate(master, target, average, square, step.double().clamp(min=1), distance)
+
+    def _extrapolate(
+        self, master: Tensor, weights: Tensor, average: Tensor, square: Tensor, steps: Tensor, distance: float
+    ) -> None:
+        mean = average / (1 - self.config.beta1**steps)
+        root = (square / (1 - self.config.beta2**steps)).sqrt_().add_(self.config.eps)
+        torch.addcdiv(master, mean, root, value=-distance, out=weights)
 
 
 OPTIMIZERS = {"sgd": Sgd, "adamw": AdamW}
 
 
-def make_optimizer(config: OptimizerConfig, master: Tensor, rates: Rates) -> Optimizer:
+def make_optimizer(config: OptimizerConfig, weights: Weights, rates: Rates) -> Optimizer:
     """The optimizer that the options name."""
-    return OPTIMIZERS[config.name](config, master, rates)
+    return OPTIMIZERS[config.name](config, weights, rates)
 
 
 def momentum_distance(config: OptimizerConfig, updates: int) -> float:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from stagewright.model.cut import Piece
+from stagewright.model.standin import unchanged_state
 from stagewright.plan.plan import Stage
 from stagewright.runtime.comm.boundary import Activations, Exchange, FormatOptions, Gradients
 from stagewright.runtime.comm.device import Device, Reading
@@ -48,6 +51,7 @@ class StageOptions:
     label_smoothing: float
     format: FormatOptions
     compute: ComputeOptions
+    draws: frozenset[str] = frozenset()  # generators, beside torch's, that the model's forward draws from
 
 
 class Replica:
@@ -86,7 +90,7 @@ class Replica:
         update = self.stage.update_of(microbatch)
         assert self.ring.use(update).version == version, f"no slot has version {version} for microbatch {microbatch}"
         arguments, leaves = self._arguments(inputs)
-        self.device.seed(seed_of(self.options.seed, microbatch, self.stage.index))
+        self._seed(seed_of(self.options.seed, microbatch, self.stage.index))
         output, release = self.compute.forward(self.ring.slot_of(update), arguments)
         self.statistics.count += 1
         if self.stage.is_last:
@@ -127,7 +131,8 @@ class Replica:
 
     def update(self, update: int, norm: Tensor | None, found_inf: Tensor | None = None) -> None:
         """Make version update+1 from the whole gradient, clipped by `norm` or its own; a copy if `found_inf` is 1."""
-        self.optimizer.step(update, self.gradients.finish(update, norm), found_inf)
+        unreached = self.gradients.unreached(update)
+        self.optimizer.step(update, self.gradients.finish(update, norm), found_inf, unreached)
         self.advance(update)
 
     def advance(self, update: int) -> None:
@@ -156,12 +161,12 @@ class Replica:
     def evaluating(self) -> Iterator[None]:
         """Use the newest weights, and modules in evaluation mode, while the context is open."""
         self.ring.use_master()
-        self.piece.evaluation.eval()
-        try:
-            yield
-        finally:
-            self.piece.training.train()
-            self.piece.evaluation.train()
+        with unchanged_state((self.piece.training, self.piece.evaluation)):
+            self.piece.train(False)
+            try:
+                yield
+            finally:
+                self.piece.train(True)
 
     def evaluate(self, microbatch: int, score: Callable[[Tensor, Tensor], None]) -> None:
         """Run forward with the newest weights, keeping nothing for backward."""
@@ -175,6 +180,14 @@ class Replica:
             assert after is not None
             self.exchange.outputs[microbatch] = Activations([output[index] for index in after.tensors], inputs.labels)
         inputs.release()
+
+    def _seed(self, seed: int) -> None:
+        """Seed torch's generator, and Python's and numpy's where the model draws from them."""
+        self.device.seed(seed)
+        if "random" in self.options.draws:
+            random.seed(seed)
+        if "numpy" in self.options.draws:
+            np.random.seed(seed % 2**32)
 
     def state(self) -> Mapping[str, Tensor]:
         """The stage's newest weights and buffers, by their names in the whole model."""

@@ -27,13 +27,21 @@ class Parameter:
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    is_complex: bool = False  # a buffer holds its real and imaginary parts beside each other
 
     def view(self, flat: Tensor) -> Tensor:
-        return flat.as_strided(self.shape, self.stride, self.offset)
+        """The parameter in a flat buffer."""
+        return torch.view_as_complex(self.real_view(flat)) if self.is_complex else self.real_view(flat)
+
+    def real_view(self, flat: Tensor) -> Tensor:
+        """The parameter as real numbers: a complex one has a last dimension of two."""
+        if not self.is_complex:
+            return flat.as_strided(self.shape, self.stride, self.offset)
+        return flat.as_strided((*self.shape, 2), (*(2 * step for step in self.stride), 1), self.offset)
 
     @property
     def end(self) -> int:
-        return self.offset + math.prod(self.shape)
+        return self.offset + math.prod(self.shape) * (2 if self.is_complex else 1)
 
 
 class Slot:
@@ -49,10 +57,13 @@ class VersionRing:
     """Keeps the K versions of one stage's weights and swaps them into its modules.
 
     Update p uses slot (p+1) mod K, which holds version p+1-K: it was filled when update p-K was done. Before that, all
-    slots hold the initial weights. With K = 1 the only slot is the master, trained in place.
+    slots hold the initial weights. With K = 1 the only slot is the master, trained in place. The author's own module, with
+    K = 1, keeps its parameters as objects: they become views of the master, wherever the author's code holds them.
     """
 
-    def __init__(self, roots: Sequence[nn.Module], trainable: Collection[str], versions: int) -> None:
+    def __init__(
+        self, roots: Sequence[nn.Module], trainable: Collection[str], versions: int, *, keeps_objects: bool = False
+    ) -> None:
         self.parameters = _collect(roots, trainable)
         size = self.parameters[-1].end if self.parameters else 0
         dtype, device = _common(roots, trainable)
@@ -62,6 +73,8 @@ class VersionRing:
             parameter.view(self.master).copy_(module._parameters[name].detach())  # type: ignore[union-attr]
         slots = [self.master] if versions == 1 else [self.master.clone() for _ in range(versions)]
         self.slots = [Slot(flat, self.parameters) for flat in slots]
+        if versions == 1 and keeps_objects:
+            self.slots[0].leaves = [_as_view(parameter, self.master) for parameter in self.parameters]
         self._master_slot = self.slots[0] if versions == 1 else Slot(self.master, self.parameters)
         self._current: Slot | None = None
         self.use_master()
@@ -102,6 +115,15 @@ class VersionRing:
         return slot
 
 
+def _as_view(parameter: Parameter, flat: Tensor) -> Tensor:
+    """The author's own parameter, its data a view of a flat buffer."""
+    module, name = parameter.sites[0]
+    own = module._parameters[name]
+    assert own is not None
+    own.data = parameter.view(flat)
+    return own
+
+
 def _sites(roots: Sequence[nn.Module], trainable: Collection[str]) -> dict[int, dict[str, list[tuple[nn.Module, str]]]]:
     """Each distinct trainable tensor by id: its names in the model, and the modules that hold it under each."""
     found: dict[int, dict[str, list[tuple[nn.Module, str]]]] = {}
@@ -124,16 +146,24 @@ def _collect(roots: Sequence[nn.Module], trainable: Collection[str]) -> list[Par
         tensor = sites[0][0]._parameters[sites[0][1]]
         assert tensor is not None
         stride = torch.empty_like(tensor, device="meta").stride()  # the tensor's own, made dense
-        parameters.append(Parameter(tuple(by_name), tuple(sites), tensor.shape, stride, offset))
+        is_complex = tensor.is_complex()
+        parameters.append(Parameter(tuple(by_name), tuple(sites), tensor.shape, stride, offset, is_complex))
         offset = -(-parameters[-1].end // _ALIGNMENT) * _ALIGNMENT
     return parameters
 
 
 def _common(roots: Sequence[nn.Module], trainable: Collection[str]) -> tuple[torch.dtype, torch.device]:
-    kinds = {
-        (tensor.dtype, tensor.device) for root in roots for name, tensor in root.named_parameters() if name in trainable
-    }
-    if len(kinds) > 1:
-        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype, _ in kinds))
-        raise UserError(f"a stage's trainable parameters must have one dtype, got {names}")
-    return next(iter(kinds), (torch.float32, torch.device("cpu")))
+    """The type and device of the real numbers that a stage's parameters consist of."""
+    found: dict[tuple[torch.dtype, torch.device], str] = {}
+    for root in roots:
+        for name, tensor in root.named_parameters():
+            if name in trainable:
+                found.setdefault((tensor.dtype.to_real(), tensor.device), name)
+    if len(found) > 1:
+        (some, _), (other, _) = list(found)[:2]
+        names = list(found.values())
+        raise UserError(
+            f"parameter '{names[0]}' is {str(some).removeprefix('torch.')} and '{names[1]}' of the same stage "
+            f"{str(other).removeprefix('torch.')}; a stage trains one type: cut between them, or convert one"
+        )
+    return next(iter(found), (torch.float32, torch.device("cpu")))

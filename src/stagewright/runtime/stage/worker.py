@@ -19,6 +19,7 @@ from stagewright.runtime.comm.boundary import Activations, Boundary, expect
 from stagewright.runtime.comm.transport import AllOf, Collective, Pending
 from stagewright.runtime.job import Job
 from stagewright.runtime.stage.dynamic import DynamicScheduler
+from stagewright.runtime.stage.equality import begin_equal, require_equal
 from stagewright.runtime.stage.gate import Gate
 from stagewright.runtime.stage.gradients import Norms
 from stagewright.runtime.stage.loss_scaling import LossScaling
@@ -83,6 +84,8 @@ class Worker:
         self.done = self.start
         self.gate.start_at(self.done)
         try:
+            for replica in self.replicas.values():
+                yield from begin_equal(replica) if self.start == 0 else require_equal(replica, self.start)
             while self.done < self.job.batches and not self.is_stopped:
                 self.done = yield from self._advance(self.done)
             self.recorder.save()
@@ -104,6 +107,8 @@ class Worker:
             yield from self.evaluate(pause)
         if pause > self.start and (is_requested or pause == self.job.next_save(done)):
             self.recorder.save()
+            for replica in self.replicas.values():
+                yield from require_equal(replica, pause)
             self.saver.save(pause)
         if is_requested:
             self.is_stopped = self.gate.is_last_pause

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stagewright.config.sections import OptimizerConfig, ScheduleConfig
 from stagewright.plan.estimate import OPTIMIZER_MOMENTS
-from stagewright.runtime.stage.optimizer import OPTIMIZERS, Rates, learning_rate, make_optimizer
+from stagewright.runtime.stage.optimizer import OPTIMIZERS, Rates, Weights, learning_rate, make_optimizer
 from tests import reference
 
 
@@ -76,7 +76,7 @@ def test_an_optimizer_equals_stock_torch(config: OptimizerConfig) -> None:
     plain = master.clone().requires_grad_()
     stock = STOCK[config.name](plain, config)
     rates = Rates(0.5, ScheduleConfig(warmup=5), 5)
-    optimizer = make_optimizer(config, master, rates)
+    optimizer = make_optimizer(config, Weights(master), rates)
     for step in range(5):
         gradient = torch.randn(50, dtype=torch.float64)
         optimizer.step(step, gradient.clone())
@@ -91,7 +91,7 @@ def test_an_optimizer_equals_stock_torch(config: OptimizerConfig) -> None:
 )
 def test_an_update_that_overflowed_changes_nothing(config: OptimizerConfig) -> None:
     master = torch.randn(50)
-    optimizer = make_optimizer(config, master, Rates(0.5, ScheduleConfig(), 5))
+    optimizer = make_optimizer(config, Weights(master), Rates(0.5, ScheduleConfig(), 5))
     optimizer.step(0, torch.randn(50), torch.zeros(()))
     before = {"master": master.clone()} | {name: tensor.clone() for name, tensor in optimizer.state.items()}
     optimizer.step(1, torch.full((50,), torch.inf), torch.ones(()))
@@ -102,7 +102,7 @@ def test_an_update_that_overflowed_changes_nothing(config: OptimizerConfig) -> N
 
 def test_a_gradient_is_released_after_its_step() -> None:
     master = torch.randn(50)
-    make_optimizer(OptimizerConfig(), master, Rates(0.5, ScheduleConfig(), 5)).step(0, torch.randn(50))
+    make_optimizer(OptimizerConfig(), Weights(master), Rates(0.5, ScheduleConfig(), 5)).step(0, torch.randn(50))
     assert master.grad is None
 
 
@@ -117,7 +117,7 @@ def test_a_gradient_is_released_after_its_step() -> None:
     ],
 )
 def test_extrapolates_only_when_asked_and_along_a_momentum(config: OptimizerConfig, extrapolates: bool) -> None:
-    assert make_optimizer(config, torch.randn(50), Rates(0.5, ScheduleConfig(), 5)).extrapolates is extrapolates
+    assert make_optimizer(config, Weights(torch.randn(50)), Rates(0.5, ScheduleConfig(), 5)).extrapolates is extrapolates
 
 
 def test_every_optimizer_of_the_options_has_a_class_a_memory_and_a_reference() -> None:

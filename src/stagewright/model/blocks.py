@@ -1,0 +1,248 @@
+"""Cuts a model between the blocks of its longest list of like blocks, where its own code can't be recorded.
+
+A stage runs the author's forward as it is, from the model's input on. Blocks of earlier stages return what arrived;
+once the stage's own last block has returned, the stage ends, and what it returned is what the next stage receives:
+
+    stage 0:   stem  block 0  block 1 ─► end                      the author's code up to there
+    stage 1:   stem  ( . )    ( <- )  block 2  block 3 ─► end     block 1 returns what arrived
+    stage 2:   stem  ( . )    ( . )   ( . )    ( <- )  head       and the model's output
+
+Whatever a stage does before something has arrived is only for the author's code to have its variables: random numbers
+drawn there are drawn again, and buffers changed there are put back. A parameter that this code trains is used by two
+stages, which is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from stagewright.errors import UserError
+from stagewright.model.standin import copied, stand_ins, twin_of, unchanged_state, untouched_generators
+
+_FEWEST = 2
+
+
+def find_blocks(model: nn.Module, example: Tensor, context: Callable[[], Any], device: str) -> tuple[str, ...]:
+    """Watch a forward of a copy, and find the list of like blocks with the most parameters, by their paths.
+
+    Every block of it is called once, in the order of the list.
+    """
+    twin = twin_of(model)
+    lists = [
+        tuple(f"{path}.{name}" if path else name for name, _ in module.named_children())
+        for path, module in twin.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+    ]
+    calls: list[str] = []
+    for path in {path for paths in lists for path in paths}:
+        twin.get_submodule(path).register_forward_pre_hook(lambda module, given, path=path: calls.append(path))
+    with untouched_generators(), on_stand_ins((twin,), example, device) as given, context():
+        twin.train()
+        twin(given)
+    found = []
+    for paths in lists:
+        kinds = {type(twin.get_submodule(path)) for path in paths}
+        if len(paths) >= _FEWEST and len(kinds) == 1 and tuple(p for p in calls if p in paths) == paths:
+            size = sum(p.numel() for path in paths for p in twin.get_submodule(path).parameters())
+            found.append((size, len(paths), paths))
+    return max(found)[2] if found else ()
+
+
+@contextmanager
+def on_stand_ins(roots: Sequence[nn.Module], example: Tensor, device: str) -> Iterator[Tensor]:
+    """Put copies of parameters and buffers in place; yields two samples of the example, on the device.
+
+    Not fake ones: the code of a model that is cut between blocks may read values.
+    """
+    with stand_ins(roots, partial(copied, device=device)):
+        yield torch.cat([copied(example[:1], device)] * 2)
+
+
+class _Ended(Exception):
+    """The stage's own last block has returned; `output` is what it returned."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+
+class BlockStage(nn.Module):
+    """The author's model with the blocks of other stages stubbed: the blocks from `first` to `last` run.
+
+    Its modules, parameters and buffers are the model's, by the same names. `forward` takes the model's input and what the
+    block before `first` returned; it returns the input and what its own last block returned, or the model's output.
+    """
+
+    def __init__(
+        self, model: nn.Module, paths: Sequence[str], first: int, last: int, specs: dict[tuple[int, bool], TreeSpec]
+    ) -> None:
+        super().__init__()
+        for table in ("_modules", "_parameters", "_buffers"):
+            vars(self)[table] = vars(model)[table]
+        self._whole = (model,)  # not a submodule: the names stay the model's
+        self._specs = specs  # of what a block returned, by block and mode; shared by all stages
+        self._first, self._last = first, last
+        self._arrived: tuple[Tensor, ...] = ()
+        self._restore: Callable[[], None] = lambda: None
+        self.own = tuple(model.get_submodule(path) for path in paths[first:last])
+        for index, path in enumerate(paths):
+            block = model.get_submodule(path)
+            if index < first:
+                block.forward = partial(self._stub, index)
+            elif index == last - 1 and last < len(paths):
+                block.forward = partial(self._end, block.forward)
+
+    @property
+    def whole(self) -> nn.Module:
+        """The author's model, whose forward the stage runs."""
+        return self._whole[0]
+
+    def forward(self, given: Tensor, *arrived: Tensor) -> Any:
+        model = self.whole
+        model.training = self.training
+        self._arrived = arrived
+        self._restore = _restorer(model) if self._first else lambda: None
+        try:
+            return model(given)
+        except _Ended as end:
+            leaves, self._specs[self._last - 1, self.training] = tree_flatten(end.output)
+            return (given, *leaves)
+        finally:
+            self._arrived = ()
+
+    def _stub(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        """Return what arrived, in place of a block before the stage."""
+        if index == self._first - 1:
+            self._restore()
+        return tree_unflatten(list(self._arrived), self._specs[self._first - 1, self.training])
+
+    @staticmethod
+    def _end(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        raise _Ended(forward(*args, **kwargs))
+
+
+def compiled(module: nn.Module) -> Callable[..., Any]:
+    """A compiled stage; one that runs the author's own code has its blocks compiled, each by itself."""
+    if not isinstance(module, BlockStage):
+        return torch.compile(module, dynamic=False)
+    for block in module.own:
+        block.compile(dynamic=False)
+    return module
+
+
+def cut_between(
+    model: nn.Module,
+    paths: Sequence[str],
+    bounds: Sequence[int],
+    example: Tensor,
+    context: Callable[[], Any],
+    device: str,
+) -> list[tuple[BlockStage, tuple[str, ...]]]:
+    """One stage per range of blocks, each with the names of the values that enter it.
+
+    A stage has the parameters that its own blocks and its part of the author's code train; what trains them is found by
+    running all stages once, on copies.
+    """
+    specs: dict[tuple[int, bool], TreeSpec] = {}
+    twins = [twin_of(model) for _ in bounds[1:]]
+    stages = [
+        BlockStage(twin, paths, first, last, specs)
+        for twin, (first, last) in zip(twins, itertools.pairwise(bounds), strict=True)
+    ]
+    homes: dict[str, int] = {}
+    counts: list[int] = []
+    with untouched_generators(), unchanged_state(twins):
+        for training in (False, True):
+            for stage in stages:
+                stage.train(training)
+            with on_stand_ins(stages, example, device) as given, torch.set_grad_enabled(training):
+                counts = _run_all(stages, given, context, homes)
+    for index, stage in enumerate(stages):
+        _hide(stage, {name for name, home in homes.items() if home == index}, paths, bounds[index : index + 2])
+    names = [("input", *(f"value_{number}" for number in range(count))) for count in counts]
+    return list(zip(stages, names, strict=True))
+
+
+def _run_all(
+    stages: Sequence[BlockStage], given: Tensor, context: Callable[[], Any], homes: dict[str, int]
+) -> list[int]:
+    """Run all stages, note which one trains each parameter; returns how many values arrive at each."""
+    values: Sequence[Any] = (given,)
+    counts = []
+    for index, stage in enumerate(stages):
+        counts.append(len(values) - 1)
+        values = [_leaf(value) if number else value for number, value in enumerate(values)]
+        with context():
+            output = stage(*values)
+        roots = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if torch.is_grad_enabled() and roots:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+            for name, parameter in stage.named_parameters():
+                if parameter.grad is None:
+                    continue
+                parameter.grad = None
+                if homes.setdefault(name, index) != index:
+                    raise UserError(
+                        f"'{name}' is used by stage {homes[name]} and by stage {index}, on both sides of a cut; "
+                        "use one stage, or move the cut so that one stage holds both uses"
+                    )
+        values = output if isinstance(output, tuple) else (output,)
+    return counts
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _hide(stage: BlockStage, own: Collection[str], paths: Sequence[str], bounds: Sequence[int]) -> None:
+    """Leave a stage the parameters it trains; the others become plain attributes, without memory in foreign blocks."""
+    foreign = [path for index, path in enumerate(paths) if not bounds[0] <= index < bounds[1]]
+    for path, module in stage.named_modules():
+        is_foreign = any(path == block or path.startswith(f"{block}.") for block in foreign)
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or (f"{path}.{name}" if path else name) in own:
+                continue
+            del module._parameters[name]
+            vars(module if path else stage.whole)[name] = (
+                parameter.detach().to("meta") if is_foreign else parameter.detach()
+            )
+        if is_foreign:
+            for name in list(module._buffers):
+                vars(module)[name] = module._buffers.pop(name)
+
+
+def _restorer(model: nn.Module) -> Callable[[], None]:
+    """What puts generators and buffers back to what they are now."""
+    python, numbers = random.getstate(), np.random.get_state()
+    state = torch.get_rng_state()
+    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numbers)
+        torch.set_rng_state(state)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu)
+        with torch.no_grad():
+            for module, name, buffer, before in buffers:
+                if module._buffers[name] is not buffer:
+                    module._buffers[name] = buffer
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+    return restore

@@ -1,0 +1,446 @@
+"""Proves a cut: compares the pieces of a plan with the model as its author wrote it, before anything is trained.
+
+The pieces run one after another in this process, through their real boundaries: what crosses is detached, copied and a
+new leaf. The generators are seeded once, before the first piece, so draws equal the author's exactly where they come in
+the same order. Compared are outputs, gradients of all parameters, buffers, and Python attributes that the forward
+changes; in training twice, with the initial weights and with all parameters moved by noise, so that none is zero, and
+in evaluation. Everything runs on copies in double precision, where equal code gives equal numbers; in single precision
+for a model that can't run in double.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor, nn
+
+from stagewright.errors import UserError
+from stagewright.files import read_text, write_text
+from stagewright.model.cut import Chain, Piece, Way
+from stagewright.model.load import convert
+from stagewright.model.standin import copied, stand_ins, untouched_generators
+
+SAMPLES = 4  # other than those that a forward is recorded with, so that its sizes are proven too
+_TOLERANCE = 1e-8  # relative, in double precision
+_ROUNDINGS = 100  # in single precision: how many times what a rounding of the input changes
+_LARGEST_TOLERANCE = 1e-3
+_FLOOR = 1e-6  # of the largest gradient: below it, a gradient is rounding
+_NOISE = 0.05  # of a parameter's own size, by which the second run moves it
+_SEEDS = (20_231, 7)
+_COPIES = 6  # the author's copy and the pieces' copy, their gradients, and as much again for activations
+_VERSION = 1
+_LONGEST = 2000  # characters of an attribute that a proof is known by
+_TABLES = frozenset(vars(nn.Module()))
+
+Build = Callable[[], nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What was proven: how the model was cut, the largest relative difference, and what it took."""
+
+    way: str
+    stages: int
+    samples: int
+    precision: str
+    difference: float
+    tolerance: float
+    seconds: float
+    is_cached: bool = False
+
+    def __str__(self) -> str:
+        what = f"{self.stages} stages computed what the whole model does"
+        how = f"{self.precision}, {self.samples} samples, largest difference {self.difference:.1e}"
+        when = "proven before" if self.is_cached else f"proven in {self.seconds:.1f} s"
+        return f"{what} ({how}; cut by {self.way}; {when})"
+
+
+class Differs(UserError):
+    """The pieces of a cut do not compute what the author's model does."""
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What one run of a forward, and its backward, left behind."""
+
+    output: Tensor
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    attributes: dict[str, Any]
+
+
+def prove(build: Build, chain: Chain, example: Tensor, cuts: Sequence[str]) -> Proof:
+    """Prove that a model cut before these units computes what it does uncut; `Differs` names the first difference.
+
+    `build` makes the model of the chain, each time anew; the example has at least one sample, of the run's data.
+    """
+    began, way = time.perf_counter(), chain.way
+    path = cache_folder() / f"{proof_key(chain, example, cuts)}.json"
+    if (known := _read(path)) is not None:
+        return known
+    _require_memory(chain.model)
+    with untouched_generators():
+        try:
+            found = _compare(build, example, cuts, way, torch.float64)
+        except (Differs, UserError):
+            raise
+        except Exception:  # code that insists on single precision, or an operation that has no other
+            found = _compare(build, example, cuts, way, torch.float32)
+    difference, tolerance, precision = found
+    proof = Proof(str(way), len(cuts) + 1, SAMPLES, precision, difference, tolerance, time.perf_counter() - began)
+    with suppress(OSError):  # a full or read-only disk: proven again the next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(asdict(proof)))
+    return proof
+
+
+def _read(path: Path) -> Proof | None:
+    """A proof that was made before."""
+    try:
+        return replace(TypeAdapter(Proof).validate_json(read_text(path)), is_cached=True)
+    except (OSError, ValueError):
+        return None
+
+
+def _require_memory(model: nn.Module) -> None:
+    """An error where the copies of a model would not fit into this machine's memory."""
+    needed = _COPIES * 8 * sum(tensor.numel() for _, tensor in _named(model))
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise UserError(
+            f"proving the cut needs about {needed / 2**30:.1f} GiB of memory for copies of the model and "
+            f"{free / 2**30:.1f} GiB are free; free some, or train it unproven with --unproven"
+        )
+
+
+def _compare(
+    build: Build, example: Tensor, cuts: Sequence[str], way: Way, weights: torch.dtype
+) -> tuple[float, float, str]:
+    """The largest difference, the tolerance and the precision; raises at the first difference beyond it."""
+    given = _samples(example, weights)
+    author, copy = (convert(build(), weights) for _ in range(2))
+    _give_state(author, copy)
+    author.train()
+    chain = Chain(copy, given[:1], way=way)
+    pieces = chain.cut(cuts)
+    with ExitStack() as stack:
+        for piece in pieces:  # as in ranks: every stage has buffers of its own, and parameters that are other objects
+            stack.enter_context(stand_ins((piece.training, piece.evaluation), copied))
+        return _compare_runs(author, pieces, given, weights)
+
+
+def _compare_runs(
+    author: nn.Module, pieces: Sequence[Piece], given: Tensor, weights: torch.dtype
+) -> tuple[float, float, str]:
+    worst = 0.0
+    tolerance = _TOLERANCE if weights is torch.float64 else None
+    for seed in _SEEDS:
+        if seed != _SEEDS[0]:
+            _move(author, pieces, seed)
+        if tolerance is None:
+            tolerance = _rounding_tolerance(author, given, seed)
+        expected = _run_author(author, given, seed, training=True)
+        found = _run_pieces(pieces, given, seed, training=True)
+        worst = max(worst, _difference(expected, found, pieces, tolerance, "training"))
+    author.eval()
+    expected = _run_author(author, given, _SEEDS[0], training=False)
+    found = _run_pieces(pieces, given, _SEEDS[0], training=False)
+    worst = max(worst, _difference(expected, found, pieces, tolerance, "evaluation"))
+    assert tolerance is not None
+    return worst, tolerance, str(weights).removeprefix("torch.")
+
+
+def _samples(example: Tensor, weights: torch.dtype) -> Tensor:
+    """Different samples like the example: its own, and where it has fewer, those moved by noise."""
+    rows = torch.cat([example] * -(-SAMPLES // len(example)))[:SAMPLES].clone()
+    if not rows.is_floating_point():
+        return rows
+    generator = torch.Generator().manual_seed(_SEEDS[0])
+    noise = torch.randn(rows.shape, generator=generator, dtype=torch.float64)
+    scale = float(rows.double().std()) if rows.numel() > 1 else 0.0
+    return (rows.double() + 0.1 * (scale or 1.0) * noise).to(weights)
+
+
+def _give_state(author: nn.Module, copy: nn.Module) -> None:
+    """Make two builds of a model equal: a factory may draw numbers that no seed fixes."""
+    own = dict(_named(copy))
+    with torch.no_grad():
+        for name, tensor in _named(author):
+            if name not in own or own[name].shape != tensor.shape:
+                raise UserError(f"the factory builds another model each time: '{name}' is only in one of two")
+            own[name].copy_(tensor)
+
+
+def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
+def _move(author: nn.Module, pieces: Sequence[Piece], seed: int) -> None:
+    """Move all parameters by noise, the same in the author's model and in the pieces."""
+    noises: dict[str, Tensor] = {}
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in author.named_parameters():
+            real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+            size = float(real.double().square().mean().sqrt()) or _NOISE
+            noise = _NOISE * size * torch.randn(real.shape, generator=generator, dtype=torch.float64)
+            real.add_(noise.to(real.dtype))
+            noises[name] = parameter.detach()
+        names = {id(p): name for name, p in author.named_parameters()}
+        aliases = {name: names[id(p)] for name, p in author.named_parameters(remove_duplicate=False)}
+        for piece in pieces:
+            for root in {id(root): root for root in (piece.training, piece.evaluation)}.values():
+                for name, parameter in root.named_parameters(remove_duplicate=False):
+                    parameter.copy_(noises[aliases[name]])
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def _weights_of(output: Tensor, seed: int) -> Tensor:
+    """Weights of the outputs in the number whose gradient is compared."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
+
+
+def _run_author(model: nn.Module, given: Tensor, seed: int, *, training: bool) -> _Outcome:
+    before = _attributes(model)
+    model.zero_grad(set_to_none=True)
+    _seed(seed)
+    with torch.set_grad_enabled(training):
+        output = model(given.clone())
+    if training:
+        torch.autograd.backward((output * _weights_of(output, seed)).sum())
+    gradients = {name: _dense(parameter.grad) for name, parameter in model.named_parameters()}
+    after = _attributes(model)
+    changed = {name: value for name, value in after.items() if before.get(name, _MISSING) != value}
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    return _Outcome(output.detach(), gradients, buffers, changed)
+
+
+def _run_pieces(pieces: Sequence[Piece], given: Tensor, seed: int, *, training: bool) -> _Outcome:
+    """Run all pieces forward and then backward, as ranks do: what crosses a boundary is a copy, and a new leaf."""
+    modules = [piece.training if training else piece.evaluation for piece in pieces]
+    leaves_of: list[list[Any]] = []
+    outputs: list[Any] = []
+    for piece in pieces:
+        piece.train(training)
+        for root in (piece.training, piece.evaluation):
+            root.zero_grad(set_to_none=True)
+    _seed(seed)
+    values: Sequence[Any] = (given.clone(),)
+    with torch.set_grad_enabled(training):
+        for stage, module in enumerate(modules):
+            leaves = [_crossed(value) for value in values] if stage else list(values)
+            leaves_of.append(leaves)
+            output = module(
+                *(leaf.clone() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves)
+            )
+            outputs.append(output)
+            values = output if isinstance(output, tuple) else (output,)
+    last = outputs[-1]
+    if training:
+        incoming = [_weights_of(last, seed)]
+        for stage in reversed(range(len(modules))):
+            made = outputs[stage] if stage < len(modules) - 1 else (last,)
+            roots = [value for value in made if isinstance(value, Tensor) and value.requires_grad]
+            if roots:
+                torch.autograd.backward(roots, incoming)
+            crossing = [leaf for leaf in leaves_of[stage] if isinstance(leaf, Tensor) and leaf.requires_grad]
+            incoming = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in crossing]
+    gradients: dict[str, Tensor | None] = {}
+    buffers: dict[str, Tensor] = {}
+    attributes: dict[str, Any] = {}
+    for piece in pieces:
+        for name, parameter in piece.training.named_parameters():
+            gradients[name] = _dense(parameter.grad)
+        buffers |= {name: buffer.detach().clone() for name, buffer in piece.training.named_buffers()}
+        attributes |= _attributes(piece.training)
+    return _Outcome(last.detach(), gradients, buffers, attributes)
+
+
+def _crossed(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+
+_MISSING = object()
+
+
+def _attributes(model: nn.Module) -> dict[str, Any]:
+    """The plain numbers and texts among the attributes of all modules, by name."""
+    root = getattr(model, "whole", model)
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, module in root.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | str) and name != "training" and not name.startswith("__")
+    }
+
+
+def _rounding_tolerance(author: nn.Module, given: Tensor, seed: int) -> float:
+    """How much of a difference is rounding: what the author's own model makes of inputs moved by it."""
+    kept = {name: buffer.detach().clone() for name, buffer in author.named_buffers()}
+    plain = _run_author(author, given, seed, training=True)
+    _restore(author, kept)
+    moved = given
+    if given.is_floating_point():
+        moved = given * (1 + torch.finfo(given.dtype).eps)
+    other = _run_author(author, moved, seed, training=True)
+    _restore(author, kept)
+    scale = _scale(plain)
+    noise = _relative(plain.output, other.output, 0.0)
+    for name, gradient in plain.gradients.items():
+        twin = other.gradients[name]
+        if gradient is not None and twin is not None:
+            noise = max(noise, _relative(gradient, twin, scale))
+    return min(_LARGEST_TOLERANCE, max(_ROUNDINGS * noise, 1e-6))
+
+
+def _restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+def _scale(outcome: _Outcome) -> float:
+    made = [
+        float(gradient.abs().max())
+        for gradient in outcome.gradients.values()
+        if gradient is not None and gradient.numel()
+    ]
+    return _FLOOR * max(made, default=0.0)
+
+
+def _relative(some: Tensor, other: Tensor, floor: float) -> float:
+    if some.shape != other.shape:
+        return float("inf")
+    if not some.numel():
+        return 0.0
+    if torch.equal(some, other):
+        return 0.0
+    difference = (some.to(torch.complex128) - other.to(torch.complex128)).abs().max()
+    return (
+        float(difference / max(float(some.abs().max()), floor, 1e-300)) if torch.isfinite(difference) else float("inf")
+    )
+
+
+def _difference(
+    expected: _Outcome, found: _Outcome, pieces: Sequence[Piece], tolerance: float | None, mode: str
+) -> float:
+    """The largest relative difference between two outcomes; raises where it is beyond the tolerance."""
+    assert tolerance is not None
+    worst = 0.0
+
+    def check(what: str, difference: float) -> None:
+        nonlocal worst
+        worst = max(worst, difference)
+        if not difference <= tolerance:
+            amount = "it is there in one of them only" if difference == float("inf") else f"by {difference:.1e}"
+            raise Differs(
+                f"the {len(pieces)} stages do not compute what the whole model does: in {mode}, {what} differs ({amount}, "
+                f"at most {tolerance:.0e} is rounding); use one stage, or --unproven to train it all the same"
+            )
+
+    stage_of = {name: stage for stage, piece in enumerate(pieces) for name, _ in _named(piece.training)}
+
+    def place(name: str) -> str:
+        return f"'{name}' of stage {stage_of[name]}" if name in stage_of else f"'{name}' of no stage"
+
+    check("the output", _relative(expected.output, found.output, 0.0))
+    floor = _scale(expected)
+    for name, gradient in expected.gradients.items():
+        twin = found.gradients.get(name)
+        if gradient is None or twin is None:
+            is_same = gradient is None and twin is None
+            check(f"the gradient of {place(name)}", 0.0 if is_same else float("inf"))
+        else:
+            check(f"the gradient of {place(name)}", _relative(gradient, twin, floor))
+    for name, buffer in expected.buffers.items():
+        if name in found.buffers:
+            check(f"buffer {place(name)}", _relative(buffer, found.buffers[name], 0.0))
+    for name, value in expected.attributes.items():
+        check(f"attribute '{name}'", 0.0 if found.attributes.get(name, _MISSING) == value else float("inf"))
+    return worst
+
+
+# Proofs that were made before.
+
+
+def cache_folder() -> Path:
+    """Where proofs are kept, beside other programs' caches."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stagewright" / "proofs"
+
+
+def proof_key(chain: Chain, example: Tensor, cuts: Sequence[str]) -> str:
+    """What a proof depends on: the model's code and what was recorded of it, this package's code, versions and cuts."""
+    model = chain.model
+    files = {inspect.getsourcefile(type(module)) for module in model.modules() if _has_source(type(module))}
+    files |= {str(path) for path in Path(__file__).parent.glob("*.py")}
+    digest = hashlib.blake2b(digest_size=20)
+    for name in sorted(filter(None, files)):
+        digest.update(hashlib.blake2b(Path(name).read_bytes()).digest())
+    first: dict[int, str] = {}
+    described: list[Any] = [
+        (_VERSION, torch.__version__, np.__version__, str(chain.way), list(cuts)),
+        (list(example.shape[1:]), str(example.dtype), chain.trace_error),
+        repr(model),
+        [
+            (name, first.setdefault(id(t), name), list(t.shape), str(t.dtype), t.requires_grad)
+            for name, t in _named(model)
+        ],
+        [_described(module) for module in model.modules()],
+    ]
+    for recording in (chain.trace.training, chain.trace.evaluation) if chain.trace else ():
+        described.append(
+            [(n.op, n.name, _described_call(n.target), str(n.args), str(n.kwargs)) for n in recording.graph.nodes]
+        )
+    digest.update(json.dumps(described, default=str).encode())
+    return digest.hexdigest()
+
+
+def _described(module: nn.Module) -> list[tuple[str, str]]:
+    """A module's class and its Python attributes, without addresses in memory."""
+    plain = [(name, value) for name, value in vars(module).items() if name not in _TABLES]
+    return [
+        ("", f"{type(module).__module__}.{type(module).__qualname__}"),
+        *((n, _described_call(v)) for n, v in plain),
+    ]
+
+
+def _described_call(value: Any) -> str:
+    if callable(value):
+        inner = getattr(value, "func", value)  # of a partial
+        where = (getattr(inner, "__module__", ""), getattr(inner, "__qualname__", type(inner).__qualname__))
+        return f"{where} {getattr(value, 'args', '')} {getattr(value, 'keywords', '')}"
+    return re.sub(r"0x[0-9a-f]+", "", repr(value))[:_LONGEST]
+
+
+def _has_source(kind: type) -> bool:
+    try:
+        return inspect.getsourcefile(kind) is not None
+    except TypeError:
+        return False

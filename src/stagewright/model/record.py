@@ -1,0 +1,684 @@
+"""Records a model's forward as a graph by running it: every torch call, in order, with what it was given.
+
+The author's Python runs as it is, on stand-ins without data where that is possible, and every call that torch sees becomes a
+node of a `torch.fx.Graph`: its targets are the model's own modules, its attributes the model's own parameters. What a
+graph can't hold (a value that decides what runs, a change of a Python attribute, a hook on a tensor) keeps the module
+whose code does it whole, as one node. The forward runs for two numbers of samples; numbers that differ become
+expressions of the number of samples, so the graph holds for any.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import FrameType, MethodWrapperType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves
+
+SIZES = (2, 3)  # the numbers of samples that a forward is recorded with
+_CONTAINERS = (
+    nn.Sequential,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
+    nn.Transformer,
+)
+_METADATA = frozenset(
+    [
+        "__format__",
+        "__hash__",
+        "__len__",
+        "__repr__",
+        "can_cast",
+        "data_ptr",
+        "dim",
+        "element_size",
+        "get_device",
+        "has_names",
+        "is_complex",
+        "is_contiguous",
+        "is_floating_point",
+        "is_inference",
+        "is_pinned",
+        "is_same_size",
+        "is_shared",
+        "is_signed",
+        "ndimension",
+        "nelement",
+        "numel",
+        "promote_types",
+        "result_type",
+        "size",
+        "storage_offset",
+        "stride",
+        "type",
+        "untyped_storage",
+    ]
+)
+_CONSTANTS = frozenset(
+    [
+        "arange",
+        "as_tensor",
+        "empty",
+        "empty_like",
+        "eye",
+        "from_numpy",
+        "full",
+        "full_like",
+        "linspace",
+        "logspace",
+        "new_empty",
+        "new_full",
+        "new_ones",
+        "new_tensor",
+        "new_zeros",
+        "ones",
+        "ones_like",
+        "scalar_tensor",
+        "tensor",
+        "tril_indices",
+        "triu_indices",
+        "zeros",
+        "zeros_like",
+    ]
+)
+_PLAIN = (int, float, bool, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
+_PRIVATE = frozenset(vars(nn.Module()))  # hooks, modules, parameters, buffers, and `training`
+
+
+class Untraceable(Exception):
+    """The code of the model itself does what a graph can't hold, so only the whole model can run."""
+
+    def __init__(self, why: str, draws: frozenset[str] = frozenset(("random", "numpy"))) -> None:
+        super().__init__(why)
+        self.draws = draws  # the generators, beside torch's, that the forward may draw from
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Whether gradients are recorded, and the type that autocast computes in: None where it is off."""
+
+    grad: bool
+    autocast: tuple[str, torch.dtype] | None
+
+    @staticmethod
+    def now(device: str) -> Context:
+        is_on = torch.is_autocast_enabled(device)
+        return Context(torch.is_grad_enabled(), (device, torch.get_autocast_dtype(device)) if is_on else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """A buffer that the forward replaces: the module that holds it, its name there, and the node of its new value."""
+
+    module: str
+    name: str
+    value: fx.Node
+
+
+@dataclass(slots=True)
+class Recording:
+    """A forward as a graph.
+
+    Every node's `meta` has its `context`, if it is not that of the whole forward; `follows` where it belongs to the node
+    before it; and `opens`, the modules whose call begins with it.
+    """
+
+    graph: fx.Graph
+    constants: dict[str, Tensor] = field(default_factory=dict)  # tensors that are neither parameters nor buffers
+    assigned: list[Assign] = field(default_factory=list)
+    whole: dict[str, str] = field(default_factory=dict)  # modules kept whole, and why
+    draws: frozenset[str] = frozenset()  # Python's `random`, `numpy`: from which the forward draws numbers
+    reads_values: bool = False  # what runs depends on values, so it may differ between batches
+
+
+def record(
+    model: nn.Module,
+    example: Tensor,
+    *,
+    training: bool,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    keep: Mapping[str, str] | None = None,
+    names: Mapping[int, str] | None = None,
+) -> Recording:
+    """Record a model's forward on samples like the example; `keep` names modules to keep whole, and why.
+
+    `names` has the names of tensors, by id, that stand-ins have replaced: the author's code may hold them elsewhere.
+    `model` must be a copy: its forward runs, on tensors that may be fake.
+    """
+    keep = dict(keep or {})
+    for _ in range(len(list(model.modules())) + 1):
+        first, second = (
+            _Recorder(model, keep, names or {}).run(_samples(example, size), training, context) for size in SIZES
+        )
+        odd = _generalize(first.recording.graph, second.recording.graph)
+        if odd is None:
+            made = [t for name, t in first.recording.constants.items() if second.recording.constants.get(name) is not t]
+            if made:
+                raise Untraceable("the forward makes a tensor in a way that torch does not show")
+            return first.recording
+        if not odd:
+            raise Untraceable("the forward does something else for 2 samples than for 3")
+        keep |= dict.fromkeys(_alike(model, odd), "it does something else for 2 samples than for 3")
+    raise Untraceable("the forward does something else each time")
+
+
+def _samples(example: Tensor, size: int) -> Tensor:
+    return torch.cat([example[:1]] * size)
+
+
+def _alike(model: nn.Module, path: str) -> list[str]:
+    """The module and all others of its class: what one can't do, they can't."""
+    kind = type(model.get_submodule(path))
+    return [name for name, module in model.named_modules() if type(module) is kind and name]
+
+
+@dataclass(slots=True)
+class _Frame:
+    """The call of a module whose code is being recorded."""
+
+    path: str
+    module: nn.Module
+    attributes: dict[str, Any]
+    buffers: dict[str, Any]
+    parameters: dict[str, Any]
+    broken: str | None = None  # why the module must stay whole
+
+
+class _Recorder(TorchFunctionMode):
+    """Records one forward: torch's calls by being a torch-function mode, modules' by standing in for their call."""
+
+    def __init__(self, model: nn.Module, keep: Mapping[str, str], names: Mapping[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model = model
+        self._keep = keep
+        self._paths: dict[int, str] = {}
+        for path, module in model.named_modules():
+            self._paths.setdefault(id(module), path)
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        self._names: dict[int, str] = dict(names)
+        for name, tensor in named:
+            self._names.setdefault(id(tensor), name)
+        self._kept: list[Any] = [tensor for _, tensor in named]  # alive, so that no other object gets its id
+        self._nodes: dict[int, fx.Node] = {}
+        self._frames: list[_Frame] = []
+        self._opened: list[str] = []
+        self._depth = 0  # > 0 inside a call that is recorded as one
+        self._state: tuple[Any, Any] = (None, None)
+        self._draws: set[str] = set()
+        self._device = "cpu"
+        self._ambient: Context | None = None
+        self.recording = Recording(fx.Graph())
+
+    def run(self, example: Tensor, training: bool, context: Callable[[], AbstractContextManager[Any]]) -> _Recorder:
+        """Run the forward once, in training or evaluation mode."""
+        self._model.train(training)
+        graph = self.recording.graph
+        self._bind(example, graph.placeholder(_input_name(self._model)))
+        self._device = example.device.type if example.device.type != "meta" else "cpu"
+        original = nn.Module.__call__
+        function_apply: Any = inspect.getattr_static(torch.autograd.Function, "apply").__func__
+        recorder = self
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return recorder._module(module, original, args, kwargs)
+
+        def applied(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+            return recorder._function(function, function_apply, args, kwargs)
+
+        with (
+            torch.set_grad_enabled(training),
+            context(),
+            mock.patch.object(nn.Module, "__call__", call),
+            mock.patch.object(torch.autograd.Function, "apply", classmethod(applied)),
+        ):
+            self._ambient = Context.now(self._device)
+            self._state = _random_states()
+            with self:
+                output = self._model(example)
+        if isinstance(output, Tensor):
+            graph.output(self._argument(output))
+        else:
+            graph.output(tuple(self._argument(value) for value in tree_leaves(output)))
+        self.recording.draws = frozenset(self._draws)
+        return self
+
+    # Calls of modules.
+
+    def _module(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        path = self._paths.get(id(module))
+        if self._depth or path is None or (path == "" and self._frames):
+            return original(module, *args, **kwargs)
+        inside = _checkpoint_around()
+        if path and (inside is not None or path in self._keep or _is_leaf(module)):
+            if path in self._keep:
+                self.recording.whole[path] = self._keep[path]
+            return self._as_one(path, module, original, args, kwargs, inside)
+        graph = self.recording.graph
+        before, opened = len(graph.nodes), len(self._opened)
+        frame = _Frame(path, module, _attributes(module), dict(module._buffers), dict(module._parameters))
+        self._frames.append(frame)
+        self._opened.append(path)
+        result = original(module, *args, **kwargs)
+        self._check_changes(frame, result)
+        self._frames.pop()
+        if frame.broken is None:
+            return result
+        if not path:
+            raise Untraceable(frame.broken, frozenset(self._draws))
+        for node in reversed(list(graph.nodes)[before:]):
+            node.users.clear()
+            graph.erase_node(node)
+        self.recording.assigned = [made for made in self.recording.assigned if not _is_below(made.module, path)]
+        self.recording.whole = {name: why for name, why in self.recording.whole.items() if not _is_below(name, path)}
+        self.recording.whole[path] = frame.broken
+        self._opened[opened:] = [path]
+        self._emit("call_module", path, args, kwargs, result)
+        return result
+
+    def _as_one(
+        self,
+        path: str,
+        module: nn.Module,
+        original: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        inside: Mapping[str, Any] | None,
+    ) -> Any:
+        """Run a module unrecorded, as one node; inside an activation checkpoint, as a checkpoint of its own."""
+        self._opened.append(path)
+        with self._unrecorded():
+            result = original(module, *args, **kwargs)
+        if inside is None:
+            self._emit("call_module", path, args, kwargs, result)
+        else:
+            owner = self.recording.graph.get_attr(path)
+            given = (owner, *map(self._argument, args))
+            options = {name: inside[name] for name in ("use_reentrant", "preserve_rng_state")}
+            named = {name: self._argument(value) for name, value in kwargs.items()}
+            self._add("call_function", checkpoint.checkpoint, given, named | options, result, context=self._ambient)
+        return result
+
+    @contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._note_draws()
+                self._state = _random_states()
+
+    def _note_draws(self) -> bool:
+        """Note from which generators, beside torch's, numbers were drawn since the last time."""
+        now = _random_states()
+        drawn = {name for name, old, new in zip(("random", "numpy"), self._state, now, strict=True) if old != new}
+        self._draws |= drawn
+        return bool(drawn)
+
+    def _check_changes(self, frame: _Frame, result: Any) -> None:
+        """Keep a module whole whose own code drew numbers or changed attributes; record the buffers it replaced."""
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._require_seen(leaf)
+        if self._note_draws():
+            self._state = _random_states()
+            self.recording.reads_values = True
+            self._break("draws numbers from Python's or numpy's generator", frame)
+        after = _attributes(frame.module)
+        changed = [name for name in {**after, **frame.attributes} if after.get(name) != frame.attributes.get(name)]
+        if changed:
+            self._break(f"changes its attribute '{changed[0]}'", frame)
+        if {k: id(v) for k, v in frame.module._parameters.items()} != {k: id(v) for k, v in frame.parameters.items()}:
+            self._break("replaces a parameter", frame)
+        for name, buffer in frame.module._buffers.items():
+            if buffer is not frame.buffers.get(name):
+                if id(buffer) not in self._nodes:
+                    self._break(f"replaces its buffer '{name}' by a tensor of unknown origin", frame)
+                    continue
+                self.recording.assigned.append(Assign(frame.path, name, self._nodes[id(buffer)]))
+
+    def _break(self, why: str, frame: _Frame | None = None) -> None:
+        """Keep the module whole whose code is running."""
+        frame = frame or self._frames[-1]
+        frame.broken = frame.broken or f"its forward {why}"
+
+    # Calls of functions.
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._depth or not self._frames:
+            return result
+        name = getattr(func, "__name__", str(func))
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)) or _writes(name):
+            self._record_function(func, name, args, kwargs, result)
+            return result
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if name == "__set__":
+            self._break(f"sets '{_attribute_name(func)}' of a tensor")
+        elif given and name not in _METADATA and name != "__get__" and not all(map(self._is_constant, given)):
+            if name in ("register_hook", "register_post_accumulate_grad_hook", "backward", "retain_grad"):
+                self._break(f"calls '{name}' on a tensor")
+            else:
+                self.recording.reads_values = True
+                self._break(f"reads values ('{name}')")
+        return result
+
+    def _record_function(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        if isinstance(func, MethodWrapperType) and name == "__get__":
+            self._emit("call_function", getattr, (args[0], _attribute_name(func)), {}, result)
+        elif args and isinstance(args[0], Tensor) and getattr(torch.Tensor, name, None) is func:
+            self._emit("call_method", name, args, kwargs, result)
+        else:
+            self._emit("call_function", func, args, kwargs, result)
+
+    def _function(self, function: Any, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Record an autograd function as one call; torch's own checkpoint is seen from inside."""
+        if self._depth or not self._frames or function is checkpoint.CheckpointFunction:
+            return apply(function, *args, **kwargs)
+        with self._unrecorded():
+            result = apply(function, *args, **kwargs)
+        self._emit("call_function", function.apply, args, kwargs, result)
+        return result
+
+    def _emit(self, op: str, target: Any, args: Any, kwargs: Any, result: Any) -> None:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        name = target if isinstance(target, str) else getattr(target, "__name__", "")
+        is_constant = op != "call_module" and all(map(self._is_constant, given)) and (bool(given) or name in _CONSTANTS)
+        is_constant |= name in (
+            "zeros_like",
+            "ones_like",
+            "empty_like",
+            "full_like",
+            "new_zeros",
+            "new_ones",
+            "new_full",
+        )
+        arguments = tuple(map(self._argument, args))
+        named = {name: self._argument(value) for name, value in kwargs.items()}
+        self._add(op, target, arguments, named, result, is_constant=is_constant)
+
+    def _add(
+        self,
+        op: str,
+        target: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        *,
+        is_constant: bool = False,
+        context: Context | None = None,
+    ) -> None:
+        node = self.recording.graph.create_node(op, target, args, kwargs)
+        now = context or Context.now(self._device)
+        node.meta = {
+            "owner": self._frames[-1].path,
+            "opens": tuple(self._opened),
+            "constant": is_constant,
+            "context": None if now == self._ambient else now,
+            "is_grad_free": isinstance(result, Tensor) and not result.requires_grad,
+        }
+        self._opened = []
+        self._bind(result, node)
+
+    def _bind(self, value: Any, node: fx.Node) -> None:
+        """Know a result, or the tensors in it, by its node."""
+        if isinstance(value, Tensor):
+            self._nodes[id(value)] = node
+            self._kept.append(value)
+            return
+        items: Sequence[tuple[Any, Any]] = ()
+        if isinstance(value, tuple | list):
+            items = list(enumerate(value))
+        elif isinstance(value, Mapping):
+            items = list(value.items())
+        for key, item in items:
+            if any(isinstance(leaf, Tensor) for leaf in tree_leaves(item)):
+                taken = self.recording.graph.call_function(operator.getitem, (node, key))
+                taken.meta = node.meta | {"follows": True, "opens": ()}
+                self._bind(item, taken)
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        node = self._nodes.get(id(tensor))
+        return node is not None and bool(node.meta.get("constant"))
+
+    def _argument(self, value: Any) -> Any:
+        """An argument as a graph holds it."""
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, torch.Size):
+            return tuple(value)
+        if type(value) in _PLAIN or value is Ellipsis or isinstance(value, torch.device):
+            return value
+        if isinstance(value, bool | int | float | str):
+            return next(kind(value) for kind in (bool, int, float, str) if isinstance(value, kind))
+        if isinstance(value, slice):
+            return slice(*map(self._argument, (value.start, value.stop, value.step)))
+        if isinstance(value, range):
+            return value
+        if type(value) in (tuple, list):
+            return type(value)(map(self._argument, value))
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(self._argument, value))
+        if isinstance(value, tuple):
+            return tuple(map(self._argument, value))
+        if type(value) is dict and all(isinstance(key, str) for key in value):
+            return {key: self._argument(item) for key, item in value.items()}
+        if self._frames:
+            self._break(f"passes a {type(value).__name__} from one call to another")
+        return None
+
+    def _require_seen(self, tensor: Tensor) -> None:
+        """Keep the running module whole where a tensor got a gradient without a recorded call, as a function's would."""
+        node = self._nodes.get(id(tensor))
+        if node is not None and tensor.requires_grad and node.meta.get("is_grad_free") and self._frames:
+            self._break("calls an autograd function in a way that torch does not show")
+
+    def _tensor(self, tensor: Tensor) -> fx.Node:
+        graph = self.recording.graph
+        if (node := self._nodes.get(id(tensor))) is not None:
+            self._require_seen(tensor)
+            return node
+        if (name := self._names.get(id(tensor))) is not None:
+            return graph.get_attr(name)
+        constants = self.recording.constants
+        name = next((name for name, held in constants.items() if held is tensor), f"_constant_{len(constants)}")
+        constants[name] = tensor
+        return graph.get_attr(name)
+
+
+def _attribute_name(getter: Any) -> str:
+    """The name of the attribute that a getter of a tensor's gets."""
+    return str(getter.__self__.__name__)
+
+
+def _writes(name: str) -> bool:
+    """Whether a function without a result changes a tensor."""
+    return name == "__setitem__" or name.startswith("_foreach_")
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    """Whether a module is one node: torch's own layers, but for those that only hold others; scripted modules."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
+    return type(module).__module__.startswith(("torch.nn.", "torch.ao.")) and not isinstance(module, _CONTAINERS)
+
+
+def _is_below(path: str, parent: str) -> bool:
+    return path == parent or path.startswith(parent + ".")
+
+
+def _input_name(model: nn.Module) -> str:
+    """The name of forward's first argument."""
+    try:
+        names = list(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):
+        names = []
+    return names[0] if names and names[0].isidentifier() and names[0] not in ("args", "self") else "input"
+
+
+def _random_states() -> tuple[Any, Any]:
+    state: Any = np.random.get_state(legacy=False)
+    return random.getstate(), str((state["state"]["key"].tobytes(), state["state"]["pos"], state["gauss"]))
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's own Python attributes, as marks that differ once an attribute changes."""
+    return {name: _mark(value) for name, value in vars(module).items() if name not in _PRIVATE or name == "training"}
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, list | tuple | set | dict):
+        items = value.items() if isinstance(value, dict) else value
+        return id(value), tuple(id(item) if not isinstance(item, tuple) else tuple(map(id, item)) for item in items)
+    if isinstance(value, int | float | str):
+        return type(value), value
+    return id(value)
+
+
+def _checkpoint_around() -> Mapping[str, Any] | None:
+    """The options of the activation checkpoint that the running code is in, if it is in one."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == __file__ and code.co_name == "run":
+            return None
+        if code.co_filename == checkpoint.__file__ and code.co_name == "checkpoint":
+            held = frame.f_locals
+            return {
+                "use_reentrant": bool(held.get("use_reentrant")),
+                "preserve_rng_state": bool(
+                    held.get("kwargs", {}).get("preserve_rng_state", held.get("preserve", True))
+                ),
+            }
+        frame = frame.f_back
+    return None
+
+
+# Two recordings, of different numbers of samples, as one graph.
+
+
+def _generalize(graph: fx.Graph, other: fx.Graph) -> str | None:
+    """Make a graph hold for any number of samples, by comparing it with the same forward for another number.
+
+    Returns None, or the path of the module whose code does something else for each number.
+    """
+    nodes, others = list(graph.nodes), list(other.nodes)
+    twins = dict(zip(others, nodes, strict=False))
+    sizes: dict[tuple[int, int], fx.Node] = {}
+    replaced: list[tuple[fx.Node, Any, Any]] = []
+    for node, twin in zip(nodes, others, strict=False):
+        if (node.op, node.name) != (twin.op, twin.name) or not _same_target(node.target, twin.target):
+            return _owner(node)
+        try:
+            args = _merge(node.args, twin.args, twins)
+            kwargs = _merge(node.kwargs, twin.kwargs, twins)
+        except _Odd:
+            return _owner(node)
+        replaced.append((node, args, kwargs))
+    if len(nodes) != len(others):
+        return _owner(max(nodes, others, key=len)[min(len(nodes), len(others))])
+    (source,) = (node for node in nodes if node.op == "placeholder")
+    samples: fx.Node | None = None
+
+    def value(size: _Size) -> fx.Node:
+        nonlocal samples
+        if samples is None:
+            with graph.inserting_after(source):
+                samples = graph.call_method("size", (source, 0))
+                samples.meta = {"is_size": True}
+        if (size.factor, size.offset) not in sizes:
+            with graph.inserting_after(samples):
+                made = graph.call_function(affine, (samples, size.factor, size.offset))
+                made.meta = {"is_size": True}
+            sizes[size.factor, size.offset] = made
+        return sizes[size.factor, size.offset]
+
+    for node, args, kwargs in replaced:
+        if _has_size(args) or _has_size(kwargs):
+            node.args = _resolve(args, value)
+            node.kwargs = _resolve(kwargs, value)
+    return None
+
+
+def affine(samples: int, factor: int, offset: int) -> int:
+    """A number that a forward derives from its number of samples."""
+    return factor * samples + offset
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    factor: int
+    offset: int
+
+
+class _Odd(Exception):
+    """Two recordings differ by more than the number of samples explains."""
+
+
+def _owner(node: fx.Node) -> str:
+    return str(node.meta.get("owner", ""))
+
+
+def _same_target(one: Any, other: Any) -> bool:
+    return bool(one == other)
+
+
+def _merge(one: Any, other: Any, twins: Mapping[fx.Node, fx.Node]) -> Any:
+    if isinstance(one, fx.Node):
+        if not isinstance(other, fx.Node) or twins.get(other) is not one:
+            raise _Odd
+        return one
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list) and len(one) == len(other):
+        merged = [_merge(a, b, twins) for a, b in zip(one, other, strict=True)]
+        return type(one)(*merged) if hasattr(one, "_fields") else tuple(merged) if isinstance(one, tuple) else merged
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return {key: _merge(one[key], other[key], twins) for key in one}
+    if isinstance(one, slice) and isinstance(other, slice):
+        return slice(*(_merge(getattr(one, k), getattr(other, k), twins) for k in ("start", "stop", "step")))
+    if type(one) is int and type(other) is int and one != other:
+        factor = (other - one) // (SIZES[1] - SIZES[0])
+        return _Size(factor, one - factor * SIZES[0])
+    if type(one) is not type(other) or (one != other and not (one != one and other != other)):
+        raise _Odd
+    return one
+
+
+def _has_size(value: Any) -> bool:
+    if isinstance(value, slice):
+        return any(isinstance(part, _Size) for part in (value.start, value.stop, value.step))
+    if isinstance(value, dict):
+        return any(map(_has_size, value.values()))
+    return isinstance(value, _Size) or (isinstance(value, tuple | list) and any(map(_has_size, value)))
+
+
+def _resolve(value: Any, make: Callable[[_Size], fx.Node]) -> Any:
+    if isinstance(value, _Size):
+        return make(value)
+    if isinstance(value, slice):
+        return slice(*(_resolve(part, make) for part in (value.start, value.stop, value.step)))
+    if isinstance(value, dict):
+        return {key: _resolve(item, make) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_resolve(item, make) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(_resolve(item, make) for item in value)
+    return value

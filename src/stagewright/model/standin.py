@@ -1,0 +1,133 @@
+"""Copies of a model to analyse: with its own Python state, and tensors that are shared, fake or copied.
+
+Analysis runs a model's code. On a twin whose parameters and buffers are stand-ins that moves no parameter, buffer,
+random state or flag of the model that trains.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+Make = Callable[[Tensor], Tensor]
+_TABLES = frozenset(vars(nn.Module())) - {"training"}  # of every module: its hooks, parameters, buffers and modules
+
+
+def twin_of(model: nn.Module, *, shared: bool = True) -> nn.Module:
+    """A copy of a model's modules and Python attributes; its tensors are the model's own, or copies."""
+    held = [*model.parameters(), *model.buffers()] if shared else []
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in held})
+
+
+@contextmanager
+def stand_ins(roots: Sequence[nn.Module], make: Make) -> Iterator[dict[str, Tensor]]:
+    """Put stand-ins in place of all parameters and buffers while the context is open; yields them by name.
+
+    Tied tensors stay tied. They stay in place during backward, which may run a forward again.
+    """
+    sites: list[tuple[dict[str, Any], str, Tensor]] = []
+    made: dict[int, Tensor] = {}
+    named: dict[str, Tensor] = {}
+    for root in roots:
+        for prefix, module in root.named_modules(remove_duplicate=False):
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in made:
+                        sites.append((table, name, tensor))
+                        made[id(tensor)] = stand_in = make(tensor)
+                        made[id(stand_in)] = stand_in
+                    elif made[id(tensor)] is not tensor:
+                        sites.append((table, name, tensor))
+                    named[f"{prefix}.{name}" if prefix else name] = table[name] = made[id(tensor)]
+    try:
+        yield named
+    finally:
+        for table, name, tensor in sites:
+            table[name] = tensor
+
+
+@contextmanager
+def fake_tensors(device: str) -> Iterator[Make]:
+    """Within, tensors have shapes and no data; yields what makes a fake one on a device."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # torch logs a traceback of exceptions that it raises anyway
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+
+            def make(tensor: Tensor) -> Tensor:
+                if device in ("cpu", tensor.device.type):
+                    return _like(mode.from_tensor(tensor.detach()), tensor)
+                return _like(torch.empty_like(tensor, device=device), tensor)
+
+            yield make
+    finally:
+        logger.setLevel(level)
+
+
+def copied(tensor: Tensor, device: str | torch.device = "cpu") -> Tensor:
+    """A copy with the same values."""
+    return _like(tensor.detach().to(device, copy=True), tensor)
+
+
+def _like(made: Tensor, tensor: Tensor) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def untouched_generators() -> Iterator[None]:
+    """Restore the state of torch's, Python's and numpy's generators at the end of the context."""
+    python, numbers = random.getstate(), np.random.get_state()
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(gpus):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numbers)
+
+
+@contextmanager
+def unchanged_state(roots: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore modes, buffers and Python attributes of all modules at the end of the context, whatever runs within."""
+    modules = {id(module): module for root in roots for module in root.modules()}.values()
+    tables = [(module, _plain_state(module)) for module in modules]
+    buffers = [(module._buffers, dict(module._buffers)) for module in modules]
+    values = {
+        id(tensor): (tensor, tensor.detach().clone())
+        for _, held in buffers
+        for tensor in held.values()
+        if tensor is not None
+    }
+    try:
+        yield
+    finally:
+        for module, before in tables:
+            for name in set(_plain_state(module)) - set(before):
+                object.__delattr__(module, name)
+            vars(module).update(before)
+        for table, held in buffers:
+            table.update(held)
+        with torch.no_grad():
+            for tensor, copy_before in values.values():
+                if not torch.equal(tensor, copy_before):
+                    tensor.copy_(copy_before)
+
+
+def _plain_state(module: nn.Module) -> dict[str, Any]:
+    """A module's mode and Python attributes; containers copied, since a forward may change them in place."""
+    kept = {name: value for name, value in vars(module).items() if not name.startswith("_") or name not in _TABLES}
+    return {name: copy.copy(value) if type(value) in (list, dict, set) else value for name, value in kept.items()}

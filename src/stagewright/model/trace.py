@@ -1,0 +1,80 @@
+"""Traces a model: its forward in training and in evaluation as recorded graphs, of copies of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from stagewright.errors import first_line
+from stagewright.model.record import Recording, Untraceable, record
+from stagewright.model.standin import Make, copied, fake_tensors, stand_ins, twin_of, untouched_generators
+
+Context = Callable[[], AbstractContextManager[Any]]
+Modes = dict[str, tuple[bool, bool]]  # of each module: whether it trains in training, and in evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The forwards of a model, and the mode of each of its modules in training and in evaluation."""
+
+    training: Recording
+    evaluation: Recording
+    modes: Modes
+
+
+def trace(model: nn.Module, example: Tensor, *, context: Context = nullcontext, device: str = "cpu") -> Trace:
+    """Trace a model that takes samples like the example; `Untraceable` where its own code can't be recorded.
+
+    It runs on fake tensors, which pretend to be on `device`, since what autocast does depends on it; where the model's
+    code reads values, which fake tensors don't have, on copies of the real ones.
+    """
+    try:
+        twin = twin_of(model)
+    except Exception as error:  # the model's own code, or an attribute that can't be copied
+        raise Untraceable(f"it can't be copied ({first_line(error, 100)})") from error
+    modes = modes_of(twin)
+    with untouched_generators():
+        if example.device.type == "meta" or any(parameter.is_meta for parameter in twin.parameters()):
+            return _real(twin, example.to("meta"), context, lambda tensor: tensor, modes)
+        try:
+            with fake_tensors(device) as make:
+                return _trace(twin, make(example), context, make, modes)
+        except Untraceable:
+            raise
+        except Exception:  # the forward needs values, or an operation has no fake
+            twin = twin_of(model)
+            return _real(twin, copied(example, device), context, partial(copied, device=device), modes)
+
+
+def _real(twin: nn.Module, example: Tensor, context: Context, make: Make, modes: Modes) -> Trace:
+    try:
+        return _trace(twin, example, context, make, modes)
+    except Untraceable:
+        raise
+    except Exception as error:  # the model's code may raise anything
+        raise Untraceable(f"its forward raised {type(error).__name__}: {first_line(error, 160)}") from error
+
+
+def _trace(twin: nn.Module, example: Tensor, context: Context, make: Make, modes: Modes) -> Trace:
+    held = [*twin.named_parameters(), *twin.named_buffers()]
+    names = {id(tensor): name for name, tensor in held}
+    with stand_ins((twin,), make):
+        training = record(twin, example, training=True, context=context, names=names)
+        evaluation = record(twin, example, training=False, context=context, keep=training.whole, names=names)
+        return Trace(training, evaluation, modes)
+
+
+def modes_of(model: nn.Module) -> Modes:
+    """The mode of every module after the model's own `train` and `eval`, which may be overridden."""
+    modes: Modes = {}
+    model.eval()
+    evaluation = {path: module.training for path, module in model.named_modules()}
+    model.train()
+    for path, module in model.named_modules():
+        modes[path] = (module.training, evaluation[path])
+    return modes
