@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from stagewright.bench.models.libraries import import_library, is_installed
 from stagewright.model import zoo
 from stagewright.model.convnext import StochasticDepth
 
@@ -428,3 +429,31 @@ def test_an_unknown_name_gets_a_hint(name: str, hint: str) -> None:
     with pytest.raises(ValueError, match=f"unknown model '{name}'") as caught:
         zoo.build(name)
     assert hint in str(caught.value) and "package.module:factory" in str(caught.value)
+
+
+SHAPE = {"image_size": 32, "patch_size": 4, "num_layers": 12, "num_heads": 3, "hidden_dim": 192, "mlp_dim": 768}
+THEIRS = {"resnet18": {}, "mobilenet_v2": {}, "convnext_tiny": {}, "vit-tiny": SHAPE}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_equals_torchvisions_model(name: str) -> None:
+    if not is_installed("torchvision"):
+        pytest.skip("torchvision is not installed")
+    their_models = import_library("torchvision.models")
+    factory = their_models.VisionTransformer if name == "vit-tiny" else getattr(their_models, name)
+    torch.manual_seed(3)
+    ours = zoo.build(name, 10)
+    torch.manual_seed(3)
+    theirs = factory(num_classes=10, **THEIRS[name])
+    state = theirs.state_dict()
+    assert list(ours.state_dict()) == list(state)
+    assert all(torch.equal(tensor, state[key]) for key, tensor in ours.state_dict().items())
+    moved = {key: t + 0.1 * torch.rand_like(t) if t.is_floating_point() else t for key, t in state.items()}
+    for model in (ours, theirs):
+        model.load_state_dict(moved)
+    images = torch.randn(2, 3, 32, 32)
+    for training in (True, False):
+        torch.manual_seed(4)
+        expected = theirs.train(training)(images)
+        torch.manual_seed(4)
+        assert torch.equal(ours.train(training)(images), expected) and expected.any()
