@@ -22,7 +22,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 # Unit tests two at a time; those of many ranks have the machine to themselves.
-tests: $(READY) .venv/.browser
+tests: $(READY) .venv/.libraries .venv/.browser
 	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/unit tests/schedule
 	$(BIN)/python -m pytest --ignore=tests/unit --ignore=tests/schedule tests
 
@@ -58,6 +58,11 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $(READY)
+
+# Models that nobody here wrote. This torchvision belongs to torch 2.13.0, so that pip leaves torch as it is.
+.venv/.libraries: $(READY)
+	$(BIN)/pip install --quiet --no-compile torchvision==0.28.0 timm==1.0.30 transformers==5.22.2 peft==0.21.2
+	touch $@
 
 # Reports are tested in the system's Chromium; where there is none and no way to install it, those tests say so.
 .venv/.browser: $(READY)

@@ -62,8 +62,9 @@ ALLOWED: dict[str, set[str]] = {
     "bench.peers": BENCH,
     "bench.micro": BENCH,
     "bench.learning": BENCH,
+    "bench.models": BENCH,
     "api": {"config", "errors", "run"},
-    "cli": {*BENCH, "bench.peers", "bench.micro", "bench.learning", "hardware.doctor"},
+    "cli": {*BENCH, "bench.peers", "bench.micro", "bench.learning", "bench.models", "hardware.doctor"},
 }
 # Modules that import less than their folder.
 ALONE = {"plan.plan": {"cluster", "errors"}, "profile.profile": {"errors", "files"}, "run.folder": {"errors"}}

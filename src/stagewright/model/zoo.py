@@ -1,4 +1,7 @@
-"""AlexNet, VGG and ResNet, with torchvision's parameter names and initialization, so that its weight files load."""
+"""Every model by its name, and AlexNet, VGG and ResNet themselves.
+
+Each has torchvision's parameter names and initialization, so that torchvision's weight files load.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.errors import UserError, did_you_mean
+from stagewright.model.convnext import ConvNeXt
+from stagewright.model.mobilenet import MobileNetV2
+from stagewright.model.vit import VisionTransformer
 
 RGB = 3
 Blocks = tuple[tuple[int, ...], ...]
@@ -237,11 +243,16 @@ ZOO: Mapping[str, Entry] = {
     "resnet50": Entry(partial(ResNet, Bottleneck, (3, 4, 6, 3))),
     "resnet101": Entry(partial(ResNet, Bottleneck, (3, 4, 23, 3))),
     "resnet152": Entry(partial(ResNet, Bottleneck, (3, 8, 36, 3))),
+    "mobilenet_v2": Entry(MobileNetV2),
+    "convnext_tiny": Entry(partial(ConvNeXt, (96, 192, 384, 768), (3, 3, 9, 3), 0.1)),
+    "vit_b_16": Entry(partial(VisionTransformer, 224, 16, 12, 12, 768)),
+    "vit_tiny_16": Entry(partial(VisionTransformer, 224, 16, 12, 3, 192)),
     "resnet8": Entry(partial(SmallResNet, 1), image=32, classes=10),
     "resnet20": Entry(partial(SmallResNet, 3), image=32, classes=10),
     "resnet18-small": Entry(partial(ResNet, BasicBlock, (2, 2, 2, 2), is_small=True), image=32, classes=10),
     "vgg16-small": Entry(partial(VGG, VGG_BLOCKS["vgg16"], norm=True, grid=1, hidden=512), image=32, classes=10),
     "vgg-small": Entry(partial(VGG, ((32,), (64,), (128,)), grid=4, hidden=2048), image=32, classes=10),
+    "vit-tiny": Entry(partial(VisionTransformer, 32, 4, 12, 3, 192), image=32, classes=10),
 }
 
 

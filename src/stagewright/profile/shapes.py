@@ -21,7 +21,10 @@ from stagewright.model.walk import Visit, Walk, require_logits
 
 _PROBE_SAMPLES = 4
 _ELEMENT = 4  # bytes of an element in fp32
-_VIEWS = {"flatten", "view", "reshape", "size", "getattr", "getitem", "permute", "transpose", "contiguous", "unsqueeze"}
+_VIEWS = {
+    *("flatten", "view", "reshape", "permute", "transpose", "contiguous", "squeeze", "unsqueeze", "expand", "chunk"),
+    *("size", "getattr", "getitem"),
+}
 
 
 class Kind(StrEnum):
@@ -90,6 +93,9 @@ _KINDS: tuple[tuple[tuple[type[nn.Module], ...], Kind], ...] = (
 )
 
 
+_FUNCTIONS = {"layer_norm": Kind.NORM, "linear": Kind.LINEAR, **dict.fromkeys(_VIEWS, Kind.VIEW)}
+
+
 def trace_shapes(chain: Chain, sample: Sequence[int]) -> tuple[Shape, ...]:
     """The shape of every unit for one sample of the given shape."""
     was_training = chain.model.training
@@ -129,7 +135,7 @@ def _shape(unit: RunUnit, operations: int) -> Shape:
         saved=unit.saved / _ELEMENT / _PROBE_SAMPLES,
         live=sum(map(_elements, live)) // _PROBE_SAMPLES,
         live_gradient=sum(_elements(value) for value in live if value.requires_grad) // _PROBE_SAMPLES,
-        input_gradient=any(value.requires_grad for value in visit.inputs if isinstance(value, Tensor)),
+        input_gradient=any(tensor.requires_grad for value in visit.inputs for tensor in _tensors(value)),
         convolution=_convolution(visit.module),
     )
 
@@ -144,8 +150,8 @@ def run_units(chain: Chain, walk: Walk) -> Iterator[RunUnit]:
             output = visit.call()
         trained = [p for p in visit.parameters if p.requires_grad and id(p) not in counted]
         counted |= {id(parameter) for parameter in trained}
-        live = tuple(value for value in walk.live_after(output) if isinstance(value, Tensor))
-        yield RunUnit(visit, output, sum(p.numel() for p in trained), sum(saved), live)
+        live = {id(tensor): tensor for value in walk.live_after(output) for tensor in _tensors(value)}
+        yield RunUnit(visit, output, sum(p.numel() for p in trained), sum(saved), tuple(live.values()))
 
 
 @contextmanager
@@ -167,14 +173,23 @@ def _saving(kept: list[UntypedStorage], owned: set[int]) -> Iterator[list[int]]:
 
 
 def _elements(value: Any) -> int:
-    return value.numel() if isinstance(value, Tensor) else 0
+    return sum(tensor.numel() for tensor in _tensors(value))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors of what a unit returns, such as those of the tuple that attention returns."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
 
 
 def kind_of(visit: Visit) -> Kind:
     """The kind of a unit, from its module or function."""
     if visit.module is not None:
         return next((kind for types, kind in _KINDS if isinstance(visit.module, types)), Kind.OTHER)
-    return Kind.VIEW if visit.target in _VIEWS else Kind.POINTWISE
+    return _FUNCTIONS.get(visit.target, Kind.POINTWISE)
 
 
 def _convolution(module: nn.Module | None) -> Convolution | None:

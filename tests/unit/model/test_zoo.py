@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from stagewright.bench.models.libraries import import_library, is_installed
 from stagewright.model import zoo
+from stagewright.model.convnext import StochasticDepth
 
 PARAMETERS = {
     "alexnet": 61_100_840,
@@ -23,11 +25,16 @@ PARAMETERS = {
     "resnet50": 25_557_032,
     "resnet101": 44_549_160,
     "resnet152": 60_192_808,
+    "mobilenet_v2": 3_504_872,
+    "convnext_tiny": 28_589_128,
+    "vit_b_16": 86_567_656,
+    "vit_tiny_16": 5_717_416,
     "resnet8": 78_042,
     "resnet20": 272_474,
     "resnet18-small": 11_173_962,
     "vgg16-small": 15_253_578,
     "vgg-small": 8_506_442,
+    "vit-tiny": 5_362_762,
 }
 
 ENTRIES = {
@@ -69,6 +76,36 @@ ENTRIES = {
         "layer3.5.conv2.weight": (256, 256, 3, 3),
         "layer3.5.bn3.running_var": (1024,),
         "fc.bias": (1000,),
+    },
+    "mobilenet_v2": {
+        "features.0.0.weight": (32, 3, 3, 3),
+        "features.1.conv.0.0.weight": (32, 1, 3, 3),
+        "features.1.conv.1.weight": (16, 32, 1, 1),
+        "features.2.conv.1.1.running_var": (96,),
+        "features.17.conv.3.bias": (320,),
+        "features.18.0.weight": (1280, 320, 1, 1),
+        "classifier.1.weight": (1000, 1280),
+    },
+    "convnext_tiny": {
+        "features.0.1.weight": (96,),
+        "features.1.0.layer_scale": (96, 1, 1),
+        "features.1.2.block.0.weight": (96, 1, 7, 7),
+        "features.5.8.block.3.weight": (1536, 384),
+        "features.6.0.bias": (384,),
+        "features.6.1.weight": (768, 384, 2, 2),
+        "classifier.0.weight": (768,),
+        "classifier.2.bias": (1000,),
+    },
+    "vit_b_16": {
+        "class_token": (1, 1, 768),
+        "conv_proj.weight": (768, 3, 16, 16),
+        "encoder.pos_embedding": (1, 197, 768),
+        "encoder.layers.encoder_layer_0.ln_1.weight": (768,),
+        "encoder.layers.encoder_layer_11.self_attention.in_proj_weight": (2304, 768),
+        "encoder.layers.encoder_layer_11.self_attention.out_proj.bias": (768,),
+        "encoder.layers.encoder_layer_11.mlp.3.weight": (768, 3072),
+        "encoder.ln.bias": (768,),
+        "heads.head.weight": (1000, 768),
     },
 }
 
@@ -141,6 +178,10 @@ def test_state_has_the_well_known_names_and_shapes(name: str, entries: dict[str,
         "vgg16_bn": 16 * 2 + 13 * 5,
         "resnet18": 20 + 20 * 5 + 2,
         "resnet50": 53 + 53 * 5 + 2,
+        "mobilenet_v2": 52 + 52 * 5 + 2,
+        # A LayerNorm holds 2, a block of ConvNeXt 9, one of the vision transformer 12.
+        "convnext_tiny": 4 + 18 * 9 + 3 * 4 + 4,
+        "vit_b_16": 2 + 1 + 1 + 12 * 12 + 2 + 2,
     }.items(),
 )
 def test_state_has_no_other_entries(name: str, tensors: int) -> None:
@@ -161,7 +202,17 @@ def test_a_bottleneck_lists_its_layers_with_the_projection_last() -> None:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    {"alexnet": 22, "vgg16": 40, "vgg16_bn": 53, "vgg19": 46, "resnet18": 69, "resnet50": 175, "vgg-small": 18}.items(),
+    {
+        "alexnet": 22,
+        "vgg16": 40,
+        "vgg16_bn": 53,
+        "vgg19": 46,
+        "resnet18": 69,
+        "resnet50": 175,
+        "vgg-small": 18,
+        "mobilenet_v2": 3 + (17 * 3 + 16 * 3 + 17 * 2 + 10) + 3 + 4,
+        "vit_b_16": 8 + 12 * 12 + 3,
+    }.items(),
 )
 def test_the_trace_has_the_known_number_of_calls(name: str, count: int) -> None:
     assert len(calls(on_meta(name))) == count
@@ -194,7 +245,7 @@ def test_every_relu_works_in_place(name: str) -> None:
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_the_default_image_gives_the_default_number_of_classes(name: str) -> None:
-    side, classes = (32, 10) if "small" in name or name in ("resnet8", "resnet20") else (224, 1000)
+    side, classes = (32, 10) if "small" in name or name in ("resnet8", "resnet20", "vit-tiny") else (224, 1000)
     assert (zoo.ZOO[name].image, zoo.ZOO[name].classes) == (side, classes)
     assert on_meta(name)(torch.empty(2, 3, side, side, device="meta")).shape == (2, classes)
 
@@ -209,6 +260,8 @@ def test_the_default_image_gives_the_default_number_of_classes(name: str) -> Non
         ("resnet18", 32),
         ("resnet50", 193),
         ("vgg-small", 57),
+        ("mobilenet_v2", 32),
+        ("convnext_tiny", 70),
     ],
 )
 def test_accepts_other_image_sizes_and_numbers_of_classes(name: str, side: int) -> None:
@@ -308,6 +361,48 @@ def test_alexnet_keeps_the_default_weights_of_its_layers() -> None:
             assert torch.equal(state[f"{name}.{kind}"], tensor)
 
 
+def test_vit_and_convnext_weights_have_the_published_initial_values() -> None:
+    vit = drawn("vit_tiny_16", 10)
+    assert not any(
+        vit[name].any() for name in ("class_token", "conv_proj.bias", "heads.head.weight", "heads.head.bias")
+    )
+    assert vit["encoder.pos_embedding"].std().item() == pytest.approx(0.02, rel=0.02)
+    assert vit["conv_proj.weight"].std().item() == pytest.approx(math.sqrt(1 / (3 * 16 * 16)), rel=0.02)
+    mlp = "encoder.layers.encoder_layer_5.mlp.0"
+    assert vit[f"{mlp}.weight"].abs().max().item() == pytest.approx(math.sqrt(6 / (192 + 768)), rel=0.01)
+    assert 0 < vit[f"{mlp}.bias"].abs().max() < 1e-5
+    convnext = drawn("convnext_tiny", 10)
+    assert convnext["features.5.0.block.3.weight"].std().item() == pytest.approx(0.02, rel=0.02)
+    assert convnext["features.5.0.layer_scale"].unique().tolist() == pytest.approx([1e-6])
+    assert not convnext["features.5.0.block.0.bias"].any()
+
+
+def test_a_vision_transformer_loads_the_names_of_published_files() -> None:
+    model = zoo.build("vit-tiny")
+    state = {name: torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
+    renamed = {name.replace("mlp.0", "mlp.linear_1").replace("mlp.3", "mlp.linear_2"): state[name] for name in state}
+    assert renamed.keys() != state.keys()
+    model.load_state_dict(renamed)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_stochastic_depth_drops_whole_samples_in_training_alone() -> None:
+    layer = StochasticDepth(0.25)
+    images = torch.ones(400, 2, 3, 3)
+    torch.manual_seed(0)
+    scales = layer(images)[:, 0, 0, 0]
+    assert torch.equal(layer.eval()(images), images)
+    assert scales.unique().tolist() == pytest.approx([0, 1 / 0.75])
+    assert scales.eq(0).double().mean().item() == pytest.approx(0.25, abs=0.06)
+    torch.manual_seed(0)
+    assert torch.equal(layer.train()(images), scales.reshape(-1, 1, 1, 1).expand_as(images))
+
+
+def test_stochastic_depth_rises_from_nothing_to_a_tenth() -> None:
+    drops = [layer.probability for layer in on_meta("convnext_tiny").modules() if isinstance(layer, StochasticDepth)]
+    assert drops == pytest.approx([0.1 * index / 17 for index in range(18)])
+
+
 def test_the_seed_determines_every_weight() -> None:
     first, again, other = drawn("vgg-small", 10, seed=1), drawn("vgg-small", 10, seed=1), drawn("vgg-small", 10, seed=2)
     weights = [name for name in first if name.endswith("weight")]
@@ -324,9 +419,41 @@ def test_the_pool_of_vgg_small_is_the_identity_at_the_default_size() -> None:
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("vgg61", "did you mean 'vgg19'?"), ("ResNet-50", "did you mean 'resnet50'?"), ("bert", ", ".join(zoo.ZOO))],
+    [
+        ("vgg61", "did you mean 'vgg19'?"),
+        ("ResNet-50", "did you mean 'resnet50'?"),
+        ("bert", ", ".join(list(zoo.ZOO)[:15])),
+    ],
 )
 def test_an_unknown_name_gets_a_hint(name: str, hint: str) -> None:
     with pytest.raises(ValueError, match=f"unknown model '{name}'") as caught:
         zoo.build(name)
     assert hint in str(caught.value) and "package.module:factory" in str(caught.value)
+
+
+SHAPE = {"image_size": 32, "patch_size": 4, "num_layers": 12, "num_heads": 3, "hidden_dim": 192, "mlp_dim": 768}
+THEIRS = {"resnet18": {}, "mobilenet_v2": {}, "convnext_tiny": {}, "vit-tiny": SHAPE}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_equals_torchvisions_model(name: str) -> None:
+    if not is_installed("torchvision"):
+        pytest.skip("torchvision is not installed")
+    their_models = import_library("torchvision.models")
+    factory = their_models.VisionTransformer if name == "vit-tiny" else getattr(their_models, name)
+    torch.manual_seed(3)
+    ours = zoo.build(name, 10)
+    torch.manual_seed(3)
+    theirs = factory(num_classes=10, **THEIRS[name])
+    state = theirs.state_dict()
+    assert list(ours.state_dict()) == list(state)
+    assert all(torch.equal(tensor, state[key]) for key, tensor in ours.state_dict().items())
+    moved = {key: t + 0.1 * torch.rand_like(t) if t.is_floating_point() else t for key, t in state.items()}
+    for model in (ours, theirs):
+        model.load_state_dict(moved)
+    images = torch.randn(2, 3, 32, 32)
+    for training in (True, False):
+        torch.manual_seed(4)
+        expected = theirs.train(training)(images)
+        torch.manual_seed(4)
+        assert torch.equal(ours.train(training)(images), expected) and expected.any()

@@ -27,7 +27,14 @@ def test_a_convolution_has_the_operations_and_elements_of_its_geometry() -> None
 
 @pytest.mark.parametrize(
     ("model", "billions", "parameters"),
-    [("alexnet", 1.428, 61_100_840), ("vgg16", 30.94, 138_357_544), ("resnet50", 8.178, 25_557_032)],
+    [
+        ("alexnet", 1.428, 61_100_840),
+        ("vgg16", 30.94, 138_357_544),
+        ("resnet50", 8.178, 25_557_032),
+        ("mobilenet_v2", 0.6015, 3_504_872),
+        ("convnext_tiny", 8.911, 28_589_128),
+        ("vit_b_16", 35.13, 86_567_656),
+    ],
 )
 def test_models_have_their_known_operations_and_parameters(model: str, billions: float, parameters: int) -> None:
     shapes = trace_model(model).shapes
@@ -47,6 +54,29 @@ def test_both_branches_of_a_residual_block_cross_a_cut_inside_it() -> None:
     assert shapes["layer1.0.relu"].live <= side * (inner + 64)
     block_end = next(shape for shape in trace_model("resnet50").shapes if shape.name.startswith("add"))
     assert block_end.live == side * wide
+
+
+def test_an_attention_returns_and_sends_the_tensor_in_its_tuple() -> None:
+    shapes = trace_model("vit_b_16").shapes
+    index = next(index for index, shape in enumerate(shapes) if shape.name.endswith("encoder_layer_3.self_attention"))
+    tokens, width = 197, 768
+    assert shapes[index].kind is Kind.OTHER and shapes[index].outputs == tokens * width
+    products = 4 * tokens * width**2 + 2 * tokens**2 * width  # queries, keys, values, output; scores, weighted values
+    assert shapes[index].operations == 2 * products
+    assert {shape.live for shape in shapes[index : index + 3]} == {2 * tokens * width}  # beside the shortcut
+    assert shapes[index + 3].live == tokens * width
+
+
+def test_a_convolution_of_single_channels_has_few_operations() -> None:
+    shape = by_name(trace_model("mobilenet_v2").shapes)["features.2.conv.1.0"]  # 96 channels, 3x3, 112x112 to 56x56
+    assert shape.convolution is not None and shape.convolution.groups == shape.convolution.channels == 96
+    assert shape.operations == 2 * 96 * 56 * 56 * 9
+
+
+def test_a_norm_called_as_a_function_is_a_norm() -> None:
+    shapes = by_name(trace_model("convnext_tiny").shapes)
+    assert shapes["layer_norm"].kind is shapes["features.1.0.block.2"].kind is Kind.NORM
+    assert shapes["permute"].kind is Kind.VIEW
 
 
 class Inner(nn.Module):
