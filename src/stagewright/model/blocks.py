@@ -101,6 +101,8 @@ class BlockStage(nn.Module):
                 block.forward = partial(self._stub, index)
             elif index == last - 1 and last < len(paths):
                 block.forward = partial(self._end, block.forward)
+            elif index >= last:
+                block.forward = partial(_overrun, paths[last - 1], path)
 
     @property
     def whole(self) -> nn.Module:
@@ -121,14 +123,23 @@ class BlockStage(nn.Module):
             self._arrived = ()
 
     def _stub(self, index: int, *args: Any, **kwargs: Any) -> Any:
-        """Return what arrived, in place of a block before the stage."""
+        """Return what arrived, in place of the last block before the stage; copies of it in place of earlier ones."""
+        values: list[Any] = list(self._arrived)
         if index == self._first - 1:
             self._restore()
-        return tree_unflatten(list(self._arrived), self._specs[self._first - 1, self.training])
+        else:
+            values = [value.detach().clone() if isinstance(value, Tensor) else value for value in values]
+        return tree_unflatten(values, self._specs[self._first - 1, self.training])
 
     @staticmethod
     def _end(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise _Ended(forward(*args, **kwargs))
+
+
+def _overrun(last: str, path: str, *args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        f"the model's forward called '{path}' without '{last}' for these samples, so no stage can end there"
+    )
 
 
 def compiled(module: nn.Module) -> Callable[..., Any]:

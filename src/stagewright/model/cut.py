@@ -72,9 +72,13 @@ class Unit:
 class Way(StrEnum):
     """How a model is cut."""
 
-    GRAPH = "graph"  # between the calls of its recorded forward
+    GRAPH = "graph"  # between the calls of its forward, as recorded on tensors without data where that is possible
+    VALUES = "values"  # the same, as recorded on real tensors: the code may ask for the type of a tensor
     BLOCKS = "blocks"  # between like blocks, each stage running the author's own code
     WHOLE = "whole"  # not at all
+
+
+WAYS = (Way.GRAPH, Way.VALUES, Way.BLOCKS)  # in the order in which they are tried
 
 
 class Chain:
@@ -100,15 +104,18 @@ class Chain:
         self.recorded: tuple[Unit, ...] = ()
         self.example, self._context, self._device = example, context, device
         try:
-            self.trace = trace(model, example, context=context, device=device)
+            self.trace = trace(model, example, context=context, device=device, on_values=way is Way.VALUES)
         except Untraceable as error:
             self.trace_error = str(error)
             self.draws = error.draws
         else:
             self.draws = self.trace.training.draws
-            self.is_conditional = bool(self.trace.training.whole)
+            self.is_conditional = bool(self.trace.training.whole or self.draws)
         self.way, self.units = self._choose(way)
         self._begins = _beginnings(self.recorded) if self.recorded else {unit: (unit, True) for unit in self.units}
+        self.impossible: dict[str, str] = {}  # the units that no stage can begin with, and why
+        if self.way in (Way.GRAPH, Way.VALUES) and self.trace:
+            self.impossible = _impossible(model, self.trace.training, self.recorded)
 
     def _choose(self, way: Way | None) -> tuple[Way, tuple[str, ...]]:
         whole = self.trace.training.whole if self.trace else {"": ""}
@@ -122,10 +129,10 @@ class Chain:
         if blocks and (way is Way.BLOCKS or is_inside):  # a module that is kept whole would hide them
             self.is_conditional = True
             return Way.BLOCKS, blocks
-        if way in (None, Way.GRAPH) and self.trace is not None:
+        if way in (None, Way.GRAPH, Way.VALUES) and self.trace is not None:
             self.recorded = units_of(self.trace.training)
             if self.recorded:
-                return Way.GRAPH, tuple(unit.name for unit in self.recorded)
+                return way or Way.GRAPH, tuple(unit.name for unit in self.recorded)
         return Way.WHOLE, (type(self.model).__name__,)
 
     def by_shares(self, shares: Sequence[int]) -> tuple[str, ...]:
@@ -138,6 +145,8 @@ class Chain:
             raise UserError(f"shares {':'.join(map(str, shares))}: each must be at least 1")
         self._require_cuttable(len(shares))
         bounds = [units * sum(shares[:index]) // total for index in range(len(shares) + 1)]
+        if self.impossible:
+            bounds = [0, *map(self._nearest, bounds[1:-1]), units]
         for stage, (first, last) in enumerate(itertools.pairwise(bounds)):
             if first == last:
                 raise UserError(
@@ -145,6 +154,11 @@ class Chain:
                     f"{units} units; raise that share or name the units with --cut"
                 )
         return tuple(self.units[bound] for bound in bounds[1:-1])
+
+    def _nearest(self, bound: int) -> int:
+        """The unit nearest to a bound that a stage can begin with."""
+        possible = [index for index, unit in enumerate(self.units) if index and unit not in self.impossible]
+        return min(possible, key=lambda index: abs(index - bound), default=bound)
 
     def by_names(self, names: Sequence[str]) -> tuple[str, ...]:
         """The first unit of each later stage, from unit names or the names of modules whose call begins there."""
@@ -438,8 +452,8 @@ def _attribute(model: nn.Module, path: str) -> Any:
 
 
 def _homes(parts: Sequence[_Part]) -> dict[str, int]:
-    """The stage of each parameter and buffer; an error where training changes one that two stages use."""
-    homes: dict[str, int] = {}
+    """The stage of each parameter and buffer that one stage uses; an error where training changes one that two use."""
+    homes: dict[str, set[int]] = {}
     users: dict[int, tuple[int, str]] = {}
     for stage, part in enumerate(parts):
         named = [*part.module.named_parameters(remove_duplicate=False)]
@@ -454,8 +468,8 @@ def _homes(parts: Sequence[_Part]) -> dict[str, int]:
                     f"stage {stage}, on both sides of a cut; move the cut so that one stage holds both uses"
                 )
         for name, _ in (*named, *buffers):
-            homes.setdefault(name, stage)
-    return homes
+            homes.setdefault(name, set()).add(stage)
+    return {name: min(stages) for name, stages in homes.items() if len(stages) == 1}
 
 
 def _evaluation_bounds(
@@ -484,6 +498,59 @@ def _evaluation_bounds(
         bound = names.get(name, earliest)
         bounds.append(bound if earliest <= bound <= latest else earliest)
     return [*bounds, len(units)]
+
+
+def _impossible(model: nn.Module, recording: Recording, units: Sequence[Unit]) -> dict[str, str]:
+    """The units that no stage can begin with: a trained tensor would be on both sides, or memory that is changed."""
+    found: dict[str, str] = {}
+    uses = [_tensors_used(model, unit) for unit in units]
+    first: dict[int, tuple[int, str]] = {}
+    last: dict[int, int] = {}
+    for index, used in enumerate(uses):
+        for key, name in used.items():
+            first.setdefault(key, (index, name))
+            last[key] = index
+    for key, (begin, name) in first.items():
+        for index in range(begin + 1, last[key] + 1):
+            found.setdefault(units[index].name, f"'{name}' would be used on both sides")
+    written = {memory for unit in units for node in unit.nodes for memory in node.meta.get("writes", ())}
+    (returned,) = (node for node in recording.graph.nodes if node.op == "output")
+    position = {node: index for index, unit in enumerate(units) for node in unit.nodes}
+    sharing: dict[int, list[tuple[int, int, str]]] = {}  # of memory that is changed: from where to where it is live
+    for node in recording.graph.nodes:
+        if node.meta.get("memory") in written and (node in position or node.op == "placeholder"):
+            until = max((len(units) if user is returned else position.get(user, -1) for user in node.users), default=-1)
+            sharing.setdefault(node.meta["memory"], []).append((position.get(node, -1), until, node.name))
+    for index, unit in enumerate(units):
+        for memory in {memory for node in unit.nodes for memory in node.meta.get("writes", ())}:
+            for cut in range(index, -1, -1):
+                live = [name for begin, until, name in sharing.get(memory, ()) if begin < cut <= until]
+                if len(live) > 1:
+                    why = f"'{live[0]}' and '{live[1]}' share memory, which '{unit.name}' changes in place"
+                    found.setdefault(units[cut].name, why)
+                elif not live:
+                    break
+    return {unit.name: found[unit.name] for unit in units if unit.name in found}
+
+
+def _tensors_used(model: nn.Module, unit: Unit) -> dict[int, str]:
+    """The parameters that are trained, and the running statistics, that a unit uses: by id, with their names."""
+    used: dict[int, str] = {}
+    for node in unit.nodes:
+        for source in (node, *(source for source in node.all_input_nodes if source.op == "get_attr")):
+            if source.op not in ("call_module", "get_attr"):
+                continue
+            try:
+                value = _attribute(model, str(source.target))
+            except AttributeError:
+                continue  # a constant of the recording
+            if isinstance(value, nn.Module):
+                trained: list[tuple[str, Tensor]] = [(n, p) for n, p in value.named_parameters() if p.requires_grad]
+                trained += [(name, b) for name, b in value.named_buffers() if name.endswith("running_mean")]
+                used |= {id(tensor): f"{source.target}.{name}" for name, tensor in trained}
+            elif isinstance(value, nn.Parameter) and value.requires_grad:
+                used[id(value)] = str(source.target)
+    return used
 
 
 def _stages_used(model: nn.Module, unit: Unit, homes: Mapping[str, int]) -> set[int]:

@@ -5,7 +5,7 @@ It needs no data, and changes neither BatchNorm statistics nor the random state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -69,11 +69,13 @@ def probe(
     *,
     training: bool,
     device: str = "cpu",
+    is_conditional: bool = False,
 ) -> Probe:
     """Run every stage on fake tensors, as one process would, and record what passes from each to the next.
 
     Fake tensors pretend to be on the run's device, since autocast's types depend on it. If the model's code reads
-    values, which fake tensors don't have, it runs on copies of the real tensors.
+    values, which fake tensors don't have, it runs on copies of the real tensors. `is_conditional` says that another sample
+    may take another path: then any parameter may be reached, and any value may need a gradient.
     """
     modules = [piece.training if training else piece.evaluation for piece in pieces]
     modes = {module: module.training for root in modules for module in root.modules()}
@@ -83,13 +85,27 @@ def probe(
         with untouched_generators(), torch.set_grad_enabled(training):
             try:
                 with fake_tensors(device) as make:
-                    return _probe(pieces, modules, example, context, make)
+                    found = _probe(pieces, modules, example, context, make)
             except _NEEDS_VALUES:
                 found = _probe(pieces, modules, example, context, partial(copied, device=device))
-                return replace(found, reached=_all_trainable(modules))  # another sample may take another path
+                is_conditional = True
+            return _for_any_path(found, modules) if is_conditional and training else found
     finally:
         for module, mode_before in modes.items():
             module.training = mode_before
+
+
+def _for_any_path(found: Probe, modules: Sequence[nn.Module]) -> Probe:
+    """What may be reached, and may need a gradient, whichever path a sample takes."""
+    cuts = tuple(
+        tuple(replace(value, requires_grad=value.requires_grad or _is_real(value)) for value in values)
+        for values in found.cuts
+    )
+    return replace(found, reached=_all_trainable(modules), cuts=cuts)
+
+
+def _is_real(value: Value) -> bool:
+    return value.dtype is not None and getattr(torch, value.dtype).is_floating_point
 
 
 def _all_trainable(modules: Sequence[nn.Module]) -> frozenset[str]:
@@ -113,7 +129,7 @@ def _probe(
     reached: set[str] = set()
     values: Any = (stand_in(example),)
     with stand_ins(modules, stand_in) as states:
-        versions = {name: (id(tensor), tensor._version) for name, tensor in states.items()}
+        versions = {name: _mark(tensor) for name, tensor in states.items()}
         for stage, (piece, module) in enumerate(zip(pieces, modules, strict=True)):
             names = piece.inputs if training else piece.evaluation_inputs
             entered, before = values, [value._version if isinstance(value, Tensor) else 0 for value in values]
@@ -126,9 +142,26 @@ def _probe(
             torch.autograd.backward(values.sum())
             reached = {name for name, tensor in states.items() if tensor.grad is not None}
         after = {name: buffer for module in modules for name, buffer in module.named_buffers(remove_duplicate=False)}
-        changed = {name for name, buffer in after.items() if versions.get(name) != (id(buffer), buffer._version)}
+        changed = {name for name, buffer in after.items() if versions.get(name) != _mark(buffer)}
+        _require_unchanged(modules, versions)
     given = Value("input", tuple(example.shape), str(example.dtype).removeprefix("torch."))
     return Probe(len(example), given, tuple(cuts), tuple(values.shape), frozenset(reached), frozenset(changed))
+
+
+def _mark(tensor: Tensor) -> tuple[int, int, int]:
+    """What differs once a tensor was changed or replaced."""
+    return id(tensor), tensor._version, tensor.untyped_storage()._cdata
+
+
+def _require_unchanged(modules: Sequence[nn.Module], versions: Mapping[str, tuple[int, int, int]]) -> None:
+    """An error where the forward itself changes a parameter: only the optimizer may, or no version would be exact."""
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if versions.get(name) != _mark(parameter):
+                raise UserError(
+                    f"the model's forward changes its parameter '{name}' (as max_norm of an embedding does); "
+                    "change it after training, or keep such a tensor in a buffer"
+                )
 
 
 def _describe(

@@ -16,6 +16,7 @@ import json
 import os
 import random
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -29,7 +30,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
-from stagewright.errors import UserError
+from stagewright.errors import UserError, first_line
 from stagewright.files import read_text, write_text
 from stagewright.model.cut import Chain, Piece, Way
 from stagewright.model.load import convert
@@ -84,23 +85,23 @@ class _Outcome:
     attributes: dict[str, Any]
 
 
-def prove(build: Build, chain: Chain, example: Tensor, cuts: Sequence[str]) -> Proof:
+def prove(build: Build, chain: Chain, cuts: Sequence[str], identity: str) -> Proof:
     """Prove that a model cut before these units computes what it does uncut; `Differs` names the first difference.
 
-    `build` makes the model of the chain, each time anew; the example has at least one sample, of the run's data.
+    `build` makes the model of the chain, each time anew; `identity` is what its factory is known by.
     """
-    began, way = time.perf_counter(), chain.way
-    path = cache_folder() / f"{proof_key(chain, example, cuts)}.json"
+    began, way, example = time.perf_counter(), chain.way, chain.example
+    path = cache_folder() / f"{proof_key(chain, cuts, identity)}.json"
     if (known := _read(path)) is not None:
         return known
     _require_memory(chain.model)
     with untouched_generators():
         try:
             found = _compare(build, example, cuts, way, torch.float64)
-        except (Differs, UserError):
+        except UserError:
             raise
         except Exception:  # code that insists on single precision, or an operation that has no other
-            found = _compare(build, example, cuts, way, torch.float32)
+            found = _compare_in_single(build, example, cuts, way)
     difference, tolerance, precision = found
     proof = Proof(str(way), len(cuts) + 1, SAMPLES, precision, difference, tolerance, time.perf_counter() - began)
     with suppress(OSError):  # a full or read-only disk: proven again the next time
@@ -126,6 +127,18 @@ def _require_memory(model: nn.Module) -> None:
             f"proving the cut needs about {needed / 2**30:.1f} GiB of memory for copies of the model and "
             f"{free / 2**30:.1f} GiB are free; free some, or train it unproven with --unproven"
         )
+
+
+def _compare_in_single(build: Build, example: Tensor, cuts: Sequence[str], way: Way) -> tuple[float, float, str]:
+    try:
+        return _compare(build, example, cuts, way, torch.float32)
+    except UserError:
+        raise
+    except Exception as error:  # the model's code may raise anything
+        raise Differs(
+            f"the {len(cuts) + 1} stages could not be compared with the whole model: {type(error).__name__}: "
+            f"{first_line(error, 160)}; use one stage, or --unproven to train it all the same"
+        ) from error
 
 
 def _compare(
@@ -229,7 +242,7 @@ def _run_author(model: nn.Module, given: Tensor, seed: int, *, training: bool) -
         output = model(given.clone())
     if training:
         torch.autograd.backward((output * _weights_of(output, seed)).sum())
-    gradients = {name: _dense(parameter.grad) for name, parameter in model.named_parameters()}
+    gradients = {name: _dense(parameter.grad) for name, parameter in model.named_parameters(remove_duplicate=False)}
     after = _attributes(model)
     changed = {name: value for name, value in after.items() if before.get(name, _MISSING) != value}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
@@ -270,7 +283,7 @@ def _run_pieces(pieces: Sequence[Piece], given: Tensor, seed: int, *, training: 
     buffers: dict[str, Tensor] = {}
     attributes: dict[str, Any] = {}
     for piece in pieces:
-        for name, parameter in piece.training.named_parameters():
+        for name, parameter in piece.training.named_parameters(remove_duplicate=False):
             gradients[name] = _dense(parameter.grad)
         buffers |= {name: buffer.detach().clone() for name, buffer in piece.training.named_buffers()}
         attributes |= _attributes(piece.training)
@@ -372,8 +385,11 @@ def _difference(
 
     check("the output", _relative(expected.output, found.output, 0.0))
     floor = _scale(expected)
+    owned = {id(gradient) for name, gradient in expected.gradients.items() if name in found.gradients}
     for name, gradient in expected.gradients.items():
         twin = found.gradients.get(name)
+        if twin is None and gradient is not None and id(gradient) in owned:
+            continue  # a tied parameter, which a stage has under another of its names
         if gradient is None or twin is None:
             is_same = gradient is None and twin is None
             check(f"the gradient of {place(name)}", 0.0 if is_same else float("inf"))
@@ -395,17 +411,19 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stagewright" / "proofs"
 
 
-def proof_key(chain: Chain, example: Tensor, cuts: Sequence[str]) -> str:
+def proof_key(chain: Chain, cuts: Sequence[str], identity: str) -> str:
     """What a proof depends on: the model's code and what was recorded of it, this package's code, versions and cuts."""
-    model = chain.model
+    model, example = chain.model, chain.example
     files = {inspect.getsourcefile(type(module)) for module in model.modules() if _has_source(type(module))}
     files |= {str(path) for path in Path(__file__).parent.glob("*.py")}
+    factory = sys.modules.get(identity.partition(":")[0])
+    files |= {getattr(factory, "__file__", None)}
     digest = hashlib.blake2b(digest_size=20)
     for name in sorted(filter(None, files)):
         digest.update(hashlib.blake2b(Path(name).read_bytes()).digest())
     first: dict[int, str] = {}
     described: list[Any] = [
-        (_VERSION, torch.__version__, np.__version__, str(chain.way), list(cuts)),
+        (_VERSION, torch.__version__, np.__version__, str(chain.way), list(cuts), identity),
         (list(example.shape[1:]), str(example.dtype), chain.trace_error),
         repr(model),
         [

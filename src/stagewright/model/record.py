@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from types import FrameType, MethodWrapperType
 from typing import Any
 from unittest import mock
@@ -25,6 +26,8 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
+
+from stagewright.model.standin import is_fake
 
 SIZES = (2, 3)  # the numbers of samples that a forward is recorded with
 _CONTAINERS = (
@@ -133,7 +136,8 @@ class Recording:
     """A forward as a graph.
 
     Every node's `meta` has its `context`, if it is not that of the whole forward; `follows` where it belongs to the node
-    before it; and `opens`, the modules whose call begins with it.
+    before it; `opens`, the modules whose call begins with it; `memory` and `writes`, the memory of its result and
+    that it changes.
     """
 
     graph: fx.Graph
@@ -201,7 +205,7 @@ class _Recorder(TorchFunctionMode):
     """Records one forward: torch's calls by being a torch-function mode, modules' by standing in for their call."""
 
     def __init__(self, model: nn.Module, keep: Mapping[str, str], names: Mapping[int, str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._model = model
         self._keep = keep
         self._paths: dict[int, str] = {}
@@ -218,7 +222,10 @@ class _Recorder(TorchFunctionMode):
         self._depth = 0  # > 0 inside a call that is recorded as one
         self._state: tuple[Any, Any] = (None, None)
         self._draws: set[str] = set()
+        self._written: frozenset[int] = frozenset()  # the memory that the last call changed
         self._device = "cpu"
+        self._is_training = True
+        self._failed: Exception | None = None
         self._ambient: Context | None = None
         self.recording = Recording(fx.Graph())
 
@@ -245,9 +252,12 @@ class _Recorder(TorchFunctionMode):
             mock.patch.object(torch.autograd.Function, "apply", classmethod(applied)),
         ):
             self._ambient = Context.now(self._device)
+            self._is_training = training
             self._state = _random_states()
             with self:
                 output = self._model(example)
+        if self._failed is not None and is_fake(example):
+            raise self._failed
         if isinstance(output, Tensor):
             graph.output(self._argument(output))
         else:
@@ -261,6 +271,8 @@ class _Recorder(TorchFunctionMode):
         path = self._paths.get(id(module))
         if self._depth or path is None or (path == "" and self._frames):
             return original(module, *args, **kwargs)
+        if self._frames and self._note_draws():
+            self._break("draws numbers from Python's or numpy's generator")
         inside = _checkpoint_around()
         if path and (inside is not None or path in self._keep or _is_leaf(module)):
             if path in self._keep:
@@ -299,7 +311,7 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         """Run a module unrecorded, as one node; inside an activation checkpoint, as a checkpoint of its own."""
         self._opened.append(path)
-        with self._unrecorded():
+        with self._unrecorded(), self._watching_writes(args, kwargs):
             result = original(module, *args, **kwargs)
         if inside is None:
             self._emit("call_module", path, args, kwargs, result)
@@ -320,13 +332,22 @@ class _Recorder(TorchFunctionMode):
             self._depth -= 1
             if self._depth == 0:
                 self._note_draws()
-                self._state = _random_states()
+
+    @contextmanager
+    def _watching_writes(self, args: Any, kwargs: Any) -> Iterator[None]:
+        """Note which memory a call changes of what it is given."""
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        versions = [tensor._version for tensor in given]
+        yield
+        changed = [tensor for tensor, version in zip(given, versions, strict=True) if tensor._version != version]
+        self._written = frozenset(filter(None, map(_memory, changed)))
 
     def _note_draws(self) -> bool:
         """Note from which generators, beside torch's, numbers were drawn since the last time."""
         now = _random_states()
         drawn = {name for name, old, new in zip(("random", "numpy"), self._state, now, strict=True) if old != new}
         self._draws |= drawn
+        self._state = now
         return bool(drawn)
 
     def _check_changes(self, frame: _Frame, result: Any) -> None:
@@ -335,8 +356,6 @@ class _Recorder(TorchFunctionMode):
             if isinstance(leaf, Tensor):
                 self._require_seen(leaf)
         if self._note_draws():
-            self._state = _random_states()
-            self.recording.reads_values = True
             self._break("draws numbers from Python's or numpy's generator", frame)
         after = _attributes(frame.module)
         changed = [name for name in {**after, **frame.attributes} if after.get(name) != frame.attributes.get(name)]
@@ -360,17 +379,26 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if self._depth or not self._frames:
-            return result
         name = getattr(func, "__name__", str(func))
+        if self._depth or not self._frames or name in _METADATA:
+            return func(*args, **kwargs)
+        if name == "__get__" and not isinstance(result := func(*args, **kwargs), Tensor):
+            return result  # a shape, a type, a device
+        with self._watching_writes(args, kwargs):
+            try:
+                result = func(*args, **kwargs)
+            except Exception as error:
+                self._failed = error  # the author's code may catch it, where on real tensors there is none
+                raise
+        if getattr(func, "__module__", None) == "torch.autograd":
+            self._break(f"computes gradients ('{name}')")
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)) or _writes(name):
             self._record_function(func, name, args, kwargs, result)
             return result
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if name == "__set__":
             self._break(f"sets '{_attribute_name(func)}' of a tensor")
-        elif given and name not in _METADATA and name != "__get__" and not all(map(self._is_constant, given)):
+        elif given and not all(map(self._is_constant, given)):
             if name in ("register_hook", "register_post_accumulate_grad_hook", "backward", "retain_grad"):
                 self._break(f"calls '{name}' on a tensor")
             else:
@@ -390,9 +418,9 @@ class _Recorder(TorchFunctionMode):
         """Record an autograd function as one call; torch's own checkpoint is seen from inside."""
         if self._depth or not self._frames or function is checkpoint.CheckpointFunction:
             return apply(function, *args, **kwargs)
-        with self._unrecorded():
+        with self._unrecorded(), self._watching_writes(args, kwargs):
             result = apply(function, *args, **kwargs)
-        self._emit("call_function", function.apply, args, kwargs, result)
+        self._emit("call_function", _caller(function), args, kwargs, result)
         return result
 
     def _emit(self, op: str, target: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -425,14 +453,18 @@ class _Recorder(TorchFunctionMode):
     ) -> None:
         node = self.recording.graph.create_node(op, target, args, kwargs)
         now = context or Context.now(self._device)
+        if not self._is_training and self._ambient is not None:
+            now = Context(self._ambient.grad, now.autocast)  # nothing is differentiated
         node.meta = {
             "owner": self._frames[-1].path,
             "opens": tuple(self._opened),
             "constant": is_constant,
             "context": None if now == self._ambient else now,
-            "is_grad_free": isinstance(result, Tensor) and not result.requires_grad,
+            "is_grad_free": context is None and isinstance(result, Tensor) and not result.requires_grad,
+            "writes": self._written,
         }
         self._opened = []
+        self._written = frozenset()
         self._bind(result, node)
 
     def _bind(self, value: Any, node: fx.Node) -> None:
@@ -440,6 +472,7 @@ class _Recorder(TorchFunctionMode):
         if isinstance(value, Tensor):
             self._nodes[id(value)] = node
             self._kept.append(value)
+            node.meta["memory"] = _memory(value)
             return
         items: Sequence[tuple[Any, Any]] = ()
         if isinstance(value, tuple | list):
@@ -503,9 +536,29 @@ class _Recorder(TorchFunctionMode):
         return graph.get_attr(name)
 
 
+def _memory(tensor: Tensor) -> int | None:
+    """What two tensors that share memory have in common; None for a tensor without such memory."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a sparse one, or one of a type with its own memory
+        return None
+
+
 def _attribute_name(getter: Any) -> str:
     """The name of the attribute that a getter of a tensor's gets."""
     return str(getter.__self__.__name__)
+
+
+@cache
+def _caller(function: Any) -> Callable[..., Any]:
+    """Calls an autograd function; a name of its own, since a graph knows functions by their names."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function.apply(*args, **kwargs)
+
+    call.__name__ = f"{function.__name__}_apply"
+    call.__qualname__ = f"{function.__module__}_{function.__qualname__}_{id(function)}".replace(".", "_")
+    return call
 
 
 def _writes(name: str) -> bool:
@@ -535,7 +588,7 @@ def _input_name(model: nn.Module) -> str:
 
 def _random_states() -> tuple[Any, Any]:
     state: Any = np.random.get_state(legacy=False)
-    return random.getstate(), str((state["state"]["key"].tobytes(), state["state"]["pos"], state["gauss"]))
+    return random.getstate(), (state["state"]["key"].tobytes(), state["state"]["pos"], state["gauss"])
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 Make = Callable[[Tensor], Tensor]
 _TABLES = frozenset(vars(nn.Module())) - {"training"}  # of every module: its hooks, parameters, buffers and modules
@@ -24,8 +24,12 @@ _TABLES = frozenset(vars(nn.Module())) - {"training"}  # of every module: its ho
 
 def twin_of(model: nn.Module, *, shared: bool = True) -> nn.Module:
     """A copy of a model's modules and Python attributes; its tensors are the model's own, or copies."""
-    held = [*model.parameters(), *model.buffers()] if shared else []
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in held})
+    memo: dict[int, Any] = {}
+    for module in model.modules():  # tensors that are neither, such as a weight that a hook computes from others
+        memo |= {id(value): value.detach() for value in vars(module).values() if isinstance(value, Tensor)}
+    if shared:
+        memo |= {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, memo)
 
 
 @contextmanager
@@ -76,6 +80,11 @@ def fake_tensors(device: str) -> Iterator[Make]:
         logger.setLevel(level)
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no data."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
 def copied(tensor: Tensor, device: str | torch.device = "cpu") -> Tensor:
     """A copy with the same values."""
     return _like(tensor.detach().to(device, copy=True), tensor)
@@ -104,8 +113,9 @@ def untouched_generators() -> Iterator[None]:
 def unchanged_state(roots: Sequence[nn.Module]) -> Iterator[None]:
     """Restore modes, buffers and Python attributes of all modules at the end of the context, whatever runs within."""
     modules = {id(module): module for root in roots for module in root.modules()}.values()
-    tables = [(module, _plain_state(module)) for module in modules]
-    buffers = [(module._buffers, dict(module._buffers)) for module in modules]
+    plain = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+    tables = [(module, _plain_state(module)) for module in plain]
+    buffers = [(module, dict(module.named_buffers(recurse=False))) for module in modules]
     values = {
         id(tensor): (tensor, tensor.detach().clone())
         for _, held in buffers
@@ -119,8 +129,10 @@ def unchanged_state(roots: Sequence[nn.Module]) -> Iterator[None]:
             for name in set(_plain_state(module)) - set(before):
                 object.__delattr__(module, name)
             vars(module).update(before)
-        for table, held in buffers:
-            table.update(held)
+        for module, held in buffers:
+            for name, tensor in held.items():
+                if getattr(module, name) is not tensor:
+                    setattr(module, name, tensor)
         with torch.no_grad():
             for tensor, copy_before in values.values():
                 if not torch.equal(tensor, copy_before):

@@ -27,11 +27,18 @@ class Trace:
     modes: Modes
 
 
-def trace(model: nn.Module, example: Tensor, *, context: Context = nullcontext, device: str = "cpu") -> Trace:
+def trace(
+    model: nn.Module,
+    example: Tensor,
+    *,
+    context: Context = nullcontext,
+    device: str = "cpu",
+    on_values: bool = False,
+) -> Trace:
     """Trace a model that takes samples like the example; `Untraceable` where its own code can't be recorded.
 
     It runs on fake tensors, which pretend to be on `device`, since what autocast does depends on it; where the model's
-    code reads values, which fake tensors don't have, on copies of the real ones.
+    code reads values, which fake tensors don't have, or with `on_values`, on copies of the real ones.
     """
     try:
         twin = twin_of(model)
@@ -41,14 +48,15 @@ def trace(model: nn.Module, example: Tensor, *, context: Context = nullcontext, 
     with untouched_generators():
         if example.device.type == "meta" or any(parameter.is_meta for parameter in twin.parameters()):
             return _real(twin, example.to("meta"), context, lambda tensor: tensor, modes)
-        try:
-            with fake_tensors(device) as make:
-                return _trace(twin, make(example), context, make, modes)
-        except Untraceable:
-            raise
-        except Exception:  # the forward needs values, or an operation has no fake
-            twin = twin_of(model)
-            return _real(twin, copied(example, device), context, partial(copied, device=device), modes)
+        if not on_values:
+            try:
+                with fake_tensors(device) as make:
+                    return _trace(twin, make(example), context, make, modes)
+            except Untraceable:
+                raise
+            except Exception:  # the forward needs values, or an operation has no fake
+                twin = twin_of(model)
+        return _real(twin, copied(example, device), context, partial(copied, device=device), modes)
 
 
 def _real(twin: nn.Module, example: Tensor, context: Context, make: Make, modes: Modes) -> Trace:

@@ -45,7 +45,7 @@ class Walk:
 
     def __iter__(self) -> Iterator[Visit]:
         chain = self._chain
-        if chain.way is Way.GRAPH:
+        if chain.recorded:
             assert chain.trace is not None
             yield from self._units(chain.trace.training)
             return
@@ -75,7 +75,7 @@ class Walk:
 
     def live_after(self, output: Any) -> list[Any]:
         """The values that cross a cut after the unit that just returned `output`."""
-        if self._chain.way is not Way.GRAPH:
+        if not self._chain.recorded:
             return list(output) if isinstance(output, tuple) else [output]
         after = self._position + 1
         return [value for node, value in self._values.items() if self._last_use.get(node, -1) > after] + [output]

@@ -25,7 +25,7 @@ from stagewright.data.order import Order
 from stagewright.data.sources import Source
 from stagewright.errors import UserError, counted, first_line, is_out_of_memory
 from stagewright.hardware.host import num_cores
-from stagewright.model.cut import Chain, Piece, Way
+from stagewright.model.cut import WAYS, Chain, Piece, Way
 from stagewright.model.load import build_model
 from stagewright.model.probe import Probe, probe
 from stagewright.model.prove import Differs, Proof, prove
@@ -117,7 +117,7 @@ def prepare(
         inputs, labels = source.batch(order.microbatch(0, plan.microbatches))
     example = _cast(inputs, precision)
     pieces = chain.cut(plan.cuts)
-    study = partial(_probe, pieces, context=precision.forward_context, device=config.run.device)
+    study = partial(_probe, pieces, chain.is_conditional, context=precision.forward_context, device=config.run.device)
     training = study(example, training=True)
     if resume is not None:
         require_model(resume, chain.model, training.reached)
@@ -167,21 +167,29 @@ def _proven_plan(
     config: Config, chain: Chain, cluster: Cluster, resume: Resume | None, warn: Warn
 ) -> tuple[Chain, Config, Plan, Proof | None]:
     """The plan to train, by the first way of cutting the model whose pieces are proven to compute what it does."""
-    resolved, plan = _plan_for(config, chain, cluster, resume, warn)
-    if not plan.cuts or config.run.unproven:
-        return chain, resolved, plan, None
-    build = partial(open_model, replace(resolved, run=replace(resolved.run, precision="fp32", device="cpu")))
-    try:
-        return chain, resolved, plan, prove(build, chain, chain.example, plan.cuts)
-    except Differs as differs:
-        other = _chain(config, chain.model, chain.example, Way.BLOCKS) if chain.way is Way.GRAPH else chain
-        if other.way is not Way.BLOCKS or chain.way is Way.BLOCKS:
-            raise
+    first: UserError | None = None
+    for way in (chain.way, *(way for way in WAYS if way is not chain.way)):
+        if first is not None:
+            chain = _chain(config, chain.model, chain.example, way)
+            if chain.way is not way:
+                continue
         try:
-            resolved, plan = _plan_for(config, other, cluster, resume, warn)
-            return other, resolved, plan, prove(build, other, other.example, plan.cuts)
-        except UserError:
-            raise differs from None
+            resolved, plan = _plan_for(config, chain, cluster, resume, warn)
+            if not plan.cuts or config.run.unproven:
+                return chain, resolved, plan, None
+            identity = f"{resolved.model.name} {resolved.model.classes}"
+            return chain, resolved, plan, prove(partial(_build, resolved), chain, plan.cuts, identity)
+        except Differs as error:
+            first = first or error
+        except UserError as error:
+            raise first or error from None
+    assert first is not None
+    raise first
+
+
+def _build(config: Config) -> nn.Module:
+    """The model as its author's factory builds it, in single precision on the CPU."""
+    return open_model(replace(config, run=replace(config.run, precision="fp32", device="cpu")))
 
 
 def _plan_for(config: Config, chain: Chain, cluster: Cluster, resume: Resume | None, warn: Warn) -> tuple[Config, Plan]:
@@ -256,6 +264,7 @@ def _pauses(config: Config, batches: int, per_epoch: int) -> tuple[int, ...]:
 
 def _probe(
     pieces: Sequence[Piece],
+    is_conditional: bool,
     example: Tensor,
     *,
     context: Callable[[], AbstractContextManager[object]],
@@ -264,7 +273,7 @@ def _probe(
 ) -> Probe:
     """Probe the pieces; an error that the model's own code raises becomes one line."""
     try:
-        return probe(pieces, example, context, training=training, device=device)
+        return probe(pieces, example, context, training=training, device=device, is_conditional=is_conditional)
     except UserError:
         raise
     except Exception as error:  # the model's code may raise anything

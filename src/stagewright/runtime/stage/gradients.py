@@ -128,11 +128,6 @@ class GradientBuffers:
         """Start the all-reduce of every bucket that has not started yet."""
         if update not in self._open:
             self._begin(update).flat.zero_()
-        elif not self._options.is_conditional and self._open[update].missing:
-            name = self._names[min(self._open[update].missing)]
-            raise RuntimeError(
-                f"backward did not reach parameter '{name}' in update {update}, though it did before training"
-            )
         gradient = self._open[update]
         while len(gradient.sums) < len(self._buckets):
             self._sum_next(gradient)
@@ -145,9 +140,17 @@ class GradientBuffers:
     def unreached(self, update: int) -> list[int]:
         """The parameters that no replica's backward reached in an update, which leaves them alone."""
         gradient = self._open[update]
-        if gradient.flags is None or not gradient.missing:
+        if not gradient.missing:
             return []  # a parameter that this replica reached is trained
-        return torch.nonzero(gradient.flags == 0).flatten().tolist()
+        if not self._options.is_conditional:
+            if len(gradient.missing) == len(self._names):
+                return []  # this replica had no microbatch of the round
+            name = self._names[min(gradient.missing)]
+            raise RuntimeError(f"no gradient reached parameter '{name}' in update {update}, as one did before training")
+        if gradient.flags is None:
+            return sorted(gradient.missing)  # the only replica
+        unreached: list[int] = torch.nonzero(gradient.flags == 0).flatten().tolist()
+        return unreached
 
     def pending(self, update: int) -> Pending:
         """The all-reduces of an update; once they are complete, its gradient is the sum."""

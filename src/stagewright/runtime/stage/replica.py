@@ -118,8 +118,9 @@ class Replica:
         slot = self.ring.use(update)
         assert slot.version == version, f"version {version} was overwritten before microbatch {microbatch} was done"
         with self.gradients.accumulating(update, slot.leaves, overlap=overlap, loss_scale=incoming.scale):
-            if kept.roots:
-                torch.autograd.backward(kept.roots, incoming.tensors)
+            pairs = [(root, g) for root, g in zip(kept.roots, incoming.tensors, strict=True) if root.requires_grad]
+            if pairs:  # what this microbatch did not compute from a parameter has no gradient
+                torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         incoming.release()
         if not self.stage.is_first:
             gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in kept.leaves]
