@@ -5,7 +5,7 @@ It needs no data, and changes neither BatchNorm statistics nor the random state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,14 @@ from torch._subclasses.fake_tensor import (
 
 from stagewright.errors import UserError
 from stagewright.model.cut import Piece
-from stagewright.model.standin import copied, fake_tensors, stand_ins, untouched_generators
+from stagewright.model.standin import (
+    attribute_marks,
+    copied,
+    fake_tensors,
+    stand_ins,
+    unchanged_state,
+    untouched_generators,
+)
 from stagewright.model.walk import require_logits
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -60,6 +67,7 @@ class Probe:
     output: tuple[int, ...]
     reached: frozenset[str]
     changed: frozenset[str] = frozenset()  # the buffers that the forward changes
+    attributes: tuple[str, ...] = ()  # the Python attributes that it changes
 
 
 def probe(
@@ -82,7 +90,7 @@ def probe(
     try:
         for piece in pieces:
             piece.train(training)
-        with untouched_generators(), torch.set_grad_enabled(training):
+        with untouched_generators(), unchanged_state(modules), torch.set_grad_enabled(training):
             try:
                 with fake_tensors(device) as make:
                     found = _probe(pieces, modules, example, context, make)
@@ -128,6 +136,8 @@ def _probe(
     cuts: list[tuple[Value, ...]] = []
     reached: set[str] = set()
     values: Any = (stand_in(example),)
+    authored = {path: part for module in modules for path, part in _authored(module)}
+    marks = {path: attribute_marks(part) for path, part in authored.items()}
     with stand_ins(modules, stand_in) as states:
         versions = {name: _mark(tensor) for name, tensor in states.items()}
         for stage, (piece, module) in enumerate(zip(pieces, modules, strict=True)):
@@ -144,8 +154,23 @@ def _probe(
         after = {name: buffer for module in modules for name, buffer in module.named_buffers(remove_duplicate=False)}
         changed = {name for name, buffer in after.items() if versions.get(name) != _mark(buffer)}
         _require_unchanged(modules, versions)
+    attributes = [
+        f"{path}.{name}" if path else name
+        for path, part in authored.items()
+        for name, mark in attribute_marks(part).items()
+        if marks[path].get(name) != mark
+    ]
     given = Value("input", tuple(example.shape), str(example.dtype).removeprefix("torch."))
-    return Probe(len(example), given, tuple(cuts), tuple(values.shape), frozenset(reached), frozenset(changed))
+    return Probe(
+        len(example), given, tuple(cuts), tuple(values.shape), frozenset(reached), frozenset(changed), tuple(attributes)
+    )
+
+
+def _authored(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules whose code is the author's, not torch's own, which may keep a weight that it computes."""
+    for path, module in getattr(root, "whole", root).named_modules():
+        if not type(module).__module__.startswith("torch."):
+            yield path, module
 
 
 def _mark(tensor: Tensor) -> tuple[int, int, int]:

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
-from stagewright.model.standin import is_fake
+from stagewright.model.standin import attribute_marks, is_fake
 
 SIZES = (2, 3)  # the numbers of samples that a forward is recorded with
 _CONTAINERS = (
@@ -98,7 +98,6 @@ _CONSTANTS = frozenset(
     ]
 )
 _PLAIN = (int, float, bool, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
-_PRIVATE = frozenset(vars(nn.Module()))  # hooks, modules, parameters, buffers, and `training`
 
 
 class Untraceable(Exception):
@@ -280,7 +279,7 @@ class _Recorder(TorchFunctionMode):
             return self._as_one(path, module, original, args, kwargs, inside)
         graph = self.recording.graph
         before, opened = len(graph.nodes), len(self._opened)
-        frame = _Frame(path, module, _attributes(module), dict(module._buffers), dict(module._parameters))
+        frame = _Frame(path, module, attribute_marks(module), dict(module._buffers), dict(module._parameters))
         self._frames.append(frame)
         self._opened.append(path)
         result = original(module, *args, **kwargs)
@@ -357,7 +356,7 @@ class _Recorder(TorchFunctionMode):
                 self._require_seen(leaf)
         if self._note_draws():
             self._break("draws numbers from Python's or numpy's generator", frame)
-        after = _attributes(frame.module)
+        after = attribute_marks(frame.module)
         changed = [name for name in {**after, **frame.attributes} if after.get(name) != frame.attributes.get(name)]
         if changed:
             self._break(f"changes its attribute '{changed[0]}'", frame)
@@ -589,22 +588,6 @@ def _input_name(model: nn.Module) -> str:
 def _random_states() -> tuple[Any, Any]:
     state: Any = np.random.get_state(legacy=False)
     return random.getstate(), (state["state"]["key"].tobytes(), state["state"]["pos"], state["gauss"])
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's own Python attributes, as marks that differ once an attribute changes."""
-    return {name: _mark(value) for name, value in vars(module).items() if name not in _PRIVATE or name == "training"}
-
-
-def _mark(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return id(value), value._version
-    if isinstance(value, list | tuple | set | dict):
-        items = value.items() if isinstance(value, dict) else value
-        return id(value), tuple(id(item) if not isinstance(item, tuple) else tuple(map(id, item)) for item in items)
-    if isinstance(value, int | float | str):
-        return type(value), value
-    return id(value)
 
 
 def _checkpoint_around() -> Mapping[str, Any] | None:

@@ -143,3 +143,23 @@ def _plain_state(module: nn.Module) -> dict[str, Any]:
     """A module's mode and Python attributes; containers copied, since a forward may change them in place."""
     kept = {name: value for name, value in vars(module).items() if not name.startswith("_") or name not in _TABLES}
     return {name: copy.copy(value) if type(value) in (list, dict, set) else value for name, value in kept.items()}
+
+
+def attribute_marks(module: nn.Module) -> dict[str, Any]:
+    """A module's mode, Python attributes and hooks, as marks that differ once one of them changes."""
+    return {
+        name: tuple(value) if name in _TABLES else _mark(value)
+        for name, value in vars(module).items()
+        if name not in _TABLES or name.endswith("_hooks")
+    }
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, list | tuple | set | dict):
+        items = value.items() if isinstance(value, dict) else value
+        return id(value), tuple(id(item) if not isinstance(item, tuple) else tuple(map(id, item)) for item in items)
+    if isinstance(value, int | float | str):
+        return type(value), value
+    return id(value)

@@ -119,6 +119,7 @@ def prepare(
     pieces = chain.cut(plan.cuts)
     study = partial(_probe, pieces, chain.is_conditional, context=precision.forward_context, device=config.run.device)
     training = study(example, training=True)
+    _require_stateless(config, plan, training)
     if resume is not None:
         require_model(resume, chain.model, training.reached)
     val = open_data(config, config.data.val) if config.data.val else source
@@ -281,6 +282,24 @@ def _probe(
             f"the model can't run on input {list(example.shape)} {str(example.dtype).removeprefix('torch.')}: "
             f"{type(error).__name__}: {first_line(error, 200)}"
         ) from error
+
+
+def _require_stateless(config: Config, plan: Plan, training: Probe) -> None:
+    """An error where replicas or checkpoints would need state that the model keeps in plain attributes."""
+    if not training.attributes:
+        return
+    name = training.attributes[0]
+    most = max(stage.replicas for stage in plan.stages)
+    if most > 1:
+        raise UserError(
+            f"the model's forward changes its attribute '{name}', of which each of {most} replicas would have its own; "
+            "register it as a buffer, or give every stage one device"
+        )
+    if config.checkpoint.every or config.checkpoint.minutes:
+        raise UserError(
+            f"the model's forward changes its attribute '{name}', which no checkpoint holds; register it as a buffer, "
+            "or train without checkpoints"
+        )
 
 
 def _require_classes(output: tuple[int, ...], *sources: tuple[str, Source]) -> None:
