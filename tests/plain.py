@@ -14,7 +14,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,35 +183,36 @@ def _train(task: Task, starts: Sequence[str | None]) -> Outcome:
     history = {name: [p.detach().clone()] for name, p in parameters.items()}
     moments = {name: Moments(0, torch.zeros_like(w[0]), torch.zeros_like(w[0])) for name, w in history.items()}
     replicas = Replicas(model, homes, setup)
+
+    def lag(name: str) -> int:
+        return setup.versions[homes.tensors.get(name, 0)] - 1
+
     losses = []
     for p in range(setup.steps):
         first = p * task.batch % (len(inputs) - len(inputs) % task.batch)
         total = 0.0
         for m in range(setup.microbatches):
             i = p * setup.microbatches + m
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    lag = setup.versions[homes.get(name, 0)] - 1
-                    parameter.copy_(history[name][max(0, p - lag)])
+            for name, parameter in parameters.items():
+                if lag(name):
+                    parameter.data.copy_(history[name][max(0, p - lag(name))])
             replicas.enter(i)
             samples = slice(first + m * size, first + (m + 1) * size)
             begin(i)
-            loss = cross_entropy(model(inputs[samples]), task.labels[samples])
+            loss = cross_entropy(model(inputs[samples].clone()), task.labels[samples])
             (loss / setup.microbatches).backward()
             replicas.leave(i)
             total += loss.item() / setup.microbatches
         losses.append(total)
         for name, parameter in parameters.items():
-            newest = history[name][-1]
+            newest = history[name][-1] if lag(name) else parameter.detach().clone()  # which forward may have changed
             if parameter.grad is not None:
                 gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
                 newest, moments[name] = sgd(setup, task.lr, newest, gradient.detach(), moments[name])
             history[name].append(newest)
+            parameter.data.copy_(newest)
             parameter.grad = None
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(history[name][-1])
-    replicas.average(model)
+    replicas.average()
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     score = _score(model, inputs, task.labels, size) if task.evaluates else None
     unmoved = frozenset(name for name, tensor in state.items() if torch.equal(tensor, first_state[name]))
@@ -284,72 +287,105 @@ class _Uses(TorchFunctionMode):
             self._note(list(value.values()))
 
 
-def uses(model: nn.Module, example: Tensor, starts: Sequence[str | None]) -> dict[str, int]:
-    """The stage that uses each parameter and buffer first, found in one forward; unused ones are left out."""
+@dataclass(frozen=True)
+class Homes:
+    """The stage that uses each tensor first, and in which each module is called first; what is unused is left out."""
+
+    tensors: Mapping[str, int]
+    modules: Mapping[str, int]
+
+
+def uses(model: nn.Module, example: Tensor, starts: Sequence[str | None]) -> Homes:
+    """What each stage uses, found in one forward."""
     named = [*model.named_parameters(), *model.named_buffers()]
     mode = _Uses({id(tensor): name for name, tensor in named})
     called: dict[str, int] = {}
 
-    def note(module: nn.Module, args: object, name: str) -> None:
+    def note(name: str, *_: object) -> None:
         if name in starts:
             mode.stage = max(mode.stage, starts.index(name) + 1)
         called.setdefault(name, mode.stage)
 
     for name, module in model.named_modules():
         if not isinstance(module, torch.jit.ScriptModule):
-
-            def hook(module: nn.Module, args: object, name: str = name) -> None:
-                note(module, args, name)
-
-            module.register_forward_pre_hook(hook, prepend=True)
+            module.register_forward_pre_hook(partial(note, name), prepend=True)
     with mode:
-        model.train()(example)
+        model.train()(example.clone())
     by_module = {name: stage for name, _ in named if (stage := called.get(name.rpartition(".")[0])) is not None}
-    return by_module | mode.found
+    return Homes(by_module | mode.found, called)
+
+
+@dataclass
+class State:
+    """What one replica of a stage has for itself: its buffers, and the attributes of its modules by (module, name)."""
+
+    buffers: dict[str, Tensor]
+    attributes: dict[tuple[str, str], Any]
 
 
 class Replicas:
-    """The buffers of every replica of a stage, put into the model before a microbatch that the replica runs."""
+    """Every replica's state, put into the model before a microbatch that the replica runs."""
 
-    def __init__(self, model: nn.Module, homes: Mapping[str, int], setup: Setup) -> None:
+    def __init__(self, model: nn.Module, homes: Homes, setup: Setup) -> None:
         self.model = model
+        self.homes = homes
         self.setup = setup
         self.counts = [[0] * count for count in setup.replicas]
-        self.by_stage: list[list[str]] = [[] for _ in setup.replicas]
-        for name, _ in model.named_buffers():
-            self.by_stage[homes.get(name, 0)].append(name)
-        self.own: list[list[dict[str, Tensor]]] = [
-            [{name: model.get_buffer(name).clone() for name in names} for _ in range(count)]
-            for names, count in zip(self.by_stage, setup.replicas, strict=True)
+        self.own = [
+            [deepcopy(self._state(stage)) for _ in range(count if count > 1 else 0)]
+            for stage, count in enumerate(setup.replicas)
         ]
 
+    def _state(self, stage: int) -> State:
+        homes = self.homes
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if homes.tensors.get(name, 0) == stage}
+        attributes = {
+            (owner, name): value
+            for owner, module in self.model.named_modules()
+            for name, value in vars(module).items()
+            if homes.modules.get(owner) == stage and _is_state(name, value)
+        }
+        return State(buffers, attributes)
+
     def enter(self, microbatch: int) -> None:
-        for stage, count in enumerate(self.setup.replicas):
-            if count > 1:
-                for name, tensor in self.own[stage][microbatch % count].items():
-                    self._put(name, tensor)
+        for states in self.own:
+            if states:
+                self._put(states[microbatch % len(states)])
 
     def leave(self, microbatch: int) -> None:
-        for stage, count in enumerate(self.setup.replicas):
-            self.counts[stage][microbatch % count] += 1
-            if count > 1:
-                self.own[stage][microbatch % count] = {n: self.model.get_buffer(n) for n in self.by_stage[stage]}
+        for stage, states in enumerate(self.own):
+            self.counts[stage][microbatch % len(self.counts[stage])] += 1
+            if states:
+                states[microbatch % len(states)] = self._state(stage)
 
-    def average(self, model: nn.Module) -> None:
+    def average(self) -> None:
         """The mean of statistics weighted by microbatches, the sum of their counts, and the first replica's others."""
-        for stage, count in enumerate(self.setup.replicas):
-            for name in self.by_stage[stage] if count > 1 else ():
-                own = [buffers[name] for buffers in self.own[stage]]
+        for states, counts in zip(self.own, self.counts, strict=True):
+            if not states:
+                continue
+            first = State(dict(states[0].buffers), states[0].attributes)
+            for name in first.buffers:
+                own = [state.buffers[name] for state in states]
                 kind = name.rpartition(".")[2]
                 if kind in ("running_mean", "running_var"):
-                    weighted = [n * tensor for n, tensor in zip(self.counts[stage], own, strict=True)]
-                    self._put(name, torch.stack(weighted).sum(0) / sum(self.counts[stage]))
-                else:
-                    self._put(name, torch.stack(own).sum(0) if kind == "num_batches_tracked" else own[0])
+                    weighted = [count * tensor for count, tensor in zip(counts, own, strict=True)]
+                    first.buffers[name] = torch.stack(weighted).sum(0) / sum(counts)
+                elif kind == "num_batches_tracked":
+                    first.buffers[name] = torch.stack(own).sum(0)
+            self._put(first)
 
-    def _put(self, name: str, tensor: Tensor) -> None:
-        owner, _, attribute = name.rpartition(".")
-        setattr(self.model.get_submodule(owner), attribute, tensor)
+    def _put(self, state: State) -> None:
+        for name, tensor in state.buffers.items():
+            owner, _, attribute = name.rpartition(".")
+            setattr(self.model.get_submodule(owner), attribute, tensor)
+        for (owner, attribute), value in state.attributes.items():
+            setattr(self.model.get_submodule(owner), attribute, value)
+
+
+def _is_state(name: str, value: object) -> bool:
+    """Whether an attribute may change in forward; other objects are shared by the replicas of the plain side."""
+    kinds = (int, float, Tensor, dict, torch.Generator, np.random.Generator)
+    return not name.startswith("_") and name != "training" and isinstance(value, kinds)
 
 
 # --- Both -------------------------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ class Binary(Stack):
 class Gumbel(Stack):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = x + gumbel_softmax(block(x), tau=0.7, hard=True)
+            x = x + (gumbel_softmax(block(x), tau=0.7, hard=True) if self.training else block(x))
         return self.head(x)
 
 

@@ -127,11 +127,23 @@ class SparseGradients(Stack):
 class Padded(Stack):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0, max_norm=2.0)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
 
     def forward(self, ids: Tensor) -> Tensor:
         kept = (ids != 0).to(self.embed.weight.dtype).unsqueeze(-1)
         return super().forward((self.embed(ids) * kept).sum(1))
+
+
+@trait("parameters that forward changes", sample=TOKENS, is_tokens=True, expected=OR_REFUSED)
+class Renormed(Stack):
+    """`max_norm` scales weights down in place, in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH, max_norm=2.0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(self.embed(ids).mean(1))
 
 
 @trait("complex parameters", precision="fp32", expected=OR_REFUSED)

@@ -105,7 +105,8 @@ class CounterBranch(Stack):
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
+        if self.training:
+            self.steps += 1
         if self.steps > 4:
             x = 0.5 * x
         return super().forward(x)
@@ -133,7 +134,8 @@ class CounterInside(Stack):
             self.steps = 0
 
         def forward(self, x: Tensor) -> Tensor:
-            self.steps += 1
+            if self.training:
+                self.steps += 1
             return super().forward(x) * min(1.0, self.steps / 8)
 
     def block(self, index: int) -> nn.Module:
