@@ -412,7 +412,8 @@ def even_cut(model: nn.Module, units: Sequence[str], stages: int) -> Cut:
 def difference(actual: Outcome, expected: Outcome) -> tuple[float, str]:
     """The largest relative difference of losses, tensors and score, and where it is.
 
-    It is infinite where a tensor that training moved is missing: a stage leaves out what it does not use.
+    It is infinite where a tensor that training moved is missing: a stage leaves out what it does not use. Names that
+    only a run has, such as those of constants, count for nothing.
     """
     gaps: dict[str, float] = {}
     losses = (torch.tensor(outcome.losses, dtype=torch.float64) for outcome in (actual, expected))
@@ -422,7 +423,6 @@ def difference(actual: Outcome, expected: Outcome) -> tuple[float, str]:
             gaps[name] = _gap(actual.state[name], tensor)
         elif name not in expected.unmoved:
             gaps[f"{name} (missing)"] = float("inf")
-    gaps |= {f"{name} (extra)": float("inf") for name in actual.state.keys() - expected.state.keys()}
     if expected.score is not None and actual.score is not None:
         gaps["evaluation"] = _gap(torch.tensor(actual.score).double(), torch.tensor(expected.score).double())
     where = max(gaps, key=lambda name: gaps[name])

@@ -18,9 +18,7 @@ class Checkpointed(Stack):
         return self.head(x)
 
 
-@trait(
-    "reentrant checkpoints", notes="the first does not train, since its input needs no gradient; in one process alike"
-)
+@trait("reentrant checkpoints", notes="no block trains: nothing that enters one needs a gradient")
 class Reentrant(Stack):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
