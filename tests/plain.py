@@ -383,9 +383,10 @@ class Replicas:
 
 
 def _is_state(name: str, value: object) -> bool:
-    """Whether an attribute may change in forward; other objects are shared by the replicas of the plain side."""
-    kinds = (int, float, Tensor, dict, torch.Generator, np.random.Generator)
-    return not name.startswith("_") and name != "training" and isinstance(value, kinds)
+    """Whether an attribute may be state of a forward's own; replicas of the plain side share all others."""
+    if name.startswith("_") or name == "training" or (isinstance(value, Tensor) and value.requires_grad):
+        return False
+    return isinstance(value, int | float | Tensor | dict | torch.Generator | np.random.Generator)
 
 
 # --- Both -------------------------------------------------------------------------------------------------------------
