@@ -1,0 +1,440 @@
+"""Any model trained twice: by Stagewright as a pipeline, and as its author's own module in one process; then compared.
+
+The plain side differs from `tests/reference.py` in that it calls the author's module as it is: parameters keep their
+identity, and what is no registered parameter or buffer (a list of tensors, a counter) does what it does in any script.
+It handles batches of one length and SGD alone.
+
+Random numbers. A run seeds torch's generator before each stage, so the plain side seeds it too where a later stage
+begins: at the first call of the module that the cut names. A cut that names no module leaves the plain side's draws
+unlike the run's; `Cut.starts` says None there, and a model that draws behind it can't be compared.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parameter import UninitializedParameter
+from torch.overrides import TorchFunctionMode
+
+from stagewright.config.toml import make_config
+from stagewright.events import BatchLosses, Event, Scored
+from stagewright.run.train import prepare
+from stagewright.runtime.process.emulate import Emulation
+from tests.reference import Moments, Setup, sgd, stage_seed
+
+Tensors = Mapping[str, Tensor]
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a model is cut: the unit each later stage begins with, and the module whose call that is, if it is one."""
+
+    units: tuple[str, ...]
+    starts: tuple[str | None, ...]
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether the plain side can seed every stage as a run does."""
+        return None not in self.starts
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained: a model that `--model` can name, its data, and how."""
+
+    model: str
+    factory: Callable[[], Any]
+    inputs: Tensor
+    labels: Tensor
+    placement: str = "0:0.0:1.0:2.0:3"
+    mode: str = "sync"
+    batch: int = 8
+    microbatches: int = 4
+    steps: int = 3
+    seed: int = 5
+    precision: str = "fp64"
+    lr: float = 0.05
+    weight_decay: float = 0.0
+    evaluates: bool = False
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        ranges = [stage.rpartition(":")[2].partition("-") for stage in self.placement.split(".")]
+        return tuple(1 + int(last or first) - int(first) for first, _, last in ranges)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """K of every stage: in stale mode with `--staleness 1`."""
+        stages = len(self.replicas)
+        return tuple(min(stages - s, 2) if self.mode == "stale" else 1 for s in range(stages))
+
+    @property
+    def setup(self) -> Setup:
+        return Setup(
+            self.replicas,
+            self.versions,
+            self.batch,
+            self.microbatches,
+            self.steps,
+            self.seed,
+            _DTYPES[self.precision],
+            weight_decay=self.weight_decay,
+            lr=lambda batch: self.lr,
+        )
+
+
+@dataclass
+class Outcome:
+    """Losses of every batch, all tensors of the state, and the sum of the losses in evaluation."""
+
+    losses: list[float]
+    state: dict[str, Tensor]
+    unmoved: frozenset[str] = frozenset()  # tensors that training left as they were
+    score: float | None = None
+    model: nn.Module | None = field(default=None, repr=False)  # the author's, to look at what is no tensor
+
+
+# --- Stagewright's side -----------------------------------------------------------------------------------------------
+
+
+def run(task: Task, cut: Cut, folder: Path) -> Outcome:
+    """Train with every rank in this process."""
+    data = {"images": task.inputs.contiguous(), "labels": task.labels}
+    save_file(data, folder / "data.safetensors")
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"name": task.model},
+        "data": {"source": f"tensors:{folder / 'data.safetensors'}", "shuffle": False},
+        "plan": {
+            "placement": task.placement,
+            "cut": ",".join(cut.units) or None,
+            "mode": task.mode,
+            "batch": task.batch,
+            "microbatches": task.microbatches,
+        },
+        "optimizer": {"lr": task.lr, "momentum": 0.9, "weight_decay": task.weight_decay},
+        "run": {"steps": task.steps, "seed": task.seed, "precision": task.precision, "runs": str(folder / "runs")},
+    }
+    if task.mode == "stale":
+        tables["plan"]["staleness"] = 1
+    if task.evaluates:
+        tables["data"]["val"] = tables["data"]["source"]
+        tables["run"]["eval_every"] = task.steps
+    job = prepare(make_config(tables, given=())).job
+    events: list[Event] = []
+    emulation = Emulation(job, events.append)
+    emulation.run()
+    losses = dict(pair for event in events if isinstance(event, BatchLosses) for pair in event.losses)
+    scores = [event.score.loss for event in events if isinstance(event, Scored)]
+    batches = [
+        sum(losses[i] for i in range(p * task.microbatches, (p + 1) * task.microbatches)) / task.microbatches
+        for p in range(task.steps)
+    ]
+    return Outcome(batches, dict(emulation.weights()), score=sum(scores) if task.evaluates else None)
+
+
+# --- The author's side ------------------------------------------------------------------------------------------------
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def build(task: Task) -> nn.Module:
+    """The author's model with its first weights, in the run's precision; only fp32 tensors are converted."""
+    seed_all(task.seed)
+    made = task.factory()
+    model = made if isinstance(made, nn.Module) else nn.Sequential(*made)
+    if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
+        with torch.no_grad():
+            model(task.inputs[: task.batch // task.microbatches])
+    dtype = _DTYPES[task.precision]
+    return model if dtype == torch.float32 else model.to(dtype)
+
+
+def train(task: Task, starts: Sequence[str | None]) -> Outcome:
+    """Train the author's module; stage s > 0 begins with the first call of `starts[s - 1]`."""
+    with _kept_randomness():
+        return _train(task, starts)
+
+
+def _train(task: Task, starts: Sequence[str | None]) -> Outcome:
+    setup, size = task.setup, task.batch // task.microbatches
+    inputs = _converted(task)
+    homes = uses(build(task), inputs[:size], starts)
+    model = build(task).train()
+    first_state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    begin = _seed_stages(model, starts, task.seed)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    history = {name: [p.detach().clone()] for name, p in parameters.items()}
+    moments = {name: Moments(0, torch.zeros_like(w[0]), torch.zeros_like(w[0])) for name, w in history.items()}
+    replicas = Replicas(model, homes, setup)
+
+    def lag(name: str) -> int:
+        return setup.versions[homes.tensors.get(name, 0)] - 1
+
+    losses = []
+    for p in range(setup.steps):
+        first = p * task.batch % (len(inputs) - len(inputs) % task.batch)
+        total = 0.0
+        for m in range(setup.microbatches):
+            i = p * setup.microbatches + m
+            for name, parameter in parameters.items():
+                if lag(name):
+                    parameter.data.copy_(history[name][max(0, p - lag(name))])
+            replicas.enter(i)
+            samples = slice(first + m * size, first + (m + 1) * size)
+            begin(i)
+            loss = cross_entropy(model(inputs[samples].clone()), task.labels[samples])
+            (loss / setup.microbatches).backward()
+            replicas.leave(i)
+            total += loss.item() / setup.microbatches
+        losses.append(total)
+        for name, parameter in parameters.items():
+            newest = history[name][-1] if lag(name) else parameter.detach().clone()  # which forward may have changed
+            if parameter.grad is not None:
+                gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                newest, moments[name] = sgd(setup, task.lr, newest, gradient.detach(), moments[name])
+            history[name].append(newest)
+            parameter.data.copy_(newest)
+            parameter.grad = None
+    replicas.average()
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    score = _score(model, inputs, task.labels, size) if task.evaluates else None
+    unmoved = frozenset(name for name, tensor in state.items() if torch.equal(tensor, first_state[name]))
+    return Outcome(losses, state, unmoved, score, model)
+
+
+def _converted(task: Task) -> Tensor:
+    return task.inputs.to(_DTYPES[task.precision]) if task.inputs.is_floating_point() else task.inputs
+
+
+def _score(model: nn.Module, inputs: Tensor, labels: Tensor, size: int) -> float:
+    model.eval()
+    with torch.no_grad():
+        pieces = zip(inputs.split(size), labels.split(size), strict=True)
+        return sum(float(cross_entropy(model(x), y)) * len(y) for x, y in pieces)
+
+
+@contextmanager
+def _kept_randomness() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _seed_stages(model: nn.Module, starts: Sequence[str | None], seed: int) -> Callable[[int], None]:
+    """A function to call before every forward; later stages are seeded at the first call of their start."""
+    waiting: dict[str, tuple[int, int]] = {}
+    for name in filter(None, starts):
+
+        def hook(module: nn.Module, args: object, name: str = name) -> None:
+            if name in waiting:
+                microbatch, stage = waiting.pop(name)
+                seed_all(stage_seed(seed, microbatch, stage))
+
+        model.get_submodule(name).register_forward_pre_hook(hook, prepend=True)
+
+    def begin(microbatch: int) -> None:
+        waiting.clear()
+        waiting.update({name: (microbatch, stage) for stage, name in enumerate(starts, 1) if name is not None})
+        seed_all(stage_seed(seed, microbatch, 0))
+
+    return begin
+
+
+class _Uses(TorchFunctionMode):
+    """Notes the stage in which each of some tensors is first an argument of a torch function."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.names = names
+        self.stage = 0
+        self.found: dict[str, int] = {}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Reading an attribute of a tensor, as Module.__call__ and autograd do, is no use of it.
+        if getattr(function, "__name__", "") not in ("__get__", "requires_grad_", "register_hook"):
+            self._note((args, kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+    def _note(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            if (name := self.names.get(id(value))) is not None:
+                self.found.setdefault(name, self.stage)
+        elif isinstance(value, tuple | list):
+            for each in value:
+                self._note(each)
+        elif isinstance(value, dict):
+            self._note(list(value.values()))
+
+
+@dataclass(frozen=True)
+class Homes:
+    """The stage that uses each tensor first, and in which each module is called first; what is unused is left out."""
+
+    tensors: Mapping[str, int]
+    modules: Mapping[str, int]
+
+
+def uses(model: nn.Module, example: Tensor, starts: Sequence[str | None]) -> Homes:
+    """What each stage uses, found in one forward."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    mode = _Uses({id(tensor): name for name, tensor in named})
+    called: dict[str, int] = {}
+
+    def note(name: str, *_: object) -> None:
+        if name in starts:
+            mode.stage = max(mode.stage, starts.index(name) + 1)
+        called.setdefault(name, mode.stage)
+
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.register_forward_pre_hook(partial(note, name), prepend=True)
+    with mode:
+        model.train()(example.clone())
+    by_module = {name: stage for name, _ in named if (stage := called.get(name.rpartition(".")[0])) is not None}
+    return Homes(by_module | mode.found, called)
+
+
+@dataclass
+class State:
+    """What one replica of a stage has for itself: its buffers, and the attributes of its modules by (module, name)."""
+
+    buffers: dict[str, Tensor]
+    attributes: dict[tuple[str, str], Any]
+
+
+class Replicas:
+    """Every replica's state, put into the model before a microbatch that the replica runs."""
+
+    def __init__(self, model: nn.Module, homes: Homes, setup: Setup) -> None:
+        self.model = model
+        self.homes = homes
+        self.setup = setup
+        self.counts = [[0] * count for count in setup.replicas]
+        self.own = [
+            [deepcopy(self._state(stage)) for _ in range(count if count > 1 else 0)]
+            for stage, count in enumerate(setup.replicas)
+        ]
+
+    def _state(self, stage: int) -> State:
+        homes = self.homes
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if homes.tensors.get(name, 0) == stage}
+        attributes = {
+            (owner, name): value
+            for owner, module in self.model.named_modules()
+            for name, value in vars(module).items()
+            if homes.modules.get(owner) == stage and _is_state(name, value)
+        }
+        return State(buffers, attributes)
+
+    def enter(self, microbatch: int) -> None:
+        for states in self.own:
+            if states:
+                self._put(states[microbatch % len(states)])
+
+    def leave(self, microbatch: int) -> None:
+        for stage, states in enumerate(self.own):
+            self.counts[stage][microbatch % len(self.counts[stage])] += 1
+            if states:
+                states[microbatch % len(states)] = self._state(stage)
+
+    def average(self) -> None:
+        """The mean of statistics weighted by microbatches, the sum of their counts, and the first replica's others."""
+        for states, counts in zip(self.own, self.counts, strict=True):
+            if not states:
+                continue
+            first = State(dict(states[0].buffers), states[0].attributes)
+            for name in first.buffers:
+                own = [state.buffers[name] for state in states]
+                kind = name.rpartition(".")[2]
+                if kind in ("running_mean", "running_var"):
+                    weighted = [count * tensor for count, tensor in zip(counts, own, strict=True)]
+                    first.buffers[name] = torch.stack(weighted).sum(0) / sum(counts)
+                elif kind == "num_batches_tracked":
+                    first.buffers[name] = torch.stack(own).sum(0)
+            self._put(first)
+
+    def _put(self, state: State) -> None:
+        for name, tensor in state.buffers.items():
+            owner, _, attribute = name.rpartition(".")
+            setattr(self.model.get_submodule(owner), attribute, tensor)
+        for (owner, attribute), value in state.attributes.items():
+            setattr(self.model.get_submodule(owner), attribute, value)
+
+
+def _is_state(name: str, value: object) -> bool:
+    """Whether an attribute may be state of a forward's own; replicas of the plain side share all others."""
+    if name.startswith("_") or name == "training" or (isinstance(value, Tensor) and value.requires_grad):
+        return False
+    return isinstance(value, int | float | Tensor | dict | torch.Generator | np.random.Generator)
+
+
+# --- Both -------------------------------------------------------------------------------------------------------------
+
+
+def even_cut(model: nn.Module, units: Sequence[str], stages: int) -> Cut:
+    """Cuts near equal numbers of units, each at the nearest unit that is a module's call, where there is one."""
+    modules = {name for name, _ in model.named_modules()}
+    chosen: list[int] = []
+    for stage in range(1, stages):
+        wanted = len(units) * stage // stages
+        rest = range(chosen[-1] + 1 if chosen else 1, len(units))
+        if not rest:
+            break
+        named = [index for index in rest if units[index] in modules]
+        room = [index for index in named if len(units) - index >= stages - stage]
+        chosen.append(min(room or rest, key=lambda index: abs(index - wanted)))
+    return Cut(
+        tuple(units[index] for index in chosen),
+        tuple(units[index] if units[index] in modules else None for index in chosen),
+    )
+
+
+def difference(actual: Outcome, expected: Outcome) -> tuple[float, str]:
+    """The largest relative difference of losses, tensors and score, and where it is.
+
+    It is infinite where a tensor that training moved is missing: a stage leaves out what it does not use. Names that
+    only a run has, such as those of constants, count for nothing.
+    """
+    gaps: dict[str, float] = {}
+    losses = (torch.tensor(outcome.losses, dtype=torch.float64) for outcome in (actual, expected))
+    gaps["losses"] = _gap(*losses)
+    for name, tensor in expected.state.items():
+        if name in actual.state:
+            gaps[name] = _gap(actual.state[name], tensor)
+        elif name not in expected.unmoved:
+            gaps[f"{name} (missing)"] = float("inf")
+    if expected.score is not None and actual.score is not None:
+        gaps["evaluation"] = _gap(torch.tensor(actual.score).double(), torch.tensor(expected.score).double())
+    where = max(gaps, key=lambda name: gaps[name])
+    return gaps[where], where
+
+
+def _gap(actual: Tensor, expected: Tensor) -> float:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return float("inf")
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    distance = float(torch.linalg.vector_norm(actual.to(wide) - expected.to(wide)))
+    if distance != distance:
+        return float("inf")
+    return distance and distance / max(float(torch.linalg.vector_norm(expected.to(wide))), 1e-3)
