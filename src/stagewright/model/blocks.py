@@ -27,17 +27,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from stagewright.errors import UserError
-from stagewright.model.standin import copied, stand_ins, twin_of, unchanged_state, untouched_generators
+from stagewright.model.standin import Build, copied, stand_ins, unchanged_state, untouched_generators
 
 _FEWEST = 2
 
 
-def find_blocks(model: nn.Module, example: Tensor, context: Callable[[], Any], device: str) -> tuple[str, ...]:
-    """Watch a forward of a copy, and find the list of like blocks with the most parameters, by their paths.
+def find_blocks(twin: nn.Module, example: Tensor, context: Callable[[], Any], device: str) -> tuple[str, ...]:
+    """Watch a forward of a model's twin, and find the list of like blocks with the most parameters, by their paths.
 
     Every block of it is called once, in the order of the list.
     """
-    twin = twin_of(model)
     lists = [
         tuple(f"{path}.{name}" if path else name for name, _ in module.named_children())
         for path, module in twin.named_modules()
@@ -152,7 +151,7 @@ def compiled(module: nn.Module) -> Callable[..., Any]:
 
 
 def cut_between(
-    model: nn.Module,
+    twin_of: Build,
     paths: Sequence[str],
     bounds: Sequence[int],
     example: Tensor,
@@ -162,10 +161,10 @@ def cut_between(
     """One stage per range of blocks, each with the names of the values that enter it.
 
     A stage has the parameters that its own blocks and its part of the author's code train; what trains them is found by
-    running all stages once, on copies.
+    running all stages once, on copies. `twin_of` copies the model.
     """
     specs: dict[tuple[int, bool], TreeSpec] = {}
-    twins = [twin_of(model) for _ in bounds[1:]]
+    twins = [twin_of() for _ in bounds[1:]]
     stages = [
         BlockStage(twin, paths, first, last, specs)
         for twin, (first, last) in zip(twins, itertools.pairwise(bounds), strict=True)

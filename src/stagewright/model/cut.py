@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from stagewright.errors import UserError, did_you_mean
 from stagewright.model.blocks import cut_between, find_blocks
 from stagewright.model.record import Assign, Context, Recording, Untraceable
-from stagewright.model.standin import twin_of
+from stagewright.model.standin import Build, attribute_marks, twin_of
 from stagewright.model.trace import Context as Precision
 from stagewright.model.trace import Modes, Trace, modes_of, trace
 
@@ -95,22 +95,32 @@ class Chain:
         context: Precision = nullcontext,
         device: str = "cpu",
         way: Way | None = None,
+        build: Build | None = None,
     ) -> None:
         self.model = model
+        self._build = build  # makes the model anew, where it can't be copied
         self.trace: Trace | None = None
         self.trace_error: str | None = None  # why the model's own code was not recorded
         self.draws: frozenset[str] = frozenset()  # the generators, beside torch's, that the forward draws from
         self.is_conditional = True  # what runs, and so which parameters get a gradient, may differ between batches
         self.recorded: tuple[Unit, ...] = ()
         self.example, self._context, self._device = example, context, device
+        marks = {path: attribute_marks(module) for path, module in model.named_modules()}
         try:
-            self.trace = trace(model, example, context=context, device=device, on_values=way is Way.VALUES)
+            self.trace = trace(model, example, context=context, device=device, on_values=way is Way.VALUES, build=build)
         except Untraceable as error:
             self.trace_error = str(error)
             self.draws = error.draws
         else:
             self.draws = self.trace.training.draws
             self.is_conditional = bool(self.trace.training.whole or self.draws)
+        leaked = [path for path, module in model.named_modules() if attribute_marks(module) != marks[path]]
+        self.leaks = tuple(leaked)  # modules that the forward of a copy has changed: it holds on to this one
+        if leaked:
+            self.trace, self.trace_error = (
+                None,
+                f"its forward changes '{leaked[0] or type(model).__name__}' through a copy",
+            )
         self.way, self.units = self._choose(way)
         self._begins = _beginnings(self.recorded) if self.recorded else {unit: (unit, True) for unit in self.units}
         self.impossible: dict[str, str] = {}  # the units that no stage can begin with, and why
@@ -122,7 +132,7 @@ class Chain:
         blocks: tuple[str, ...] = ()
         if way is Way.BLOCKS or (way is None and whole and not self.example.is_meta):
             try:
-                blocks = find_blocks(self.model, self.example, self._context, self._device)
+                blocks = find_blocks(self._twin(), self.example, self._context, self._device)
             except Exception:  # the model's code may raise anything, and says so when it is trained
                 blocks = ()
         is_inside = any(path == "" or (blocks and blocks[0].startswith(f"{path}.")) for path in whole)
@@ -134,6 +144,9 @@ class Chain:
             if self.recorded:
                 return way or Way.GRAPH, tuple(unit.name for unit in self.recorded)
         return Way.WHOLE, (type(self.model).__name__,)
+
+    def _twin(self) -> nn.Module:
+        return twin_of(self.model, self._build)
 
     def by_shares(self, shares: Sequence[int]) -> tuple[str, ...]:
         """The first unit of each later stage when every stage gets its share of the units.
@@ -177,8 +190,8 @@ class Chain:
                     f"{self.units[0]} ... {self.units[-1]}"
                 )
         if self.way is Way.BLOCKS:
-            parts = cut_between(self.model, self.units, positions, self.example, self._context, self._device)
-            modes = modes_of(twin_of(self.model))
+            parts = cut_between(self._twin, self.units, positions, self.example, self._context, self._device)
+            modes = modes_of(self._twin())
             named = zip(parts, (self.units[0], *cuts), strict=True)
             return tuple(Piece(part, part, names, names, unit, modes) for (part, names), unit in named)
         assert self.trace is not None
@@ -186,7 +199,8 @@ class Chain:
         homes = _homes(training)
         evaluated = units_of(self.trace.evaluation)
         bounds = _evaluation_bounds(self.model, evaluated, cuts, homes)
-        evaluation = _parts(self.model, self.trace.evaluation, evaluated, bounds)
+        carried = _carried(self.model, evaluated, bounds, homes)
+        evaluation = _parts(self.model, self.trace.evaluation, evaluated, bounds, carried)
         pieces = tuple(
             Piece(train.module, evaluate.module, train.inputs, evaluate.inputs, first_unit, self.trace.modes)
             for train, evaluate, first_unit in zip(training, evaluation, (self.units[0], *cuts), strict=True)
@@ -268,8 +282,17 @@ class _Part:
     assigners: tuple[Assigner, ...]
 
 
-def _parts(model: nn.Module, recording: Recording, units: Sequence[Unit], bounds: Sequence[int]) -> list[_Part]:
-    """A recorded forward as one module per stage; stage s has the units from bound s to bound s+1."""
+def _parts(
+    model: nn.Module,
+    recording: Recording,
+    units: Sequence[Unit],
+    bounds: Sequence[int],
+    carried: Mapping[fx.Node, int] | None = None,
+) -> list[_Part]:
+    """A recorded forward as one module per stage; stage s has the units from bound s to bound s+1.
+
+    `carried` has the attributes that a stage fetches for later ones.
+    """
     graph = recording.graph
     (returned,) = (node for node in graph.nodes if node.op == "output")
     if not isinstance(returned.args[0], fx.Node):
@@ -279,7 +302,8 @@ def _parts(model: nn.Module, recording: Recording, units: Sequence[Unit], bounds
     live: list[list[fx.Node]] = []
     for stage in range(len(nodes)):
         before, after = itertools.chain(*nodes[:stage]), itertools.chain(*nodes[stage:])
-        live.append(_live(graph, list(before), list(after), returned))
+        fetched = [node for node, home in (carried or {}).items() if home < stage]
+        live.append(_live(graph, [*fetched, *before], list(after), returned))
     live.append([returned.args[0]])
     parts = []
     for stage, own in enumerate(nodes):
@@ -553,6 +577,25 @@ def _tensors_used(model: nn.Module, unit: Unit) -> dict[int, str]:
     return used
 
 
+def _carried(
+    model: nn.Module, units: Sequence[Unit], bounds: Sequence[int], homes: Mapping[str, int]
+) -> dict[fx.Node, int]:
+    """The buffers of a stage, which it changes in training, that evaluation reads in a later one."""
+    carried: dict[fx.Node, int] = {}
+    for stage, (first, last) in enumerate(itertools.pairwise(bounds)):
+        for node in (node for unit in units[first:last] for node in unit.nodes):
+            for source in node.all_input_nodes:
+                home = homes.get(str(source.target), stage) if source.op == "get_attr" else stage
+                if home > stage:
+                    raise UserError(
+                        f"evaluation reads '{source.target}' of stage {home} in stage {stage}, before it arrives; "
+                        "cut at another unit"
+                    )
+                if home < stage:
+                    carried[source] = home
+    return carried
+
+
 def _stages_used(model: nn.Module, unit: Unit, homes: Mapping[str, int]) -> set[int]:
     """The stages whose parameters and buffers a unit uses."""
     stages: set[int] = set()
@@ -562,7 +605,7 @@ def _stages_used(model: nn.Module, unit: Unit, homes: Mapping[str, int]) -> set[
             if used.op not in ("call_module", "get_attr"):
                 continue
             target = str(used.target)
-            if target in homes:
+            if target in homes and isinstance(_attribute(model, target), nn.Parameter):
                 stages.add(homes[target])
             prefix = f"{target}."
             stages |= {stage for name, stage in homes.items() if name.startswith(prefix)}

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
+from torch.nn.parameter import UninitializedParameter
 
 from stagewright.errors import UserError, first_line
 from stagewright.model import zoo
@@ -62,9 +63,16 @@ def _from_factory(name: str, classes: int | None) -> nn.Module:
     wants_classes = classes is not None and "classes" in inspect.signature(factory).parameters
     try:
         made = factory(classes=classes) if wants_classes else factory()
-        return made if isinstance(made, nn.Module) else nn.Sequential(*made)  # a list of modules is a chain
+        model = made if isinstance(made, nn.Module) else nn.Sequential(*made)  # a list of modules is a chain
     except (Exception, SystemExit) as error:  # the user's code: report whatever it raises
         raise UserError(f"model '{name}': the factory raised {type(error).__name__}: {first_line(error)}") from error
+    lazy = [path for path, tensor in model.named_parameters() if isinstance(tensor, UninitializedParameter)]
+    if lazy:
+        raise UserError(
+            f"model '{name}': parameter '{lazy[0]}' of a lazy module has no shape yet; run one sample through the model "
+            "in the factory"
+        )
+    return model
 
 
 def make_deterministic(model: nn.Module) -> nn.Module:

@@ -18,7 +18,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from stagewright.errors import UserError, first_line
 from stagewright.files import read_text, write_text
 from stagewright.model.cut import Chain, Piece, Way
 from stagewright.model.load import convert
-from stagewright.model.standin import copied, stand_ins, untouched_generators
+from stagewright.model.standin import Build, copied, stand_ins, untouched_generators
 
 SAMPLES = 4  # other than those that a forward is recorded with, so that its sizes are proven too
 _TOLERANCE = 1e-8  # relative, in double precision
@@ -47,8 +47,6 @@ _COPIES = 6  # the author's copy and the pieces' copy, their gradients, and as m
 _VERSION = 1
 _LONGEST = 2000  # characters of an attribute that a proof is known by
 _TABLES = frozenset(vars(nn.Module()))
-
-Build = Callable[[], nn.Module]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +147,7 @@ def _compare(
     author, copy = (convert(build(), weights) for _ in range(2))
     _give_state(author, copy)
     author.train()
-    chain = Chain(copy, given[:1], way=way)
+    chain = Chain(copy, given[:1], way=way, build=lambda: convert(build(), weights))
     pieces = chain.cut(cuts)
     with ExitStack() as stack:
         for piece in pieces:  # as in ranks: every stage has buffers of its own, and parameters that are other objects
@@ -462,3 +460,22 @@ def _has_source(kind: type) -> bool:
         return inspect.getsourcefile(kind) is not None
     except TypeError:
         return False
+
+
+def keeps_state(build: Build, example: Tensor, attributes: Sequence[str]) -> bool:
+    """Whether a forward's output depends on the Python attributes that forwards change.
+
+    A number counts as state; any other attribute where a second forward, with everything else put back, differs.
+    """
+    model = build().train()
+    if set(attributes) & _attributes(model).keys():
+        return True
+    given = _samples(example, torch.float32)
+    outputs = []
+    with untouched_generators(), torch.no_grad():
+        buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        for _ in range(2):
+            _seed(_SEEDS[0])
+            outputs.append(model(given.clone()))
+            _restore(model, buffers)
+    return not torch.equal(*outputs)

@@ -272,6 +272,11 @@ class _Recorder(TorchFunctionMode):
             return original(module, *args, **kwargs)
         if self._frames and self._note_draws():
             self._break("draws numbers from Python's or numpy's generator")
+        if module._backward_hooks or module._backward_pre_hooks:
+            if not path:
+                raise Untraceable("it has a backward hook", frozenset(self._draws))
+            self.recording.whole[path] = "it has a backward hook"
+            return self._as_one(path, module, original, args, kwargs, _checkpoint_around())
         inside = _checkpoint_around()
         if path and (inside is not None or path in self._keep or _is_leaf(module)):
             if path in self._keep:

@@ -19,17 +19,30 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 Make = Callable[[Tensor], Tensor]
+Build = Callable[[], nn.Module]
 _TABLES = frozenset(vars(nn.Module())) - {"training"}  # of every module: its hooks, parameters, buffers and modules
 
 
-def twin_of(model: nn.Module, *, shared: bool = True) -> nn.Module:
-    """A copy of a model's modules and Python attributes; its tensors are the model's own, or copies."""
-    memo: dict[int, Any] = {}
+def twin_of(model: nn.Module, build: Build | None = None) -> nn.Module:
+    """A copy of a model's modules and Python attributes, whose parameters and buffers are the model's own.
+
+    A model that can't be copied, since it holds a lock or a file, is built again.
+    """
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     for module in model.modules():  # tensors that are neither, such as a weight that a hook computes from others
-        memo |= {id(value): value.detach() for value in vars(module).values() if isinstance(value, Tensor)}
-    if shared:
-        memo |= {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, memo)
+        held = [value for value in vars(module).values() if isinstance(value, Tensor)]
+        memo |= {id(value): value.detach() for value in held if id(value) not in memo}
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception:  # the author's code, or an attribute without a copy
+        if build is None:
+            raise
+    twin = build()
+    parts = dict(model.named_modules(remove_duplicate=False))
+    for path, module in twin.named_modules(remove_duplicate=False):
+        module._parameters.update(parts[path]._parameters)
+        module._buffers.update(parts[path]._buffers)
+    return twin
 
 
 @contextmanager

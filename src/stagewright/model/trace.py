@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stagewright.errors import first_line
 from stagewright.model.record import Recording, Untraceable, record
-from stagewright.model.standin import Make, copied, fake_tensors, stand_ins, twin_of, untouched_generators
+from stagewright.model.standin import Build, Make, copied, fake_tensors, stand_ins, twin_of, untouched_generators
 
 Context = Callable[[], AbstractContextManager[Any]]
 Modes = dict[str, tuple[bool, bool]]  # of each module: whether it trains in training, and in evaluation
@@ -34,14 +34,16 @@ def trace(
     context: Context = nullcontext,
     device: str = "cpu",
     on_values: bool = False,
+    build: Build | None = None,
 ) -> Trace:
     """Trace a model that takes samples like the example; `Untraceable` where its own code can't be recorded.
 
     It runs on fake tensors, which pretend to be on `device`, since what autocast does depends on it; where the model's
-    code reads values, which fake tensors don't have, or with `on_values`, on copies of the real ones.
+    code reads values, which fake tensors don't have, or with `on_values`, on copies of the real ones. `build` makes
+    the model anew, where it can't be copied.
     """
     try:
-        twin = twin_of(model)
+        twin = twin_of(model, build)
     except Exception as error:  # the model's own code, or an attribute that can't be copied
         raise Untraceable(f"it can't be copied ({first_line(error, 100)})") from error
     modes = modes_of(twin)
@@ -55,7 +57,7 @@ def trace(
             except Untraceable:
                 raise
             except Exception:  # the forward needs values, or an operation has no fake
-                twin = twin_of(model)
+                twin = twin_of(model, build)
         return _real(twin, copied(example, device), context, partial(copied, device=device), modes)
 
 

@@ -28,7 +28,7 @@ from stagewright.hardware.host import num_cores
 from stagewright.model.cut import WAYS, Chain, Piece, Way
 from stagewright.model.load import build_model
 from stagewright.model.probe import Probe, probe
-from stagewright.model.prove import Differs, Proof, prove
+from stagewright.model.prove import Differs, Proof, keeps_state, prove
 from stagewright.model.zoo import ZOO
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
@@ -119,7 +119,7 @@ def prepare(
     pieces = chain.cut(plan.cuts)
     study = partial(_probe, pieces, chain.is_conditional, context=precision.forward_context, device=config.run.device)
     training = study(example, training=True)
-    _require_stateless(config, plan, training)
+    _require_stateless(config, plan, chain, training)
     if resume is not None:
         require_model(resume, chain.model, training.reached)
     val = open_data(config, config.data.val) if config.data.val else source
@@ -161,7 +161,8 @@ def predict_job(config: Config, plan: Plan) -> Prediction | None:
 
 def _chain(config: Config, model: nn.Module, example: Tensor, way: Way | None = None) -> Chain:
     precision = make_precision(config.run.precision, config.run.device)
-    return Chain(model, example, context=precision.forward_context, device=config.run.device, way=way)
+    build = partial(open_model, config)
+    return Chain(model, example, context=precision.forward_context, device=config.run.device, way=way, build=build)
 
 
 def _proven_plan(
@@ -284,11 +285,12 @@ def _probe(
         ) from error
 
 
-def _require_stateless(config: Config, plan: Plan, training: Probe) -> None:
+def _require_stateless(config: Config, plan: Plan, chain: Chain, training: Probe) -> None:
     """An error where replicas or checkpoints would need state that the model keeps in plain attributes."""
-    if not training.attributes:
+    attributes = (*training.attributes, *chain.leaks)
+    if not attributes or not (chain.leaks or keeps_state(partial(_build, config), chain.example, attributes)):
         return
-    name = training.attributes[0]
+    name = attributes[0]
     most = max(stage.replicas for stage in plan.stages)
     if most > 1:
         raise UserError(

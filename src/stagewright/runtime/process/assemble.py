@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -82,7 +84,9 @@ def open_pieces(
     assert sample is not None
     precision = make_precision(config.run.precision, config.run.device)
     kind = "cpu" if device is None else device.type
-    return Chain(model, sample.empty(), context=precision.forward_context, device=kind, way=way).cut(cuts)
+    build = partial(open_model, config, device)
+    chain = Chain(model, sample.empty(), context=precision.forward_context, device=kind, way=way, build=build)
+    return chain.cut(cuts)
 
 
 def has_channels_last(config: Config, model: nn.Module) -> bool:
