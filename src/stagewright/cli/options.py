@@ -67,6 +67,7 @@ _OWN = (
     _number("--cores", "CPU cores that decode images"),
     _number("--count", "number of such machines", 1, most=1024),
     _text("--network", "LINK", "link between machines: net-1g, net-10g, ... net-400g"),
+    _number("--stages", "stages of the even cut to prove (default: 4)", least=1, most=1024),
     # Of commands about data
     _number("--most", "most records to decode (0: all)", 10_000, least=0, most=2**31 - 1),
     _text("--sheet", "FILE", "picture to write", "contact-sheet.png"),

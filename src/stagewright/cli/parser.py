@@ -209,6 +209,18 @@ COMMANDS = (
         ),
     ),
     Command(
+        *("inspect", "inspect:run", "show how a model can be cut, and prove a cut"),
+        "Show the units of a model, how it can be cut and where it can't, and prove a cut into stages.",
+        "MODEL",
+        (_MODEL,),
+        (
+            *take("--stages"),
+            *take("--cut", default=None, help="prove this cut: the first unit or module of each later stage"),
+            *take("--data", default=None, metavar="SOURCE", help="take the shape of samples from this data"),
+            *take("--image --classes --seed"),
+        ),
+    ),
+    Command(
         *("plan", "plan:run", "find the fastest plan of a model on a cluster"),
         "Search for the fastest plan, compare it with data parallelism, and write it for train --plan.",
         "MODEL --cluster NAME|FILE --batch N",

@@ -34,6 +34,13 @@ _PLAN_FIELDS: dict[str, Any] = {
     "versions": tuple[int, ...],
     "depths": tuple[int, ...],
 }
+_PROOF_FIELDS: dict[str, Any] = {
+    "way": str,
+    "samples": int,
+    "precision": str,
+    "difference": float,
+    "seconds": float,
+}
 _BAD_CONTENT = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
 
 
@@ -66,6 +73,7 @@ class Run:
     usage: tuple[tuple[Usage, ...], ...]  # samples of each machine that has a monitor's file
     timeline: Timeline | None
     memory: tuple[dict[str, float], ...] | None  # bytes by part, of each rank, as the planner predicts
+    proof: dict[str, Any] | None = None  # what was proven of the cut
 
     @property
     def name(self) -> str:
@@ -185,6 +193,17 @@ def read_run(folder: Path, rank_map: RankMap) -> Run:
         ),
         timeline=_read_timeline(folder / "trace.json"),
         memory=_read_memory(folder / "memory.json"),
+        proof=_read_proof(folder / "proof.json"),
+    )
+
+
+def _read_proof(path: Path) -> dict[str, Any] | None:
+    """What was proven of the cut; None where the file is missing or has a field of a wrong type."""
+    found = read_object(path)
+    return (
+        found
+        if found is not None and all(fits(found.get(name), kind) for name, kind in _PROOF_FIELDS.items())
+        else None
     )
 
 

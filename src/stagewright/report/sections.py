@@ -46,10 +46,23 @@ def configuration(run: Run) -> Table:
         ("placement", str(plan.get("placement", "?"))),
         ("batch", f"{run.batch} samples in {plan.get('microbatches', '?')} microbatches"),
     ]
+    if plan.get("cuts"):
+        rows.append(("cut", _proven(run)))
     for word in ("dynamic", "emulate", "compile", "deterministic", "share_gpu"):
         if run.section("run").get(word) is True:
             rows.append((word.replace("_", " "), "yes"))
     return Table("Configuration", ("what", "value"), tuple(rows))
+
+
+def _proven(run: Run) -> str:
+    """What was proven of the cut before the first step."""
+    proof = run.proof
+    if proof is None:
+        return "not proven"
+    return (
+        f"proven against the whole model in {proof['seconds']:.1f} s: {proof['samples']} samples in {proof['precision']}, "
+        f"largest difference {proof['difference']:.1e} (cut by {proof['way']})"
+    )
 
 
 def stages(run: Run) -> Table:

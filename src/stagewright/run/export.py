@@ -6,13 +6,15 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors.torch import save, save_file
+from torch import Tensor, nn
 
 from stagewright.config.sections import Config
 from stagewright.config.toml import make_config
 from stagewright.errors import UserError
+from stagewright.model.cut import Piece
 from stagewright.runtime.checkpoint.folder import Checkpoint
 from stagewright.runtime.checkpoint.format import MASTER
 from stagewright.runtime.process.assemble import open_model
@@ -46,6 +48,27 @@ def export_states(config: Config, states: Sequence[dict[str, Tensor]], path: Pat
     except (OSError, SafetensorError) as error:
         raise UserError(f"weights could not be written to {path}: {error}; give another file") from error
     return path
+
+
+def rehearse(model: nn.Module, pieces: Sequence[Piece], path: Path) -> None:
+    """An error, before training, where the weights could not be exported after it."""
+    require_target(path)
+    held = model.state_dict()
+    known = held.keys() | {name for name, _ in model.named_buffers()}
+    for piece in pieces:
+        for name in piece.training.state_dict():
+            if name not in known:
+                raise UserError(
+                    f"'{name}' of a stage is no tensor of the model, so it can't be exported; train without --export"
+                )
+    for name, tensor in held.items():
+        try:
+            save({name: torch.empty(0, dtype=tensor.dtype)})
+        except Exception as error:  # safetensors has its own exceptions for each reason
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(
+                f"'{name}' is {kind}, which no .safetensors file can hold; train without --export"
+            ) from error
 
 
 def require_target(path: Path) -> None:

@@ -3,7 +3,7 @@
 Imports nothing of ours, so that the command line can look for runs before it imports anything large.
 
 A run leaves config.toml, env.json, plan.json, job.json, metrics.jsonl, monitor.jsonl, summary.json, trace.json,
-memory.json, report.html, report.md, log.txt, logs/ and checkpoints/; runs/<id> by default.
+memory.json, proof.json, report.html, report.md, log.txt, logs/ and checkpoints/; runs/<id> by default.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from stagewright.errors import UserError, is_text
 
 PLAN_FILE = "plan.json"  # every run folder has one
+PROOF_FILE = "proof.json"  # what was proven of the cut; only a run that is cut has one
 _LOCK_FILE = ".lock"
 
 

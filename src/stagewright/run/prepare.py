@@ -36,6 +36,7 @@ from stagewright.planning.build import Warn, build_plan, resolved_options, warn_
 from stagewright.planning.predict import Prediction, predict
 from stagewright.planning.setting import memory_setting, planning_setting, prediction_setting
 from stagewright.planning.simulate import balanced_costs
+from stagewright.run.export import rehearse
 from stagewright.run.folder import new_folder
 from stagewright.run.resume import (
     Resume,
@@ -117,6 +118,8 @@ def prepare(
         inputs, labels = source.batch(order.microbatch(0, plan.microbatches))
     example = _cast(inputs, precision)
     pieces = chain.cut(plan.cuts)
+    if config.run.export:
+        rehearse(chain.model, pieces, Path(config.run.export))
     study = partial(_probe, pieces, chain.is_conditional, context=precision.forward_context, device=config.run.device)
     training = study(example, training=True)
     _require_stateless(config, plan, chain, training)

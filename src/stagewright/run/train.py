@@ -35,7 +35,7 @@ from stagewright.report.live.terminal import RunConsole, say
 from stagewright.report.read import evaluated_on
 from stagewright.report.run import run_page
 from stagewright.run.export import export_states, require_target
-from stagewright.run.folder import PLAN_FILE, run_lock
+from stagewright.run.folder import PLAN_FILE, PROOF_FILE, run_lock
 from stagewright.run.observe import check_monitor_rate, fan_out, monitored, usage_totals
 from stagewright.run.prepare import Prepared, memory_advice, predict_job, prepare
 from stagewright.run.report import open_run, write_page
@@ -257,11 +257,21 @@ def _write_start(job: Job, warnings: Sequence[str] = ()) -> None:
     (folder / PLAN_FILE).write_text(json.dumps(job.plan.describe(), indent=1))
     known = {"command": sys.argv} | read_environment().describe()
     (folder / "env.json").write_text(json.dumps(known, indent=1))
-    append_log(folder, "".join(f"warning: {printable(warning)}\n" for warning in warnings))
+    (folder / PROOF_FILE).unlink(missing_ok=True)
+    if job.proof is not None:
+        (folder / PROOF_FILE).write_text(json.dumps(asdict(job.proof)))
+    append_log(folder, "".join(f"{printable(line)}\n" for line in (*(f"warning: {w}" for w in warnings), *_proof(job))))
 
 
-def _headline(job: Job) -> tuple[str, str]:
-    """What is about to run, in two lines."""
+def _proof(job: Job) -> tuple[str, ...]:
+    """What is proven of the cut, in one line; none where there is no cut."""
+    if not job.plan.cuts:
+        return ()
+    return (f"proven: {job.proof}",) if job.proof else ("not proven: the stages may compute what the model does not",)
+
+
+def _headline(job: Job) -> tuple[str, ...]:
+    """What is about to run, in two lines, and what is proven of it."""
     plan = job.plan
     parts = []
     for stage, devices in zip(plan.stages, plan.placement, strict=True):
@@ -272,6 +282,7 @@ def _headline(job: Job) -> tuple[str, str]:
     return (
         f"{job.config.model.name}, mode {plan.mode}: {'; '.join(parts)}",
         f"batch {plan.batch} in {microbatches}, {steps}, files in {job.folder}",
+        *_proof(job),
     )
 
 

@@ -1,0 +1,132 @@
+"""Inspects a model: its units, how it can be cut, where it can't, and whether a cut into some stages is proven."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from stagewright.config.toml import make_config
+from stagewright.errors import UserError, counted
+from stagewright.model.cut import WAYS, Chain, Way
+from stagewright.model.load import build_model
+from stagewright.model.prove import Differs, Proof, prove
+from stagewright.model.walk import Walk, model_errors
+from stagewright.model.zoo import ZOO
+from stagewright.profile.shapes import run_units
+from stagewright.runtime.process.assemble import open_data
+
+_SAMPLES = 2
+_STAGES = 4  # of the cut that is proven, unless the model has fewer units or another number is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class UnitFacts:
+    """One unit, for one sample."""
+
+    name: str
+    parameters: int
+    flops: float  # of forward; a multiply-add counts as two
+    bytes_across: int  # a cut after it
+    impossible: str | None  # why no stage can begin with it
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What is known of a model before it is trained."""
+
+    model: str
+    sample: tuple[int, ...]
+    way: str
+    why: str | None  # the model's own code was not recorded
+    whole: dict[str, str]  # modules kept whole, and why
+    units: tuple[UnitFacts, ...]
+    most_stages: int
+    cuts: tuple[str, ...]
+    proof: Proof | None
+    refused: str | None  # why the cut is not proven
+
+
+def inspect_model(
+    name: str,
+    *,
+    classes: int | None = None,
+    image: int | None = None,
+    data: str | None = None,
+    cut: str | None = None,
+    stages: int | None = None,
+    seed: int = 0,
+) -> Inspection:
+    """Trace a model on samples like those of the data, and prove a cut into stages: an even one, or the one given."""
+    build = partial(build_model, name, seed, classes)
+    example = _example(name, classes, image, data)
+    with model_errors(name, example.shape[1:]):
+        build().train()(torch.cat([example[:1]] * _SAMPLES))
+    tried: list[Chain] = []
+    refused: str | None = None
+    proof: Proof | None = None
+    cuts: tuple[str, ...] = ()
+    for way in (None, *WAYS):
+        if tried and way is tried[0].way:
+            continue
+        chain = Chain(build(), example, way=way, build=build)
+        if tried and chain.way is not way:
+            continue
+        tried.append(chain)
+        try:
+            cuts = _cuts(chain, cut, stages)
+            proof = prove(build, chain, cuts, f"{name} {classes}") if cuts else None
+            break
+        except Differs as error:
+            refused = refused or str(error)
+    else:
+        chain = tried[0]
+    refused = None if proof else refused
+    whole = dict(chain.trace.training.whole) if chain.trace else {}
+    units = _units(chain, torch.cat([example[:1]] * _SAMPLES))
+    most = 1 if chain.way is Way.WHOLE else len(chain.units) - len(chain.impossible)
+    return Inspection(
+        name, tuple(example.shape[1:]), str(chain.way), chain.trace_error, whole, units, most, cuts, proof, refused
+    )
+
+
+def _cuts(chain: Chain, cut: str | None, stages: int | None) -> tuple[str, ...]:
+    """The cut to prove: the given one, or an even one into some stages."""
+    most = len(chain.units) - len(chain.impossible)
+    if cut is not None:
+        return chain.by_names([name.strip() for name in cut.split(",")])
+    if stages is not None and stages > most:
+        raise UserError(
+            f"--stages {stages}, but the model can be cut into at most {counted(most, 'stage')}; give fewer"
+        )
+    return chain.by_shares([1] * (stages or min(_STAGES, most)))
+
+
+def _example(name: str, classes: int | None, image: int | None, data: str | None) -> Tensor:
+    entry = ZOO.get(name)
+    side = image or (entry.image if entry else 32)
+    if data is None:
+        return torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
+    table = {"model": {"name": name, "classes": classes or (entry.classes if entry else 10)}}
+    config = make_config(table | {"data": {"source": data, "image": side}}, given=())
+    inputs, _ = open_data(config, data).batch(np.zeros(1, dtype=np.int64))
+    return inputs
+
+
+def _units(chain: Chain, example: Tensor) -> tuple[UnitFacts, ...]:
+    chain.model.train()
+    facts: list[UnitFacts] = []
+    before = 0
+    with FlopCounterMode(display=False) as counter:
+        for unit in run_units(chain, Walk(chain, example)):
+            total = counter.get_total_flops()
+            crossing = sum(value.nbytes for value in unit.live) // len(example)
+            name = unit.visit.name
+            flops = (total - before) / len(example)
+            facts.append(UnitFacts(name, unit.parameters, flops, crossing, chain.impossible.get(name)))
+            before = total
+    return tuple(facts)
