@@ -78,8 +78,8 @@ class _Ended(Exception):
 class BlockStage(nn.Module):
     """The author's model with the blocks of other stages stubbed: the blocks from `first` to `last` run.
 
-    Its modules, parameters and buffers are the model's, by the same names. `forward` takes the model's input and what the
-    block before `first` returned; it returns the input and what its own last block returned, or the model's output.
+    Its modules, parameters and buffers are the model's, by the same names. `forward` takes the model's input and what
+    the block before `first` returned; it returns the input and what its own last block returned, or the model's output.
     """
 
     def __init__(

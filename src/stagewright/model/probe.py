@@ -82,8 +82,8 @@ def probe(
     """Run every stage on fake tensors, as one process would, and record what passes from each to the next.
 
     Fake tensors pretend to be on the run's device, since autocast's types depend on it. If the model's code reads
-    values, which fake tensors don't have, it runs on copies of the real tensors. `is_conditional` says that another sample
-    may take another path: then any parameter may be reached, and any value may need a gradient.
+    values, which fake tensors don't have, it runs on copies of the real tensors. `is_conditional` says that another
+    sample may take another path: then any parameter may be reached, and any value may need a gradient.
     """
     modules = [piece.training if training else piece.evaluation for piece in pieces]
     modes = {module: module.training for root in modules for module in root.modules()}

@@ -372,8 +372,8 @@ def _difference(
         if not difference <= tolerance:
             amount = "it is there in one of them only" if difference == float("inf") else f"by {difference:.1e}"
             raise Differs(
-                f"the {len(pieces)} stages do not compute what the whole model does: in {mode}, {what} differs ({amount}, "
-                f"at most {tolerance:.0e} is rounding); use one stage, or --unproven to train it all the same"
+                f"the {len(pieces)} stages do not compute what the whole model does: in {mode}, {what} differs "
+                f"({amount}, at most {tolerance:.0e} is rounding); use one stage, or --unproven to train it all the same"
             )
 
     stage_of = {name: stage for stage, piece in enumerate(pieces) for name, _ in _named(piece.training)}
