@@ -135,7 +135,7 @@ def _compare_in_single(build: Build, example: Tensor, cuts: Sequence[str], way: 
     except Exception as error:  # the model's code may raise anything
         raise Differs(
             f"the {len(cuts) + 1} stages could not be compared with the whole model: {type(error).__name__}: "
-            f"{first_line(error, 160)}; use one stage, or --unproven to train it all the same"
+            f"{first_line(error, 160)}; use one stage, or train it as it is by --unproven"
         ) from error
 
 
@@ -373,7 +373,7 @@ def _difference(
             amount = "it is there in one of them only" if difference == float("inf") else f"by {difference:.1e}"
             raise Differs(
                 f"the {len(pieces)} stages do not compute what the whole model does: in {mode}, {what} differs "
-                f"({amount}, at most {tolerance:.0e} is rounding); use one stage, or --unproven to train it all the same"
+                f"({amount}, at most {tolerance:.0e} is rounding); use one stage, or train it as it is by --unproven"
             )
 
     stage_of = {name: stage for stage, piece in enumerate(pieces) for name, _ in _named(piece.training)}

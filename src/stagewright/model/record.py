@@ -1,7 +1,7 @@
 """Records a model's forward as a graph by running it: every torch call, in order, with what it was given.
 
-The author's Python runs as it is, on stand-ins for the model's tensors, and every call that torch sees becomes a node of
-a `torch.fx.Graph`: its targets are the model's own modules, its attributes the model's own parameters. What a graph
+The author's Python runs as it is, on stand-ins for the model's tensors, and every call that torch sees becomes a node
+of a `torch.fx.Graph`: its targets are the model's own modules, its attributes the model's own parameters. What a graph
 can't hold (a value that decides what runs, a change of a Python attribute, a hook on a tensor) keeps the module whose
 code does it whole, as one node. The forward runs for two numbers of samples; numbers that differ become expressions of
 the number of samples, so the graph holds for any.
