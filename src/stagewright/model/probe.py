@@ -22,12 +22,12 @@ from torch._subclasses.fake_tensor import (
 from stagewright.errors import UserError
 from stagewright.model.cut import Piece
 from stagewright.model.standin import (
+    analysing,
     attribute_marks,
     copied,
     fake_tensors,
     stand_ins,
     unchanged_state,
-    untouched_generators,
 )
 from stagewright.model.walk import require_logits
 
@@ -90,7 +90,7 @@ def probe(
     try:
         for piece in pieces:
             piece.train(training)
-        with untouched_generators(), unchanged_state(modules), torch.set_grad_enabled(training):
+        with analysing(), unchanged_state(modules), torch.set_grad_enabled(training):
             try:
                 with fake_tensors(device) as make:
                     found = _probe(pieces, modules, example, context, make)

@@ -34,7 +34,7 @@ from stagewright.errors import UserError, first_line
 from stagewright.files import read_text, write_text
 from stagewright.model.cut import Chain, Piece, Way
 from stagewright.model.load import convert
-from stagewright.model.standin import Build, copied, stand_ins, untouched_generators
+from stagewright.model.standin import Build, analysing, copied, stand_ins
 
 SAMPLES = 4  # other than those that a forward is recorded with, so that its sizes are proven too
 _TOLERANCE = 1e-8  # relative, in double precision
@@ -93,7 +93,7 @@ def prove(build: Build, chain: Chain, cuts: Sequence[str], identity: str) -> Pro
     if (known := _read(path)) is not None:
         return known
     _require_memory(chain.model)
-    with untouched_generators():
+    with analysing():
         try:
             found = _compare(build, example, cuts, way, torch.float64)
         except UserError:
@@ -472,7 +472,7 @@ def keeps_state(build: Build, example: Tensor, attributes: Sequence[str]) -> boo
         return True
     given = _samples(example, torch.float32)
     outputs = []
-    with untouched_generators(), torch.no_grad():
+    with analysing(), torch.no_grad():
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         for _ in range(2):
             _seed(_SEEDS[0])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stagewright.errors import first_line
 from stagewright.model.record import Recording, Untraceable, record
-from stagewright.model.standin import Build, Make, copied, fake_tensors, stand_ins, twin_of, untouched_generators
+from stagewright.model.standin import Build, Make, analysing, copied, fake_tensors, stand_ins, twin_of
 
 Context = Callable[[], AbstractContextManager[Any]]
 _CHEAP = 5 * 10**10  # parameters x elements of a sample
@@ -48,7 +48,7 @@ def trace(
     except Exception as error:  # the model's own code, or an attribute that can't be copied
         raise Untraceable(f"it can't be copied ({first_line(error, 100)})") from error
     modes = modes_of(twin)
-    with untouched_generators():
+    with analysing():
         if example.device.type == "meta" or any(parameter.is_meta for parameter in twin.parameters()):
             return _real(twin, example.to("meta"), context, lambda tensor: tensor, modes)
         if not on_values and not _is_cheap(twin, example, device):

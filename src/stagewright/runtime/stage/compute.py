@@ -92,7 +92,7 @@ class Compiled(Eager):
             if not difference <= limit:
                 raise RuntimeError(
                     f"{self._name} computes something else when it is compiled: its output differs by "
-                    f"{difference:.1e}, at most {limit:.0e} is rounding in {self._precision.name}; train without --compile"
+                    f"{difference:.1e}, at most {limit:.0e} is rounding in {self._precision.name}; leave out --compile"
                 )
         return made
 
