@@ -14,7 +14,7 @@ from stagewright.runtime.process.torch_flags import FLAGS
 def _state() -> dict[str, Any]:
     flags = {flag.name: flag.read() for flag in FLAGS}
     random = [torch.get_rng_state().tolist(), torch.cuda.get_rng_state(0).tolist()]
-    return flags | {"random": random, "gpu": torch.cuda.current_device()}
+    return flags | {"random": random, "gpu": torch.cuda.current_device(), "grad": torch.is_grad_enabled()}
 
 
 @pytest.fixture(autouse=True)

@@ -390,7 +390,7 @@ class _Slice:
 
 
 class _Region:
-    """Wraps the nodes added within it in another grad mode and autocast."""
+    """Wraps the nodes added within it in another grad mode and autocast, as a `with` in the author's code does."""
 
     def __init__(self, graph: fx.Graph, context: Context) -> None:
         self._graph = graph
@@ -398,26 +398,26 @@ class _Region:
         self._entered: fx.Node | None = None
 
     def __enter__(self) -> None:
-        context = self._context
-        self._entered = self._graph.call_function(enter_context, (context.grad, *(context.autocast or (None, None))))
+        self._entered = self._graph.call_function(enter_autocast, self._context.autocast or (None, None))
+        self._graph.call_function(torch.set_grad_enabled, (self._context.grad,))
 
     def __exit__(self, *error: object) -> None:
         assert self._entered is not None
-        self._graph.call_function(leave_context, (self._entered,))
+        self._graph.call_function(torch.set_grad_enabled, (True,))  # a region differs from the training around it
+        self._graph.call_function(leave_autocast, (self._entered,))
 
 
-def enter_context(grad: bool, device: str | None, dtype: torch.dtype | None) -> list[Any]:
-    """Enter a grad mode and an autocast, as a `with` in the author's code does."""
+def enter_autocast(device: str | None, dtype: torch.dtype | None) -> list[Any]:
+    """Turn autocast on for a device, or off for all; returns what `leave_autocast` leaves."""
     devices = [device] if device else [name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]
     entered: list[Any] = [torch.autocast(name, dtype, enabled=device is not None) for name in devices]
     for context in entered:
         context.__enter__()
-    return [torch.set_grad_enabled(grad), *reversed(entered)]  # which sets it at once
+    return entered
 
 
-def leave_context(entered: Sequence[Any]) -> None:
-    """Leave what `enter_context` entered."""
-    for context in entered:
+def leave_autocast(entered: Sequence[Any]) -> None:
+    for context in reversed(entered):
         context.__exit__(None, None, None)
 
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from stagewright.errors import UserError, first_line
-from stagewright.model.cut import Chain, Piece, Unit, Way, enter_context, leave_context
+from stagewright.model.cut import Chain, Piece, Unit, Way, enter_autocast, leave_autocast
 from stagewright.model.record import Context, Recording
 
 
@@ -168,11 +169,12 @@ class UnitRunner:
 
 @contextmanager
 def _entered(context: Context) -> Iterator[None]:
-    entered = enter_context(context.grad, *(context.autocast or (None, None)))
+    entered = enter_autocast(*(context.autocast or (None, None)))
     try:
-        yield
+        with torch.set_grad_enabled(context.grad):
+            yield
     finally:
-        leave_context(entered)
+        leave_autocast(entered)
 
 
 class WrongOutput(UserError):

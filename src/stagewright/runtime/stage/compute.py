@@ -86,7 +86,7 @@ class Compiled(Eager):
         made = super().__call__(arguments)
         self._is_compared = True
         if expected is not None:
-            difference = _distance(_outputs(expected), [tensor.detach() for tensor in _outputs(made)])
+            difference = _distance(_outputs(expected), _outputs(made))
             limit = _COMPILED_LIMITS.get(self._precision.name, _COMPILED_LIMIT)
             _LOGGER.info("%s: compiled, its output differs by %.1e from the uncompiled one", self._name, difference)
             if not difference <= limit:
@@ -113,7 +113,8 @@ def _generator_states() -> list[Tensor]:
 
 
 def _outputs(made: Any) -> list[Tensor]:
-    return [made] if isinstance(made, Tensor) else [value for value in made if isinstance(value, Tensor)]
+    values = [made] if isinstance(made, Tensor) else made
+    return [value.detach() for value in values if isinstance(value, Tensor)]
 
 
 class CudaGraphs:

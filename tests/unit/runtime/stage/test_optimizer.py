@@ -117,7 +117,8 @@ def test_a_gradient_is_released_after_its_step() -> None:
     ],
 )
 def test_extrapolates_only_when_asked_and_along_a_momentum(config: OptimizerConfig, extrapolates: bool) -> None:
-    assert make_optimizer(config, Weights(torch.randn(50)), Rates(0.5, ScheduleConfig(), 5)).extrapolates is extrapolates
+    weights, rates = Weights(torch.randn(50)), Rates(0.5, ScheduleConfig(), 5)
+    assert make_optimizer(config, weights, rates).extrapolates is extrapolates
 
 
 def test_every_optimizer_of_the_options_has_a_class_a_memory_and_a_reference() -> None:
