@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from stagewright.errors import UserError
-from stagewright.model.standin import Build, copied, stand_ins, unchanged_state, untouched_generators
+from stagewright.model.standin import Build, analysing, copied, stand_ins, unchanged_state
 
 _FEWEST = 2
 
@@ -45,7 +45,7 @@ def find_blocks(twin: nn.Module, example: Tensor, context: Callable[[], Any], de
     calls: list[str] = []
     for path in {path for paths in lists for path in paths}:
         twin.get_submodule(path).register_forward_pre_hook(lambda module, given, path=path: calls.append(path))
-    with untouched_generators(), on_stand_ins((twin,), example, device) as given, context():
+    with analysing(), on_stand_ins((twin,), example, device) as given, context():
         twin.train()
         twin(given)
     found = []
@@ -78,8 +78,8 @@ class _Ended(Exception):
 class BlockStage(nn.Module):
     """The author's model with the blocks of other stages stubbed: the blocks from `first` to `last` run.
 
-    Its modules, parameters and buffers are the model's, by the same names. `forward` takes the model's input and what the
-    block before `first` returned; it returns the input and what its own last block returned, or the model's output.
+    Its modules, parameters and buffers are the model's, by the same names. `forward` takes the model's input and what
+    the block before `first` returned; it returns the input and what its own last block returned, or the model's output.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ def cut_between(
     ]
     homes: dict[str, int] = {}  # of the parameters that a stage trains, and the buffers that it changes
     counts: list[int] = []
-    with untouched_generators(), unchanged_state(twins):
+    with analysing(), unchanged_state(twins):
         for training in (False, True):
             for stage in stages:
                 stage.train(training)

@@ -516,8 +516,8 @@ def _evaluation_bounds(
         earliest = max(earliest, bounds[-1])
         if earliest > latest:
             raise UserError(
-                f"evaluation runs '{units[latest].name}' of stage {stage} before '{units[earliest - 1].name}' of an earlier "
-                f"stage, so no stage can begin at '{name}'; cut at another unit"
+                f"evaluation runs '{units[latest].name}' of stage {stage} before '{units[earliest - 1].name}' of an "
+                f"earlier stage, so no stage can begin at '{name}'; cut at another unit"
             )
         bound = names.get(name, earliest)
         bounds.append(bound if earliest <= bound <= latest else earliest)

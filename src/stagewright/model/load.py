@@ -20,7 +20,7 @@ from stagewright.model.standin import untouched_generators
 
 
 def build_model(name: str, seed: int, classes: int | None = None, weights: torch.dtype = torch.float32) -> nn.Module:
-    """The model with its initial weights on the CPU, made in fp32 and converted; the same on every rank, being seeded."""
+    """The model with its initial weights on the CPU, made in fp32 and converted; seeded, so the same on every rank."""
     with untouched_generators():
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
@@ -69,8 +69,8 @@ def _from_factory(name: str, classes: int | None) -> nn.Module:
     lazy = [path for path, tensor in model.named_parameters() if isinstance(tensor, UninitializedParameter)]
     if lazy:
         raise UserError(
-            f"model '{name}': parameter '{lazy[0]}' of a lazy module has no shape yet; run one sample through the model "
-            "in the factory"
+            f"model '{name}': parameter '{lazy[0]}' of a lazy module has no shape yet; run one sample through "
+            "the model in the factory"
         )
     return model
 

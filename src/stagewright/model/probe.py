@@ -22,12 +22,12 @@ from torch._subclasses.fake_tensor import (
 from stagewright.errors import UserError
 from stagewright.model.cut import Piece
 from stagewright.model.standin import (
+    analysing,
     attribute_marks,
     copied,
     fake_tensors,
     stand_ins,
     unchanged_state,
-    untouched_generators,
 )
 from stagewright.model.walk import require_logits
 
@@ -82,15 +82,15 @@ def probe(
     """Run every stage on fake tensors, as one process would, and record what passes from each to the next.
 
     Fake tensors pretend to be on the run's device, since autocast's types depend on it. If the model's code reads
-    values, which fake tensors don't have, it runs on copies of the real tensors. `is_conditional` says that another sample
-    may take another path: then any parameter may be reached, and any value may need a gradient.
+    values, which fake tensors don't have, it runs on copies of the real tensors. `is_conditional` says that another
+    sample may take another path: then any parameter may be reached, and any value may need a gradient.
     """
     modules = [piece.training if training else piece.evaluation for piece in pieces]
     modes = {module: module.training for root in modules for module in root.modules()}
     try:
         for piece in pieces:
             piece.train(training)
-        with untouched_generators(), unchanged_state(modules), torch.set_grad_enabled(training):
+        with analysing(), unchanged_state(modules), torch.set_grad_enabled(training):
             try:
                 with fake_tensors(device) as make:
                     found = _probe(pieces, modules, example, context, make)

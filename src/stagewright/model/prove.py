@@ -35,7 +35,7 @@ from stagewright.errors import UserError, first_line
 from stagewright.files import read_text, write_text
 from stagewright.model.cut import Chain, Piece, Way
 from stagewright.model.load import convert
-from stagewright.model.standin import Build, copied, stand_ins, untouched_generators
+from stagewright.model.standin import Build, analysing, copied, stand_ins
 
 SAMPLES = 4  # other than those that a forward is recorded with, so that its sizes are proven too
 _TOLERANCE = 1e-8  # relative, in double precision
@@ -94,7 +94,7 @@ def prove(build: Build, chain: Chain, cuts: Sequence[str], identity: str) -> Pro
     if (known := _read(path)) is not None:
         return known
     _require_memory(chain.model)
-    with untouched_generators(), _noting_autocast() as regions:
+    with analysing(), _noting_autocast() as regions:
         try:
             found = _compare(build, example, cuts, way, torch.float64)
         except UserError:
@@ -152,7 +152,7 @@ def _compare_in_single(build: Build, example: Tensor, cuts: Sequence[str], way: 
     except Exception as error:  # the model's code may raise anything
         raise Differs(
             f"the {len(cuts) + 1} stages could not be compared with the whole model: {type(error).__name__}: "
-            f"{first_line(error, 160)}; use one stage, or --unproven to train it all the same"
+            f"{first_line(error, 160)}; use one stage, or train it as it is by --unproven"
         ) from error
 
 
@@ -412,8 +412,8 @@ def _difference(
         if not difference <= tolerance:
             amount = "it is there in one of them only" if difference == float("inf") else f"by {difference:.1e}"
             raise Differs(
-                f"the {len(pieces)} stages do not compute what the whole model does: in {mode}, {what} differs ({amount}, "
-                f"at most {tolerance:.0e} is rounding); use one stage, or --unproven to train it all the same"
+                f"the {len(pieces)} stages do not compute what the whole model does: in {mode}, {what} differs "
+                f"({amount}, at most {tolerance:.0e} is rounding); use one stage, or train it as it is by --unproven"
             )
 
     stage_of = {name: stage for stage, piece in enumerate(pieces) for name, _ in _named(piece.training)}
@@ -512,7 +512,7 @@ def keeps_state(build: Build, example: Tensor, attributes: Sequence[str]) -> boo
         return True
     given = _samples(example, torch.float32)
     outputs = []
-    with untouched_generators(), torch.no_grad():
+    with analysing(), torch.no_grad():
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         for _ in range(2):
             _seed(_SEEDS[0])

@@ -1,10 +1,10 @@
 """Records a model's forward as a graph by running it: every torch call, in order, with what it was given.
 
-The author's Python runs as it is, on stand-ins without data where that is possible, and every call that torch sees becomes a
-node of a `torch.fx.Graph`: its targets are the model's own modules, its attributes the model's own parameters. What a
-graph can't hold (a value that decides what runs, a change of a Python attribute, a hook on a tensor) keeps the module
-whose code does it whole, as one node. The forward runs for two numbers of samples; numbers that differ become
-expressions of the number of samples, so the graph holds for any.
+The author's Python runs as it is, on stand-ins for the model's tensors, and every call that torch sees becomes a node
+of a `torch.fx.Graph`: its targets are the model's own modules, its attributes the model's own parameters. What a graph
+can't hold (a value that decides what runs, a change of a Python attribute, a hook on a tensor) keeps the module whose
+code does it whole, as one node. The forward runs for two numbers of samples; numbers that differ become expressions of
+the number of samples, so the graph holds for any.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Assign:
 class Recording:
     """A forward as a graph.
 
-    Every node's `meta` has its `context`, if it is not that of the whole forward; `follows` where it belongs to the node
-    before it; `opens`, the modules whose call begins with it; `memory` and `writes`, the memory of its result and
+    Every node's `meta` has its `context`, if it is not that of the whole forward; `follows` where it belongs to the
+    node before it; `opens`, the modules whose call begins with it; `memory` and `writes`, the memory of its result and
     that it changes.
     """
 
@@ -522,7 +522,7 @@ class _Recorder(TorchFunctionMode):
         return None
 
     def _require_seen(self, tensor: Tensor) -> None:
-        """Keep the running module whole where a tensor got a gradient without a recorded call, as a function's would."""
+        """Keep the running module whole where a tensor got a gradient without a recorded call, as of a function."""
         node = self._nodes.get(id(tensor))
         if node is not None and tensor.requires_grad and node.meta.get("is_grad_free") and self._frames:
             self._break("calls an autograd function in a way that torch does not show")

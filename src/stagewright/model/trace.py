@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from stagewright.errors import first_line
 from stagewright.model.record import Recording, Untraceable, record
-from stagewright.model.standin import Build, Make, copied, fake_tensors, stand_ins, twin_of, untouched_generators
+from stagewright.model.standin import Build, Make, analysing, copied, fake_tensors, stand_ins, twin_of
 
 Context = Callable[[], AbstractContextManager[Any]]
+_CHEAP = 5 * 10**10  # parameters x elements of a sample
 Modes = dict[str, tuple[bool, bool]]  # of each module: whether it trains in training, and in evaluation
 
 
@@ -38,19 +39,19 @@ def trace(
 ) -> Trace:
     """Trace a model that takes samples like the example; `Untraceable` where its own code can't be recorded.
 
-    It runs on fake tensors, which pretend to be on `device`, since what autocast does depends on it; where the model's
-    code reads values, which fake tensors don't have, or with `on_values`, on copies of the real ones. `build` makes
-    the model anew, where it can't be copied.
+    A large one runs on fake tensors, which pretend to be on `device`, since what autocast does depends on it; where the
+    model's code reads values, which fake tensors don't have, where it is small, or with `on_values`, on copies of the
+    real ones. `build` makes the model anew, where it can't be copied.
     """
     try:
         twin = twin_of(model, build)
     except Exception as error:  # the model's own code, or an attribute that can't be copied
         raise Untraceable(f"it can't be copied ({first_line(error, 100)})") from error
     modes = modes_of(twin)
-    with untouched_generators():
+    with analysing():
         if example.device.type == "meta" or any(parameter.is_meta for parameter in twin.parameters()):
             return _real(twin, example.to("meta"), context, lambda tensor: tensor, modes)
-        if not on_values:
+        if not on_values and not _is_cheap(twin, example, device):
             try:
                 with fake_tensors(device) as make:
                     return _trace(twin, make(example), context, make, modes)
@@ -59,6 +60,14 @@ def trace(
             except Exception:  # the forward needs values, or an operation has no fake
                 twin = twin_of(model, build)
         return _real(twin, copied(example, device), context, partial(copied, device=device), modes)
+
+
+def _is_cheap(model: nn.Module, example: Tensor, device: str) -> bool:
+    """Whether a forward of a few samples takes less time than to import what fake tensors need."""
+    parameters = list(model.parameters())
+    if device != "cpu":
+        return bool(parameters) and parameters[0].device.type == device  # this process computes on the GPU anyway
+    return sum(parameter.numel() for parameter in parameters) * max(1, example[:1].numel()) <= _CHEAP
 
 
 def _real(twin: nn.Module, example: Tensor, context: Context, make: Make, modes: Modes) -> Trace:

@@ -60,8 +60,8 @@ def _proven(run: Run) -> str:
     if proof is None:
         return "not proven"
     return (
-        f"proven against the whole model in {proof['seconds']:.1f} s: {proof['samples']} samples in {proof['precision']}, "
-        f"largest difference {proof['difference']:.1e} (cut by {proof['way']})"
+        f"proven against the whole model in {proof['seconds']:.1f} s: {proof['samples']} samples in "
+        f"{proof['precision']}, largest difference {proof['difference']:.1e} (cut by {proof['way']})"
     )
 
 

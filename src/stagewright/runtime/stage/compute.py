@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from stagewright.model.blocks import compiled
+from stagewright.model.standin import unchanged_state, untouched_generators
 from stagewright.runtime.comm.device import Device, record_event
 from stagewright.runtime.stage.precision import Precision
 
@@ -24,6 +25,8 @@ _EAGER_FORWARDS = 3  # before the capture; by then kernels have been chosen and 
 _TRIALS = 5
 _MIN_SPEEDUP = 1.05  # below which replaying is not worth its memory
 _LOGGER = logging.getLogger(__name__)
+_COMPILED_LIMITS = {"fp64": 1e-8, "fp32": 1e-3, "ieee": 1e-3, "tf32": 1e-2}  # relative differences by rounding
+_COMPILED_LIMIT = 0.1  # of the half precisions
 _NOISE = 10.0  # how many times the difference between two eager runs a replay may differ
 
 
@@ -65,6 +68,52 @@ class Eager:
     def __call__(self, arguments: Sequence[object]) -> Any:
         with self._precision.forward_context():
             return self._call(*arguments)
+
+
+class Compiled(Eager):
+    """Calls the compiled module; its first output is compared with that of the module as it is.
+
+    Where the forward draws random numbers the two can't be compared: a compiled one draws others.
+    """
+
+    def __init__(self, name: str, module: nn.Module, precision: Precision) -> None:
+        super().__init__(module, precision, is_compiled=True)
+        self._name = name
+        self._is_compared = False
+
+    def __call__(self, arguments: Sequence[object]) -> Any:
+        expected = None if self._is_compared else self._uncompiled(arguments)
+        made = super().__call__(arguments)
+        self._is_compared = True
+        if expected is not None:
+            difference = _distance(_outputs(expected), [tensor.detach() for tensor in _outputs(made)])
+            limit = _COMPILED_LIMITS.get(self._precision.name, _COMPILED_LIMIT)
+            _LOGGER.info("%s: compiled, its output differs by %.1e from the uncompiled one", self._name, difference)
+            if not difference <= limit:
+                raise RuntimeError(
+                    f"{self._name} computes something else when it is compiled: its output differs by "
+                    f"{difference:.1e}, at most {limit:.0e} is rounding in {self._precision.name}; leave out --compile"
+                )
+        return made
+
+    def _uncompiled(self, arguments: Sequence[object]) -> Any:
+        """The output of the module as it is, leaving no trace; None where it drew random numbers."""
+        copies = [a.detach().clone() if isinstance(a, Tensor) else a for a in arguments]
+        with untouched_generators(), unchanged_state((self.module,)):
+            before = _generator_states()
+            with torch.no_grad(), self._precision.forward_context():
+                expected = self.module(*copies)
+            drew = any(not torch.equal(a, b) for a, b in zip(before, _generator_states(), strict=True))
+        return None if drew else expected
+
+
+def _generator_states() -> list[Tensor]:
+    on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return [torch.get_rng_state(), *on_gpu]
+
+
+def _outputs(made: Any) -> list[Tensor]:
+    return [made] if isinstance(made, Tensor) else [value for value in made if isinstance(value, Tensor)]
 
 
 class CudaGraphs:
@@ -251,7 +300,7 @@ def make_compute(
     name: str, module: nn.Module, precision: Precision, device: Device, options: ComputeOptions
 ) -> Compute:
     """What runs the forward of a stage; what `auto` decides is logged under the stage's name."""
-    eager = Eager(module, precision, is_compiled=options.is_compiled)
+    eager = Compiled(name, module, precision) if options.is_compiled else Eager(module, precision, is_compiled=False)
     is_forced = options.graph == "on"
     if device.device.type != "cuda" or options.graph == "off" or options.is_compiled:
         return eager

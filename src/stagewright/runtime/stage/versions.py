@@ -57,8 +57,8 @@ class VersionRing:
     """Keeps the K versions of one stage's weights and swaps them into its modules.
 
     Update p uses slot (p+1) mod K, which holds version p+1-K: it was filled when update p-K was done. Before that, all
-    slots hold the initial weights. With K = 1 the only slot is the master, trained in place. The author's own module, with
-    K = 1, keeps its parameters as objects: they become views of the master, wherever the author's code holds them.
+    slots hold the initial weights. With K = 1 the only slot is the master, trained in place. The author's own module,
+    with K = 1, keeps its parameters as objects: they become views of the master, wherever the author's code holds them.
     """
 
     def __init__(
