@@ -12,6 +12,14 @@ if TYPE_CHECKING:
     from tests.distributed.pool import Pool
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of this session's own: no test finds a proof that a user's run, or other code, has left."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Gloo ranks for the whole session; nothing starts before the first job."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -169,7 +169,7 @@ def cut_between(
         BlockStage(twin, paths, first, last, specs)
         for twin, (first, last) in zip(twins, itertools.pairwise(bounds), strict=True)
     ]
-    homes: dict[str, int] = {}
+    homes: dict[str, int] = {}  # of the parameters that a stage trains, and the buffers that it changes
     counts: list[int] = []
     with analysing(), unchanged_state(twins):
         for training in (False, True):
@@ -178,7 +178,7 @@ def cut_between(
             with on_stand_ins(stages, example, device) as given, torch.set_grad_enabled(training):
                 counts = _run_all(stages, given, context, homes)
     for index, stage in enumerate(stages):
-        _hide(stage, {name for name, home in homes.items() if home == index}, paths, bounds[index : index + 2])
+        _hide(stage, index, homes, paths, bounds[index : index + 2])
     names = [("input", *(f"value_{number}" for number in range(count))) for count in counts]
     return list(zip(stages, names, strict=True))
 
@@ -186,14 +186,18 @@ def cut_between(
 def _run_all(
     stages: Sequence[BlockStage], given: Tensor, context: Callable[[], Any], homes: dict[str, int]
 ) -> list[int]:
-    """Run all stages, note which one trains each parameter; returns how many values arrive at each."""
+    """Run all stages, note which one trains each parameter and changes each buffer; returns how many values arrive."""
     values: Sequence[Any] = (given,)
     counts = []
     for index, stage in enumerate(stages):
         counts.append(len(values) - 1)
         values = [_leaf(value) if number else value for number, value in enumerate(values)]
+        before = {name: (buffer, buffer.detach().clone()) for name, buffer in stage.named_buffers()}
         with context():
             output = stage(*values)
+        for name, buffer in stage.named_buffers():
+            if name not in before or buffer is not before[name][0] or not torch.equal(buffer, before[name][1]):
+                _note_home(homes, name, index)
         roots = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
         if torch.is_grad_enabled() and roots:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
@@ -201,34 +205,43 @@ def _run_all(
                 if parameter.grad is None:
                     continue
                 parameter.grad = None
-                if homes.setdefault(name, index) != index:
-                    raise UserError(
-                        f"'{name}' is used by stage {homes[name]} and by stage {index}, on both sides of a cut; "
-                        "use one stage, or move the cut so that one stage holds both uses"
-                    )
+                _note_home(homes, name, index)
         values = output if isinstance(output, tuple) else (output,)
     return counts
+
+
+def _note_home(homes: dict[str, int], name: str, stage: int) -> None:
+    if homes.setdefault(name, stage) != stage:
+        raise UserError(
+            f"'{name}' is used by stage {homes[name]} and by stage {stage}, on both sides of a cut; "
+            "use one stage, or move the cut so that one stage holds both uses"
+        )
 
 
 def _leaf(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
-def _hide(stage: BlockStage, own: Collection[str], paths: Sequence[str], bounds: Sequence[int]) -> None:
-    """Leave a stage the parameters it trains; the others become plain attributes, without memory in foreign blocks."""
-    foreign = [path for index, path in enumerate(paths) if not bounds[0] <= index < bounds[1]]
+def _hide(stage: BlockStage, index: int, homes: Mapping[str, int], paths: Sequence[str], bounds: Sequence[int]) -> None:
+    """Leave a stage the parameters it trains, and the buffers that no other stage changes.
+
+    The others become plain attributes, without memory in foreign blocks.
+    """
+    foreign = [path for number, path in enumerate(paths) if not bounds[0] <= number < bounds[1]]
     for path, module in stage.named_modules():
         is_foreign = any(path == block or path.startswith(f"{block}.") for block in foreign)
+        held = vars(module if path else stage.whole)
         for name, parameter in list(module._parameters.items()):
-            if parameter is None or (f"{path}.{name}" if path else name) in own:
+            if parameter is None or homes.get(f"{path}.{name}" if path else name) == index:
                 continue
             del module._parameters[name]
-            vars(module if path else stage.whole)[name] = (
-                parameter.detach().to("meta") if is_foreign else parameter.detach()
-            )
-        if is_foreign:
-            for name in list(module._buffers):
-                vars(module)[name] = module._buffers.pop(name)
+            held[name] = parameter.detach().to("meta") if is_foreign else parameter.detach()
+        for name, buffer in list(module._buffers.items()):
+            if is_foreign:
+                held[name] = module._buffers.pop(name)
+            elif buffer is not None and homes.get(f"{path}.{name}" if path else name, index) != index:
+                del module._buffers[name]
+                held[name] = buffer.detach().clone()
 
 
 def _restorer(model: nn.Module) -> Callable[[], None]:

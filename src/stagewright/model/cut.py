@@ -7,7 +7,7 @@ or autocast is one unit. `Chain` holds the traces of training and evaluation; `C
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
@@ -527,7 +527,9 @@ def _evaluation_bounds(
 def _impossible(model: nn.Module, recording: Recording, units: Sequence[Unit]) -> dict[str, str]:
     """The units that no stage can begin with: a trained tensor would be on both sides, or memory that is changed."""
     found: dict[str, str] = {}
-    uses = [_tensors_used(model, unit) for unit in units]
+    changed = _changed_buffers(recording)
+    assigned = {made.value: f"{made.module}.{made.name}".lstrip(".") for made in recording.assigned}
+    uses = [_tensors_used(model, unit, changed, assigned) for unit in units]
     first: dict[int, tuple[int, str]] = {}
     last: dict[int, int] = {}
     for index, used in enumerate(uses):
@@ -557,10 +559,26 @@ def _impossible(model: nn.Module, recording: Recording, units: Sequence[Unit]) -
     return {unit.name: found[unit.name] for unit in units if unit.name in found}
 
 
-def _tensors_used(model: nn.Module, unit: Unit) -> dict[int, str]:
-    """The parameters that are trained, and the running statistics, that a unit uses: by id, with their names."""
+def _changed_buffers(recording: Recording) -> set[str]:
+    """The tensors, by name, that the forward's own code replaces or changes in place."""
+    changed = {f"{made.module}.{made.name}".lstrip(".") for made in recording.assigned}
+    for node in recording.graph.nodes:
+        if node.meta.get("writes"):
+            changed |= {str(source.target) for source in node.all_input_nodes if source.op == "get_attr"}
+    return changed
+
+
+def _tensors_used(
+    model: nn.Module, unit: Unit, changed: Collection[str], assigned: Mapping[fx.Node, str]
+) -> dict[int, str]:
+    """What a unit uses that only one stage can: trained parameters, running statistics, buffers that code changes.
+
+    By id, with their names.
+    """
     used: dict[int, str] = {}
     for node in unit.nodes:
+        if node in assigned:
+            used[id(_attribute(model, assigned[node]))] = assigned[node]
         for source in (node, *(source for source in node.all_input_nodes if source.op == "get_attr")):
             if source.op not in ("call_module", "get_attr"):
                 continue
@@ -572,7 +590,7 @@ def _tensors_used(model: nn.Module, unit: Unit) -> dict[int, str]:
                 trained: list[tuple[str, Tensor]] = [(n, p) for n, p in value.named_parameters() if p.requires_grad]
                 trained += [(name, b) for name, b in value.named_buffers() if name.endswith("running_mean")]
                 used |= {id(tensor): f"{source.target}.{name}" for name, tensor in trained}
-            elif isinstance(value, nn.Parameter) and value.requires_grad:
+            elif (isinstance(value, nn.Parameter) and value.requires_grad) or str(source.target) in changed:
                 used[id(value)] = str(source.target)
     return used
 

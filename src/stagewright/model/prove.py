@@ -5,7 +5,7 @@ new leaf. The generators are seeded once, before the first piece, so draws equal
 the same order. Compared are outputs, gradients of all parameters, buffers, and Python attributes that the forward
 changes; in training twice, with the initial weights and with all parameters moved by noise, so that none is zero, and
 in evaluation. Everything runs on copies in double precision, where equal code gives equal numbers; in single precision
-for a model that can't run in double.
+for a model that can't run in double, or computes in autocast.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import random
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -93,12 +94,14 @@ def prove(build: Build, chain: Chain, cuts: Sequence[str], identity: str) -> Pro
     if (known := _read(path)) is not None:
         return known
     _require_memory(chain.model)
-    with analysing():
+    with analysing(), _noting_autocast() as regions:
         try:
             found = _compare(build, example, cuts, way, torch.float64)
         except UserError:
             raise
         except Exception:  # code that insists on single precision, or an operation that has no other
+            regions.append("any")
+        if regions:  # autocast leaves double precision alone
             found = _compare_in_single(build, example, cuts, way)
     difference, tolerance, precision = found
     proof = Proof(str(way), len(cuts) + 1, SAMPLES, precision, difference, tolerance, time.perf_counter() - began)
@@ -114,6 +117,20 @@ def _read(path: Path) -> Proof | None:
         return replace(TypeAdapter(Proof).validate_json(read_text(path)), is_cached=True)
     except (OSError, ValueError):
         return None
+
+
+@contextmanager
+def _noting_autocast() -> Iterator[list[str]]:
+    """Within, note the devices for which any code enters autocast."""
+    noted: list[str] = []
+    original = torch.autocast.__enter__
+
+    def entered(region: Any) -> Any:
+        noted.append(region.device)
+        return original(region)  # type: ignore[no-untyped-call]
+
+    with mock.patch.object(torch.autocast, "__enter__", entered):
+        yield noted
 
 
 def _require_memory(model: nn.Module) -> None:
@@ -160,6 +177,7 @@ def _compare_runs(
 ) -> tuple[float, float, str]:
     worst = 0.0
     tolerance = _TOLERANCE if weights is torch.float64 else None
+    first_buffers = {name: buffer.detach().clone() for name, buffer in author.named_buffers()}
     for seed in _SEEDS:
         if seed != _SEEDS[0]:
             _move(author, pieces, seed)
@@ -168,12 +186,34 @@ def _compare_runs(
         expected = _run_author(author, given, seed, training=True)
         found = _run_pieces(pieces, given, seed, training=True)
         worst = max(worst, _difference(expected, found, pieces, tolerance, "training"))
+    moved = {name for name, buffer in expected.buffers.items() if _is_moved(first_buffers.get(name), buffer)}
+    _require_own(pieces, moved)
     author.eval()
     expected = _run_author(author, given, _SEEDS[0], training=False)
     found = _run_pieces(pieces, given, _SEEDS[0], training=False)
     worst = max(worst, _difference(expected, found, pieces, tolerance, "evaluation"))
     assert tolerance is not None
     return worst, tolerance, str(weights).removeprefix("torch.")
+
+
+def _is_moved(before: Tensor | None, after: Tensor) -> bool:
+    return before is None or not torch.equal(before, after)
+
+
+def _require_own(pieces: Sequence[Piece], moved: Collection[str]) -> None:
+    """An error where a stage evaluates with what another one trains; here they share it, ranks would not."""
+    homes: dict[int, set[int]] = {}
+    for stage, piece in enumerate(pieces):
+        for _, tensor in _named(piece.training):
+            homes.setdefault(id(tensor), set()).add(stage)
+    for stage, piece in enumerate(pieces):
+        for name, tensor in _named(piece.evaluation):
+            others = homes.get(id(tensor), {stage})
+            if stage not in others and (tensor.requires_grad or name in moved):
+                raise Differs(
+                    f"the {len(pieces)} stages do not compute what the whole model does: in evaluation, stage {stage} "
+                    f"uses '{name}', which stage {min(others)} trains; use one stage, or cut elsewhere"
+                )
 
 
 def _samples(example: Tensor, weights: torch.dtype) -> Tensor:
@@ -383,7 +423,7 @@ def _difference(
 
     check("the output", _relative(expected.output, found.output, 0.0))
     floor = _scale(expected)
-    owned = {id(gradient) for name, gradient in expected.gradients.items() if name in found.gradients}
+    owned = {id(gradient) for name, gradient in expected.gradients.items() if found.gradients.get(name) is not None}
     for name, gradient in expected.gradients.items():
         twin = found.gradients.get(name)
         if twin is None and gradient is not None and id(gradient) in owned:
