@@ -356,6 +356,7 @@ COMMANDS = (
             *take("--set", is_repeated=True, help="an option for every configuration: run.seed=3"),
             *take("--simulate"),
             *take("--cluster", help="predict everything for this cluster"),
+            *take("--rows --given --row"),
             *take("--anonymise --runs"),
             *take("--val", group="learning", help="data to evaluate on"),
             *take("--study --seeds --jobs --target --real", group="learning"),

@@ -28,7 +28,7 @@ def run(parsed: argparse.Namespace) -> None:
     chain, setting = read_setting(parsed, parsed.cluster)
     console = Console(stderr=parsed.json)
     plan = _plan(parsed, chain, setting, lambda warning: say(console, f"warning: {warning}"))
-    prediction = predict(plan, setting)
+    prediction = predict(plan, setting, draws=bool(parsed.trace or parsed.report))
     if parsed.trace:
         write_text(parsed.trace, json.dumps(prediction.steady.timeline.chrome_trace()))
     if parsed.report:

@@ -95,7 +95,7 @@ class Estimate:
     def forward(self, stage: int, rank: int) -> float:
         first, last = self.bounds[stage], self.bounds[stage + 1]
         sums = self._of(rank)
-        seconds = float(sums.forward[last] - sums.forward[first]) + self.setting.overhead
+        seconds = float(sums.forward[last] - sums.forward[first]) * self._factor(stage) + self.setting.overhead
         if stage == 0:
             seconds += self._input_seconds(rank)
         return seconds + self._copies(stage, backward=False)
@@ -103,8 +103,15 @@ class Estimate:
     def backward(self, stage: int, rank: int) -> float:
         first, last = self.bounds[stage], self.bounds[stage + 1]
         sums = self._of(rank)
-        seconds = float(sums.backward[last] - sums.backward[first]) + self.setting.overhead
+        seconds = float(sums.backward[last] - sums.backward[first]) * self._factor(stage) + self.setting.overhead
         return seconds + self._copies(stage, backward=True)
+
+    def _factor(self, stage: int) -> float:
+        """How much longer the computes of a stage take than its units alone on one device."""
+        software, ranks = self.setting.software, self.plan.stages[stage].ranks
+        machines = len({self.plan.devices[rank].machine for rank in ranks})
+        factor = float(cost.scaling_factor(len(ranks), machines, software, self.setting.precision))
+        return factor / (software.parallel_efficiency if len(self.plan.stages) == 1 else 1.0)
 
     def _copies(self, stage: int, *, backward: bool) -> float:
         """Seconds of copying messages through the host, if the software's computes wait for these copies."""
@@ -131,7 +138,7 @@ class Estimate:
     def update(self, stage: int, rank: int) -> float:
         """Seconds of the optimizer, and of the copy of the new version into its slot."""
         parameters, kind = self.parameters(stage), self.kind(rank)
-        seconds = self.setting.update_seconds(parameters, kind)
+        seconds = self.setting.update_seconds(parameters, kind) + self.setting.software.overhead
         if self.plan.stages[stage].versions > 1:
             seconds += float(cost.update_seconds(parameters, 2, self.setting.devices(kind).bandwidth))
         return seconds

@@ -11,7 +11,7 @@ fits before a stage with more devices taken also fits with fewer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,9 +87,14 @@ class Search:
             behind = np.array([[sum(found.sizes[stage + 1 :])]])
             stages = len(found.sizes) - stage
             needs = self._limits.needs(self._segments, pairs, stages, behind, np.array([[size]]))
-            if needs.max() > self._limits.memory:
+            if needs.max() > self._memory(int(behind[0, 0]), size) - self._limits.context:
                 return False
         return True
+
+    def _memory(self, behind: int, size: int) -> float:
+        """Bytes of the smallest device of a block."""
+        same = (self._blocks.size == size) & (self._blocks.offset == behind % self._blocks.period)
+        return float(self._blocks.kinds.memory[self._blocks.signature[np.flatnonzero(same)[0]]])
 
     def _bracket(self, stages: int | None, *, limited: bool) -> Partition | None:
         """Bisect for the smallest feasible time; the last step proves that nothing below it is feasible."""
@@ -182,14 +187,11 @@ class Search:
 
 def make_search(setting: Setting, mode: Mode, batch: int, microbatches: int, *, staleness: int | None = None) -> Search:
     """A search over a setting's cluster for one mode and number of microbatches."""
-    kinds = sorted(
-        {machine.kind for machine in setting.cluster.machines},
-        key=lambda kind: setting.tables(kind, batch // microbatches).seconds,
-    )
+    kinds = kinds_by_speed(setting, {machine.kind for machine in setting.cluster.machines}, batch // microbatches)
     sums = [setting.sums(kind, batch // microbatches) for kind in kinds]
-    blocks = make_blocks(setting.cluster, kinds)
+    blocks = make_blocks(setting.cluster, kinds, [setting.devices(kind).memory for kind in kinds])
     times = make_time_model(setting, mode, microbatches, kinds[-1], staleness)
-    limits = make_memory_limits(setting, mode, microbatches, kinds, staleness)
+    limits = make_memory_limits(setting, mode, microbatches, staleness)
     cells = len(blocks.size) * sums[0].count * (sums[0].count + 1) // 2
 
     def over(points: Array | None, narrow: Callable[[], Search] | None = None) -> Search:
@@ -202,15 +204,21 @@ def make_search(setting: Setting, mode: Mode, batch: int, microbatches: int, *, 
     return narrow() if cells > _CELLS else over(None, narrow if cells > _LIMITED_CELLS else None)
 
 
+def kinds_by_speed(setting: Setting, kinds: Iterable[str], samples: int) -> list[str]:
+    """Kinds of devices from the fastest to the slowest, for microbatches of so many samples."""
+    return sorted(kinds, key=lambda kind: (setting.tables(kind, samples).seconds, kind))
+
+
 def best_cuts(setting: Setting, placement: Placement, mode: Mode, batch: int, microbatches: int) -> tuple[str, ...]:
     """The cuts that make the slowest stage of a given placement as fast as possible."""
     samples = batch // microbatches
-    kinds = sorted({setting.cluster.kind_of(device) for stage in placement for device in stage})
+    named = {setting.cluster.kind_of(device) for stage in placement for device in stage}
+    kinds = kinds_by_speed(setting, named, samples)
     sums = [setting.sums(kind, samples) for kind in kinds]
     segments = Segments.of(sums, setting.software)
     if segments.units < len(placement):
         raise UserError(f"the model has {segments.units} units but the placement has {len(placement)} stages")
-    times = make_time_model(setting, mode, microbatches, kinds[0])
+    times = make_time_model(setting, mode, microbatches, kinds[-1])
     slowest = np.full(segments.units + 1, np.inf)
     slowest[segments.units] = 0.0
     choices: list[Array] = []

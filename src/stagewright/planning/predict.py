@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from stagewright.metrics import MIB
+import numpy as np
+
+from stagewright.metrics import MIB, Timeline
 from stagewright.plan import cost
 from stagewright.plan.estimate import Estimate, Setting, with_whole_batches
 from stagewright.plan.memory import Memory
@@ -13,6 +16,7 @@ from stagewright.plan.plan import Plan
 from stagewright.planning.simulate import ClusterCosts, Steady, reduce_seconds, steady
 
 IMAGENET = 1_281_167  # training images
+_MOST_ROUNDS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +57,11 @@ class Prediction:
         }
 
 
-def predict(plan: Plan, setting: Setting) -> Prediction:
-    """Simulate a plan in a setting."""
+def predict(plan: Plan, setting: Setting, *, draws: bool = False) -> Prediction:
+    """Simulate a plan in a setting; one stage has a closed form, and a timeline only where it is to be drawn."""
     plan = with_whole_batches(plan, setting.software)
     estimate = Estimate(plan, setting)
-    found = steady(plan, ClusterCosts(estimate))
+    found = steady(plan, ClusterCosts(estimate)) if draws or len(plan.stages) > 1 else one_stage(estimate)
     rate = plan.batch / found.batch_seconds
     bound = _bound(estimate, found)
     if setting.loader is not None:
@@ -69,6 +73,33 @@ def predict(plan: Plan, setting: Setting) -> Prediction:
     memory = tuple(estimate.memory(rank) for rank in range(plan.world))
     limits = tuple(estimate.limit(rank) for rank in range(plan.world))
     return Prediction(plan, rate, found, memory, limits, traffic(estimate), bound)
+
+
+def one_stage(estimate: Estimate) -> Steady:
+    """What `steady` finds for a plan of one stage, without simulating it: every round ends with its slowest rank.
+
+    Where microbatches do not divide evenly, the ranks that run one more take turns from round to round.
+    """
+    plan, stage = estimate.plan, estimate.plan.stages[0]
+    each, more = divmod(stage.round, stage.replicas)
+    alike: dict[str, tuple[float, float]] = {}
+    for rank in range(plan.world):
+        kind = estimate.kind(rank)
+        if kind not in alike:
+            alike[kind] = (estimate.forward(0, rank) + estimate.backward(0, rank), estimate.update(0, rank))
+    costs = [alike[estimate.kind(rank)] for rank in stage.ranks]
+    seconds, updates = (np.array(column) for column in zip(*costs, strict=True))
+    exposed = reduce_seconds(estimate, stage, stage.ranks[0])
+    slowest, rounds = 0.0, stage.replicas // math.gcd(more, stage.replicas) if more else 1
+    tried = min(rounds, _MOST_ROUNDS) if len(alike) > 1 else 1
+    for turn in range(tried):
+        extra = np.zeros(stage.replicas)
+        extra[(np.arange(more) + turn * more) % stage.replicas] = 1
+        slowest += float((seconds * (each + extra) + updates).max()) / tried
+    whole = (slowest + exposed) * plan.microbatches / stage.round
+    busy = (seconds * stage.round / stage.replicas + updates) * plan.microbatches / stage.round / whole
+    shares = dict(zip(stage.ranks, (float(share) for share in busy), strict=True))
+    return Steady(whole, tuple(shares[rank] for rank in range(plan.world)), Timeline(()), (0.0, whole))
 
 
 def traffic(estimate: Estimate) -> float:

@@ -109,7 +109,13 @@ class Brute:
             tree = 2 * weights / bandwidth + 2 * math.ceil(math.log2(size)) * latency
             reduction = min(ring, tree)
         borders = [end - size] * (first > 0) + [end] * (last < len(self.units))  # a stage before it, and one behind
-        border = min((cluster.link(devices[at - 1], devices[at]).bandwidth for at in borders), default=math.inf)
+        sharers = max(sum(device.machine == machine for device in block) for machine in range(len(cluster.machines)))
+        border = math.inf  # replicas of a machine share its network card
+        for at in borders:
+            crosses = devices[at - 1].machine != devices[at].machine
+            bandwidth = cluster.link(devices[at - 1], devices[at]).bandwidth
+            inner = min(link.bandwidth for _, link in cluster.path(devices[at - 1], devices[at]))
+            border = min(border, min(inner, cluster.network.bandwidth / sharers) if crosses else bandwidth)
         even = self.mode in (Mode.STALE, Mode.PIPEDREAM)
         own = self.count / size if even else math.ceil(self.count / size)
         rounds = self.count / size if self.mode is Mode.PIPEDREAM else 1
