@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from stagewright.cluster.specs import Catalog, DeviceSpec, Family, HostBudget, Software, find
+from stagewright.cluster.specs import ALIKE, OWN, Catalog, DeviceSpec, Family, HostBudget, Software, find
 from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.errors import UserError, did_you_mean
 from stagewright.files import read_text
@@ -23,7 +23,6 @@ from stagewright.metrics import MIB
 
 _FILES = ("devices.toml", "links.toml", "software.toml", "clusters.toml", "calibration.toml")
 _MOST_DEVICES = 65536
-_ALIKE = "same chip family"
 _KEYS: Mapping[str, tuple[str, ...]] = {  # of each table; some are only for people
     "device": (
         *("title", "aliases", "memory_mib", "bandwidth", "peak", "efficiency", "watts", "usd", "pcie"),
@@ -132,7 +131,7 @@ def _with_families(devices: Mapping[str, DeviceSpec]) -> dict[str, DeviceSpec]:
     return {
         name: replace(
             device,
-            evidence={units: _ALIKE for family, units in seen if family and family == device.family.name}
+            evidence={units: ALIKE for family, units in seen if family and family == device.family.name}
             | dict(device.evidence),
         )
         for name, device in devices.items()
@@ -156,9 +155,7 @@ def _families(tables: Mapping[str, Any]) -> dict[str, Family]:
             kind: {units: share * factors[kind].positive(units, 1.0) for units, share in known.items()}
             for kind, known in shares.items()
         }
-        families[name] = Family(
-            name, own["convolution"], own["product"], memory * table.positive("memory", 1.0), slope
-        )
+        families[name] = Family(name, own["convolution"], own["product"], memory * table.positive("memory", 1.0), slope)
     return families
 
 
@@ -224,7 +221,7 @@ def _link(name: str, entry: Mapping[str, Any]) -> Link:
 def _measured(figure: Any, sources: Mapping[str, Any]) -> str | None:
     """The measurements behind a figure, by its source; a figure without a source is the user's own."""
     if not isinstance(figure, list):
-        return "your own"
+        return OWN
     source = sources.get(figure[1]) if len(figure) > 1 and isinstance(figure[1], str) else None
     return str(source["measured"]) if isinstance(source, Mapping) and "measured" in source else None
 
@@ -250,7 +247,10 @@ def _device(
         str(entry["nvlink_kind"]) if "nvlink_kind" in entry else None,
         {key: basis for key, value in efficiency.entry.items() if (basis := _measured(value, sources))},
         find(families, str(table.get("family", "")), "family"),
-        {str(key): str(value) for key, value in _Table(table.get("evidence", {}), f"{table.where}.evidence").entry.items()},
+        {
+            str(key): str(value)
+            for key, value in _Table(table.get("evidence", {}), f"{table.where}.evidence").entry.items()
+        },
     )
 
 

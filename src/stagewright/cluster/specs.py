@@ -10,7 +10,8 @@ from stagewright.cluster.topology import Cluster, Link
 from stagewright.errors import UserError, did_you_mean
 from stagewright.metrics import MIB
 
-ALONE = "one run"
+FITTED, ALIKE, SHEET = "fitted card", "same chip family", "data sheet"  # what a card's speed is based on
+OWN = "your own"  # a figure of the user's
 _Entry = TypeVar("_Entry")
 HALF = ("fp16", "bf16")
 _EFFICIENCY = 0.85  # of a device without a family
@@ -79,9 +80,12 @@ class DeviceSpec:
             share *= (peak / self.bandwidth / _USUAL_INTENSITY) ** -self.family.slope
         return peak, share
 
-    def basis(self, precision: str) -> str | None:
-        """The measurements behind its speed in a precision, that of convolutions; None if there are none."""
-        return self.measured.get(self.units(precision, convolution=True))
+    def basis(self, precision: str) -> str:
+        """What its speed in a precision, that of convolutions, is based on."""
+        units = self.units(precision, convolution=True)
+        if self.measured.get(units) == OWN:
+            return FITTED
+        return self.evidence.get("fp16" if units in HALF else units, SHEET)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +156,12 @@ def find(known: Mapping[str, _Entry], name: str, what: str) -> _Entry:
 
 
 def calibration_note(devices: Iterable[DeviceSpec], precision: str) -> str | None:
-    """A line that names the devices whose speed is calibrated by no measurement, or by one."""
-    bases = {device.name: device.basis(precision) for device in devices}
-    without = sorted(name for name, basis in bases.items() if basis is None)
-    alone = sorted(name for name, basis in bases.items() if basis == ALONE)
-    parts = [f"{', '.join(without)}: not calibrated by a measurement"] if without else []
-    parts += [f"{', '.join(alone)}: calibrated by {ALONE} alone"] if alone else []
+    """A line that names the devices whose own speed no measurement has calibrated."""
+    named: dict[str, list[str]] = {}
+    for device in sorted({device.name: device for device in devices}.values(), key=lambda device: device.name):
+        known = device.basis(precision)
+        if known != FITTED:
+            named.setdefault("by other cards of its chip family" if known == ALIKE else "by its data sheet", [])
+            named["by other cards of its chip family" if known == ALIKE else "by its data sheet"].append(device.name)
+    parts = [f"{', '.join(names)}: {basis}" for basis, names in named.items()]
     return f"{precision} speed of {'; of '.join(parts)}" if parts else None

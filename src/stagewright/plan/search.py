@@ -30,6 +30,7 @@ _CELLS = 20_000_000  # segments x blocks above which stages begin only where the
 _LIMITED_CELLS = 2_000_000  # the same where memory is the limit
 _MOST_LAYERS = 8  # stages, where memory is the limit and their number is not given
 _CLOSE = 1e-9
+_QUICK, _QUICK_CELLS = 1e-2, 50_000
 _NEAR = 1e-4
 
 
@@ -57,7 +58,9 @@ class Search:
         seconds: Array,
         limits: MemoryLimits | None = None,
         narrow: Callable[[], Search] | None = None,
+        accuracy: float = _CLOSE,
     ) -> None:
+        self._accuracy = accuracy
         self._segments = segments
         self._blocks = blocks
         self._seconds = seconds  # kinds of blocks x pairs
@@ -102,9 +105,9 @@ class Search:
         if found is None:
             return None
         low = 0.0
-        while low < found.seconds * (1 - _CLOSE):
-            if found.seconds < low * (1 + _NEAR):
-                middle = found.seconds * (1 - _CLOSE)
+        while low < found.seconds * (1 - self._accuracy):
+            if found.seconds < low * (1 + max(_NEAR, self._accuracy)):
+                middle = found.seconds * (1 - self._accuracy)
             else:
                 middle = (low * found.seconds) ** 0.5 if low else found.seconds / 2
             better = self._within(middle, stages, limited)
@@ -185,8 +188,19 @@ class Search:
         return Partition(tuple(int(self._segments.points[bound]) for bound in bounds), tuple(sizes), seconds)
 
 
-def make_search(setting: Setting, mode: Mode, batch: int, microbatches: int, *, staleness: int | None = None) -> Search:
-    """A search over a setting's cluster for one mode and number of microbatches."""
+def make_search(
+    setting: Setting,
+    mode: Mode,
+    batch: int,
+    microbatches: int,
+    *,
+    staleness: int | None = None,
+    quick: bool = False,
+) -> Search:
+    """A search over a setting's cluster for one mode and number of microbatches.
+
+    `quick`: within a hundredth of the fastest, and with stages that begin where the chain is narrow unless it is short.
+    """
     kinds = kinds_by_speed(setting, {machine.kind for machine in setting.cluster.machines}, batch // microbatches)
     sums = [setting.sums(kind, batch // microbatches) for kind in kinds]
     blocks = make_blocks(setting.cluster, kinds, [setting.devices(kind).memory for kind in kinds])
@@ -196,12 +210,17 @@ def make_search(setting: Setting, mode: Mode, batch: int, microbatches: int, *, 
 
     def over(points: Array | None, narrow: Callable[[], Search] | None = None) -> Search:
         segments = Segments.of(sums, setting.software, points)
-        return Search(segments, blocks, times.seconds(segments, blocks.kinds), limits, narrow)
+        seconds = times.seconds(segments, blocks.kinds)
+        return Search(segments, blocks, seconds, limits, narrow, _QUICK if quick else _CLOSE)
 
     def narrow() -> Search:
         return over(narrow_points(sums[0]))
 
-    return narrow() if cells > _CELLS else over(None, narrow if cells > _LIMITED_CELLS else None)
+    return (
+        narrow()
+        if cells > (_QUICK_CELLS if quick else _CELLS)
+        else over(None, narrow if cells > _LIMITED_CELLS else None)
+    )
 
 
 def kinds_by_speed(setting: Setting, kinds: Iterable[str], samples: int) -> list[str]:

@@ -38,9 +38,7 @@ class BlockKinds:
 
     def borderless(self) -> tuple[BlockKinds, Array]:
         """The kinds without their borders, each once, and for every kind the index of its borderless one."""
-        inner = list(
-            zip(self.size, self.bandwidth, self.latency, self.staged, self.device, self.machines, strict=True)
-        )
+        inner = list(zip(self.size, self.bandwidth, self.latency, self.staged, self.device, self.machines, strict=True))
         first = {found: inner.index(found) for found in dict.fromkeys(inner)}
         order = {found: number for number, found in enumerate(first)}
         columns = (getattr(self, field.name)[list(first.values())] for field in fields(self))

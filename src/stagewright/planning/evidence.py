@@ -6,10 +6,13 @@ Nine of ten errors of held-back rows of a class are within its interval (`cluste
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from stagewright.cluster.specs import HALF, Catalog, DeviceSpec
+from stagewright.cluster.specs import ALIKE, FITTED, HALF, SHEET, Catalog, DeviceSpec
+from stagewright.cluster.topology import Cluster
 
 if TYPE_CHECKING:
     from stagewright.planning.reading import Reading
@@ -19,9 +22,9 @@ class Evidence(StrEnum):
     """Classes of evidence, the best first."""
 
     MEASURED = "measured here"
-    FITTED = "fitted card"
-    FAMILY = "same chip family"
-    SHEET = "data sheet"
+    FITTED = FITTED
+    FAMILY = ALIKE
+    SHEET = SHEET
     HOST = "unknown host"  # the cards copy through a host whose budget nobody measured
 
 
@@ -34,14 +37,11 @@ def worst(classes: list[Evidence]) -> Evidence:
 
 def device_evidence(device: DeviceSpec, precision: str) -> Evidence:
     """What the speed of a card's kernels is based on, by the shipped calibration."""
-    units = device.units(precision, convolution=True)
-    if device.measured.get(units) == "your own":
-        return Evidence.FITTED
-    return Evidence(device.evidence.get("fp16" if units in HALF else units, Evidence.SHEET))
+    return Evidence(device.basis(precision))
 
 
-def row_evidence(reading: Reading, catalog: Catalog, seen: frozenset[tuple[str, str]]) -> Evidence:
-    """What the prediction of a row is based on, given the cards and families that were fitted."""
+def card_evidence(reading: Reading, catalog: Catalog, seen: frozenset[tuple[str, str]]) -> Evidence:
+    """What the speed of a row's cards is based on, given the cards and families that were fitted."""
     found = []
     for kind in reading.kinds:
         device = catalog.device(kind)
@@ -51,12 +51,28 @@ def row_evidence(reading: Reading, catalog: Catalog, seen: frozenset[tuple[str, 
         found.append(
             Evidence.FITTED if (device.name, units) in seen else Evidence.FAMILY if is_family else Evidence.SHEET
         )
-    if reading.is_staged and reading.host not in catalog.hosts:
+    return worst(found)
+
+
+def cluster_evidence(cluster: Cluster, devices: Callable[[str], DeviceSpec], precision: str) -> Evidence:
+    """What a prediction on a cluster of the catalog is based on: its cards, and its hosts where copies cross them."""
+    kinds = dict.fromkeys(machine.kind for machine in cluster.machines)
+    found = [device_evidence(devices(kind), precision) for kind in kinds]
+    if has_unknown_host(cluster):
         found.append(Evidence.HOST)
     return worst(found)
 
 
-def interval(rate: float, evidence: Evidence, catalog: Catalog) -> tuple[float, float]:
-    """The bounds that nine of ten such rates are within."""
-    spread = catalog.errors[evidence]
-    return rate * math.exp(-spread), rate * math.exp(spread)
+def has_unknown_host(cluster: Cluster) -> bool:
+    return any(machine.copies_through_host and not machine.knows_host for machine in cluster.machines)
+
+
+def with_host(cluster: Cluster, budget: float) -> Cluster:
+    """The cluster with the budget of every host that nobody measured."""
+    machines = tuple(machine if machine.knows_host else replace(machine, host=budget) for machine in cluster.machines)
+    return replace(cluster, machines=machines)
+
+
+def bounds(low: float, high: float, spread: float) -> tuple[float, float]:
+    """The bounds that nine of ten rates are within, where the rate itself may be from `low` to `high`."""
+    return low * math.exp(-spread), high * math.exp(spread)

@@ -13,7 +13,7 @@ from stagewright.plan import cost
 from stagewright.plan.estimate import Estimate, Setting, with_whole_batches
 from stagewright.plan.memory import Memory
 from stagewright.plan.plan import Plan
-from stagewright.planning.simulate import ClusterCosts, Steady, reduce_seconds, steady
+from stagewright.planning.simulate import ClusterCosts, Steady, reduce_seconds, steady, steady_state
 
 IMAGENET = 1_281_167  # training images
 _MOST_ROUNDS = 64
@@ -61,7 +61,10 @@ def predict(plan: Plan, setting: Setting, *, draws: bool = False) -> Prediction:
     """Simulate a plan in a setting; one stage has a closed form, and a timeline only where it is to be drawn."""
     plan = with_whole_batches(plan, setting.software)
     estimate = Estimate(plan, setting)
-    found = steady(plan, ClusterCosts(estimate)) if draws or len(plan.stages) > 1 else one_stage(estimate)
+    if len(plan.stages) > 1:
+        found = steady_state(estimate, draws=draws)
+    else:
+        found = steady(plan, ClusterCosts(estimate), draws=True) if draws else one_stage(estimate)
     rate = plan.batch / found.batch_seconds
     bound = _bound(estimate, found)
     if setting.loader is not None:
@@ -70,7 +73,7 @@ def predict(plan: Plan, setting: Setting, *, draws: bool = False) -> Prediction:
         if loader < rate:
             bound = "loading data"
         rate = cost.loaded_rate(rate, loader)
-    memory = tuple(estimate.memory(rank) for rank in range(plan.world))
+    memory = estimate.memories
     limits = tuple(estimate.limit(rank) for rank in range(plan.world))
     return Prediction(plan, rate, found, memory, limits, traffic(estimate), bound)
 
@@ -111,10 +114,11 @@ def traffic(estimate: Estimate) -> float:
         total += 2 * (stage.replicas - 1) * estimate.parameters(stage.index) * cost.GRADIENT_BYTES * rounds
         if not stage.is_last:
             both = sum(estimate.boundary(stage.index, backward=backward) for backward in (False, True))
-            apart = sum(
-                stage.rank_of(microbatch) != plan.stages[stage.index + 1].rank_of(microbatch)
-                for microbatch in range(plan.microbatches)
-            )
+            behind = plan.stages[stage.index + 1]
+            shared = set(stage.ranks) & set(behind.ranks)
+            apart = plan.microbatches
+            if shared:
+                apart = sum(stage.rank_of(number) != behind.rank_of(number) for number in range(plan.microbatches))
             total += both * apart
     return total
 
@@ -123,9 +127,7 @@ def _bound(estimate: Estimate, found: Steady) -> str:
     """What limits the speed, in a few words."""
     plan = estimate.plan
     exposed = max(
-        reduce_seconds(estimate, stage, rank) * plan.microbatches / stage.round
-        for stage in plan.stages
-        for rank in stage.ranks
+        reduce_seconds(estimate, stage, stage.ranks[0]) * plan.microbatches / stage.round for stage in plan.stages
     )
     if len(plan.stages) == 1 or plan.is_synchronous:
         share = exposed / found.batch_seconds

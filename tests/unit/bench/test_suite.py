@@ -8,7 +8,7 @@ import pytest
 
 from stagewright.bench.suite import SuiteOptions, configurations_of, read_suite, shipped_names
 from stagewright.cluster.topology import Cluster, Machine
-from stagewright.planning.calibrate import published_runs
+from stagewright.planning.published import published_runs
 from tests.unit.cli.test_bench import fails
 
 HEAD = 'title = "t"\n[[group]]\nname = "g"\n'

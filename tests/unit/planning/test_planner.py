@@ -13,7 +13,7 @@ from stagewright.metrics import MIB
 from stagewright.plan.estimate import Setting
 from stagewright.plan.make import make_plan, read_plan
 from stagewright.plan.plan import Mode
-from stagewright.planning.planner import choose, explain, microbatch_counts
+from stagewright.planning.planner import Choice, choose, explain, microbatch_counts
 from stagewright.planning.predict import predict
 from stagewright.planning.setting import make_setting, trace_model
 from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
@@ -41,8 +41,14 @@ def test_plans_for_software_that_passes_whole_batches() -> None:
     assert choose(setting("alexnet", "titan-v-8", "oneflow", devices=3), 224).best.prediction.images_per_second > 0
 
 
-def test_vgg_on_eight_cards_without_nvlink_is_seven_and_one() -> None:
-    choice = choose(setting("vgg16", "titan-v-8"), 224)
+@pytest.fixture(scope="module")
+def titans() -> Choice:
+    """VGG-16 on eight cards without NVLink."""
+    return choose(setting("vgg16", "titan-v-8"), 224)
+
+
+def test_vgg_on_eight_cards_without_nvlink_is_seven_and_one(titans: Choice) -> None:
+    choice = titans
     assert choice.best.plan.shape == "7-1" and choice.best.plan.mode is Mode.STALE
     assert choice.best.speedup > 1.3
     parallel = next(candidate for candidate in choice.candidates if candidate.plan.mode is Mode.DP)
@@ -70,11 +76,14 @@ def with_memory(where: Setting, mib: int) -> Setting:
 
 
 def test_plans_fit_small_memory() -> None:
-    where = with_memory(setting("vgg16", "rtx-2080ti-4"), 3300)
-    choice = choose(where, 64)
-    assert any("dp" in line and "too few" in line for line in choice.refused)
-    assert choice.best.plan.mode is not Mode.DP
-    assert all(memory.total <= 3300 * MIB for memory in choice.best.prediction.memory)
+    choice = choose(with_memory(setting("vgg16", "rtx-2080ti-4"), 3300), 64)
+    assert all(candidate.prediction.fits for candidate in choice.candidates)
+
+
+def test_data_parallel_that_fits_in_more_microbatches_is_tried() -> None:
+    where = with_memory(setting("vgg16", "rtx-2080ti-4", devices=2), 3500)
+    (parallel,) = (c.plan for c in choose(where, 64).candidates if c.plan.mode is Mode.DP and c.plan.world == 2)
+    assert parallel.microbatches > 2, "with one microbatch a device it does not fit"
 
 
 def test_error_names_the_rank_and_bytes_if_nothing_fits() -> None:
@@ -136,9 +145,9 @@ def test_explains_a_unit() -> None:
         explain(where, plan, "clasifier.0")
 
 
-def test_chooses_the_least_depth() -> None:
+def test_chooses_the_least_depth(titans: Choice) -> None:
     where = setting("vgg16", "titan-v-8")
-    for candidate in choose(where, 224).candidates[:3]:
+    for candidate in titans.candidates[:3]:
         plan = candidate.plan
         if len(plan.stages) > 1 and plan.stages[0].depth > 1:
             stages = [s if s.is_last else replace(s, depth=max(1, s.depth - 1)) for s in plan.stages]
@@ -148,9 +157,9 @@ def test_chooses_the_least_depth() -> None:
                 assert shallower.images_per_second < candidate.prediction.images_per_second
 
 
-def test_chooses_the_least_lag() -> None:
+def test_chooses_the_least_lag(titans: Choice) -> None:
     where = setting("vgg16", "titan-v-8")
-    for candidate in choose(where, 224).candidates:
+    for candidate in titans.candidates:
         if candidate.plan.mode is Mode.STALE and len(candidate.plan.stages) == 3:
             full = replace(
                 candidate.plan,

@@ -77,7 +77,9 @@ def predict_file(path: str, given: str | None = None) -> tuple[list[PredictedRow
     rows = read_rows(path)
     if given is not None:
         read = [read_row(row, catalog) for row in read_rows(given)]
-        catalog = with_hosts(catalog, [reading for reading in read if isinstance(reading, Reading) and reading.is_staged])
+        catalog = with_hosts(
+            catalog, [reading for reading in read if isinstance(reading, Reading) and reading.is_staged]
+        )
     return predict_rows(rows, catalog, observations())
 
 
@@ -127,7 +129,7 @@ def show_rows(console: Console, rows: Sequence[PredictedRow], skipped: Sequence[
         classes[str(row.evidence)].append(row)
     for name, found in {**classes, "all": list(rows)}.items():
         split = Split(0, 0, tuple(found), frozenset(), frozenset(), ())
-        inside = sum(low <= row.row.images_per_second <= high for row in found for low, high in [_bounds(row)])
+        inside = sum(row.is_covered(shipped().errors) for row in found)
         right, pairs = split.orders()
         say(
             console,
@@ -137,7 +139,3 @@ def show_rows(console: Console, rows: Sequence[PredictedRow], skipped: Sequence[
         )
     for unknown in skipped:
         say(console, f"skipped: {unknown.row.gpus} x {unknown.row.hardware}, {unknown.row.model}: {unknown.why}")
-
-
-def _bounds(row: PredictedRow) -> tuple[float, float]:
-    return row.bounds(shipped().errors)
