@@ -210,12 +210,13 @@ COMMANDS = (
     ),
     Command(
         *("plan", "plan:run", "find the fastest plan of a model on a cluster"),
-        "Search for the fastest plan, compare it with data parallelism, and write it for train --plan.",
-        "MODEL --cluster NAME|FILE --batch N",
+        "Search for the fastest plan, compare it with data parallelism, and write it for train --plan. Without "
+        "--cluster and --profile it answers for this machine, by a short profile that is measured once.",
+        "MODEL [--cluster NAME|FILE] [--batch N]",
         (_MODEL,),
         (
             *_setting(),
-            *take("--batch", is_required=True, default=None),
+            *take("--batch", default=None, help="samples per update (default: what suits the devices)"),
             *take(
                 "--mode",
                 is_repeated=True,
@@ -230,6 +231,9 @@ COMMANDS = (
             *take("--nesterov", help="with --lr: Nesterov momentum"),
             *take("--predict", help="with --lr: extrapolated weights, as train --predict"),
             *take("--output", short="-o", help="write the plan for train --plan"),
+            *take("--report", help="write an .html page with candidates, timeline, memory and links"),
+            *take("--try", dest="try_"),
+            *take("--minutes"),
             *take("--explain"),
         ),
     ),
@@ -383,6 +387,7 @@ COMMANDS = (
             *_setting(is_repeated=True, help="a cluster of the catalog, or a cluster file; may be repeated"),
             *take("--batch", default=256),
             *take("--price", is_repeated=True),
+            *take("--kwh"),
         ),
     ),
     Command(

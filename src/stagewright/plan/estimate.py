@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from stagewright.cluster.specs import DeviceSpec, Software
-from stagewright.cluster.topology import Cluster
+from stagewright.cluster.topology import HOST, Cluster, Edge
 from stagewright.errors import UserError
 from stagewright.metrics import MIB
 from stagewright.plan import cost
@@ -249,8 +249,23 @@ class Estimate:
 
     def _busiest_edge(self) -> float:
         """Seconds of messages per batch over the busiest edge."""
+        return max(self._loads.values(), default=0.0)
+
+    def edge_seconds(self) -> dict[str, float]:
+        """Seconds of messages per batch over every edge, by its name."""
+        found: dict[str, float] = defaultdict(float)
+        for ((machine, level, group), _), seconds in self._loads.items():
+            what = "host" if level == HOST else f"device {machine}:{group}" if level < 0 else f"level {level}"
+            levels = len(self.setting.cluster.machines[machine].levels)
+            name = f"network of machine {machine}" if level >= levels else f"machine {machine}, {what}"
+            found[name] = max(found[name], seconds)
+        return dict(found)
+
+    @cached_property
+    def _loads(self) -> dict[tuple[Edge, bool], float]:
+        """Seconds of messages per batch over every edge and direction."""
         plan, cluster = self.plan, self.setting.cluster
-        loads: dict[object, float] = defaultdict(float)
+        loads: dict[tuple[Edge, bool], float] = defaultdict(float)
         for stage, behind in itertools.pairwise(plan.stages):
             turns = math.lcm(stage.replicas, behind.replicas)
             if turns > _MOST_TURNS:
@@ -263,7 +278,7 @@ class Estimate:
                         ends = (plan.devices[source], plan.devices[target])
                         for edge, link in cluster.path(*(reversed(ends) if backward else ends)):
                             loads[edge] += size / link.bandwidth
-        return max(loads.values(), default=0.0)
+        return loads
 
     def _stage_memory(self, stage: Stage, rank: int) -> Memory:
         software, sums = self.setting.software, self._of(rank)

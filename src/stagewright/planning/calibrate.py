@@ -113,7 +113,7 @@ def readings() -> tuple[Reading, ...]:
 
 
 def observations(sources: set[str] | None = None) -> list[Observation]:
-    """What there is to fit: the rows of some sources (None: all), and the published runs that are of no other source."""
+    """What there is to fit: rows of some sources (None: of all), and the published runs that are of no other source."""
     rows = [_observe_row(reading) for reading in readings() if sources is None or reading.row.source in sources]
     of_rows = {row.source for row in known_rows()}
     wanted = [run for run in published_runs() if run.rate is not None]
@@ -214,9 +214,9 @@ def overrides(known: Sequence[Parameter], logs: Sequence[float]) -> dict[str, An
     return tables
 
 
-def make_catalog(known: Sequence[Parameter], logs: Sequence[float]) -> Catalog:
+def make_catalog(known: Sequence[Parameter], logs: Array) -> Catalog:
     """The shipped catalog with these figures, and of hosts only those that were fitted."""
-    tables = overrides(known, logs)
+    tables = overrides(known, list(logs))
     hosts = tables.pop("hosts", {})
     return read_catalog((), tables, replaced={"hosts": hosts})
 

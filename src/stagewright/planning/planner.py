@@ -83,6 +83,7 @@ class Choice:
     refused: tuple[str, ...]
     lags: tuple[Prediction, ...] = ()  # the best plan with no lag, with a lag of one update, and so on
     unprofiled: tuple[int, ...] = ()  # microbatch sizes that were not tried, because the profile does not cover them
+    decided: bool = False  # the candidates were trained, and the first is the fastest
 
     @property
     def fastest(self) -> Candidate:
@@ -91,6 +92,8 @@ class Choice:
     @property
     def best(self) -> Candidate:
         """The fewest stages within three percent of the fastest: a smaller gain is not worth more lag and memory."""
+        if self.decided:
+            return self.candidates[0]
         close = self.within(math.log1p(_MARGIN))
         return min(
             close, key=lambda candidate: (len(candidate.plan.stages), sum(s.versions for s in candidate.plan.stages))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from stagewright.planning.simulate import ClusterCosts, Steady, reduce_seconds, 
 
 IMAGENET = 1_281_167  # training images
 _MOST_ROUNDS = 64
+_MOST_LINKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,9 @@ class Prediction:
             "memory_mib": [memory.total / MIB for memory in self.memory],
             "memory_limit_mib": [limit / MIB for limit in self.limits],
             "memory_largest": [memory.largest for memory in self.memory],
+            "memory_by_part_mib": [
+                {name: size / MIB for name, size in asdict(memory).items()} for memory in self.memory
+            ],
             "traffic": self.traffic,
             "bound": self.bound,
             "fits": self.fits,
@@ -121,6 +125,38 @@ def traffic(estimate: Estimate) -> float:
                 apart = sum(stage.rank_of(number) != behind.rank_of(number) for number in range(plan.microbatches))
             total += both * apart
     return total
+
+
+def stage_costs(prediction: Prediction, setting: Setting) -> list[dict[str, Any]]:
+    """What one microbatch and one update cost in every stage, on its slowest rank: seconds and bytes."""
+    estimate = Estimate(prediction.plan, setting)
+    found = []
+    for stage in prediction.plan.stages:
+        slowest = max(stage.ranks, key=lambda rank: estimate.forward(stage.index, rank))
+        found.append(
+            {
+                "stage": stage.index,
+                "replicas": stage.replicas,
+                "lag": stage.versions - 1,
+                "depth": stage.depth,
+                "forward": estimate.forward(stage.index, slowest),
+                "backward": estimate.backward(stage.index, slowest),
+                "update": estimate.update(stage.index, slowest),
+                "reduction": estimate.reduction(stage.index),
+                "exposed": estimate.exposed(stage.index),
+                "sends": 0.0 if stage.is_last else estimate.boundary(stage.index, backward=False),
+                "busy": sum(prediction.steady.busy[rank] for rank in stage.ranks) / stage.replicas,
+            }
+        )
+    return found
+
+
+def link_use(prediction: Prediction, setting: Setting) -> list[tuple[str, float, float]]:
+    """The busiest links: what each is, seconds of a batch's messages over it, and their share of the batch."""
+    estimate = Estimate(prediction.plan, setting)
+    whole = prediction.steady.batch_seconds
+    found = [(name, seconds, seconds / whole) for name, seconds in estimate.edge_seconds().items()]
+    return sorted(found, key=lambda entry: -entry[1])[:_MOST_LINKS]
 
 
 def _bound(estimate: Estimate, found: Steady) -> str:

@@ -1,7 +1,8 @@
 """Measured rows: training rates that people published, as a TOML file of `[[row]]` tables, and their split by source.
 
-`read_rows` reads any file of such rows, `known_rows` those of the catalog. `split_by_source` divides rows into a half to
-fit and a half to evaluate, so that no source is in both: rows of one source share a machine, a version and an author.
+`read_rows` reads any file of such rows, `known_rows` those of the catalog. `split_by_source` divides rows into a half
+to fit and a half to evaluate, so that no source is in both: rows of one source share a machine, a version and an
+author.
 """
 
 from __future__ import annotations
@@ -110,6 +111,6 @@ def _row(entry: Any, where: str) -> Row:
             raise UserError(f"{where}: {name} is {values[name]}; it must be above 0")
     if values["gpus"] > 65536 or values["gpus"] % values.get("nodes", 1):
         raise UserError(
-            f"{where}: {values['gpus']} gpus on {values.get('nodes', 1)} nodes; give at most 65536, as many on each node"
+            f"{where}: {values['gpus']} gpus on {values.get('nodes', 1)} nodes; give at most 65536, as many on each"
         )
     return Row(**values)

@@ -363,7 +363,7 @@ def steady_state(estimate: Estimate, *, draws: bool = False) -> Steady:
     if like is None:
         return steady(plan, ClusterCosts(estimate), draws=draws)
     found = steady(like.plan, ClusterCosts(estimate, like))
-    shares = {rank: share for rank, share in zip(like.ranks, found.busy, strict=True)}
+    shares = dict(zip(like.ranks, found.busy, strict=True))
     busy = [0.0] * plan.world
     for stage in plan.stages:
         for index, rank in enumerate(stage.ranks):

@@ -1,10 +1,10 @@
 """Computes a profile for hardware of the catalog: every unit's time from its operations and bytes.
 
-A unit takes the longer of its arithmetic and its memory traffic, plus a kernel launch. Arithmetic runs at a share of the
-data sheet's peak by its kind: convolutions, matrix products, and kernels bound by memory. Convolutions run by one of
-three algorithms: a 3x3 of stride 1 in plain fp32 may run as Winograd's F(4x4, 3x3), with four times fewer products for
-2.25 times the traffic of its inputs and outputs, twice; larger kernels of stride 1 as FFT tiles of 32x32; everything
-else directly; a convolution of one channel a group runs outside the matrix units. Layer norm and softmax run in fp32
+A unit takes the longer of its arithmetic and its memory traffic, plus a kernel launch. Arithmetic runs at a share of
+the data sheet's peak by its kind: convolutions, matrix products, and kernels bound by memory. Convolutions run by one
+of three algorithms: a 3x3 of stride 1 in plain fp32 may run as Winograd's F(4x4, 3x3), with four times fewer products
+for 2.25 times the traffic of its inputs and outputs, twice; larger kernels of stride 1 as FFT tiles of 32x32;
+everything else directly; one of one channel a group runs outside the matrix units. Layer norm and softmax run in fp32
 where the rest is in half precision, as autocast has it. docs/planning.md says how accurate this is.
 """
 

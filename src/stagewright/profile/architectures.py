@@ -1,7 +1,7 @@
 """The shapes of well-known models, from their published dimensions, without building them.
 
-They are enough to predict a rate that somebody measured on a model that the zoo does not train. `known_shapes` finds one
-by its name as people write it. A model is described in the order it runs; branches follow one another.
+They are enough to predict a rate that somebody measured on a model that the zoo does not train. `known_shapes` finds
+one by its name as people write it. A model is described in the order it runs; branches follow one another.
 """
 
 from __future__ import annotations

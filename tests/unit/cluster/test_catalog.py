@@ -14,7 +14,6 @@ import pytest
 from stagewright.cluster.catalog import open_cluster, price_source, read_catalog, shipped
 from stagewright.cluster.specs import DeviceSpec, calibration_note
 from stagewright.cluster.topology import Device
-from stagewright.planning.published import published_runs
 
 FILES = ("devices.toml", "links.toml", "software.toml", "clusters.toml", "calibration.toml")
 NAMES = {
