@@ -28,8 +28,8 @@ from stagewright.bench.run import run_suite
 from stagewright.bench.suite import REPEATS, SuiteOptions, read_suite, shipped_names
 from stagewright.cluster.catalog import open_cluster
 from stagewright.config.toml import parse_assignment
-from stagewright.errors import UserError, did_you_mean
-from stagewright.report.live.terminal import ProgressLine
+from stagewright.errors import UserError, counted, did_you_mean
+from stagewright.report.live.terminal import ProgressLine, say
 
 Measure = Callable[[Path, Keep, ProgressLine], Outcome]
 _PARTS: dict[str, Callable[[Callable[[str], None]], Outcome]] = {
@@ -144,6 +144,7 @@ def run_bench(request: Request) -> None:
         runs=request.runs,
         anonymise=request.anonymise,
         as_json=request.as_json,
+        row=request.row,
     )
 
 
@@ -171,7 +172,14 @@ def _measure_of(request: Request) -> Measure:
 
 
 def run_measure(
-    name: str, measure: Measure, command: str, *, runs: str = "runs", anonymise: bool = False, as_json: bool
+    name: str,
+    measure: Measure,
+    command: str,
+    *,
+    runs: str = "runs",
+    anonymise: bool = False,
+    as_json: bool,
+    row: str | None = None,
 ) -> None:
     """Measure into a folder, print the tables or one JSON object, and fail at the end if a configuration failed."""
     with ProgressLine(name) as progress:
@@ -182,7 +190,10 @@ def run_measure(
         print(json.dumps(asdict(outcome) | {"folder": str(folder)}))
     else:
         show(Console(), outcome, folder)
-    if failed := [row for row in outcome.rows if row.kind == "failed"]:
+    if row is not None:
+        appended = counted(published.append_rows(outcome, row), "row")
+        say(Console(stderr=True), f"{appended} appended to {row}")
+    if failed := [one for one in outcome.rows if one.kind == "failed"]:
         first, count = failed[0], f"{len(failed)} of {len(outcome.rows)} configurations"
         raise UserError(f"{count} failed, first {first.group}, {first.label}: {first.reason}; the rest is in {folder}")
 

@@ -574,7 +574,8 @@ def _break_even(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | 
     epochs = [price / value if value > 0 else None for value in (saved, most, least)]
     if epochs[0] is None:
         perhaps = "" if epochs[1] is None else f", unless errors favour it: then after {epochs[1]:,.0f} epochs"
-        sentence = f"{cheap['cluster']} costs USD {price:,.0f} less and less to run; {dear['cluster']} never breaks even{perhaps}"
+        cheaper = f"{cheap['cluster']} costs USD {price:,.0f} less, and less to run"
+        sentence = f"{cheaper}; {dear['cluster']} never breaks even{perhaps}"
     else:
         last = "never" if epochs[2] is None else f"{epochs[2]:,.0f}"
         sentence = (

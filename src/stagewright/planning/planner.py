@@ -54,7 +54,7 @@ class Effort:
     @staticmethod
     def of(devices: int) -> Effort:
         if devices <= _SMALL:
-            return Effort(24, 160, 3, _MOST_STAGES, _COUNTS, 5)
+            return Effort(16, 100, 3, _MOST_STAGES, _COUNTS, 4)
         if devices <= _FEW:
             return Effort(8, 20, 2, 4, 3, 2)
         if devices <= _SOME:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,8 @@ def predict(plan: Plan, setting: Setting, *, draws: bool = False) -> Prediction:
     estimate = Estimate(plan, setting)
     if len(plan.stages) > 1:
         found = steady_state(estimate, draws=draws)
+        if found.batch_seconds < estimate.floor:  # what was simulated was not yet at its steady pace
+            found = replace(found, batch_seconds=estimate.floor)
     else:
         found = steady(plan, ClusterCosts(estimate), draws=True) if draws else one_stage(estimate)
     rate = plan.batch / found.batch_seconds

@@ -5,6 +5,7 @@ Thirty cases every day; `make nightly` runs 500.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from dataclasses import replace
@@ -70,7 +71,7 @@ def test_laws_of_the_best_plan(group: int) -> None:
 
         # time is at least what computes and links need
         estimate = Estimate(best.plan, setting)
-        assert best.steady.batch_seconds >= estimate.floor * (1 - 0.03), about
+        assert best.steady.batch_seconds >= estimate.floor * (1 - 1e-9), about
 
         law = case % 3
         if law == 0:  # more bandwidth never makes it slower
@@ -96,5 +97,5 @@ def test_memory_grows_with_depth(case: int) -> None:
     setting, batch = random_setting(draw)
     plan = hand_plan(draw, setting, batch)
     totals = [[memory.total for memory in Estimate(deeper(plan, by), setting).memories] for by in range(3)]
-    for shallow, deep in zip(totals, totals[1:], strict=False):
+    for shallow, deep in itertools.pairwise(totals):
         assert all(less <= more for less, more in zip(shallow, deep, strict=True))

@@ -5,6 +5,8 @@ With `--rows FILE` it predicts the rows of a file by the shipped calibration ins
 
 from __future__ import annotations
 
+import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,10 +14,14 @@ from typing import Any
 
 from rich.console import Console
 
+from stagewright import __version__
 from stagewright.bench.predict import published_row
 from stagewright.bench.result import Outcome, new_outcome
+from stagewright.bench.result import Row as Measured
 from stagewright.cluster.catalog import shipped
-from stagewright.files import write_text
+from stagewright.cluster.placement import parse_placement
+from stagewright.errors import UserError
+from stagewright.files import read_text, write_text
 from stagewright.planning.calibrate import (
     Fit,
     Pair,
@@ -32,7 +38,7 @@ from stagewright.planning.calibrate import (
     with_hosts,
 )
 from stagewright.planning.published import published_runs
-from stagewright.planning.reading import Reading, Unknown, read_row
+from stagewright.planning.reading import Reading, Unknown, find_device, read_row
 from stagewright.planning.rows import Row, read_rows
 from stagewright.report.live.terminal import plain_table, say
 
@@ -66,6 +72,49 @@ def make_outcome(whole: Fit, splits: Sequence[Split], pairs: Sequence[Pair]) -> 
     figures[f"signs of {len(pairs)} staged pairs that are right"] = sum(pair.is_right for pair in pairs)
     runs = sorted((published_row(run, whole.catalog) for run in published_runs()), key=lambda row: row.model)
     return new_outcome("published", "Published runs, predicted", 1, published=tuple(runs), figures=figures)
+
+
+# --- Rows of a bench --------------------------------------------------------------------------------------------------
+
+
+def append_rows(outcome: Outcome, path: str) -> int:
+    """Append what a bench measured of plain data parallel to a file of rows; returns how many rows those are."""
+    rows = [text for row in outcome.rows if (text := _row_text(outcome, row)) is not None]
+    if not rows:
+        raise UserError(
+            f"--row {path}: none of the {len(outcome.rows)} configurations was measured in mode dp; rows are of those"
+        )
+    try:
+        before = read_text(path)
+    except FileNotFoundError:
+        before = ""
+    except OSError as error:
+        raise UserError(f"--row {path}: {error.strerror}; give a file that can be written") from error
+    write_text(path, before + "".join(rows))
+    return len(rows)
+
+
+def _row_text(outcome: Outcome, row: Measured) -> str | None:
+    if row.kind != "measured" or row.rate is None or row.mode != "dp" or not row.placement:
+        return None
+    devices = [device for stage in parse_placement(row.placement) for device in stage]
+    card = next((text for what, text in outcome.machine.items() if "gpu" in what.lower()), None)
+    known = None if card is None or row.device == "cpu" else find_device(re.sub(r"^\d+ ?x ?", "", card), shipped())
+    values = {
+        "hardware": "cpu" if row.device == "cpu" else known or card or "not stated",
+        "gpus": len(devices),
+        "nodes": len({device.machine for device in devices}),
+        "link": "not stated",
+        "software": f"Stagewright {__version__}, torch {outcome.machine.get('torch', 'not stated')}",
+        "model": row.model,
+        "precision": row.precision,
+        "batch_per_gpu": max(1, row.batch // len(devices)),
+        "images_per_second": round(row.rate.value, 2),
+        "source": f"{outcome.command}, {outcome.date}",
+        "note": f"{row.data or 'synthetic'} data, median of {len(row.repeats)}",
+    }
+    lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
+    return f"\n[[row]]\n{lines}"
 
 
 # --- Rows of a file ---------------------------------------------------------------------------------------------------
