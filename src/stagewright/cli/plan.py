@@ -53,6 +53,8 @@ _REST_WATTS = 150.0  # of a machine beside its cards, where nobody says
 def run(parsed: argparse.Namespace) -> None:
     if parsed.microbatches is not None and parsed.batch is not None:
         require_divisible(parsed.batch, parsed.microbatches)
+    if parsed.try_ and parsed.cluster is not None:
+        raise UserError(f"--try trains on this machine but --cluster is {parsed.cluster}; leave --cluster out")
     errors = Console(stderr=True)
     with errors.status("planning") as status:
         progress: Progress = status.update if errors.is_terminal else lambda text: None
@@ -135,8 +137,6 @@ class Tried:
 
 def _try(parsed: argparse.Namespace, asked: Asked, choice: Choice, progress: Progress) -> tuple[Tried, ...]:
     """Train the best few for about a minute each on this machine, in fresh processes."""
-    if parsed.cluster is not None and parsed.profile is None:
-        raise UserError(f"--try trains on this machine but --cluster is {parsed.cluster}; leave --cluster out")
     found = []
     for index, candidate in enumerate(choice.candidates[: parsed.try_]):
         plan = candidate.plan

@@ -56,7 +56,7 @@ class Effort:
         if devices <= _SMALL:
             return Effort(16, 100, 3, _MOST_STAGES, _COUNTS, 4)
         if devices <= _FEW:
-            return Effort(8, 20, 2, 4, 3, 2)
+            return Effort(5, 12, 1, 4, 2, 1)
         if devices <= _SOME:
             return Effort(3, 6, 1, None, 2, 1)
         return Effort(1, 0, 0, None, 1, 1)

@@ -26,7 +26,7 @@ from stagewright.schedule.policy import overlaps
 from stagewright.schedule.requires import requires
 
 _TRANSFERS = (*SENDS, Op.REDUCE)
-_MOST_COMPUTES = 400  # microbatches times stages of one period, above which it is not simulated whole
+_MOST_COMPUTES = 240  # microbatches times stages of one period, above which it is not simulated whole
 _MOST_TURNS = 256
 _FEW_RANKS = 16  # up to which every rank is simulated
 Times = Mapping[Action, tuple[float, float]]
