@@ -19,7 +19,7 @@ from rich.console import Console
 from stagewright.bench.learning.pages import describe_study, show_study
 from stagewright.bench.learning.study import run_study
 from stagewright.bench.learning.trials import StudyOptions
-from stagewright.bench.micro import checkpoint, data, monitor, own, planner, published
+from stagewright.bench.micro import checkpoint, data, monitor, own, planner, published, shared
 from stagewright.bench.pages import Keep, run_to_folder, show
 from stagewright.bench.peers.cases import SUITES, only_cases
 from stagewright.bench.peers.run import run_cases
@@ -153,6 +153,9 @@ def _measure_of(request: Request) -> Measure:
     if request.suite == "published":
         _refuse_unused(request, _PUBLISHED_OPTIONS)
         return lambda runs, keep, progress: published.measure(runs.parent, progress)
+    if request.suite == "shared":
+        _refuse_unused(request, ("repeats",))
+        return lambda runs, keep, progress: shared.measure(request.repeats or REPEATS, progress, keep)
     if request.suite in _PARTS:
         _refuse_unused(request, ())
         return lambda runs, keep, progress: _PARTS[request.suite](progress)
@@ -167,7 +170,7 @@ def _measure_of(request: Request) -> Measure:
         _refuse_unused(request, _SUITE_OPTIONS)
         options = _suite_options(request)
         return lambda runs, keep, progress: run_suite(request.suite, options, runs, progress, keep)
-    known = [*shipped_names(), *SUITES, *_PARTS, "published", "data", "learning"]
+    known = [*shipped_names(), *SUITES, *_PARTS, "published", "shared", "data", "learning"]
     raise UserError(f"unknown suite '{request.suite}', and no .toml file; {did_you_mean(request.suite, known)}")
 
 

@@ -45,7 +45,7 @@ _SUITES = """suites of configurations, measured in turns; all leave a folder wit
 accuracy at each lag, over several seeds:
   learning
 comparisons with stock PyTorch:
-  overhead, peers, gpu
+  overhead, peers, gpu, shared
 parts of Stagewright:
   published, planner, own, checkpoint, monitor, data"""
 

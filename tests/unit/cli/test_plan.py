@@ -149,7 +149,7 @@ def test_plans_with_an_imported_profile(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_refuses_the_profile_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(tmp_path / "p.json")
-    prints(capsys, "profile", "resnet8", "--samples", "2,4", "-o", file)
+    prints(capsys, "profile", "tests.models:plain", "--image", "8", "--samples", "2,4", "-o", file)
     line = fails(capsys, "simulate", "vgg-small", "--profile", file, "--cluster", "titan-v-8", "--batch", "8")
     assert "the model is vgg-small" in line
     run = ["train", "--model", "vgg-small", "--batch", "64", "--microbatches", "1"]
