@@ -70,7 +70,8 @@ def run(parsed: argparse.Namespace) -> None:
         comparison = compare(choice, asked.setting, asked.catalog, measured=asked.is_measured)
         tried = _try(parsed, asked, choice, progress) if parsed.try_ else ()
     if tried:
-        choice = _decided(choice, tried)
+        choice = decide(choice, tried)
+        comparison = compare(choice, asked.setting, asked.catalog, measured=asked.is_measured)
     explained = explain(asked.setting, choice.best.plan, parsed.explain) if parsed.explain else None
     found = _as_json(parsed, asked, choice, comparison, explained, tried)
     if parsed.output:
@@ -169,7 +170,7 @@ def _last_line(text: str) -> str:
     return text.strip().splitlines()[-1] if text.strip() else ""
 
 
-def _decided(choice: Choice, tried: Sequence[Tried]) -> Choice:
+def decide(choice: Choice, tried: Sequence[Tried]) -> Choice:
     """The choice with the plan first that was fastest when it was trained."""
     done = [one for one in tried if one.measured is not None]
     if not done:

@@ -62,6 +62,17 @@ class Machine:
         """Whether some of its devices reach each other only through host memory."""
         return (self.devices or 0) > 1 and any(level.link.staged for level in self.levels)
 
+    def first(self, devices: int) -> Machine:
+        """The machine with only its first devices."""
+        levels = tuple(
+            Level(
+                level.link,
+                tuple(kept for group in level.groups if (kept := tuple(index for index in group if index < devices))),
+            )
+            for level in self.levels
+        )
+        return replace(self, devices=devices, levels=levels)
+
     def level_of(self, one: int, other: int) -> int | None:
         """The innermost level that connects two devices."""
         for index, level in enumerate(self.levels):
@@ -115,7 +126,7 @@ class Cluster:
         for machine in self.machines:
             kept = min(count, machine.devices or 0)
             if kept:
-                machines.append(_cut_machine(machine, kept))
+                machines.append(machine.first(kept))
             count -= kept
         return Cluster(tuple(machines), self.name, self.network)
 
@@ -164,14 +175,3 @@ class Cluster:
 
 
 ANYWHERE = Cluster((Machine(),) * 1024, "anywhere")  # for placements that need no real machines
-
-
-def _cut_machine(machine: Machine, devices: int) -> Machine:
-    levels = tuple(
-        Level(
-            level.link,
-            tuple(kept for group in level.groups if (kept := tuple(index for index in group if index < devices))),
-        )
-        for level in machine.levels
-    )
-    return replace(machine, devices=devices, levels=levels)

@@ -511,14 +511,9 @@ def _orders(cluster: Cluster, devices: Sequence[Device], effort: Effort) -> Iter
         machines, own = [], []
         for number in itertools.chain(*order):
             indices = [device.index for device in devices if device.machine == number]
-            machines.append(replace_devices(cluster, number, len(indices)))
+            machines.append(cluster.machines[number].first(len(indices)))
             own += [Device(number, index) for index in indices]
         yield _Part(replace(cluster, machines=tuple(machines)), tuple(own))
-
-
-def replace_devices(cluster: Cluster, number: int, count: int):  # type: ignore[no-untyped-def]
-    """A machine with only its first devices."""
-    return replace(cluster, machines=(cluster.machines[number],), network=cluster.network).first(count).machines[0]
 
 
 def _parts(cluster: Cluster) -> list[tuple[Device, ...]]:

@@ -36,11 +36,22 @@ _SOFTWARE = (  # the first word that a software's text has decides
     ("tf1", "tensorflow"),
     ("tf2", "tensorflow"),
     ("keras", "tensorflow"),
+    ("flax", "tensorflow-xla"),
+    ("mindspore", "paddle"),
     ("pytorch", "pytorch"),
     ("torch", "pytorch"),
     ("timm", "pytorch"),
     ("apex", "pytorch"),
     ("lightning", "pytorch"),
+    ("fastai", "pytorch"),
+    ("ffcv", "pytorch"),
+    ("composer", "pytorch"),
+    ("hugging", "pytorch"),
+    ("transformers", "pytorch"),
+    ("deepspeed", "pytorch"),
+    ("megatron", "pytorch"),
+    ("caffe", "pytorch"),
+    ("chainer", "pytorch"),
     ("stagewright", "stagewright"),
 )
 _LAYOUTS = (("nhwc", True), ("channels_last", True), ("channels last", True), ("nchw", False))
@@ -157,6 +168,9 @@ def find_device(text: str, catalog: Catalog) -> str | None:
         if shorter == rest:
             break
         rest = shorter
+    words = [word for word in re.split(r"[^a-z0-9]+", text.lower()) if word in known]
+    if words:
+        return known[max(words, key=len)]
     whole = _plain(text)
     inside = [name for name in known if len(name) >= 4 and re.search(rf"{name}(?![0-9]|ti|super|s$)", whole)]
     return known[max(inside, key=len)] if inside else None

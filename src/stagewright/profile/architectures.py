@@ -149,7 +149,9 @@ class Net:
         return self
 
 
-def _resnet(depths: Sequence[int], *, basic: bool = False, groups: int = 1, width: int = 64) -> Net:
+def _resnet(
+    depths: Sequence[int], *, basic: bool = False, groups: int = 1, width: int = 64, squeezes: bool = False
+) -> Net:
     """Residual networks (v1.5: the 3x3 takes the stride); `width`: of a group's 3x3 at the first resolution."""
     net = Net().cbr(64, 7, 2).pool()
     for level, depth in enumerate(depths):
@@ -161,6 +163,8 @@ def _resnet(depths: Sequence[int], *, basic: bool = False, groups: int = 1, widt
                 net.cbr(outer, 3, stride).conv(outer).norm()
             else:
                 net.cbr(inner, 1).cbr(inner, 3, stride, groups).conv(outer, 1).norm()
+            if squeezes:
+                net.squeeze(outer // 16)
             if before != outer or stride > 1:
                 channels, side = net.channels, net.side
                 net.channels, net.side = before, side * stride
@@ -420,6 +424,14 @@ _BUILDERS: dict[str, Callable[[], Net]] = {
     "resnext5032x4d": partial(_resnet, (3, 4, 6, 3), groups=32, width=4),
     "resnext10132x4d": partial(_resnet, (3, 4, 23, 3), groups=32, width=4),
     "resnext10132x8d": partial(_resnet, (3, 4, 23, 3), groups=32, width=8),
+    "resnet26": partial(_resnet, (2, 2, 2, 2)),
+    "resnet200": partial(_resnet, (3, 24, 36, 3)),
+    "seresnet50": partial(_resnet, (3, 4, 6, 3), squeezes=True),
+    "seresnext5032x4d": partial(_resnet, (3, 4, 6, 3), groups=32, width=4, squeezes=True),
+    "seresnext10132x4d": partial(_resnet, (3, 4, 23, 3), groups=32, width=4, squeezes=True),
+    "resnext101": partial(_resnet, (3, 4, 23, 3), groups=32, width=4),
+    "resnext50": partial(_resnet, (3, 4, 6, 3), groups=32, width=4),
+    "seresnext101": partial(_resnet, (3, 4, 23, 3), groups=32, width=4, squeezes=True),
     "wideresnet502": partial(_resnet, (3, 4, 6, 3), width=128),
     "wideresnet1012": partial(_resnet, (3, 4, 23, 3), width=128),
     "densenet121": partial(_densenet, (6, 12, 24, 16), 32, 64),
@@ -444,16 +456,24 @@ _BUILDERS: dict[str, Callable[[], Net]] = {
     "vitsmall": partial(_vit, 384, 12, 6),
     "vitbase": partial(_vit, 768, 12, 12),
     "vitlarge": partial(_vit, 1024, 24, 16),
+    "vitbase384": partial(_vit, 768, 12, 12, side=384),
+    "vitlarge384": partial(_vit, 1024, 24, 16, side=384),
+    "vitbase32": partial(_vit, 768, 12, 12, 32),
     "swintiny": partial(_swin, 96, (2, 2, 6, 2), 3),
     "swinsmall": partial(_swin, 96, (2, 2, 18, 2), 3),
     "swinbase": partial(_swin, 128, (2, 2, 18, 2), 4),
     "bertbase": partial(_bert, 768, 12, 12),
     "bertlarge": partial(_bert, 1024, 24, 16),
+    **{f"bertbase{tokens}": partial(_bert, 768, 12, 12, tokens) for tokens in (384, 512)},
+    **{f"bertlarge{tokens}": partial(_bert, 1024, 24, 16, tokens) for tokens in (384, 512)},
 }
+_TOKENS = {"phase 2": "512", "phase2": "512", "squad": "384", "fine-tuning": "384", "512": "512", "384": "384"}
 _SPELLINGS = (  # how people write some of them, in order
-    (r"\(.*\)|pretraining.*|phase.*", ""),
+    (r"\(.*\)|pre-?training.*|phase.*|fine-?tuning.*|squad.*", ""),
     (r"(v1\.?5|v2|v1b|v1)$", ""),
-    (r"(patch(16|4)(window7)?|p16|16)?(224)?(in1k|in22k)?$", ""),
+    (r"(in1k|in22k)$", ""),
+    (r"patch(16|32)(224)?(384)?$", lambda match: ("32" if match[1] == "32" else "") + (match[3] or "")),
+    (r"(patch4(window7)?|p16|16)?(224)?$", ""),
     (r"^(deit|vit)(vit)?b(16)?$", "vitbase"),
     (r"^(deit|vit)(vit)?l(16)?$", "vitlarge"),
     (r"^(deit|vit)(vit)?s(16)?$", "vitsmall"),
@@ -468,8 +488,9 @@ _SPELLINGS = (  # how people write some of them, in order
 @cache
 def known_shapes(name: str) -> tuple[Shape, ...] | None:
     """The shapes of a model by a name as people write it: `ResNet-50 v1.5`, `vit_base_patch16_224`; None if unknown."""
-    text = re.sub(_SPELLINGS[0][0], "", name.lower())
-    text = re.sub(r"[^a-z0-9.]", "", text)
+    text = re.sub(r"[^a-z0-9.]", "", re.sub(_SPELLINGS[0][0], "", name.lower()))
+    if text in ("bertbase", "bertlarge"):  # the length of its sequences, by the task
+        text += _TOKENS.get(next((task for task in _TOKENS if task in name.lower()), ""), "")
     for pattern, replacement in ((r"^$", ""), *_SPELLINGS[1:]):
         if text in _BUILDERS:
             break

@@ -8,9 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from stagewright.cli.plan import Tried, decide
 from stagewright.cluster.placement import parse_placement
+from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.plan.make import make_plan, read_plan
+from stagewright.planning.planner import choose
+from stagewright.profile.profile import Unit
 from tests.commands import fails, prints
+from tests.unit.planning.laws import make_made_setting
 
 
 def test_plan_writes_the_whole_experiment_for_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,6 +64,16 @@ def test_plan_alone_answers_for_this_machine_by_a_cached_profile(
     command = shlex.split(found["command"])
     assert command[:2] == ["stagewright", "train"]
     prints(capsys, *command[1:], "--steps", "1", "--runs", str(tmp_path / "runs"))
+
+
+def test_plans_that_were_trained_are_decided_by_their_measured_speed() -> None:
+    level = Level(Link("inside", 1e10, 1e-6), ((0, 1),))
+    units = [Unit(f"u{n}", "made", 1e-3, 2e-3, 1000, 100, 100, 100, 100) for n in range(4)]
+    choice = choose(make_made_setting(Cluster((Machine(2, "fast", (level,)),)), units), 8)
+    assert len(choice.candidates) > 2
+    decided = decide(choice, [Tried(0, 50.0), Tried(1, 60.0), Tried(2, None, "out of memory")])
+    assert decided.best is choice.candidates[1] and decided.decided
+    assert decide(choice, [Tried(0, None, "failed")]) is choice
 
 
 def test_value_prices_whole_boxes_and_their_electricity(capsys: pytest.CaptureFixture[str]) -> None:

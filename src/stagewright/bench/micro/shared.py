@@ -1,4 +1,4 @@
-"""`bench shared`: eight ranks that share one GPU, predicted from a profile and then measured, stock DDP beside the plan.
+"""`bench shared`: eight ranks that share one GPU, predicted from a profile and then measured: stock DDP and a plan.
 
 The profile is taken by eight processes at once, the plan is chosen from it on the cluster `h200-shared-8`, and both
 predictions are printed before anything trains.
