@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from stagewright.planning.calibrate import Calibration
     from tests.distributed.pool import Pool
 
 
@@ -28,18 +27,3 @@ def pool() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share the calibration run in one process, so that it is made once."""
-    for item in items:
-        if "calibration" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("calibration"))
-
-
-@pytest.fixture(scope="session")
-def calibration() -> Calibration:
-    """The catalog fitted to the published runs; it takes a while."""
-    from stagewright.planning.calibrate import calibrate
-
-    return calibrate()

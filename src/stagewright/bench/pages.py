@@ -221,7 +221,6 @@ def _published(model: str, rows: Sequence[PublishedRow]) -> Table:
     for row in rows:
         epochs = row.epochs or (() if row.published is None else (IMAGENET / row.published,))
         predicted_times, published_times = _times_dp(row, rows)
-        alone = " (alone)" if row.is_alone else ""
         lines.append(
             {
                 "system": row.system,
@@ -230,8 +229,6 @@ def _published(model: str, rows: Sequence[PublishedRow]) -> Table:
                 "epoch s, predicted": f"{IMAGENET / row.predicted:,.1f}",
                 "epoch s, published": ", ".join(f"{seconds:,.1f}" for seconds in epochs),
                 "off by": "" if row.published is None else f"{row.predicted / row.published - 1:+.1%}",
-                "off by, from the others": "" if row.told is None else f"{row.told:+.1%}{alone}",
-                "fit": "held out" if row.held_out else "",
                 "images/s, predicted": f"{row.predicted:,.0f}",
                 "published": "" if row.published is None else f"{row.published:,.0f}",
                 "x dp, predicted": predicted_times,
@@ -241,8 +238,8 @@ def _published(model: str, rows: Sequence[PublishedRow]) -> Table:
             }
         )
     note = (
-        "Predicted with the efficiency of the software that ran it, fitted to all published runs; from the "
-        "others: fitted to all but the run itself (alone: no other run has its device, precision and software)."
+        "Predicted with the efficiency of the software that ran it. The fit has seen these runs; how far it is off on "
+        "rows that it has not seen is in docs/planning.md."
     )
     return _table(f"{model}: predicted and published", lines, note)
 
@@ -382,7 +379,6 @@ def _published_cells(row: PublishedRow) -> dict[str, str]:
         "images/s": f"{row.published:,.0f}",
         "predicted": f"{row.predicted:,.0f}p",
         "off by": f"{row.predicted / row.published - 1:+.1%}",
-        "from the others": "" if row.told is None else f"{row.told:+.1%}{' held out' if row.held_out else ''}",
     }
 
 

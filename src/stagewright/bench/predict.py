@@ -15,6 +15,7 @@ import torch
 
 from stagewright.bench.result import PublishedRow, Row
 from stagewright.bench.suite import devices_of
+from stagewright.cluster.catalog import shipped
 from stagewright.cluster.specs import Catalog
 from stagewright.cluster.topology import ANYWHERE, Cluster, Machine
 from stagewright.config.sections import Config
@@ -22,9 +23,8 @@ from stagewright.errors import UserError, counted
 from stagewright.metrics import MIB
 from stagewright.plan.estimate import Estimate
 from stagewright.planning.build import build_plan
-from stagewright.planning.calibrate import Row as CalibratedRow
-from stagewright.planning.calibrate import calibrate, published_runs
 from stagewright.planning.predict import Prediction, predict
+from stagewright.planning.published import PublishedRun, predict_run, published_runs
 from stagewright.planning.setting import config_setting, memory_setting, trace_model
 
 _MEMORY_MARGIN = 1.15  # the memory model is accurate to 15 %: what may fit is tried
@@ -91,25 +91,21 @@ def predict_config(config: Config, catalog: Catalog, cluster: Cluster, *, loads:
 
 
 def published_rows(rows: Iterable[Row], progress: Callable[[str], None]) -> tuple[PublishedRow, ...]:
-    """One row per published run of a predicted model, cluster and precision.
-
-    The calibration is fitted again, so that each run can also be predicted from the other runs alone.
-    """
+    """One row per published run of a predicted model, cluster and precision, by the shipped calibration."""
     wanted = [(row.model, row.cluster, row.precision) for row in rows if row.kind == "predicted"]
-    if not any((run.model, run.cluster, run.precision) in wanted for run in published_runs()):
-        return ()
     found = []
-    for row in calibrate(progress).rows:
-        run = row.run
-        if (run.model, run.cluster, run.precision) not in wanted:
-            continue
-        found.append(published_row(row))
+    for run in published_runs():
+        if (run.model, run.cluster, run.precision) in wanted:
+            progress(f"predicting {run}")
+            found.append(published_row(run, shipped()))
     order = list(dict.fromkeys(model for model, _, _ in wanted))
     return tuple(sorted(found, key=lambda row: order.index(row.model)))
 
 
-def published_row(row: CalibratedRow) -> PublishedRow:
-    run = row.run
+def published_row(run: PublishedRun, catalog: Catalog) -> PublishedRow:
+    """A published run beside its prediction."""
+    prediction = predict_run(run, catalog)
+    memory = (prediction.memory[0].total / MIB, prediction.memory[-1].total / MIB)[: len(prediction.plan.stages)]
     return PublishedRow(
         system=run.system,
         model=run.model,
@@ -118,12 +114,9 @@ def published_row(row: CalibratedRow) -> PublishedRow:
         data="real" if run.data == "imagenet" else run.data,
         precision=run.precision,
         batch=f"{run.global_batch}" if run.global_batch else f"{run.microbatch} each",
-        predicted=row.predicted,
+        predicted=prediction.images_per_second,
         published=run.rate,
-        told=row.error,
-        is_alone=row.is_alone,
-        memory=tuple(row.memory),
+        memory=memory,
         published_memory=tuple(run.memory_mib),
         epochs=tuple(run.epoch_seconds),
-        held_out=run.held_out,
     )

@@ -133,12 +133,12 @@ class PublishedRow:
     batch: str
     predicted: float  # images per second
     published: float | None
-    told: float | None  # error of the prediction fitted to the other runs only
-    is_alone: bool  # no other run shares its device, precision and software
     memory: tuple[float, ...]  # MiB
     published_memory: tuple[float, ...]
     epochs: tuple[float, ...]  # published seconds
-    held_out: bool = False  # of the fit
+    told: float | None = None  # in old files: error of the prediction fitted to the other runs only
+    is_alone: bool = False
+    held_out: bool = False
 
 
 @dataclass(frozen=True, slots=True)

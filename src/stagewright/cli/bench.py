@@ -19,7 +19,7 @@ from rich.console import Console
 from stagewright.bench.learning.pages import describe_study, show_study
 from stagewright.bench.learning.study import run_study
 from stagewright.bench.learning.trials import StudyOptions
-from stagewright.bench.micro import checkpoint, data, monitor, own, planner, published
+from stagewright.bench.micro import checkpoint, data, monitor, own, planner, published, shared
 from stagewright.bench.pages import Keep, run_to_folder, show
 from stagewright.bench.peers.cases import SUITES, only_cases
 from stagewright.bench.peers.run import run_cases
@@ -28,19 +28,19 @@ from stagewright.bench.run import run_suite
 from stagewright.bench.suite import REPEATS, SuiteOptions, read_suite, shipped_names
 from stagewright.cluster.catalog import open_cluster
 from stagewright.config.toml import parse_assignment
-from stagewright.errors import UserError, did_you_mean
-from stagewright.report.live.terminal import ProgressLine
+from stagewright.errors import UserError, counted, did_you_mean
+from stagewright.report.live.terminal import ProgressLine, say
 
 Measure = Callable[[Path, Keep, ProgressLine], Outcome]
 _PARTS: dict[str, Callable[[Callable[[str], None]], Outcome]] = {
-    "published": published.measure,
     "planner": planner.measure,
     "own": own.measure,
     "checkpoint": checkpoint.measure,
     "monitor": monitor.measure,
 }
 _PEER_OPTIONS = ("repeats", "steps", "only")
-_SUITE_OPTIONS = (*_PEER_OPTIONS, "data", "set", "simulate", "cluster", "anonymise")
+_SUITE_OPTIONS = (*_PEER_OPTIONS, "data", "set", "simulate", "cluster", "anonymise", "row")
+_PUBLISHED_OPTIONS = ("rows", "given")
 _LEARNING_OPTIONS = (
     *("only", "data", "set", "cluster", "anonymise"),
     *("val", "study", "seeds", "jobs", "target", "real", "reuse"),
@@ -70,6 +70,9 @@ class Request:
     target: float | None = None
     real: bool = False
     reuse: Sequence[str] = ()
+    rows: str | None = None
+    given: str | None = None
+    row: str | None = None
 
     @property
     def command(self) -> str:
@@ -92,6 +95,9 @@ class Request:
             ("--target", None if self.target is None else f"{self.target:g}"),
             *(("--reuse", folder) for folder in self.reuse),
             ("--cluster", self.cluster or None),
+            ("--rows", self.rows),
+            ("--given", self.given),
+            ("--row", self.row),
         ]
         words = [word for flag, value in given if value is not None for word in (flag, str(value))]
         switches = {"--real": self.real, "--simulate": self.simulate, "--anonymise": self.anonymise}
@@ -123,6 +129,10 @@ def run_bench(request: Request) -> None:
     """Measure what is asked for and print its tables, or one JSON object."""
     if request.cluster is not None:
         open_cluster(request.cluster)  # report its errors before anything else
+    if request.rows is not None or request.given is not None:
+        _refuse_unused(request, _PUBLISHED_OPTIONS if request.suite == "published" else ())
+        _run_rows(request)
+        return
     if request.suite == "learning":
         _refuse_unused(request, _LEARNING_OPTIONS)
         _run_study(request)
@@ -134,11 +144,18 @@ def run_bench(request: Request) -> None:
         runs=request.runs,
         anonymise=request.anonymise,
         as_json=request.as_json,
+        row=request.row,
     )
 
 
 def _measure_of(request: Request) -> Measure:
     """What a suite's name stands for; refuses options that it would ignore."""
+    if request.suite == "published":
+        _refuse_unused(request, _PUBLISHED_OPTIONS)
+        return lambda runs, keep, progress: published.measure(runs.parent, progress)
+    if request.suite == "shared":
+        _refuse_unused(request, ("repeats",))
+        return lambda runs, keep, progress: shared.measure(request.repeats or REPEATS, progress, keep)
     if request.suite in _PARTS:
         _refuse_unused(request, ())
         return lambda runs, keep, progress: _PARTS[request.suite](progress)
@@ -153,12 +170,19 @@ def _measure_of(request: Request) -> Measure:
         _refuse_unused(request, _SUITE_OPTIONS)
         options = _suite_options(request)
         return lambda runs, keep, progress: run_suite(request.suite, options, runs, progress, keep)
-    known = [*shipped_names(), *SUITES, *_PARTS, "data", "learning"]
+    known = [*shipped_names(), *SUITES, *_PARTS, "published", "shared", "data", "learning"]
     raise UserError(f"unknown suite '{request.suite}', and no .toml file; {did_you_mean(request.suite, known)}")
 
 
 def run_measure(
-    name: str, measure: Measure, command: str, *, runs: str = "runs", anonymise: bool = False, as_json: bool
+    name: str,
+    measure: Measure,
+    command: str,
+    *,
+    runs: str = "runs",
+    anonymise: bool = False,
+    as_json: bool,
+    row: str | None = None,
 ) -> None:
     """Measure into a folder, print the tables or one JSON object, and fail at the end if a configuration failed."""
     with ProgressLine(name) as progress:
@@ -169,17 +193,31 @@ def run_measure(
         print(json.dumps(asdict(outcome) | {"folder": str(folder)}))
     else:
         show(Console(), outcome, folder)
-    if failed := [row for row in outcome.rows if row.kind == "failed"]:
+    if row is not None:
+        appended = counted(published.append_rows(outcome, row), "row")
+        say(Console(stderr=True), f"{appended} appended to {row}")
+    if failed := [one for one in outcome.rows if one.kind == "failed"]:
         first, count = failed[0], f"{len(failed)} of {len(outcome.rows)} configurations"
         raise UserError(f"{count} failed, first {first.group}, {first.label}: {first.reason}; the rest is in {folder}")
 
 
 def _refuse_unused(request: Request, taken: Sequence[str]) -> None:
     """Reject an option that this suite would ignore."""
-    for name in dict.fromkeys((*_SUITE_OPTIONS, *_LEARNING_OPTIONS)):
+    for name in dict.fromkeys((*_SUITE_OPTIONS, *_LEARNING_OPTIONS, *_PUBLISHED_OPTIONS)):
         if name not in taken and getattr(request, "overrides" if name == "set" else name):
             takes = ", ".join(f"--{name}" for name in taken) or "none of these options"
             raise UserError(f"bench {request.suite} does not use --{name}; leave it out: it takes {takes}")
+
+
+def _run_rows(request: Request) -> None:
+    """Predict the measured rows of a file."""
+    if request.rows is None:
+        raise UserError(f"--given {request.given} tells hosts of --rows FILE.toml; give that as well")
+    rows, skipped = published.predict_file(request.rows, request.given)
+    if request.as_json:
+        print(json.dumps(published.as_json(rows, skipped)))
+    else:
+        published.show_rows(Console(), rows, skipped)
 
 
 def _suite_options(request: Request) -> SuiteOptions:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import parse_placement
-from stagewright.cluster.specs import ALONE
+from stagewright.cluster.specs import FITTED
 from stagewright.cluster.topology import Cluster
 from stagewright.errors import UserError
 from stagewright.files import write_text
@@ -73,7 +73,7 @@ def run_list(parsed: argparse.Namespace) -> None:
     console.print(_clusters_table(clusters))
     console.print()
     console.print(_devices_table(devices))
-    console.print("GB/s: of memory; T: peak, 1e12 operations/s; calibrated: measured precisions")
+    console.print("GB/s: of memory; T: peak, 1e12 operations/s; calibrated: precisions whose rates were fitted")
     console.print()
     console.print(_links_table(links))
     console.print("GB/s: one way, for NVLink of one lane; us: per message")
@@ -109,7 +109,7 @@ def _devices_table(devices: list[dict[str, Any]]) -> Table:
             f"{entry['bandwidth'] / 1e9:,.0f}",
             *(f"{entry['peak'][name] / 1e12:.1f}" if name in entry["peak"] else "-" for name in ("fp32", "fp16")),
             *(f"{entry[name]:,.0f}" if entry[name] else "-" for name in ("watts", "usd")),
-            ", ".join(f"{name} ({ALONE})" if basis == ALONE else name for name, basis in entry["measured"].items()),
+            ", ".join([*entry["measured"], *(name for name, basis in entry["evidence"].items() if basis == FITTED)]),
         )
     return table
 

@@ -45,7 +45,7 @@ _SUITES = """suites of configurations, measured in turns; all leave a folder wit
 accuracy at each lag, over several seeds:
   learning
 comparisons with stock PyTorch:
-  overhead, peers, gpu
+  overhead, peers, gpu, shared
 parts of Stagewright:
   published, planner, own, checkpoint, monitor, data"""
 
@@ -222,12 +222,13 @@ COMMANDS = (
     ),
     Command(
         *("plan", "plan:run", "find the fastest plan of a model on a cluster"),
-        "Search for the fastest plan, compare it with data parallelism, and write it for train --plan.",
-        "MODEL --cluster NAME|FILE --batch N",
+        "Search for the fastest plan, compare it with data parallelism, and write it for train --plan. Without "
+        "--cluster and --profile it answers for this machine, by a short profile that is measured once.",
+        "MODEL [--cluster NAME|FILE] [--batch N]",
         (_MODEL,),
         (
             *_setting(),
-            *take("--batch", is_required=True, default=None),
+            *take("--batch", default=None, help="samples per update (default: what suits the devices)"),
             *take(
                 "--mode",
                 is_repeated=True,
@@ -242,6 +243,9 @@ COMMANDS = (
             *take("--nesterov", help="with --lr: Nesterov momentum"),
             *take("--predict", help="with --lr: extrapolated weights, as train --predict"),
             *take("--output", short="-o", help="write the plan for train --plan"),
+            *take("--report", help="write an .html page with candidates, timeline, memory and links"),
+            *take("--try", dest="try_"),
+            *take("--minutes"),
             *take("--explain"),
         ),
     ),
@@ -368,6 +372,7 @@ COMMANDS = (
             *take("--set", is_repeated=True, help="an option for every configuration: run.seed=3"),
             *take("--simulate"),
             *take("--cluster", help="predict everything for this cluster"),
+            *take("--rows --given --row"),
             *take("--anonymise --runs"),
             *take("--val", group="learning", help="data to evaluate on"),
             *take("--study --seeds --jobs --target --real", group="learning"),
@@ -394,6 +399,7 @@ COMMANDS = (
             *_setting(is_repeated=True, help="a cluster of the catalog, or a cluster file; may be repeated"),
             *take("--batch", default=256),
             *take("--price", is_repeated=True),
+            *take("--kwh"),
         ),
     ),
     Command(

@@ -8,64 +8,299 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from stagewright.cluster.catalog import open_cluster, price_source, shipped
 from stagewright.cluster.placement import format_placement
-from stagewright.cluster.specs import calibration_note
-from stagewright.errors import UserError
+from stagewright.cluster.specs import Catalog, calibration_note
+from stagewright.cluster.topology import Cluster
+from stagewright.errors import UserError, counted
 from stagewright.files import write_text
 from stagewright.metrics import GIB, MIB
 from stagewright.model.cut import Chain
 from stagewright.plan.estimate import Setting
-from stagewright.plan.make import require_divisible
-from stagewright.plan.plan import Mode
+from stagewright.plan.make import PLAN_FORMAT, require_divisible
+from stagewright.plan.plan import Mode, Plan
 from stagewright.plan.stability import Motion, stability_warning, stable_limit
 from stagewright.planning.build import BUBBLE_GOAL, idle_warning
+from stagewright.planning.compare import Comparison, compare, interval, setting_evidence
 from stagewright.planning.planner import Choice, choose, explain
+from stagewright.planning.predict import IMAGENET, link_use, predict, stage_costs
 from stagewright.planning.setting import make_setting, trace_model
 from stagewright.profile.profile import Profile, read_profile
 from stagewright.profile.shapes import Shape
 from stagewright.report.live.terminal import plain_table, say
+from stagewright.report.page import Page, Table
+from stagewright.run.here import profile_here
+from stagewright.run.report import make_prediction_page, write_page
+
+Progress = Callable[[str], None]
+_USUAL_SAMPLES = 32  # of a batch, a device
+_LEAST_STEPS = 12  # that a plan is trained to be timed
+_HOURS = 24 * 365
+_REST_WATTS = 150.0  # of a machine beside its cards, where nobody says
 
 
 def run(parsed: argparse.Namespace) -> None:
-    if parsed.microbatches is not None:
+    if parsed.microbatches is not None and parsed.batch is not None:
         require_divisible(parsed.batch, parsed.microbatches)
-    _, setting = read_setting(parsed, parsed.cluster)
-    modes = tuple(Mode(mode) for mode in parsed.mode or ("stale", "sync"))
+    if parsed.try_ and parsed.cluster is not None:
+        raise UserError(f"--try trains on this machine but --cluster is {parsed.cluster}; leave --cluster out")
     errors = Console(stderr=True)
     with errors.status("planning") as status:
+        progress: Progress = status.update if errors.is_terminal else lambda text: None
+        asked = _asked(parsed, progress)
         choice = choose(
-            setting,
-            parsed.batch,
-            modes=modes,
+            asked.setting,
+            asked.batch,
+            modes=tuple(Mode(mode) for mode in parsed.mode or ("stale", "sync")),
             microbatches=parsed.microbatches,
             staleness=parsed.staleness,
-            progress=status.update if errors.is_terminal else lambda text: None,
+            progress=progress,
         )
-    explained = explain(setting, choice.best.plan, parsed.explain) if parsed.explain else None
+        comparison = compare(choice, asked.setting, asked.catalog, measured=asked.is_measured)
+        tried = _try(parsed, asked, choice, progress) if parsed.try_ else ()
+    if tried:
+        choice = decide(choice, tried)
+        comparison = compare(choice, asked.setting, asked.catalog, measured=asked.is_measured)
+    explained = explain(asked.setting, choice.best.plan, parsed.explain) if parsed.explain else None
+    found = _as_json(parsed, asked, choice, comparison, explained, tried)
     if parsed.output:
-        write_text(parsed.output, json.dumps(choice.best.plan.describe(), indent=1))
+        write_text(parsed.output, json.dumps(_plan_file(parsed, asked, choice, found), indent=1))
+    if parsed.report:
+        write_page(_page(parsed, asked, choice, comparison), Path(parsed.report))
     if parsed.json:
-        notes = {"calibration": device_note(parsed, [setting]), "remarks": _warnings(parsed, choice)}
-        print(json.dumps(_as_json(parsed.model, setting, choice, explained) | notes | _stability(parsed, choice)))
+        print(json.dumps(found))
         return
-    show(Console(), parsed, setting, choice, explained)
+    show(Console(), parsed, asked, choice, comparison, explained, tried)
 
 
-def _as_json(model: str, setting: Setting, choice: Choice, explained: dict[str, Any] | None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks about, with everything that it leaves out filled in."""
+
+    setting: Setting
+    catalog: Catalog
+    batch: int
+    device: str  # to train on
+    is_measured: bool  # by a profile of the machine itself
+    profile: str | None  # file
+    note: str = ""  # how what was left out was filled in
+
+
+def _asked(parsed: argparse.Namespace, progress: Progress) -> Asked:
+    if parsed.cluster is None and parsed.profile is None:
+        here = profile_here(parsed.model, parsed, progress)
+        trace_model(parsed.model, parsed.classes, parsed.image)
+        setting = make_setting(
+            here.profile, here.cluster, parsed.precision, optimizer=parsed.optimizer, catalog=here.catalog
+        )
+        catalog = here.catalog or shipped()
+        batch = parsed.batch or here.profile.covered(parsed.precision)[1] * len(setting.cluster.devices)
+        note = (
+            f"this machine: {counted(len(setting.cluster.devices), here.device.upper() + ' rank')}, profile {here.file}"
+        )
+        return Asked(setting, catalog, batch, here.device, True, str(here.file), note)
+    catalog, setting = read_setting(parsed, parsed.cluster)[1:]
+    batch = parsed.batch or _suitable_batch(setting)
+    kinds = {machine.kind for machine in setting.cluster.machines}
+    is_measured = parsed.profile is not None and parsed.cluster is None
+    return Asked(setting, catalog, batch, "cpu" if kinds == {"cpu"} else "cuda", is_measured, parsed.profile)
+
+
+def _suitable_batch(setting: Setting) -> int:
+    """Thirty-two samples a device, or as many as a profile covers."""
+    devices = len(setting.cluster.devices)
+    most = _USUAL_SAMPLES if setting.covered is None else min(_USUAL_SAMPLES, setting.covered[1])
+    return most * devices
+
+
+# --- Training the best few --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A candidate that was trained for a while."""
+
+    index: int
+    measured: float | None  # images per second
+    why: str = ""  # it failed
+
+
+def _try(parsed: argparse.Namespace, asked: Asked, choice: Choice, progress: Progress) -> tuple[Tried, ...]:
+    """Train the best few for about a minute each on this machine, in fresh processes."""
+    found = []
+    for index, candidate in enumerate(choice.candidates[: parsed.try_]):
+        plan = candidate.plan
+        steps = round(parsed.minutes * 60 * candidate.prediction.images_per_second / plan.batch)
+        progress(f"training {plan.mode} {plan.shape} for {parsed.minutes:g} min")
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "plan.json"
+            file.write_text(json.dumps(plan.describe()))
+            words = [*_train_words(parsed, asked), "--plan", str(file)]
+            command = [
+                sys.executable,
+                "-m",
+                "stagewright",
+                *words,
+                "--steps",
+                str(max(_LEAST_STEPS, steps)),
+                "--runs",
+                folder,
+                "--json",
+            ]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            found.append(Tried(index, None, _last_line(done.stderr) or f"exit code {done.returncode}"))
+        else:
+            found.append(Tried(index, json.loads(done.stdout.splitlines()[-1])["images_per_second"]))
+    return tuple(found)
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1] if text.strip() else ""
+
+
+def decide(choice: Choice, tried: Sequence[Tried]) -> Choice:
+    """The choice with the plan first that was fastest when it was trained."""
+    done = [one for one in tried if one.measured is not None]
+    if not done:
+        return choice
+    fastest = max(done, key=lambda one: one.measured or 0.0)
+    order = [choice.candidates[fastest.index], *(c for i, c in enumerate(choice.candidates) if i != fastest.index)]
+    return replace(choice, candidates=tuple(order), decided=True)
+
+
+# --- The command that trains a plan -----------------------------------------------------------------------------------
+
+
+def _train_words(parsed: argparse.Namespace, asked: Asked) -> list[str]:
+    """The options of `train` that a plan does not hold."""
+    words = ["train", "--model", parsed.model, "--device", asked.device, "--precision", parsed.precision]
+    for flag, value in (("--image", parsed.image), ("--classes", parsed.classes)):
+        words += [flag, str(value)] if value is not None else []
+    if parsed.optimizer != "sgd":
+        words += ["--optimizer", parsed.optimizer]
+    return words
+
+
+def train_command(parsed: argparse.Namespace, asked: Asked, plan: Plan) -> str:
+    """The command that trains a plan, in one line; without a plan file the plan is spelled out."""
+    words = ["stagewright", *_train_words(parsed, asked)]
+    if parsed.output:
+        return shlex.join([*words, "--plan", parsed.output])
+    words += ["--mode", str(plan.mode), "--placement", format_placement(plan.placement), "--batch", str(plan.batch)]
+    words += ["--microbatches", str(plan.microbatches)]
+    if len(plan.stages) > 1:
+        words += ["--cut", ",".join(plan.cuts), "--depths", ",".join(str(stage.depth) for stage in plan.stages)]
+    if plan.mode is Mode.STALE:
+        words += ["--versions", ",".join(str(stage.versions) for stage in plan.stages)]
+    return shlex.join(words)
+
+
+def _plan_file(parsed: argparse.Namespace, asked: Asked, choice: Choice, found: dict[str, Any]) -> dict[str, Any]:
+    """The whole experiment: the plan, what it is of and for, and what was predicted."""
+    cluster = asked.setting.cluster
+    best = choice.candidates.index(choice.best)
     return {
-        "model": model,
+        "format": PLAN_FORMAT,
+        "plan": choice.best.plan.describe(),
+        "experiment": {
+            "model": parsed.model,
+            "image": parsed.image,
+            "classes": parsed.classes,
+            "device": asked.device,
+            "precision": parsed.precision,
+            "optimizer": parsed.optimizer,
+            "cluster": cluster.name,
+            "devices": [str(device) for device in cluster.devices],
+            "profile": asked.profile,
+        },
+        "prediction": found["candidates"][best],
+        "evidence": found["evidence"],
+        "command": found["command"],
+    }
+
+
+def _page(parsed: argparse.Namespace, asked: Asked, choice: Choice, comparison: Comparison) -> Page:
+    """The page of the chosen plan: every candidate, then its timeline, memory by part and links."""
+    best = choice.best
+    drawn = predict(best.plan, asked.setting, draws=True)
+    name = f"{parsed.model} on {asked.setting.cluster.name}, {asked.setting.precision}"
+    page = make_prediction_page(name, drawn)
+    rows = tuple(
+        (
+            f"{c.plan.mode} {c.plan.shape}{' (chosen)' if c is best else ''}",
+            str(c.plan.microbatches),
+            ",".join(str(stage.versions - 1) for stage in c.plan.stages),
+            f"{c.prediction.images_per_second:,.0f}",
+            str(own),
+            f"{c.speedup:.2f}",
+            c.why,
+        )
+        for c, own in zip(choice.candidates, comparison.intervals, strict=True)
+    )
+    columns = ("plan", "microbatches", "lag", "images/s", "90 % interval", "x data parallel", "why")
+    links = tuple(
+        (link, f"{seconds * 1e3:.2f}", f"{share:.0%}") for link, seconds, share in link_use(drawn, asked.setting)
+    )
+    blocks = [*page.blocks, Table("Candidates", columns, rows)]
+    if links:
+        blocks.append(Table("Links, messages of one batch", ("link", "ms", "of the batch"), links))
+    return replace(page, blocks=tuple(blocks))
+
+
+def _as_json(
+    parsed: argparse.Namespace,
+    asked: Asked,
+    choice: Choice,
+    comparison: Comparison,
+    explained: dict[str, Any] | None,
+    tried: Sequence[Tried],
+) -> dict[str, Any]:
+    setting = asked.setting
+    return {
+        "model": parsed.model,
         "cluster": setting.cluster.name,
         "precision": setting.precision,
+        "setting": {
+            "batch": asked.batch,
+            "device": asked.device,
+            "software": setting.software.name,
+            "optimizer": setting.optimizer,
+            "machines": [{"kind": m.kind, "devices": m.devices, "host": m.host} for m in setting.cluster.machines],
+            "profile": asked.profile,
+        },
+        "evidence": str(comparison.evidence),
         "best": choice.candidates.index(choice.best),
+        "winner": choice.candidates.index(choice.best) if comparison.has_winner or choice.decided else None,
+        "rivals": [choice.candidates.index(rival) for rival in comparison.rivals],
+        "measure": None if choice.decided else comparison.advice(choice, parsed.model),
         "candidates": [
-            {**candidate.prediction.describe(), "speedup": candidate.speedup, "why": candidate.why}
-            for candidate in choice.candidates
+            {
+                **candidate.prediction.describe(),
+                "low": own.low,
+                "high": own.high,
+                "slow_host": own.slow_host,
+                "fast_host": own.fast_host,
+                "speedup": candidate.speedup,
+                "why": candidate.why,
+                "stages": stage_costs(candidate.prediction, setting),
+                "links": [
+                    {"link": link, "seconds": seconds, "share": share}
+                    for link, seconds, share in link_use(candidate.prediction, setting)
+                ],
+            }
+            for candidate, own in zip(choice.candidates, comparison.intervals, strict=True)
         ],
         "refused": list(choice.refused),
         "unprofiled": list(choice.unprofiled),
@@ -73,29 +308,57 @@ def _as_json(model: str, setting: Setting, choice: Choice, explained: dict[str, 
             {"lag": lag, "images_per_second": found.images_per_second, "bubble": found.steady.bubble}
             for lag, found in enumerate(choice.lags)
         ],
+        "tried": [{"candidate": one.index, "images_per_second": one.measured, "failed": one.why} for one in tried],
+        "command": train_command(parsed, asked, choice.best.plan),
+        "calibration": None if asked.is_measured else device_note(parsed, [setting]),
+        "remarks": _warnings(parsed, choice),
         **({"unit": explained} if explained else {}),
+        **_stability(parsed, choice),
     }
 
 
 def show(
-    console: Console, parsed: argparse.Namespace, setting: Setting, choice: Choice, explained: dict[str, Any] | None
+    console: Console,
+    parsed: argparse.Namespace,
+    asked: Asked,
+    choice: Choice,
+    comparison: Comparison,
+    explained: dict[str, Any] | None,
+    tried: Sequence[Tried] = (),
 ) -> None:
     """Print the candidates, the plan to run, the warnings about it and the command that runs it."""
-    say(console, f"{parsed.model} on {setting.cluster.name}, {setting.precision}, batch {parsed.batch}")
-    columns = ("", "plan", "M", "lag", "images/s", "x dp", "waits", "MiB", "moves MiB")
+    setting = asked.setting
+    say(console, f"{parsed.model} on {setting.cluster.name}, {setting.precision}, batch {asked.batch}")
+    if asked.note:
+        say(console, asked.note)
+    by_host = any(own.slow_host is not None for own in comparison.intervals)
+    columns = (
+        "",
+        "plan",
+        "M",
+        "lag",
+        "images/s",
+        "90 %",
+        *(("slow host", "fast") if by_host else ()),
+        "x dp",
+        "waits",
+        "MiB",
+    )
     table = plain_table(*columns, left=("", "plan", "lag"), no_wrap=columns)
-    for candidate in choice.candidates:
+    for candidate, own in zip(choice.candidates, comparison.intervals, strict=True):
         prediction, plan = candidate.prediction, candidate.plan
+        hosts = ("-" if rate is None else f"{rate:,.0f}" for rate in (own.slow_host, own.fast_host))
         table.add_row(
             "*" if candidate is choice.best else "",
             f"{plan.mode} {plan.shape}",
             str(plan.microbatches),
             ",".join(str(stage.versions - 1) for stage in plan.stages),
             f"{prediction.images_per_second:,.0f}",
+            str(own),
+            *(hosts if by_host else ()),
             f"{candidate.speedup:.2f}",
             f"{prediction.steady.bubble:.0%}",
             f"{max(memory.total for memory in prediction.memory) / MIB:,.0f}",
-            f"{prediction.traffic / MIB:,.0f}",
         )
     console.print(table)
     for candidate in choice.candidates:
@@ -109,22 +372,42 @@ def show(
             console,
             f"  not tried: microbatches of {sizes} samples; the profile does not cover them (profile --samples)",
         )
+    for one in tried:
+        shown = f"failed: {one.why}" if one.measured is None else f"{one.measured:,.0f} images/s"
+        say(console, f"trained {_name(choice, one)}: {shown}")
+    _show_choice(console, parsed, asked, choice, comparison)
+    if explained:
+        _show_unit(console, explained)
+    say(console, f"train it: {train_command(parsed, asked, choice.best.plan)}", soft_wrap=True)
+
+
+def _name(choice: Choice, one: Tried) -> str:
+    order = sorted(choice.candidates, key=lambda c: (-c.prediction.images_per_second, len(c.plan.stages)))
+    plan = order[one.index].plan
+    return f"{plan.mode} {plan.shape}"
+
+
+def _show_choice(
+    console: Console, parsed: argparse.Namespace, asked: Asked, choice: Choice, comparison: Comparison
+) -> None:
     best = choice.best
     close = "" if best is choice.fastest else " (fewer stages, within 3 % of the fastest)"
     cuts = f", cut before {', '.join(best.plan.cuts)}" if best.plan.cuts else ""
     gain = f"{best.speedup:.2f} x plain data parallel" if best.plan.mode != "dp" else "plain data parallel"
-    say(console, f"run {best.plan.mode} {format_placement(best.plan.placement)}{cuts}: {gain}{close}")
+    if choice.decided:
+        say(console, f"fastest when trained: {best.plan.mode} {format_placement(best.plan.placement)}{cuts}")
+    else:
+        named = "run" if comparison.has_winner else "first choice"
+        say(console, f"{named} {best.plan.mode} {format_placement(best.plan.placement)}{cuts}: {gain}{close}")
+        if advice := comparison.advice(choice, parsed.model):
+            say(console, advice)
     if choice.lags:
         say(console, _lag_line(choice))
-    if note := device_note(parsed, [setting]):
+    if not asked.is_measured and (note := device_note(parsed, [asked.setting])):
         say(console, note)
     for warning in (*_warnings(parsed, choice), _stability(parsed, choice).get("warning")):
         if warning:
             say(console, f"warning: {warning}")
-    if explained:
-        _show_unit(console, explained)
-    if parsed.output:
-        say(console, f"plan written; run it with: stagewright train --model {parsed.model} --plan {parsed.output}")
 
 
 def _lag_line(choice: Choice) -> str:
@@ -179,35 +462,48 @@ def run_value(parsed: argparse.Namespace) -> None:
     if not parsed.cluster:
         raise UserError("no cluster: give --cluster once for each to compare")
     prices = dict(_price(text) for text in parsed.price)
-    settings = [read_setting(parsed, text)[1] for text in parsed.cluster]
+    read = [read_setting(parsed, text)[1:] for text in parsed.cluster]
+    settings = [setting for _, setting in read]
     _require_priced(prices, settings)
-    rows = [_value_row(parsed, setting, prices) for setting in settings]
+    rows = [_value_row(parsed, setting, catalog, prices) for catalog, setting in read]
+    even = _break_even(rows[0], rows[1]) if len(rows) == 2 else None
     note = device_note(parsed, settings)
     if parsed.json:
         found = {"model": parsed.model, "precision": parsed.precision, "clusters": rows, "calibration": note}
-        print(json.dumps(found))
+        print(json.dumps(found | {"kwh": parsed.kwh, "break_even": even}))
         return
     console = Console()
     say(console, f"{parsed.model}, {parsed.precision}, batch {parsed.batch}")
-    columns = ("cluster", "plan", "lag", "images/s", "USD", "W", "/USD", "/W", "GiB", "GiB/k$")
+    columns = ("cluster", "plan", "lag", "images/s", "90 %", "GiB")
     table = plain_table(*columns, left=("cluster", "plan"), no_wrap={*columns} - {"plan"})
+    money_columns = ("cluster", "USD", "W", "images/s/USD", "images/s/W", "epoch USD", "year USD")
+    money = plain_table(*money_columns, left=("cluster",), no_wrap=money_columns)
     for row in rows:
         table.add_row(
             row["cluster"],
             row["plan"],
             str(row["lag"]),
             f"{row['images_per_second']:,.0f}",
+            f"{row['low']:,.0f}-{row['high']:,.0f}",
+            f"{row['memory_gib']:.0f}",
+        )
+        money.add_row(
+            row["cluster"],
             _shown(row["usd"], "{:,.0f}"),
             _shown(row["watts"], "{:,.0f}"),
             _shown(row["per_dollar"], "{:.2f}"),
             _shown(row["per_watt"], "{:.2f}"),
-            f"{row['memory_gib']:.0f}",
-            _shown(row["gib_per_thousand_dollars"], "{:.1f}"),
+            _shown(row["epoch_usd"], "{:.3f}"),
+            _shown(row["year_usd"], "{:,.0f}"),
         )
     console.print(table)
+    console.print(money)
     for row in rows:
         for price in row["prices"]:
             say(console, price, style="dim")
+    say(console, f"electricity at {parsed.kwh:g} USD a kWh; an epoch is of ImageNet, a year is all of it", style="dim")
+    if even:
+        say(console, even["sentence"])
     if note:
         say(console, note)
 
@@ -237,28 +533,61 @@ def _shown(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def _value_row(parsed: argparse.Namespace, setting: Setting, prices: dict[str, float]) -> dict[str, Any]:
+def _value_row(
+    parsed: argparse.Namespace, setting: Setting, catalog: Catalog, prices: dict[str, float]
+) -> dict[str, Any]:
     best = choose(setting, parsed.batch).best
     rate = best.prediction.images_per_second
+    own = interval(best.prediction, setting, catalog, measured=False)
     usd, watts, notes = _totals(setting, prices)
     memory = sum(setting.devices(setting.cluster.kind_of(device)).memory for device in setting.cluster.devices) / GIB
+    epoch = None if watts is None else IMAGENET / 3.6e6 * watts * parsed.kwh
     return {
         "cluster": setting.cluster.name,
         "plan": f"{best.plan.mode} {best.plan.shape}",
         "lag": max(stage.versions for stage in best.plan.stages) - 1,
         "images_per_second": rate,
+        "low": own.low,
+        "high": own.high,
+        "evidence": str(setting_evidence(setting, measured=False)),
         "usd": usd,
         "watts": watts,
         "per_dollar": rate / usd if usd else None,
         "per_watt": rate / watts if watts else None,
+        "epoch_usd": None if epoch is None else epoch / rate,
+        "epoch_usd_interval": None if epoch is None else [epoch / own.high, epoch / own.low],
+        "year_usd": None if watts is None else watts / 1000 * _HOURS * parsed.kwh,
         "memory_gib": memory,
         "gib_per_thousand_dollars": memory / usd * 1000 if usd else None,
         "prices": notes,
     }
 
 
+def _break_even(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | None:
+    """After how many ImageNet epochs the box that is cheaper to run has paid for its price, with the interval."""
+    if None in (one["usd"], other["usd"], one["epoch_usd"], other["epoch_usd"]):
+        return None
+    cheap, dear = sorted((one, other), key=lambda row: row["usd"])
+    price = dear["usd"] - cheap["usd"]
+    saved = cheap["epoch_usd"] - dear["epoch_usd"]
+    most = cheap["epoch_usd_interval"][1] - dear["epoch_usd_interval"][0]
+    least = cheap["epoch_usd_interval"][0] - dear["epoch_usd_interval"][1]
+    epochs = [price / value if value > 0 else None for value in (saved, most, least)]
+    if epochs[0] is None:
+        perhaps = "" if epochs[1] is None else f", unless errors favour it: then after {epochs[1]:,.0f} epochs"
+        cheaper = f"{cheap['cluster']} costs USD {price:,.0f} less, and less to run"
+        sentence = f"{cheaper}; {dear['cluster']} never breaks even{perhaps}"
+    else:
+        last = "never" if epochs[2] is None else f"{epochs[2]:,.0f}"
+        sentence = (
+            f"{dear['cluster']} costs USD {price:,.0f} more and pays that back in electricity after {epochs[0]:,.0f} "
+            f"epochs of ImageNet ({epochs[1]:,.0f} to {last})"
+        )
+    return {"epochs": epochs[0], "low": epochs[1], "high": epochs[2], "sentence": sentence}
+
+
 def _totals(setting: Setting, prices: dict[str, float]) -> tuple[float | None, float | None, list[str]]:
-    """Dollars and watts of all devices, and the sources of the prices; the rest of the machine is not counted."""
+    """Dollars and watts of the whole boxes, and the sources of the prices."""
     kinds = [setting.cluster.kind_of(device) for device in setting.cluster.devices]
     usd = [prices.get(kind, setting.devices(kind).usd) for kind in kinds]
     watts = [setting.devices(kind).watts for kind in kinds]
@@ -269,16 +598,48 @@ def _totals(setting: Setting, prices: dict[str, float]) -> tuple[float | None, f
         notes.append(
             f"{kind}: no price; give --price {kind}=USD" if price is None else f"{kind}: USD {price:,.0f}, {source}"
         )
-    whole_usd = sum(value for value in usd if value is not None) if all(usd) else None
-    whole_watts = sum(value for value in watts if value is not None) if all(watts) else None
+    rest = _rest_of(setting.cluster, prices, notes)
+    whole_usd = sum(value for value in usd if value is not None) + rest if all(usd) else None
+    own = sum(machine.watts or _REST_WATTS for machine in setting.cluster.machines)
+    whole_watts = sum(value for value in watts if value is not None) + own if all(watts) else None
     return whole_usd, whole_watts, notes
+
+
+def _rest_of(cluster: Cluster, prices: dict[str, float], notes: list[str]) -> float:
+    """Dollars of what is beside the cards: the parts of a cluster file, or the usual ones of a home-built box."""
+    total = 0.0
+    for number, machine in enumerate(cluster.machines):
+        parts = dict(machine.parts) or _usual_parts(machine.devices or 1)
+        parts |= {name: usd for name, usd in prices.items() if name in parts}
+        total += sum(parts.values())
+        if number == 0:
+            source = "of the cluster file" if machine.parts else "usual prices of 2023; give yours in the cluster file"
+            listed = ", ".join(f"{name} {usd:,.0f}" for name, usd in parts.items())
+            notes.append(f"beside the cards, each machine: USD {sum(parts.values()):,.0f} ({listed}), {source}")
+    return total
+
+
+def _usual_parts(devices: int) -> dict[str, float]:
+    """What builders list beside the cards, for a box of so many of them."""
+    large = devices > 2
+    return {
+        "board": 600.0 if large else 200.0,
+        "processor": 800.0 if large else 300.0,
+        "memory": 100.0 * max(2, devices),
+        "power supply": 200.0 * (1 + devices // 3),
+        "case": 150.0 if large else 100.0,
+        "drives": 150.0,
+    }
 
 
 # --- The setting that the options describe, also for simulate ---------------------------------------------------------
 
 
-def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[Chain | None, Setting]:
-    """The model's units, and the setting that the options describe; None if its profile has its own names for units."""
+def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[Chain | None, Catalog, Setting]:
+    """The model's units, the catalog, and the setting that the options describe.
+
+    There are no units where the profile has its own names for them.
+    """
     model = trace_model(parsed.model, parsed.classes, parsed.image)
     if cluster is None and parsed.profile is None:
         raise UserError(f"no cluster: give --cluster NAME ({', '.join(sorted(shipped().clusters))}) or --profile FILE")
@@ -294,14 +655,18 @@ def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[Chain
             chain = None
         else:
             units.require(parsed.model, model.chain.units)
-    return chain, make_setting(
-        units,
-        where,
-        parsed.precision,
-        optimizer=parsed.optimizer,
-        catalog=catalog,
-        software=parsed.software,
-        loads=parsed.data != "synthetic",
+    return (
+        chain,
+        catalog,
+        make_setting(
+            units,
+            where,
+            parsed.precision,
+            optimizer=parsed.optimizer,
+            catalog=catalog,
+            software=parsed.software,
+            loads=parsed.data != "synthetic",
+        ),
     )
 
 

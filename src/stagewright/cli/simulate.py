@@ -19,25 +19,33 @@ from stagewright.model.cut import Chain
 from stagewright.plan.estimate import Estimate, Setting
 from stagewright.plan.plan import Plan
 from stagewright.planning.build import Warn, build_plan
+from stagewright.planning.compare import interval, setting_evidence
 from stagewright.planning.predict import Prediction, predict
 from stagewright.report.live.terminal import plain_table, say
 from stagewright.run.report import make_prediction_page, write_page
 
 
 def run(parsed: argparse.Namespace) -> None:
-    chain, setting = read_setting(parsed, parsed.cluster)
+    chain, catalog, setting = read_setting(parsed, parsed.cluster)
     console = Console(stderr=parsed.json)
     plan = _plan(parsed, chain, setting, lambda warning: say(console, f"warning: {warning}"))
-    prediction = predict(plan, setting)
+    prediction = predict(plan, setting, draws=bool(parsed.trace or parsed.report))
+    measured = parsed.profile is not None and parsed.cluster is None
+    own, evidence = (
+        interval(prediction, setting, catalog, measured=measured),
+        setting_evidence(setting, measured=measured),
+    )
     if parsed.trace:
         write_text(parsed.trace, json.dumps(prediction.steady.timeline.chrome_trace()))
     if parsed.report:
         name = f"{parsed.model} on {setting.cluster.name}, {setting.precision}"
         write_page(make_prediction_page(name, prediction), Path(parsed.report))
     if parsed.json:
-        print(json.dumps({"model": parsed.model, "cluster": setting.cluster.name, **prediction.describe()}))
+        bounds = {"low": own.low, "high": own.high, "evidence": str(evidence)}
+        print(json.dumps({"model": parsed.model, "cluster": setting.cluster.name, **prediction.describe(), **bounds}))
         return
     show_prediction(console, parsed.model, prediction, setting)
+    say(console, f"nine of ten such predictions are within {own} images/s ({evidence})")
 
 
 def _plan(parsed: argparse.Namespace, chain: Chain | None, setting: Setting, warn: Warn) -> Plan:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from stagewright.cluster.specs import Catalog, DeviceSpec, Software, find
+from stagewright.cluster.specs import ALIKE, OWN, Catalog, DeviceSpec, Family, HostBudget, Software, find
 from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.errors import UserError, did_you_mean
 from stagewright.files import read_text
@@ -25,11 +26,12 @@ _MOST_DEVICES = 65536
 _KEYS: Mapping[str, tuple[str, ...]] = {  # of each table; some are only for people
     "device": (
         *("title", "aliases", "memory_mib", "bandwidth", "peak", "efficiency", "watts", "usd", "pcie"),
-        *("nvlink_kind", "nvlink", "sms", "boost_mhz"),
+        *("nvlink_kind", "nvlink", "sms", "boost_mhz", "family", "evidence"),
     ),
+    "family": ("title", "convolution", "product", "memory"),
     "link": ("title", "bandwidth", "latency", "staged"),
     "cluster": ("title", "network", "machines"),
-    "machine": ("device", "devices", "count", "cores", "levels"),
+    "machine": ("device", "devices", "count", "cores", "levels", "host", "parts", "watts"),
     "level": ("link", "lanes", "groups"),
 }
 
@@ -60,12 +62,23 @@ def open_cluster(text: str) -> tuple[Catalog, Cluster]:
     return catalog, catalog.clusters[own[0]]
 
 
-def read_catalog(own_files: Iterable[str], overrides: Mapping[str, Any] | None = None) -> Catalog:
-    """The catalog of the shipped files; a user's files override them, and `overrides` override both."""
+@cache
+def _shipped_tables() -> dict[str, dict[str, Any]]:
     tables: dict[str, dict[str, Any]] = {}
     folder = resources.files(__package__)
     for name in _FILES:
         _merge(tables, tomllib.loads(folder.joinpath(name).read_text()))
+    return tables
+
+
+def read_catalog(
+    own_files: Iterable[str], overrides: Mapping[str, Any] | None = None, replaced: Mapping[str, Any] | None = None
+) -> Catalog:
+    """The catalog of the shipped files; a user's files override them, and `overrides` override both.
+
+    `replaced`: tables that take the place of the shipped ones, instead of being merged with them.
+    """
+    tables = deepcopy(_shipped_tables()) | dict(replaced or {})
     for path in own_files:
         _merge(tables, _read_file(path))
     _merge(tables, overrides or {})
@@ -93,14 +106,57 @@ def make_catalog(tables: Mapping[str, Any]) -> Catalog:
     """The catalog of merged tables."""
     links = {name: _link(name, entry) for name, entry in _section(tables, "link").items()}
     sources = _section(tables, "source")
-    devices = {name: _device(name, entry, sources) for name, entry in _section(tables, "device").items()}
+    families = _families(tables)
+    devices = {name: _device(name, entry, sources, families) for name, entry in _section(tables, "device").items()}
     for name, entry in _section(tables, "device").items():
         for alias in _names(entry.get("aliases", []), f"device.{name}.aliases"):
             devices.setdefault(alias, devices[name])
+    devices = _with_families(devices)
     software = {name: _software(name, entry, links) for name, entry in _section(tables, "software").items()}
-    clusters = {name: _cluster(name, entry, links, devices) for name, entry in _section(tables, "cluster").items()}
+    budget = _Table(_section(tables, "host"), "host")
+    host = HostBudget(*(budget.positive(name) for name in ("budget", "slow", "fast")))
+    hosts = {name: _figure(value, f"hosts.{name}") for name, value in _section(tables, "hosts").items()}
+    clusters = {
+        name: _cluster(name, entry, links, devices, host, hosts.get(f"cluster {name}"))
+        for name, entry in _section(tables, "cluster").items()
+    }
     decode = _figure(_section(tables, "loader")["decode"], "loader.decode")
-    return Catalog(devices, links, software, clusters, decode)
+    errors = {name: _figure(value, f"errors.{name}") for name, value in _section(tables, "errors").items()}
+    return Catalog(devices, links, software, clusters, decode, host, hosts, errors)
+
+
+def _with_families(devices: Mapping[str, DeviceSpec]) -> dict[str, DeviceSpec]:
+    """The devices, with what is known of their speed by other cards of their chip family."""
+    seen = {(device.family.name, units) for device in devices.values() for units in device.evidence}
+    return {
+        name: replace(
+            device,
+            evidence={units: ALIKE for family, units in seen if family and family == device.family.name}
+            | dict(device.evidence),
+        )
+        for name, device in devices.items()
+    }
+
+
+def _families(tables: Mapping[str, Any]) -> dict[str, Family]:
+    """Every chip family: its factors times what the kernels of all families reach."""
+    kernels = _section(tables, "kernels")
+    slope = _figure(kernels["slope"], "kernels.slope")
+    shares = {
+        kind: {units: _figure(value, f"kernels.{kind}.{units}") for units, value in kernels[kind].items()}
+        for kind in ("convolution", "product")
+    }
+    memory = _figure(kernels["memory"], "kernels.memory")
+    families = {"": Family("", shares["convolution"], shares["product"], memory, slope)}
+    for name, entry in _section(tables, "family").items():
+        table = _Table(entry, f"family.{name}", _KEYS["family"])
+        factors = {kind: _Table(table.get(kind, {}), f"{table.where}.{kind}") for kind in shares}
+        own = {
+            kind: {units: share * factors[kind].positive(units, 1.0) for units, share in known.items()}
+            for kind, known in shares.items()
+        }
+        families[name] = Family(name, own["convolution"], own["product"], memory * table.positive("memory", 1.0), slope)
+    return families
 
 
 def _section(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -165,12 +221,14 @@ def _link(name: str, entry: Mapping[str, Any]) -> Link:
 def _measured(figure: Any, sources: Mapping[str, Any]) -> str | None:
     """The measurements behind a figure, by its source; a figure without a source is the user's own."""
     if not isinstance(figure, list):
-        return "your own"
+        return OWN
     source = sources.get(figure[1]) if len(figure) > 1 and isinstance(figure[1], str) else None
     return str(source["measured"]) if isinstance(source, Mapping) and "measured" in source else None
 
 
-def _device(name: str, entry: Mapping[str, Any], sources: Mapping[str, Any]) -> DeviceSpec:
+def _device(
+    name: str, entry: Mapping[str, Any], sources: Mapping[str, Any], families: Mapping[str, Family]
+) -> DeviceSpec:
     table = _Table(entry, f"device.{name}", _KEYS["device"])
     peaks = _Table(table.get("peak"), f"{table.where}.peak")
     efficiency = _Table(table.get("efficiency", {}), f"{table.where}.efficiency")
@@ -188,6 +246,11 @@ def _device(name: str, entry: Mapping[str, Any], sources: Mapping[str, Any]) -> 
         int(table.number("pcie", 0)),
         str(entry["nvlink_kind"]) if "nvlink_kind" in entry else None,
         {key: basis for key, value in efficiency.entry.items() if (basis := _measured(value, sources))},
+        find(families, str(table.get("family", "")), "family"),
+        {
+            str(key): str(value)
+            for key, value in _Table(table.get("evidence", {}), f"{table.where}.evidence").entry.items()
+        },
     )
 
 
@@ -196,11 +259,15 @@ def _software(name: str, entry: Mapping[str, Any], links: Mapping[str, Link]) ->
     made = Software(name, str(table.get("title", name)), table.positive("efficiency", 1.0))
     numbers: Mapping[str, Callable[[float], Any]] = {
         "update_passes": float,
+        "parallel_efficiency": float,
         "temporaries": float,
         "in_flight": int,
         "input_bytes": int,
     }
     changes: dict[str, Any] = {key: kind(table.positive(key)) for key, kind in numbers.items() if key in entry}
+    for key in ("jitter", "half_jitter", "network_jitter", "overhead"):
+        if key in entry:
+            changes[key] = table.number(key)
     for key in ("fused", "channels_last", "whole_batches", "keeps_workspace", "blocking"):
         if key in entry:
             changes[key] = bool(entry[key])
@@ -212,7 +279,14 @@ def _software(name: str, entry: Mapping[str, Any], links: Mapping[str, Link]) ->
     return replace(made, **changes)
 
 
-def _cluster(name: str, entry: Any, links: Mapping[str, Link], devices: Mapping[str, DeviceSpec]) -> Cluster:
+def _cluster(
+    name: str,
+    entry: Any,
+    links: Mapping[str, Link],
+    devices: Mapping[str, DeviceSpec],
+    host: HostBudget,
+    measured: float | None,
+) -> Cluster:
     where = f"cluster.{name}"
     described = _Table(entry, where, _KEYS["cluster"]).get("machines")
     if not isinstance(described, list) or not described:
@@ -221,7 +295,7 @@ def _cluster(name: str, entry: Any, links: Mapping[str, Link], devices: Mapping[
     for one in described:
         table = _Table(one, f"{where}.machines", _KEYS["machine"])
         count = int(table.positive("count", 1))
-        machines += [_machine(table, links, devices)] * min(count, _MOST_DEVICES + 1)
+        machines += [_machine(table, links, devices, host, measured)] * min(count, _MOST_DEVICES + 1)
         if sum(machine.devices or 0 for machine in machines) > _MOST_DEVICES:
             raise UserError(f"catalog: {where} has more than {_MOST_DEVICES} devices")
     network = find(links, str(entry["network"]), "link") if "network" in entry else None
@@ -231,7 +305,13 @@ def _cluster(name: str, entry: Any, links: Mapping[str, Link], devices: Mapping[
     return cluster
 
 
-def _machine(table: _Table, links: Mapping[str, Link], devices: Mapping[str, DeviceSpec]) -> Machine:
+def _machine(
+    table: _Table,
+    links: Mapping[str, Link],
+    devices: Mapping[str, DeviceSpec],
+    host: HostBudget,
+    measured: float | None,
+) -> Machine:
     where, kind = table.where, str(table.get("device"))
     find(devices, kind, "device")
     count = int(table.positive("devices"))
@@ -251,4 +331,15 @@ def _machine(table: _Table, links: Mapping[str, Link], devices: Mapping[str, Dev
             raise UserError(f"catalog: {where}.levels.groups are not lists of devices (for example [[0, 1], [2, 3]])")
         levels.append(Level(replace(link, bandwidth=link.bandwidth * lanes), tuple(tuple(group) for group in groups)))
     cores = table.optional("cores")
-    return Machine(count, kind, tuple(levels), None if cores is None else int(cores))
+    given = table.optional("host") or measured
+    parts = _Table(table.get("parts", {}), f"{where}.parts")
+    return Machine(
+        count,
+        kind,
+        tuple(levels),
+        None if cores is None else int(cores),
+        host.budget if given is None else given,
+        knows_host=given is not None,
+        parts=tuple((str(name), parts.positive(name)) for name in parts.entry),
+        watts=table.optional("watts") or 0.0,
+    )

@@ -10,9 +10,27 @@ from stagewright.cluster.topology import Cluster, Link
 from stagewright.errors import UserError, did_you_mean
 from stagewright.metrics import MIB
 
-ALONE = "one run"
+FITTED, ALIKE, SHEET = "fitted card", "same chip family", "data sheet"  # what a card's speed is based on
+OWN = "your own"  # a figure of the user's
 _Entry = TypeVar("_Entry")
-_EFFICIENCY = 0.85  # of a device that no published run has measured
+HALF = ("fp16", "bf16")
+_EFFICIENCY = 0.85  # of a device without a family
+_USUAL_INTENSITY = 140.0  # operations of the matrix units for a byte of memory traffic, of a common card
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What the kernels of a chip family reach: shares of the data sheet's figures, by kind of kernel and units."""
+
+    name: str = ""
+    convolution: Mapping[str, float] = field(default_factory=dict)
+    product: Mapping[str, float] = field(default_factory=dict)
+    memory: float = 0.8
+    slope: float = 0.0  # how the share of matrix units falls as they outgrow the memory bandwidth
+
+    def share(self, units: str, *, convolution: bool) -> float:
+        known = self.convolution if convolution else self.product
+        return known.get("fp16" if units in HALF else units, known.get("fp32", _EFFICIENCY))
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +42,24 @@ class DeviceSpec:
     memory: int  # bytes
     bandwidth: float
     peak: Mapping[str, float]  # operations per second by precision
-    efficiency: Mapping[str, float]  # share of the peak that large matrix products reach, by precision
+    efficiency: Mapping[str, float]  # share of the peak that this card's products reach, where it has its own
     watts: float | None = None
     usd: float | None = None
     pcie: int = 0  # generation
     nvlink: str | None = None  # its kind of NVLink, a name in links.toml
     measured: Mapping[str, str] = field(default_factory=dict)  # what each measured efficiency is based on
+    family: Family = field(default_factory=Family)
+    evidence: Mapping[str, str] = field(default_factory=dict)  # by units: what the speed of its kernels is based on
+
+    @property
+    def memory_share(self) -> float:
+        """The fraction of the data sheet's bandwidth that a plain kernel reaches."""
+        return self.family.memory
+
+    @property
+    def has_matrix_units(self) -> bool:
+        """Whether half precision is faster than its plain fp32 units: those have a memory layout of their own."""
+        return self.peak.get("fp16", 0.0) > 2.5 * self.peak["fp32"] or "bf16" in self.peak
 
     def units(self, precision: str, *, convolution: bool) -> str:
         """The units that compute in a precision: the fp32 units, if the device has none for it.
@@ -42,11 +72,20 @@ class DeviceSpec:
     def rate(self, precision: str, *, convolution: bool) -> tuple[float, float]:
         """Peak and efficiency in a precision."""
         units = self.units(precision, convolution=convolution)
-        return self.peak[units], self.efficiency.get(units, _EFFICIENCY)
+        peak = self.peak[units]
+        if units in self.efficiency:
+            return peak, self.efficiency[units]
+        share = self.family.share(units, convolution=convolution)
+        if units in HALF or units == "tf32":
+            share *= (peak / self.bandwidth / _USUAL_INTENSITY) ** -self.family.slope
+        return peak, share
 
-    def basis(self, precision: str) -> str | None:
-        """The measurements behind its speed in a precision, that of convolutions; None if there are none."""
-        return self.measured.get(self.units(precision, convolution=True))
+    def basis(self, precision: str) -> str:
+        """What its speed in a precision, that of convolutions, is based on."""
+        units = self.units(precision, convolution=True)
+        if self.measured.get(units) == OWN:
+            return FITTED
+        return self.evidence.get("fp16" if units in HALF else units, SHEET)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +95,11 @@ class Software:
     name: str
     title: str
     efficiency: float  # multiplied with the device's
+    parallel_efficiency: float = 1.0  # multiplied with it where a plan has one stage
+    jitter: float = 0.0  # how much longer a step takes for every doubling of a machine's devices
+    half_jitter: float = 0.0  # the same beside it, in half precision
+    network_jitter: float = 0.0  # the same for every doubling of machines
+    overhead: float = 0.0  # seconds of a step that no device computes
     fused: bool = False  # ReLU and addition run inside the normalisation before them
     channels_last: bool = False  # half-precision convolutions need no change of memory layout
     whole_batches: bool = False  # a stage waits for a whole batch before it begins
@@ -72,6 +116,15 @@ class Software:
 
 
 @dataclass(frozen=True, slots=True)
+class HostBudget:
+    """Bytes per second that all copies of a machine through its host get together, where nobody measured it."""
+
+    budget: float
+    slow: float
+    fast: float
+
+
+@dataclass(frozen=True, slots=True)
 class Catalog:
     """All entries, by name."""
 
@@ -80,6 +133,9 @@ class Catalog:
     software: Mapping[str, Software]
     clusters: Mapping[str, Cluster]
     decode: float  # images per second that one core decodes
+    host: HostBudget
+    hosts: Mapping[str, float] = field(default_factory=dict)  # budgets of machines that rows measured, by their name
+    errors: Mapping[str, float] = field(default_factory=dict)  # what 90 % of errors are within, by class of evidence
 
     def device(self, name: str) -> DeviceSpec:
         return find(self.devices, name, "device")
@@ -100,10 +156,12 @@ def find(known: Mapping[str, _Entry], name: str, what: str) -> _Entry:
 
 
 def calibration_note(devices: Iterable[DeviceSpec], precision: str) -> str | None:
-    """A line that names the devices whose speed is calibrated by no measurement, or by one."""
-    bases = {device.name: device.basis(precision) for device in devices}
-    without = sorted(name for name, basis in bases.items() if basis is None)
-    alone = sorted(name for name, basis in bases.items() if basis == ALONE)
-    parts = [f"{', '.join(without)}: not calibrated by a measurement"] if without else []
-    parts += [f"{', '.join(alone)}: calibrated by {ALONE} alone"] if alone else []
+    """A line that names the devices whose own speed no measurement has calibrated."""
+    named: dict[str, list[str]] = {}
+    for device in sorted({device.name: device for device in devices}.values(), key=lambda device: device.name):
+        known = device.basis(precision)
+        if known != FITTED:
+            named.setdefault("by other cards of its chip family" if known == ALIKE else "by its data sheet", [])
+            named["by other cards of its chip family" if known == ALIKE else "by its data sheet"].append(device.name)
+    parts = [f"{', '.join(names)}: {basis}" for basis, names in named.items()]
     return f"{precision} speed of {'; of '.join(parts)}" if parts else None

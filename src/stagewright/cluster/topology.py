@@ -6,7 +6,7 @@ Devices have one order, and a stage of a searched plan is a contiguous block of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stagewright.errors import UserError
 
@@ -52,6 +52,26 @@ class Machine:
     kind: str = "cpu"  # the catalog's name of its devices
     levels: tuple[Level, ...] = ()
     cores: int | None = None
+    host: float | None = None  # bytes per second that all copies through the host get together
+    knows_host: bool = True  # whether that was measured or given, not assumed
+    parts: tuple[tuple[str, float], ...] = ()  # dollars of what is beside the devices, by part
+    watts: float = 0.0  # of the same
+
+    @property
+    def copies_through_host(self) -> bool:
+        """Whether some of its devices reach each other only through host memory."""
+        return (self.devices or 0) > 1 and any(level.link.staged for level in self.levels)
+
+    def first(self, devices: int) -> Machine:
+        """The machine with only its first devices."""
+        levels = tuple(
+            Level(
+                level.link,
+                tuple(kept for group in level.groups if (kept := tuple(index for index in group if index < devices))),
+            )
+            for level in self.levels
+        )
+        return replace(self, devices=devices, levels=levels)
 
     def level_of(self, one: int, other: int) -> int | None:
         """The innermost level that connects two devices."""
@@ -62,7 +82,8 @@ class Machine:
         return None
 
 
-Edge = tuple[int, int, int]  # machine, level (-1: a device's own), group or device
+Edge = tuple[int, int, int]  # machine, level (-1: a device's own; HOST: of staged copies), group or device
+HOST = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +126,7 @@ class Cluster:
         for machine in self.machines:
             kept = min(count, machine.devices or 0)
             if kept:
-                machines.append(_cut_machine(machine, kept))
+                machines.append(machine.first(kept))
             count -= kept
         return Cluster(tuple(machines), self.name, self.network)
 
@@ -132,7 +153,11 @@ class Cluster:
                 f"cluster {self.name} has no link between devices {source} and {target}; "
                 "add a level that holds both to its file"
             )
-        return [*self._climb(source, level, True), *self._climb(target, level, False)]
+        edges = [*self._climb(source, level, True), *self._climb(target, level, False)]
+        if machine.host is not None and machine.levels[level].link.staged:  # every staged copy crosses the same edge
+            shared = Link("host", machine.host, 0.0, staged=True)
+            edges.append((((source.machine, HOST, 0), True), shared))
+        return edges
 
     def _climb(self, device: Device, stop: int | None, up: bool) -> list[tuple[tuple[Edge, bool], Link]]:
         """The edges from a device up to a level of its machine, or out of the machine."""
@@ -150,14 +175,3 @@ class Cluster:
 
 
 ANYWHERE = Cluster((Machine(),) * 1024, "anywhere")  # for placements that need no real machines
-
-
-def _cut_machine(machine: Machine, devices: int) -> Machine:
-    levels = tuple(
-        Level(
-            level.link,
-            tuple(kept for group in level.groups if (kept := tuple(index for index in group if index < devices))),
-        )
-        for level in machine.levels
-    )
-    return Machine(devices, machine.kind, levels, machine.cores)

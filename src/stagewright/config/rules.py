@@ -223,6 +223,7 @@ RULES: tuple[Rule, ...] = (
     # Commands that plan
     *_unused(_without("--profile"), "--software", "--data", commands=_SEARCHES),
     *_unused(_with("--cluster"), "--devices", commands=_SEARCHES),
+    *_unused(_with("--try"), "--minutes", commands=("plan",)),
     *_exclusive("--batch", "--microbatch"),
     # Other commands
     *_unused(_without("--serve"), "--once", "--json", commands=("watch",)),

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from stagewright.cluster.specs import HALF, Software
 from stagewright.cluster.topology import Cluster, Device, Edge, Link
 
 Number = Any  # a float, or an array of them
@@ -74,6 +75,16 @@ def ring_fabric(cluster: Cluster, devices: Sequence[Device]) -> Fabric:
             links[edge] = link
     bandwidth = min((links[edge].reduction or links[edge].bandwidth) / load[edge] for edge in links)
     return Fabric(bandwidth, max(link.latency for link in links.values()), any(link.staged for link in links.values()))
+
+
+def scaling_factor(replicas: Number, machines: Number, software: Software, precision: str) -> Number:
+    """How much longer replicas take than one alone: each step ends with the slowest, and hosts are shared.
+
+    A measured term, for every doubling of the replicas of a machine and of the machines.
+    """
+    inside = software.jitter + (software.half_jitter if precision in HALF else 0.0)
+    each = np.maximum(np.asarray(replicas) / np.asarray(machines), 1.0)
+    return 1.0 + inside * np.log2(each) + (inside + software.network_jitter) * np.log2(machines)
 
 
 def hidden_seconds(backward: float, fabric: Fabric) -> float:

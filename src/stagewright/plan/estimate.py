@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from stagewright.cluster.specs import DeviceSpec, Software
-from stagewright.cluster.topology import Cluster
+from stagewright.cluster.topology import HOST, Cluster, Edge
 from stagewright.errors import UserError
 from stagewright.metrics import MIB
 from stagewright.plan import cost
@@ -17,6 +20,7 @@ from stagewright.plan.memory import Memory, microbatches_held, weight_copies
 from stagewright.plan.plan import Plan, Stage, gradient_buffers
 from stagewright.profile.profile import Table
 
+_MOST_TURNS = 1024  # of messages between two stages that are looked at one by one
 OPTIMIZER_MOMENTS = {"sgd": 1.0, "adamw": 2.0}
 
 
@@ -67,7 +71,15 @@ class Setting:
         return OPTIMIZER_MOMENTS.get(self.optimizer, 1.0)
 
     def sums(self, kind: str, samples: int) -> UnitSums:
-        return UnitSums(self.tables(kind, samples))
+        """The prefix sums of a table, made once."""
+        key = (kind, samples)
+        if key not in self._known_sums:
+            self._known_sums[key] = UnitSums(self.tables(kind, samples))
+        return self._known_sums[key]
+
+    @cached_property
+    def _known_sums(self) -> dict[tuple[str, int], UnitSums]:
+        return {}
 
     def update_seconds(self, parameters: float, kind: str) -> float:
         return float(cost.update_seconds(parameters, self.software.update_passes, self.devices(kind).bandwidth))
@@ -83,6 +95,8 @@ class Estimate:
             kind: setting.sums(kind, plan.samples)
             for kind in sorted({setting.cluster.kind_of(device) for device in plan.devices})
         }
+        self._known: dict[tuple[object, ...], float] = {}
+        self._known_memory: dict[tuple[tuple[int, ...], str], Memory] = {}
         names = next(iter(self._sums.values())).names
         self.bounds = [0, *(names.index(cut) for cut in plan.cuts), len(names)]
 
@@ -93,18 +107,35 @@ class Estimate:
         return self.setting.cluster.kind_of(self.plan.devices[rank])
 
     def forward(self, stage: int, rank: int) -> float:
-        first, last = self.bounds[stage], self.bounds[stage + 1]
-        sums = self._of(rank)
-        seconds = float(sums.forward[last] - sums.forward[first]) + self.setting.overhead
-        if stage == 0:
-            seconds += self._input_seconds(rank)
-        return seconds + self._copies(stage, backward=False)
+        return self._once(("forward", stage, self.kind(rank)), lambda: self._compute(stage, rank, backward=False))
 
     def backward(self, stage: int, rank: int) -> float:
+        return self._once(("backward", stage, self.kind(rank)), lambda: self._compute(stage, rank, backward=True))
+
+    def _once(self, key: tuple[object, ...], compute: Callable[[], float]) -> float:
+        """A figure that ranks with one kind of device share, computed once."""
+        if key not in self._known:
+            self._known[key] = compute()
+        return self._known[key]
+
+    def _compute(self, stage: int, rank: int, *, backward: bool) -> float:
         first, last = self.bounds[stage], self.bounds[stage + 1]
         sums = self._of(rank)
-        seconds = float(sums.backward[last] - sums.backward[first]) + self.setting.overhead
-        return seconds + self._copies(stage, backward=True)
+        column = sums.backward if backward else sums.forward
+        seconds = float(column[last] - column[first]) * self._factor(stage) + self.setting.overhead
+        if stage == 0 and not backward:
+            seconds += self._input_seconds(rank)
+        return seconds + self._copies(stage, backward=backward)
+
+    def _factor(self, stage: int) -> float:
+        """How much longer the computes of a stage take than its units alone on one device."""
+        return self._once(("factor", stage), lambda: self._scaling(stage))
+
+    def _scaling(self, stage: int) -> float:
+        software, ranks = self.setting.software, self.plan.stages[stage].ranks
+        machines = len({self.plan.devices[rank].machine for rank in ranks})
+        factor = float(cost.scaling_factor(len(ranks), machines, software, self.setting.precision))
+        return factor / (software.parallel_efficiency if len(self.plan.stages) == 1 else 1.0)
 
     def _copies(self, stage: int, *, backward: bool) -> float:
         """Seconds of copying messages through the host, if the software's computes wait for these copies."""
@@ -130,8 +161,11 @@ class Estimate:
 
     def update(self, stage: int, rank: int) -> float:
         """Seconds of the optimizer, and of the copy of the new version into its slot."""
+        return self._once(("update", stage, self.kind(rank)), lambda: self._update(stage, rank))
+
+    def _update(self, stage: int, rank: int) -> float:
         parameters, kind = self.parameters(stage), self.kind(rank)
-        seconds = self.setting.update_seconds(parameters, kind)
+        seconds = self.setting.update_seconds(parameters, kind) + self.setting.software.overhead
         if self.plan.stages[stage].versions > 1:
             seconds += float(cost.update_seconds(parameters, 2, self.setting.devices(kind).bandwidth))
         return seconds
@@ -143,17 +177,24 @@ class Estimate:
 
     def reduction(self, stage: int) -> float:
         """Seconds of a stage's all-reduce."""
-        ranks = self.plan.stages[stage].ranks
-        fabric = self._fabrics[stage]
-        size = self.parameters(stage) * cost.GRADIENT_BYTES
-        return float(cost.allreduce_seconds(size, len(ranks), fabric.bandwidth, fabric.latency))
+        ranks, size = self.plan.stages[stage].ranks, self.parameters(stage) * cost.GRADIENT_BYTES
+
+        def seconds() -> float:
+            fabric = self._fabrics[stage]
+            return float(cost.allreduce_seconds(size, len(ranks), fabric.bandwidth, fabric.latency))
+
+        return self._once(("reduction", stage), seconds)
 
     def exposed(self, stage: int) -> float:
         """Seconds of a stage's all-reduce that the last backward of a round does not hide."""
-        backward = min(self.backward(stage, rank) for rank in self.plan.stages[stage].ranks)
-        hiding = cost.hidden_seconds(backward, self._fabrics[stage])
-        tail = cost.tail_share(self.parameters(stage) * cost.GRADIENT_BYTES)
-        return float(cost.exposed_seconds(self.reduction(stage), hiding, tail))
+
+        def seconds() -> float:
+            backward = min(self.backward(stage, rank) for rank in self.plan.stages[stage].ranks)
+            hiding = cost.hidden_seconds(backward, self._fabrics[stage])
+            tail = cost.tail_share(self.parameters(stage) * cost.GRADIENT_BYTES)
+            return float(cost.exposed_seconds(self.reduction(stage), hiding, tail))
+
+        return self._once(("exposed", stage), seconds)
 
     @cached_property
     def _fabrics(self) -> list[cost.Fabric]:
@@ -164,7 +205,80 @@ class Estimate:
 
     def memory(self, rank: int) -> Memory:
         """The memory of a rank."""
-        return Memory.sum(self._stage_memory(stage, rank) for stage in self.plan.stages_of(rank))
+        return self._memory_of(tuple(self._stages_of[rank]), self.kind(rank), rank)
+
+    @cached_property
+    def memories(self) -> tuple[Memory, ...]:
+        """The memory of every rank; ranks with one kind of device and the same stages have the same."""
+        return tuple(self.memory(rank) for rank in range(self.plan.world))
+
+    @cached_property
+    def _stages_of(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in range(self.plan.world)]
+        for stage in self.plan.stages:
+            for rank in stage.ranks:
+                found[rank].append(stage.index)
+        return found
+
+    def _memory_of(self, stages: tuple[int, ...], kind: str, rank: int) -> Memory:
+        key = (stages, kind)
+        if key not in self._known_memory:
+            parts = (self._stage_memory(self.plan.stages[index], rank) for index in stages)
+            self._known_memory[key] = Memory.sum(parts)
+        return self._known_memory[key]
+
+    @property
+    def fits(self) -> bool:
+        return all(memory.total <= self.limit(rank) for rank, memory in enumerate(self.memories))
+
+    @cached_property
+    def floor(self) -> float:
+        """Seconds of a batch that no order of its actions beats: computes of each rank, and bytes over each edge."""
+        plan = self.plan
+        busy = [0.0] * plan.world
+        for stage in plan.stages:
+            rounds = plan.microbatches / stage.round
+            alike: dict[str, float] = {}
+            for rank in stage.ranks:
+                kind = self.kind(rank)
+                if kind not in alike:
+                    each = self.forward(stage.index, rank) + self.backward(stage.index, rank)
+                    alike[kind] = each * plan.microbatches / stage.replicas + rounds * self.update(stage.index, rank)
+                busy[rank] += alike[kind]
+        return max(*busy, self._busiest_edge(), 0.0)
+
+    def _busiest_edge(self) -> float:
+        """Seconds of messages per batch over the busiest edge."""
+        return max(self._loads.values(), default=0.0)
+
+    def edge_seconds(self) -> dict[str, float]:
+        """Seconds of messages per batch over every edge, by its name."""
+        found: dict[str, float] = defaultdict(float)
+        for ((machine, level, group), _), seconds in self._loads.items():
+            what = "host" if level == HOST else f"device {machine}:{group}" if level < 0 else f"level {level}"
+            levels = len(self.setting.cluster.machines[machine].levels)
+            name = f"network of machine {machine}" if level >= levels else f"machine {machine}, {what}"
+            found[name] = max(found[name], seconds)
+        return dict(found)
+
+    @cached_property
+    def _loads(self) -> dict[tuple[Edge, bool], float]:
+        """Seconds of messages per batch over every edge and direction."""
+        plan, cluster = self.plan, self.setting.cluster
+        loads: dict[tuple[Edge, bool], float] = defaultdict(float)
+        for stage, behind in itertools.pairwise(plan.stages):
+            turns = math.lcm(stage.replicas, behind.replicas)
+            if turns > _MOST_TURNS:
+                continue
+            for backward in (False, True):
+                size = self.boundary(stage.index, backward=backward) * plan.microbatches / turns
+                for turn in range(turns):
+                    source, target = stage.rank_of(turn), behind.rank_of(turn)
+                    if source != target:
+                        ends = (plan.devices[source], plan.devices[target])
+                        for edge, link in cluster.path(*(reversed(ends) if backward else ends)):
+                            loads[edge] += size / link.bandwidth
+        return loads
 
     def _stage_memory(self, stage: Stage, rank: int) -> Memory:
         software, sums = self.setting.software, self._of(rank)
@@ -198,8 +312,8 @@ class Estimate:
 
     def require_fit(self) -> None:
         """Raise unless every rank's memory fits its device."""
-        for rank in range(self.plan.world):
-            memory, limit = self.memory(rank), self.limit(rank)
+        for rank, memory in enumerate(self.memories):
+            limit = self.limit(rank)
             if memory.total > limit:
                 raise UserError(
                     f"{self.plan.name_replica(rank)} needs {memory.total / MIB:,.0f} MiB but its device has "

@@ -16,6 +16,7 @@ _MOST_SAMPLES = 2**31 - 1
 _MOST_VERSIONS = 128  # the stability of more lag takes minutes to find
 _MOST_DEPTH = 2**16
 MOST_MICROBATCHES = 2**14
+PLAN_FORMAT = "stagewright-plan-2"  # files of format 1 hold the plan alone, without a format
 
 
 def read_plan(text: str, where: str, cluster: Cluster | None = None) -> Plan:
@@ -45,6 +46,11 @@ def _read_choices(text: str, where: str) -> dict[str, Any]:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"plan {where} is not JSON: {error}") from error
+    if isinstance(content, dict) and content.get("format", PLAN_FORMAT) != PLAN_FORMAT:
+        raise UserError(
+            f"plan {where} has format {str(content['format'])[:40]!r} but this version reads {PLAN_FORMAT}; "
+            "write one with stagewright plan MODEL -o FILE"
+        )
     if isinstance(content, dict) and isinstance(content.get("plan"), dict):
         content = content["plan"]
     known = {"mode", "placement", "cuts", "batch", "microbatches", "versions", "depths"}

@@ -11,7 +11,7 @@ fits before a stage with more devices taken also fits with fewer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ _CELLS = 20_000_000  # segments x blocks above which stages begin only where the
 _LIMITED_CELLS = 2_000_000  # the same where memory is the limit
 _MOST_LAYERS = 8  # stages, where memory is the limit and their number is not given
 _CLOSE = 1e-9
+_QUICK, _QUICK_CELLS = 1e-2, 50_000
 _NEAR = 1e-4
 
 
@@ -57,7 +58,9 @@ class Search:
         seconds: Array,
         limits: MemoryLimits | None = None,
         narrow: Callable[[], Search] | None = None,
+        accuracy: float = _CLOSE,
     ) -> None:
+        self._accuracy = accuracy
         self._segments = segments
         self._blocks = blocks
         self._seconds = seconds  # kinds of blocks x pairs
@@ -87,9 +90,14 @@ class Search:
             behind = np.array([[sum(found.sizes[stage + 1 :])]])
             stages = len(found.sizes) - stage
             needs = self._limits.needs(self._segments, pairs, stages, behind, np.array([[size]]))
-            if needs.max() > self._limits.memory:
+            if needs.max() > self._memory(int(behind[0, 0]), size) - self._limits.context:
                 return False
         return True
+
+    def _memory(self, behind: int, size: int) -> float:
+        """Bytes of the smallest device of a block."""
+        same = (self._blocks.size == size) & (self._blocks.offset == behind % self._blocks.period)
+        return float(self._blocks.kinds.memory[self._blocks.signature[np.flatnonzero(same)[0]]])
 
     def _bracket(self, stages: int | None, *, limited: bool) -> Partition | None:
         """Bisect for the smallest feasible time; the last step proves that nothing below it is feasible."""
@@ -97,9 +105,9 @@ class Search:
         if found is None:
             return None
         low = 0.0
-        while low < found.seconds * (1 - _CLOSE):
-            if found.seconds < low * (1 + _NEAR):
-                middle = found.seconds * (1 - _CLOSE)
+        while low < found.seconds * (1 - self._accuracy):
+            if found.seconds < low * (1 + max(_NEAR, self._accuracy)):
+                middle = found.seconds * (1 - self._accuracy)
             else:
                 middle = (low * found.seconds) ** 0.5 if low else found.seconds / 2
             better = self._within(middle, stages, limited)
@@ -180,37 +188,56 @@ class Search:
         return Partition(tuple(int(self._segments.points[bound]) for bound in bounds), tuple(sizes), seconds)
 
 
-def make_search(setting: Setting, mode: Mode, batch: int, microbatches: int, *, staleness: int | None = None) -> Search:
-    """A search over a setting's cluster for one mode and number of microbatches."""
-    kinds = sorted(
-        {machine.kind for machine in setting.cluster.machines},
-        key=lambda kind: setting.tables(kind, batch // microbatches).seconds,
-    )
+def make_search(
+    setting: Setting,
+    mode: Mode,
+    batch: int,
+    microbatches: int,
+    *,
+    staleness: int | None = None,
+    quick: bool = False,
+) -> Search:
+    """A search over a setting's cluster for one mode and number of microbatches.
+
+    `quick`: within a hundredth of the fastest, and with stages that begin where the chain is narrow unless it is short.
+    """
+    kinds = kinds_by_speed(setting, {machine.kind for machine in setting.cluster.machines}, batch // microbatches)
     sums = [setting.sums(kind, batch // microbatches) for kind in kinds]
-    blocks = make_blocks(setting.cluster, kinds)
+    blocks = make_blocks(setting.cluster, kinds, [setting.devices(kind).memory for kind in kinds])
     times = make_time_model(setting, mode, microbatches, kinds[-1], staleness)
-    limits = make_memory_limits(setting, mode, microbatches, kinds, staleness)
+    limits = make_memory_limits(setting, mode, microbatches, staleness)
     cells = len(blocks.size) * sums[0].count * (sums[0].count + 1) // 2
 
     def over(points: Array | None, narrow: Callable[[], Search] | None = None) -> Search:
         segments = Segments.of(sums, setting.software, points)
-        return Search(segments, blocks, times.seconds(segments, blocks.kinds), limits, narrow)
+        seconds = times.seconds(segments, blocks.kinds)
+        return Search(segments, blocks, seconds, limits, narrow, _QUICK if quick else _CLOSE)
 
     def narrow() -> Search:
         return over(narrow_points(sums[0]))
 
-    return narrow() if cells > _CELLS else over(None, narrow if cells > _LIMITED_CELLS else None)
+    return (
+        narrow()
+        if cells > (_QUICK_CELLS if quick else _CELLS)
+        else over(None, narrow if cells > _LIMITED_CELLS else None)
+    )
+
+
+def kinds_by_speed(setting: Setting, kinds: Iterable[str], samples: int) -> list[str]:
+    """Kinds of devices from the fastest to the slowest, for microbatches of so many samples."""
+    return sorted(kinds, key=lambda kind: (setting.tables(kind, samples).seconds, kind))
 
 
 def best_cuts(setting: Setting, placement: Placement, mode: Mode, batch: int, microbatches: int) -> tuple[str, ...]:
     """The cuts that make the slowest stage of a given placement as fast as possible."""
     samples = batch // microbatches
-    kinds = sorted({setting.cluster.kind_of(device) for stage in placement for device in stage})
+    named = {setting.cluster.kind_of(device) for stage in placement for device in stage}
+    kinds = kinds_by_speed(setting, named, samples)
     sums = [setting.sums(kind, samples) for kind in kinds]
     segments = Segments.of(sums, setting.software)
     if segments.units < len(placement):
         raise UserError(f"the model has {segments.units} units but the placement has {len(placement)} stages")
-    times = make_time_model(setting, mode, microbatches, kinds[0])
+    times = make_time_model(setting, mode, microbatches, kinds[-1])
     slowest = np.full(segments.units + 1, np.inf)
     slowest[segments.units] = 0.0
     choices: list[Array] = []

@@ -5,6 +5,7 @@ Both are columns of numpy arrays, so that the time and memory of every segment o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from stagewright.cluster.specs import Software
-from stagewright.cluster.topology import Cluster, Device
+from stagewright.cluster.topology import HOST, Cluster, Device
 from stagewright.plan import cost
 from stagewright.plan.estimate import UnitSums
 
@@ -29,13 +30,15 @@ class BlockKinds:
     bandwidth: Array  # of the block's ring
     latency: Array
     staged: Array
-    front: Array  # bandwidth of the link to the device before the block
-    back: Array  # bandwidth of the link to the device behind it
+    front: Array  # bytes per second that a replica gets over the link to the device before the block
+    back: Array  # the same over the link to the device behind it
     device: Array  # the slowest kind of device in the block
+    memory: Array  # bytes of its smallest device
+    machines: Array
 
     def borderless(self) -> tuple[BlockKinds, Array]:
         """The kinds without their borders, each once, and for every kind the index of its borderless one."""
-        inner = list(zip(self.size, self.bandwidth, self.latency, self.staged, self.device, strict=True))
+        inner = list(zip(self.size, self.bandwidth, self.latency, self.staged, self.device, self.machines, strict=True))
         first = {found: inner.index(found) for found in dict.fromkeys(inner)}
         order = {found: number for number, found in enumerate(first)}
         columns = (getattr(self, field.name)[list(first.values())] for field in fields(self))
@@ -59,15 +62,16 @@ class Blocks:
         return self.devices[end - size : end]
 
 
-def make_blocks(cluster: Cluster, kinds: Sequence[str]) -> Blocks:
-    """The blocks of a cluster; `kinds` name its devices from the fastest to the slowest."""
+def make_blocks(cluster: Cluster, kinds: Sequence[str], memories: Sequence[float] | None = None) -> Blocks:
+    """The blocks of a cluster; `kinds` name its devices from the fastest to the slowest, `memories` are their bytes."""
+    memories = memories or [float("inf")] * len(kinds)
     devices = cluster.devices
     period = _period(cluster)
     places: list[tuple[int, int, int]] = []
     signatures: dict[tuple[float, ...], int] = {}
     for offset in range(min(period, len(devices))):
         for size in _sizes(len(devices), period, offset):
-            signature = (size, *_block(cluster, offset, size, period, kinds))
+            signature = (size, *_block(cluster, devices, offset, size, period, kinds, memories))
             places.append((offset, size, signatures.setdefault(signature, len(signatures))))
     offsets, sizes, numbers = (np.array(column) for column in zip(*places, strict=True))
     columns = BlockKinds(*(np.array(column) for column in zip(*signatures, strict=True)))
@@ -93,30 +97,56 @@ def _sizes(devices: int, period: int, offset: int) -> Iterator[int]:
 
 
 def _block(
-    cluster: Cluster, offset: int, size: int, period: int, kinds: Sequence[str]
-) -> tuple[float, float, bool, float, float, int]:
-    devices = cluster.devices
+    cluster: Cluster,
+    devices: tuple[Device, ...],
+    offset: int,
+    size: int,
+    period: int,
+    kinds: Sequence[str],
+    memories: Sequence[float],
+) -> tuple[float, ...]:
     end = len(devices) - offset
     block = devices[end - size : end]
-    fabric = cost.ring_fabric(cluster, block)
 
     def border(device: int) -> float:
-        """The link between a device and the one before it; nothing crosses the cluster's ends."""
+        """What a replica gets over the link between a device and the one before it; nothing crosses the ends."""
         within = 0 < device < len(devices)
-        return cluster.link(devices[device - 1], devices[device]).bandwidth if within else float("inf")
+        return _shared_bandwidth(cluster, devices[device - 1], devices[device], block) if within else float("inf")
 
-    kind = max(kinds.index(cluster.kind_of(device)) for device in block)
     back = border(end if offset else end - period)  # the same position, where something may follow
-    return fabric.bandwidth, fabric.latency, fabric.staged, border(end - size), back, kind
+    return _columns(cluster, block, border(end - size), back, kinds, memories)
+
+
+def _shared_bandwidth(cluster: Cluster, one: Device, other: Device, block: Sequence[Device]) -> float:
+    """Bytes per second of a replica's messages, where the replicas of a machine share its network card and its host."""
+    sharers = max(Counter(device.machine for device in block).values())
+    found = float("inf")
+    for (edge, _), link in cluster.path(one, other):
+        is_shared = edge[1] == HOST or link is cluster.network
+        found = min(found, link.bandwidth / (sharers if is_shared else 1))
+    return found
+
+
+def _columns(
+    cluster: Cluster,
+    block: Sequence[Device],
+    front: float,
+    back: float,
+    kinds: Sequence[str],
+    memories: Sequence[float],
+) -> tuple[float, ...]:
+    fabric = cost.ring_fabric(cluster, block)
+    own = {kinds.index(cluster.kind_of(device)) for device in block}
+    machines = len({device.machine for device in block})
+    memory = min(memories[kind] for kind in own)
+    return fabric.bandwidth, fabric.latency, fabric.staged, front, back, max(own), memory, machines
 
 
 def as_kind(cluster: Cluster, devices: Sequence[Device], kinds: Sequence[str]) -> BlockKinds:
     """Some devices as one block; `kinds` name devices from the fastest to the slowest."""
-    fabric = cost.ring_fabric(cluster, devices)
     others = [device for device in cluster.devices if device not in set(devices)]
-    border = max((cluster.link(devices[0], other).bandwidth for other in others), default=float("inf"))
-    kind = max(kinds.index(cluster.kind_of(device)) for device in devices)
-    values = (len(devices), fabric.bandwidth, fabric.latency, fabric.staged, border, border, kind)
+    border = max((_shared_bandwidth(cluster, devices[0], other, devices) for other in others), default=float("inf"))
+    values = (len(devices), *_columns(cluster, devices, border, border, kinds, [float("inf")] * len(kinds)))
     return BlockKinds(*(np.array([value]) for value in values))
 
 

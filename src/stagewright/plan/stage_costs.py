@@ -5,12 +5,12 @@ The formulas are those of `cost` and `memory`, over arrays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from stagewright.cluster.specs import Software
 from stagewright.plan import cost
 from stagewright.plan.estimate import Setting
 from stagewright.plan.memory import microbatches_held, state_bytes
@@ -31,6 +31,8 @@ class TimeModel:
     overhead: float = 0.0  # seconds per compute beside its units
     copies: float = 0.0  # seconds per byte of message that computes wait for
     handover: float = float("inf")  # bytes per second of the fastest message
+    software: Software = field(default_factory=lambda: Software("", "", 1.0))
+    precision: str = "fp32"
 
     @property
     def is_even(self) -> bool:
@@ -56,14 +58,17 @@ class TimeModel:
         size = blocks.size[:, None]
         rounds = self.microbatches / size if self.mode is Mode.PIPEDREAM else 1.0
         copied = (segments.entering + segments.leaving) * self.copies
-        compute = segments.compute[blocks.device] + 2 * self.overhead + copied
+        factor = cost.scaling_factor(size, blocks.machines[:, None], self.software, self.precision)
+        is_whole = (segments.first == 0) & (segments.last == segments.units)
+        factor = factor / np.where(is_whole, self.software.parallel_efficiency, 1.0)
+        compute = segments.compute[blocks.device] * factor + 2 * self.overhead + copied
         weights = segments.parameters * cost.GRADIENT_BYTES
         reduction = cost.allreduce_seconds(weights, size, blocks.bandwidth[:, None], blocks.latency[:, None])
-        backward = np.where(blocks.staged[:, None], 0.0, segments.backward[blocks.device])
+        backward = np.where(blocks.staged[:, None], 0.0, segments.backward[blocks.device] * factor)
         exposed = cost.exposed_seconds(reduction, backward, cost.tail_share(weights))
         lags = self.is_even & (segments.last < segments.units) & (self.staleness != 0)
         waits = np.where(lags & ~blocks.staged[:, None], 0.0, exposed)
-        update = weights * self.update_second_bytes
+        update = weights * self.update_second_bytes + self.software.overhead
         return self._own(blocks) * compute + rounds * (waits + update), rounds * reduction
 
     def _crossing(self, segments: Segments, blocks: BlockKinds) -> Array:
@@ -77,9 +82,9 @@ class TimeModel:
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Which segments fit a device: its bytes, and how many a stage needs by its versions and depth."""
+    """Which segments fit the devices of a block, by how much a stage needs with its versions and depth."""
 
-    memory: float
+    context: float  # bytes of a device that no stage gets
     moments: float
     staleness: int | None
     microbatches: int
@@ -96,10 +101,11 @@ class MemoryLimits:
     def most_behind(self, segments: Segments, blocks: Blocks, stages: int) -> Array:
         """The most devices behind a stage with which it still fits: blocks x pairs, negative where it never fits."""
         size = np.broadcast_to(blocks.size[:, None], (len(blocks.size), len(segments.first)))
+        memory = blocks.kinds.memory[blocks.signature][:, None] - self.context
         rounds = np.zeros_like(size)  # how many times its own size may be behind it, plus one
         step = 1 << len(blocks.devices).bit_length()
         while step:
-            fits = self.needs(segments, slice(None), stages, (rounds + step - 1) * size, size) <= self.memory
+            fits = self.needs(segments, slice(None), stages, (rounds + step - 1) * size, size) <= memory
             rounds = np.where(fits, rounds + step, rounds)
             step //= 2
         return (rounds - 1) * size
@@ -129,13 +135,11 @@ def make_time_model(
         setting.overhead,
         1 / host if software.blocking else 0.0,
         float("inf") if software.blocking else host,
+        software,
+        setting.precision,
     )
 
 
-def make_memory_limits(
-    setting: Setting, mode: Mode, microbatches: int, kinds: Sequence[str], staleness: int | None
-) -> MemoryLimits:
+def make_memory_limits(setting: Setting, mode: Mode, microbatches: int, staleness: int | None) -> MemoryLimits:
     software = setting.software
-    smallest = min(setting.devices(kind).memory for kind in kinds)
-    moments = setting.moments + software.temporaries
-    return MemoryLimits(smallest - software.context, moments, staleness, microbatches, mode)
+    return MemoryLimits(software.context, setting.moments + software.temporaries, staleness, microbatches, mode)

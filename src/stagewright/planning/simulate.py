@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from stagewright.cluster.topology import Link
@@ -25,6 +26,9 @@ from stagewright.schedule.policy import overlaps
 from stagewright.schedule.requires import requires
 
 _TRANSFERS = (*SENDS, Op.REDUCE)
+_MOST_COMPUTES = 240  # microbatches times stages of one period, above which it is not simulated whole
+_MOST_TURNS = 256
+_FEW_RANKS = 16  # up to which every rank is simulated
 Times = Mapping[Action, tuple[float, float]]
 
 
@@ -77,9 +81,10 @@ def reduce_seconds(estimate: Estimate, stage: Stage, rank: int) -> float:
 class ClusterCosts:
     """A plan's costs on a cluster: units on devices, messages on the edges of its topology."""
 
-    def __init__(self, estimate: Estimate) -> None:
+    def __init__(self, estimate: Estimate, like: Like | None = None) -> None:
         self._estimate = estimate
-        self._plan = estimate.plan
+        self._like = like
+        self._plan = estimate.plan if like is None else like.plan
         self._seconds: dict[tuple[Op, int, int], float] = {}
         self._paths: dict[tuple[int, int], tuple[tuple[Hashable, ...], Link]] = {}
 
@@ -91,21 +96,26 @@ class ClusterCosts:
             self._seconds[key] = self._other(action)
         return self._seconds[key]
 
+    def _own(self, rank: int) -> int:
+        """The rank of the whole plan that a simulated one stands for."""
+        return rank if self._like is None else self._like.ranks[rank]
+
     def _other(self, action: Action) -> float:
-        estimate = self._estimate
+        estimate, rank = self._estimate, self._own(action.rank)
         if action.op is Op.FORWARD:
-            return estimate.forward(action.stage, action.rank)
+            return estimate.forward(action.stage, rank)
         if action.op is Op.BACKWARD:
-            return estimate.backward(action.stage, action.rank)
+            return estimate.backward(action.stage, rank)
         if action.op is Op.UPDATE:
-            return estimate.update(action.stage, action.rank)
-        return reduce_seconds(estimate, self._plan.stages[action.stage], action.rank) if action.op is Op.REDUCE else 0.0
+            return estimate.update(action.stage, rank)
+        return reduce_seconds(estimate, estimate.plan.stages[action.stage], rank) if action.op is Op.REDUCE else 0.0
 
     def _message(self, action: Action) -> float:
         backward = action.op is Op.SEND_GRAD
         size = self._estimate.boundary(action.stage - backward, backward=backward)
-        link = self._path(action)[1]
-        return float(cost.transfer_seconds(size, link.bandwidth, link.latency))
+        lanes, link = self._path(action)
+        crowd = 1.0 if self._like is None else max((self._like.crowds.get(lane, 1.0) for lane in lanes), default=1.0)
+        return float(cost.transfer_seconds(size * crowd, link.bandwidth, link.latency))
 
     def lanes(self, action: Action) -> Sequence[Hashable]:
         return self._path(action)[0] if action.op in SENDS else (action.rank,)
@@ -114,7 +124,8 @@ class ClusterCosts:
         assert action.peer is not None
         pair = (action.rank, action.peer)
         if pair not in self._paths:
-            source, target = self._plan.devices[action.rank], self._plan.devices[action.peer]
+            devices = self._estimate.plan.devices
+            source, target = devices[self._own(action.rank)], devices[self._own(action.peer)]
             path = self._estimate.setting.cluster.path(source, target)
             software = self._estimate.setting.software
             links = [link for _, link in path]
@@ -149,7 +160,10 @@ class ClusterCosts:
 def simulate(plan: Plan, costs: Costs, span: range) -> Timeline:
     """The timeline of a span: each rank runs its program in order; messages and reductions go beside its computes."""
     programs = {rank: list(program(plan, rank, span)) for rank in range(plan.world)}
-    times = Simulation(plan, costs, programs, span.start).run()
+    return _drawn(programs, Simulation(plan, costs, programs, span.start).run())
+
+
+def _drawn(programs: Mapping[int, Sequence[Action]], times: Times) -> Timeline:
     return Timeline(
         tuple(
             Span(rank, "compute" if action.op in COMPUTES else "transfer", str(action.op), str(action), *times[action])
@@ -235,16 +249,123 @@ class Steady:
         return 1 - sum(self.busy) / len(self.busy)
 
 
-def steady(plan: Plan, costs: Costs) -> Steady:
-    """Simulate fill, two periods and drain; read the second period."""
-    period = representative_span(plan).stop
-    timeline = simulate(plan, costs, range(3 * period))
-    last_stage = plan.stages[-1].index
+def steady(plan: Plan, costs: Costs, *, draws: bool = False) -> Steady:
+    """Simulate fill, two periods and drain; read the second period. A long period is not simulated whole.
+
+    The timeline is made only where it is to be drawn.
+    """
+    period, wait = representative_span(plan, bounded=False).stop, 0
+    if period * len(plan.stages) > _MOST_COMPUTES:
+        step = math.lcm(plan.alignment, plan.microbatches)
+        wait = -(-_filled(plan) // step) * step
+        period = max(1, min(period, _MOST_COMPUTES // len(plan.stages)) // step) * step
+    first = wait or period
+    span = range(first + period + (wait or period))
+    programs = {rank: list(program(plan, rank, span)) for rank in range(plan.world)}
+    times = Simulation(plan, costs, programs, span.start).run()
+    last = plan.stages[-1]
     ends = {
-        int(span.name.partition("B")[2].partition("@")[0]): span.end
-        for span in timeline.spans
-        if span.kind == "B" and span.name.startswith(f"{last_stage}B")
+        action.microbatch: times[action][1]
+        for rank in last.ranks
+        for action in programs[rank]
+        if action.op is Op.BACKWARD and action.stage == last.index
     }
-    window = (ends[period - 1], ends[2 * period - 1])
-    busy = timeline.busy_shares(plan.world, *window)
+    window = (ends[first - 1], ends[first + period - 1])
+    busy = tuple(_busy_share(programs[rank], times, window) for rank in range(plan.world))
+    timeline = _drawn(programs, times) if draws else Timeline(())
     return Steady((window[1] - window[0]) * plan.microbatches / period, busy, timeline, window)
+
+
+def _busy_share(actions: Sequence[Action], times: Times, window: tuple[float, float]) -> float:
+    """The share of a window in which a rank computes."""
+    low, high = window
+    busy = 0.0
+    for action in actions:
+        if action.op in COMPUTES:
+            begin, end = times[action]
+            busy += max(0.0, min(end, high) - max(begin, low))
+    return busy / (high - low) if high > low else 0.0
+
+
+def _filled(plan: Plan) -> int:
+    """Microbatches after which a pipeline is full."""
+    return max(max(stage.versions * stage.round, stage.depth * stage.replicas) + stage.round for stage in plan.stages)
+
+
+# --- Like ranks, simulated once ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """A plan whose replicas form pipelines of their own: one of these, which stands for all."""
+
+    plan: Plan
+    ranks: tuple[int, ...]  # of the whole plan
+    copies: int
+    crowds: Mapping[Hashable, float]  # by edge: messages of all pipelines for one of this one's
+
+
+def find_like(plan: Plan, estimate: Estimate) -> Like | None:
+    """One of the equal pipelines of a plan; None where they are not equal, or there is only one.
+
+    Microbatch i runs on replica i mod r of each stage. Where g divides every r and the microbatches of a round, those
+    with one i mod g meet only replicas with that remainder: g pipelines, which share nothing but links.
+    """
+    copies = math.gcd(plan.microbatches, *(stage.replicas for stage in plan.stages))
+    ranks = [rank for stage in plan.stages for rank in stage.ranks]
+    if copies == 1 or len(set(ranks)) != len(ranks):
+        return None
+    for stage in plan.stages:
+        kinds = [estimate.kind(rank) for rank in stage.ranks]
+        if len(set(kinds)) > 1:
+            return None
+    kept = [rank for stage in plan.stages for rank in stage.ranks[::copies]]
+    order = sorted(kept)
+    number = {rank: index for index, rank in enumerate(order)}
+    stages = tuple(
+        replace(
+            stage,
+            ranks=tuple(number[rank] for rank in stage.ranks[::copies]),
+            round=stage.round // copies,
+        )
+        for stage in plan.stages
+    )
+    small = replace(
+        plan,
+        batch=plan.batch // copies,
+        microbatches=plan.microbatches // copies,
+        devices=tuple(plan.devices[rank] for rank in order),
+        stages=stages,
+    )
+    return Like(small, tuple(order), copies, _crowds(plan, estimate, copies))
+
+
+def _crowds(plan: Plan, estimate: Estimate, copies: int) -> dict[Hashable, float]:
+    """How many messages cross an edge for every one of the first pipeline's that does."""
+    every: dict[Hashable, int] = defaultdict(int)
+    own: dict[Hashable, int] = defaultdict(int)
+    for stage, behind in itertools.pairwise(plan.stages):
+        turns = math.lcm(stage.replicas, behind.replicas)
+        for turn in range(min(turns, _MOST_TURNS * copies)):
+            source, target = plan.devices[stage.rank_of(turn)], plan.devices[behind.rank_of(turn)]
+            for ends in ((source, target), (target, source)):
+                for edge, _ in estimate.setting.cluster.path(*ends):
+                    every[edge] += 1
+                    own[edge] += turn % copies == 0
+    return {edge: every[edge] / count for edge, count in own.items() if count}
+
+
+def steady_state(estimate: Estimate, *, draws: bool = False) -> Steady:
+    """A plan of several stages once it is full, with like pipelines simulated once where there are many ranks."""
+    plan = estimate.plan
+    software = estimate.setting.software
+    like = None if draws or plan.world <= _FEW_RANKS or software.whole_batches else find_like(plan, estimate)
+    if like is None:
+        return steady(plan, ClusterCosts(estimate), draws=draws)
+    found = steady(like.plan, ClusterCosts(estimate, like))
+    shares = dict(zip(like.ranks, found.busy, strict=True))
+    busy = [0.0] * plan.world
+    for stage in plan.stages:
+        for index, rank in enumerate(stage.ranks):
+            busy[rank] = shares[stage.ranks[index - index % like.copies]]
+    return replace(found, busy=tuple(busy))

@@ -33,6 +33,8 @@ class Kind(StrEnum):
     CONVOLUTION = "convolution"
     LINEAR = "linear"
     NORM = "norm"
+    LAYER_NORM = "layer norm"
+    ATTENTION = "attention"
     POOL = "pool"
     POINTWISE = "pointwise"
     VIEW = "view"  # no work: shapes, flattening
@@ -65,6 +67,7 @@ class Shape:
     live_gradient: int
     input_gradient: bool  # whether backward continues to the units before it
     convolution: Convolution | None = None
+    scores: int = 0  # elements of attention's score matrices, where they are written out
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,9 @@ _KINDS: tuple[tuple[tuple[type[nn.Module], ...], Kind], ...] = (
     ((nn.Conv1d, nn.Conv2d, nn.Conv3d), Kind.CONVOLUTION),
     ((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), Kind.CONVOLUTION),
     ((nn.Linear,), Kind.LINEAR),
-    ((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm), Kind.NORM),
+    ((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), Kind.NORM),
+    ((nn.LayerNorm, nn.GroupNorm), Kind.LAYER_NORM),
+    ((nn.MultiheadAttention,), Kind.ATTENTION),
     ((nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d), Kind.POOL),
     ((nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d), Kind.POOL),
     ((nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d), Kind.POOL),
@@ -93,7 +98,12 @@ _KINDS: tuple[tuple[tuple[type[nn.Module], ...], Kind], ...] = (
 )
 
 
-_FUNCTIONS = {"layer_norm": Kind.NORM, "linear": Kind.LINEAR, **dict.fromkeys(_VIEWS, Kind.VIEW)}
+_FUNCTIONS = {
+    "layer_norm": Kind.NORM,
+    "linear": Kind.LINEAR,
+    "scaled_dot_product_attention": Kind.ATTENTION,
+    **dict.fromkeys(_VIEWS, Kind.VIEW),
+}
 
 
 def trace_shapes(chain: Chain, sample: Sequence[int]) -> tuple[Shape, ...]:

@@ -27,12 +27,12 @@ class ScheduleError(RuntimeError):
     """A program that would hang, mix up messages or break the plan's bounds."""
 
 
-def representative_span(plan: Plan) -> range:
-    """Fill, one period and drain: everything later repeats this."""
+def representative_span(plan: Plan, *, bounded: bool = True) -> range:
+    """Fill, one period and drain: everything later repeats this; an error if it is too long to look through."""
     period = math.lcm(plan.microbatches, plan.alignment, *(stage.replicas for stage in plan.stages))
     fill = max(max(stage.versions * stage.round, stage.depth * stage.replicas) + stage.round for stage in plan.stages)
     stop = -(-(fill + period) // plan.alignment) * plan.alignment + plan.alignment
-    if stop > MOST_SPAN:
+    if bounded and stop > MOST_SPAN:
         raise UserError(
             f"the plan repeats only after {stop} microbatches, and more than {MOST_SPAN} can't be looked through; "
             "give fewer --microbatches, --versions or --depths, or stages whose numbers of replicas divide each other"

@@ -31,12 +31,12 @@ def test_terminal_tables_fit_80_columns(outcome: Outcome, folder: Path, capsys: 
 
 def test_published_runs_are_shown_with_their_predictions(outcome: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
     run = PublishedRow(
-        "OneFlow dev_ssp", "vgg16", "titan-v-8", "dp", "synthetic", "fp32", "224", 708.4, 727.8, 0.01, False, (), (), ()
+        "OneFlow dev_ssp", "vgg16", "titan-v-8", "dp", "synthetic", "fp32", "224", 708.4, 727.8, (), (), ()
     )
     point = Interval(100.0, 100.0, 100.0)
     rows = tuple(replace(row, kind="predicted", rate=point, speedup=point) for row in outcome.rows)
     show(Console(width=80), replace(outcome, rows=rows, published=(run, replace(run, published=None))), Path("runs/x"))
     printed = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in printed.splitlines() if line.startswith("OneFlow")]
-    assert lines == ["OneFlow dev_ssp, vgg16, dp 224, 728 708p -2.7% +1.0%"]
+    assert lines == ["OneFlow dev_ssp, vgg16, dp 224, synthetic 728 708p -2.7%"]
     assert "interval" not in printed, "a prediction is a point"

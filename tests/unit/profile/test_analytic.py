@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from stagewright.cluster.catalog import shipped
-from stagewright.cluster.specs import DeviceSpec, Software
+from stagewright.cluster.specs import DeviceSpec, Family, Software
 from stagewright.planning.setting import trace_model
 from stagewright.profile.analytic import analytic_table
 from stagewright.profile.pipedream import read_pipedream
@@ -26,14 +26,19 @@ def test_a_computed_v100_is_close_to_a_measured_one(model: str, samples: int, bo
     """Without the first convolution's forward, which includes the library's start-up in all three files."""
     measured = read_pipedream(shared_file(f"profiles/pipedream/{model}.txt"), model, samples).tables[0].units
     seconds = sum(max(0.0, unit.forward - SYNC_SECONDS) + unit.backward for unit in measured) - measured[0].forward
-    device = replace(shipped().device("v100-sxm2-16"), efficiency={"fp32": 0.85})
+    device = replace(shipped().device("v100-sxm2-16"), efficiency={"fp32": 0.85}, family=Family())
     table = analytic_table(trace_model(model).shapes, device, "fp32", samples, Software("plain", "plain", 1.0))
     assert table.seconds - table.units[0].forward == pytest.approx(seconds, rel=bound)
 
 
 def device(bandwidth: float = 1e15) -> DeviceSpec:
     """By default, with so much memory bandwidth that only arithmetic counts."""
-    return DeviceSpec("made", "made", 1 << 30, bandwidth, {"fp32": 1e12, "fp16": 1e12}, {"fp32": 1.0, "fp16": 1.0})
+    peaks = {
+        "fp32": 1e12,
+        "fp16": 1e12,
+        "bf16": 1e12,
+    }  # with bf16 it has matrix units, which have a layout of their own
+    return DeviceSpec("made", "made", 1 << 30, bandwidth, peaks, {"fp32": 1.0, "fp16": 1.0})
 
 
 def convolution(kernel: int, stride: int = 1, channels: int = 1 << 20, side: int = 32) -> Shape:

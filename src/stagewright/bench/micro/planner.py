@@ -1,9 +1,15 @@
-"""`bench planner`: how long the search and the simulator take; sizes double, so that the growth shows."""
+"""`bench planner`: how long `plan` takes, and search and simulator alone; sizes double, so that the growth shows."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from stagewright.bench.result import Outcome, Row, measured_row, new_outcome
 from stagewright.cluster.catalog import shipped
@@ -16,6 +22,14 @@ from stagewright.planning.simulate import balanced_costs, simulate
 
 Progress = Callable[[str], None]
 _SAMPLES = 32  # of the batch per device
+_CLUSTER = """[cluster.made]
+network = "net-100g"
+[[cluster.made.machines]]
+count = {machines}
+device = "v100-sxm2-16"
+devices = {each}
+levels = [{{ link = "nvlink2", lanes = 6 }}]
+"""
 
 
 def flat_cluster(devices: int) -> Cluster:
@@ -32,16 +46,40 @@ def machines_cluster(machines: int, each: int) -> Cluster:
 
 
 def measure(progress: Progress) -> Outcome:
-    """Time every size once."""
+    """Time every size once: the command `plan` whole, and the search and the simulator alone."""
     rows = []
+    sizes = ((2, 5.0), (4, None), (8, None), (16, 15.0), (32, None), (64, None), (128, 60.0), (1024, None))
+    for machines, goal in sizes:
+        rows.append(_plan("resnet50", machines, 8, goal, progress))
     for devices, goal in ((16, 0.1), (32, None), (64, None)):
         rows.append(_search("resnet50", flat_cluster(devices), goal, progress))
-    for machines, goal in ((2, 2.0), (4, None), (8, None), (32, None), (64, None), (128, 20.0)):
+    for machines, goal in ((2, 2.0), (8, None), (32, None), (128, 20.0)):
         rows.append(_search("resnet152", machines_cluster(machines, 8), goal, progress))
-    rows.append(_search("resnet152", flat_cluster(1024), 20.0, progress))
     for replicas, microbatches, goal in ((32, 64, None), (64, 128, None), (128, 256, 30.0)):
         rows.append(_simulation(8, replicas, microbatches, 20, goal, progress))
-    return new_outcome("planner", "Seconds of the search and the simulator", 1, unit="s", rows=tuple(rows))
+    return new_outcome("planner", "Seconds of plan, the search and the simulator", 1, unit="s", rows=tuple(rows))
+
+
+def _plan(model: str, machines: int, each: int, goal: float | None, progress: Progress) -> Row:
+    """Time `stagewright plan` in a process of its own, from its start to its answer."""
+    progress(f"plan {model} on {machines}x{each}")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "cluster.toml"
+        file.write_text(_CLUSTER.format(machines=machines, each=each))
+        batch = _SAMPLES * machines * each
+        command = [sys.executable, "-m", "stagewright", "plan", model, "--cluster", str(file), "--batch", str(batch)]
+        with (Path(folder) / "out").open("w") as out:
+            begun = time.perf_counter()
+            child = subprocess.Popen([*command, "--json"], stdout=out)
+            _, status, used = os.wait4(child.pid, 0)
+            seconds = time.perf_counter() - begun
+        child.returncode = os.waitstatus_to_exitcode(status)
+        found = json.loads((Path(folder) / "out").read_text()) if child.returncode == 0 else None
+    if found is None:
+        return Row(f"plan {model}", f"{machines}x{each}", kind="failed", reason=f"exit code {child.returncode}")
+    best = found["candidates"][found["best"]]["plan"]
+    result = f"{best['mode']}, {len(best['versions'])} stages; {used.ru_maxrss / 1024:,.0f} MiB"
+    return _row(f"plan {model}", f"{machines}x{each}", seconds, goal, result)
 
 
 def _search(model: str, cluster: Cluster, goal: float | None, progress: Progress) -> Row:

@@ -1,29 +1,190 @@
-"""`bench published`: fit the catalog's free figures to the published runs, and predict each run from the others."""
+"""`bench published`: fit the catalog's free figures, and say how far the predictions of held-back rows are off.
+
+With `--rows FILE` it predicts the rows of a file by the shipped calibration instead.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
+from rich.console import Console
+
+from stagewright import __version__
 from stagewright.bench.predict import published_row
 from stagewright.bench.result import Outcome, new_outcome
-from stagewright.planning.calibrate import Calibration, calibrate
+from stagewright.bench.result import Row as Measured
+from stagewright.cluster.catalog import shipped
+from stagewright.cluster.placement import parse_placement
+from stagewright.errors import UserError
+from stagewright.files import read_text, write_text
+from stagewright.planning.calibrate import (
+    Fit,
+    Pair,
+    PredictedRow,
+    Split,
+    all_splits,
+    calibration_text,
+    class_errors,
+    coverage,
+    fit,
+    observations,
+    predict_rows,
+    staged_pairs,
+    with_hosts,
+)
+from stagewright.planning.published import published_runs
+from stagewright.planning.reading import Reading, Unknown, find_device, read_row
+from stagewright.planning.rows import Row, read_rows
+from stagewright.report.live.terminal import plain_table, say
+
+FILE = "calibration.toml"
 
 
-def measure(progress: Callable[[str], None]) -> Outcome:
-    """Calibrate on all published runs."""
-    return make_outcome(calibrate(progress))
+def measure(folder: Path, progress: Callable[[str], None]) -> Outcome:
+    """Fit everything, evaluate every split, and write the calibration into the folder."""
+    observed = observations()
+    whole = fit(observed, progress)
+    splits = all_splits(progress)
+    write_text(folder / FILE, calibration_text(whole, class_errors(splits), observed))
+    return make_outcome(whole, splits, staged_pairs(progress))
 
 
-def make_outcome(calibration: Calibration) -> Outcome:
-    """Every run, the fitted figures, and the errors of predicting a run from the others."""
-    return new_outcome(
-        "published",
-        "Published runs, predicted",
-        1,
-        published=tuple(sorted(map(published_row, calibration.rows), key=lambda row: row.model)),
-        figures={
-            **calibration.figures,
-            "median error of a run predicted from the others, %": 100 * calibration.median,
-            "worst error, %": 100 * calibration.worst,
-        },
-    )
+def make_outcome(whole: Fit, splits: Sequence[Split], pairs: Sequence[Pair]) -> Outcome:
+    """The published runs, and the errors and decisions on rows that a fit has not seen."""
+    figures: dict[str, float] = {}
+    for split in splits:
+        figures[f"split {split.seed}: median error of PyTorch rows, %"] = 100 * split.median("pytorch")
+        figures[f"split {split.seed}: median error of all {len(split.counted)} rows, %"] = 100 * split.median()
+        figures[f"split {split.seed}: worst error of one card or NVLink, %"] = 100 * split.worst_direct
+        if split.given:
+            figures[f"split {split.seed}: worst error on a host told by one row, %"] = 100 * split.worst_given
+    right, count = (sum(column) for column in zip(*(split.orders() for split in splits), strict=True))
+    figures[f"orders of {count} pairs that are right, %"] = 100 * right / count
+    inside, rows = coverage(splits)
+    figures[f"rows of {rows} within their 90 % interval, %"] = 100 * inside / rows
+    for pair in pairs:
+        figures[f"{pair.name}: predicted over data parallel (measured {pair.measured:.2f})"] = pair.predicted
+    figures[f"signs of {len(pairs)} staged pairs that are right"] = sum(pair.is_right for pair in pairs)
+    runs = sorted((published_row(run, whole.catalog) for run in published_runs()), key=lambda row: row.model)
+    return new_outcome("published", "Published runs, predicted", 1, published=tuple(runs), figures=figures)
+
+
+# --- Rows of a bench --------------------------------------------------------------------------------------------------
+
+
+def append_rows(outcome: Outcome, path: str) -> int:
+    """Append what a bench measured of plain data parallel to a file of rows; returns how many rows those are."""
+    rows = [text for row in outcome.rows if (text := _row_text(outcome, row)) is not None]
+    if not rows:
+        raise UserError(
+            f"--row {path}: none of the {len(outcome.rows)} configurations was measured in mode dp; rows are of those"
+        )
+    try:
+        before = read_text(path)
+    except FileNotFoundError:
+        before = ""
+    except OSError as error:
+        raise UserError(f"--row {path}: {error.strerror}; give a file that can be written") from error
+    write_text(path, before + "".join(rows))
+    return len(rows)
+
+
+def _row_text(outcome: Outcome, row: Measured) -> str | None:
+    if row.kind != "measured" or row.rate is None or row.mode != "dp" or not row.placement:
+        return None
+    devices = [device for stage in parse_placement(row.placement) for device in stage]
+    card = next((text for what, text in outcome.machine.items() if "gpu" in what.lower()), None)
+    known = None if card is None or row.device == "cpu" else find_device(re.sub(r"^\d+ ?x ?", "", card), shipped())
+    values = {
+        "hardware": "cpu" if row.device == "cpu" else known or card or "not stated",
+        "gpus": len(devices),
+        "nodes": len({device.machine for device in devices}),
+        "link": "not stated",
+        "software": f"Stagewright {__version__}, torch {outcome.machine.get('torch', 'not stated')}",
+        "model": row.model,
+        "precision": row.precision,
+        "batch_per_gpu": max(1, row.batch // len(devices)),
+        "images_per_second": round(row.rate.value, 2),
+        "source": f"{outcome.command}, {outcome.date}",
+        "note": f"{row.data or 'synthetic'} data, median of {len(row.repeats)}",
+    }
+    lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
+    return f"\n[[row]]\n{lines}"
+
+
+# --- Rows of a file ---------------------------------------------------------------------------------------------------
+
+
+def predict_file(path: str, given: str | None = None) -> tuple[list[PredictedRow], list[Unknown]]:
+    """The rows of a file with their predictions; the rows of another file tell the budgets of hosts."""
+    catalog = shipped()
+    rows = read_rows(path)
+    if given is not None:
+        read = [read_row(row, catalog) for row in read_rows(given)]
+        catalog = with_hosts(
+            catalog, [reading for reading in read if isinstance(reading, Reading) and reading.is_staged]
+        )
+    return predict_rows(rows, catalog, observations())
+
+
+def as_json(rows: Sequence[PredictedRow], skipped: Sequence[Unknown]) -> dict[str, Any]:
+    """The rows as `--json` has them."""
+    return {
+        "rows": [_described(row) for row in rows],
+        "skipped": [{**_about(unknown.row), "why": unknown.why} for unknown in skipped],
+    }
+
+
+def _about(row: Row) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in ("source", "software", "hardware", "model", "gpus")}
+
+
+def _described(row: PredictedRow) -> dict[str, Any]:
+    low, high = row.bounds(shipped().errors)
+    return {
+        **_about(row.row),
+        "predicted": row.predicted,
+        "measured": row.row.images_per_second,
+        "low": low,
+        "high": high,
+        "class": str(row.evidence),
+    }
+
+
+def show_rows(console: Console, rows: Sequence[PredictedRow], skipped: Sequence[Unknown]) -> None:
+    """Every row, then errors, coverage and orders by class of evidence, and what was skipped."""
+    columns = ("hardware", "model", "software", "measured", "predicted", "90 %", "off by", "class")
+    table = plain_table(*columns, left=("hardware", "model", "software", "class"))
+    for row in rows:
+        low, high = row.bounds(shipped().errors)
+        table.add_row(
+            f"{row.row.gpus} x {row.row.hardware}",
+            f"{row.row.model} {row.row.precision} {row.row.batch_per_gpu}",
+            row.row.software[:40],
+            f"{row.row.images_per_second:,.0f}",
+            f"{row.predicted:,.0f}",
+            f"{low:,.0f}-{high:,.0f}",
+            f"{row.error:+.1%}",
+            str(row.evidence),
+        )
+    console.print(table)
+    classes = defaultdict(list)
+    for row in rows:
+        classes[str(row.evidence)].append(row)
+    for name, found in {**classes, "all": list(rows)}.items():
+        split = Split(0, 0, tuple(found), frozenset(), frozenset(), ())
+        inside = sum(row.is_covered(shipped().errors) for row in found)
+        right, pairs = split.orders()
+        say(
+            console,
+            f"{name}: {len(found)} rows, median error {split.median():.1%}, "
+            f"worst {max((abs(row.error) for row in found), default=0.0):.1%}, {inside} within their interval, "
+            f"{right} of {pairs} pairs of one model in the measured order",
+        )
+    for unknown in skipped:
+        say(console, f"skipped: {unknown.row.gpus} x {unknown.row.hardware}, {unknown.row.model}: {unknown.why}")

@@ -130,7 +130,7 @@ class PeerSuite:
 _MICROSECONDS = Measure(
     "microseconds/microbatch", lambda workload, steps, seconds: seconds / (steps * workload.microbatches) * 1e6
 )
-_IMAGES = Measure("images/s", lambda workload, steps, seconds: steps * workload.batch / seconds)
+IMAGES = Measure("images/s", lambda workload, steps, seconds: steps * workload.batch / seconds)
 _SYNC = Side("sync", Kind.STAGEWRIGHT, "sync")
 _STALE = Side("stale", Kind.STAGEWRIGHT, "stale")
 _DP = Side("dp", Kind.STAGEWRIGHT, "dp")
@@ -187,7 +187,7 @@ def _resnet_on_gpu() -> Iterator[Case]:
 _GPU = PeerSuite(
     "gpu",
     "Stagewright and stock PyTorch on one GPU",
-    _IMAGES,
+    IMAGES,
     (_vgg_on_gpu("bf16", 6.0, 0.80), _vgg_on_gpu("fp32", 3.2, 0.88), *_resnet_on_gpu()),
 )
 SUITES = {
@@ -202,7 +202,7 @@ SUITES = {
         PeerSuite(
             "peers",
             "Stagewright and stock PyTorch on this machine's cores",
-            _IMAGES,
+            IMAGES,
             (
                 *(_small_vgg(microbatches) for microbatches in (2, 4, 8)),
                 Case(_SMALL_VGG_WHOLE, 16, (Pairing(_DP, _DDP, not_slower()),)),

@@ -21,6 +21,7 @@ from stagewright.hardware.doctor.measure import (
     gpu_copies,
     loopback,
     memory_copy,
+    pairs_at_once,
     read_disk,
     speed_findings,
 )
@@ -94,7 +95,7 @@ def _measured(progress: Progress) -> Iterator[Measured]:
     yield try_measuring("memory copy, one core", memory_copy)
     progress("messages between two ranks")
     yield try_measuring("between two ranks", loopback)
-    for name, copy in gpu_copies():
+    for name, copy in (*gpu_copies(), *pairs_at_once()):
         progress(name)
         yield try_measuring(name, copy)
 

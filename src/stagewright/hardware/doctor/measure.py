@@ -11,6 +11,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -106,6 +107,62 @@ def _peer_copy(name: str, one: int, other: int) -> Measured:
     target = torch.zeros(_GPU_BYTES, dtype=torch.uint8, device=f"cuda:{other}")
     seconds = _best(lambda: target.copy_(source, non_blocking=True), one, other)
     return Measured(name, _GPU_BYTES / seconds)
+
+
+def pairs_at_once() -> Iterator[tuple[str, Callable[[], Measured]]]:
+    """What 1, 2, 4, ... pairs get together when all of them copy through host memory at once.
+
+    Pairs of GPUs without peer access share that: it is `host` of a machine in a cluster file. Without GPUs, as many
+    threads copy memory.
+    """
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    most = devices if devices > 1 else len(os.sched_getaffinity(0))
+    count = 1
+    while count <= most:
+        name = f"{counted(count, 'pair')} at once through the host"
+        yield name, partial(_staged_copies if devices > 1 else _memory_copies, name, count)
+        count *= 2
+
+
+def _memory_copies(name: str, count: int) -> Measured:
+    pairs = [[torch.full((_HOST_BYTES,), value, dtype=torch.uint8) for value in (1, 2)] for _ in range(count)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(count) as pool:
+            seconds = _best(lambda: list(pool.map(lambda pair: pair[1].copy_(pair[0]), pairs)))
+    finally:
+        torch.set_num_threads(threads)
+    return Measured(name, count * _HOST_BYTES / seconds)
+
+
+def _staged_copies(name: str, count: int) -> Measured:
+    """Every GPU of the first `count` sends to the next one through a pinned buffer of its own, piece by piece."""
+    gpus = torch.cuda.device_count()
+    pairs = [(gpu, (gpu + 1) % gpus) for gpu in range(count)]
+    pieces = _GPU_BYTES // _BLOCK
+    lanes = [
+        (
+            torch.chunk(torch.zeros(_GPU_BYTES, dtype=torch.uint8, device=f"cuda:{one}"), pieces),
+            torch.chunk(torch.zeros(_GPU_BYTES, dtype=torch.uint8, device=f"cuda:{other}"), pieces),
+            torch.chunk(torch.zeros(_GPU_BYTES, dtype=torch.uint8, pin_memory=True), pieces),
+            torch.cuda.Stream(one),  # type: ignore[no-untyped-call]
+            torch.cuda.Stream(other),  # type: ignore[no-untyped-call]
+        )
+        for one, other in pairs
+    ]
+
+    def work() -> None:
+        for piece in range(pieces):
+            for source, target, buffer, down, up in lanes:
+                with torch.cuda.stream(down):
+                    buffer[piece].copy_(source[piece], non_blocking=True)
+                    arrived = down.record_event()
+                up.wait_event(arrived)
+                with torch.cuda.stream(up):
+                    target[piece].copy_(buffer[piece], non_blocking=True)
+
+    return Measured(name, count * _GPU_BYTES / _best(work, *range(gpus)))
 
 
 def _best(work: Callable[[], object], *gpus: int) -> float:

@@ -1,39 +1,62 @@
-"""`bench published`: held-out runs are shown with their own errors, apart from the leave-one-out errors."""
+"""`bench published --rows`: predictions, errors by class of evidence, and rows that nobody can read."""
 
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
-from stagewright.bench.micro.published import make_outcome
-from stagewright.bench.pages import show
-from stagewright.planning.calibrate import Calibration, Row, published_runs
+from stagewright.bench.micro.published import as_json, predict_file, show_rows
+from stagewright.cli.bench import Request, run_bench
+from stagewright.errors import UserError
+
+ROWS = """
+row = [
+  { hardware = "rtx-3090", gpus = 1, software = "PyTorch", model = "resnet50", precision = "fp16", batch_per_gpu = 64, images_per_second = 800, source = "a" },
+  { hardware = "rtx-3090", gpus = 4, software = "PyTorch", model = "resnet50", precision = "fp16", batch_per_gpu = 64, images_per_second = 1500, source = "a" },
+  { hardware = "gtx-1080ti", gpus = 1, software = "PyTorch", model = "vgg16", precision = "fp32", batch_per_gpu = 32, images_per_second = 140, source = "b" },
+  { hardware = "an abacus", gpus = 1, software = "PyTorch", model = "vgg16", precision = "fp32", batch_per_gpu = 32, images_per_second = 1, source = "b" },
+]
+"""  # noqa: E501
 
 
-def made() -> Calibration:
-    """One fitted run, predicted exactly, and one held-out run, predicted at half its speed."""
-    fitted = next(run for run in published_runs() if run.rate is not None and not run.held_out)
-    held_out = next(run for run in published_runs() if run.held_out)
-    assert fitted.rate is not None and held_out.rate is not None
-    rows = (
-        Row(fitted, fitted.rate, fitted.rate, (), is_alone=False),
-        Row(held_out, held_out.rate / 2, held_out.rate / 2, (), is_alone=False),
-    )
-    return Calibration({"link.pcie3-sys.bandwidth": 1e9}, rows)
+def test_rows_of_a_file_have_a_prediction_an_interval_and_a_class(tmp_path: Path) -> None:
+    (tmp_path / "rows.toml").write_text(ROWS)
+    found = as_json(*predict_file(str(tmp_path / "rows.toml")))
+    assert [row["class"] for row in found["rows"]] == ["fitted card", "unknown host", "data sheet"]
+    keys = {"source", "software", "hardware", "model", "gpus", "predicted", "measured", "low", "high", "class"}
+    for row in found["rows"]:
+        assert set(row) == keys and row["low"] < row["predicted"] < row["high"]
+    (skipped,) = found["skipped"]
+    assert skipped["hardware"] == "an abacus" and "abacus" in skipped["why"]
 
 
-def test_shows_the_errors_of_held_out_runs_apart_from_the_median() -> None:
+def test_a_given_row_tells_its_host(tmp_path: Path) -> None:
+    (tmp_path / "rows.toml").write_text(ROWS)
+    path = str(tmp_path / "rows.toml")
+    alone, told = (as_json(*predict_file(path, given))["rows"][1] for given in (None, path))
+    assert told["class"] == "fitted card"
+    assert abs(told["predicted"] / 1500 - 1) < abs(alone["predicted"] / 1500 - 1)
+
+
+def test_shows_errors_by_class(tmp_path: Path) -> None:
+    (tmp_path / "rows.toml").write_text(ROWS)
     text = io.StringIO()
-    outcome = make_outcome(made())
-    show(Console(file=text, width=200), outcome, Path("runs/x"))
-    lines = text.getvalue().splitlines()
-    assert any(line.endswith("-50.0% held out") for line in lines)
-    assert "median error of a run predicted from the others, %: 0" in lines and "worst error, %: 0" in lines
-    assert outcome.figures["link.pcie3-sys.bandwidth"] == 1e9
+    show_rows(Console(file=text, width=250), *predict_file(str(tmp_path / "rows.toml")))
+    shown = text.getvalue()
+    assert "all: 3 rows" in shown and "unknown host: 1 rows" in shown and "skipped: 1 x an abacus" in shown
 
 
-def test_held_out_runs_are_marked() -> None:
-    rows = {row.held_out: row.told for row in make_outcome(made()).published}
-    assert rows == {False: 0.0, True: -0.5}
+def test_the_command_prints_exactly_the_rows_and_what_was_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.toml").write_text(ROWS)
+    run_bench(Request("published", rows=str(tmp_path / "rows.toml"), as_json=True))
+    assert set(json.loads(capsys.readouterr().out)) == {"rows", "skipped"}
+    with pytest.raises(UserError, match="does not use --rows"):
+        run_bench(Request("planner", rows="x.toml"))
+    with pytest.raises(UserError, match=r"--given x\.toml"):
+        run_bench(Request("published", given="x.toml"))

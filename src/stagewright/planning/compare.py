@@ -1,0 +1,111 @@
+"""How sure a comparison of plans is: the interval of every candidate, and whether there is a winner.
+
+Where a cluster's cards copy through a host that nobody measured, every candidate is predicted on a slow and on a fast
+host as well. A winner is named only where no other plan is within the interval of its speed, on either host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from stagewright.cluster.specs import Catalog
+from stagewright.plan.estimate import Setting
+from stagewright.planning.evidence import (
+    Evidence,
+    bounds,
+    cluster_evidence,
+    device_evidence,
+    has_unknown_host,
+    with_host,
+    worst,
+)
+from stagewright.planning.planner import Candidate, Choice
+from stagewright.planning.predict import Prediction, predict
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The speed of a plan, and the bounds that nine of ten such predictions are within."""
+
+    low: float
+    high: float
+    slow_host: float | None = None  # the speed on a slow host, where nobody measured it
+    fast_host: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.low:,.0f}-{self.high:,.0f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Candidates with their intervals, and those that may be as fast as the best."""
+
+    evidence: Evidence
+    spread: float  # in logarithms
+    intervals: tuple[Interval, ...]  # in the order of the candidates
+    rivals: tuple[Candidate, ...]  # plans within the interval of the best
+
+    @property
+    def has_winner(self) -> bool:
+        return not self.rivals
+
+    def advice(self, choice: Choice, model: str) -> str | None:
+        """What to measure where there is no winner."""
+        if self.has_winner:
+            return None
+        names = ", ".join(f"{rival.plan.mode} {rival.plan.shape}" for rival in self.rivals[:3])
+        best = choice.best.plan
+        if self.evidence is Evidence.MEASURED:
+            close = f"{names} may be as fast as {best.mode} {best.shape}"
+            return f"no winner: {close}; stagewright plan {model} --try 3 decides"
+        what = (
+            "what a host's copies get together (stagewright doctor)" if self.evidence is Evidence.HOST else "the model"
+        )
+        return (
+            f"no winner: {names} may be as fast as {best.mode} {best.shape} ({self.evidence}); measure {what} on that "
+            f"machine, or let stagewright plan {model} --try 3 decide there"
+        )
+
+
+def setting_evidence(setting: Setting, *, measured: bool) -> Evidence:
+    """What predictions in a setting are based on."""
+    return Evidence.MEASURED if measured else cluster_evidence(setting.cluster, setting.devices, setting.precision)
+
+
+def interval(prediction: Prediction, setting: Setting, catalog: Catalog, *, measured: bool) -> Interval:
+    """The interval of one prediction."""
+    rate = prediction.images_per_second
+    if measured:
+        return Interval(*bounds(rate, rate, catalog.errors[Evidence.MEASURED]))
+    kinds = {setting.cluster.kind_of(device) for device in prediction.plan.devices}
+    spread = catalog.errors[worst([device_evidence(setting.devices(kind), setting.precision) for kind in kinds])]
+    if not has_unknown_host(setting.cluster) or prediction.plan.world == 1:
+        return Interval(*bounds(rate, rate, spread))
+    slow, fast = (
+        predict(prediction.plan, replace(setting, cluster=with_host(setting.cluster, budget))).images_per_second
+        for budget in (catalog.host.slow, catalog.host.fast)
+    )
+    return Interval(*bounds(min(slow, rate), max(fast, rate), spread), slow, fast)
+
+
+def compare(choice: Choice, setting: Setting, catalog: Catalog, *, measured: bool) -> Comparison:
+    """The intervals of all candidates, and which of them may be as fast as the best."""
+    evidence = setting_evidence(setting, measured=measured)
+    intervals = tuple(interval(c.prediction, setting, catalog, measured=measured) for c in choice.candidates)
+    card = evidence
+    if evidence is Evidence.HOST:
+        kinds = {machine.kind for machine in setting.cluster.machines}
+        card = worst([device_evidence(setting.devices(kind), setting.precision) for kind in kinds])
+    spread = catalog.errors[card]
+    best = choice.best
+    close = {id(candidate) for candidate in choice.within(spread)}
+    mine = intervals[choice.candidates.index(best)]
+    rivals = []
+    for candidate, own in zip(choice.candidates, intervals, strict=True):
+        faster_somewhere = any(
+            other is not None and me is not None and other > me
+            for me, other in ((mine.slow_host, own.slow_host), (mine.fast_host, own.fast_host))
+        )
+        if candidate is not best and (id(candidate) in close or faster_somewhere):
+            rivals.append(candidate)
+    return Comparison(evidence, spread, intervals, tuple(rivals))
