@@ -298,11 +298,10 @@ def _copied(reading: Reading) -> float:
 def with_hosts(catalog: Catalog, given: Sequence[Reading]) -> Catalog:
     """The catalog with the budget of every given row's host: the one that its rate and the prior make most likely."""
     hosts = dict(catalog.hosts)
-    spread = _HOST_PRIOR[1]
+    usual, spread = catalog.host.budget, _HOST_PRIOR[1]
     for reading in given:
-        usual = catalog.host.usual(reading.row.gpus)
 
-        def cost(log: float, reading: Reading = reading, usual: float = usual) -> float:
+        def cost(log: float, reading: Reading = reading) -> float:
             tried = replace(catalog, hosts={**hosts, reading.host: math.exp(log)})
             error = math.log(row_rate(reading, tried) / reading.row.images_per_second)
             return (error / _GIVEN_SPREAD) ** 2 + ((log - math.log(usual)) / spread) ** 2
