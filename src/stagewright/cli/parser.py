@@ -209,7 +209,7 @@ COMMANDS = (
         ),
     ),
     Command(
-        *("inspect", "inspect:run", "show how a model can be cut, and prove a cut"),
+        *("inspect", "machine:run_inspect", "show how a model can be cut, and prove a cut"),
         "Show the units of a model, how it can be cut and where it can't, and prove a cut into stages.",
         "MODEL",
         (_MODEL,),

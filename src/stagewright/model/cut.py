@@ -159,7 +159,7 @@ class Chain:
         self._require_cuttable(len(shares))
         bounds = [units * sum(shares[:index]) // total for index in range(len(shares) + 1)]
         if self.impossible:
-            bounds = [0, *map(self._nearest, bounds[1:-1]), units]
+            bounds = self._possible(bounds)
         for stage, (first, last) in enumerate(itertools.pairwise(bounds)):
             if first == last:
                 raise UserError(
@@ -168,10 +168,14 @@ class Chain:
                 )
         return tuple(self.units[bound] for bound in bounds[1:-1])
 
-    def _nearest(self, bound: int) -> int:
-        """The unit nearest to a bound that a stage can begin with."""
-        possible = [index for index, unit in enumerate(self.units) if index and unit not in self.impossible]
-        return min(possible, key=lambda index: abs(index - bound), default=bound)
+    def _possible(self, bounds: Sequence[int]) -> list[int]:
+        """The nearest bounds at which a stage can begin, each behind the one before it."""
+        rest = [index for index, unit in enumerate(self.units) if index and unit not in self.impossible]
+        found = [0]
+        for left, bound in zip(range(len(bounds) - 2, 0, -1), bounds[1:-1], strict=True):
+            room = [index for index in rest if index > found[-1]][: 1 - left or None]
+            found.append(min(room, key=lambda index: abs(index - bound), default=found[-1]))
+        return [*found, bounds[-1]]
 
     def by_names(self, names: Sequence[str]) -> tuple[str, ...]:
         """The first unit of each later stage, from unit names or the names of modules whose call begins there."""
@@ -197,6 +201,9 @@ class Chain:
         assert self.trace is not None
         training = _parts(self.model, self.trace.training, self.recorded, positions)
         homes = _homes(training)
+        for name in cuts:
+            if name in self.impossible:
+                raise UserError(f"no stage can begin with '{name}': {self.impossible[name]}; cut at another unit")
         evaluated = units_of(self.trace.evaluation)
         bounds = _evaluation_bounds(self.model, evaluated, cuts, homes)
         carried = _carried(self.model, evaluated, bounds, homes)

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-import torch
-
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import Placement
 from stagewright.cluster.specs import Catalog, DeviceSpec
@@ -28,7 +26,7 @@ from stagewright.plan.estimate import Setting
 from stagewright.plan.plan import Plan
 from stagewright.profile.analytic import analytic_table
 from stagewright.profile.profile import Ceilings, Profile, Table, read_profile
-from stagewright.profile.shapes import Shape, on_meta, trace_shapes
+from stagewright.profile.shapes import Shape, meta_example, on_meta, trace_shapes
 
 _ANY_GPU = "h200"  # supports every precision; its memory does not matter here
 
@@ -47,7 +45,7 @@ def trace_model(name: str, classes: int | None = None, image: int | None = None)
     side = image or (ZOO[name].image if name in ZOO else 32)
     sample = (3, side, side)
     module = build_model(name, 0, classes).to("meta") if ":" in name else on_meta(lambda: build(name, classes))
-    chain = Chain(module, torch.zeros(1, *sample, device="meta"))
+    chain = Chain(module, meta_example(sample))
     with model_errors(name, sample):
         return TracedModel(chain, trace_shapes(chain, sample))
 
@@ -73,8 +71,8 @@ def make_setting(
     @cache
     def tables(kind: str, samples: int) -> Table:
         if isinstance(units, Profile):
-            return units.at(precision, samples)
-        return analytic_table(units, catalog.device(kind), precision, samples, system)
+            return units.at(precision, samples).of_stages()
+        return analytic_table(units, catalog.device(kind), precision, samples, system).of_stages()
 
     if isinstance(units, Profile):
         cluster = cluster or _measured_cluster(units)

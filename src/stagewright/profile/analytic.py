@@ -268,6 +268,7 @@ def analytic_table(
             shape.live_gradient * element,
             round(shape.saved * element),
             round(float(workspaces[index]) * element),
+            shape.begins,
         )
         for index, shape in enumerate(columns.shapes)
     )

@@ -138,6 +138,7 @@ def _untimed_units(chain: Chain, example: Tensor, context: Context) -> list[Unit
                     live=sum(value.nbytes for value in run.live),
                     live_gradient=sum(value.nbytes for value in run.live if value.requires_grad),
                     saved=run.saved,
+                    begins=run.visit.name not in chain.impossible,
                 )
             )
     require_logits(walk.output)

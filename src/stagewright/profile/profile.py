@@ -39,6 +39,21 @@ class Unit:
     live_gradient: int  # bytes that cross the same cut backward
     saved: int  # bytes it keeps for backward
     workspace: int = 0  # bytes it borrows while it runs
+    begins: bool = True  # whether a stage can begin with it
+
+    def joined(self, following: Unit) -> Unit:
+        """This unit and the next one as one: what crosses a cut after it is what crosses one after the next."""
+        return replace(
+            self,
+            forward=self.forward + following.forward,
+            backward=self.backward + following.backward,
+            parameters=self.parameters + following.parameters,
+            output=following.output,
+            live=following.live,
+            live_gradient=following.live_gradient,
+            saved=self.saved + following.saved,
+            workspace=max(self.workspace, following.workspace),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +67,18 @@ class Table:
     @property
     def seconds(self) -> float:
         return sum(unit.forward + unit.backward for unit in self.units)
+
+    def of_stages(self) -> Table:
+        """The units that stages can begin with, each with those behind it that none can begin with."""
+        if all(unit.begins for unit in self.units):
+            return self
+        joined: list[Unit] = []
+        for unit in self.units:
+            if joined and not unit.begins:
+                joined[-1] = joined[-1].joined(unit)
+            else:
+                joined.append(unit)
+        return replace(self, units=tuple(joined))
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ class Shape:
     input_gradient: bool  # whether backward continues to the units before it
     convolution: Convolution | None = None
     scores: int = 0  # elements of attention's score matrices, where they are written out
+    begins: bool = True  # whether a stage can begin with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +113,14 @@ def trace_shapes(chain: Chain, sample: Sequence[int]) -> tuple[Shape, ...]:
     chain.model.train()
     try:
         with torch.enable_grad():
-            return tuple(_shapes(chain, torch.zeros(_PROBE_SAMPLES, *sample, dtype=torch.float32, device="meta")))
+            return tuple(_shapes(chain, meta_example(sample)))
     finally:
         chain.model.train(was_training)
+
+
+def meta_example(sample: Sequence[int]) -> Tensor:
+    """A few samples without storage."""
+    return torch.zeros(_PROBE_SAMPLES, *sample, dtype=torch.float32, device="meta")
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
@@ -128,12 +134,12 @@ def _shapes(chain: Chain, example: Tensor) -> Iterator[Shape]:
     with FlopCounterMode(display=False) as counter:
         for unit in run_units(chain, walk):
             operations = counter.get_total_flops()
-            yield _shape(unit, operations - before)
+            yield _shape(unit, operations - before, begins=unit.visit.name not in chain.impossible)
             before = operations
     require_logits(walk.output)
 
 
-def _shape(unit: RunUnit, operations: int) -> Shape:
+def _shape(unit: RunUnit, operations: int, *, begins: bool) -> Shape:
     visit, live = unit.visit, unit.live
     return Shape(
         name=visit.name,
@@ -147,6 +153,7 @@ def _shape(unit: RunUnit, operations: int) -> Shape:
         live_gradient=sum(_elements(value) for value in live if value.requires_grad) // _PROBE_SAMPLES,
         input_gradient=any(tensor.requires_grad for value in visit.inputs for tensor in _tensors(value)),
         convolution=_convolution(visit.module),
+        begins=begins,
     )
 
 

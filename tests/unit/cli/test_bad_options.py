@@ -74,6 +74,7 @@ _TWO = "--placement 0:0.0:1"
 LINES: dict[str, tuple[str, ...]] = {
     "doctor": ("doctor",),
     "profile": (f"profile tests.models:plain --samples 2 --image {SIDE}",),
+    "inspect": (f"inspect tests.models:plain --image {SIDE}",),
     "plan": ("plan vgg-small --cluster {cluster} --devices 2 --batch 8 --lr 0.1",),
     "simulate": ("simulate vgg-small --cluster {cluster} --batch 8",),
     "train": (

@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from stagewright.cluster.catalog import shipped
 from stagewright.model.cut import Chain
+from stagewright.profile.analytic import analytic_table
+from stagewright.profile.shapes import meta_example, trace_shapes
 from tests import models
 from tests.parity import Case, build, make_job
 
@@ -36,7 +39,7 @@ def test_shares_put_boundaries_at_the_floor_of_their_prefix() -> None:
     [
         ("tied", "third", ["third.weight", "second.weight", "stage 0", "stage 1", "move the cut"]),
         ("reused", "second_1", ["second.weight", "stage 0", "stage 1"]),
-        ("alias", "relu", ["view", "first", "cut before 'relu'", "in place"]),
+        ("alias", "relu", ["view", "first", "begin with 'relu'", "in place"]),
         ("untraceable", "head", ["_Untraceable", "can't be cut", "reads values"]),
         ("gated", "gate.conv", ["gate.conv", "no such unit"]),
         ("plain", "spam", ["spam", "no such unit"]),
@@ -55,3 +58,30 @@ def test_an_untraceable_model_is_an_error_without_a_named_cut_too(tmp_path: Path
     with pytest.raises(ValueError, match="_Untraceable can't be cut") as raised:
         make_job(Case("untraceable", "0:0-1.0:2"), tmp_path)
     assert "\n" not in str(raised.value)
+
+
+def test_the_planner_never_sees_a_unit_that_no_stage_can_begin_with() -> None:
+    chain = Chain(models.tied(), models.make_data("tied", 4)[0])
+    assert list(chain.impossible) == ["tanh", "third"]
+    with torch.device("meta"):
+        twin = Chain(models.tied(), meta_example((3, 8, 8)))
+    table = analytic_table(
+        trace_shapes(twin, (3, 8, 8)), shipped().device("cpu"), "fp32", 4, shipped().system("stagewright")
+    )
+    names = [unit.name for unit in table.of_stages().units]
+    assert names == [unit for unit in chain.units if unit not in chain.impossible]
+    assert table.of_stages().seconds == pytest.approx(table.seconds)
+    assert set(chain.by_shares([1] * len(names))) == set(names[1:])
+
+
+def test_a_cut_by_a_modules_name_begins_where_its_call_begins() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x * 2)
+
+    chain = Chain(torch.nn.Sequential(Block(), Block()), torch.zeros(1, 4))
+    assert chain.by_names(["1"]) == ("mul_1",) and chain.by_names(["1.layer"]) == ("1.layer",)
