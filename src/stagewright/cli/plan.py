@@ -99,8 +99,10 @@ class Asked:
 
 def _asked(parsed: argparse.Namespace, progress: Progress) -> Asked:
     if parsed.cluster is None and parsed.profile is None:
+        trace_model(
+            parsed.model, parsed.classes, parsed.image
+        )  # what is wrong with a model is said before it is profiled
         here = profile_here(parsed.model, parsed, progress)
-        trace_model(parsed.model, parsed.classes, parsed.image)
         setting = make_setting(
             here.profile, here.cluster, parsed.precision, optimizer=parsed.optimizer, catalog=here.catalog
         )

@@ -14,7 +14,7 @@ from functools import cache
 
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import Placement
-from stagewright.cluster.specs import Catalog, DeviceSpec
+from stagewright.cluster.specs import Catalog, DeviceSpec, Software
 from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.config.sections import Config
 from stagewright.errors import UserError, counted
@@ -79,6 +79,7 @@ def make_setting(
         values, loader, covered = math.prod(units.input) if units.input else 0, None, units.covered(precision)
     else:
         assert cluster is not None, "only a profile has a machine of its own"
+        system = _unscaled(system) if all(machine.kind == "cpu" for machine in cluster.machines) else system
         cores = min((machine.cores or 1 for machine in cluster.machines), default=1)
         values, loader, covered = units[0].inputs, catalog.decode * cores if loads else None, None
     setting = Setting(cluster, catalog.device, system, precision, tables, optimizer, values, loader, covered=covered)
@@ -94,8 +95,14 @@ def _with_ceilings(setting: Setting, ceilings: Ceilings) -> Setting:
         memory = _own_memory() if kind == "cpu" else setting.devices(kind).memory
         return DeviceSpec(kind, kind, memory, ceilings.copy, {"fp32": ceilings.matrix.get("fp32", 1.0)}, {})
 
-    software = replace(setting.software, update_passes=ceilings.copy / ceilings.update, context=0, workspace=0)
+    plain = _unscaled(setting.software)
+    software = replace(plain, update_passes=ceilings.copy / ceilings.update, context=0, workspace=0)
     return replace(setting, devices=measured, software=software, overhead=ceilings.overhead)
+
+
+def _unscaled(software: Software) -> Software:
+    """The software without what it loses on GPUs by steps and by scaling: on CPUs, and where a profile measured it."""
+    return replace(software, overhead=0.0, jitter=0.0, half_jitter=0.0, network_jitter=0.0)
 
 
 def _measured_cluster(profile: Profile) -> Cluster:

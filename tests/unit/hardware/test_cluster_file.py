@@ -101,8 +101,8 @@ def test_finds_devices_by_name_and_memory(name: str, mib: int, known: str) -> No
 
 
 def test_an_unknown_device_lists_the_choices() -> None:
-    with pytest.raises(ValueError, match=r"'NVIDIA GeForce RTX 3080 Ti' .*12288 MiB; known: .*rtx-3090.*--device"):
-        find_device(shipped(), "NVIDIA GeForce RTX 3080 Ti", 12288 << 20)
+    with pytest.raises(ValueError, match=r"'NVIDIA GeForce RTX 9080 Ti' .*12288 MiB; known: .*rtx-3090.*--device"):
+        find_device(shipped(), "NVIDIA GeForce RTX 9080 Ti", 12288 << 20)
     with pytest.raises(ValueError, match=r"44000 MiB; .* rtx-2080ti \(11019 MiB\).*--device NAME"):
         find_device(shipped(), "GeForce RTX 2080 Ti", 44000 << 20)
 

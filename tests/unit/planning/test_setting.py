@@ -10,6 +10,7 @@ import pytest
 
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import parse_placement
+from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.config.sections import Config
 from stagewright.config.toml import make_config
 from stagewright.errors import UserError
@@ -62,6 +63,17 @@ def test_a_profile_decides_devices_software_and_sizes() -> None:
     assert elsewhere.cluster.name == shipped().cluster("titan-v-8").name
     with pytest.raises(UserError, match="has no links; profile again with --together 2"):
         make_setting(profile_of("a", has_links=False), None, "fp32")
+
+
+def test_what_gpus_lose_by_steps_and_scaling_is_not_lost_on_cpus() -> None:
+    """It made training on CPUs choose no lag at all."""
+    shapes = trace_model("vgg-small").shapes
+    level = Level(Link("memory", 1e9, 0.0), ((0, 1),))
+    on_cpus, on_cards = (
+        make_setting(shapes, Cluster((Machine(2, kind, (level,)),)), "fp32").software for kind in ("cpu", "titan-v")
+    )
+    assert on_cards.overhead > 0 and on_cards.jitter > 0
+    assert on_cpus.overhead == on_cpus.jitter == on_cpus.half_jitter == on_cpus.network_jitter == 0
 
 
 def test_the_measured_machine_has_the_slowest_of_its_links() -> None:
