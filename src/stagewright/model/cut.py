@@ -197,6 +197,9 @@ class Chain:
         assert self.trace is not None
         training = _parts(self.model, self.trace.training, self.recorded, positions)
         homes = _homes(training)
+        for name in cuts:
+            if name in self.impossible:
+                raise UserError(f"--cut or the plan file can't cut before '{name}': {self.impossible[name]}; cut elsewhere")
         evaluated = units_of(self.trace.evaluation)
         bounds = _evaluation_bounds(self.model, evaluated, cuts, homes)
         carried = _carried(self.model, evaluated, bounds, homes)
