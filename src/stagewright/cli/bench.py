@@ -19,8 +19,9 @@ from rich.console import Console
 from stagewright.bench.learning.pages import describe_study, show_study
 from stagewright.bench.learning.study import run_study
 from stagewright.bench.learning.trials import StudyOptions
-from stagewright.bench.micro import checkpoint, data, monitor, own, planner, published, shared
+from stagewright.bench.micro import checkpoint, data, monitor, own, planner, published
 from stagewright.bench.pages import Keep, run_to_folder, show
+from stagewright.bench.peers import shared
 from stagewright.bench.peers.cases import SUITES, only_cases
 from stagewright.bench.peers.run import run_cases
 from stagewright.bench.result import Outcome

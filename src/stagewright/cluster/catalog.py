@@ -338,7 +338,7 @@ def _machine(
         kind,
         tuple(levels),
         None if cores is None else int(cores),
-        host.budget if given is None else given,
+        host.usual(count) if given is None else given,
         knows_host=given is not None,
         parts=tuple((str(name), parts.positive(name)) for name in parts.entry),
         watts=table.optional("watts") or 0.0,

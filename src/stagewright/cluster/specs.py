@@ -15,6 +15,7 @@ OWN = "your own"  # a figure of the user's
 _Entry = TypeVar("_Entry")
 HALF = ("fp16", "bf16")
 _EFFICIENCY = 0.85  # of a device without a family
+_FEW_CARDS = 4
 _USUAL_INTENSITY = 140.0  # operations of the matrix units for a byte of memory traffic, of a common card
 
 
@@ -122,6 +123,10 @@ class HostBudget:
     budget: float
     slow: float
     fast: float
+
+    def usual(self, devices: int) -> float:
+        """The budget to assume: half of it for more than four cards, which sit behind switches and sockets."""
+        return self.budget / 2 if devices > _FEW_CARDS else self.budget
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ MEASURED_ERROR = 0.1  # of a profile that was measured on the machine itself (`b
 _FAMILIES = ("kepler", "maxwell", "pascal", "volta", "turing", "ga100", "ga102", "ada", "hopper", "blackwell", "amd")
 # Plain kernels reach more of GDDR's bandwidth than of HBM's, and the newest chips keep much in their large caches.
 _MEMORY_PRIORS = {"ga102": 1.12, "ada": 1.45, "turing": 1.1, "pascal": 1.05, "blackwell": 1.3}
+_KEPLER = 0.55  # of the others' share: its cards hardly hold their boost clock, and libraries have few kernels for them
 _SOFTWARE = ("mxnet", "oneflow", "paddle", "pipedream", "pytorch", "tensorflow", "tensorflow-xla")
 
 
@@ -144,12 +145,12 @@ def parameters(observed: Sequence[Observation]) -> list[Parameter]:
     }
     for kind, known in shares.items():
         is_convolution = kind == "convolution"
-        for units, (prior, spread) in known.items():
+        for units, (mean, spread) in known.items():
 
             def touches(o: Observation, units: str = units, convolution: bool = is_convolution) -> bool:
                 return o.uses(units, convolution=convolution)
 
-            found.append(Parameter(("kernels", kind, units), prior, spread, touches))
+            found.append(Parameter(("kernels", kind, units), mean, spread, touches))
             for family in _FAMILIES:
 
                 def within(
@@ -157,7 +158,8 @@ def parameters(observed: Sequence[Observation]) -> list[Parameter]:
                 ) -> bool:
                     return o.uses(units, convolution=convolution, family=family)
 
-                found.append(Parameter(("family", family, kind, units), 1.0, 0.1, within))
+                prior = _KEPLER if family == "kepler" else 1.0
+                found.append(Parameter(("family", family, kind, units), prior, 0.1, within))
     found.append(Parameter(("kernels", "memory"), 0.72, 0.1, lambda o: True))
     found.append(Parameter(("kernels", "slope"), 0.3, 0.4, lambda o: o.precision not in ("fp64", "ieee")))
     for family in _FAMILIES:

@@ -56,6 +56,7 @@ _SOFTWARE = (  # the first word that a software's text has decides
 )
 _LAYOUTS = (("nhwc", True), ("channels_last", True), ("channels last", True), ("nchw", False))
 _NGC_CHANNELS_LAST = 20.10  # NGC's PyTorch examples run mixed precision channels last from about this release on
+_TENSORFLOW_CHANNELS_LAST = 14  # minor version of TensorFlow 1 from which half precision runs channels last
 _PRECISIONS = (
     (("tf32",), "tf32"),
     (("bf16", "bfloat16"), "bf16"),
@@ -122,6 +123,9 @@ def read_row(row: Row, catalog: Catalog) -> Reading | Unknown:
     release = re.search(r"ngc pytorch (\d\d\.\d\d)", text)
     if channels_last is None and release and float(release[1]) >= _NGC_CHANNELS_LAST:
         channels_last = True
+    old = re.search(r"tensorflow 1\.(\d+)", text)
+    if channels_last is None and old and int(old[1]) < _TENSORFLOW_CHANNELS_LAST:
+        channels_last = False
     accumulated = re.search(r"accumulation to (\d+)", row.note)
     steps = max(1, int(accumulated[1]) // row.batch_per_gpu) if accumulated else 1
     return Reading(row, devices, software, channels_last, precision, Columns.of(shapes), steps)
@@ -214,7 +218,7 @@ def row_cluster(reading: Reading, catalog: Catalog) -> Cluster:
         each,
         reading.devices[0][1],
         (level,),
-        host=known or catalog.host.budget,
+        host=known or catalog.host.usual(each),
         knows_host=known is not None,
     )
     network = _network(row.link, catalog) if row.nodes > 1 else None

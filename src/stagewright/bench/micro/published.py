@@ -158,14 +158,13 @@ def _described(row: PredictedRow) -> dict[str, Any]:
 
 def show_rows(console: Console, rows: Sequence[PredictedRow], skipped: Sequence[Unknown]) -> None:
     """Every row, then errors, coverage and orders by class of evidence, and what was skipped."""
-    columns = ("hardware", "model", "software", "measured", "predicted", "90 %", "off by", "class")
-    table = plain_table(*columns, left=("hardware", "model", "software", "class"))
+    columns = ("row", "measured", "predicted", "90 %", "off by", "class")
+    table = plain_table(*columns, left=("row", "class"), no_wrap=set(columns) - {"row"})
     for row in rows:
         low, high = row.bounds(shipped().errors)
         table.add_row(
-            f"{row.row.gpus} x {row.row.hardware}",
-            f"{row.row.model} {row.row.precision} {row.row.batch_per_gpu}",
-            row.row.software[:40],
+            f"{row.row.gpus} x {row.row.hardware}, {row.row.model} {row.row.precision} {row.row.batch_per_gpu}, "
+            f"{row.row.software[:24]}",
             f"{row.row.images_per_second:,.0f}",
             f"{row.predicted:,.0f}",
             f"{low:,.0f}-{high:,.0f}",

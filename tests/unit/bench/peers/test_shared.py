@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stagewright.bench.micro.shared import CLUSTER, Foreseen, catalog_setting, make_case
+from stagewright.bench.peers.shared import CLUSTER, Foreseen, catalog_setting, make_case
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import parse_placement
 from stagewright.plan.make import make_plan
