@@ -26,7 +26,7 @@ ROOT = Path(stagewright.__file__).parent
 Source = Mapping[str, str]  # the text of every file, by its path below the package
 
 TOP_LEVEL = {"__init__", "__main__", "errors", "events", "files", "metrics"}
-MOST_FILES = 16  # of one folder
+MOST_FILES = 17  # of one folder
 BASICS = {"errors", "events", "files", "metrics"}
 TRAINING = {*BASICS, "cluster", "config", "data", "model", "plan.plan", "schedule", "runtime"}
 RUNTIME = {f"runtime.{folder}" for folder in ("comm", "stage", "checkpoint", "multinode", "process")}
@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": {"errors"},
     "config": {"errors", "files"},
     "cluster": {"errors", "files", "metrics"},
-    "model": {"errors", "metrics"},
+    "model": {"errors", "files", "metrics"},
     "data": BASICS,
     "profile": {*BASICS, "cluster", "model"},
     "plan": {*BASICS, "cluster", "profile"},
@@ -60,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     "run": BELOW_RUN,
     "bench": {*BELOW_RUN, "run"},
     "bench.peers": BENCH,
-    "bench.micro": BENCH,
+    "bench.micro": {*BENCH, "bench.peers"},
     "bench.learning": BENCH,
     "bench.models": BENCH,
     "api": {"config", "errors", "run"},
@@ -75,10 +75,11 @@ WITH_TORCH = {
         "profile.measure",
         "profile.background_load",
         "hardware.environment",
+        "planning.setting",
         "hardware.doctor.measure",
     ),
 }
-WITH_DISTRIBUTED = {"runtime", "bench.peers"}
+WITH_DISTRIBUTED = {"runtime", "bench.peers", "bench.models"}
 # These never bring torch with them, not even through what they import.
 WITHOUT_TORCH = {
     *BASICS,
@@ -359,9 +360,11 @@ def test_a_folder_with_too_many_files_is_found() -> None:
 
 
 TESTS = Path(__file__).parents[1]
+ATTACKS = {TESTS / "unit/model/test_prove.py"}  # puts faults into private parts
+READERS = sorted(set(TESTS.rglob("*.py")) - ATTACKS)
 
 
-@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
+@pytest.mark.parametrize("path", READERS, ids=lambda path: str(path.relative_to(TESTS)))
 def test_tests_use_public_names(path: Path) -> None:
     assert list(private_names_of_others(ast.parse(path.read_text()))) == []
 

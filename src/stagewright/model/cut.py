@@ -203,7 +203,9 @@ class Chain:
         homes = _homes(training)
         for name in cuts:
             if name in self.impossible:
-                raise UserError(f"no stage can begin with '{name}': {self.impossible[name]}; cut at another unit")
+                raise UserError(
+                    f"--cut or the plan file can't cut before '{name}': {self.impossible[name]}; cut elsewhere"
+                )
         evaluated = units_of(self.trace.evaluation)
         bounds = _evaluation_bounds(self.model, evaluated, cuts, homes)
         carried = _carried(self.model, evaluated, bounds, homes)

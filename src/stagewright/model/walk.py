@@ -86,7 +86,10 @@ class Walk:
         units = self._chain.recorded
         position = {node: index for index, unit in enumerate(units) for node in unit.nodes}
         for node in recording.graph.nodes:
-            self._last_use[node] = max((position.get(user, len(units)) for user in node.users), default=-1)
+            users = [
+                user for user in node.users if not user.meta.get("is_size")
+            ]  # a size is no use of the tensor later
+            self._last_use[node] = max((position.get(user, len(units)) for user in users), default=-1)
         runner = UnitRunner(self._chain.model, recording, self._example)
         self._values[runner.input] = self._example
         for self._position, unit in enumerate(units):
@@ -132,6 +135,8 @@ class UnitRunner:
             if node.op == "placeholder":
                 self.input = node
                 self.values[node] = example
+            elif node.op == "call_method" and node.meta.get("is_size"):
+                self.values[node] = len(example)  # the input may be freed before it is asked for
 
     def run(self, unit: Unit) -> Any:
         """Run a unit; returns what its first node returned, or its last where it has several calls."""

@@ -100,7 +100,7 @@ _KINDS: tuple[tuple[tuple[type[nn.Module], ...], Kind], ...] = (
 
 
 _FUNCTIONS = {
-    "layer_norm": Kind.NORM,
+    "layer_norm": Kind.LAYER_NORM,
     "linear": Kind.LINEAR,
     "scaled_dot_product_attention": Kind.ATTENTION,
     **dict.fromkeys(_VIEWS, Kind.VIEW),

@@ -167,7 +167,7 @@ _ALWAYS = {
     "every run": "--model --data --shuffle --batch --lr --optimizer --weight-decay --clip --label-smoothing --seed "
     "--device --precision --compile --threads --runs --log-every --monitor-every --track --export --resume --warmup "
     "--checkpoint-every --checkpoint-minutes --eval-every --val --limit --lr-schedule --steps --epochs --emulate "
-    "--nodes --plan",
+    "--nodes --plan --unproven",
     "the planner and the synthetic data use it": "--image",
     "a factory may take it": "--classes",
     "a stopped run saves a checkpoint as well": "--keep",

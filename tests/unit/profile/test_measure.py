@@ -24,7 +24,7 @@ def test_a_profile_has_every_unit_and_the_models_parameters() -> None:
     model = build_workload(workload("tests.models:residual"))
     assert [table.samples for table in profile.tables] == [2, 4]
     for table in profile.tables:
-        assert [unit.name for unit in table.units] == list(Chain(model).units)
+        assert [unit.name for unit in table.units] == list(Chain(model, torch.randn(2, 3, 8, 8)).units)
         assert sum(unit.parameters for unit in table.units) == sum(p.numel() for p in model.parameters())
         assert all(unit.forward > 0 for unit in table.units)
         assert sum(unit.backward for unit in table.units) > 0
@@ -58,7 +58,7 @@ def sleepy() -> nn.Module:
 
 
 def test_the_slow_unit_gets_its_time_and_no_other() -> None:
-    chain = Chain(sleepy())
+    chain = Chain(sleepy(), torch.randn(2, 3, 8, 8))
     assert "3" in chain.units[3]
     seconds = time_units(chain, torch.randn(2, 3, 8, 8), nullcontext, Clock("cpu"))
     slow = chain.units[3]

@@ -60,7 +60,7 @@ def test_an_attention_returns_and_sends_the_tensor_in_its_tuple() -> None:
     shapes = trace_model("vit_b_16").shapes
     index = next(index for index, shape in enumerate(shapes) if shape.name.endswith("encoder_layer_3.self_attention"))
     tokens, width = 197, 768
-    assert shapes[index].kind is Kind.OTHER and shapes[index].outputs == tokens * width
+    assert shapes[index].kind is Kind.ATTENTION and shapes[index].outputs == tokens * width
     products = 4 * tokens * width**2 + 2 * tokens**2 * width  # queries, keys, values, output; scores, weighted values
     assert shapes[index].operations == 2 * products
     assert {shape.live for shape in shapes[index : index + 3]} == {2 * tokens * width}  # beside the shortcut
@@ -75,7 +75,7 @@ def test_a_convolution_of_single_channels_has_few_operations() -> None:
 
 def test_a_norm_called_as_a_function_is_a_norm() -> None:
     shapes = by_name(trace_model("convnext_tiny").shapes)
-    assert shapes["layer_norm"].kind is shapes["features.1.0.block.2"].kind is Kind.NORM
+    assert shapes["layer_norm"].kind is shapes["features.1.0.block.2"].kind is Kind.LAYER_NORM
     assert shapes["permute"].kind is Kind.VIEW
 
 
@@ -90,7 +90,7 @@ class Inner(nn.Module):
 
 def test_a_tensor_that_two_units_save_is_counted_once() -> None:
     with torch.device("meta"):
-        shapes = trace_shapes(Chain(Inner()), (6,))
+        shapes = trace_shapes(Chain(Inner(), torch.empty(2, 6)), (6,))
     # the first layer saves its input, ReLU its output, the second layer that same output
     assert [shape.saved for shape in shapes] == [6, 10, 0]
     assert [shape.operations for shape in shapes] == [2 * 6 * 10, 0, 2 * 10 * 4]
@@ -98,5 +98,5 @@ def test_a_tensor_that_two_units_save_is_counted_once() -> None:
 
 def test_a_model_outside_the_zoo_has_shapes() -> None:
     with torch.device("meta"):
-        shapes = trace_shapes(Chain(residual()), (3, 8, 8))
+        shapes = trace_shapes(Chain(residual(), torch.empty(2, 3, 8, 8)), (3, 8, 8))
     assert len(shapes) > 3 and all(shape.live > 0 for shape in shapes)
