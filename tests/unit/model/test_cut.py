@@ -39,7 +39,7 @@ def test_shares_put_boundaries_at_the_floor_of_their_prefix() -> None:
     [
         ("tied", "third", ["third.weight", "second.weight", "stage 0", "stage 1", "move the cut"]),
         ("reused", "second_1", ["second.weight", "stage 0", "stage 1"]),
-        ("alias", "relu", ["view", "first", "begin with 'relu'", "in place"]),
+        ("alias", "relu", ["view", "first", "cut before 'relu'", "in place"]),
         ("untraceable", "head", ["_Untraceable", "can't be cut", "reads values"]),
         ("gated", "gate.conv", ["gate.conv", "no such unit"]),
         ("plain", "spam", ["spam", "no such unit"]),
