@@ -115,7 +115,7 @@ def build(task: Task) -> nn.Module:
     return model if dtype == torch.float32 else model.to(dtype)
 
 
-def train(task: Task, cut: Cut = Cut()) -> Outcome:  # noqa: B008
+def train(task: Task, cut: Cut = Cut()) -> Outcome:
     """Train the author's module; stage s > 0 begins with the first call of `cut.starts[s - 1]`, or its end."""
     with _kept_randomness():
         return _train(task, cut)
@@ -149,7 +149,7 @@ def _train(task: Task, cut: Cut) -> Outcome:
             samples = slice(first + m * size, first + (m + 1) * size)
             begin(i)
             loss = cross_entropy(model(inputs[samples].clone()), task.labels[samples])
-            (loss / task.microbatches).backward()
+            (loss / task.microbatches).backward()  # type: ignore[no-untyped-call]
             replicas.leave(i)
             total += loss.item() / task.microbatches
         losses.append(total)
@@ -175,7 +175,7 @@ def _converted(task: Task) -> Tensor:
 def _score(model: nn.Module, inputs: Tensor, labels: Tensor, size: int) -> float:
     model.eval()
     with torch.no_grad():
-        pieces = zip(inputs.split(size), labels.split(size), strict=True)
+        pieces = zip(inputs.split(size), labels.split(size), strict=True)  # type: ignore[no-untyped-call]
         return sum(float(cross_entropy(model(x), y)) * len(y) for x, y in pieces)
 
 
@@ -223,7 +223,7 @@ def _seed_stages(model: nn.Module, cut: Cut, seed: int) -> Callable[[int], None]
     begun: set[int] = set()
 
     def begin_stage(stage: int) -> None:
-        is_recomputed = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+        is_recomputed = torch._C._current_graph_task_id() != -1
         if stage not in begun or is_recomputed:
             begun.add(stage)
             seed_all(seeds[stage])

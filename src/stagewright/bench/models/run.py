@@ -31,7 +31,7 @@ from stagewright.events import BatchLosses, Event, Scored
 from stagewright.model.cut import WAYS, Chain, Way
 from stagewright.model.load import build_model
 from stagewright.model.prove import Differs, prove
-from stagewright.run.train import prepare
+from stagewright.run.prepare import prepare
 from stagewright.runtime.process.emulate import Emulation
 
 BAR = 1e-9  # the largest difference that is none
