@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from stagewright.cli.bench import Request, run_bench
 from stagewright.cli.main import main
+from stagewright.errors import UserError
 
 
 def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -79,6 +81,6 @@ def test_models_are_tried_and_summed_up(capsys: pytest.CaptureFixture[str]) -> N
     assert "torch" in found["versions"]
 
 
-def test_an_unknown_model_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    message = fails(capsys, "bench", "models", "--only", "torch_stacked_grv")
-    assert "torch_stacked_gru" in message
+def test_an_unknown_model_is_named_with_the_nearest() -> None:
+    with pytest.raises(UserError, match="torch_stacked_gru"):
+        run_bench(Request("models", only="torch_stacked_grv"))
