@@ -47,7 +47,8 @@ soak: $(READY)
 # of the measured rows.
 nightly: $(READY) demo
 	STAGEWRIGHT_NIGHTLY=1 $(BIN)/python -m pytest -s tests/unit/test_docs.py tests/unit/planning/test_laws.py \
-		tests/unit/planning/test_calibrate.py
+		tests/unit/planning/test_calibrate.py tests/unit/model/test_traits.py
+	$(BIN)/stagewright bench models
 
 bench: $(READY)
 	$(BIN)/stagewright bench overhead

@@ -20,6 +20,8 @@ from stagewright.bench.learning.pages import describe_study, show_study
 from stagewright.bench.learning.study import run_study
 from stagewright.bench.learning.trials import StudyOptions
 from stagewright.bench.micro import checkpoint, data, monitor, own, planner, published
+from stagewright.bench.models.run import select, try_models
+from stagewright.bench.models.table import as_json, show_tries
 from stagewright.bench.pages import Keep, run_to_folder, show
 from stagewright.bench.peers import shared
 from stagewright.bench.peers.cases import SUITES, only_cases
@@ -46,6 +48,7 @@ _LEARNING_OPTIONS = (
     *("only", "data", "set", "cluster", "anonymise"),
     *("val", "study", "seeds", "jobs", "target", "real", "reuse"),
 )
+_MODEL_OPTIONS = ("only", "quick")
 _SEEDS = 3
 
 
@@ -74,6 +77,7 @@ class Request:
     rows: str | None = None
     given: str | None = None
     row: str | None = None
+    quick: bool = False
 
     @property
     def command(self) -> str:
@@ -101,7 +105,12 @@ class Request:
             ("--row", self.row),
         ]
         words = [word for flag, value in given if value is not None for word in (flag, str(value))]
-        switches = {"--real": self.real, "--simulate": self.simulate, "--anonymise": self.anonymise}
+        switches = {
+            "--real": self.real,
+            "--quick": self.quick,
+            "--simulate": self.simulate,
+            "--anonymise": self.anonymise,
+        }
         return shlex.join(
             ["stagewright", "bench", self.suite, *words, *(flag for flag, is_on in switches.items() if is_on)]
         )
@@ -138,6 +147,10 @@ def run_bench(request: Request) -> None:
         _refuse_unused(request, _LEARNING_OPTIONS)
         _run_study(request)
         return
+    if request.suite == "models":
+        _refuse_unused(request, _MODEL_OPTIONS)
+        _try_models(request)
+        return
     run_measure(
         request.suite,
         _measure_of(request),
@@ -171,7 +184,7 @@ def _measure_of(request: Request) -> Measure:
         _refuse_unused(request, _SUITE_OPTIONS)
         options = _suite_options(request)
         return lambda runs, keep, progress: run_suite(request.suite, options, runs, progress, keep)
-    known = [*shipped_names(), *SUITES, *_PARTS, "published", "shared", "data", "learning"]
+    known = [*shipped_names(), *SUITES, *_PARTS, "published", "shared", "data", "learning", "models"]
     raise UserError(f"unknown suite '{request.suite}', and no .toml file; {did_you_mean(request.suite, known)}")
 
 
@@ -204,7 +217,7 @@ def run_measure(
 
 def _refuse_unused(request: Request, taken: Sequence[str]) -> None:
     """Reject an option that this suite would ignore."""
-    for name in dict.fromkeys((*_SUITE_OPTIONS, *_LEARNING_OPTIONS, *_PUBLISHED_OPTIONS)):
+    for name in dict.fromkeys((*_SUITE_OPTIONS, *_LEARNING_OPTIONS, *_PUBLISHED_OPTIONS, *_MODEL_OPTIONS)):
         if name not in taken and getattr(request, "overrides" if name == "set" else name):
             takes = ", ".join(f"--{name}" for name in taken) or "none of these options"
             raise UserError(f"bench {request.suite} does not use --{name}; leave it out: it takes {takes}")
@@ -260,3 +273,19 @@ def _run_study(request: Request) -> None:
         print(json.dumps(describe_study(study) | {"folder": str(folder)}))
     else:
         show_study(Console(), study, folder)
+
+
+def _try_models(request: Request) -> None:
+    """Cut, prove and train models of libraries, and compare with plain PyTorch."""
+    entries = select(request.only, quick=request.quick)
+    with ProgressLine(request.suite) as progress:
+        tries = try_models(entries, progress)
+    if request.as_json:
+        print(json.dumps(as_json(tries)))
+    else:
+        show_tries(Console(), tries)
+    if wrong := [tried for tried in tries.models if tried.largest is not None and not tried.is_equal]:
+        raise UserError(
+            f"{len(wrong)} of {len(tries.models)} models differ from plain PyTorch, first {wrong[0].name} "
+            f"by {wrong[0].largest:.0e}; cut them elsewhere, and report it"
+        )

@@ -44,6 +44,8 @@ _SUITES = """suites of configurations, measured in turns; all leave a folder wit
   FILE.toml   your own; for examples see stagewright/bench/suites
 accuracy at each lag, over several seeds:
   learning
+models of libraries, cut and compared with plain PyTorch:
+  models
 comparisons with stock PyTorch:
   overhead, peers, gpu, shared
 parts of Stagewright:
@@ -367,7 +369,7 @@ COMMANDS = (
         (
             *take("--repeats"),
             *take("--steps", default=0, bounds={"least": 0}, help="batches per repeat (default: the suite's)"),
-            *take("--only"),
+            *take("--quick --only"),
             *take("--data", default=None, help="real data for suites that take it: folder:DIR, tar:GLOB, ..."),
             *take("--set", is_repeated=True, help="an option for every configuration: run.seed=3"),
             *take("--simulate"),

@@ -86,11 +86,12 @@ def probe(
     sample may take another path: then any parameter may be reached, and any value may need a gradient.
     """
     modules = [piece.training if training else piece.evaluation for piece in pieces]
+    roots = [root for piece in pieces for root in (piece.training, piece.evaluation)]  # a buffer is replaced in both
     modes = {module: module.training for root in modules for module in root.modules()}
     try:
         for piece in pieces:
             piece.train(training)
-        with analysing(), unchanged_state(modules), torch.set_grad_enabled(training):
+        with analysing(), unchanged_state(roots), torch.set_grad_enabled(training):
             try:
                 with fake_tensors(device) as make:
                     found = _probe(pieces, modules, example, context, make)

@@ -68,3 +68,17 @@ def test_a_request_becomes_a_shell_command() -> None:
     asked = ["--only", "lag 1", "--data", "tar:/data/a b/*.tar", "--set", 'run.device="cuda"', "--seeds", "2"]
     more = ["--target", "91.5", "--reuse", "runs/x", "--real"]
     assert shlex.split(request.command) == ["stagewright", "bench", "learning", *asked, *more]
+
+
+def test_models_are_tried_and_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["bench", "models", "--only", "torch_stacked_gru", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    (tried,) = found["models"]
+    assert tried["stages"] == 4 and tried["way"] == "graph" and not tried["refused"]
+    assert max(tried["sync"], tried["stale"]) < 1e-9
+    assert "torch" in found["versions"]
+
+
+def test_an_unknown_model_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    message = fails(capsys, "bench", "models", "--only", "torch_stacked_grv")
+    assert "torch_stacked_gru" in message

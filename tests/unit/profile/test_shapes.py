@@ -63,8 +63,8 @@ def test_an_attention_returns_and_sends_the_tensor_in_its_tuple() -> None:
     assert shapes[index].kind is Kind.ATTENTION and shapes[index].outputs == tokens * width
     products = 4 * tokens * width**2 + 2 * tokens**2 * width  # queries, keys, values, output; scores, weighted values
     assert shapes[index].operations == 2 * products
-    assert {shape.live for shape in shapes[index : index + 3]} == {2 * tokens * width}  # beside the shortcut
-    assert shapes[index + 3].live == tokens * width
+    assert shapes[index].live == 2 * tokens * width  # beside the shortcut
+    assert shapes[index + 1].live == tokens * width
 
 
 def test_a_convolution_of_single_channels_has_few_operations() -> None:

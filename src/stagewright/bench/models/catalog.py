@@ -17,6 +17,20 @@ from stagewright.bench.models import configured, images, own
 from stagewright.bench.models.libraries import is_installed
 
 CLASSES = 10
+_COMPARED = frozenset(
+    [
+        "torchvision_resnet18",
+        "torchvision_densenet",
+        "torchvision_vit",
+        "torchvision_swin",
+        "timm_test_efficientnet",
+        "torch_transformer_encoder",
+        "torch_unet",
+        "torch_vq",
+        "transformers_bert",
+        "transformers_gpt2",
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +44,11 @@ class Entry:
     sample: tuple[int, ...]
     tokens: int = 0  # samples are whole numbers below this one; 0: they are real numbers
     is_quick: bool = False  # one of the dozen that every test run tries
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether torch.distributed.pipelining is tried on it as well."""
+        return self.name in _COMPARED
 
     @property
     def is_installed(self) -> bool:

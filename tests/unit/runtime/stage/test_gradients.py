@@ -249,3 +249,24 @@ def test_gradients_have_the_strides_of_their_parameters() -> None:
     with gradients.accumulating(0, slot.leaves, overlap=False):
         model(torch.randn(2, 3, 5, 5)).sum().backward()
     assert slot.leaves[0].grad is not None and slot.leaves[0].grad.stride() == stride != (27, 9, 3, 1)
+
+
+def test_a_parameter_is_left_alone_where_no_replica_reached_it() -> None:
+    setup = Setup(collective := Sums(), is_conditional=True)
+    with setup.gradients.accumulating(0, setup.ring.use(0).leaves, overlap=False):
+        setup.model[2](torch.randn(5, 3)).sum().backward()
+    setup.gradients.reduce(0)
+    flags = collective.started[-1].tensor
+    assert flags.tolist() == [0, 0, 1, 1]
+    assert setup.gradients.unreached(0) == [0, 1]
+    flags[1] += 1  # the other replica has reached it
+    assert setup.gradients.unreached(0) == [0]
+
+
+def test_a_missing_gradient_is_an_error_where_what_runs_is_fixed() -> None:
+    setup = Setup(Sums())
+    with setup.gradients.accumulating(0, setup.ring.use(0).leaves, overlap=False):
+        setup.model[2](torch.randn(5, 3)).sum().backward()
+    setup.gradients.reduce(0)
+    with pytest.raises(RuntimeError, match=r"0\.weight"):
+        setup.gradients.unreached(0)

@@ -1,49 +1,48 @@
-"""Any model trained twice: by Stagewright as a pipeline, and as its author's own module in one process; then compared.
+"""A model trained as its author's own module in one process of plain PyTorch, to compare pipelines with.
 
-The plain side differs from `tests/reference.py` in that it calls the author's module as it is: parameters keep their
-identity, and what is no registered parameter or buffer (a list of tensors, a counter) does what it does in any script.
-It handles batches of one length and SGD alone.
+It calls the module as it is: parameters keep their identity, and what is no registered parameter or buffer (a list of
+tensors, a counter) does what it does in any script. It imports nothing of the runtime; the rules it follows (which
+version a microbatch sees, what seeds a stage, whose buffers a replica moves) are those of docs/design.md. It handles
+batches of one length and SGD with momentum alone.
 
-Random numbers. A run seeds torch's generator before each stage, so the plain side seeds it too where a later stage
-begins: at the first call of the module that the cut names. A cut that names no module leaves the plain side's draws
-unlike the run's; `Cut.starts` says None there, and a model that draws behind it can't be compared.
+Random numbers. A run seeds the generators before each stage, so this side seeds them too where a later stage begins: at
+the first call of the module that the cut names or, cut between blocks, when the block before it has returned. A cut
+that names no module leaves this side's draws unlike the run's; `Cut.starts` says None there, and a model that draws
+behind it can't be compared.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
-from stagewright.config.toml import make_config
-from stagewright.events import BatchLosses, Event, Scored
-from stagewright.run.train import prepare
-from stagewright.runtime.process.emulate import Emulation
-from tests.reference import Moments, Setup, sgd, stage_seed
-
-Tensors = Mapping[str, Tensor]
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+_MOMENTUM = 0.9
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a model is cut: the unit each later stage begins with, and the module whose call that is, if it is one."""
+    """Where a model is cut: the unit each later stage begins with, and the module whose call that is, if it is one.
 
-    units: tuple[str, ...]
-    starts: tuple[str | None, ...]
+    Cut between blocks, a stage begins when the block before its first has returned; that is the one that `starts` has.
+    """
+
+    units: tuple[str, ...] = ()
+    starts: tuple[str | None, ...] = ()
+    is_between_blocks: bool = False
 
     @property
     def is_seeded(self) -> bool:
@@ -71,6 +70,10 @@ class Task:
     evaluates: bool = False
 
     @property
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.precision]
+
+    @property
     def replicas(self) -> tuple[int, ...]:
         ranges = [stage.rpartition(":")[2].partition("-") for stage in self.placement.split(".")]
         return tuple(1 + int(last or first) - int(first) for first, _, last in ranges)
@@ -80,20 +83,6 @@ class Task:
         """K of every stage: in stale mode with `--staleness 1`."""
         stages = len(self.replicas)
         return tuple(min(stages - s, 2) if self.mode == "stale" else 1 for s in range(stages))
-
-    @property
-    def setup(self) -> Setup:
-        return Setup(
-            self.replicas,
-            self.versions,
-            self.batch,
-            self.microbatches,
-            self.steps,
-            self.seed,
-            _DTYPES[self.precision],
-            weight_decay=self.weight_decay,
-            lr=lambda batch: self.lr,
-        )
 
 
 @dataclass
@@ -105,47 +94,7 @@ class Outcome:
     unmoved: frozenset[str] = frozenset()  # tensors that training left as they were
     score: float | None = None
     model: nn.Module | None = field(default=None, repr=False)  # the author's, to look at what is no tensor
-
-
-# --- Stagewright's side -----------------------------------------------------------------------------------------------
-
-
-def run(task: Task, cut: Cut, folder: Path) -> Outcome:
-    """Train with every rank in this process."""
-    data = {"images": task.inputs.contiguous(), "labels": task.labels}
-    save_file(data, folder / "data.safetensors")
-    tables: dict[str, dict[str, Any]] = {
-        "model": {"name": task.model},
-        "data": {"source": f"tensors:{folder / 'data.safetensors'}", "shuffle": False},
-        "plan": {
-            "placement": task.placement,
-            "cut": ",".join(cut.units) or None,
-            "mode": task.mode,
-            "batch": task.batch,
-            "microbatches": task.microbatches,
-        },
-        "optimizer": {"lr": task.lr, "momentum": 0.9, "weight_decay": task.weight_decay},
-        "run": {"steps": task.steps, "seed": task.seed, "precision": task.precision, "runs": str(folder / "runs")},
-    }
-    if task.mode == "stale":
-        tables["plan"]["staleness"] = 1
-    if task.evaluates:
-        tables["data"]["val"] = tables["data"]["source"]
-        tables["run"]["eval_every"] = task.steps
-    job = prepare(make_config(tables, given=())).job
-    events: list[Event] = []
-    emulation = Emulation(job, events.append)
-    emulation.run()
-    losses = dict(pair for event in events if isinstance(event, BatchLosses) for pair in event.losses)
-    scores = [event.score.loss for event in events if isinstance(event, Scored)]
-    batches = [
-        sum(losses[i] for i in range(p * task.microbatches, (p + 1) * task.microbatches)) / task.microbatches
-        for p in range(task.steps)
-    ]
-    return Outcome(batches, dict(emulation.weights()), score=sum(scores) if task.evaluates else None)
-
-
-# --- The author's side ------------------------------------------------------------------------------------------------
+    way: str = ""  # how a pipeline was cut
 
 
 def seed_all(seed: int) -> None:
@@ -162,37 +111,37 @@ def build(task: Task) -> nn.Module:
     if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
         with torch.no_grad():
             model(task.inputs[: task.batch // task.microbatches])
-    dtype = _DTYPES[task.precision]
+    dtype = task.dtype
     return model if dtype == torch.float32 else model.to(dtype)
 
 
-def train(task: Task, starts: Sequence[str | None]) -> Outcome:
-    """Train the author's module; stage s > 0 begins with the first call of `starts[s - 1]`."""
+def train(task: Task, cut: Cut = Cut()) -> Outcome:
+    """Train the author's module; stage s > 0 begins with the first call of `cut.starts[s - 1]`, or its end."""
     with _kept_randomness():
-        return _train(task, starts)
+        return _train(task, cut)
 
 
-def _train(task: Task, starts: Sequence[str | None]) -> Outcome:
-    setup, size = task.setup, task.batch // task.microbatches
+def _train(task: Task, cut: Cut) -> Outcome:
+    size = task.batch // task.microbatches
     inputs = _converted(task)
-    homes = uses(build(task), inputs[:size], starts)
+    homes = uses(build(task), inputs[:size], cut)
     model = build(task).train()
     first_state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    begin = _seed_stages(model, starts, task.seed)
+    begin = _seed_stages(model, cut, task.seed)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     history = {name: [p.detach().clone()] for name, p in parameters.items()}
-    moments = {name: Moments(0, torch.zeros_like(w[0]), torch.zeros_like(w[0])) for name, w in history.items()}
-    replicas = Replicas(model, homes, setup)
+    velocities: dict[str, Tensor] = {}
+    replicas = Replicas(model, homes, task.replicas)
 
     def lag(name: str) -> int:
-        return setup.versions[homes.tensors.get(name, 0)] - 1
+        return task.versions[homes.tensors.get(name, 0)] - 1
 
     losses = []
-    for p in range(setup.steps):
+    for p in range(task.steps):
         first = p * task.batch % (len(inputs) - len(inputs) % task.batch)
         total = 0.0
-        for m in range(setup.microbatches):
-            i = p * setup.microbatches + m
+        for m in range(task.microbatches):
+            i = p * task.microbatches + m
             for name, parameter in parameters.items():
                 if lag(name):
                     parameter.data.copy_(history[name][max(0, p - lag(name))])
@@ -200,15 +149,15 @@ def _train(task: Task, starts: Sequence[str | None]) -> Outcome:
             samples = slice(first + m * size, first + (m + 1) * size)
             begin(i)
             loss = cross_entropy(model(inputs[samples].clone()), task.labels[samples])
-            (loss / setup.microbatches).backward()
+            (loss / task.microbatches).backward()  # type: ignore[no-untyped-call]
             replicas.leave(i)
-            total += loss.item() / setup.microbatches
+            total += loss.item() / task.microbatches
         losses.append(total)
         for name, parameter in parameters.items():
             newest = history[name][-1] if lag(name) else parameter.detach().clone()  # which forward may have changed
             if parameter.grad is not None:
                 gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-                newest, moments[name] = sgd(setup, task.lr, newest, gradient.detach(), moments[name])
+                newest, velocities[name] = _sgd(task, newest, gradient.detach(), velocities.get(name))
             history[name].append(newest)
             parameter.data.copy_(newest)
             parameter.grad = None
@@ -220,13 +169,13 @@ def _train(task: Task, starts: Sequence[str | None]) -> Outcome:
 
 
 def _converted(task: Task) -> Tensor:
-    return task.inputs.to(_DTYPES[task.precision]) if task.inputs.is_floating_point() else task.inputs
+    return task.inputs.to(task.dtype) if task.inputs.is_floating_point() else task.inputs
 
 
 def _score(model: nn.Module, inputs: Tensor, labels: Tensor, size: int) -> float:
     model.eval()
     with torch.no_grad():
-        pieces = zip(inputs.split(size), labels.split(size), strict=True)
+        pieces = zip(inputs.split(size), labels.split(size), strict=True)  # type: ignore[no-untyped-call]
         return sum(float(cross_entropy(model(x), y)) * len(y) for x, y in pieces)
 
 
@@ -241,22 +190,50 @@ def _kept_randomness() -> Iterator[None]:
             np.random.set_state(numpy)
 
 
-def _seed_stages(model: nn.Module, starts: Sequence[str | None], seed: int) -> Callable[[int], None]:
-    """A function to call before every forward; later stages are seeded at the first call of their start."""
-    waiting: dict[str, tuple[int, int]] = {}
-    for name in filter(None, starts):
+def _sgd(task: Task, weight: Tensor, gradient: Tensor, velocity: Tensor | None) -> tuple[Tensor, Tensor]:
+    """torch.optim.SGD's update."""
+    gradient = gradient + task.weight_decay * weight
+    velocity = gradient if velocity is None else _MOMENTUM * velocity + gradient
+    return weight - task.lr * velocity, velocity
 
-        def hook(module: nn.Module, args: object, name: str = name) -> None:
-            if name in waiting:
-                microbatch, stage = waiting.pop(name)
-                seed_all(stage_seed(seed, microbatch, stage))
 
-        model.get_submodule(name).register_forward_pre_hook(hook, prepend=True)
+def stage_seed(seed: int, microbatch: int, stage: int) -> int:
+    """The seed of the generators before a stage runs forward on a microbatch."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{microbatch}/{stage}".encode()).digest()[:8], "little")
+
+
+def _at_starts(model: nn.Module, cut: Cut, begin: Callable[[int], None]) -> None:
+    """Call `begin` with the number of a later stage wherever a call of the module at its start begins, or ends."""
+    for stage, name in enumerate(cut.starts, start=1):
+        if name is None:
+            continue
+        module = model.get_submodule(name)
+        if cut.is_between_blocks:
+            module.register_forward_hook(lambda *_, stage=stage: begin(stage))
+        else:
+            module.register_forward_pre_hook(lambda *_, stage=stage: begin(stage), prepend=True)
+
+
+def _seed_stages(model: nn.Module, cut: Cut, seed: int) -> Callable[[int], None]:
+    """A function to call before every forward; later stages are seeded where they begin.
+
+    The recomputation of an activation checkpoint is seeded again, as the forward was.
+    """
+    seeds: dict[int, int] = {}
+    begun: set[int] = set()
+
+    def begin_stage(stage: int) -> None:
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        if stage not in begun or is_recomputed:
+            begun.add(stage)
+            seed_all(seeds[stage])
+
+    _at_starts(model, cut, begin_stage)
 
     def begin(microbatch: int) -> None:
-        waiting.clear()
-        waiting.update({name: (microbatch, stage) for stage, name in enumerate(starts, 1) if name is not None})
-        seed_all(stage_seed(seed, microbatch, 0))
+        begun.clear()
+        seeds.update({stage: stage_seed(seed, microbatch, stage) for stage in range(len(cut.starts) + 1)})
+        seed_all(seeds[0])
 
     return begin
 
@@ -295,24 +272,32 @@ class Homes:
     modules: Mapping[str, int]
 
 
-def uses(model: nn.Module, example: Tensor, starts: Sequence[str | None]) -> Homes:
-    """What each stage uses, found in one forward."""
+def uses(model: nn.Module, example: Tensor, cut: Cut) -> Homes:
+    """What each stage uses, found in one forward; what it does not reach belongs where the module around it is."""
     named = [*model.named_parameters(), *model.named_buffers()]
     mode = _Uses({id(tensor): name for name, tensor in named})
     called: dict[str, int] = {}
 
+    def begin(stage: int) -> None:
+        mode.stage = max(mode.stage, stage)
+
     def note(name: str, *_: object) -> None:
-        if name in starts:
-            mode.stage = max(mode.stage, starts.index(name) + 1)
         called.setdefault(name, mode.stage)
 
     for name, module in model.named_modules():
         if not isinstance(module, torch.jit.ScriptModule):
             module.register_forward_pre_hook(partial(note, name), prepend=True)
+    _at_starts(model, cut, begin)
     with mode:
         model.train()(example.clone())
-    by_module = {name: stage for name, _ in named if (stage := called.get(name.rpartition(".")[0])) is not None}
-    return Homes(by_module | mode.found, called)
+    tensors = {}
+    for name, _ in named:
+        owner = name.rpartition(".")[0]
+        while owner and owner not in called:
+            owner = owner.rpartition(".")[0]
+        if owner in called and (owner or "." not in name):
+            tensors[name] = called[owner]
+    return Homes(tensors | mode.found, called)
 
 
 @dataclass
@@ -326,14 +311,13 @@ class State:
 class Replicas:
     """Every replica's state, put into the model before a microbatch that the replica runs."""
 
-    def __init__(self, model: nn.Module, homes: Homes, setup: Setup) -> None:
+    def __init__(self, model: nn.Module, homes: Homes, replicas: Sequence[int]) -> None:
         self.model = model
         self.homes = homes
-        self.setup = setup
-        self.counts = [[0] * count for count in setup.replicas]
+        self.counts = [[0] * count for count in replicas]
         self.own = [
             [deepcopy(self._state(stage)) for _ in range(count if count > 1 else 0)]
-            for stage, count in enumerate(setup.replicas)
+            for stage, count in enumerate(replicas)
         ]
 
     def _state(self, stage: int) -> State:
@@ -389,16 +373,14 @@ def _is_state(name: str, value: object) -> bool:
     return isinstance(value, int | float | Tensor | dict | torch.Generator | np.random.Generator)
 
 
-# --- Both -------------------------------------------------------------------------------------------------------------
-
-
-def even_cut(model: nn.Module, units: Sequence[str], stages: int) -> Cut:
+def even_cut(model: nn.Module, units: Sequence[str], stages: int, impossible: Collection[str] = ()) -> Cut:
     """Cuts near equal numbers of units, each at the nearest unit that is a module's call, where there is one."""
-    modules = {name for name, _ in model.named_modules()}
+    modules = {name for name, module in model.named_modules() if not isinstance(module, torch.jit.ScriptModule)}
     chosen: list[int] = []
     for stage in range(1, stages):
         wanted = len(units) * stage // stages
-        rest = range(chosen[-1] + 1 if chosen else 1, len(units))
+        first = chosen[-1] + 1 if chosen else 1
+        rest = [index for index in range(first, len(units)) if units[index] not in impossible]
         if not rest:
             break
         named = [index for index in rest if units[index] in modules]
@@ -408,6 +390,12 @@ def even_cut(model: nn.Module, units: Sequence[str], stages: int) -> Cut:
         tuple(units[index] for index in chosen),
         tuple(units[index] if units[index] in modules else None for index in chosen),
     )
+
+
+def cut_between_blocks(blocks: Sequence[str], stages: int) -> Cut:
+    """Cuts near equal numbers of blocks."""
+    chosen = sorted({len(blocks) * stage // stages for stage in range(1, stages)} - {0})
+    return Cut(tuple(blocks[index] for index in chosen), tuple(blocks[index - 1] for index in chosen), True)
 
 
 def difference(actual: Outcome, expected: Outcome) -> tuple[float, str]:

@@ -1,0 +1,284 @@
+"""Tries every model of the catalog: cuts and proves it, trains the pieces, and compares with the author's own module.
+
+Each model is trained for three updates in double precision, in four stages and with lag, with every rank in this
+process; the same updates by `plain` are what they must equal.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from stagewright.bench.models.catalog import CLASSES, ENTRIES, Entry
+from stagewright.bench.models.plain import Cut, Outcome, Task, cut_between_blocks, difference, even_cut, train
+from stagewright.bench.models.stock import stock_pipeline
+from stagewright.config.toml import make_config
+from stagewright.errors import UserError, did_you_mean, first_line
+from stagewright.events import BatchLosses, Event, Scored
+from stagewright.model.cut import WAYS, Chain, Way
+from stagewright.model.load import build_model
+from stagewright.model.prove import Differs, prove
+from stagewright.run.prepare import prepare
+from stagewright.runtime.process.emulate import Emulation
+
+BAR = 1e-9  # the largest difference that is none
+STAGES = 4
+_SAMPLES = 16  # of a batch: 4 of a microbatch, since BatchNorm of fewer is chaotic
+_RATE = 0.01
+_PLANS = {"sync": ("0:0.0:1.0:2.0:3", "sync", STAGES), "stale": ("0:0-1.0:2", "stale", 2)}
+_LIBRARIES = ("torch", "torchvision", "timm", "transformers", "peft")
+_LONGEST = 300  # characters of a reason
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What came of one model. Differences are relative, from plain PyTorch after three updates."""
+
+    library: str
+    name: str
+    way: str = ""
+    units: int = 0
+    most_stages: int = 0
+    stages: int = 0  # into which it was cut
+    seconds: float = 0.0  # to cut and prove
+    sync: float | None = None
+    stale: float | None = None
+    noise: float | None = None  # what a rounding of the inputs does to the author's own module, where it is much
+    stock: str = ""  # what torch.distributed.pipelining makes of it
+    refused: str = ""
+
+    @property
+    def largest(self) -> float | None:
+        """The larger difference."""
+        return max((gap for gap in (self.sync, self.stale) if gap is not None), default=None)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether it trains as the author's module does, as far as that is determined."""
+        return self.largest is not None and self.largest <= max(BAR, 100 * (self.noise or 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Tries:
+    """All models that were tried, and by which versions."""
+
+    models: tuple[Tried, ...]
+    versions: dict[str, str]
+    missing: tuple[str, ...] = ()  # libraries that are not installed
+
+
+def select(only: str | None, *, quick: bool = False) -> list[Entry]:
+    """The entries whose names contain one of some texts, separated by commas."""
+    wanted = [text for text in (only or "").split(",") if text]
+    known = [entry.name for entry in ENTRIES]
+    for text in wanted:
+        if not any(text in name for name in known):
+            raise UserError(f"--only {text}: no model's name contains it; {did_you_mean(text, known)}")
+    chosen = [entry for entry in ENTRIES if not wanted or any(text in entry.name for text in wanted)]
+    return [entry for entry in chosen if entry.is_quick] if quick else chosen
+
+
+def try_models(entries: Sequence[Entry], progress: Progress) -> Tries:
+    """Try models one after another; those of libraries that are not installed are left out."""
+    tried = []
+    for entry in entries:
+        if entry.is_installed:
+            tried.append(try_model(entry))
+            progress(describe(tried[-1]))
+    missing = dict.fromkeys(entry.library for entry in entries if not entry.is_installed)
+    return Tries(tuple(tried), _versions(), tuple(missing))
+
+
+def describe(tried: Tried) -> str:
+    """One line on one model."""
+    if tried.refused:
+        return f"{tried.name}: {tried.refused}"
+    gaps = f"sync {_figure(tried.sync)}, stale {_figure(tried.stale)}"
+    how = f"{tried.way}, {tried.units} units, {tried.stages} stages, {tried.seconds:.1f} s"
+    return f"{tried.name}: {how}; differs from plain PyTorch by {gaps}"
+
+
+def _figure(gap: float | None) -> str:
+    return "-" if gap is None else f"{gap:.0e}"
+
+
+def try_model(entry: Entry) -> Tried:
+    """Cut and prove a model, train it twice, and compare."""
+    tried = Tried(entry.library or "torch", entry.name)
+    with tempfile.TemporaryDirectory() as folder, _own_cache(folder):
+        try:
+            return _try(entry, tried, Path(folder))
+        except UserError as error:
+            return replace(tried, refused=str(error)[:_LONGEST])
+        except Exception as error:  # code of libraries may raise anything
+            return replace(tried, refused=f"failed: {type(error).__name__}: {first_line(error, _LONGEST)}")
+
+
+def _try(entry: Entry, tried: Tried, folder: Path) -> Tried:
+    generator = torch.Generator().manual_seed(3)
+    inputs = entry.example(_SAMPLES, generator)
+    labels = torch.randint(CLASSES, (_SAMPLES,), generator=generator)
+    task = Task(
+        f"stagewright.bench.models.catalog:{entry.name}", entry.factory, inputs, labels, batch=_SAMPLES, lr=_RATE
+    )
+    began = time.perf_counter()
+    chain, cut = find_cut(task, STAGES)
+    possible = sum(unit not in chain.impossible for unit in chain.units[1:])
+    tried = replace(
+        tried,
+        way=str(chain.way),
+        units=len(chain.units),
+        most_stages=possible + 1,
+        stages=len(cut.units) + 1,
+        seconds=time.perf_counter() - began,
+    )
+    if not cut.units:
+        why = chain.trace_error or "it has one unit"
+        return replace(tried, refused=f"it can't be cut: {why}")
+    found: dict[str, Any] = {}
+    for name, (placement, mode, stages) in _PLANS.items():
+        stages = min(stages, len(cut.units) + 1)
+        ranks = ".".join(f"0:{rank}" for rank in range(stages)) if name == "sync" else placement
+        found[name] = compare(replace(task, placement=ranks, mode=mode), cut_for(chain, stages), folder)
+    if max(found.values()) > BAR:
+        found["noise"] = _noise(replace(task, placement="0:0"))
+    if entry.is_compared:
+        given = inputs[:4].to(task.dtype) if _is_real(inputs) else inputs[:4]
+        found["stock"] = stock_pipeline(build(task), given, cut.units if cut.is_between_blocks else cut.starts)
+    return replace(tried, **found)
+
+
+def build(task: Task) -> nn.Module:
+    """The model as a run in double precision builds it."""
+    return build_model(task.model, task.seed, CLASSES, task.dtype)
+
+
+def find_cut(task: Task, stages: int) -> tuple[Chain, Cut]:
+    """Cut a model into so many stages, or as many as it has, by the first way that is proven."""
+    model = build(task)
+    example = task.inputs[:1].to(task.dtype) if _is_real(task.inputs) else task.inputs[:1]
+    first: Differs | None = None
+    for way in (None, *WAYS):
+        chain = Chain(model, example, way=way)
+        if way is not None and chain.way is not way:
+            continue
+        cut = cut_for(chain, stages)
+        if not cut.units:
+            return chain, cut
+        try:
+            prove(lambda: _in_single(task), chain, chain.by_names(cut.units), f"{task.model} {CLASSES}")
+            return chain, cut
+        except Differs as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _in_single(task: Task) -> nn.Module:
+    torch.manual_seed(task.seed)
+    return build_model(task.model, task.seed, CLASSES, torch.float32)
+
+
+def cut_for(chain: Chain, stages: int) -> Cut:
+    """Cut a chain near equal numbers of units, where plain PyTorch can seed the stages alike."""
+    if chain.way is Way.WHOLE:
+        return Cut()
+    if chain.way is Way.BLOCKS:
+        return cut_between_blocks(chain.units, stages)
+    return even_cut(chain.model, chain.units, stages, chain.impossible)
+
+
+def compare(task: Task, cut: Cut, folder: Path) -> float:
+    """The largest difference between a pipeline and the author's module after the task's updates."""
+    return difference(run(task, cut, folder), train(task, cut))[0]
+
+
+def _noise(task: Task) -> float:
+    """The difference that a rounding of the inputs makes to the author's own module: how chaotic it is."""
+    moved = task.inputs
+    if _is_real(moved):
+        moved = moved.double() * (1 + torch.finfo(torch.float64).eps)
+    return difference(train(replace(task, inputs=moved)), train(replace(task, inputs=task.inputs)))[0]
+
+
+def run(task: Task, cut: Cut, folder: Path) -> Outcome:
+    """Train as a pipeline, with every rank in this process."""
+    data = {"images": task.inputs.contiguous(), "labels": task.labels}
+    save_file(data, folder / "data.safetensors")
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"name": task.model},
+        "data": {"source": f"tensors:{folder / 'data.safetensors'}", "shuffle": False},
+        "plan": {
+            "placement": task.placement,
+            "cut": ",".join(cut.units) or None,
+            "mode": task.mode,
+            "batch": task.batch,
+            "microbatches": task.microbatches,
+        },
+        "optimizer": {"lr": task.lr, "momentum": 0.9, "weight_decay": task.weight_decay},
+        "run": {"steps": task.steps, "seed": task.seed, "precision": task.precision, "runs": str(folder / "runs")},
+    }
+    if task.mode == "stale":
+        tables["plan"]["staleness"] = 1
+    if task.evaluates:
+        tables["data"]["val"] = tables["data"]["source"]
+        tables["run"]["eval_every"] = task.steps
+    job = prepare(make_config(tables, given=())).job
+    events: list[Event] = []
+    emulation = Emulation(job, events.append)
+    emulation.run()
+    losses = dict(pair for event in events if isinstance(event, BatchLosses) for pair in event.losses)
+    scores = [event.score.loss for event in events if isinstance(event, Scored)]
+    batches = [
+        sum(losses[i] for i in range(p * task.microbatches, (p + 1) * task.microbatches)) / task.microbatches
+        for p in range(task.steps)
+    ]
+    score = sum(scores) if task.evaluates else None
+    return Outcome(batches, dict(emulation.weights()), score=score, way=str(job.way))
+
+
+def _is_real(inputs: Tensor) -> bool:
+    return inputs.is_floating_point()
+
+
+@contextmanager
+def _own_cache(folder: str) -> Iterator[None]:
+    """Within, no proof that was made before is found."""
+    name = "XDG_CACHE_HOME"
+    before = os.environ.get(name)
+    os.environ[name] = folder
+    python, numbers = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for library in _LIBRARIES:
+        try:
+            found[library] = version(library)
+        except PackageNotFoundError:
+            continue
+    return found
