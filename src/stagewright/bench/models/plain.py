@@ -50,6 +50,9 @@ class Cut:
         return None not in self.starts
 
 
+UNCUT = Cut()
+
+
 @dataclass(frozen=True)
 class Task:
     """What is trained: a model that `--model` can name, its data, and how."""
@@ -115,7 +118,7 @@ def build(task: Task) -> nn.Module:
     return model if dtype == torch.float32 else model.to(dtype)
 
 
-def train(task: Task, cut: Cut = Cut()) -> Outcome:
+def train(task: Task, cut: Cut = UNCUT) -> Outcome:
     """Train the author's module; stage s > 0 begins with the first call of `cut.starts[s - 1]`, or its end."""
     with _kept_randomness():
         return _train(task, cut)
