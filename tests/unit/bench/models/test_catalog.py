@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from stagewright.bench.models.catalog import CLASSES, ENTRIES, Entry
+from stagewright.bench.models.plain import Task
+from stagewright.bench.models.run import find_cut
+from stagewright.model.cut import Way
 from stagewright.model.load import build_model
 
 QUICK = [entry for entry in ENTRIES if entry.is_quick]
@@ -44,3 +47,13 @@ def test_a_model_runs_on_its_samples_and_gives_logits(entry: Entry) -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(Exception, match="no callable 'torchvision_resnet19'"):
         build_model("stagewright.bench.models.catalog:torchvision_resnet19", seed=0)
+
+
+@pytest.mark.parametrize("entry", QUICK, ids=lambda entry: entry.name)
+def test_a_model_is_cut_into_four_stages_and_proven(entry: Entry) -> None:
+    if not entry.is_installed:
+        pytest.skip(f"{entry.library} is not installed")
+    inputs, labels = entry.example(4, torch.Generator().manual_seed(1)), torch.zeros(4, dtype=torch.int64)
+    name = f"stagewright.bench.models.catalog:{entry.name}"
+    chain, cut = find_cut(Task(name, entry.factory, inputs, labels), 4)
+    assert len(cut.units) == 3 and chain.way is not Way.WHOLE
