@@ -505,17 +505,18 @@ def _has_source(kind: type) -> bool:
 def keeps_state(build: Build, example: Tensor, attributes: Sequence[str]) -> bool:
     """Whether a forward's output depends on the Python attributes that forwards change.
 
-    A number counts as state; any other attribute where a second forward, with everything else put back, differs.
+    They are state where a number among them changes again in a second forward, or where that forward, with everything
+    else put back, returns something else.
     """
     model = build().train()
-    if set(attributes) & _attributes(model).keys():
-        return True
     given = _samples(example, torch.float32)
-    outputs = []
+    outputs: list[Tensor] = []
+    numbers: list[dict[str, Any]] = []
     with analysing(), torch.no_grad():
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         for _ in range(2):
             _seed(_SEEDS[0])
             outputs.append(model(given.clone()))
+            numbers.append({name: value for name, value in _attributes(model).items() if name in attributes})
             _restore(model, buffers)
-    return not torch.equal(*outputs)
+    return numbers[0] != numbers[1] or not torch.equal(*outputs)

@@ -178,6 +178,13 @@ def record(
     raise Untraceable("the forward does something else each time")
 
 
+def record_once(
+    model: nn.Module, example: Tensor, *, context: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> Recording:
+    """Record the training forward of a copy for the example's own number of samples alone."""
+    return _Recorder(model, {}, {}).run(example, True, context).recording
+
+
 def _samples(example: Tensor, size: int) -> Tensor:
     return torch.cat([example[:1]] * size)
 

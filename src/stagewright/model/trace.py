@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stagewright.errors import first_line
-from stagewright.model.record import Recording, Untraceable, record
+from stagewright.model.record import Recording, Untraceable, record, record_once
 from stagewright.model.standin import Build, Make, analysing, copied, fake_tensors, stand_ins, twin_of
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -50,7 +50,7 @@ def trace(
     modes = modes_of(twin)
     with analysing():
         if example.device.type == "meta" or any(parameter.is_meta for parameter in twin.parameters()):
-            return _real(twin, example.to("meta"), context, lambda tensor: tensor, modes)
+            return _without_storage(twin, example.to("meta"), context, modes)
         if not on_values and not _is_cheap(twin, example, device):
             try:
                 with fake_tensors(device) as make:
@@ -60,6 +60,17 @@ def trace(
             except Exception:  # the forward needs values, or an operation has no fake
                 twin = twin_of(model, build)
         return _real(twin, copied(example, device), context, partial(copied, device=device), modes)
+
+
+def _without_storage(twin: nn.Module, example: Tensor, context: Context, modes: Modes) -> Trace:
+    """Trace a model whose tensors have no storage, which is only for planning: as many samples as the example has."""
+    try:
+        recording = record_once(twin, example, context=context)
+    except Untraceable:
+        raise
+    except Exception as error:  # the model's code may raise anything
+        raise Untraceable(f"its forward raised {type(error).__name__}: {first_line(error, 160)}") from error
+    return Trace(recording, recording, modes)
 
 
 def _is_cheap(model: nn.Module, example: Tensor, device: str) -> bool:

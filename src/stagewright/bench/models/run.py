@@ -10,7 +10,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -249,7 +249,19 @@ def run(task: Task, cut: Cut, folder: Path) -> Outcome:
         for p in range(task.steps)
     ]
     score = sum(scores) if task.evaluates else None
-    return Outcome(batches, dict(emulation.weights()), score=score, way=str(job.way))
+    return Outcome(batches, _with_ties(task, emulation.weights()), score=score, way=str(job.way))
+
+
+def _with_ties(task: Task, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights by every name of the model: a stage has a tied parameter under one of its names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in build(task).named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found = dict(weights)
+    for tied in names.values():
+        known = next((found[name] for name in tied if name in found), None)
+        found |= {} if known is None else dict.fromkeys(tied, known)
+    return found
 
 
 def _is_real(inputs: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from stagewright.runtime.stage import compute
-from stagewright.runtime.stage.compute import Compute, ComputeOptions, CudaGraphs, Eager, make_compute
+from stagewright.runtime.stage.compute import Compiled, Compute, ComputeOptions, CudaGraphs, Eager, make_compute
 from stagewright.runtime.stage.precision import make_precision
 from tests.parity import Case, assert_near, emulate, make_job, refer
 
@@ -55,7 +55,7 @@ def computing(device: str = "cuda", **options: Any) -> Compute:
         ({"graph": "off"}, Eager),
         ({"graph": "on", "overlaps": True}, CudaGraphs),
         ({"graph": "auto", "overlaps": True}, Eager),
-        ({"graph": "on", "is_compiled": True}, Eager),
+        ({"graph": "on", "is_compiled": True}, Compiled),
         ({"graph": "on", "device": "cpu"}, Eager),
     ],
 )
