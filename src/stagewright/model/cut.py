@@ -221,11 +221,16 @@ class Chain:
 
     def _require_cuttable(self, stages: int) -> None:
         if self.way is Way.WHOLE and stages > 1:
-            why = self.trace_error or "it has one unit"
+            why = self.trace_error or self._why_whole()
             raise UserError(
                 f"{type(self.model).__name__} can't be cut into {stages} stages: {why}, and it has no list of like "
                 "blocks; return an nn.Sequential or a list of modules from the factory, or use one stage"
             )
+
+    def _why_whole(self) -> str:
+        """Why a model that was recorded has a single unit."""
+        whole = self.trace.training.whole if self.trace else {}
+        return next((f"'{path}' stays whole, since {why}" for path, why in whole.items()), "it has one unit")
 
     def _find(self, name: str) -> str:
         if name in self.units:
