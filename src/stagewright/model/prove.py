@@ -18,11 +18,11 @@ import random
 import re
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import numpy as np
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from stagewright.errors import UserError, first_line
 from stagewright.files import read_text, write_text
-from stagewright.model.cut import Chain, Piece, Way
+from stagewright.model.cut import WAYS, Chain, Piece, Way
 from stagewright.model.load import convert
 from stagewright.model.standin import Build, analysing, copied, stand_ins
 
@@ -48,6 +48,7 @@ _COPIES = 6  # the author's copy and the pieces' copy, their gradients, and as m
 _VERSION = 1
 _LONGEST = 2000  # characters of an attribute that a proof is known by
 _TABLES = frozenset(vars(nn.Module()))
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,29 @@ class _Outcome:
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
     attributes: dict[str, Any]
+
+
+def first_proven(chain_by: Callable[[Way | None], Chain], attempt: Callable[[Chain], Found]) -> Found:
+    """What `attempt` returns for the first way of cutting whose pieces it does not find to differ.
+
+    `chain_by` makes the chain of a way, by default of the first that works for the model's code. An error of a later
+    way, such as a unit that only the first one has, is no news: the first difference is.
+    """
+    chain = chain_by(None)
+    first: Differs | None = None
+    for way in (chain.way, *(way for way in WAYS if way is not chain.way)):
+        if first is not None:
+            chain = chain_by(way)
+        if chain.way is not way:
+            continue  # the model can't be cut in this way
+        try:
+            return attempt(chain)
+        except Differs as error:
+            first = first or error
+        except UserError as error:
+            raise first or error from None
+    assert first is not None
+    raise first
 
 
 def prove(build: Build, chain: Chain, cuts: Sequence[str], identity: str) -> Proof:

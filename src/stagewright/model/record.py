@@ -144,7 +144,6 @@ class Recording:
     assigned: list[Assign] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)  # modules kept whole, and why
     draws: frozenset[str] = frozenset()  # Python's `random`, `numpy`: from which the forward draws numbers
-    reads_values: bool = False  # what runs depends on values, so it may differ between batches
 
 
 def record(
@@ -413,7 +412,6 @@ class _Recorder(TorchFunctionMode):
             if name in ("register_hook", "register_post_accumulate_grad_hook", "backward", "retain_grad"):
                 self._break(f"calls '{name}' on a tensor")
             else:
-                self.recording.reads_values = True
                 self._break(f"reads values ('{name}')")
         return result
 
@@ -634,7 +632,7 @@ def _generalize(graph: fx.Graph, other: fx.Graph) -> str | None:
     sizes: dict[tuple[int, int], fx.Node] = {}
     replaced: list[tuple[fx.Node, Any, Any]] = []
     for node, twin in zip(nodes, others, strict=False):
-        if (node.op, node.name) != (twin.op, twin.name) or not _same_target(node.target, twin.target):
+        if (node.op, node.name) != (twin.op, twin.name) or node.target != twin.target:
             return _owner(node)
         try:
             args = _merge(node.args, twin.args, twins)
@@ -684,10 +682,6 @@ class _Odd(Exception):
 
 def _owner(node: fx.Node) -> str:
     return str(node.meta.get("owner", ""))
-
-
-def _same_target(one: Any, other: Any) -> bool:
-    return bool(one == other)
 
 
 def _merge(one: Any, other: Any, twins: Mapping[fx.Node, fx.Node]) -> Any:

@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stagewright.config.toml import make_config
 from stagewright.errors import UserError, counted
-from stagewright.model.cut import WAYS, Chain, Way
+from stagewright.model.cut import Chain, Way
 from stagewright.model.load import build_model
-from stagewright.model.prove import Differs, Proof, prove
+from stagewright.model.prove import Differs, Proof, first_proven, prove
 from stagewright.model.walk import Walk, model_errors
 from stagewright.model.zoo import ZOO
 from stagewright.profile.shapes import run_units
@@ -67,25 +67,17 @@ def inspect_model(
     with model_errors(name, example.shape[1:]):
         build().train()(torch.cat([example[:1]] * _SAMPLES))
     tried: list[Chain] = []
-    refused: str | None = None
-    proof: Proof | None = None
-    cuts: tuple[str, ...] = ()
-    for way in (None, *WAYS):
-        if tried and way is tried[0].way:
-            continue
-        chain = Chain(build(), example, way=way, build=build)
-        if tried and chain.way is not way:
-            continue
+
+    def attempt(chain: Chain) -> tuple[Chain, tuple[str, ...], Proof | None]:
         tried.append(chain)
-        try:
-            cuts = _cuts(chain, cut, stages)
-            proof = prove(build, chain, cuts, f"{name} {classes}") if cuts else None
-            break
-        except Differs as error:
-            refused = refused or str(error)
-    else:
-        chain = tried[0]
-    refused = None if proof else refused
+        cuts = _cuts(chain, cut, stages)
+        return chain, cuts, prove(build, chain, cuts, f"{name} {classes}") if cuts else None
+
+    refused: str | None = None
+    try:
+        chain, cuts, proof = first_proven(lambda way: Chain(build(), example, way=way, build=build), attempt)
+    except Differs as error:
+        chain, cuts, proof, refused = tried[0], _cuts(tried[0], cut, stages), None, str(error)
     whole = dict(chain.trace.training.whole) if chain.trace else {}
     units = _units(chain, torch.cat([example[:1]] * _SAMPLES))
     most = 1 if chain.way is Way.WHOLE else len(chain.units) - len(chain.impossible)

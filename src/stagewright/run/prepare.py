@@ -25,10 +25,10 @@ from stagewright.data.order import Order
 from stagewright.data.sources import Source
 from stagewright.errors import UserError, counted, first_line, is_out_of_memory
 from stagewright.hardware.host import num_cores
-from stagewright.model.cut import WAYS, Chain, Piece, Way
+from stagewright.model.cut import Chain, Piece, Way
 from stagewright.model.load import build_model
 from stagewright.model.probe import Probe, probe
-from stagewright.model.prove import Differs, Proof, keeps_state, prove
+from stagewright.model.prove import Proof, first_proven, keeps_state, prove
 from stagewright.model.zoo import ZOO
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
@@ -172,24 +172,18 @@ def _proven_plan(
     config: Config, chain: Chain, cluster: Cluster, resume: Resume | None, warn: Warn
 ) -> tuple[Chain, Config, Plan, Proof | None]:
     """The plan to train, by the first way of cutting the model whose pieces are proven to compute what it does."""
-    first: UserError | None = None
-    for way in (chain.way, *(way for way in WAYS if way is not chain.way)):
-        if first is not None:
-            chain = _chain(config, chain.model, chain.example, way)
-            if chain.way is not way:
-                continue
-        try:
-            resolved, plan = _plan_for(config, chain, cluster, resume, warn)
-            if not plan.cuts or config.run.unproven:
-                return chain, resolved, plan, None
-            identity = f"{resolved.model.name} {resolved.model.classes}"
-            return chain, resolved, plan, prove(partial(_build, resolved), chain, plan.cuts, identity)
-        except Differs as error:
-            first = first or error
-        except UserError as error:
-            raise first or error from None
-    assert first is not None
-    raise first
+
+    def attempt(chain: Chain) -> tuple[Chain, Config, Plan, Proof | None]:
+        resolved, plan = _plan_for(config, chain, cluster, resume, warn)
+        if not plan.cuts or config.run.unproven:
+            return chain, resolved, plan, None
+        identity = f"{resolved.model.name} {resolved.model.classes}"
+        return chain, resolved, plan, prove(partial(_build, resolved), chain, plan.cuts, identity)
+
+    def chain_by(way: Way | None) -> Chain:
+        return chain if way is None else _chain(config, chain.model, chain.example, way)
+
+    return first_proven(chain_by, attempt)
 
 
 def _build(config: Config) -> nn.Module:

@@ -28,9 +28,9 @@ from stagewright.bench.models.stock import stock_pipeline
 from stagewright.config.toml import make_config
 from stagewright.errors import UserError, did_you_mean, first_line
 from stagewright.events import BatchLosses, Event, Scored
-from stagewright.model.cut import WAYS, Chain, Way
+from stagewright.model.cut import Chain, Way
 from stagewright.model.load import build_model
-from stagewright.model.prove import Differs, prove
+from stagewright.model.prove import first_proven, prove
 from stagewright.run.prepare import prepare
 from stagewright.runtime.process.emulate import Emulation
 
@@ -172,21 +172,14 @@ def find_cut(task: Task, stages: int) -> tuple[Chain, Cut]:
     """Cut a model into so many stages, or as many as it has, by the first way that is proven."""
     model = build(task)
     example = task.inputs[:1].to(task.dtype) if _is_real(task.inputs) else task.inputs[:1]
-    first: Differs | None = None
-    for way in (None, *WAYS):
-        chain = Chain(model, example, way=way)
-        if way is not None and chain.way is not way:
-            continue
+
+    def attempt(chain: Chain) -> tuple[Chain, Cut]:
         cut = cut_for(chain, stages)
-        if not cut.units:
-            return chain, cut
-        try:
+        if cut.units:
             prove(lambda: _in_single(task), chain, chain.by_names(cut.units), f"{task.model} {CLASSES}")
-            return chain, cut
-        except Differs as error:
-            first = first or error
-    assert first is not None
-    raise first
+        return chain, cut
+
+    return first_proven(lambda way: Chain(model, example, way=way), attempt)
 
 
 def _in_single(task: Task) -> nn.Module:
