@@ -117,3 +117,22 @@ def test_auto_does_without_graphs_that_need_too_much_memory(caplog: pytest.LogCa
         with pytest.raises(torch.OutOfMemoryError):
             for _ in range(4):
                 forced.forward(0, [torch.ones(4)])
+
+
+@pytest.mark.parametrize(("factor", "is_refused"), [(1.0, False), (1 + 1e-5, False), (1.1, True)])
+def test_a_compiled_stage_that_computes_something_else_is_refused(
+    factor: float, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = torch.nn.Linear(3, 2)
+    monkeypatch.setattr(torch, "compile", lambda module, **options: lambda x: factor * module(x))
+    stage = Compiled("stage 0", layer, make_precision("fp32", "cpu"))
+    if is_refused:
+        with pytest.raises(RuntimeError, match=r"stage 0 .*differs by 1\.0e-01"):
+            stage([torch.randn(4, 3)])
+    else:
+        assert stage([torch.randn(4, 3)]).shape == (4, 2)
+
+
+def test_a_compiled_stage_that_draws_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda module, **options: lambda x: 2 * module(x))
+    Compiled("stage 0", torch.nn.Dropout(0.5), make_precision("fp32", "cpu"))([torch.ones(4, 3)])
