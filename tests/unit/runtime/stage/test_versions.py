@@ -25,6 +25,25 @@ def test_one_version_trains_the_master_in_place() -> None:
     assert torch.equal(model[0].weight, ring.named(before)["0.weight"] + 1)
 
 
+def test_the_authors_own_parameters_become_views_of_the_master_wherever_they_are_held() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    held = list(model.parameters())
+    ring = VersionRing([model], {name for name, _ in model.named_parameters()}, 1, keeps_objects=True)
+    with torch.no_grad():
+        ring.master.fill_(2.0)
+    assert all(
+        own is before and bool((before == 2.0).all()) for own, before in zip(model.parameters(), held, strict=True)
+    )
+    assert all(leaf is before for leaf, before in zip(ring.use(0).leaves, held, strict=True))
+
+
+def test_complex_parameters_lie_in_the_master_as_pairs_of_real_numbers() -> None:
+    model = nn.ParameterDict({"filter": nn.Parameter(torch.tensor([[1 + 2j, 3 - 4j]], dtype=torch.complex64))})
+    ring = VersionRing([model], {"filter"}, 2)
+    assert ring.master.dtype == torch.float32 and ring.master.tolist()[:4] == [1.0, 2.0, 3.0, -4.0]
+    assert torch.equal(model["filter"], torch.tensor([[1 + 2j, 3 - 4j]], dtype=torch.complex64))
+
+
 def test_a_version_keeps_its_weights_until_its_slot_is_refilled() -> None:
     model, ring = make(2)
     x = torch.randn(5, 4)
