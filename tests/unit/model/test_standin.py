@@ -29,14 +29,8 @@ class Stateful(nn.Module):
 
 
 def state(model: Stateful) -> tuple[object, ...]:
-    return (
-        model.moved.tolist(),
-        model.replaced.tolist(),
-        model.steps,
-        list(model.seen),
-        model.training,
-        vars(model).keys(),
-    )
+    numbers = model.moved.tolist(), model.replaced.tolist(), model.steps, list(model.seen)
+    return *numbers, model.training, set(vars(model))
 
 
 def test_a_context_puts_modes_buffers_and_attributes_back() -> None:
