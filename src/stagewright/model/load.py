@@ -6,7 +6,9 @@ import importlib
 import inspect
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,21 +47,27 @@ def convert(model: nn.Module, weights: torch.dtype) -> nn.Module:
     return model
 
 
-def _from_factory(name: str, classes: int | None) -> nn.Module:
+def load_callable(name: str, what: str) -> Callable[..., Any]:
+    """The function or class that `package.module:name` names; `what` it is for, in errors."""
     module_name, _, attribute = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does, for a user's file in the current folder
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise UserError(f"model '{name}': can't import {module_name} ({error}); is it on PYTHONPATH?") from error
+        raise UserError(f"{what} '{name}': can't import {module_name} ({error}); is it on PYTHONPATH?") from error
     except (Exception, SystemExit) as error:  # the user's code, as below
         raise UserError(
-            f"model '{name}': importing {module_name} raised {type(error).__name__}: {first_line(error)}"
+            f"{what} '{name}': importing {module_name} raised {type(error).__name__}: {first_line(error)}"
         ) from error
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        raise UserError(f"model '{name}': {module_name} has no callable '{attribute}'")
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        raise UserError(f"{what} '{name}': {module_name} has no callable '{attribute}'")
+    return found
+
+
+def _from_factory(name: str, classes: int | None) -> nn.Module:
+    factory = load_callable(name, "model")
     wants_classes = classes is not None and "classes" in inspect.signature(factory).parameters
     try:
         made = factory(classes=classes) if wants_classes else factory()
