@@ -63,7 +63,8 @@ def load_callable(name: str, what: str) -> Callable[..., Any]:
     found = getattr(module, attribute, None)
     if not callable(found):
         raise UserError(f"{what} '{name}': {module_name} has no callable '{attribute}'")
-    return found
+    result: Callable[..., Any] = found
+    return result
 
 
 def _from_factory(name: str, classes: int | None) -> nn.Module:
