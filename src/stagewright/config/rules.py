@@ -194,6 +194,10 @@ RULES: tuple[Rule, ...] = (
     *_unused(_is("--policy", "1f1b"), "--depths"),
     *_exclusive("--cut", "--shares"),
     *_exclusive("--staleness", "--versions"),
+    # Loss
+    *_unused(_is("--loss", "auto", "cross-entropy", "next-token", "soft"), "--label-smoothing", off=0.0),
+    *_unused(_is("--loss", "auto", "cross-entropy", "next-token", "binary"), "--ignore-index"),
+    *_unused(_is("--loss", "auto", "cross-entropy"), "--class-weights"),
     # Optimizer and learning rate
     *_unused(_SGD, "--momentum", "--nesterov"),
     *_unused(_is("--optimizer", "adamw"), "--beta1", "--beta2", "--eps"),

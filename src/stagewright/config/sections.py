@@ -52,6 +52,12 @@ class ModelConfig(Section):
     classes: int | None = option(
         None, "--classes", "outputs of a zoo model (default: the model's)", least=1, most=_MOST_CLASSES
     )
+    inputs: str | None = option(
+        None,
+        "--inputs",
+        "fields that the model takes: image, or input_ids,labels=input_ids (default: all but targets)",
+        "FIELDS",
+    )
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,24 @@ class OptimizerConfig(Section):
     clip: float | None = option(None, "--clip", "clip the gradient to this norm", above=0)
     label_smoothing: float = option(
         0.0, "--label-smoothing", "fraction of the target spread over all classes", least=0, most=1
+    )
+
+
+@dataclass(frozen=True)
+class LossConfig(Section):
+    """What is minimised."""
+
+    name: str = option(
+        "auto",
+        "--loss",
+        "cross-entropy, next-token, binary, mse, l1, soft, model (its own), or package.module:function",
+        "LOSS",
+    )
+    ignore_index: int | None = option(
+        None, "--ignore-index", "a label that does not count (default: -100, where a sample has many)"
+    )
+    class_weights: str | None = option(
+        None, "--class-weights", "cross-entropy: the weight of each class: 1,2.5,1", "W,W"
     )
 
 
@@ -231,6 +255,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     plan: PlanConfig = PlanConfig()
+    loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from stagewright.model.call import differentiable
 from stagewright.profile.measure import Workload, build_workload
 
 
@@ -27,7 +28,7 @@ def run_load(text: str) -> None:
     while not select.select([sys.stdin], [], [], 0)[
         0
     ]:  # a pipe, which closes when the parent ends, for whatever reason
-        model(example).float().mean().backward()
+        torch.autograd.backward([leaf.float().mean() for leaf in differentiable(model(example))])
         if passes == 0:
             print("running", flush=True)
         passes += 1

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.errors import UserError
+from stagewright.model.call import differentiable
 from stagewright.model.cut import Chain
 from stagewright.model.load import build_model
-from stagewright.model.walk import Walk, model_errors, require_logits
+from stagewright.model.walk import Walk, model_errors, require_output
 from stagewright.profile.profile import Ceilings, Profile, Table, Unit
 from stagewright.profile.shapes import kind_of, run_units
 
@@ -141,7 +142,7 @@ def _untimed_units(chain: Chain, example: Tensor, context: Context) -> list[Unit
                     begins=run.visit.name not in chain.impossible,
                 )
             )
-    require_logits(walk.output)
+    require_output(walk.output)
     return units
 
 
@@ -162,9 +163,10 @@ def time_units(chain: Chain, example: Tensor, context: Context, clock: Clock) ->
             forward[visit.name] = (begun, clock.mark())
             if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(arrived(visit.name))  # type: ignore[no-untyped-call]
-        loss = walk.output.float().mean()
+        outputs = differentiable(walk.output)
+    roots = [output.float().mean() for output in outputs]
     clock.head_start()
-    torch.autograd.backward(loss)
+    torch.autograd.backward(roots)
     end = clock.mark()
     clock.synchronize()
     backward = dict.fromkeys(forward, 0.0)

@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from stagewright.model.cut import Chain
-from stagewright.model.walk import Visit, Walk, require_logits
+from stagewright.model.walk import Visit, Walk, require_output
 
 _PROBE_SAMPLES = 4
 _ELEMENT = 4  # bytes of an element in fp32
@@ -136,7 +136,7 @@ def _shapes(chain: Chain, example: Tensor) -> Iterator[Shape]:
             operations = counter.get_total_flops()
             yield _shape(unit, operations - before, begins=unit.visit.name not in chain.impossible)
             before = operations
-    require_logits(walk.output)
+    require_output(walk.output)
 
 
 def _shape(unit: RunUnit, operations: int, *, begins: bool) -> Shape:

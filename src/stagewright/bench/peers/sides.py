@@ -68,7 +68,7 @@ class OneFOneB(_Stock):
         dist.init_process_group("gloo", store=open_store(meeting, world), rank=rank, world_size=world)
         self._inputs, self._labels = _batches(job)
         self._is_first, self._is_last = rank == 0, rank == world - 1
-        module = as_sequential(open_pieces(job.config, job.plan.cuts, job.training.input)[rank])
+        module = as_sequential(open_pieces(job.config, job.plan.cuts, job.training.inputs)[rank])
         values = [self._inputs[0, : job.plan.samples], *_boundaries(job)]
         stage = PipelineStage(module, rank, world, _CPU, input_args=values[rank], output_args=values[rank + 1])
         self._schedule = Schedule1F1B(stage, job.plan.microbatches, nn.functional.cross_entropy)
@@ -170,7 +170,7 @@ def _batches(job: Job) -> tuple[Tensor, Tensor]:
 def _boundaries(job: Job) -> list[Tensor]:
     """Example outputs of each stage."""
     shapes: list[Any] = [value.shape for (value,) in job.training.cuts]
-    return [torch.empty(shape, requires_grad=True) for shape in [*shapes, job.training.output]]
+    return [torch.empty(shape, requires_grad=True) for shape in [*shapes, *job.training.outputs]]
 
 
 def _optimizer(job: Job, module: nn.Module) -> torch.optim.Optimizer:

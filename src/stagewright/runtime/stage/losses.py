@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
 from stagewright.errors import UserError
 from stagewright.events import BatchLosses, Emit, Score
+from stagewright.model.loss import Loss, logits_of, target_of
 from stagewright.plan.plan import Plan
 from stagewright.runtime.comm.device import Reading
 
@@ -51,15 +52,10 @@ class Losses:
             self._emit(BatchLosses(self._rank, numbers, time.monotonic(), scale))
 
 
-def score_of(logits: Tensor, labels: Tensor) -> Score:
+def score_of(outputs: Any, fields: Mapping[str, Tensor], loss: Loss) -> Score:
     """Samples, their summed loss, and top-1 and top-5 hits; a sample with many labels counts as one."""
-    logits = widened(logits)
+    logits, labels = logits_of(outputs), target_of(fields)
     best = (logits.topk(min(5, logits.shape[1]), 1).indices == labels.unsqueeze(1)).double()
     hits = best.flatten(2).mean(2) if best.dim() > 2 else best
-    loss = float(functional.cross_entropy(logits, labels)) * len(labels)
-    return Score(len(labels), loss, float(hits[:, 0].sum()), float(hits.sum()))
-
-
-def widened(logits: Tensor) -> Tensor:
-    """Half-precision logits as fp32, in which losses are computed."""
-    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    measured = float(loss(outputs, fields).total) * len(labels)
+    return Score(len(labels), measured, float(hits[:, 0].sum()), float(hits.sum()))

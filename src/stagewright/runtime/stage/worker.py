@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from stagewright.data.loader import Loader
 from stagewright.events import Emit, Score, Scored
+from stagewright.model.loss import Loss
 from stagewright.model.probe import Probe
 from stagewright.plan.plan import Stage
 from stagewright.runtime.comm.boundary import Activations, Boundary, expect
@@ -70,6 +73,7 @@ class Worker:
         self.gate = Gate(self.plan.microbatches)
         self.saver = Saver()
         self._score = Score()
+        self._evaluation_loss = Loss(replace(job.loss, label_smoothing=0.0))
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -210,13 +214,13 @@ class Worker:
         if not replica.stage.is_last:
             self._hand_over(replica, microbatch)
 
-    @staticmethod
-    def _load(replica: Replica, microbatch: int, loader: Loader | None) -> None:
+    def _load(self, replica: Replica, microbatch: int, loader: Loader | None) -> None:
         """Pass the samples to the first stage."""
         if replica.stage.is_first:
             assert loader is not None
-            inputs, labels = loader.microbatch(microbatch)
-            replica.exchange.inputs[microbatch] = Activations([inputs], labels)
+            fields = loader.microbatch(microbatch)
+            inputs = [fields[value.name] for value in self.job.training.inputs]
+            replica.exchange.inputs[microbatch] = Activations(inputs, fields)
 
     def _hand_over(self, replica: Replica, microbatch: int) -> None:
         """Pass the outputs to the next stage where this rank runs it too."""
@@ -287,13 +291,13 @@ class Worker:
                 self._hand_over(replica, microbatch)
         self._flush()
 
-    def _add_score(self, logits: Tensor, labels: Tensor) -> None:
-        self._score += score_of(logits, labels)
+    def _add_score(self, outputs: Any, fields: Mapping[str, Tensor]) -> None:
+        self._score += score_of(outputs, fields, self._evaluation_loss)
 
     def _open(self, probe: Probe, span: range, *, forward_only: bool = False) -> None:
         """Set the channels' message formats, and announce the microbatches of a span."""
         options = next(iter(self.replicas.values())).options.format
-        boundaries = [Boundary.of(values, probe.samples, self.job.label_shape, options) for values in probe.cuts]
+        boundaries = [Boundary.of(values, probe.fields, options) for values in probe.cuts]
         for stage, replica in self.replicas.items():
             before = boundaries[stage - 1] if stage > 0 else None
             replica.exchange.open(before, boundaries[stage] if stage < len(boundaries) else None)
