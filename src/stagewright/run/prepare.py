@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from stagewright.cluster.topology import ANYWHERE, Cluster
 from stagewright.config.sections import Config
 from stagewright.data.order import Order
-from stagewright.data.sources import Source
+from stagewright.data.sources import Source, only_pair
 from stagewright.errors import UserError, counted, first_line, is_out_of_memory
 from stagewright.hardware.host import num_cores
 from stagewright.model.cut import Chain, Piece, Way
@@ -85,7 +85,7 @@ def prepare(
     with within_memory(**asked, samples=config.data.samples):
         source = open_data(config, config.data.source)
         model = build_model(config.model.name, config.run.seed, config.model.classes, precision.weights)
-        example, _ = source.batch(np.zeros(1, dtype=np.int64))
+        example, _ = only_pair(source.batch(np.zeros(1, dtype=np.int64)), source.targets)
         chain = _chain(config, model, _cast(example, precision))
 
     # The plan, and the batch that it starts at.
@@ -115,7 +115,7 @@ def prepare(
 
     # What crosses each cut, in training and in evaluation.
     with within_memory(**asked):
-        inputs, labels = source.batch(order.microbatch(0, plan.microbatches))
+        inputs, labels = only_pair(source.batch(order.microbatch(0, plan.microbatches)), source.targets)
     example = _cast(inputs, precision)
     pieces = chain.cut(plan.cuts)
     if config.run.export:

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from torch import Tensor
 
 from stagewright.data.loader import Loader
+from stagewright.data.sources import only_pair
 from stagewright.events import Emit, Score, Scored
 from stagewright.model.probe import Probe
 from stagewright.plan.plan import Stage
@@ -215,7 +216,7 @@ class Worker:
         """Pass the samples to the first stage."""
         if replica.stage.is_first:
             assert loader is not None
-            inputs, labels = loader.microbatch(microbatch)
+            inputs, labels = only_pair(loader.microbatch(microbatch), loader.targets)
             replica.exchange.inputs[microbatch] = Activations([inputs], labels)
 
     def _hand_over(self, replica: Replica, microbatch: int) -> None:
