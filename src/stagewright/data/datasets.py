@@ -14,7 +14,7 @@ from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
-from stagewright.data.index import (
+from stagewright.data.formats.index import (
     MOST_CLASSES,
     Index,
     IndexBuilder,
@@ -23,8 +23,8 @@ from stagewright.data.index import (
     cached_index,
     fingerprint,
 )
-from stagewright.data.ofrecord import list_parts, scan_parts
-from stagewright.data.records import (
+from stagewright.data.formats.ofrecord import list_parts, scan_parts
+from stagewright.data.formats.records import (
     BadRecordError,
     DataError,
     FileRecords,
@@ -33,7 +33,7 @@ from stagewright.data.records import (
     Records,
     require_limit,
 )
-from stagewright.data.tar import list_shards, scan_shards
+from stagewright.data.formats.tar import list_shards, scan_shards
 from stagewright.errors import counted
 from stagewright.files import read_regular
 

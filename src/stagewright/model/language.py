@@ -133,7 +133,8 @@ class BERT(nn.Module):
 
 def _require_fit(input_ids: Tensor, context: int) -> None:
     if input_ids.shape[1] > context:
-        raise ValueError(f"a sample has {input_ids.shape[1]} tokens but the model takes at most {context}; use --context")
+        length = input_ids.shape[1]
+        raise ValueError(f"a sample has {length} tokens but the model takes at most {context}; use --context")
 
 
 def _initialize(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from stagewright.config.toml import make_config
+from stagewright.data.sources import only_pair
 from stagewright.errors import UserError, counted
 from stagewright.model.cut import Chain, Way
 from stagewright.model.load import build_model
@@ -105,7 +106,8 @@ def _example(name: str, classes: int | None, image: int | None, data: str | None
         return torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
     table = {"model": {"name": name, "classes": classes or (entry.classes if entry else 10)}}
     config = make_config(table | {"data": {"source": data, "image": side}}, given=())
-    inputs, _ = open_data(config, data).batch(np.zeros(1, dtype=np.int64))
+    source = open_data(config, data)
+    inputs, _ = only_pair(source.batch(np.zeros(1, dtype=np.int64)), source.targets)
     return inputs
 
 

@@ -11,8 +11,8 @@ import torch
 
 from stagewright.cli.main import main
 from stagewright.config.toml import make_config
+from stagewright.data.formats.records import PartRecords
 from stagewright.data.order import Order
-from stagewright.data.records import PartRecords
 from stagewright.run.train import prepare, run
 from stagewright.runtime.process.emulate import Emulation
 from tests.commands import fails

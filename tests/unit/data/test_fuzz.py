@@ -25,12 +25,12 @@ from safetensors.torch import save_file
 
 from stagewright.data.datasets import Kind, open_records
 from stagewright.data.decode import Decoder, decode_record
-from stagewright.data.index import Watched, load_index, save_index
-from stagewright.data.ofrecord import OFRecordError, scan_part
-from stagewright.data.records import BadRecordError
+from stagewright.data.formats.index import Watched, load_index, save_index
+from stagewright.data.formats.ofrecord import OFRecordError, scan_part
+from stagewright.data.formats.records import BadRecordError
+from stagewright.data.formats.tar import TarError, scan_shard
 from stagewright.data.sources import ImageOptions, TensorSource, with_transforms
 from stagewright.data.survey import survey
-from stagewright.data.tar import TarError, scan_shard
 from stagewright.errors import UserError
 from tests.limits import cpu_time, more_memory
 from tests.pictures import (

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
+from stagewright.data.sources import Fields, only_pair
 from stagewright.events import BatchLosses, Event
 from stagewright.model.cut import Piece
 from stagewright.runtime.comm.channel import ChannelName, Inbox, Network, Outbox
@@ -162,7 +163,7 @@ def _batches(job: Job) -> tuple[Tensor, Tensor]:
     """All the data in memory, one row per batch, in the order in which Stagewright reads it."""
     source = open_data(job.config, job.config.data.source)
     count = len(source) // job.plan.batch
-    inputs, labels = source.batch(torch.arange(count * job.plan.batch).numpy())
+    inputs, labels = only_pair(source.batch(torch.arange(count * job.plan.batch).numpy()), source.targets)
     shape = (count, job.plan.batch)
     return inputs.view(*shape, *inputs.shape[1:]), labels.view(*shape)
 
@@ -226,9 +227,10 @@ class _Static:
 
     inputs: Tensor
     labels: Tensor
+    targets: tuple[str, ...] = ("label",)
 
-    def microbatch(self, number: int) -> tuple[Tensor, Tensor]:
-        return self.inputs, self.labels
+    def microbatch(self, number: int) -> Fields:
+        return {"image": self.inputs, "label": self.labels}
 
     def close(self) -> None:
         pass

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from stagewright.data.index import MOST_CLASSES, Index
+from stagewright.data.formats.index import MOST_CLASSES, Index
 from stagewright.errors import UserError, counted
 from stagewright.files import MOST_RECORD_BYTES, open_regular, read_regular, too_large
 
