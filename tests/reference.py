@@ -160,9 +160,7 @@ class Stage:
         assert version < len(self.history), f"microbatch {microbatch} needs version {version}, not made yet"
         return self.extrapolated[version] if self.setup.predict else self.history[version]
 
-    def add(
-        self, microbatch: int, gradients: Tensors, *, is_shared: bool = False, count: float | None = None
-    ) -> None:
+    def add(self, microbatch: int, gradients: Tensors, *, is_shared: bool = False, count: float | None = None) -> None:
         """Adds the gradients of one microbatch's mean loss, or of its share in the batch's, to those of its replica.
 
         Those of a total, of `count` targets, are divided by the count of the whole round once it has ended.

@@ -99,6 +99,7 @@ class Replica:
         self._seed(seed_of(self.options.seed, microbatch, self.stage.index))
         output, release = self.compute.forward(self.ring.slot_of(update), arguments)
         self.statistics.count += 1
+        count: Tensor | None = None
         if self.stage.is_last:
             loss = self._measure(output, inputs.fields)
             roots, count = [loss.total], loss.count
