@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stagewright.metrics import batch_seconds
-from stagewright.report.page import Bar, Bars, Block, Curve, Curves, Page, Pipeline, Point
+from stagewright.metrics import Unit, batch_seconds, format_metric, headline_metrics, is_percentage, metric_label
+from stagewright.report.page import Bar, Bars, Block, Curve, Curves, Page, Pipeline, Point, Table
 from stagewright.report.read import Run
 from stagewright.report.sections import configuration, environment, epochs, memory, stages, usage_blocks
 from stagewright.report.summary import summarize_run
 from stagewright.report.timeline import busy_over_time, common_window
 
 _MOST_POINTS = 200  # of a curve of throughput
-_PLOTS = {"Loss": "loss", "Accuracy": "% of the samples", "Loss scale": "scale of the gradients"}  # and their axes
+_MOST_PLOTS = 12  # of metrics
+_LOSS, _ACCURACY, _SCALE = "Loss", "Accuracy", "Loss scale"
+_AXES = {_LOSS: "loss", _ACCURACY: "%", _SCALE: "scale of the gradients"}
 
 
 def run_page(run: Run) -> Page:
@@ -28,6 +30,7 @@ def _blocks(run: Run) -> Iterator[Block]:
     yield summarize_run(run)
     yield from _speed(run)
     yield from losses({"": run})
+    yield from _by_class(run)
     if run.timeline and run.timeline.spans:
         timeline = common_window(run.timeline)
         yield Pipeline("What each rank did", timeline, run.rank_map.labels)
@@ -46,46 +49,73 @@ def _speed(run: Run) -> Iterator[Block]:
     """Predicted and measured throughput, and throughput over time."""
     speed, predicted = run.images_per_second, run.predicted
     if speed and predicted and not run.is_emulated:
-        bars = (Bar("measured", speed), Bar("predicted", predicted, is_predicted=True))
-        yield Bars("Predicted and measured", "images/s", bars)
-    points = throughput(run)
+        unit = run.unit
+        bars = (Bar("measured", unit.of(speed)), Bar("predicted", unit.of(predicted), is_predicted=True))
+        yield Bars("Predicted and measured", unit.rate, bars)
+    points = throughput(run, run.unit)
     if len(points) > 1:
-        yield Curves("Throughput over time", "seconds of training", "images/s", (Curve("images/s", points),))
+        rate = run.unit.rate
+        yield Curves("Throughput over time", "seconds of training", rate, (Curve(rate, points),))
 
 
-def throughput(run: Run) -> tuple[Point, ...]:
-    """Images per second over groups of consecutive steps; whatever delays a step shows as a dip."""
+def throughput(run: Run, unit: Unit) -> tuple[Point, ...]:
+    """Throughput over groups of consecutive steps; whatever delays a step shows as a dip."""
     took = batch_seconds(run.steps)
     steps = [step for step in run.steps if step.batch in took]
     size = max(1, -(-len(steps) // _MOST_POINTS))
     groups = [steps[first : first + size] for first in range(0, len(steps), size)]
     return tuple(
-        Point(group[-1].seconds, len(group) * run.batch / spent)
+        Point(group[-1].seconds, unit.of(len(group) * run.batch) / spent)
         for group in groups
         if (spent := sum(took[step.batch] for step in group)) > 0
     )
 
 
 def losses(runs: dict[str, Run]) -> Iterator[Block]:
-    """Losses and accuracies of runs in shared plots; a curve's label begins with its run's name."""
-    for title, axis in _PLOTS.items():
-        curves = tuple(
-            Curve(f"{name}: {label}" if name else label, points)
-            for name, run in runs.items()
-            for plot, label, points in _learning(run)
-            if plot == title and points
-        )
-        if curves:
-            yield Curves(title, "step", axis, curves)
+    """Losses and metrics of runs in shared plots; a curve's label begins with its run's name.
+
+    Percentages share a plot; every other metric has its own, and those after the first are small.
+    """
+    plots: dict[str, list[Curve]] = {}
+    for name, run in runs.items():
+        for title, label, points in (*_losses(run), *_metrics(run)):
+            if points:
+                plots.setdefault(title, []).append(Curve(f"{name}: {label}" if name else label, points))
+    last = [(_SCALE, plots.pop(_SCALE))] if _SCALE in plots else []
+    metrics = [title for title in plots if title != _LOSS]
+    for title, curves in [*list(plots.items())[: 1 + _MOST_PLOTS], *last]:
+        axis = _AXES.get(title, title)
+        yield Curves(title, "step", axis, tuple(curves), is_small=title in metrics[1:])
 
 
-def _learning(run: Run) -> Iterator[tuple[str, str, tuple[Point, ...]]]:
-    """The curves of a run over its steps: the title of the plot, the label and the points of each."""
-    yield "Loss", "training", tuple(Point(step.batch + 1, step.loss) for step in run.steps)
-    scored, on = run.evaluations, run.evaluated_on
-    yield "Loss", f"evaluation on {on}", tuple(Point(found.batch, found.loss) for found in scored)
-    if len(scored) > 1:
-        yield "Accuracy", f"top-1 on {on}", tuple(Point(found.batch, 100 * found.top1) for found in scored)
-        yield "Accuracy", f"top-5 on {on}", tuple(Point(found.batch, 100 * found.top5) for found in scored)
+def _losses(run: Run) -> Iterator[tuple[str, str, tuple[Point, ...]]]:
+    """The losses of a run over its steps: the title of the plot, the label and the points of each curve."""
+    yield _LOSS, "training", tuple(Point(step.batch + 1, step.loss) for step in run.steps)
+    scored = run.evaluations
+    yield _LOSS, f"evaluation on {run.evaluated_on}", tuple(Point(found.batch, found.loss) for found in scored)
     scales = tuple(Point(step.batch + 1, step.loss_scale) for step in run.steps if step.loss_scale)
-    yield "Loss scale", "loss scale", scales
+    yield _SCALE, "loss scale", scales
+
+
+def _metrics(run: Run) -> Iterator[tuple[str, str, tuple[Point, ...]]]:
+    """The same of its metrics, where there are two evaluations."""
+    names = dict.fromkeys(name for found in run.evaluations for name in headline_metrics(found.metrics))
+    for name in names if len(run.evaluations) > 1 else ():
+        known = [(found.batch, found.metrics[name]) for found in run.evaluations if name in found.metrics]
+        label = f"{metric_label(name)} on {run.evaluated_on}"
+        if is_percentage(name):
+            yield _ACCURACY, label, tuple(Point(batch, 100 * value) for batch, value in known)
+        else:
+            yield metric_label(name), label, tuple(Point(batch, value) for batch, value in known)
+
+
+def _by_class(run: Run) -> Iterator[Table]:
+    """The metrics of single classes after the last evaluation, such as `iou/3`."""
+    metrics = run.evaluations[-1].metrics if run.evaluations else {}
+    for metric in dict.fromkeys(name.partition("/")[0] for name in metrics if "/" in name):
+        rows = tuple(
+            (name.partition("/")[2], format_metric(metric, value))
+            for name, value in metrics.items()
+            if name.startswith(f"{metric}/")
+        )
+        yield Table(f"{metric_label(metric)} by class", ("class", "value"), rows)

@@ -53,6 +53,7 @@ from stagewright.runtime.job import Evaluation, Job
 from stagewright.runtime.multinode.nodes import cluster_of
 from stagewright.runtime.process.assemble import has_channels_last, open_data, open_model
 from stagewright.runtime.stage.precision import Precision, make_precision
+from stagewright.runtime.stage.scores import load_metrics
 from stagewright.schedule.check import check
 
 _MPS_FOLDER = "/tmp/nvidia-mps"
@@ -129,6 +130,8 @@ def prepare(
     _require_classes(training.output, (config.data.source, source), (config.data.val or "", val))
     pauses = _pauses(config, batches, order.batches)
     evaluation = _evaluation(plan, study, example, val) if pauses else None
+    unit, per_sample = getattr(source, "unit", ("images", 1))
+    load_metrics(config.run.metrics, unit)  # reports an unknown one before a folder is made
     prediction = predict_job(config, plan)  # reports an unsuitable profile before a folder is made
     job = Job(
         config,
@@ -148,6 +151,8 @@ def prepare(
         fingerprint=source.fingerprint,
         start=start,
         resume=None if resume is None else str(resume.checkpoint.folder),
+        unit=unit,
+        per_sample=per_sample,
     )
     return Prepared(job, prediction)
 

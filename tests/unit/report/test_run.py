@@ -76,7 +76,7 @@ def test_the_page_of_a_finished_run(tmp_path: Path) -> None:
 
 
 def test_the_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
-    records = [*steps(8_000), *(Evaluated(batch, 8, 1.0, 0.5, 0.5) for batch in range(0, 8_000, 10))]
+    records = [*steps(8_000), *(Evaluated(batch, 8, 1.0, {"top1": 0.5, "top5": 0.5}) for batch in range(0, 8_000, 10))]
     made = page(make_run(tmp_path / "run", records, trace=timeline(2_000), monitor=usage(3_000, gpus=4)))
     assert len(as_html(made).encode()) < 1_000_000 and len(as_markdown(made)) < 50_000
     table = block(made, "Epochs", Table)
@@ -202,7 +202,7 @@ def test_pauses_do_not_count_as_waiting(tmp_path: Path) -> None:
         else span
         for span in spans
     )
-    records = [*steps(1), Evaluated(1, 8, 1.0, 0.5, 0.5), *steps(2)[1:]]
+    records = [*steps(1), Evaluated(1, 8, 1.0, {"top1": 0.5, "top5": 0.5}), *steps(2)[1:]]
     text = summary(page(make_run(tmp_path / "run", records, trace=Timeline(gap))))
     assert "it computes 100% of the time. Over all ranks, 39%" in text
 
@@ -258,7 +258,7 @@ def test_a_folder_without_a_plan_is_an_error(tmp_path: Path, content: bytes | No
 
 
 def test_compares_several_runs(tmp_path: Path) -> None:
-    slow = [*steps(20, speed=160.0), Evaluated(20, 512, 0.6, 0.5, 0.9)]
+    slow = [*steps(20, speed=160.0), Evaluated(20, 512, 0.6, {"top1": 0.5, "top5": 0.9})]
     plan = {"mode": "dp", "placement": "0:0", "cuts": [], "versions": [1], "depths": [1]}
     one_rank = Timeline((Span(0, "compute", "F", "0F0@0", 0, 1),))
     folders = [
@@ -286,12 +286,13 @@ def test_compares_several_runs(tmp_path: Path) -> None:
             "training loss": "0.5359",
             "evaluation loss": loss,
             "top-1": top1,
+            "top-5": top5,
             "measured on": "512 samples of the training data",
             "folder": folder,
         }
-        for run, time, speed, loss, top1, folder in [
-            ("stale 2-1", "4 s", "320", "0.5", "75.0%", "a"),
-            ("dp 1", "8 s", "160", "0.6", "50.0%", "b"),
+        for run, time, speed, loss, top1, top5, folder in [
+            ("stale 2-1", "4 s", "320", "0.5", "75.0%", "99.0%", "a"),
+            ("dp 1", "8 s", "160", "0.6", "50.0%", "90.0%", "b"),
         ]
     ]
     assert block(made, "Configurations", Table).rows[0] == ("mode", "stale", "dp")

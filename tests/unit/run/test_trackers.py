@@ -107,7 +107,7 @@ def test_every_tracker_gets_steps_evaluations_use_and_configuration(log: Log, tm
     warnings: list[str] = []
     require_tracker(config(tracker))
     with tracked(config(tracker), tmp_path, warnings.append) as take:
-        for record in (STEP, Evaluated(5, 10, 2.0, 0.25, 0.5), USE, Saved(5, 10, 0.1)):
+        for record in (STEP, Evaluated(5, 10, 2.0, {"top1": 0.25, "top5": 0.5}), USE, Saved(5, 10, 0.1)):
             take(record)
     assert log.values[:3] == [(5, "train/loss", 2.5), (5, "train/lr", 0.1), (5, "train/images_per_second", 300.0)]
     assert (5, "eval/top1", 0.25) in log.values and (5, "use/gpu3/watts", 250.0) in log.values

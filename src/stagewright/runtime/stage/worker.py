@@ -23,9 +23,10 @@ from stagewright.runtime.stage.equality import begin_equal, require_equal
 from stagewright.runtime.stage.gate import Gate
 from stagewright.runtime.stage.gradients import Norms
 from stagewright.runtime.stage.loss_scaling import LossScaling
-from stagewright.runtime.stage.losses import Losses, score_of
+from stagewright.runtime.stage.losses import Losses
 from stagewright.runtime.stage.recorder import Recorder
 from stagewright.runtime.stage.replica import Replica
+from stagewright.runtime.stage.scores import Scorer, make_scorer
 from stagewright.schedule.action import TRANSFERS, Action, Op
 from stagewright.schedule.lower import evaluation_program, last_of, program
 from stagewright.schedule.policy import overlapped_backward
@@ -69,7 +70,8 @@ class Worker:
         self.is_stopped = False  # before the last batch
         self.gate = Gate(self.plan.microbatches)
         self.saver = Saver()
-        self._score = Score()
+        scores = job.evaluation is not None and rank in job.plan.stages[-1].ranks
+        self._scorer = make_scorer(job.config.run.metrics, job.unit) if scores else Scorer()
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -149,13 +151,13 @@ class Worker:
                 yield pending
                 stack.enter_context(replica.statistics.averaged(rows))
                 stack.enter_context(replica.evaluating())
-            self._score = Score()
+            self._scorer.score = Score()
             yield from self._evaluate_pieces(job.whole, range(whole))
             if rest:
                 assert job.short is not None
                 yield from self._evaluate_pieces(job.short, range(whole, whole + 1))
         if any(replica.stage.is_last for replica in self.replicas.values()):
-            self._emit(Scored(self.rank, pause, self._score))
+            self._emit(Scored(self.rank, pause, self._scorer.score))
 
     def states(self) -> Iterator[Pending | tuple[Stage, Mapping[str, Tensor]]]:
         """Each stage's newest weights and mean statistics, from its first replica; every rank must take part."""
@@ -288,7 +290,7 @@ class Worker:
         self._flush()
 
     def _add_score(self, logits: Tensor, labels: Tensor) -> None:
-        self._score += score_of(logits, labels)
+        self._scorer.add(logits, {"label": labels})
 
     def _open(self, probe: Probe, span: range, *, forward_only: bool = False) -> None:
         """Set the channels' message formats, and announce the microbatches of a span."""
