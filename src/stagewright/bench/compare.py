@@ -17,7 +17,7 @@ from stagewright.run.report import open_run
 
 _SEGMENTS = 10  # per run: long ones, since the times of neighbouring batches depend on each other
 _LAST = 10  # batches over which losses are averaged
-_SAME = ("model", "batch", "precision", "device", "placement", "cluster", "kind")  # of rows that are comparable
+_SAME = ("model", "batch", "precision", "device", "placement", "cluster", "kind", "unit")  # of rows that are comparable
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def compare_benches(first: str, second: str, one: Outcome, other: Outcome) -> Co
 
 def _row_pair(row: Row, other: Row) -> Pair:
     assert row.rate is not None and other.rate is not None
-    what = f"{row.group}, {row.label}"
+    what = ", ".join(filter(None, (row.group, row.label, row.unit)))
     if not (row.repeats and other.repeats):
         value = other.rate.value / row.rate.value
         return Pair(what, row.rate, other.rate, Interval(value, value, value), is_predicted=True)

@@ -13,7 +13,7 @@ from rich.table import Table
 from stagewright.cli.config import read_layers
 from stagewright.config.toml import make_config
 from stagewright.errors import RunFailed, counted
-from stagewright.metrics import Unit, speed_words
+from stagewright.metrics import speed_words
 from stagewright.report.live.terminal import PipeSafeConsole, say
 from stagewright.run.report import make_page, write_page
 from stagewright.run.resume import resumed_config
@@ -37,7 +37,7 @@ def run(parsed: argparse.Namespace) -> None:
         say(console, f"done; metrics and weights are on machine 0, {where}", soft_wrap=True)
         return
     speed = result.summary["images_per_second"]
-    unit = Unit(result.summary["unit"], result.summary["per_sample"])
+    unit = result.unit
     words = speed_words(speed, result.summary["steady_steps"], unit)
     lines = [f"done: {counted(result.summary['batches'], 'step')}, {words}"]
     if speed and (predicted := result.summary["predicted_images_per_second"]):

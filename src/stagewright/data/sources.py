@@ -223,6 +223,7 @@ class LimitedSource:
         require_limit(limit, len(source))
         self.classes = source.classes
         self.fingerprint = f"{source.fingerprint}/{limit}"
+        self.unit = getattr(source, "unit", ("images", 1))
         self._source = source
         self._limit = limit
 

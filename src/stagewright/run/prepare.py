@@ -81,6 +81,7 @@ def prepare(
     config = _resolve_model(config)
 
     # The data and the model.
+    load_metrics(config.run.metrics)  # reports an unknown one at once
     precision = make_precision(config.run.precision, config.run.device)
     asked = {"image": config.data.image, "classes": config.model.classes, "batch": config.plan.batch}
     with within_memory(**asked, samples=config.data.samples):
@@ -131,7 +132,6 @@ def prepare(
     pauses = _pauses(config, batches, order.batches)
     evaluation = _evaluation(plan, study, example, val) if pauses else None
     unit, per_sample = getattr(source, "unit", ("images", 1))
-    load_metrics(config.run.metrics, unit)  # reports an unknown one before a folder is made
     prediction = predict_job(config, plan)  # reports an unsuitable profile before a folder is made
     job = Job(
         config,

@@ -28,6 +28,7 @@ from stagewright.config.toml import as_tables, as_toml
 from stagewright.errors import Interrupted, RunFailed, UserError, counted, first_line, printable
 from stagewright.events import Evaluated, Step
 from stagewright.hardware.environment import read_environment
+from stagewright.metrics import IMAGES, Unit
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
 from stagewright.planning.setting import memory_setting
@@ -68,6 +69,11 @@ class Result:
     evaluations: tuple[Evaluated, ...]
     summary: dict[str, Any]
     exported: Path | None
+
+    @property
+    def unit(self) -> Unit:
+        """What its throughput counts; `images_per_second` of its steps and summary are samples."""
+        return Unit(self.summary.get("unit", IMAGES.name), self.summary.get("per_sample", 1))
 
     def weights(self) -> dict[str, Tensor]:
         """The trained weights by the parameter names of the whole model; needs `export`."""

@@ -31,6 +31,18 @@ def test_records_continue_when_the_screen_is_gone(tmp_path: Path) -> None:
     assert len(Journal(Path(job.folder) / "metrics.jsonl", 3).records) == 3
 
 
+def test_the_loss_of_a_batch_is_its_totals_over_its_counts(tmp_path: Path) -> None:
+    job = make_job(Case(microbatches=2, steps=4), tmp_path)
+    warnings: list[str] = []
+    with Ledger(job, lambda record: None, warnings.append) as ledger:
+        for losses in [(6.0, 4.0), (0.0, 0.0)], [(0.5, 1.0), (0.25, 1.0)], [(0.0, 0.0)] * 2, [(0.0, 0.0)] * 2:
+            first = 2 * len(ledger.collector.steps)
+            for number, (total, count) in enumerate(losses, first):
+                ledger.handle(BatchLosses(0, ((number, total, count),), time.monotonic()))
+        assert [step.loss for step in ledger.collector.steps] == [1.5, 0.375, 0.0, 0.0]
+    assert len(warnings) == 1 and "batch 2 has no targets" in warnings[0]
+
+
 def test_a_restart_drops_the_records_after_its_checkpoint(tmp_path: Path) -> None:
     job = make_job(Case(microbatches=1, steps=5), tmp_path)
     with Ledger(job, lambda record: None) as ledger:
