@@ -7,18 +7,17 @@ out. A failure to make it never fails a run.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from stagewright.metrics import Unit, batch_seconds, format_metric, headline_metrics, is_percentage, metric_label
 from stagewright.report.page import Bar, Bars, Block, Curve, Curves, Page, Pipeline, Point, Table
 from stagewright.report.read import Run
 from stagewright.report.sections import configuration, environment, epochs, memory, stages, usage_blocks
-from stagewright.report.summary import summarize_run
+from stagewright.report.summary import summarize_run, upper_first
 from stagewright.report.timeline import busy_over_time, common_window
 
 _MOST_POINTS = 200  # of a curve of throughput
 _MOST_PLOTS = 12  # of metrics
-_LOSS, _ACCURACY, _SCALE = "Loss", "Accuracy", "Loss scale"
-_AXES = {_LOSS: "loss", _ACCURACY: "%", _SCALE: "scale of the gradients"}
 
 
 def run_page(run: Run) -> Page:
@@ -74,22 +73,29 @@ def throughput(run: Run, unit: Unit) -> tuple[Point, ...]:
 def losses(runs: dict[str, Run]) -> Iterator[Block]:
     """Losses and metrics of runs in shared plots; a curve's label begins with its run's name.
 
-    Percentages share a plot; every other metric has its own, and those after the first are small.
+    Accuracies share a plot; every other metric has its own. Those after the first are small.
     """
-    plots: dict[str, list[Curve]] = {}
-    for name, run in runs.items():
-        for title, label, points in (*_losses(run), *_metrics(run)):
-            if points:
-                plots.setdefault(title, []).append(Curve(f"{name}: {label}" if name else label, points))
-    last = [(_SCALE, plots.pop(_SCALE))] if _SCALE in plots else []
-    metrics = [title for title in plots if title != _LOSS]
-    for title, curves in [*list(plots.items())[: 1 + _MOST_PLOTS], *last]:
-        axis = _AXES.get(title, title)
-        yield Curves(title, "step", axis, tuple(curves), is_small=title in metrics[1:])
+    curves = [(name, *curve) for name, run in runs.items() for curve in (*_losses(run), *_metrics(run)) if curve[-1]]
+    plots = list(dict.fromkeys(plot for _, plot, _, _ in curves if plot.is_metric))[:_MOST_PLOTS]
+    for plot in (_LOSS, *plots, _SCALE):
+        drawn = tuple(Curve(f"{n}: {label}" if n else label, points) for n, of, label, points in curves if of == plot)
+        if drawn:
+            yield Curves(plot.title, "step", plot.axis, drawn, is_small=plot in plots[1:])
 
 
-def _losses(run: Run) -> Iterator[tuple[str, str, tuple[Point, ...]]]:
-    """The losses of a run over its steps: the title of the plot, the label and the points of each curve."""
+@dataclass(frozen=True, slots=True)
+class _Plot:
+    title: str
+    axis: str
+    is_metric: bool = True
+
+
+_LOSS, _SCALE = _Plot("Loss", "loss", False), _Plot("Loss scale", "scale of the gradients", False)
+_ACCURACY = _Plot("Accuracy", "%")
+
+
+def _losses(run: Run) -> Iterator[tuple[_Plot, str, tuple[Point, ...]]]:
+    """The losses of a run over its steps: the plot, the label and the points of each curve."""
     yield _LOSS, "training", tuple(Point(step.batch + 1, step.loss) for step in run.steps)
     scored = run.evaluations
     yield _LOSS, f"evaluation on {run.evaluated_on}", tuple(Point(found.batch, found.loss) for found in scored)
@@ -97,16 +103,16 @@ def _losses(run: Run) -> Iterator[tuple[str, str, tuple[Point, ...]]]:
     yield _SCALE, "loss scale", scales
 
 
-def _metrics(run: Run) -> Iterator[tuple[str, str, tuple[Point, ...]]]:
+def _metrics(run: Run) -> Iterator[tuple[_Plot, str, tuple[Point, ...]]]:
     """The same of its metrics, where there are two evaluations."""
     names = dict.fromkeys(name for found in run.evaluations for name in headline_metrics(found.metrics))
     for name in names if len(run.evaluations) > 1 else ():
         known = [(found.batch, found.metrics[name]) for found in run.evaluations if name in found.metrics]
-        label = f"{metric_label(name)} on {run.evaluated_on}"
-        if is_percentage(name):
-            yield _ACCURACY, label, tuple(Point(batch, 100 * value) for batch, value in known)
-        else:
-            yield metric_label(name), label, tuple(Point(batch, value) for batch, value in known)
+        label = metric_label(name)
+        is_share = is_percentage(name)
+        plot = _ACCURACY if is_share and name != "iou" else _Plot(upper_first(label), "%" if is_share else label)
+        points = tuple(Point(batch, 100 * value if is_share else value) for batch, value in known)
+        yield plot, f"{label} on {run.evaluated_on}", points
 
 
 def _by_class(run: Run) -> Iterator[Table]:
@@ -118,4 +124,4 @@ def _by_class(run: Run) -> Iterator[Table]:
             for name, value in metrics.items()
             if name.startswith(f"{metric}/")
         )
-        yield Table(f"{metric_label(metric)} by class", ("class", "value"), rows)
+        yield Table(f"{upper_first(metric_label(metric))} by class", ("class", "value"), rows)

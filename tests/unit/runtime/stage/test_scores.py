@@ -24,10 +24,11 @@ from stagewright.config.toml import make_config, read_toml
 from stagewright.data.sources import TensorSource
 from stagewright.errors import UserError
 from stagewright.events import Evaluated, Score
-from stagewright.metrics import metric_values
+from stagewright.metrics import IMAGES, metric_values
 from stagewright.report.page import Curves, Summary, Table
 from stagewright.run.report import make_page
 from stagewright.runtime.comm.device import Reading
+from stagewright.runtime.job import Job
 from stagewright.runtime.process.assemble import open_data
 from stagewright.runtime.stage.losses import Losses, NonFiniteLoss
 from stagewright.runtime.stage.scores import BUILT_IN, Scorer, load_metrics, logits_of, target_of
@@ -235,10 +236,10 @@ def test_a_users_metric_goes_from_replicas_to_the_page(tmp_path: Path) -> None:
     assert result.summary["evaluations"][-1]["metrics"] == found.metrics
     page = make_page([result.folder])
     curves = {block.title: block for block in page.blocks if isinstance(block, Curves)}
-    assert [point.y for point in curves["largest_logit"].curves[0].points] == [
+    assert [point.y for point in curves["Largest_logit"].curves[0].points] == [
         evaluated.metrics["largest_logit"] for evaluated in result.evaluations
     ]
-    assert not curves["largest_logit"].is_small and curves["perplexity"].is_small and "Accuracy" in curves
+    assert not curves["Largest_logit"].is_small and curves["Perplexity"].is_small and "Accuracy" in curves
     (summary,) = [block for block in page.blocks if isinstance(block, Summary)]
     assert any(re.search(r"largest_logit \S+, perplexity \S+, top-1 \S+%", line) for line in summary.lines)
 
@@ -271,6 +272,15 @@ def test_a_run_of_tokens_tells_tokens_per_second_everywhere(
     speed = 5 * summary["images_per_second"]
     main(["watch", "--once", str(folder)])
     assert f"{speed:.0f} tokens/s" in capsys.readouterr().out.replace(",", "")
+
+
+def test_the_job_of_an_older_run_is_loaded(tmp_path: Path) -> None:
+    job = make_job(Case(), tmp_path)
+    job.save(tmp_path / "job.json")
+    found = json.loads((tmp_path / "job.json").read_text())
+    del found["unit"], found["per_sample"], found["config"]["run"]["metrics"]
+    (tmp_path / "job.json").write_text(json.dumps(found))
+    assert Job.load(tmp_path / "job.json") == job and job.throughput_unit == IMAGES
 
 
 def test_scores_add_up_by_name() -> None:
