@@ -6,7 +6,7 @@ and from the design, not from the plan.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -131,7 +131,7 @@ class Run:
     @property
     def microbatch_losses(self) -> list[float]:
         """By number; every microbatch must be reported once."""
-        reported = [pair for event in self.events if isinstance(event, BatchLosses) for pair in event.losses]
+        reported = [(number, loss) for e in self.events if isinstance(e, BatchLosses) for number, loss, _ in e.losses]
         losses = dict(reported)
         assert len(reported) == len(losses) and sorted(losses) == list(range(len(losses)))
         return [losses[number] for number in range(len(losses))]
@@ -149,7 +149,8 @@ class Run:
         reported = [event for event in self.events if isinstance(event, Scored)]
         for event in sorted(reported, key=lambda event: (event.batch, event.rank)):
             so_far = scores.get(event.batch, [0.0] * 4)
-            scores[event.batch] = [a + b for a, b in zip(so_far, astuple(event.score), strict=True)]
+            found = [event.score.totals.get(name, (0.0, 0.0))[0] for name in ("loss", "top1", "top5")]
+            scores[event.batch] = [a + b for a, b in zip(so_far, (event.score.samples, *found), strict=True)]
         return scores
 
 

@@ -141,7 +141,15 @@ def take(flags: str, **changes: Any) -> tuple[Taken, ...]:
 def take_sections(*sections: str) -> tuple[Taken, ...]:
     """All options of some sections of the configuration, or of all sections, under their headings and by their keys."""
     return tuple(
-        _taken(entry, {"group": entry.key.partition(".")[0], "has_negation": entry.type is bool, "dest": entry.key})
+        _taken(
+            entry,
+            {
+                "group": entry.key.partition(".")[0],
+                "has_negation": entry.type is bool,
+                "is_repeated": entry.is_joined,
+                "dest": entry.key,
+            },
+        )
         for entry in options(*sections)
     )
 

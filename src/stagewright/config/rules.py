@@ -172,6 +172,10 @@ def _exclusive(first: str, second: str, commands: tuple[str, ...] = ()) -> tuple
 
 
 _CUDA = _is("--device", "cuda")
+_EVALUATES = Condition(
+    lambda values: is_set(values.get("--val")) or is_set(values.get("--eval-every")),
+    lambda values: "without an evaluation; give --val or --eval-every as well",
+)
 _STAGES = _is("--mode", "sync", "stale", "pipedream")
 _STALE = _is("--mode", "stale")
 _SGD = _is("--optimizer", "sgd")
@@ -220,6 +224,7 @@ RULES: tuple[Rule, ...] = (
     Rule("--cuda-graph", _without("--compile"), ("on",)),
     # Run
     *_exclusive("--steps", "--epochs"),
+    *_unused(_EVALUATES, "--metric", off="auto"),
     *_exclusive("--emulate", "--nodes"),
     *_unused(_without("--emulate"), "--share-gpu", "--timeout", "--start-timeout", "--max-restarts"),
     *_unused(_without("--emulate"), "--backend", off="auto"),

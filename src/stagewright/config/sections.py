@@ -28,13 +28,23 @@ _MOST_SCALE = 2.0**127  # of fp32
 RENAMED = {"plan.weights": "plan.shares"}  # keys of older versions, which old run folders still have
 
 
-def option(default: Any, flag: str, help: str, metavar: str = "", *, is_list: bool = False, **bounds: float) -> Any:
+def option(
+    default: Any,
+    flag: str,
+    help: str,
+    metavar: str = "",
+    *,
+    is_list: bool = False,
+    is_joined: bool = False,
+    **bounds: float,
+) -> Any:
     """A field that is also a command-line option; its bounds are `least`, `above`, `below` and `most`.
 
-    `is_list`: a text of comma-separated integers from 0 on.
+    `is_list`: a text of comma-separated integers from 0 on. `is_joined`: a text of comma-separated names; a command
+    line may repeat the option instead.
     """
-    about = {"flag": flag, "help": help, "metavar": metavar, "bounds": bounds, "is_list": is_list}
-    return field(default=default, metadata=about)
+    lists = {"is_list": is_list, "is_joined": is_joined}
+    return field(default=default, metadata={"flag": flag, "help": help, "metavar": metavar, "bounds": bounds, **lists})
 
 
 @dataclass(frozen=True)
@@ -206,6 +216,13 @@ class RunConfig(Section):
     eval_every: int | None = option(
         None, "--eval-every", "batches between evaluations (0: only at the end) (default: with --val, an epoch)"
     )
+    metrics: str = option(
+        "auto",
+        "--metric",
+        "top1, top5, accuracy, iou, mae, mse, perplexity, none or package.module:function; may be repeated",
+        "NAME",
+        is_joined=True,
+    )
     log_every: int = option(10, "--log-every", "batches between log lines", least=1)
     monitor_every: float = option(1.0, "--monitor-every", "seconds between samples of memory, load and power (0: none)")
     track: Literal["none", "tensorboard", "wandb", "mlflow"] = option(
@@ -275,6 +292,7 @@ class Option:
     default: Any = None
     bounds: Mapping[str, float] = field(default_factory=dict)
     key: str = ""  # section.field of the configuration
+    is_joined: bool = False  # it may be repeated, which joins its values by commas
 
     def check(self, value: float | None) -> None:
         """Raise if a number is outside the bounds."""
@@ -301,7 +319,8 @@ def _as_option(section: str, entry: Field[Any], hint: Any) -> Option:
     about = entry.metadata
     metavar = about["metavar"] or ("" if choices else {int: "N", float: "FLOAT"}.get(kind, "TEXT"))
     key = f"{section}.{entry.name}"
-    return Option(about["flag"], about["help"], metavar, kind, choices, entry.default, about["bounds"], key)
+    common = (about["flag"], about["help"], metavar, kind, choices, entry.default, about["bounds"], key)
+    return Option(*common, about["is_joined"])
 
 
 def require_within(flag: str, value: float, **bounds: float) -> None:

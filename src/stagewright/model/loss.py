@@ -22,6 +22,7 @@ from stagewright.model.load import load_callable
 Sample = Mapping[str, Tensor]
 Function = Callable[[Any, Sample], Any]
 TARGETS = ("label", "labels", "target", "targets")
+NEXT_TOKEN = "next-token"
 IGNORED = -100  # a target that does not count
 
 
@@ -281,7 +282,7 @@ def _require_classes(logits: Tensor, target: Tensor, axis: int) -> None:
 
 LOSSES: dict[str, Callable[[LossOptions], Function]] = {
     "cross-entropy": _cross_entropy,
-    "next-token": _next_token,
+    NEXT_TOKEN: _next_token,
     "binary": _binary,
     "mse": _difference("mse", functional.mse_loss),
     "l1": _difference("l1", functional.l1_loss),

@@ -230,7 +230,7 @@ def _measure(outputs: Any, given: Given, measure: Measure | None, stand_in: Call
     try:
         made = measure(outputs, sample)
         roots = [made.total] if isinstance(made, Measured) else []
-    except _NEEDS_VALUES:
+    except Exception:  # it reads values, which fake tensors don't have; or it is wrong, and says so again
         with unset_fake_temporarily():
             leaves, spec = tree_flatten(outputs)
             zeros = [_zeros(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

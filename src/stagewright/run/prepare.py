@@ -56,6 +56,7 @@ from stagewright.runtime.job import Evaluation, Job
 from stagewright.runtime.multinode.nodes import cluster_of
 from stagewright.runtime.process.assemble import has_channels_last, open_data, open_model
 from stagewright.runtime.stage.precision import make_precision
+from stagewright.runtime.stage.scores import load_metrics, scoring
 from stagewright.schedule.check import check
 
 _MPS_FOLDER = "/tmp/nvidia-mps"
@@ -83,6 +84,7 @@ def prepare(
     config = _resolve_model(config)
 
     # The data and the model.
+    load_metrics(config.run.metrics)  # reports an unknown one at once
     precision = make_precision(config.run.precision, config.run.device)
     asked = {"image": config.data.image, "classes": config.model.classes, "batch": config.plan.batch}
     with within_memory(**asked, samples=config.data.samples):
@@ -135,7 +137,8 @@ def prepare(
     _require_classes(options, training, (config.data.source, source), (config.data.val or "", val))
     _require_vocabulary(chain.model, (config.data.source, source), (config.data.val or "", val))
     pauses = _pauses(config, batches, order.batches)
-    evaluation = _evaluation(plan, study, given, val, options) if pauses else None
+    evaluation = _evaluation(plan, study, given, val, scoring(config.run.metrics, options)) if pauses else None
+    unit, per_sample = source.unit
     prediction = predict_job(config, plan)  # reports an unsuitable profile before a folder is made
     job = Job(
         config,
@@ -155,6 +158,8 @@ def prepare(
         fingerprint=source.fingerprint,
         start=start,
         resume=None if resume is None else str(resume.checkpoint.folder),
+        unit=unit,
+        per_sample=per_sample,
     )
     return Prepared(job, prediction)
 
@@ -339,12 +344,11 @@ def _warn_about_means(loss: Loss, training: Probe, plan: Plan, warn: Warn) -> No
         )
 
 
-def _evaluation(plan: Plan, study: Callable[..., Probe], given: Given, val: Source, options: LossOptions) -> Evaluation:
+def _evaluation(plan: Plan, study: Callable[..., Probe], given: Given, val: Source, measure: Measure) -> Evaluation:
     """What an evaluation computes: whole microbatches, and a last one of what is left."""
     rest = len(val) % plan.samples
-    loss = Loss(replace(options, label_smoothing=0.0))
-    whole = study(given, training=False, measure=loss)
-    short = study(given.first(rest), training=False, measure=loss) if rest else None
+    whole = study(given, training=False, measure=measure)
+    short = study(given.first(rest), training=False, measure=measure) if rest else None
     return Evaluation(len(val), whole, short)
 
 

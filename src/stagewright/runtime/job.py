@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from stagewright.config.sections import Config
 from stagewright.data.order import Order
+from stagewright.metrics import Unit
 from stagewright.model.cut import Way
 from stagewright.model.loss import LossOptions
 from stagewright.model.probe import Probe
@@ -52,6 +53,12 @@ class Job:
     fingerprint: str = ""  # of the training data
     start: int = 0  # batches trained before this job
     resume: str | None = None  # the checkpoint folder with their state
+    unit: str = "images"  # what its throughput counts
+    per_sample: int = 1  # of them
+
+    @property
+    def throughput_unit(self) -> Unit:
+        return Unit(self.unit, self.per_sample)
 
     @property
     def order(self) -> Order:

@@ -16,6 +16,7 @@ _OPTIONS = {option.flag: option for option in options()}
 
 # Options of a run that change nothing: as keywords by flag, with what the error says about the reason.
 _UNUSED = [
+    ({"--metric": "top1"}, "without an evaluation; give --val or --eval-every as well"),
     ({"--samples": 64, "--data": "folder:a"}, "with --data folder:a; it needs --data synthetic"),
     ({"--learnable": True, "--data": "tensors:a"}, "with --data tensors:a; it needs --data synthetic"),
     *(

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -218,7 +217,7 @@ class Stagewright:
 
     def _receive(self, event: Event) -> None:
         if isinstance(event, BatchLosses):
-            self.loss = fmean(loss for _, loss in event.losses)
+            self.loss = sum(total for _, total, _ in event.losses) / sum(count for _, _, count in event.losses)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from stagewright.data.loader import Loader
 from stagewright.events import Emit, Score, Scored
-from stagewright.model.loss import Loss
 from stagewright.model.probe import Probe
 from stagewright.plan.plan import Stage
 from stagewright.runtime.comm.boundary import Activations, Boundary, expect
@@ -26,9 +24,10 @@ from stagewright.runtime.stage.equality import begin_equal, require_equal
 from stagewright.runtime.stage.gate import Gate
 from stagewright.runtime.stage.gradients import Norms
 from stagewright.runtime.stage.loss_scaling import LossScaling
-from stagewright.runtime.stage.losses import Losses, score_of
+from stagewright.runtime.stage.losses import Losses
 from stagewright.runtime.stage.recorder import Recorder
 from stagewright.runtime.stage.replica import Replica
+from stagewright.runtime.stage.scores import make_scorer
 from stagewright.schedule.action import TRANSFERS, Action, Op
 from stagewright.schedule.lower import evaluation_program, last_of, program
 from stagewright.schedule.policy import overlapped_backward
@@ -72,8 +71,8 @@ class Worker:
         self.is_stopped = False  # before the last batch
         self.gate = Gate(self.plan.microbatches)
         self.saver = Saver()
-        self._score = Score()
-        self._evaluation_loss = Loss(replace(job.loss, label_smoothing=0.0))
+        scores = job.evaluation is not None and rank in job.plan.stages[-1].ranks
+        self._scorer = make_scorer(job.config.run.metrics, job.loss) if scores else None
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -153,13 +152,14 @@ class Worker:
                 yield pending
                 stack.enter_context(replica.statistics.averaged(rows))
                 stack.enter_context(replica.evaluating())
-            self._score = Score()
+            if self._scorer is not None:
+                self._scorer.score = Score()
             yield from self._evaluate_pieces(job.whole, range(whole))
             if rest:
                 assert job.short is not None
                 yield from self._evaluate_pieces(job.short, range(whole, whole + 1))
-        if any(replica.stage.is_last for replica in self.replicas.values()):
-            self._emit(Scored(self.rank, pause, self._score))
+        if self._scorer is not None:
+            self._emit(Scored(self.rank, pause, self._scorer.score))
 
     def states(self) -> Iterator[Pending | tuple[Stage, Mapping[str, Tensor]]]:
         """Each stage's newest weights and mean statistics, from its first replica; every rank must take part."""
@@ -292,7 +292,8 @@ class Worker:
         self._flush()
 
     def _add_score(self, outputs: Any, fields: Mapping[str, Tensor]) -> None:
-        self._score += score_of(outputs, fields, self._evaluation_loss)
+        assert self._scorer is not None
+        self._scorer.add(outputs, fields)
 
     def _open(self, probe: Probe, span: range, *, forward_only: bool = False) -> None:
         """Set the channels' message formats, and announce the microbatches of a span."""
