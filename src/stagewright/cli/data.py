@@ -15,11 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from stagewright.data.convert import convert
 from stagewright.data.datasets import Kind, open_records
+from stagewright.data.formats.text import convert_text, open_tokenizer
 from stagewright.data.sources import ImageOptions, with_transforms
 from stagewright.data.survey import Survey, draw_sheet, survey
 from stagewright.errors import UserError, counted
 from stagewright.report.live.terminal import print_lines
 
+_TEXT = "text:"
 _MOST_SHOWN = 20  # classes, bad records
 
 
@@ -73,6 +75,12 @@ def run_index(parsed: argparse.Namespace) -> None:
 
 
 def run_convert(parsed: argparse.Namespace) -> None:
+    if parsed.source.startswith(_TEXT):
+        _convert_text(parsed)
+        return
+    if parsed.tokenizer is not None or parsed.val_fraction:
+        flag = "--tokenizer" if parsed.tokenizer is not None else "--val-fraction"
+        raise UserError(f"{flag} changes nothing with {parsed.source}; it needs text:FILE")
     kind, _, where = parsed.target.partition(":")
     if kind not in set(Kind) or not where:
         raise UserError(f"target '{parsed.target}' is not one of folder:DIR, tar:DIR, ofrecord:DIR")
@@ -87,6 +95,23 @@ def run_convert(parsed: argparse.Namespace) -> None:
     print_lines(*(f"left out: {reason}" for reason in done.left_out[:_MOST_SHOWN]))
     if len(done.left_out) > _MOST_SHOWN:
         print_lines(f"... and {len(done.left_out) - _MOST_SHOWN} more were left out")
+
+
+def _convert_text(parsed: argparse.Namespace) -> None:
+    """Text to tokens."""
+    source, (kind, _, target) = parsed.source.removeprefix(_TEXT), parsed.target.partition(":")
+    if kind != "tokens" or not target:
+        raise UserError(f"target '{parsed.target}' is not tokens:FILE, the only one for {parsed.source}")
+    for flag, value in (("--class-names", parsed.class_names), ("--limit", parsed.limit)):
+        if value is not None:
+            raise UserError(f"{flag} changes nothing with {parsed.source}; leave it out")
+    total = Path(source).stat().st_size if Path(source).is_file() else None
+    with _progress("tokenizing", total) as update:
+        done = convert_text(source, target, open_tokenizer(parsed.tokenizer), parsed.val_fraction, update)
+    if parsed.json:
+        print(json.dumps([asdict(one) for one in done]))
+        return
+    print_lines(*(f"{counted(one.tokens, 'token')}, vocabulary of {one.vocabulary}, in {one.path}" for one in done))
 
 
 def _size(records: int, classes: int) -> str:

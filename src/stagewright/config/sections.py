@@ -20,6 +20,7 @@ _MOST_SAMPLES = 2**28  # an epoch's order is in memory, eight bytes per sample
 _MOST_BATCH = 2**31 - 1
 _MOST_CLASSES = 2**24
 _MOST_SIDE = 2**16
+_MOST_CONTEXT = 2**20
 MOST_STEPS = 10**9
 MOST_RUNS = 1000  # of one configuration
 _MOST_EPOCHS = 10**6
@@ -75,7 +76,10 @@ class DataConfig(Section):
     """What it is trained on."""
 
     source: str = option(
-        "synthetic", "--data", "synthetic, folder:DIR, tar:GLOB, ofrecord:DIR or tensors:FILE", "SOURCE"
+        "synthetic",
+        "--data",
+        "synthetic, folder:DIR, tar:GLOB, ofrecord:DIR, segmentation:DIR, table:FILE, tensors:FILE or tokens:FILE",
+        "SOURCE",
     )
     val: str | None = option(None, "--val", "data to evaluate on (default: the training data)", "SOURCE")
     samples: int = option(4096, "--samples", "samples of synthetic data", least=1, most=_MOST_SAMPLES)
@@ -83,6 +87,7 @@ class DataConfig(Section):
         None, "--image", "side of the images in pixels (default: the model's)", least=1, most=_MOST_SIDE
     )
     shuffle: bool = option(True, "--shuffle", "shuffle the samples anew in every epoch")
+    context: int = option(256, "--context", "tokens per sample of tokens:FILE", least=1, most=_MOST_CONTEXT)
     limit: int | None = option(None, "--limit", "train on only this many samples, evenly spread")
     class_names: str | None = option(None, "--class-names", "file with one class name per line, in label order", "FILE")
     learnable: bool = option(True, "--learnable", "synthetic images show their class")

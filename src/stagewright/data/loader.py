@@ -17,6 +17,7 @@ from stagewright.data.on_device import CachedLoader, DeviceLoader, torchcodec_de
 from stagewright.data.order import ReplicaSlice, Sampler
 from stagewright.data.pool import BadRecordCounter, Batch, Decode, LoaderOptions, Pool, ReadAhead
 from stagewright.data.sources import ImageSource, Source, SyntheticSource
+from stagewright.errors import UserError
 
 
 class Loader(Protocol):
@@ -51,6 +52,8 @@ def _make_loader(source: Source, replica_slice: ReplicaSlice, options: LoaderOpt
         return ImageLoader(source, replica_slice, options, pool)
     if options.decode is Decode.ONCE:
         return CachedLoader(source, replica_slice, options, pool)
+    if source.labels.follows_view:
+        raise UserError("--decode gpu can't crop masks; use --decode cpu")
     return DeviceLoader(source, replica_slice, options, torchcodec_decoder(options.device))
 
 

@@ -138,6 +138,8 @@ def draw_view(pixels: Tensor, view: View, side: int) -> Tensor:
 def require_cacheable(source: ImageSource) -> None:
     """Raise if the augmentation does more to sizes than shift and cut out; the rules exclude --jitter."""
     augmentation = source.augmentation
+    if source.labels.follows_view:
+        raise UserError("--decode once can't crop masks; use --decode cpu")
     if augmentation.cropping is not Cropping.PADDED:
         raise UserError(
             f"--decode once caches whole images, but --crop is {augmentation.cropping} at {augmentation.side} pixels; "

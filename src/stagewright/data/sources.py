@@ -1,4 +1,4 @@
-"""Where samples come from: encoded images, tensors in a file, or synthetic data.
+"""Where samples come from: encoded images, tensors or tokens in a file, or synthetic data.
 
 `open_source` opens what `--data` names. A `Source` returns samples by index; an `ImageSource` also fills single samples
 for the loaders, and replaces a bad record by the next good one.
@@ -7,18 +7,15 @@ for the loaders, and replaces a bad record by the next good one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from hashlib import blake2b
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional
 
 from stagewright.data.augment import Augmentation, Cropping, View, default_cropping
-from stagewright.data.datasets import names_images, open_records
+from stagewright.data.datasets import limited, names_images, open_records
 from stagewright.data.decode import (
     MOST_PIXELS,
     Decoder,
@@ -33,9 +30,13 @@ from stagewright.data.formats.fields import Fields as Fields
 from stagewright.data.formats.fields import cast as cast
 from stagewright.data.formats.fields import only_pair as only_pair
 from stagewright.data.formats.records import BadRecord, BadRecordError, DataError, Records, require_limit
+from stagewright.data.formats.tensors import TensorSource
+from stagewright.data.formats.tokens import TokenSource
 from stagewright.data.labels import ClassLabels, Labels
 from stagewright.data.order import AugmentSeed, Indices
-from stagewright.errors import UserError, first_line, is_out_of_memory
+from stagewright.data.segmentation import MaskLabels, open_segmentation
+from stagewright.data.table import open_table
+from stagewright.errors import UserError, is_out_of_memory
 from stagewright.metrics import GIB
 
 
@@ -156,63 +157,6 @@ class ImageSource:
         return self.augmentation.training_view(seed.seed, seed.epoch, index, height, width)
 
 
-class TensorSource:
-    """Tensors of a safetensors file: `images` [samples, ...] and `labels` [samples]; bytes become fractions of 255."""
-
-    targets = ("labels",)
-    unit = IMAGES
-
-    def __init__(self, path: str) -> None:
-        self._images, self._labels = _read_tensors(path)
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def batch(self, indices: Indices) -> Fields:
-        where = torch.from_numpy(indices)
-        images = self._images[where]
-        images = images.float() / 255 if images.dtype == torch.uint8 else images
-        return {"images": images, "labels": self._labels[where]}
-
-    @property
-    def classes(self) -> int:
-        return int(self._labels.max()) + 1 if self._labels.numel() else 0
-
-    @property
-    def fingerprint(self) -> str:
-        few = torch.arange(0, len(self), max(1, len(self) // 64))
-        digest = blake2b(repr((self._images.shape, self._images.dtype)).encode(), digest_size=16)
-        for tensor in (self._labels, self._images[few]):
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
-
-
-def _read_tensors(path: str) -> tuple[Tensor, Tensor]:
-    if not Path(path).is_file():
-        raise UserError(f"tensors file {path}: no such file")
-    try:
-        with safe_open(path, "pt") as file:
-            names = sorted(file.keys())
-            if not {"images", "labels"} <= set(names):
-                raise UserError(
-                    f"tensors file {path} contains {', '.join(names[:6]) or 'nothing'}; it needs 'images' and 'labels'"
-                )
-            images, labels = file.get_tensor("images"), file.get_tensor("labels")
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"tensors file {path} is not a complete safetensors file ({first_line(error)})") from error
-    if images.dim() < 2 or labels.dim() < 1 or len(images) != len(labels):
-        raise UserError(
-            f"tensors file {path}: images {list(images.shape)} and labels {list(labels.shape)} do not match; "
-            "images need at least two dimensions, and both must begin with the number of samples"
-        )
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise UserError(f"tensors file {path}: labels are {labels.dtype}; class numbers must be integers")
-    labels = labels.long()
-    if labels.numel() and int(labels.min()) < 0:
-        raise UserError(f"tensors file {path}: the smallest label is {int(labels.min())}; classes count from 0")
-    return images, labels
-
-
 class SyntheticSource:
     """Synthetic images: noise, and unless `is_learnable` is off, a coarse pattern per class below it.
 
@@ -284,6 +228,7 @@ class ImageOptions:
     class_names: str | None = None
     limit: int | None = None
     is_learnable: bool = True  # synthetic images only
+    context: int = 256  # tokens of a sample, of token files only
 
 
 def open_source(
@@ -291,20 +236,37 @@ def open_source(
 ) -> Source:
     """The source that `--data` names; samples, classes and seed describe synthetic data."""
     options = options or ImageOptions()
-    if names_images(text):
-        return with_transforms(open_records(text, options.class_names, options.limit), image, options)
     kind, _, rest = text.partition(":")
+    if names_images(text) and rest:
+        records, labels = _open_images(kind, rest, options)
+        return with_transforms(records, image, options, labels)
     source: Source
     if kind == "synthetic" and not rest:
         source = SyntheticSource(samples, classes, image, seed, options.is_learnable)
     elif kind == "tensors" and rest:
         source = TensorSource(rest)
+    elif kind == "tokens" and rest:
+        source = TokenSource(rest, options.context)
     else:
-        raise UserError(f"data '{text}' is not one of synthetic, folder:DIR, tar:GLOB, ofrecord:DIR, tensors:FILE")
+        raise UserError(
+            f"data '{text}' is not one of synthetic, folder:DIR, tar:GLOB, ofrecord:DIR, segmentation:DIR, table:FILE, "
+            "tensors:FILE, tokens:FILE"
+        )
     return source if options.limit is None else LimitedSource(source, options.limit)
 
 
-def with_transforms(records: Records, side: int, options: ImageOptions) -> ImageSource:
+def _open_images(kind: str, where: str, options: ImageOptions) -> tuple[Records, Labels]:
+    """Encoded images, and how their labels are read."""
+    if kind == "segmentation":
+        pairs = open_segmentation(where, options.class_names)
+        return limited(pairs, options.limit), MaskLabels(pairs.classes)
+    if kind == "table":
+        rows, labels = open_table(where)
+        return limited(rows, options.limit), labels
+    return open_records(f"{kind}:{where}", options.class_names, options.limit), ClassLabels()
+
+
+def with_transforms(records: Records, side: int, options: ImageOptions, labels: Labels | None = None) -> ImageSource:
     """Records as samples of one size, cropped and normalized as the options say."""
     if side < 1:
         raise UserError(f"--image is {side}; give at least 1")
@@ -314,4 +276,4 @@ def with_transforms(records: Records, side: int, options: ImageOptions) -> Image
         raise UserError(f"--cutout is {options.cutout}; give 0 to {side}, the image's side")
     cropping = default_cropping(side) if options.cropping == "auto" else Cropping(options.cropping)
     augmentation = Augmentation(side, cropping, options.jitter, options.cutout)
-    return ImageSource(records, augmentation, parse_normalization(options.normalize))
+    return ImageSource(records, augmentation, parse_normalization(options.normalize), labels)

@@ -144,6 +144,10 @@ def _cross_entropy(options: LossOptions) -> Function:
     def loss(outputs: Any, sample: Sample) -> Any:
         logits, target = logits_of(outputs), target_of(sample)
         _require_classes(logits, target, 1)
+        if weights is not None and len(weights) != logits.shape[1]:
+            raise LossError(
+                f"--class-weights has {len(weights)} weights but the model has {logits.shape[1]} outputs; give as many"
+            )
         return _entropy(logits, target, options, weights)
 
     return loss

@@ -122,9 +122,6 @@ def _class_weights(config: Config) -> tuple[float, ...]:
         weights = tuple(float(part) for part in text.split(","))
     except ValueError:
         weights = ()
-    classes = config.model.classes
     if not weights or not all(np.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
         raise UserError(f"--class-weights {text[:80]}: give one number of at least 0 for each class: 1,2.5,1")
-    if classes is not None and len(weights) != classes:
-        raise UserError(f"--class-weights has {len(weights)} weights but the model has {classes} classes; give as many")
     return weights

@@ -29,7 +29,8 @@ from stagewright.data.formats.index import Watched, load_index, save_index
 from stagewright.data.formats.ofrecord import OFRecordError, scan_part
 from stagewright.data.formats.records import BadRecordError
 from stagewright.data.formats.tar import TarError, scan_shard
-from stagewright.data.sources import ImageOptions, TensorSource, with_transforms
+from stagewright.data.formats.tensors import TensorSource
+from stagewright.data.sources import ImageOptions, with_transforms
 from stagewright.data.survey import survey
 from stagewright.errors import UserError
 from tests.limits import cpu_time, more_memory

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from stagewright.data.formats.tensors import TensorSource
 from stagewright.data.loader import make_loaders
 from stagewright.data.order import EvaluationSampler, ReplicaSlice
 from stagewright.data.pool import LoaderOptions
@@ -16,7 +17,6 @@ from stagewright.data.sources import (
     ImageOptions,
     LimitedSource,
     SyntheticSource,
-    TensorSource,
     cast,
     only_pair,
     open_source,
@@ -101,3 +101,63 @@ def test_where_one_input_and_one_target_are_needed_others_are_named() -> None:
     assert only_pair({"label": one, "x": one + 1}, ("label",)) == (one + 1, one)
     with pytest.raises(UserError, match=r"2 inputs \(a, b\) and 0 targets \(none\)"):
         only_pair({"a": one, "b": one}, ("label",))
+
+
+def save_fields(path: Path, **fields: torch.Tensor) -> str:
+    save_file(fields, path)
+    return str(path)
+
+
+def test_any_fields_are_inputs_or_targets_by_their_names(tmp_path: Path) -> None:
+    fields = {
+        "ids": torch.arange(12).view(4, 3).to(torch.uint16),
+        "mask": torch.tensor([True, False, True, True]),
+        "weight": torch.arange(4, dtype=torch.float64),
+        "label": torch.tensor([0, -100, 2, 1], dtype=torch.int8),
+        "label_pixels": torch.full((4, 2, 2), 6, dtype=torch.uint8),
+        "target_age": torch.arange(4, dtype=torch.float16),
+        "targets": torch.zeros(4, 5, dtype=torch.bool),
+    }
+    source = TensorSource(save_fields(tmp_path / "t", **fields))
+    assert source.targets == ("label", "label_pixels", "target_age", "targets") and source.classes == 7
+    assert source.unit == ("samples", 1) and len(source) == 4
+    found = source.batch(np.array([3, 1]))
+    assert found.keys() == fields.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor.double(), fields[name].double()[[3, 1]]), name
+    kinds = [found[name].dtype for name in ("ids", "label", "label_pixels", "mask", "target_age")]
+    assert kinds == [torch.int64] * 3 + [torch.bool, torch.float16]
+
+
+def test_the_fingerprint_covers_names_types_and_numbers(tmp_path: Path) -> None:
+    one, two = torch.zeros(3, 2), torch.arange(3)
+    variants = [
+        {"x": one, "label": two},
+        {"y": one, "label": two},
+        {"x": one + 1, "label": two},
+        {"x": one, "label": two.flip(0)},
+        {"x": one.half(), "label": two},
+        {"x": one, "label": two, "z": one + 1},
+    ]
+    found = {TensorSource(save_fields(tmp_path / "t", **fields)).fingerprint for fields in variants}
+    assert len(found) == len(variants)
+    old = TensorSource(save_fields(tmp_path / "t", images=torch.arange(6.0).view(3, 2), labels=two))
+    assert old.fingerprint == "224eb53890de7af95310c9761f955bfc"  # checkpoints of earlier versions hold it
+
+
+@pytest.mark.parametrize(
+    ("fields", "piece"),
+    [
+        ({"label": torch.zeros(2)}, "contains label; it needs an input"),
+        ({"x": torch.zeros(2), "y": torch.zeros(3)}, r"x \[2\] and y \[3\]"),
+        ({"x": torch.zeros(())}, r"x \[\] needs at least 1"),
+        ({"images": torch.zeros(3), "labels": torch.zeros(3)}, r"images \[3\] needs at least 2"),
+        ({"x": torch.zeros(2), "target": torch.tensor([3, -1])}, "smallest number of 'target' is -1"),
+        ({"x": torch.zeros(2), "labels": torch.tensor([[3], [-101]])}, "is -101"),
+        ({"x": torch.zeros(2).to(torch.float8_e4m3fn)}, "float8"),
+        ({f"x{number}": torch.zeros(2) for number in range(65)}, "65 fields; at most 64"),
+    ],
+)
+def test_fields_that_do_not_fit_are_one_line(fields: dict[str, torch.Tensor], piece: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=piece):
+        TensorSource(save_fields(tmp_path / "t", **fields))

@@ -21,7 +21,8 @@ from stagewright.data.datasets import Kind, open_records
 from stagewright.data.decode import Decoder
 from stagewright.data.formats.index import load_index, save_index
 from stagewright.data.formats.records import BadRecordError, DataError, Records
-from stagewright.data.sources import ImageOptions, ImageSource, TensorSource, with_transforms
+from stagewright.data.formats.tensors import TensorSource
+from stagewright.data.sources import ImageOptions, ImageSource, with_transforms
 from stagewright.errors import UserError
 from tests.commands import prints
 from tests.limits import cpu_time, more_memory

@@ -47,6 +47,7 @@ class Record:
     data: bytes
     label: int
     name: str
+    mask: bytes = b""  # an encoded mask of the same size, in data for segmentation
 
 
 class Records(Protocol):

@@ -47,7 +47,9 @@ def open_data(config: Config, text: str) -> Source:
     if Decode(data.decode) is Decode.GPU and names_images(text):
         torchcodec_decoder(torch.device(config.run.device))  # an error where torchcodec is missing
     limit = data.limit if text == data.source else None
-    options = ImageOptions(data.crop, data.normalize, data.jitter, data.cutout, data.class_names, limit, data.learnable)
+    options = ImageOptions(
+        data.crop, data.normalize, data.jitter, data.cutout, data.class_names, limit, data.learnable, data.context
+    )
     source = open_source(
         text,
         samples=data.samples,
