@@ -18,7 +18,7 @@ from torch import Tensor
 from stagewright.data.formats.fields import IGNORED, IMAGES, SAMPLES, Fields, Indices
 from stagewright.errors import UserError, first_line
 
-_TARGETS, _TARGET_PREFIXES = {"label", "labels", "target", "targets"}, ("label_", "target_")
+_TARGETS = {"label", "labels", "target", "targets"}
 _IMAGES = {"image", "images"}
 _MOST_FIELDS = 64
 _INTEGERS = {torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -85,7 +85,7 @@ class TensorSource:
 
 def is_target(name: str) -> bool:
     """Whether a field of this name is a target."""
-    return name in _TARGETS or name.startswith(_TARGET_PREFIXES)
+    return name in _TARGETS
 
 
 def _update(digest: blake2b, tensor: Tensor) -> None:

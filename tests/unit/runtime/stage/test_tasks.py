@@ -1,6 +1,7 @@
 """Any sample and any loss: ten tasks train as the reference does, under plans of every kind."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from safetensors.torch import save_file
 from stagewright.config.toml import make_config
 from stagewright.events import BatchLosses, Event
 from stagewright.run.train import prepare
-from stagewright.runtime.process.emulate import Emulation
 from tests import reference
-from tests.parity import assert_near
+from tests.keeping import emulate_job
+from tests.parity import EmulatedRun, assert_near
 from tests.tasks import TASKS, Task
 
 _BATCH, _MICROBATCHES, _STEPS, _SEED = 12, 4, 5, 3
@@ -91,14 +92,11 @@ def _tables(task: Task, plan: Shape, folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def _emulated(tables: dict[str, dict[str, Any]]) -> tuple[Emulation, list[Event]]:
-    events: list[Event] = []
-    emulation = Emulation(prepare(make_config(tables, given=())).job, events.append)
-    emulation.run()
-    return emulation, events
+def _emulated(tables: dict[str, dict[str, Any]]) -> EmulatedRun:
+    return emulate_job(prepare(make_config(tables, given=())).job)
 
 
-def _losses(events: list[Event]) -> list[float]:
+def _losses(events: Sequence[Event]) -> list[float]:
     reported = [row for event in events if isinstance(event, BatchLosses) for row in event.losses]
     totals: dict[int, list[float]] = {}
     for microbatch, total, count in reported:
@@ -144,21 +142,19 @@ def _starts(task: Task, plan: Shape) -> list[str | None]:
 
 @pytest.mark.parametrize(("task", "plan"), _cases())
 def test_a_task_trains_as_the_reference_does(task: Task, plan: Shape, tmp_path: Path) -> None:
-    emulation, events = _emulated(_tables(task, plan, tmp_path))
-    expected = _refer(task, plan)
-    actual = torch.tensor(_losses(events), dtype=torch.float64)
+    run, expected = _emulated(_tables(task, plan, tmp_path)), _refer(task, plan)
+    actual = torch.tensor(_losses(run.events), dtype=torch.float64)
     assert_near({"losses": actual}, {"losses": torch.tensor(expected.losses, dtype=torch.float64)}, _TOLERANCE)
-    assert_near(emulation.weights(), expected.weights | expected.buffers, _TOLERANCE)
+    assert_near(run.weights, expected.weights | expected.buffers, _TOLERANCE)
 
 
 @pytest.mark.parametrize("task", [task for task in TASKS if _IS_NIGHTLY or task.name == "language"], ids=str)
 def test_a_task_resumes_under_another_plan(task: Task, tmp_path: Path) -> None:
     """Synchronous plans compute one thing, so a run that changes from one to another ends where the first would."""
     tables = _tables(task, _SYNC, tmp_path)
-    whole, _ = _emulated(tables)
+    whole = _emulated(tables)
     tables["run"]["steps"], tables["checkpoint"] = 2, {"every": 2}
-    first, _ = _emulated(tables)
+    first = _emulated(tables)
     other = _tables(task, replace(_SYNC, placement="0:0-1.0:2", versions=(1, 1), cuts=(1,)), tmp_path)
-    other["run"]["resume"] = first._job.folder
-    resumed, _ = _emulated(other)
-    assert_near(resumed.weights(), whole.weights(), _TOLERANCE)
+    other["run"]["resume"] = first.job.folder
+    assert_near(_emulated(other).weights, whole.weights, _TOLERANCE)
