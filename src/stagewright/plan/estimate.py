@@ -17,7 +17,7 @@ from stagewright.errors import UserError
 from stagewright.metrics import MIB
 from stagewright.plan import cost
 from stagewright.plan.memory import Memory, microbatches_held, weight_copies
-from stagewright.plan.plan import Plan, Stage, gradient_buffers
+from stagewright.plan.plan import Plan, Stage
 from stagewright.profile.profile import Table
 
 _MOST_TURNS = 1024  # of messages between two stages that are looked at one by one
@@ -299,7 +299,7 @@ class Estimate:
         loads = stage.is_first and self.setting.loader is not None
         return Memory(
             weights=weights * weight_copies(stage.versions),
-            gradients=weights * gradient_buffers(stage.versions, stage.replicas),
+            gradients=weights * stage.num_gradients,
             optimizer=weights * (self.setting.moments + software.temporaries),
             activations=saved * depth,
             buffers=2 * messages + 2 * largest + (software.loader if loads else 0),

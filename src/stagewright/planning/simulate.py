@@ -19,13 +19,13 @@ from stagewright.metrics import Span, Timeline
 from stagewright.plan import cost
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan, Stage
-from stagewright.schedule.action import COMPUTES, SENDS, Action, Op
+from stagewright.schedule.action import COMPUTES, SENDS, SUMS, Action, Op
 from stagewright.schedule.check import representative_span
 from stagewright.schedule.lower import program
 from stagewright.schedule.policy import overlaps
 from stagewright.schedule.requires import requires
 
-_TRANSFERS = (*SENDS, Op.REDUCE)
+_TRANSFERS = (*SENDS, *SUMS)
 _MOST_COMPUTES = 240  # microbatches times stages of one period, above which it is not simulated whole
 _MOST_TURNS = 256
 _FEW_RANKS = 16  # up to which every rank is simulated

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from operator import itemgetter
 from typing import NamedTuple
 
-from stagewright.plan.plan import Plan, Stage
+from stagewright.plan.plan import Plan, Stage, Tie
 from stagewright.schedule import policy
 from stagewright.schedule.action import Action, Op
 
@@ -49,12 +49,13 @@ def streams(plan: Plan, rank: int, span: range, limit: Limit | None = None) -> l
     if limit is not None:
         return [_until(plan, stream, limit) for stream in streams(plan, rank, span)]
     stages = plan.stages_of(rank)
-    reduces = [_reduces(plan, stage, rank, span) for stage in stages if stage.replicas > 1]
+    sums = [_reduces(plan, stage, rank, span) for stage in stages if stage.replicas > 1]
+    sums += [_ties(plan, tie, rank, span) for tie in plan.ties if rank in plan.ranks_of(tie.stages)]
     return [
         *(_forwards(plan, stage, rank, span) for stage in stages),
         *(_backwards(plan, stage, rank, span) for stage in stages),
         *(_updates(plan, stage, rank, span) for stage in stages),
-        heapq.merge(*reduces, key=itemgetter(0)),  # one stream: reduces keep one order on every rank
+        heapq.merge(*sums, key=itemgetter(0)),  # one stream: reduces and ties keep one order on every rank
         *([_agreements(plan, rank, span)] if plan.agree else []),
         *((_flags(plan, stage, rank, span) for stage in stages) if plan.flags else []),
     ]
@@ -119,6 +120,13 @@ def _reduces(plan: Plan, stage: Stage, rank: int, span: range) -> Iterator[Task]
     for update in updates_in(stage, span):
         action = Action(Op.REDUCE, rank, stage.index, None, update)
         yield Task(policy.reduce_key(plan, stage, rank, update), (action,))
+
+
+def _ties(plan: Plan, tie: Tie, rank: int, span: range) -> Iterator[Task]:
+    """One sum per update over all ranks of all homes; a rank joins it once, for all homes that it runs."""
+    stage = plan.tied_stage(tie, rank)
+    for update in updates_in(stage, span):
+        yield Task(policy.tie_key(plan, tie, update), (Action(Op.TIE, rank, stage.index, None, update),))
 
 
 def _updates(plan: Plan, stage: Stage, rank: int, span: range) -> Iterator[Task]:
