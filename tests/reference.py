@@ -5,7 +5,7 @@ Every microbatch runs through the whole model at once, each stage's parameters t
     microbatch i  ──►  stage s: round k = i div span, version max(0, k+1-K), statistics of replica i mod r
     span microbatches of a stage make one gradient and one update; span is M, or r in pipedream
 
-A tied parameter has a home in several stages. They have one K, so every microbatch sees one version of it in all of them:
+A tied parameter has a home in several stages. They have one K, so a microbatch sees one version of it in all of them:
 the whole model's gradient of it is the sum over its homes, and its first home keeps it for all.
 """
 

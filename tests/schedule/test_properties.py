@@ -218,7 +218,10 @@ def test_a_gradient_buffer_is_free_when_it_is_used(case: Case) -> None:
             if action.op is Op.BACKWARD:
                 assert action.microbatch is not None
                 assert made <= action.microbatch // case.round(stage) < made + buffers
-            elif action.op in (Op.REDUCE, Op.TIE):  # a replica without a microbatch of the round joins with a buffer of zeros
+            elif action.op in (
+                Op.REDUCE,
+                Op.TIE,
+            ):  # a replica without a microbatch of the round joins with a buffer of zeros
                 assert action.version is not None
                 assert made <= action.version < made + buffers
 

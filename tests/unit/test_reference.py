@@ -530,7 +530,9 @@ class Bow(nn.Module):
 
 
 @pytest.mark.parametrize("clip", [None, 0.05, 0.4])
-def test_a_tied_weight_is_updated_by_the_sum_of_its_homes_and_clipped_by_the_smallest_factor(clip: float | None) -> None:
+def test_a_tied_weight_is_updated_by_the_sum_of_its_homes_and_clipped_by_the_smallest_factor(
+    clip: float | None,
+) -> None:
     stages = {"first.bias": 0, "middle.weight": 1, "middle.bias": 1, "last.bias": 2}
     lags = {0: 2, 1: 3, 2: 2}
     ties = (("first.weight", (0, 2)),)
@@ -552,7 +554,9 @@ def test_a_tied_weight_is_updated_by_the_sum_of_its_homes_and_clipped_by_the_sma
         logits = hidden @ leaves["first.weight"].T + leaves["last.bias"]
         made = torch.autograd.grad(cross_entropy(logits, labels[rows]), list(leaves.values()))
         gradient = dict(zip(leaves, made, strict=True))
-        of_stage = {s: [n for n in gradient if stages.get(n) == s or (n == "first.weight" and s != 1)] for s in range(3)}
+        of_stage = {
+            s: [n for n in gradient if stages.get(n) == s or (n == "first.weight" and s != 1)] for s in range(3)
+        }
         norms = {s: math.sqrt(sum(float(gradient[n].square().sum()) for n in names)) for s, names in of_stage.items()}
         factors = {s: 1.0 if clip is None else min(1.0, clip / (norm + 1e-6)) for s, norm in norms.items()}
         own = {name: factors[stages[name]] for name in stages} | {"first.weight": min(factors[0], factors[2])}

@@ -160,7 +160,9 @@ def group_ties(tied: Sequence[TiedParameter]) -> tuple[Tie, ...]:
     groups: list[tuple[set[int], list[TiedParameter]]] = []
     for parameter in tied:
         if len(set(parameter.homes)) < 2 or not parameter.names or min(parameter.homes) < 0:
-            raise UserError(f"parameter {'/'.join(parameter.names)!r} of a tie has homes {parameter.homes}; it needs two")
+            raise UserError(
+                f"parameter {'/'.join(parameter.names)!r} of a tie has homes {parameter.homes}; it needs two"
+            )
         touching = [group for group in groups if group[0] & set(parameter.homes)]
         merged = ({*parameter.homes}, [parameter])
         for group in reversed(touching):

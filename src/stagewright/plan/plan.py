@@ -119,6 +119,7 @@ class Plan:
     agree: bool = False  # all ranks exchange norms before an update, which is of the same batch everywhere
     flags: bool = False  # stages that lag pass on whether a gradient overflowed
     ties: tuple[Tie, ...] = ()
+    ties_agree: bool = False  # the ranks of a tie exchange norms before an update: homes that lag, and clip
 
     @property
     def world(self) -> int:

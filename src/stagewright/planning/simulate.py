@@ -56,7 +56,7 @@ class StageCosts:
             return self.forward[action.stage]
         if action.op is Op.BACKWARD:
             return self.backward[action.stage]
-        if action.op is Op.REDUCE:
+        if action.op in SUMS:
             return self.reduce
         return self.transfer if action.op in SENDS else 0.0
 
@@ -108,7 +108,10 @@ class ClusterCosts:
             return estimate.backward(action.stage, rank)
         if action.op is Op.UPDATE:
             return estimate.update(action.stage, rank)
-        return reduce_seconds(estimate, estimate.plan.stages[action.stage], rank) if action.op is Op.REDUCE else 0.0
+        stage = estimate.plan.stages[action.stage]
+        if action.op is Op.TIE and (tie := estimate.plan.tie_of(stage)) is not None:
+            return estimate.tie(tie)
+        return reduce_seconds(estimate, stage, rank) if action.op is Op.REDUCE else 0.0
 
     def _message(self, action: Action) -> float:
         backward = action.op is Op.SEND_GRAD

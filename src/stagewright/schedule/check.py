@@ -158,7 +158,9 @@ def _check_ties(plan: Plan, span: range) -> None:
     """The homes of a tied parameter use one version for one microbatch, and make their updates of the same ones."""
     tied = [index for tie in plan.ties for index in tie.stages]
     if sorted(tied) != [stage.index for stage in plan.stages if stage.is_tied]:
-        raise ScheduleError(f"the ties name stages {_some(map(str, tied))}, which are not those that are tied, once each")
+        raise ScheduleError(
+            f"the ties name stages {_some(map(str, tied))}, which are not those that are tied, once each"
+        )
     for tie in plan.ties:
         first, *others = (plan.stages[index] for index in tie.stages)
         for other in others:

@@ -3,7 +3,7 @@
 Every task of a rank gets a key, and a rank's program is its tasks in the order of their keys. Keys are positions in
 one order of the whole pipeline that respects every dependency, so no two ranks can wait for each other:
 
-    position j:  B(j) of stage S-1 ... B(j) of stage 0 | REDUCE, TIE, AGREE, UPDATE that end with j | F(i) that B(j) lets in
+    position j:  B(j) of stages S-1 ... 0 | REDUCE, TIE, AGREE, UPDATE that end with j | F(i) that B(j) lets in
 
 Forward of microbatch i at stage s is let in as soon as every microbatch below `barrier(i)` is backward there: early
 enough to fill the depth, late enough for its version to exist. With depth 1 at the last stage that is 1F1B; with a
@@ -89,6 +89,13 @@ def overlapped_backward(plan: Plan, stage: Stage, rank: int, update: int) -> int
 
 def agree_key(plan: Plan, update: int) -> Key:
     return ((update + 1) * plan.microbatches - 1, Phase.AGREE, 0, 0)
+
+
+def tie_agree_key(plan: Plan, tie: Tie, update: int, span: range) -> Key:
+    """Before the first update of a home, which needs the norms of all."""
+    homes = [plan.stages[index] for index in tie.stages]
+    position = min(update_key(plan, home, rank, update, span)[0] for home in homes for rank in home.ranks)
+    return (position, Phase.AGREE, -tie.stages[0], 0)
 
 
 def flag_key(plan: Plan, stage: Stage, update: int, span: range) -> Key:

@@ -104,7 +104,12 @@ def _reduced(plan: Plan, stage: Stage, rank: int, update: int) -> Iterator[Actio
 
 def _agree(plan: Plan, stage: Stage, action: Action, start: int) -> Iterator[Action]:
     assert action.version is not None
-    for carried in (stage,) if plan.flags else plan.stages_of(action.rank):
+    agreeing = plan.stages_of(action.rank)
+    if plan.flags:
+        agreeing = (stage,)
+    elif (tie := plan.tie_of(stage)) is not None and not plan.agree:
+        agreeing = tuple(carried for carried in agreeing if carried.index in tie.stages)
+    for carried in agreeing:
         yield from _reduced(plan, carried, action.rank, action.version)
     if plan.flags and not stage.is_last:
         behind = plan.stages[stage.index + 1]
@@ -120,6 +125,9 @@ def _update(plan: Plan, stage: Stage, action: Action, start: int) -> Iterator[Ac
         yield Action(Op.AGREE, rank, plan.stages_of(rank)[0].index, None, action.version)
     if plan.flags:
         yield Action(Op.AGREE, action.rank, stage.index, None, action.version)
+    if plan.ties_agree and (tie := plan.tie_of(stage)) is not None:
+        for rank in plan.ranks_of(tie.stages):
+            yield Action(Op.AGREE, rank, plan.tied_stage(tie, rank).index, None, action.version)
 
 
 _RULES = {
