@@ -308,6 +308,85 @@ def tokens() -> nn.Module:
     return _Tokens()
 
 
+class _Language(nn.Module):
+    """Predicts a token at every place; the embedding's weight is the head's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(CLASSES, 6)
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.head = nn.Linear(6, CLASSES)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + torch.tanh(self.first(x))
+        x = x + torch.tanh(self.second(x.cumsum(1)))
+        return self.head(x).transpose(1, 2)
+
+
+def language() -> nn.Module:
+    return _Language()
+
+
+class _TiedTwice(_Language):
+    """`second` has the weight of `first` as well: ties of the first and last stage, and of those between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.weight = self.first.weight
+
+
+def tied_twice() -> nn.Module:
+    return _TiedTwice()
+
+
+class _Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.9, 1.1, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class _Chained(nn.Module):
+    """Ties that overlap: one weight of `embed` and `head`, and `gain`, which runs three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(CLASSES, 6)
+        self.gain = _Gain()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.head = nn.Linear(6, CLASSES)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.gain(self.embed(ids))
+        x = x + self.gain(torch.tanh(self.first(x)))
+        x = x + self.gain(torch.tanh(self.second(x.cumsum(1))))
+        return self.head(x).transpose(1, 2)
+
+
+def chained() -> nn.Module:
+    return _Chained()
+
+
+class _HalfTied(_Language):
+    """The gradient reaches the shared weight from its last use alone."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids).detach()
+        x = torch.tanh(self.second(x + torch.tanh(self.first(x))))
+        return self.head(x).transpose(1, 2)
+
+
+def half_tied() -> nn.Module:
+    return _HalfTied()
+
+
 class _Unused(_Plain):
     """A layer that forward never calls."""
 
@@ -356,6 +435,9 @@ def make_data(model: str, samples: int, seed: int = 3) -> tuple[Tensor, Tensor]:
     """Inputs and labels for the model of that name."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (samples, SIDE, SIDE) if model == "dense" else (samples,), generator=generator)
+    if model in ("language", "tied_twice", "chained", "half_tied"):
+        ids = torch.randint(CLASSES, (samples, 6), generator=generator)
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     if model == "tokens":
         return torch.randint(11, (samples, 5), generator=generator), labels
     shape = (5, 4) if model == "recurrent" else (3, SIDE, SIDE)

@@ -61,6 +61,7 @@ class Case:
     loss_scale: float | None = None  # a precision that scales its loss, otherwise fp32
     growth_interval: int = 2000
     loud: int = 1  # one in that many samples is much larger than the others
+    ties: tuple[tuple[str, tuple[int, ...]], ...] = ()  # a parameter, and the stages that use it
 
     def __str__(self) -> str:
         """What differs from the default, as the name of a test."""
@@ -95,7 +96,16 @@ class Case:
 
     @property
     def num_versions(self) -> tuple[int, ...]:
-        """K of every stage, by the presets of the design."""
+        """K of every stage, by the presets of the design; stages that share a parameter have the largest of theirs."""
+        versions = list(self._preset_versions)
+        for _ in self.ties:  # as often as ties may overlap
+            for _, homes in self.ties:
+                most = max(versions[home] for home in homes)
+                versions = [most if stage in homes else own for stage, own in enumerate(versions)]
+        return tuple(versions)
+
+    @property
+    def _preset_versions(self) -> tuple[int, ...]:
         stages = len(self.replicas)
         if self.versions is not None:
             return self.versions
@@ -293,6 +303,7 @@ def _setup(case: Case, steps: int) -> reference.Setup:
         _DTYPES[case.precision],
         scale=case.loss_scale,
         growth_interval=case.growth_interval,
+        ties=case.ties,
         lr=case.lr,
         **{renamed.get(name, name): value for name, value in case.optimizer.items() if name != "lr"},
     )

@@ -6,11 +6,13 @@ Every microbatch runs through the whole model at once, each stage's parameters t
     span microbatches of a stage make one gradient and one update; span is M, or r in pipedream
 
 A loss is a mean, or a total and its count: then the gradient of a round is that of its totals over its counts.
+A tied parameter has a home in several stages. They have one K, so a microbatch sees one version of it in all of them:
+the whole model's gradient of it is the sum over its homes, and its first home keeps it for all.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -45,6 +47,7 @@ class Setup:
     label_smoothing: float = 0.0
     predict: bool = False
     clip: float | None = None
+    ties: tuple[tuple[str, tuple[int, ...]], ...] = ()  # a parameter's first name, and the stages that use it
     scale: float | None = None  # of the loss, at first
     growth_interval: int = 2000
     inputs: tuple[str, ...] = ("image",)  # the fields that the model takes
@@ -61,12 +64,22 @@ class Setup:
             raise ValueError(f"a batch of {self.batch} does not divide into {self.microbatches} microbatches")
         if self.pipedream and self.num_microbatches % math.lcm(*self.replicas):
             raise ValueError(f"{self.num_microbatches} microbatches are no multiple of lcm{self.replicas}")
+        for name, homes in self.ties:
+            if any(len({numbers[home] for home in homes}) > 1 for numbers in (self.versions, self.spans)):
+                raise ValueError(f"the homes {homes} of {name} have other versions, or other rounds")
+        if self.scale is not None and self.ties and set(self.versions) != {1}:
+            raise ValueError("a scaled loss with ties needs K = 1")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer {self.optimizer!r} is none of {sorted(OPTIMIZERS)}")
 
     @property
     def num_microbatches(self) -> int:
         return self.steps * self.microbatches
+
+    @property
+    def spans(self) -> tuple[int, ...]:
+        """Microbatches of one update of each stage."""
+        return self.replicas if self.pipedream else (self.microbatches,) * len(self.replicas)
 
     @property
     def clips_globally(self) -> bool:
@@ -137,13 +150,17 @@ def extrapolate(setup: Setup, lr: float, weight: Tensor, moments: Moments, updat
 
 
 class Stage:
-    """One stage's whole history of parameters, its replicas' buffers and the gradient of its unfinished round."""
+    """One stage's whole history of parameters, its replicas' buffers and the gradient of its unfinished round.
+
+    A parameter of several stages is in the history of its first home.
+    """
 
     def __init__(self, stage: int, setup: Setup, weights: Tensors, buffers: Tensors) -> None:
         self.setup = setup
+        self.index = stage
         self.num_replicas = setup.replicas[stage]
         self.num_versions = setup.versions[stage]
-        self.span = self.num_replicas if setup.pipedream else setup.microbatches
+        self.span = setup.spans[stage]
         self.history = [weights]
         self.extrapolated: list[Tensors] = [weights]  # every version as extrapolated to its use
         self.moments = {name: Moments(0, torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}
@@ -237,11 +254,34 @@ def accumulate(total: Tensors, more: Tensors) -> None:
         total[name] = total[name] + value if name in total else value
 
 
-def clipped(gradients: Sequence[Tensors], limit: float) -> list[Tensors]:
-    """The gradients scaled together as torch.nn.utils.clip_grad_norm_ does."""
+def clip_factor(gradients: Sequence[Tensors], limit: float) -> float:
+    """By what torch.nn.utils.clip_grad_norm_ scales the gradients."""
     norm = math.sqrt(sum(float((g * g).sum()) for stage in gradients for g in stage.values()))
-    coefficient = min(1.0, limit / (norm + 1e-6))
-    return [{name: g * coefficient for name, g in stage.items()} for stage in gradients]
+    return min(1.0, limit / (norm + 1e-6))
+
+
+def clipped(gradients: Sequence[Tensors], limit: float) -> list[Tensors]:
+    """The gradients scaled together."""
+    factor = clip_factor(gradients, limit)
+    return [{name: g * factor for name, g in stage.items()} for stage in gradients]
+
+
+def clipped_apart(gradients: Mapping[int, Tensors], setup: Setup) -> list[Tensors]:
+    """The gradients of some stages, each scaled by its own norm; a tied one by the smallest factor of its homes.
+
+    Each home's norm has the whole sum of a tied gradient.
+    """
+    assert setup.clip is not None
+    ties = dict(setup.ties)
+    factors: dict[int, float] = {}
+    for stage, own in gradients.items():
+        shared = {name: gradients[ties[name][0]] for name in ties if stage in ties[name]}
+        shared_gradients = {name: held[name] for name, held in shared.items() if name in held}
+        factors[stage] = clip_factor([own | shared_gradients], setup.clip)
+    return [
+        {name: g * min(factors[home] for home in ties.get(name, (stage,))) for name, g in own.items()}
+        for stage, own in gradients.items()
+    ]
 
 
 def stage_seed(seed: int, microbatch: int, stage: int) -> int:
@@ -285,12 +325,13 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 
 def make_stages(model: nn.Module, stage_of: Callable[[str], int], setup: Setup) -> list[Stage]:
     """The stages before the first batch, each with its own share of the model's tensors."""
+    ties = dict(setup.ties)
     for name, first in canonical_names(model).items():
-        assert stage_of(name) == stage_of(first), f"{name} and {first} are one tensor in two stages"
+        assert stage_of(name) in ties.get(first, (stage_of(first),)), f"{name} and {first} are one tensor in two stages"
     weights: list[Tensors] = [{} for _ in setup.replicas]
     buffers: list[Tensors] = [{} for _ in setup.replicas]
     for name, parameter in model.named_parameters():
-        weights[stage_of(name)][name] = parameter.detach().clone()
+        weights[min(ties.get(name, (stage_of(name),)))][name] = parameter.detach().clone()
     for name, buffer in model.named_buffers():
         buffers[stage_of(name)][name] = buffer
     return [Stage(s, setup, weights[s], buffers[s]) for s in range(len(setup.replicas))]
@@ -365,7 +406,7 @@ def update_finished(
     if setup.clip is not None and setup.clips_globally:
         gradients = clipped(gradients, setup.clip)
     elif setup.clip is not None:
-        gradients = [clipped([gradient], setup.clip)[0] for gradient in gradients]
+        gradients = clipped_apart({stage.index: g for stage, g in zip(finished, gradients, strict=True)}, setup)
     for stage, gradient, skip in zip(finished, gradients, skips, strict=True):
         if skip:
             stage.skip()

@@ -17,7 +17,7 @@ def an_action(*ops: Op, microbatch: object = absent, version: object = absent, p
 actions = st.one_of(
     an_action(Op.FORWARD, Op.BACKWARD, microbatch=number, version=number),
     an_action(Op.SEND_ACT, Op.RECV_ACT, Op.SEND_GRAD, Op.RECV_GRAD, microbatch=number, peer=number),
-    an_action(Op.REDUCE, Op.AGREE, Op.UPDATE, version=number),
+    an_action(Op.REDUCE, Op.TIE, Op.AGREE, Op.UPDATE, version=number),
 )
 
 EXAMPLES = {
@@ -28,6 +28,7 @@ EXAMPLES = {
     "1SG3>0": Action(Op.SEND_GRAD, 5, 1, 3, None, 0),
     "0RG3<7": Action(Op.RECV_GRAD, 5, 0, 3, None, 7),
     "12R@4": Action(Op.REDUCE, 5, 12, None, 4),
+    "3T@4": Action(Op.TIE, 5, 3, None, 4),
     "0A@4": Action(Op.AGREE, 5, 0, None, 4),
     "0U@4": Action(Op.UPDATE, 5, 0, None, 4),
 }

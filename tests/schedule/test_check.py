@@ -1,12 +1,13 @@
 """The checker finds what would hang, mix up messages or break the plan's bounds, and says where."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from stagewright.cluster.placement import parse_placement
 from stagewright.plan.make import make_plan
-from stagewright.plan.plan import Mode, Plan
+from stagewright.plan.plan import Mode, Plan, TiedParameter
 from stagewright.schedule.action import Action, parse_action, parse_program
 from stagewright.schedule.check import ScheduleError, check, check_programs, execution_order, representative_span
 from stagewright.schedule.lower import program
@@ -24,6 +25,7 @@ def plan(placement: str, microbatches: int, **choices: object) -> Plan:
     )
 
 
+TIED = plan("0:0-1.0:2.0:3", 4, mode=Mode.STALE, tied=[TiedParameter(("w",), (0, 2))])  # K 3, 2, 3
 STALE = plan("0:0-1.0:2", 4, mode=Mode.STALE)
 SHARED = plan("0:0-1.0:0-1", 4)
 
@@ -124,6 +126,42 @@ def test_reduces_in_the_wrong_order() -> None:
     assert message == "rank 0 issues reduces out of order: 0R@0, 1R@0"
 
 
+def test_a_rank_that_leaves_out_the_sum_of_a_tie() -> None:
+    for rank, text in ((0, "0T@1 "), (1, "0T@1 "), (3, "2T@1 ")):
+        message = fault(TIED, rank, text, "", range(16))
+        assert f"stage {text[0]} on rank {rank}: TIE" in message and "(None, 1)" in message
+
+
+def test_an_update_that_waits_for_no_tie() -> None:
+    programs = programs_of(TIED, range(16))
+    late = parse_action("0T@1", 0)
+    programs[0].remove(late)
+    programs[0].append(late)  # behind the update that needs it
+    with pytest.raises(ScheduleError, match="waits for ever: rank 0 at 0U@1"):
+        execution_order(TIED, programs, 0)
+
+
+def test_ties_and_reduces_in_another_order_on_one_rank() -> None:
+    message = fault(TIED, 1, "0R@1 0T@1", "0T@1 0R@1", range(16))
+    assert message.startswith("rank 1 issues reduces out of order: 0R@0, 0T@0, 0T@1, 0R@1")
+
+
+def test_homes_with_other_versions() -> None:
+    stages = (TIED.stages[0], TIED.stages[1], replace(TIED.stages[2], versions=1))
+    wrong = replace(TIED, stages=stages)
+    with pytest.raises(ScheduleError, match="stages 0, 2 share 'w', but microbatch 4 has version 0 in stage 0 and 1"):
+        check(wrong)
+    later = (TIED.stages[0], TIED.stages[1], replace(TIED.stages[2], origin=1))
+    with pytest.raises(ScheduleError, match="share 'w'"):
+        check(replace(TIED, stages=later))
+
+
+def test_a_home_that_does_not_know_of_its_tie() -> None:
+    stages = (TIED.stages[0], TIED.stages[1], replace(TIED.stages[2], is_tied=False))
+    with pytest.raises(ScheduleError, match="the ties name stages 0, 2"):
+        check(replace(TIED, stages=stages))
+
+
 def test_too_many_in_flight() -> None:
     shallow, deep = (plan("0:0.0:1", 4, depths=depths) for depths in ([1, 1], [2, 1]))
     with pytest.raises(ScheduleError) as error:
@@ -215,6 +253,15 @@ def test_an_agreement_needs_the_gradients_and_the_update_all_agreements() -> Non
     assert needs(agreeing, 0, "0A@0") == ["0/0B0@0", "0/0B1@0"]
     assert needs(agreeing, 1, "1A@0") == ["1/1R@0", "2/1R@0"]
     assert needs(agreeing, 0, "0U@0") == ["0/0A@0", "0/0B0@0", "0/0B1@0", "1/1A@0", "2/1A@0"]
+
+
+def test_an_update_of_a_home_needs_the_sum_of_its_tie_on_every_rank() -> None:
+    assert needs(TIED, 0, "0T@1") == ["0/0B4@0", "0/0B6@0"]
+    assert needs(TIED, 3, "2T@2") == ["3/2B10@0", "3/2B11@0", "3/2B8@0", "3/2B9@0", "3/2U@0"]  # two buffers
+    assert needs(TIED, 3, "2U@0") == ["0/0T@0", "1/0T@0", "3/2B0@0", "3/2B1@0", "3/2B2@0", "3/2B3@0", "3/2T@0"]
+    assert needs(TIED, 2, "1U@0") == ["2/1B0@0", "2/1B1@0", "2/1B2@0", "2/1B3@0"]
+    both = plan("0:0.0:1.0:0", 2, tied=[TiedParameter(("w",), (0, 2))])
+    assert needs(both, 0, "0T@0") == ["0/0B0@0", "0/0B1@0", "0/2B0@0", "0/2B1@0"]  # once, for both homes
 
 
 def test_check_proves_a_plan() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from stagewright.cluster.topology import Device
 from stagewright.plan.make import make_plan
-from stagewright.plan.plan import Mode, Plan
+from stagewright.plan.plan import Mode, Plan, TiedParameter
 from stagewright.schedule.action import Action, Op
 from stagewright.schedule.check import check
 from stagewright.schedule.lower import program
@@ -34,6 +34,7 @@ class Case:
     lags: list[int]  # K of each stage
     depths: list[int]
     span: range
+    ties: tuple[tuple[int, ...], ...] = ()  # the stages of each
 
     @cached_property
     def programs(self) -> list[list[Action]]:
@@ -60,6 +61,14 @@ class Case:
 
     def updates(self, stage: int) -> list[int]:
         return list(range(self.span.start // self.round(stage), self.span.stop // self.round(stage)))
+
+    def joins(self, stage: int, rank: int) -> tuple[int, ...]:
+        """The stages of the tie that a rank joins under this stage: the first one of the tie that it runs."""
+        tie = next((tie for tie in self.ties if stage in tie), ())
+        return tie if [other for other in tie if rank in self.ranks[other]][:1] == [stage] else ()
+
+    def tied_ranks(self, tie: tuple[int, ...]) -> set[int]:
+        return {rank for stage in tie for rank in self.ranks[stage]}
 
     def replicas(self) -> Iterator[tuple[int, int, list[Action]]]:
         """Each replica's stage, its rank, and what it does there."""
@@ -88,7 +97,12 @@ def cases(draw: st.DrawFn) -> Case:
     versions = draw(st.none() | st.lists(st.integers(1, 4), **per_stage)) if mode is Mode.STALE else None
     staleness = draw(st.integers(0, 4)) if mode is Mode.STALE and versions is None else None
     depths = draw(st.lists(st.integers(1, 5), **per_stage))
+    ties = draw_ties(draw, [len(stage) for stage in placement], mode)
+    for tie in ties if versions is not None else ():
+        versions = [max(versions[s] for s in tie) if stage in tie else k for stage, k in enumerate(versions)]
     lags = versions or expected_lags(mode, [len(stage) for stage in placement], staleness or 0)
+    for tie in ties:
+        lags = [max(lags[s] for s in tie) if stage in tie else lag for stage, lag in enumerate(lags)]
     agree = mode is not Mode.PIPEDREAM and set(lags) == {1} and draw(st.booleans())
     plan = make_plan(
         placement,
@@ -99,10 +113,23 @@ def cases(draw: st.DrawFn) -> Case:
         versions=versions,
         depths=depths,
         agree=agree,
+        tied=[TiedParameter((f"w{number}",), tie) for number, tie in enumerate(ties)],
     )
     length = -(-draw(st.integers(30, 60) | st.integers(1, 60)) // plan.alignment)  # mostly beyond the fill
     start = draw(st.integers(0, 5))
-    return Case(plan, placement, lags, depths, range(start * plan.alignment, (start + length) * plan.alignment))
+    return Case(plan, placement, lags, depths, range(start * plan.alignment, (start + length) * plan.alignment), ties)
+
+
+def draw_ties(draw: st.DrawFn, replicas: list[int], mode: Mode) -> tuple[tuple[int, ...], ...]:
+    """None in half of the plans, else one or two ties of different stages; in pipedream of as many replicas."""
+    ties: list[tuple[int, ...]] = []
+    for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
+        rest = [stage for stage in range(len(replicas)) if not any(stage in tie for tie in ties)]
+        if mode is Mode.PIPEDREAM and rest:
+            rest = [stage for stage in rest if replicas[stage] == replicas[rest[0]]]
+        if len(rest) > 1:
+            ties.append(tuple(sorted(draw(st.lists(st.sampled_from(rest), min_size=2, unique=True)))))
+    return tuple(sorted(ties))
 
 
 def key(action: Action) -> tuple[int | None, int | None]:
@@ -144,10 +171,26 @@ def test_an_update_follows_all_that_it_is_made_of(case: Case) -> None:
             if op is Op.BACKWARD:
                 assert microbatch is not None
                 made_into = microbatch // case.round(stage)
-                joined = (Op.REDUCE, None, made_into)
-                assert at < place.get(joined, len(actions)) and at < place[Op.UPDATE, None, made_into]
-            if op in (Op.REDUCE, Op.AGREE):
+                sums = [(op, None, made_into) for op in (Op.REDUCE, Op.TIE)]
+                assert all(at < place.get(joined, len(actions)) for joined in (*sums, (Op.UPDATE, None, made_into)))
+            if op in (Op.REDUCE, Op.TIE, Op.AGREE):
                 assert at < place[Op.UPDATE, None, version]
+
+
+@many
+@given(cases())
+def test_a_rank_joins_a_tie_once_per_update_after_the_backwards_and_before_the_updates_of_its_homes(case: Case) -> None:
+    for stage, rank, actions in case.replicas():
+        tie = case.joins(stage, rank)
+        assert [key(a) for a in actions if a.op is Op.TIE] == [(None, u) for u in case.updates(stage) if tie]
+        place = {(a.op, a.stage, a.microbatch, a.version): at for at, a in enumerate(case.programs[rank])}
+        for home in (home for home in tie if rank in case.ranks[home]):
+            for update in case.updates(home):
+                joined = place[Op.TIE, stage, None, update]
+                assert joined < place[Op.UPDATE, home, None, update]
+                for i in range(update * case.round(home), (update + 1) * case.round(home)):
+                    if case.rank(home, i) == rank:
+                        assert place[Op.BACKWARD, home, i, case.version(home, i)] < joined
 
 
 @many
@@ -167,14 +210,18 @@ def test_a_version_is_there_when_it_is_used(case: Case) -> None:
 @given(cases())
 def test_a_gradient_buffer_is_free_when_it_is_used(case: Case) -> None:
     for stage, _, actions in case.replicas():
-        buffers = 2 if case.lags[stage] > 1 and len(case.ranks[stage]) > 1 else 1
+        is_tied = any(stage in tie for tie in case.ties)
+        buffers = 2 if case.lags[stage] > 1 and (len(case.ranks[stage]) > 1 or is_tied) else 1
         made = case.span.start // case.round(stage)
         for action in actions:
             made += action.op is Op.UPDATE
             if action.op is Op.BACKWARD:
                 assert action.microbatch is not None
                 assert made <= action.microbatch // case.round(stage) < made + buffers
-            elif action.op is Op.REDUCE:  # a replica without a microbatch of the round joins with a buffer of zeros
+            elif action.op in (
+                Op.REDUCE,
+                Op.TIE,
+            ):  # a replica without a microbatch of the round joins with a buffer of zeros
                 assert action.version is not None
                 assert made <= action.version < made + buffers
 
@@ -221,14 +268,21 @@ def test_every_send_has_its_receive_in_the_same_order(case: Case) -> None:
 @given(cases())
 def test_every_replica_joins_every_reduce_in_one_global_order(case: Case) -> None:
     for rank, actions in enumerate(case.programs):
-        found = [(action.version, action.stage) for action in actions if action.op is Op.REDUCE]
+        found = [(a.op is Op.TIE, a.version, a.stage) for a in actions if a.op in (Op.REDUCE, Op.TIE)]
+        # By the end of the round; reduces before ties; then by stage descending, of a tie by its first one.
         joined = [
-            ((update + 1) * case.round(stage), -stage, update)  # by the end of the round, then by stage descending
+            ((update + 1) * case.round(stage), False, -stage, update, stage)
             for stage in case.stages
             if rank in case.ranks[stage] and len(case.ranks[stage]) > 1
             for update in case.updates(stage)
         ]
-        assert found == [(update, -stage) for _, stage, update in sorted(joined)]
+        joined += [
+            ((update + 1) * case.round(stage), True, -case.joins(stage, rank)[0], update, stage)
+            for stage in case.stages
+            if rank in case.ranks[stage] and case.joins(stage, rank)
+            for update in case.updates(stage)
+        ]
+        assert found == [(is_tie, update, stage) for _, is_tie, _, update, stage in sorted(joined)]
 
 
 @many
@@ -242,7 +296,7 @@ def test_all_ranks_agree_once_a_batch_between_its_reduces_and_its_updates(case: 
                 agreed += 1
             if case.plan.agree and action.op is Op.UPDATE:
                 assert action.version == agreed
-            if case.plan.agree and action.op is Op.REDUCE:
+            if case.plan.agree and action.op in (Op.REDUCE, Op.TIE):
                 assert action.version == agreed + 1
 
 
@@ -289,11 +343,21 @@ class Execution:
             self.present.add((Op.FORWARD if is_forward else Op.BACKWARD, stage, microbatch))
         elif op is Op.REDUCE:
             self.joined[op, stage, version] += 1
+        elif op is Op.TIE:
+            self.joined[op, self.case.joins(stage, rank)[0], version] += 1
         elif op is Op.AGREE:
             return self.meets_all(action)
-        elif op is Op.UPDATE and len(self.case.ranks[stage]) > 1:
-            return self.joined[Op.REDUCE, stage, version] == len(self.case.ranks[stage])
+        elif op is Op.UPDATE:
+            return self.is_whole(stage, version)
         return True
+
+    def is_whole(self, stage: int, update: int) -> bool:
+        """Whether every rank has joined what completes a stage's gradient."""
+        replicas, joined = len(self.case.ranks[stage]), self.joined[Op.REDUCE, stage, update]
+        ties = [tie for tie in self.case.ties if stage in tie]
+        return (replicas == 1 or joined == replicas) and all(
+            self.joined[Op.TIE, tie[0], update] == len(self.case.tied_ranks(tie)) for tie in ties
+        )
 
     def compute(self, op: Op, rank: int, stage: int, microbatch: int) -> None:
         """Use up what the neighbour gave, and hand over where the other neighbour is on this rank."""
@@ -307,11 +371,7 @@ class Execution:
     def meets_all(self, action: Action) -> bool:
         """Whether every rank is at this agreement or past it, and its reduces are whole."""
         carried = [stage for stage in self.case.stages if action.rank in self.case.ranks[stage]]
-        whole = all(
-            self.joined[Op.REDUCE, stage, action.version] == len(self.case.ranks[stage])
-            for stage in carried
-            if len(self.case.ranks[stage]) > 1
-        )
+        whole = all(self.is_whole(stage, action.version) for stage in carried)
         there = [
             any(a.op is Op.AGREE and a.version == action.version for a in actions[: self.position[rank] + 1])
             for rank, actions in enumerate(self.case.programs)

@@ -510,3 +510,64 @@ def test_token_ids_stay_integers() -> None:
     start = tokens_model().double()
     assert result.losses == pytest.approx([cross_entropy(start(tokens), labels).item()], abs=1e-12)
     assert torch.equal(result.weights["0.weight"][3], start[0].weight[3])  # token 3 was not seen: a zero gradient
+
+
+# --- Ties: one parameter in several stages ---------------------------------------------------------------------------
+
+
+class Bow(nn.Module):
+    """The first and the last layer have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.middle = nn.Linear(3, 3)
+        self.last = nn.Linear(3, 3)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+@pytest.mark.parametrize("clip", [None, 0.05, 0.4])
+def test_a_tied_weight_is_updated_by_the_sum_of_its_homes_and_clipped_by_the_smallest_factor(
+    clip: float | None,
+) -> None:
+    stages = {"first.bias": 0, "middle.weight": 1, "middle.bias": 1, "last.bias": 2}
+    lags = {0: 2, 1: 3, 2: 2}
+    ties = (("first.weight", (0, 2)),)
+    setup = Setup((2, 1, 1), (2, 3, 2), 8, 4, 6, seed=3, clip=clip, momentum=0.0, ties=ties, lr=lr)
+    generator = torch.Generator().manual_seed(8)
+    images, labels = torch.randn(16, 3, generator=generator), torch.randint(3, (16,), generator=generator)
+    children = ["first", "middle", "last"]
+    found = train(Bow, images, labels, lambda name: children.index(name.partition(".")[0]), children, setup)
+
+    torch.manual_seed(3)
+    model = Bow().double()
+    history = [{name: p.detach().clone() for name, p in model.named_parameters()}]
+    for p in range(6):
+        rows = slice(p % 2 * 8, p % 2 * 8 + 8)
+        used = {name: history[max(0, p + 1 - lags[stages.get(name, 0)])][name] for name in history[0]}
+        leaves = {name: w.clone().requires_grad_() for name, w in used.items()}
+        hidden = torch.tanh(images[rows].double() @ leaves["first.weight"].T + leaves["first.bias"])
+        hidden = torch.tanh(hidden @ leaves["middle.weight"].T + leaves["middle.bias"])
+        logits = hidden @ leaves["first.weight"].T + leaves["last.bias"]
+        made = torch.autograd.grad(cross_entropy(logits, labels[rows]), list(leaves.values()))
+        gradient = dict(zip(leaves, made, strict=True))
+        of_stage = {
+            s: [n for n in gradient if stages.get(n) == s or (n == "first.weight" and s != 1)] for s in range(3)
+        }
+        norms = {s: math.sqrt(sum(float(gradient[n].square().sum()) for n in names)) for s, names in of_stage.items()}
+        factors = {s: 1.0 if clip is None else min(1.0, clip / (norm + 1e-6)) for s, norm in norms.items()}
+        own = {name: factors[stages[name]] for name in stages} | {"first.weight": min(factors[0], factors[2])}
+        history.append({name: w - lr(p) * own[name] * gradient[name] for name, w in history[-1].items()})
+        if clip == 0.05:
+            assert factors[0] != factors[2]
+    assert_same(found.weights, history[-1] | {"last.weight": history[-1]["first.weight"]})
+
+
+def test_the_homes_of_a_tie_have_one_lag_and_one_round() -> None:
+    with pytest.raises(ValueError, match="other versions"):
+        replace(PLAIN, versions=(2, 1), ties=(("w", (0, 1)),))
+    with pytest.raises(ValueError, match="other rounds"):
+        replace(PLAIN, pipedream=True, steps=6, ties=(("w", (0, 1)),))

@@ -35,7 +35,7 @@ from stagewright.planning.build import BUBBLE_GOAL, idle_warning
 from stagewright.planning.compare import Comparison, compare, interval, setting_evidence
 from stagewright.planning.planner import Choice, choose, explain
 from stagewright.planning.predict import IMAGENET, link_use, predict, stage_costs
-from stagewright.planning.setting import make_setting, trace_model
+from stagewright.planning.setting import make_setting, tied_by, trace_model
 from stagewright.profile.profile import Profile, read_profile
 from stagewright.profile.shapes import Shape
 from stagewright.report.live.terminal import plain_table, say
@@ -99,12 +99,16 @@ class Asked:
 
 def _asked(parsed: argparse.Namespace, progress: Progress) -> Asked:
     if parsed.cluster is None and parsed.profile is None:
-        trace_model(
-            parsed.model, parsed.classes, parsed.image
-        )  # what is wrong with a model is said before it is profiled
+        # What is wrong with a model is said before it is profiled.
+        chain = trace_model(parsed.model, parsed.classes, parsed.image).chain
         here = profile_here(parsed.model, parsed, progress)
         setting = make_setting(
-            here.profile, here.cluster, parsed.precision, optimizer=parsed.optimizer, catalog=here.catalog
+            here.profile,
+            here.cluster,
+            parsed.precision,
+            optimizer=parsed.optimizer,
+            catalog=here.catalog,
+            tied=tied_by(chain),
         )
         catalog = here.catalog or shipped()
         batch = parsed.batch or here.profile.covered(parsed.precision)[1] * len(setting.cluster.devices)
@@ -668,6 +672,7 @@ def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[Chain
             catalog=catalog,
             software=parsed.software,
             loads=parsed.data != "synthetic",
+            tied=None if chain is None else tied_by(chain),
         ),
     )
 

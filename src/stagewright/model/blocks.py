@@ -8,8 +8,8 @@ once the stage's own last block has returned, the stage ends, and what it return
     stage 2:   stem  ( . )    ( . )   ( . )    ( <- )  head       and the model's output
 
 Whatever a stage does before something has arrived is only for the author's code to have its variables: random numbers
-drawn there are drawn again, and buffers changed there are put back. A parameter that this code trains is used by two
-stages, which is refused.
+drawn there are drawn again, and buffers changed there are put back. A parameter that this code trains is tied: each
+stage that uses it has it. A buffer that two stages change is refused.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def cut_between(
         BlockStage(twin, paths, first, last, specs, len(example.tensors), example.names)
         for twin, (first, last) in zip(twins, itertools.pairwise(bounds), strict=True)
     ]
-    homes: dict[str, int] = {}  # of the parameters that a stage trains, and the buffers that it changes
+    homes: dict[str, set[int]] = {}  # the stages that train a parameter, or that change a buffer
     counts: list[int] = []
     with analysing(), unchanged_state(twins):
         for training in (False, True):
@@ -195,9 +195,9 @@ def cut_between(
 
 
 def _run_all(
-    stages: Sequence[BlockStage], given: Inputs, context: Callable[[], Any], homes: dict[str, int]
+    stages: Sequence[BlockStage], given: Inputs, context: Callable[[], Any], homes: dict[str, set[int]]
 ) -> list[int]:
-    """Run all stages, note which one trains each parameter and changes each buffer; returns how many values arrive."""
+    """Run all stages, note which train each parameter and change each buffer; returns how many values arrive."""
     values: Sequence[Any] = given.tensors
     num_inputs = len(given.tensors)
     counts = []
@@ -213,19 +213,18 @@ def _run_all(
         roots = differentiable(output)
         if torch.is_grad_enabled() and roots:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-            for name, parameter in stage.named_parameters():
-                if parameter.grad is None:
-                    continue
+            trained = [(name, p) for name, p in stage.named_parameters(remove_duplicate=False) if p.grad is not None]
+            for name, parameter in trained:
                 parameter.grad = None
-                _note_home(homes, name, index)
+                homes.setdefault(name, set()).add(index)
         values = output if isinstance(output, tuple) else (output,)
     return counts
 
 
-def _note_home(homes: dict[str, int], name: str, stage: int) -> None:
-    if homes.setdefault(name, stage) != stage:
+def _note_home(homes: dict[str, set[int]], name: str, stage: int) -> None:
+    if homes.setdefault(name, {stage}) != {stage}:
         raise UserError(
-            f"'{name}' is used by stage {homes[name]} and by stage {stage}, on both sides of a cut; "
+            f"'{name}' is changed by stage {min(homes[name])} and by stage {stage}, on both sides of a cut; "
             "use one stage, or move the cut so that one stage holds both uses"
         )
 
@@ -234,7 +233,9 @@ def _leaf(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
-def _hide(stage: BlockStage, index: int, homes: Mapping[str, int], paths: Sequence[str], bounds: Sequence[int]) -> None:
+def _hide(
+    stage: BlockStage, index: int, homes: Mapping[str, set[int]], paths: Sequence[str], bounds: Sequence[int]
+) -> None:
     """Leave a stage the parameters it trains, and the buffers that no other stage changes.
 
     The others become plain attributes, without memory in foreign blocks.
@@ -244,14 +245,14 @@ def _hide(stage: BlockStage, index: int, homes: Mapping[str, int], paths: Sequen
         is_foreign = any(path == block or path.startswith(f"{block}.") for block in foreign)
         held = vars(module if path else stage.whole)
         for name, parameter in list(module._parameters.items()):
-            if parameter is None or homes.get(f"{path}.{name}" if path else name) == index:
+            if parameter is None or index in homes.get(f"{path}.{name}" if path else name, ()):
                 continue
             del module._parameters[name]
             held[name] = parameter.detach().to("meta") if is_foreign else parameter.detach()
         for name, buffer in list(module._buffers.items()):
             if is_foreign:
                 held[name] = module._buffers.pop(name)
-            elif buffer is not None and homes.get(f"{path}.{name}" if path else name, index) != index:
+            elif buffer is not None and index not in homes.get(f"{path}.{name}" if path else name, {index}):
                 del module._buffers[name]
                 held[name] = buffer.detach().clone()
 

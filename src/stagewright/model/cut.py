@@ -7,10 +7,11 @@ or autocast is one unit. `Chain` holds the traces of training and evaluation; `C
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,8 +129,10 @@ class Chain:
         self.way, self.units = self._choose(way)
         self._begins = _beginnings(self.recorded) if self.recorded else {unit: (unit, True) for unit in self.units}
         self.impossible: dict[str, str] = {}  # the units that no stage can begin with, and why
+        self._shared: tuple[_Shared, ...] = ()
         if self.way in (Way.GRAPH, Way.VALUES) and self.trace:
             self.impossible = _impossible(model, self.trace.training, self.recorded)
+            self._shared = _shared(model, self.recorded)
 
     def _choose(self, way: Way | None) -> tuple[Way, tuple[str, ...]]:
         whole = self.trace.training.whole if self.trace else {"": ""}
@@ -181,6 +184,20 @@ class Chain:
             found.append(min(room, key=lambda index: abs(index - bound), default=found[-1]))
         return [*found, bounds[-1]]
 
+    def tied(self, cuts: Sequence[str]) -> tuple[tuple[tuple[str, ...], tuple[int, ...], int], ...]:
+        """The trained parameters that several stages of a cut use: all their names, the stages, and their size."""
+        if not cuts or self.way is Way.WHOLE:
+            return ()
+        if self.way is Way.BLOCKS:
+            return tied_parameters(self.model, self.cut(cuts))
+        bounds = [self.units.index(name) for name in cuts]
+        found = []
+        for shared in self._shared:
+            homes = {sum(unit >= bound for bound in bounds) for unit in shared.units}
+            if len(homes) > 1:
+                found.append((shared.names, tuple(sorted(homes)), shared.size))
+        return tuple(found)
+
     def by_names(self, names: Sequence[str]) -> tuple[str, ...]:
         """The first unit of each later stage, from unit names or the names of modules whose call begins there."""
         return tuple(self._find(name) for name in names)
@@ -203,7 +220,8 @@ class Chain:
             named = zip(parts, (self.units[0], *cuts), strict=True)
             return tuple(Piece(part, part, names, names, unit, modes) for (part, names), unit in named)
         assert self.trace is not None
-        training = _parts(self.model, self.trace.training, self.recorded, positions)
+        modules = StageModules(self.model)
+        training = _parts(modules, self.trace.training, self.recorded, positions)
         homes = _homes(training)
         for name in cuts:
             if name in self.impossible:
@@ -213,7 +231,7 @@ class Chain:
         evaluated = units_of(self.trace.evaluation)
         bounds = _evaluation_bounds(self.model, evaluated, cuts, homes)
         carried = _carried(self.model, evaluated, bounds, homes)
-        evaluation = _parts(self.model, self.trace.evaluation, evaluated, bounds, carried)
+        evaluation = _parts(modules, self.trace.evaluation, evaluated, bounds, carried)
         pieces = tuple(
             Piece(train.module, evaluate.module, train.inputs, evaluate.inputs, first_unit, self.trace.modes)
             for train, evaluate, first_unit in zip(training, evaluation, (self.units[0], *cuts), strict=True)
@@ -300,8 +318,29 @@ class _Part:
     assigners: tuple[Assigner, ...]
 
 
+class StageModules:
+    """The modules of each stage: the model's own, and copies where several stages train the same one.
+
+    A copy has the same parameters. Each stage puts its own version of them into its modules.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._users: dict[int, int] = {}  # the first stage that runs a module
+        self._copies: dict[tuple[int, str], nn.Module] = {}
+
+    def get(self, stage: int, path: str, *, training: bool) -> Any:
+        """What a stage has at a path of the model; evaluation has what training has."""
+        found = _attribute(self.model, path)
+        if not isinstance(found, nn.Module) or not any(p.requires_grad for p in found.parameters()):
+            return found
+        if training and {self._users.setdefault(id(part), stage) for part in found.modules()} != {stage}:
+            self._copies.setdefault((stage, path), twin_of(found))
+        return self._copies.get((stage, path), found)
+
+
 def _parts(
-    model: nn.Module,
+    modules: StageModules,
     recording: Recording,
     units: Sequence[Unit],
     bounds: Sequence[int],
@@ -324,7 +363,8 @@ def _parts(
     parts = []
     for stage, own in enumerate(nodes):
         outputs = live[stage + 1] if stage < len(nodes) - 1 else None
-        parts.append(_Slice(model, recording).part(own, live[stage], outputs))
+        get = partial(modules.get, stage, training=carried is None)
+        parts.append(_Slice(modules.model, recording, get).part(own, live[stage], outputs))
     return parts
 
 
@@ -355,9 +395,10 @@ def _is_samples(node: fx.Node) -> bool:
 class _Slice:
     """Copies a range of a recorded forward's nodes into a graph of its own, and makes a module of it."""
 
-    def __init__(self, model: nn.Module, recording: Recording) -> None:
+    def __init__(self, model: nn.Module, recording: Recording, get: Callable[[str], Any]) -> None:
         self._model = model
         self._recording = recording
+        self._get = get
         self._graph = fx.Graph()
         self._values: dict[fx.Node, fx.Node] = {}
         self._attributes: dict[str, Any] = {}
@@ -403,7 +444,7 @@ class _Slice:
             self._attributes[str(node.target)] = Constant(self._recording.constants[str(node.target)])
             return self._graph.call_module(str(node.target), ())
         if node.op in ("get_attr", "call_module"):
-            self._attributes[str(node.target)] = _attribute(self._model, str(node.target))
+            self._attributes[str(node.target)] = self._get(str(node.target))
         return self._graph.node_copy(node, self._value)
 
     def _within(self, context: Context | None) -> Any:
@@ -515,15 +556,14 @@ def _attribute(model: nn.Module, path: str) -> Any:
 
 
 def _homes(parts: Sequence[_Part]) -> dict[str, int]:
-    """The stage of each parameter and buffer that one stage uses; an error where training changes one that two use."""
+    """The stage of each parameter and buffer that one stage uses; an error for running statistics that two use."""
     homes: dict[str, set[int]] = {}
     users: dict[int, tuple[int, str]] = {}
     for stage, part in enumerate(parts):
         named = [*part.module.named_parameters(remove_duplicate=False)]
-        trained = [(name, tensor) for name, tensor in named if tensor.requires_grad]
         buffers = [*part.module.named_buffers(remove_duplicate=False)]
         statistics = [(name, tensor) for name, tensor in buffers if name.endswith("running_mean")]
-        for name, tensor in trained + statistics:
+        for name, tensor in statistics:
             other, other_name = users.setdefault(id(tensor), (stage, name))
             if other != stage:
                 raise UserError(
@@ -564,7 +604,7 @@ def _evaluation_bounds(
 
 
 def _impossible(model: nn.Module, recording: Recording, units: Sequence[Unit]) -> dict[str, str]:
-    """The units that no stage can begin with: a trained tensor would be on both sides, or memory that is changed."""
+    """The units that no stage can begin with: a buffer that changes, or memory that does, would be on both sides."""
     found: dict[str, str] = {}
     changed = _changed_buffers(recording)
     assigned = {made.value: f"{made.module}.{made.name}".lstrip(".") for made in recording.assigned}
@@ -607,10 +647,70 @@ def _changed_buffers(recording: Recording) -> set[str]:
     return changed
 
 
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """A trained parameter that several units use."""
+
+    names: tuple[str, ...]
+    units: tuple[int, ...]
+    size: int
+
+
+def _shared(model: nn.Module, units: Sequence[Unit]) -> tuple[_Shared, ...]:
+    """The trained parameters that several units use, in the order of the model."""
+    users: dict[int, list[int]] = {}
+    for index, unit in enumerate(units):
+        for key in _trained_by(model, unit):
+            users.setdefault(key, []).append(index)
+    return tuple(
+        _Shared(tuple(names), tuple(users[key]), size)
+        for key, (names, size) in _all_names(model).items()
+        if len(users.get(key, ())) > 1
+    )
+
+
+def _all_names(model: nn.Module) -> dict[int, tuple[list[str], int]]:
+    """Each trained parameter by id: every name of it, and how many numbers it has."""
+    found: dict[int, tuple[list[str], int]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            found.setdefault(id(parameter), ([], parameter.numel() * (2 if parameter.is_complex() else 1)))[0].append(
+                name
+            )
+    return found
+
+
+def tied_parameters(
+    model: nn.Module, pieces: Sequence[Piece]
+) -> tuple[tuple[tuple[str, ...], tuple[int, ...], int], ...]:
+    """The trained parameters that several pieces of a model use, by their names: as `Chain.tied` has them."""
+    found = []
+    held = [{name for name, _ in piece.training.named_parameters(remove_duplicate=False)} for piece in pieces]
+    for names, size in _all_names(model).values():
+        homes = tuple(stage for stage, own in enumerate(held) if own & set(names))
+        if len(homes) > 1:
+            found.append((tuple(names), homes, size))
+    return tuple(found)
+
+
+def _trained_by(model: nn.Module, unit: Unit) -> set[int]:
+    """The trained parameters that a unit uses, by id."""
+    used: set[int] = set()
+    for node in unit.nodes:
+        for source in (node, *(source for source in node.all_input_nodes if source.op == "get_attr")):
+            try:
+                value = _attribute(model, str(source.target)) if source.op in ("call_module", "get_attr") else None
+            except AttributeError:
+                continue  # a constant of the recording
+            parameters = list(value.parameters()) if isinstance(value, nn.Module) else [value]
+            used |= {id(p) for p in parameters if isinstance(p, nn.Parameter) and p.requires_grad}
+    return used
+
+
 def _tensors_used(
     model: nn.Module, unit: Unit, changed: Collection[str], assigned: Mapping[fx.Node, str]
 ) -> dict[int, str]:
-    """What a unit uses that only one stage can: trained parameters, running statistics, buffers that code changes.
+    """What a unit uses that only one stage can: running statistics, and buffers that the forward's code changes.
 
     By id, with their names.
     """
@@ -626,10 +726,9 @@ def _tensors_used(
             except AttributeError:
                 continue  # a constant of the recording
             if isinstance(value, nn.Module):
-                trained: list[tuple[str, Tensor]] = [(n, p) for n, p in value.named_parameters() if p.requires_grad]
-                trained += [(name, b) for name, b in value.named_buffers() if name.endswith("running_mean")]
-                used |= {id(tensor): f"{source.target}.{name}" for name, tensor in trained}
-            elif (isinstance(value, nn.Parameter) and value.requires_grad) or str(source.target) in changed:
+                statistics = [(name, b) for name, b in value.named_buffers() if name.endswith("running_mean")]
+                used |= {id(tensor): f"{source.target}.{name}" for name, tensor in statistics}
+            elif str(source.target) in changed:
                 used[id(value)] = str(source.target)
     return used
 

@@ -209,7 +209,7 @@ def _compare_runs(
         if tolerance is None:
             tolerance = _rounding_tolerance(author, given, seed)
         expected = _run_author(author, given, seed, training=True)
-        found = _run_pieces(pieces, given, seed, training=True)
+        found = _run_pieces(pieces, given, seed, training=True, names=_first_names(author))
         worst = max(worst, _difference(expected, found, pieces, tolerance, "training"))
     moved = {name for name, buffer in expected.buffers.items() if _is_moved(first_buffers.get(name), buffer)}
     _require_own(pieces, moved)
@@ -323,7 +323,16 @@ def _run_author(model: nn.Module, given: Inputs, seed: int, *, training: bool) -
     return _Outcome([leaf.detach() for leaf in leaves_of(output)], gradients, buffers, changed)
 
 
-def _run_pieces(pieces: Sequence[Piece], given: Inputs, seed: int, *, training: bool) -> _Outcome:
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Every parameter's name -> the first name of that parameter."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
+
+
+def _run_pieces(
+    pieces: Sequence[Piece], given: Inputs, seed: int, *, training: bool, names: Mapping[str, str] | None = None
+) -> _Outcome:
     """Run all pieces forward and then backward, as ranks do: what crosses a boundary is a copy, and a new leaf."""
     modules = [piece.training if training else piece.evaluation for piece in pieces]
     entered: list[list[Any]] = []
@@ -356,10 +365,13 @@ def _run_pieces(pieces: Sequence[Piece], given: Inputs, seed: int, *, training: 
     buffers: dict[str, Tensor] = {}
     attributes: dict[str, Any] = {}
     for piece in pieces:
-        for name, parameter in piece.training.named_parameters(remove_duplicate=False):
-            gradients[name] = _dense(parameter.grad)
+        for name, parameter in piece.training.named_parameters():
+            first, gradient = (names or {}).get(name, name), _dense(parameter.grad)
+            others = gradients.get(first)  # of the other homes of a tied parameter
+            gradients[first] = others if gradient is None else gradient if others is None else others + gradient
         buffers |= {name: buffer.detach().clone() for name, buffer in piece.training.named_buffers()}
         attributes |= _attributes(piece.training)
+    gradients |= {name: gradients[first] for name, first in (names or {}).items() if first in gradients}
     return _Outcome([leaf.detach() for leaf in last], gradients, buffers, attributes)
 
 

@@ -16,8 +16,9 @@ from stagewright.cluster.topology import HOST, Cluster, Edge
 from stagewright.errors import UserError
 from stagewright.metrics import MIB
 from stagewright.plan import cost
+from stagewright.plan.make import with_ties
 from stagewright.plan.memory import Memory, microbatches_held, weight_copies
-from stagewright.plan.plan import Plan, Stage, gradient_buffers
+from stagewright.plan.plan import Plan, Stage, Tie, TiedParameter
 from stagewright.profile.profile import Table
 
 _MOST_TURNS = 1024  # of messages between two stages that are looked at one by one
@@ -62,6 +63,7 @@ class Setting:
     loader: float | None = None  # samples per second that a machine can load; None: data is made on the device
     overhead: float = 0.0  # seconds per compute beside its units
     covered: tuple[int, int] | None = None  # smallest and largest microbatch with a table; None: any size has one
+    tied: Callable[[Sequence[str]], Sequence[TiedParameter]] | None = None  # of a model's cuts; None: not known
 
     def covers(self, samples: int) -> bool:
         return self.covered is None or self.covered[0] <= samples <= self.covered[1]
@@ -156,8 +158,17 @@ class Estimate:
         return size / (machine.levels[0].link.bandwidth * cost.PAGEABLE_SHARE)
 
     def parameters(self, stage: int) -> float:
+        """Trained numbers of a stage; a table counts those that several units use at the first of them."""
         sums = self._of(0)
-        return float(sums.parameters[self.bounds[stage + 1]] - sums.parameters[self.bounds[stage]])
+        arrived = sum(tied.size for tied in self._tied(stage) if stage != tied.homes[0])
+        return float(sums.parameters[self.bounds[stage + 1]] - sums.parameters[self.bounds[stage]]) + arrived
+
+    def own_parameters(self, stage: int) -> float:
+        """Those of no other stage, whose gradient the stage's own all-reduce sums."""
+        return max(0.0, self.parameters(stage) - sum(tied.size for tied in self._tied(stage)))
+
+    def _tied(self, stage: int) -> list[TiedParameter]:
+        return [tied for tie in self.plan.ties for tied in tie.parameters if stage in tied.homes]
 
     def update(self, stage: int, rank: int) -> float:
         """Seconds of the optimizer, and of the copy of the new version into its slot."""
@@ -177,7 +188,7 @@ class Estimate:
 
     def reduction(self, stage: int) -> float:
         """Seconds of a stage's all-reduce."""
-        ranks, size = self.plan.stages[stage].ranks, self.parameters(stage) * cost.GRADIENT_BYTES
+        ranks, size = self.plan.stages[stage].ranks, self.own_parameters(stage) * cost.GRADIENT_BYTES
 
         def seconds() -> float:
             fabric = self._fabrics[stage]
@@ -191,10 +202,24 @@ class Estimate:
         def seconds() -> float:
             backward = min(self.backward(stage, rank) for rank in self.plan.stages[stage].ranks)
             hiding = cost.hidden_seconds(backward, self._fabrics[stage])
-            tail = cost.tail_share(self.parameters(stage) * cost.GRADIENT_BYTES)
+            tail = cost.tail_share(self.own_parameters(stage) * cost.GRADIENT_BYTES)
             return float(cost.exposed_seconds(self.reduction(stage), hiding, tail))
 
         return self._once(("exposed", stage), seconds)
+
+    def tie(self, tie: Tie) -> float:
+        """Seconds of the sums of tied gradients, each over all ranks of its homes; nothing hides them."""
+
+        def seconds() -> float:
+            total = 0.0
+            for tied in tie.parameters:
+                ranks = self.plan.ranks_of(tied.homes)
+                fabric = cost.ring_fabric(self.setting.cluster, [self.plan.devices[rank] for rank in ranks])
+                size = tied.size * cost.GRADIENT_BYTES
+                total += float(cost.allreduce_seconds(size, len(ranks), fabric.bandwidth, fabric.latency))
+            return total
+
+        return self._once(("tie", tie.stages), seconds)
 
     @cached_property
     def _fabrics(self) -> list[cost.Fabric]:
@@ -299,7 +324,7 @@ class Estimate:
         loads = stage.is_first and self.setting.loader is not None
         return Memory(
             weights=weights * weight_copies(stage.versions),
-            gradients=weights * gradient_buffers(stage.versions, stage.replicas),
+            gradients=weights * stage.num_gradients,
             optimizer=weights * (self.setting.moments + software.temporaries),
             activations=saved * depth,
             buffers=2 * messages + 2 * largest + (software.loader if loads else 0),
@@ -330,6 +355,14 @@ def _remedy(part: str) -> str:
         "activations": "use a smaller --batch, more --microbatches, or give the stage fewer units",
         "buffers": "use a smaller --batch or more --microbatches",
     }.get(part, "use a device with more memory")
+
+
+def with_own_ties(plan: Plan, setting: Setting) -> Plan:
+    """The plan with the ties that its cuts make of the setting's model; UserError where its mode can't have them."""
+    if setting.tied is None or not (plan.cuts or plan.ties):
+        return plan
+    tied = setting.tied(plan.cuts)
+    return with_ties(plan, tied) if tied or plan.ties else plan
 
 
 def with_whole_batches(plan: Plan, software: Software) -> Plan:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from stagewright.cluster.placement import Placement, parse_placement
 from stagewright.cluster.topology import Cluster
 from stagewright.errors import UserError
-from stagewright.plan.plan import Mode, Plan, Stage
+from stagewright.plan.plan import Mode, Plan, Stage, Tie, TiedParameter
 
 _MOST_SAMPLES = 2**31 - 1
 _MOST_VERSIONS = 128  # the stability of more lag takes minutes to find
@@ -31,6 +34,7 @@ def read_plan(text: str, where: str, cluster: Cluster | None = None) -> Plan:
         versions=content["versions"] if mode is Mode.STALE else None,
         depths=content["depths"],
         cuts=[str(cut) for cut in _as_list(content["cuts"])],
+        tied=_read_ties(content.get("ties", []), where),
     )
     given, own = content["versions"], [stage.versions for stage in plan.stages]
     if given != own:
@@ -65,6 +69,16 @@ def _read_choices(text: str, where: str) -> dict[str, Any]:
     return content
 
 
+def _read_ties(content: object, where: str) -> list[TiedParameter]:
+    """The tied parameters of a plan file, which has none where no stage shares a parameter with another."""
+    try:
+        found = TypeAdapter(list[Tie]).validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"plan {where}: ties {'.'.join(map(str, first['loc']))}: {first['msg'].lower()}") from error
+    return [parameter for tie in found for parameter in tie.parameters]
+
+
 def _as_list(value: object) -> list[Any]:
     return value if isinstance(value, list) else [None]
 
@@ -81,8 +95,13 @@ def make_plan(
     cuts: Sequence[str] = (),
     agree: bool = False,
     flags: bool = False,
+    tied: Sequence[TiedParameter] = (),
 ) -> Plan:
-    """A plan from its free choices, with every default of the design."""
+    """A plan from its free choices, with every default of the design.
+
+    `tied` are the parameters that several stages of this cut use. Versions of a mode are raised to those of the tie;
+    versions that are given must be equal there.
+    """
     if mode is Mode.DP:
         placement = as_one_stage(placement)
     replicas = [len(devices) for devices in placement]
@@ -90,6 +109,7 @@ def make_plan(
         microbatches = default_microbatches(batch, replicas)
     require_divisible(batch, microbatches)
     rounds = replicas if mode is Mode.PIPEDREAM else [microbatches] * len(replicas)
+    given = versions is not None
     versions = _versions(mode, replicas, staleness, versions)
     depths = _one_per_stage("depths", depths or default_depths(replicas), len(replicas), _MOST_DEPTH)
     devices = tuple(sorted({device for devices in placement for device in devices}))
@@ -105,7 +125,51 @@ def make_plan(
         )
         for index in range(len(placement))
     )
-    return Plan(mode, batch, microbatches, devices, stages, tuple(cuts), agree, flags)
+    plan = Plan(mode, batch, microbatches, devices, stages, tuple(cuts), agree, flags)
+    return with_ties(plan, tied, are_given=given)
+
+
+def with_ties(plan: Plan, tied: Sequence[TiedParameter], *, are_given: bool = False) -> Plan:
+    """The plan whose stages share parameters: the homes of each have the largest of their versions.
+
+    `are_given`: its versions were given, and are not raised.
+    """
+    ties = group_ties(tied)
+    stages = {stage.index: replace(stage, is_tied=False) for stage in plan.stages}
+    for tie in ties:
+        if not set(tie.stages) <= stages.keys():
+            raise UserError(f"{tie}, but the plan has {len(stages)} stages; make the plan of this model again")
+        own = [stages[index] for index in tie.stages]
+        most = max(stage.versions for stage in own)
+        if are_given and min(stage.versions for stage in own) < most:
+            wanted = [most if index in tie.stages else stage.versions for index, stage in stages.items()]
+            versions = _join([stage.versions for stage in plan.stages])
+            raise UserError(f"versions {versions}: {tie}, so they need the same number; give {_join(wanted)}")
+        if len({stage.round for stage in own}) > 1:
+            replicas = _join([stage.replicas for stage in own])
+            raise UserError(
+                f"{tie}, and in mode pipedream they need equally many replicas, not {replicas}; "
+                "change --placement, or use mode stale"
+            )
+        stages |= {stage.index: replace(stage, versions=most, is_tied=True) for stage in own}
+    return replace(plan, stages=tuple(stages.values()), ties=ties)
+
+
+def group_ties(tied: Sequence[TiedParameter]) -> tuple[Tie, ...]:
+    """Parameters with overlapping homes together, in the order of their first stage."""
+    groups: list[tuple[set[int], list[TiedParameter]]] = []
+    for parameter in tied:
+        if len(set(parameter.homes)) < 2 or not parameter.names or min(parameter.homes) < 0:
+            raise UserError(
+                f"parameter {'/'.join(parameter.names)!r} of a tie has homes {parameter.homes}; it needs two"
+            )
+        touching = [group for group in groups if group[0] & set(parameter.homes)]
+        merged = ({*parameter.homes}, [parameter])
+        for group in reversed(touching):
+            merged = (merged[0] | group[0], group[1] + merged[1])
+        groups = [group for group in groups if group not in touching] + [merged]
+    ties = (Tie(tuple(sorted(stages)), tuple(parameters)) for stages, parameters in groups)
+    return tuple(sorted(ties, key=lambda tie: tie.stages))
 
 
 def as_one_stage(placement: Placement) -> Placement:

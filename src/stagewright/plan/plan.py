@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -20,12 +21,12 @@ class Mode(StrEnum):
     PIPEDREAM = "pipedream"
 
 
-def gradient_buffers(versions: Any, replicas: Any) -> Any:
-    """Gradient buffers of a stage: two if the next round's backward need not wait for this round's reduce.
+def gradient_buffers(versions: Any, replicas: Any, is_tied: Any = False) -> Any:
+    """Gradient buffers of a stage: two if the next round's backward need not wait for this round's sum over ranks.
 
     Takes integers or arrays of them.
     """
-    return 1 + ((versions > 1) & (replicas > 1))
+    return 1 + ((versions > 1) & ((replicas > 1) | is_tied))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Stage:
     versions: int = 1
     depth: int = 1
     origin: int = 0  # the update at which this plan began
+    is_tied: bool = False  # a home of a tied parameter
 
     @property
     def replicas(self) -> int:
@@ -54,7 +56,7 @@ class Stage:
 
     @property
     def num_gradients(self) -> int:
-        return int(gradient_buffers(self.versions, self.replicas))
+        return int(gradient_buffers(self.versions, self.replicas, self.is_tied))
 
     def rank_of(self, microbatch: int) -> int:
         """The rank that runs a microbatch."""
@@ -79,6 +81,32 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class TiedParameter:
+    """A trained parameter that several stages use: it has a home in each."""
+
+    names: tuple[str, ...]  # every name of it in the model, the first one first
+    homes: tuple[int, ...]  # stages
+    size: int = 0  # numbers that it consists of
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Parameters whose homes overlap: their gradients are summed over all ranks of all homes, once per update.
+
+    A stage belongs to one tie at most. All its stages have the same versions and the same rounds.
+    """
+
+    stages: tuple[int, ...]
+    parameters: tuple[TiedParameter, ...] = ()
+
+    def __str__(self) -> str:
+        stages = ", ".join(map(str, self.stages))
+        more = f" and {len(self.parameters) - 1} more" if len(self.parameters) > 1 else ""
+        what = f"'{self.parameters[0].names[0]}'{more}" if self.parameters else "a parameter"
+        return f"stages {stages} share {what}"
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Which rank runs what, when, with which weights: everything together; docs/design.md has the rules."""
 
@@ -90,6 +118,8 @@ class Plan:
     cuts: tuple[str, ...] = ()  # the first unit of each stage after the first
     agree: bool = False  # all ranks exchange norms before an update, which is of the same batch everywhere
     flags: bool = False  # stages that lag pass on whether a gradient overflowed
+    ties: tuple[Tie, ...] = ()
+    ties_agree: bool = False  # the ranks of a tie exchange norms before an update: homes that lag, and clip
 
     @property
     def world(self) -> int:
@@ -146,9 +176,24 @@ class Plan:
 
     def computes_as(self, other: Plan) -> bool:
         """Whether the same versions live in the same slots of the same ranks; depth and order may differ."""
-        return (self.batch, self.microbatches, self.cuts) == (other.batch, other.microbatches, other.cuts) and [
+        own, others = ((p.batch, p.microbatches, p.cuts, p.ties) for p in (self, other))
+        return own == others and [
             (stage.ranks, stage.round, stage.versions, stage.origin) for stage in self.stages
         ] == [(stage.ranks, stage.round, stage.versions, stage.origin) for stage in other.stages]
+
+    def tie_of(self, stage: Stage) -> Tie | None:
+        """The tie that a stage belongs to."""
+        if not stage.is_tied:
+            return None
+        return next(tie for tie in self.ties if stage.index in tie.stages)
+
+    def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
+        """The ranks of some stages, each once: those of the first stage first."""
+        return tuple(dict.fromkeys(rank for index in stages for rank in self.stages[index].ranks))
+
+    def tied_stage(self, tie: Tie, rank: int) -> Stage:
+        """The first stage of a tie that a rank runs: its sum stands under this one."""
+        return next(self.stages[index] for index in tie.stages if rank in self.stages[index].ranks)
 
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
         return tuple(stage for stage in self.stages if rank in stage.ranks)
@@ -171,4 +216,5 @@ class Plan:
             "depths": [stage.depth for stage in self.stages],
             "agree": self.agree,
             "flags": self.flags,
+            **({"ties": [asdict(tie) for tie in self.ties]} if self.ties else {}),
         }

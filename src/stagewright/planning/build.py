@@ -26,8 +26,9 @@ from stagewright.plan.make import (
     make_plan,
     read_plan,
     require_divisible,
+    with_ties,
 )
-from stagewright.plan.plan import Mode, Plan
+from stagewright.plan.plan import Mode, Plan, TiedParameter
 from stagewright.plan.search import best_cuts
 from stagewright.plan.stability import Motion, stability_warning
 from stagewright.planning.planner import bubble_in, every_lag, least_lag
@@ -80,7 +81,8 @@ def build_plan(
             staleness=options.staleness,
             versions=stage_numbers(options.versions, "versions", ","),
             depths=stage_numbers(options.depths, "depths", ","),
-            cuts=_cuts(options, placement, chain, setting, batch, microbatches),
+            cuts=(cuts := _cuts(options, placement, chain, setting, batch, microbatches)),
+            tied=[] if chain is None else [TiedParameter(*tied) for tied in chain.tied(cuts)],
         )
         if options.policy == "gpipe":
             stages = (replace(stage, depth=-(-microbatches // stage.replicas)) for stage in plan.stages)
@@ -118,7 +120,8 @@ def _read_file(options: PlanConfig, cluster: Cluster, chain: Chain | None) -> Pl
             f"plan {file} has {len(plan.stages)} stages, which its cuts ({', '.join(plan.cuts) or 'none'}) do not make "
             "of this model; make a plan of it again: stagewright plan MODEL -o FILE"
         )
-    return replace(plan, cuts=cuts)
+    tied = [TiedParameter(*tied) for tied in chain.tied(cuts)]
+    return with_ties(replace(plan, cuts=cuts), tied, are_given=True)
 
 
 def resolved_options(options: PlanConfig, plan: Plan) -> PlanConfig:
@@ -232,7 +235,14 @@ def with_agreement(config: Config, plan: Plan) -> Plan:
     if len(plan.stages) == 1:
         return plan
     clip = config.optimizer.clip is not None
-    return replace(plan, agree=(clip or scaled) and plan.is_synchronous, flags=scaled and not plan.is_synchronous)
+    if plan.ties and scaled and not plan.is_synchronous:
+        raise UserError(f"precision fp16 needs mode sync where {plan.ties[0]}, but stages lag; use --mode sync or bf16")
+    return replace(
+        plan,
+        agree=(clip or scaled) and plan.is_synchronous,
+        flags=scaled and not plan.is_synchronous,
+        ties_agree=clip and bool(plan.ties) and not plan.is_synchronous,
+    )
 
 
 # --- Warnings ---------------------------------------------------------------------------------------------------------
@@ -257,7 +267,10 @@ def _remedy(plan: Plan, bubble_of: Bubble) -> str:
     """The fewest microbatches that fill the pipeline at the fullest lag, as far as the profile covers them."""
 
     def with_default_depths(microbatches: int) -> Plan:
-        return make_plan(plan.placement, batch=plan.batch, microbatches=microbatches, mode=plan.mode, cuts=plan.cuts)
+        tied = [parameter for tie in plan.ties for parameter in tie.parameters]
+        return make_plan(
+            plan.placement, batch=plan.batch, microbatches=microbatches, mode=plan.mode, cuts=plan.cuts, tied=tied
+        )
 
     defaults = with_default_depths(plan.microbatches)
     if any(stage.depth < default.depth for stage, default in zip(plan.stages, defaults.stages, strict=True)):

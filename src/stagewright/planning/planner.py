@@ -20,8 +20,8 @@ from stagewright.cluster.placement import Placement, format_placement
 from stagewright.cluster.topology import Cluster, Device
 from stagewright.errors import UserError, did_you_mean
 from stagewright.metrics import MIB
-from stagewright.plan.estimate import Estimate, Setting, with_whole_batches
-from stagewright.plan.make import MOST_MICROBATCHES, divisors, make_plan, stale_versions
+from stagewright.plan.estimate import Estimate, Setting, with_own_ties, with_whole_batches
+from stagewright.plan.make import MOST_MICROBATCHES, divisors, make_plan, stale_versions, with_ties
 from stagewright.plan.plan import Mode, Plan
 from stagewright.plan.search import make_search
 from stagewright.plan.search_space import make_blocks
@@ -416,6 +416,12 @@ class _Pool:
         plan = estimate.plan
         if plan in self._found:
             return self._found[plan]
+        try:
+            tied = with_own_ties(plan, self._setting)
+        except UserError:  # a mode that can't have these ties
+            return None
+        if tied is not plan:
+            estimate = Estimate(tied, self._setting)
         if not estimate.fits:
             self._refused[plan] = estimate
             return None
@@ -631,10 +637,12 @@ def every_lag(plan: Plan) -> list[Plan]:
     """The same plan with no lag, with a lag of one update, and so on."""
     count = len(plan.stages)
     versions = [stale_versions(count, lag) for lag in range(count)]
-    return [
+    tied = [parameter for tie in plan.ties for parameter in tie.parameters]
+    lagging = (
         replace(plan, stages=tuple(replace(stage, versions=numbers[stage.index]) for stage in plan.stages))
         for numbers in versions
-    ]
+    )
+    return [with_ties(candidate, tied) for candidate in lagging]
 
 
 def choose_depth(plan: Plan, setting: Setting) -> Prediction:

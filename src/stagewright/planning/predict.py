@@ -10,7 +10,7 @@ import numpy as np
 
 from stagewright.metrics import MIB, Timeline
 from stagewright.plan import cost
-from stagewright.plan.estimate import Estimate, Setting, with_whole_batches
+from stagewright.plan.estimate import Estimate, Setting, with_own_ties, with_whole_batches
 from stagewright.plan.memory import Memory
 from stagewright.plan.plan import Plan
 from stagewright.planning.simulate import ClusterCosts, Steady, reduce_seconds, steady, steady_state
@@ -63,7 +63,7 @@ class Prediction:
 
 def predict(plan: Plan, setting: Setting, *, draws: bool = False) -> Prediction:
     """Simulate a plan in a setting; one stage has a closed form, and a timeline only where it is to be drawn."""
-    plan = with_whole_batches(plan, setting.software)
+    plan = with_own_ties(with_whole_batches(plan, setting.software), setting)
     estimate = Estimate(plan, setting)
     if len(plan.stages) > 1:
         found = steady_state(estimate, draws=draws)
@@ -117,7 +117,7 @@ def traffic(estimate: Estimate) -> float:
     total = 0.0
     for stage in plan.stages:
         rounds = plan.microbatches / stage.round
-        total += 2 * (stage.replicas - 1) * estimate.parameters(stage.index) * cost.GRADIENT_BYTES * rounds
+        total += 2 * (stage.replicas - 1) * estimate.own_parameters(stage.index) * cost.GRADIENT_BYTES * rounds
         if not stage.is_last:
             both = sum(estimate.boundary(stage.index, backward=backward) for backward in (False, True))
             behind = plan.stages[stage.index + 1]
@@ -126,6 +126,10 @@ def traffic(estimate: Estimate) -> float:
             if shared:
                 apart = sum(stage.rank_of(number) != behind.rank_of(number) for number in range(plan.microbatches))
             total += both * apart
+    for tie in plan.ties:
+        rounds = plan.microbatches / plan.stages[tie.stages[0]].round
+        for tied in tie.parameters:
+            total += 2 * (len(plan.ranks_of(tied.homes)) - 1) * tied.size * cost.GRADIENT_BYTES * rounds
     return total
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -23,11 +23,12 @@ from stagewright.model.load import build_model
 from stagewright.model.walk import model_errors
 from stagewright.model.zoo import ZOO, build
 from stagewright.plan.estimate import Setting
-from stagewright.plan.plan import Plan
+from stagewright.plan.plan import Plan, TiedParameter
 from stagewright.profile.analytic import analytic_table
 from stagewright.profile.profile import Ceilings, Profile, Table, read_profile
 from stagewright.profile.shapes import Shape, meta_example, on_meta, trace_shapes
 
+Tied = Callable[[Sequence[str]], Sequence[TiedParameter]]
 _ANY_GPU = "h200"  # supports every precision; its memory does not matter here
 
 
@@ -50,6 +51,11 @@ def trace_model(name: str, classes: int | None = None, image: int | None = None)
         return TracedModel(chain, trace_shapes(chain, sample))
 
 
+def tied_by(chain: Chain) -> Tied:
+    """The parameters that several stages would use if a model were cut before some units."""
+    return lambda cuts: [TiedParameter(*tied) for tied in chain.tied(cuts)]
+
+
 def make_setting(
     units: Sequence[Shape] | Profile,
     cluster: Cluster | None,
@@ -59,11 +65,12 @@ def make_setting(
     catalog: Catalog | None = None,
     software: str = "stagewright",
     loads: bool = False,
+    tied: Tied | None = None,
 ) -> Setting:
     """A model on a cluster: by the catalog's arithmetic on the shapes of its units, or as a profile measured them.
 
     A profile also decides the software, and without a cluster the machine: the one it was taken on.
-    `loads`: training data is loaded and decoded, not synthetic.
+    `loads`: training data is loaded and decoded, not synthetic. `tied`: what its cuts tie (`tied_by`).
     """
     catalog = catalog or shipped()
     system = catalog.system(units.software if isinstance(units, Profile) else software)
@@ -83,6 +90,7 @@ def make_setting(
         cores = min((machine.cores or 1 for machine in cluster.machines), default=1)
         values, loader, covered = units[0].inputs, catalog.decode * cores if loads else None, None
     setting = Setting(cluster, catalog.device, system, precision, tables, optimizer, values, loader, covered=covered)
+    setting = replace(setting, tied=tied)
     if isinstance(units, Profile) and units.ceilings is not None:
         return _with_ceilings(setting, units.ceilings)
     return setting
@@ -136,9 +144,12 @@ def config_setting(
     loads: bool = False,
 ) -> Setting:
     """A configuration on a cluster, by a profile or by the catalog; UserError if the model can't be traced."""
-    units = profile or trace_model(config.model.name, config.model.classes, config.data.image).shapes
     precision, optimizer = config.run.precision, config.optimizer.name
-    return make_setting(units, cluster, precision, optimizer=optimizer, catalog=catalog, loads=loads)
+    if profile is not None:
+        return make_setting(profile, cluster, precision, optimizer=optimizer, catalog=catalog, loads=loads)
+    traced = trace_model(config.model.name, config.model.classes, config.data.image)
+    tied = tied_by(traced.chain)
+    return make_setting(traced.shapes, cluster, precision, optimizer=optimizer, catalog=catalog, loads=loads, tied=tied)
 
 
 def planning_setting(config: Config, chain: Chain, placement: Placement) -> Setting | None:
@@ -149,7 +160,7 @@ def planning_setting(config: Config, chain: Chain, placement: Placement) -> Sett
     if config.plan.profile is not None:
         profile = read_profile(config.plan.profile)
         profile.require(config.model.name, chain.units)
-        return config_setting(config, None, profile)
+        return replace(config_setting(config, None, profile), tied=tied_by(chain))
     try:
         return config_setting(config, _local_cluster(placement))
     except UserError:

@@ -19,13 +19,13 @@ from stagewright.metrics import Span, Timeline
 from stagewright.plan import cost
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan, Stage
-from stagewright.schedule.action import COMPUTES, SENDS, Action, Op
+from stagewright.schedule.action import COMPUTES, SENDS, SUMS, Action, Op
 from stagewright.schedule.check import representative_span
 from stagewright.schedule.lower import program
 from stagewright.schedule.policy import overlaps
 from stagewright.schedule.requires import requires
 
-_TRANSFERS = (*SENDS, Op.REDUCE)
+_TRANSFERS = (*SENDS, *SUMS)
 _MOST_COMPUTES = 240  # microbatches times stages of one period, above which it is not simulated whole
 _MOST_TURNS = 256
 _FEW_RANKS = 16  # up to which every rank is simulated
@@ -56,7 +56,7 @@ class StageCosts:
             return self.forward[action.stage]
         if action.op is Op.BACKWARD:
             return self.backward[action.stage]
-        if action.op is Op.REDUCE:
+        if action.op in SUMS:
             return self.reduce
         return self.transfer if action.op in SENDS else 0.0
 
@@ -108,7 +108,10 @@ class ClusterCosts:
             return estimate.backward(action.stage, rank)
         if action.op is Op.UPDATE:
             return estimate.update(action.stage, rank)
-        return reduce_seconds(estimate, estimate.plan.stages[action.stage], rank) if action.op is Op.REDUCE else 0.0
+        stage = estimate.plan.stages[action.stage]
+        if action.op is Op.TIE and (tie := estimate.plan.tie_of(stage)) is not None:
+            return estimate.tie(tie)
+        return reduce_seconds(estimate, stage, rank) if action.op is Op.REDUCE else 0.0
 
     def _message(self, action: Action) -> float:
         backward = action.op is Op.SEND_GRAD

@@ -26,7 +26,7 @@ from stagewright.data.sources import Source, cast
 from stagewright.errors import UserError, counted, first_line, is_out_of_memory
 from stagewright.hardware.host import num_cores
 from stagewright.model.call import Inputs
-from stagewright.model.cut import Chain, Piece, Way
+from stagewright.model.cut import Chain, Piece, Way, tied_parameters
 from stagewright.model.load import build_model
 from stagewright.model.loss import Loss, LossOptions
 from stagewright.model.probe import Given, Measure, Probe, probe
@@ -125,6 +125,8 @@ def prepare(
         fields = cast(source.batch(order.microbatch(0, plan.microbatches)), source.targets, precision.weights)
     given, loss = binding.given(fields), Loss(options)
     pieces = chain.cut(plan.cuts)
+    tied = {parameter.names: parameter.homes for tie in plan.ties for parameter in tie.parameters}
+    assert tied == {names: homes for names, homes, _ in tied_parameters(chain.model, pieces)}, "the plan has other ties"
     if config.run.export:
         rehearse(chain.model, pieces, Path(config.run.export))
     study = partial(_probe, pieces, chain.is_conditional, context=precision.forward_context, device=config.run.device)

@@ -17,6 +17,7 @@ class Op(StrEnum):
     SEND_GRAD = "SG"
     RECV_GRAD = "RG"
     REDUCE = "R"
+    TIE = "T"
     AGREE = "A"
     UPDATE = "U"
 
@@ -26,14 +27,16 @@ COMPUTES = (*PASSES, Op.UPDATE)
 SENDS = (Op.SEND_ACT, Op.SEND_GRAD)
 RECEIVES = (Op.RECV_ACT, Op.RECV_GRAD)
 TRANSFERS = SENDS + RECEIVES
+SUMS = (Op.REDUCE, Op.TIE)  # over ranks; started, and complete once all have joined
 
 
 class Action(NamedTuple):
     """`0F3@2`: stage 0, forward, microbatch 3, version 2.
 
     A forward of an evaluation has no version: it uses the newest weights. Transfers name the other rank (`0SA3>7`,
-    `1RA3<0`). REDUCE, AGREE and UPDATE belong to an update, whose number stands where a compute has its version (`0U@4`
-    makes version 5 from version 4).
+    `1RA3<0`). REDUCE, TIE, AGREE and UPDATE belong to an update, whose number stands where a compute has its
+    version (`0U@4` makes version 5 from version 4). A rank joins the TIE of several stages that it runs once, under the
+    first of them.
     """
 
     op: Op
@@ -51,7 +54,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.op}{microbatch}{version}{peer}"
 
 
-_ACTION = re.compile(r"([0-9]+)(F|B|SA|RA|SG|RG|R|A|U)([0-9]+)?(?:@([0-9]+))?(?:([<>])([0-9]+))?")
+_ACTION = re.compile(r"([0-9]+)(F|B|SA|RA|SG|RG|R|T|A|U)([0-9]+)?(?:@([0-9]+))?(?:([<>])([0-9]+))?")
 
 
 def parse_action(text: str, rank: int) -> Action:

@@ -1,8 +1,8 @@
 """Proves a plan's programs right before anything runs: matched in order, free of deadlock, within lag and depth.
 
 It looks at fill, one period and drain, since everything later repeats them: sends match receives in order, nothing
-waits forever, each microbatch runs once per stage on its version, lag and depth stay in bounds, and all ranks issue
-their reduces in one order.
+waits forever, each microbatch runs once per stage on its version, lag and depth stay in bounds, all ranks issue their
+reduces and ties in one order, and the homes of a tied parameter use one version.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 from stagewright.errors import UserError
-from stagewright.plan.plan import Plan
-from stagewright.schedule.action import SENDS, Action, Op
+from stagewright.plan.plan import Plan, Stage
+from stagewright.schedule.action import SENDS, SUMS, Action, Op
 from stagewright.schedule.lower import program, updates_in
+from stagewright.schedule.policy import sum_order
 from stagewright.schedule.requires import requires
 
 _Channel = tuple[Op, int, int | None, int | None]  # operation, stage and rank that send, rank that receives
@@ -48,6 +50,7 @@ def check(plan: Plan, span: range | None = None) -> None:
 
 def check_programs(plan: Plan, programs: Mapping[int, Sequence[Action]], span: range) -> None:
     """Raise ScheduleError unless the given programs are right."""
+    _check_ties(plan, span)
     for rank, actions in programs.items():
         _check_work(plan, rank, actions, span)
         _check_depth(plan, actions)
@@ -133,6 +136,7 @@ def _check_work(plan: Plan, rank: int, actions: Sequence[Action], span: range) -
             Op.FORWARD: list(zip(own, versions, strict=True)),
             Op.BACKWARD: list(zip(own, versions, strict=True)),
             Op.REDUCE: [(None, update) for update in updates] if stage.replicas > 1 else [],
+            Op.TIE: [(None, update) for update in updates] if _joins_under(plan, stage, rank) else [],
             Op.UPDATE: [(None, update) for update in updates],
         }
         for op, expected in wanted.items():
@@ -142,6 +146,33 @@ def _check_work(plan: Plan, rank: int, actions: Sequence[Action], span: range) -
                     f"stage {stage.index} on rank {rank}: {op.name} "
                     f"{_difference('runs', found, 'the plan says', expected)}"
                 )
+
+
+def _joins_under(plan: Plan, stage: Stage, rank: int) -> bool:
+    """Whether a rank joins the sums of a tie under this stage."""
+    tie = plan.tie_of(stage)
+    return tie is not None and plan.tied_stage(tie, rank) is stage
+
+
+def _check_ties(plan: Plan, span: range) -> None:
+    """The homes of a tied parameter use one version for one microbatch, and make their updates of the same ones."""
+    tied = [index for tie in plan.ties for index in tie.stages]
+    if sorted(tied) != [stage.index for stage in plan.stages if stage.is_tied]:
+        raise ScheduleError(
+            f"the ties name stages {_some(map(str, tied))}, which are not those that are tied, once each"
+        )
+    for tie in plan.ties:
+        first, *others = (plan.stages[index] for index in tie.stages)
+        for other in others:
+            for microbatch in range(span.start, span.stop, first.round):
+                own, theirs = (
+                    (stage.update_of(microbatch), stage.version_of(microbatch), stage.round) for stage in (first, other)
+                )
+                if own != theirs:
+                    raise ScheduleError(
+                        f"{tie}, but microbatch {microbatch} has version {own[1]} in stage {first.index} and "
+                        f"{theirs[1]} in stage {other.index}, in rounds of {own[2]} and {theirs[2]}"
+                    )
 
 
 def _check_depth(plan: Plan, actions: Sequence[Action]) -> None:
@@ -157,13 +188,8 @@ def _check_depth(plan: Plan, actions: Sequence[Action]) -> None:
 
 
 def _check_reduces(plan: Plan, programs: Mapping[int, Sequence[Action]]) -> None:
-    """Every rank issues its reduces in one global order: by the round's end, then by stage descending."""
-
-    def global_order(action: Action) -> tuple[int, int]:
-        assert action.version is not None
-        return ((action.version + 1) * plan.stages[action.stage].round, -action.stage)
-
+    """Every rank issues its reduces and ties in one global order: by the round's end, then by stage descending."""
     for rank, actions in programs.items():
-        reduces = [action for action in actions if action.op is Op.REDUCE]
-        if reduces != sorted(reduces, key=global_order):
+        reduces = [action for action in actions if action.op in SUMS]
+        if reduces != sorted(reduces, key=partial(sum_order, plan)):
             raise ScheduleError(f"rank {rank} issues reduces out of order: {_some(map(str, reduces))}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from operator import itemgetter
 from typing import NamedTuple
 
-from stagewright.plan.plan import Plan, Stage
+from stagewright.plan.plan import Plan, Stage, Tie
 from stagewright.schedule import policy
 from stagewright.schedule.action import Action, Op
 
@@ -49,14 +49,17 @@ def streams(plan: Plan, rank: int, span: range, limit: Limit | None = None) -> l
     if limit is not None:
         return [_until(plan, stream, limit) for stream in streams(plan, rank, span)]
     stages = plan.stages_of(rank)
-    reduces = [_reduces(plan, stage, rank, span) for stage in stages if stage.replicas > 1]
+    sums = [_reduces(plan, stage, rank, span) for stage in stages if stage.replicas > 1]
+    ties = [tie for tie in plan.ties if rank in plan.ranks_of(tie.stages)]
+    sums += [_ties(plan, tie, rank, span) for tie in ties]
     return [
         *(_forwards(plan, stage, rank, span) for stage in stages),
         *(_backwards(plan, stage, rank, span) for stage in stages),
         *(_updates(plan, stage, rank, span) for stage in stages),
-        heapq.merge(*reduces, key=itemgetter(0)),  # one stream: reduces keep one order on every rank
+        heapq.merge(*sums, key=itemgetter(0)),  # one stream: reduces and ties keep one order on every rank
         *([_agreements(plan, rank, span)] if plan.agree else []),
         *((_flags(plan, stage, rank, span) for stage in stages) if plan.flags else []),
+        *((_tie_agreements(plan, tie, rank, span) for tie in ties) if plan.ties_agree else []),
     ]
 
 
@@ -121,6 +124,13 @@ def _reduces(plan: Plan, stage: Stage, rank: int, span: range) -> Iterator[Task]
         yield Task(policy.reduce_key(plan, stage, rank, update), (action,))
 
 
+def _ties(plan: Plan, tie: Tie, rank: int, span: range) -> Iterator[Task]:
+    """One sum per update over all ranks of all homes; a rank joins it once, for all homes that it runs."""
+    stage = plan.tied_stage(tie, rank)
+    for update in updates_in(stage, span):
+        yield Task(policy.tie_key(plan, tie, update), (Action(Op.TIE, rank, stage.index, None, update),))
+
+
 def _updates(plan: Plan, stage: Stage, rank: int, span: range) -> Iterator[Task]:
     for update in updates_in(stage, span):
         action = Action(Op.UPDATE, rank, stage.index, None, update)
@@ -132,6 +142,14 @@ def _agreements(plan: Plan, rank: int, span: range) -> Iterator[Task]:
     stage = plan.stages_of(rank)[0]
     for update in updates_in(stage, span):
         yield Task(policy.agree_key(plan, update), (Action(Op.AGREE, rank, stage.index, None, update),))
+
+
+def _tie_agreements(plan: Plan, tie: Tie, rank: int, span: range) -> Iterator[Task]:
+    """One exchange of norms per update between all ranks of a tie, under the first of its stages that a rank runs."""
+    stage = plan.tied_stage(tie, rank)
+    for update in updates_in(stage, span):
+        key = policy.tie_agree_key(plan, tie, update, span)
+        yield Task(key, (Action(Op.AGREE, rank, stage.index, None, update),))
 
 
 def _flags(plan: Plan, stage: Stage, rank: int, span: range) -> Iterator[Task]:

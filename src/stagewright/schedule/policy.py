@@ -3,7 +3,7 @@
 Every task of a rank gets a key, and a rank's program is its tasks in the order of their keys. Keys are positions in
 one order of the whole pipeline that respects every dependency, so no two ranks can wait for each other:
 
-    position j:   B(j) of stage S-1 ... B(j) of stage 0 | REDUCE, AGREE, UPDATE that end with j | F(i) that B(j) lets in
+    position j:  B(j) of stages S-1 ... 0 | REDUCE, TIE, AGREE, UPDATE that end with j | F(i) that B(j) lets in
 
 Forward of microbatch i at stage s is let in as soon as every microbatch below `barrier(i)` is backward there: early
 enough to fill the depth, late enough for its version to exist. With depth 1 at the last stage that is 1F1B; with a
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from stagewright.plan.plan import Plan, Stage
+from stagewright.plan.plan import Plan, Stage, Tie
+from stagewright.schedule.action import Action, Op
 
 Key = tuple[int, int, int, int]
 
@@ -23,9 +24,10 @@ class Phase(IntEnum):
 
     BACKWARD = 0
     REDUCE = 1
-    AGREE = 2
-    UPDATE = 3
-    FORWARD = 4
+    TIE = 2
+    AGREE = 3
+    UPDATE = 4
+    FORWARD = 5
 
 
 def barrier(plan: Plan, stage: Stage, microbatch: int) -> int:
@@ -55,6 +57,21 @@ def reduce_key(plan: Plan, stage: Stage, rank: int, update: int) -> Key:
     return (position, Phase.REDUCE, -stage.index, 0)
 
 
+def tie_key(plan: Plan, tie: Tie, update: int) -> Key:
+    """At the end of the round, which is the same in every home, and on every rank."""
+    first = plan.stages[tie.stages[0]]
+    return ((update + 1) * first.round - 1, Phase.TIE, -first.index, 0)
+
+
+def sum_order(plan: Plan, action: Action) -> tuple[int, int, int]:
+    """The place of a reduce or tie in the one order of the whole pipeline: by the end of its round, ties last."""
+    assert action.version is not None
+    stage = plan.stages[action.stage]
+    tie = plan.tie_of(stage) if action.op is Op.TIE else None
+    index, phase = (stage.index, Phase.REDUCE) if tie is None else (tie.stages[0], Phase.TIE)
+    return ((action.version + 1) * stage.round, phase, -index)
+
+
 def overlaps(plan: Plan, stage: Stage, rank: int) -> bool:
     """Whether a rank starts to reduce a stage's gradient while backward is still filling it, bucket by bucket.
 
@@ -72,6 +89,13 @@ def overlapped_backward(plan: Plan, stage: Stage, rank: int, update: int) -> int
 
 def agree_key(plan: Plan, update: int) -> Key:
     return ((update + 1) * plan.microbatches - 1, Phase.AGREE, 0, 0)
+
+
+def tie_agree_key(plan: Plan, tie: Tie, update: int, span: range) -> Key:
+    """Before the first update of a home, which needs the norms of all."""
+    homes = [plan.stages[index] for index in tie.stages]
+    position = min(update_key(plan, home, rank, update, span)[0] for home in homes for rank in home.ranks)
+    return (position, Phase.AGREE, -tie.stages[0], 0)
 
 
 def flag_key(plan: Plan, stage: Stage, update: int, span: range) -> Key:

@@ -11,7 +11,7 @@ from stagewright.schedule.action import Action, Op
 def requires(plan: Plan, action: Action, start: int = 0) -> Iterator[Action]:
     """The actions, on any rank, that must be done before this one can be; `start` is where the span began.
 
-    A send is done when it is issued. A reduce or an agreement is done on a rank when that rank has joined; the
+    A send is done when it is issued. A reduce, a tie or an agreement is done on a rank when that rank has joined; the
     update that follows needs every rank's.
     """
     yield from _RULES[action.op](plan, plan.stages[action.stage], action, start)
@@ -83,18 +83,34 @@ def _reduce(plan: Plan, stage: Stage, action: Action, start: int) -> Iterator[Ac
     yield from _own_backwards(stage, action.rank, action.version)
 
 
-def _reduced(stage: Stage, rank: int, update: int) -> Iterator[Action]:
+def _tie(plan: Plan, stage: Stage, action: Action, start: int) -> Iterator[Action]:
+    assert action.version is not None
+    tie = plan.tie_of(stage)
+    for home in (plan.stages[index] for index in (tie.stages if tie else ())):
+        if action.rank in home.ranks:
+            yield from _reduce(plan, home, action, start)
+
+
+def _reduced(plan: Plan, stage: Stage, rank: int, update: int) -> Iterator[Action]:
     """The actions that complete a stage's gradient on a rank."""
     if stage.replicas == 1:
         yield from _own_backwards(stage, rank, update)
     for replica in stage.ranks if stage.replicas > 1 else ():
         yield Action(Op.REDUCE, replica, stage.index, None, update)
+    if (tie := plan.tie_of(stage)) is not None:
+        for other in plan.ranks_of(tie.stages):
+            yield Action(Op.TIE, other, plan.tied_stage(tie, other).index, None, update)
 
 
 def _agree(plan: Plan, stage: Stage, action: Action, start: int) -> Iterator[Action]:
     assert action.version is not None
-    for carried in (stage,) if plan.flags else plan.stages_of(action.rank):
-        yield from _reduced(carried, action.rank, action.version)
+    agreeing = plan.stages_of(action.rank)
+    if plan.flags:
+        agreeing = (stage,)
+    elif (tie := plan.tie_of(stage)) is not None and not plan.agree:
+        agreeing = tuple(carried for carried in agreeing if carried.index in tie.stages)
+    for carried in agreeing:
+        yield from _reduced(plan, carried, action.rank, action.version)
     if plan.flags and not stage.is_last:
         behind = plan.stages[stage.index + 1]
         yield Action(Op.AGREE, behind.ranks[0], behind.index, None, action.version)
@@ -104,11 +120,14 @@ def _update(plan: Plan, stage: Stage, action: Action, start: int) -> Iterator[Ac
     assert action.version is not None
     if action.version * stage.round > start:
         yield Action(Op.UPDATE, action.rank, stage.index, None, action.version - 1)
-    yield from _reduced(stage, action.rank, action.version)
+    yield from _reduced(plan, stage, action.rank, action.version)
     for rank in range(plan.world) if plan.agree else ():
         yield Action(Op.AGREE, rank, plan.stages_of(rank)[0].index, None, action.version)
     if plan.flags:
         yield Action(Op.AGREE, action.rank, stage.index, None, action.version)
+    if plan.ties_agree and (tie := plan.tie_of(stage)) is not None:
+        for rank in plan.ranks_of(tie.stages):
+            yield Action(Op.AGREE, rank, plan.tied_stage(tie, rank).index, None, action.version)
 
 
 _RULES = {
@@ -119,6 +138,7 @@ _RULES = {
     Op.RECV_ACT: _receive,
     Op.RECV_GRAD: _receive,
     Op.REDUCE: _reduce,
+    Op.TIE: _tie,
     Op.AGREE: _agree,
     Op.UPDATE: _update,
 }

@@ -131,6 +131,10 @@ def _is_consistent(manifest: Manifest) -> bool:
         and len(plan.cuts) == len(plan.stages) - 1
         and [len(state.counts) for state in manifest.stages] == [len(stage.ranks) for stage in plan.stages]
         and all(_is_possible(stage, index, plan) for index, stage in enumerate(plan.stages))
+        and sorted(index for tie in plan.ties for index in tie.stages) == [s.index for s in plan.stages if s.is_tied]
+        and all(
+            set(p.homes) <= set(tie.stages) and p.names and p.size >= 0 for tie in plan.ties for p in tie.parameters
+        )
         and {"name"} <= manifest.config.get("model", {}).keys() & manifest.config.get("optimizer", {}).keys()
     )
 

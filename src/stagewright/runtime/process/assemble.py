@@ -35,6 +35,7 @@ from stagewright.runtime.stage.optimizer import Rates, Weights, make_optimizer
 from stagewright.runtime.stage.precision import make_precision
 from stagewright.runtime.stage.recorder import Recorder
 from stagewright.runtime.stage.replica import Replica, StageOptions
+from stagewright.runtime.stage.ties import connect_ties, places_of
 from stagewright.runtime.stage.versions import VersionRing
 from stagewright.runtime.stage.worker import Worker
 from stagewright.schedule.policy import overlaps
@@ -122,9 +123,10 @@ def assemble(
         if plan.stages[stage].ranks[0] == rank:
             emit(Skipped(stage, update))
 
+    ties = connect_ties(plan, rank, replicas, network.collective, is_conditional=job.is_conditional)
     loss_scaling = make_loss_scaling(plan, rank, network.store, _scaling_options(job), skipped)
     world = network.collective("agree", everyone)
-    worker = Worker(job, rank, replicas, world, loss_scaling, emit, recorder)
+    worker = Worker(job, rank, replicas, world, loss_scaling, emit, recorder, ties)
     if rank in plan.stages[0].ranks:
         worker.loader, worker.evaluation_loader = _loaders(job, emit, device.device)
     return worker
@@ -189,13 +191,16 @@ def _replica(
     divisor = job.training.divisor
     constant = None if divisor is None else float(divisor * job.plan.stages[-1].round)
     reduction = GradientOptions(config.run.bucket * 2**20, share, config.optimizer.clip, constant, job.is_conditional)
-    gradients = GradientBuffers(ring.parameters, ring.master, stage.num_gradients, collective, reduction)
+    places = places_of(job.plan.tie_of(stage), stage.index, ring.parameters)
+    tied = {place: stage.index == parameter.homes[0] for parameter, place in places.items()}
+    gradients = GradientBuffers(ring.parameters, ring.master, stage.num_gradients, collective, reduction, tied)
     format_options = FormatOptions(job.channels_last, precision.is_scaled, divisor is not None)
     compute = ComputeOptions(config.run.compile, config.run.cuda_graph, overlaps(job.plan, stage, rank))
     loss = Loss(job.loss) if stage.is_last else None
     options = StageOptions(config.run.seed, precision, loss, divisor, format_options, compute, job.draws)
     rates = Rates(config.optimizer.lr, config.schedule, job.batches, stage.round, job.plan.microbatches)
-    weights = Weights(ring.master, tuple(ring.parameters) if job.is_conditional and ring.parameters else None)
+    is_apart = bool(ring.parameters) and (job.is_conditional or bool(job.plan.ties))  # bits of homes: see `Weights`
+    weights = Weights(ring.master, tuple(ring.parameters) if is_apart else None)
     optimizer = make_optimizer(config.optimizer, weights, rates)
     changed = job.training.changed
     statistics = Statistics(piece.training, changed, collective, stage.ranks.index(rank), stage.replicas)

@@ -17,7 +17,7 @@ from stagewright.schedule.lower import Task, last_of, streams
 from stagewright.schedule.requires import requires
 
 _POLL_SECONDS = 2e-5
-_PREFERENCE = {Op.UPDATE: 0, Op.REDUCE: 1, Op.AGREE: 2, Op.BACKWARD: 3, Op.FORWARD: 4}
+_PREFERENCE = {Op.UPDATE: 0, Op.REDUCE: 1, Op.TIE: 1, Op.AGREE: 2, Op.BACKWARD: 3, Op.FORWARD: 4}
 
 
 def _main(task: Task) -> Action:

@@ -1,17 +1,20 @@
-"""Replicas of a stage hold the same weights: made so before the first step, and compared at every checkpoint.
+"""Replicas of a stage, and homes of a tied parameter, hold the same weights.
+
+They are made so before the first step, and compared then and at every checkpoint.
 
 A factory that draws numbers of its own, or reads a clock, builds another model in every process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from stagewright.runtime.comm.transport import Pending
 from stagewright.runtime.stage.replica import Replica
+from stagewright.runtime.stage.ties import TiedHere
 
 _CHUNK = 2**22  # elements hashed at once
 _PRIME = 8191
@@ -43,6 +46,49 @@ def require_equal(replica: Replica, batch: int) -> Iterator[Pending]:
     if replica.stage.replicas > 1:
         hashes = yield from _exchange(replica, [replica.ring.master])
         _require(replica, hashes, f"at batch {batch}")
+
+
+def compare_homes(
+    parameter: TiedHere, replicas: Mapping[int, Replica], rank: int, batch: int | None
+) -> Iterator[Pending]:
+    """Compare a tied parameter on all ranks of its homes; a difference is a fault that names the ranks.
+
+    Before the first step, without a batch, the first rank of the first home gives its values to the others.
+    """
+    own = [(replicas[stage], index) for stage, index in parameter.places.items()]
+
+    def values() -> list[Tensor]:
+        masters = [(replica.ring.master, replica.ring.parameters[index]) for replica, index in own]
+        return [master[held.offset : held.end] for master, held in masters]
+
+    hashes = yield from _exchange_homes(parameter, rank, values())
+    if batch is None and _different(hashes):
+        is_first = rank == parameter.ranks[0]
+        given = values()[0].view(torch.uint8).clone()
+        yield parameter.collective.sum(given if is_first else given.zero_())
+        with torch.no_grad():
+            for tensor in values():
+                tensor.copy_(given.view(tensor.dtype))
+        for replica, _ in own:
+            replica.restart_versions()
+        hashes = yield from _exchange_homes(parameter, rank, values())
+    if different := _different(hashes):
+        others = ", ".join(str(parameter.ranks[index]) for index in different)
+        when = "before the first step" if batch is None else f"at batch {batch}"
+        raise UnequalReplicas(
+            f"tied parameter '{parameter.name}' of stages {', '.join(map(str, parameter.homes))} has other values "
+            f"on rank {others} than on rank {parameter.ranks[0]} {when}"
+        )
+
+
+def _exchange_homes(parameter: TiedHere, rank: int, values: Sequence[Tensor]) -> Generator[Pending, None, Tensor]:
+    """The hashes of all ranks: a row each; homes on one rank are compared there."""
+    rows = torch.zeros(len(parameter.ranks), 4, dtype=torch.float64)
+    hashes = [hash_of([value]) for value in values]
+    unequal = not all(torch.equal(found, hashes[0]) for found in hashes)
+    rows[parameter.ranks.index(rank)] = torch.full((4,), -1.0 - rank, dtype=torch.float64) if unequal else hashes[0]
+    yield parameter.collective.sum(rows)
+    return rows
 
 
 def _everything(replica: Replica) -> list[Tensor]:

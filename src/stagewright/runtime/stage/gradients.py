@@ -1,12 +1,13 @@
 """The gradients of a replica's updates: accumulated by backward, summed over replicas, scaled and clipped.
 
 `GradientBuffers` owns them from the first backward of a round to its update. `Norms` exchanges the norms of all stages,
-where a plan clips by the norm of the whole model: all K = 1. With lag, each stage clips by its own norm.
+where a plan clips by the norm of the whole model: all K = 1. With lag, each stage clips by its own norm, but for tied
+parameters (`ties`), whose gradients are summed over the ranks of all homes instead of with a bucket of the stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from stagewright.runtime.comm.transport import AllOf, Collective, Pending
 from stagewright.runtime.stage.versions import Parameter
+
+KEPT_NORMS = 4  # updates; no stage has as many open
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,8 @@ class _Gradient:
     is_divided: bool = False  # by the count
     missing: set[int] = field(default_factory=set)  # parameters that no backward of this replica has reached
     flags: Tensor | None = None  # of each parameter, on how many replicas a backward reached it
+    ties: list[Pending] = field(default_factory=list)  # the sums of tied parameters, which are in no bucket
+    tied_flags: dict[int, Tensor] = field(default_factory=dict)  # the same as `flags`, over all ranks of all homes
 
 
 class GradientBuffers:
@@ -67,16 +72,21 @@ class GradientBuffers:
         buffers: int,
         collective: Collective,
         options: GradientOptions,
+        tied: Mapping[int, bool] | None = None,
     ) -> None:
+        """`tied`: the parameters that have other homes, and of each whether this is the first one."""
         flats = [torch.zeros_like(master) for _ in range(buffers)]
         self._buffers = [(flat, [parameter.view(flat) for parameter in parameters]) for flat in flats]
         self._collective = collective
         self._options = options
-        self._buckets = make_buckets(parameters, master.itemsize, options.bucket_bytes)
+        self._tied = dict(tied or {})
+        self._parameters = parameters
+        self._buckets = make_buckets(parameters, master.itemsize, options.bucket_bytes, self._tied)
         self._ranges = [(parameters[bucket[-1]].offset, parameters[bucket[0]].end) for bucket in self._buckets]
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
         self._names = [parameter.names[0] for parameter in parameters]
         self._device = master.device
+        self._size = len(master)
         self._open: dict[int, _Gradient] = {}
 
     @property
@@ -116,6 +126,8 @@ class GradientBuffers:
                 gradient.views[index].copy_(_dense(leaf.grad))
                 leaf.grad = gradient.views[index]
                 gradient.missing.discard(index)
+            if index in self._tied:
+                return
             awaited[self._bucket_of[index]] -= 1
             while len(gradient.sums) < len(awaited) and awaited[len(gradient.sums)] == 0:
                 self._sum_next(gradient)
@@ -138,9 +150,7 @@ class GradientBuffers:
 
     def reduce(self, update: int) -> None:
         """Start the all-reduce of every bucket that has not started yet."""
-        if update not in self._open:
-            self._begin(update).flat.zero_()
-        gradient = self._open[update]
+        gradient = self._joined(update)
         while len(gradient.sums) < len(self._buckets):
             self._sum_next(gradient)
         if self._options.is_conditional and gradient.flags is None:
@@ -153,24 +163,50 @@ class GradientBuffers:
                 gradient.count = torch.zeros(1, dtype=torch.float64, device=self._device)
             gradient.sums.append(self._collective.sum(gradient.count))
 
+    def _joined(self, update: int) -> _Gradient:
+        """The gradient of an update; zeros on a replica that had no microbatch of its round."""
+        if update not in self._open:
+            self._begin(update).flat.zero_()
+        return self._open[update]
+
+    def tied_part(self, update: int, index: int) -> tuple[Tensor, bool]:
+        """A tied parameter's part of the gradient of an update, and whether a backward of this replica reached it."""
+        gradient, parameter = self._joined(update), self._parameters[index]
+        return gradient.flat[parameter.offset : parameter.end], index not in gradient.missing
+
+    def add_tie(self, update: int, pending: Pending, flags: Mapping[int, Tensor]) -> None:
+        """Count the sum of tied parameters, which has started, to what completes the gradient of an update.
+
+        `flags` are those of tied parameters, by index.
+        """
+        gradient = self._joined(update)
+        gradient.ties.append(pending)
+        gradient.tied_flags |= flags
+
     def unreached(self, update: int) -> list[int]:
         """The parameters that no replica's backward reached in an update, which leaves them alone."""
         gradient = self._open[update]
         if not gradient.missing:
             return []  # a parameter that this replica reached is trained
+        own, tied = gradient.missing - self._tied.keys(), gradient.missing & self._tied.keys()
+        alone = [index for index in sorted(tied) if index in gradient.tied_flags and not gradient.tied_flags[index]]
+        return sorted([*self._unreached_here(gradient, update, own), *alone]) if own else alone
+
+    def _unreached_here(self, gradient: _Gradient, update: int, missing: set[int]) -> list[int]:
+        """The same of the parameters of this stage alone, of which this replica's backward has reached some not."""
         if not self._options.is_conditional:
             if len(gradient.missing) == len(self._names):
                 return []  # this replica had no microbatch of the round
-            name = self._names[min(gradient.missing)]
+            name = self._names[min(missing)]
             raise RuntimeError(f"no gradient reached parameter '{name}' in update {update}, as one did before training")
         if gradient.flags is None:
-            return sorted(gradient.missing)  # the only replica
+            return sorted(missing)  # the only replica
         unreached: list[int] = torch.nonzero(gradient.flags == 0).flatten().tolist()
-        return unreached
+        return [index for index in unreached if index not in self._tied]
 
     def pending(self, update: int) -> Pending:
         """The all-reduces of an update; once they are complete, its gradient is the sum."""
-        return AllOf(self._open[update].sums)
+        return AllOf([*self._open[update].sums, *self._open[update].ties])
 
     def unscale(self, update: int) -> Tensor:
         """Divide the whole gradient by its loss scale; returns 1 if it is not finite, otherwise 0."""
@@ -181,17 +217,47 @@ class GradientBuffers:
         largest: Tensor = torch.linalg.vector_norm(gradient.flat, torch.inf)
         return largest.isfinite().logical_not().float()
 
-    def norm(self, update: int) -> Tensor:
-        norm: Tensor = torch.linalg.vector_norm(self._divided(update).flat, dtype=torch.float64)
-        return norm
+    def norm(self, update: int, *, once: bool = False) -> Tensor:
+        """The norm of the whole gradient; `once`: without the tied parameters of which this is not the first home."""
+        flat = self._divided(update).flat
+        elsewhere = [index for index, is_first in self._tied.items() if once and not is_first]
+        parts = [flat[first:last] for first, last in self._around(elsewhere)]
+        norms: list[Tensor] = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+        norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        return norm if self._factor == 1.0 else norm * self._factor
 
-    def finish(self, update: int, norm: Tensor | None = None) -> Tensor:
-        """The whole gradient as the optimizer takes it; clipped by `norm`, that of the whole model, or by its own."""
+    @property
+    def _factor(self) -> float:
+        """What is left to multiply by; a count that divides a gradient is that of the stage's own round."""
+        return self._options.factor if self._options.divisor is None else 1.0
+
+    def _around(self, indices: Iterable[int]) -> list[tuple[int, int]]:
+        """The ranges of a flat buffer between some parameters."""
+        left_out = [(self._parameters[index].offset, self._parameters[index].end) for index in sorted(indices)]
+        begins, ends = [0, *(end for _, end in left_out)], [*(offset for offset, _ in left_out), self._size]
+        return list(zip(begins, ends, strict=True))
+
+    def finish(self, update: int, norm: Tensor | None = None, tied_norms: Mapping[int, Tensor] | None = None) -> Tensor:
+        """The whole gradient as the optimizer takes it; clipped by `norm`, that of the whole model, or by its own.
+
+        `tied_norms` are the norms of all homes of each tied parameter, where homes clip apart: it is clipped by the
+        smallest factor, the same in each. Every number is multiplied once, so that homes have the same bits.
+        """
         flat, options = self._divided(update).flat, self._options
-        if options.factor != 1.0 and options.divisor is None:
-            flat.mul_(options.factor)
-        if options.clip is not None:
-            flat.mul_(clip_factor(self.norm(update) if norm is None else norm, options.clip))
+        own = self.norm(update) if norm is None and options.clip is not None and tied_norms is None else norm
+        if self._factor != 1.0:
+            flat.mul_(self._factor)
+        if options.clip is None:
+            return flat
+        assert own is not None, "homes that clip apart give the norm of each"
+        if tied_norms is None:
+            return flat.mul_(clip_factor(own, options.clip))
+        for first, last in self._around(self._tied):
+            flat[first:last].mul_(clip_factor(own, options.clip))
+        for index, norms in tied_norms.items():
+            flat[self._parameters[index].offset : self._parameters[index].end].mul_(
+                clip_factor(norms, options.clip).min()
+            )
         return flat
 
     def _divided(self, update: int) -> _Gradient:
@@ -237,14 +303,21 @@ class GradientBuffers:
         gradient.sums.append(self._collective.sum(gradient.flat[first:last]))
 
 
-def make_buckets(parameters: Sequence[Parameter], itemsize: int, bucket_bytes: int) -> list[tuple[int, ...]]:
-    """Indices of parameters in the order in which backward reaches them, in runs of about `bucket_bytes`."""
+def make_buckets(
+    parameters: Sequence[Parameter], itemsize: int, bucket_bytes: int, left_out: Collection[int] = ()
+) -> list[tuple[int, ...]]:
+    """Indices of parameters in the order in which backward reaches them, in runs of about `bucket_bytes`.
+
+    A bucket is contiguous, so it ends at a parameter that is left out.
+    """
     buckets: list[list[int]] = [[]]
     size = 0
     for index in reversed(range(len(parameters))):
-        if size >= bucket_bytes:
+        if size >= bucket_bytes or index in left_out:
             buckets.append([])
             size = 0
+        if index in left_out:
+            continue
         buckets[-1].append(index)
         size += (parameters[index].end - parameters[index].offset) * itemsize
     return [tuple(bucket) for bucket in buckets if bucket]
@@ -265,14 +338,15 @@ class Norms:
     def __init__(self, stages: int, world: Collective) -> None:
         self._stages = stages
         self._world = world
-        self._exchanged: dict[int, tuple[Tensor, Pending]] = {}  # by update; only the latest
+        self._exchanged: dict[int, tuple[Tensor, Pending]] = {}  # by update; only the latest ones
 
     def exchange(self, norms: Mapping[int, Tensor], update: int) -> None:
         """Join the exchange for an update, with the norms, by stage, that this rank computes."""
         squares = torch.zeros(self._stages, dtype=torch.float64)
         for stage, norm in norms.items():
             squares[stage] = norm**2
-        self._exchanged = {update: (squares, self._world.sum(squares))}
+        kept = {number: known for number, known in self._exchanged.items() if number > update - KEPT_NORMS}
+        self._exchanged = kept | {update: (squares, self._world.sum(squares))}
 
     def pending(self, update: int) -> Pending:
         return self._exchanged[update][1]

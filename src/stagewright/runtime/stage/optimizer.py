@@ -44,7 +44,11 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The flat weights that an optimizer updates: whole, or parameter by parameter where it may leave some alone."""
+    """The flat weights that an optimizer updates: whole, or parameter by parameter.
+
+    By parameter where it may leave some alone, and where parameters are tied: a kernel may round the end of a tensor
+    in another way than its middle, so homes have the same bits only if the tied parameter is a tensor of its own.
+    """
 
     master: Tensor
     parts: tuple[Parameter, ...] | None = None
@@ -129,7 +133,9 @@ class Sgd(Optimizer):
 
     def extrapolate(self, weights: Tensor, version: int, updates: int) -> None:
         distance = momentum_distance(self.config, updates) * self.rates.of(version)
-        torch.add(self.master, self.state["momentum_buffer"], alpha=-distance, out=weights)
+        flats = (self.master, self.state["momentum_buffer"], weights)
+        for master, momentum, target in zip(*map(self._weights.views, flats), strict=True):
+            torch.add(master, momentum, alpha=-distance, out=target)
 
 
 class AdamW(Optimizer):

@@ -13,11 +13,11 @@ import torch
 from stagewright.metrics import Span
 from stagewright.runtime.comm.device import Device, Gpu
 from stagewright.runtime.status_file import ABSENT, OPS, PROCESS, PROCESS_AT, RECORD, SIZE, STATE_AT, UPDATED_AT, State
-from stagewright.schedule.action import COMPUTES, RECEIVES, SENDS, Action, Op
+from stagewright.schedule.action import COMPUTES, RECEIVES, SENDS, SUMS, Action, Op
 
 _MEMORY_SECONDS = 0.5  # between two readings of torch's memory
 _SHORTEST_WAIT = 5e-5  # seconds; shorter ones would only fill the trace
-_TRANSFER_LANE = (*SENDS, Op.REDUCE)
+_TRANSFER_LANE = (*SENDS, *SUMS)
 
 
 class Recorder:

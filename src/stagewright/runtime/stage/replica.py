@@ -156,10 +156,19 @@ class Replica:
         for release in kept.releases:
             release()
 
-    def update(self, update: int, norm: Tensor | None, found_inf: Tensor | None = None) -> None:
-        """Make version update+1 from the whole gradient, clipped by `norm` or its own; a copy if `found_inf` is 1."""
+    def update(
+        self,
+        update: int,
+        norm: Tensor | None,
+        found_inf: Tensor | None = None,
+        tied_norms: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        """Make version update+1 from the whole gradient, clipped by `norm` or its own; a copy if `found_inf` is 1.
+
+        `tied_norms` are of all homes of each tied parameter (`GradientBuffers.finish`).
+        """
         unreached = self.gradients.unreached(update)
-        self.optimizer.step(update, self.gradients.finish(update, norm), found_inf, unreached)
+        self.optimizer.step(update, self.gradients.finish(update, norm, tied_norms), found_inf, unreached)
         self.advance(update)
 
     def advance(self, update: int) -> None:

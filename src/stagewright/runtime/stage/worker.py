@@ -6,7 +6,7 @@ So the same worker runs in its own process, where waiting blocks, or with others
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,7 +20,7 @@ from stagewright.runtime.comm.boundary import Activations, Boundary, expect
 from stagewright.runtime.comm.transport import AllOf, Collective, Pending
 from stagewright.runtime.job import Job
 from stagewright.runtime.stage.dynamic import DynamicScheduler
-from stagewright.runtime.stage.equality import begin_equal, require_equal
+from stagewright.runtime.stage.equality import begin_equal, compare_homes, require_equal
 from stagewright.runtime.stage.gate import Gate
 from stagewright.runtime.stage.gradients import Norms
 from stagewright.runtime.stage.loss_scaling import LossScaling
@@ -28,6 +28,7 @@ from stagewright.runtime.stage.losses import Losses
 from stagewright.runtime.stage.recorder import Recorder
 from stagewright.runtime.stage.replica import Replica
 from stagewright.runtime.stage.scores import make_scorer
+from stagewright.runtime.stage.ties import TieOnRank
 from stagewright.schedule.action import TRANSFERS, Action, Op
 from stagewright.schedule.lower import evaluation_program, last_of, program
 from stagewright.schedule.policy import overlapped_backward
@@ -55,12 +56,14 @@ class Worker:
         loss_scaling: LossScaling,
         emit: Emit,
         recorder: Recorder | None = None,
+        ties: Mapping[int, TieOnRank] | None = None,
     ) -> None:
         self.job = job
         self.plan = job.plan
         self.rank = rank
         self.replicas = replicas
         self.recorder = recorder or Recorder()
+        self.ties = ties or {}  # by stage; several stages may have one
         self._emit = emit
         self._norms = Norms(len(job.plan.stages), world)
         self._losses = Losses(job.plan, rank, emit)
@@ -78,6 +81,7 @@ class Worker:
             Op.BACKWARD: self._backward,
             **dict.fromkeys(TRANSFERS, lambda a: replicas[a.stage].exchange.transfer(a)),
             Op.REDUCE: lambda a: replicas[a.stage].gradients.reduce(a.version),  # type: ignore[arg-type]
+            Op.TIE: lambda a: self.ties[a.stage].sum(a.version),  # type: ignore[arg-type]
             Op.AGREE: self._agree,
             Op.UPDATE: self._update,
         }
@@ -89,6 +93,7 @@ class Worker:
         try:
             for replica in self.replicas.values():
                 yield from begin_equal(replica) if self.start == 0 else require_equal(replica, self.start)
+            yield from self._compare_ties(None if self.start == 0 else self.start)
             while self.done < self.job.batches and not self.is_stopped:
                 self.done = yield from self._advance(self.done)
             self.recorder.save()
@@ -112,11 +117,18 @@ class Worker:
             self.recorder.save()
             for replica in self.replicas.values():
                 yield from require_equal(replica, pause)
+            yield from self._compare_ties(pause)
             self.saver.save(pause)
         if is_requested:
             self.is_stopped = self.gate.is_last_pause
             self.gate.reopen()
         return pause
+
+    def _compare_ties(self, batch: int | None) -> Iterator[Pending]:
+        """Compare the homes of tied parameters; before the first step, make them equal."""
+        for tie in dict.fromkeys(self.ties.values()):
+            for parameter in tie.parameters:
+                yield from compare_homes(parameter, self.replicas, self.rank, batch)
 
     def train(self, span: range) -> Iterator[Pending]:
         """Train a span of microbatches, from empty pipeline to empty pipeline; the gate may cut it short."""
@@ -182,6 +194,8 @@ class Worker:
             assert action.version is not None
             if self.plan.agree:
                 return self._norms.pending(action.version)
+            if self.plan.ties_agree and action.stage in self.ties:
+                return self.ties[action.stage].norms.pending(action.version)
             return None if self.plan.flags else replica.gradients.pending(action.version)
         if action.op is Op.AGREE:
             return AllOf(list(self._awaits_agreement(action)))
@@ -189,7 +203,9 @@ class Worker:
 
     def _awaits_agreement(self, action: Action) -> Iterator[Pending]:
         assert action.version is not None
-        stages = [action.stage] if self.plan.flags else self.replicas
+        stages: Iterable[int] = [action.stage] if self.plan.flags else self.replicas
+        if self.plan.ties_agree:
+            stages = self.ties[action.stage].stages
         for stage in stages:
             yield self.replicas[stage].gradients.pending(action.version)
         flag = self.loss_scaling.awaits_flag(action.stage, action.version)
@@ -249,10 +265,13 @@ class Worker:
         if self.plan.flags:
             self.loss_scaling.unscale(self.replicas[action.stage], action.version)
             return
+        if self.plan.ties_agree:
+            self.ties[action.stage].agree(action.version, self.rank)
+            return
         for replica in self.replicas.values():
             self.loss_scaling.unscale(replica, action.version)
         first = [replica for replica in self.replicas.values() if replica.stage.ranks[0] == self.rank]
-        norms = {replica.stage.index: replica.gradients.norm(action.version) for replica in first}
+        norms = {replica.stage.index: replica.gradients.norm(action.version, once=True) for replica in first}
         self._norms.exchange(norms, action.version)
 
     def _update(self, action: Action) -> None:
@@ -266,7 +285,10 @@ class Worker:
             replica.advance(update)
         else:
             norm = None if squares is None else squares.sum().sqrt()
-            replica.update(update, norm, skipping if isinstance(skipping, Tensor) else None)
+            tied_norms = None
+            if self.plan.ties_agree and action.stage in self.ties:
+                norm, tied_norms = self.ties[action.stage].norms_of(action.stage, update)
+            replica.update(update, norm, skipping if isinstance(skipping, Tensor) else None, tied_norms)
 
     def _report_losses(self, replica: Replica, microbatch: int, scale: float | None) -> None:
         """Report a batch's losses once this replica has computed its last one."""
