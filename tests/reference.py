@@ -6,6 +6,7 @@ Every microbatch runs through the whole model at once, each stage's parameters t
     span microbatches of a stage make one gradient and one update; span is M, or r in pipedream
 
 A loss is a mean, or a total and its count: then the gradient of a round is that of its totals over its counts.
+
 A tied parameter has a home in several stages. They have one K, so a microbatch sees one version of it in all of them:
 the whole model's gradient of it is the sum over its homes, and its first home keeps it for all.
 """

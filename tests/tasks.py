@@ -33,6 +33,7 @@ class Task:
     names: tuple[str, ...] = ()  # forward's parameters that get the last inputs
     asked: str | None = None  # --inputs
     options: Mapping[str, Any] | None = None  # of [loss]
+    tie: str | None = None  # the first name of a parameter that the first and the last stage use
 
     def __str__(self) -> str:
         return self.name
@@ -336,5 +337,5 @@ TASKS = (
     ),
     Task("masked", ("h.0", "h.1", "h.2"), _BOTH, classified, "auto", _BOTH),
     Task("lora", ("1", "2", "4"), ("numbers",), weighted, "cross-entropy", options={"class_weights": "1,3,0.5"}),
-    Task("tied", ("h.0", "h.1", "ln_f"), ("input_ids",), per_word, "next-token"),
+    Task("tied", ("h.0", "h.1", "ln_f"), ("input_ids",), per_word, "next-token", tie="wte.weight"),
 )
