@@ -15,7 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from stagewright.data.convert import convert
 from stagewright.data.datasets import Kind, open_records
+from stagewright.data.formats.records import Records
 from stagewright.data.formats.text import convert_text, open_tokenizer
+from stagewright.data.segmentation import open_segmentation
 from stagewright.data.sources import ImageOptions, with_transforms
 from stagewright.data.survey import Survey, draw_sheet, survey
 from stagewright.errors import UserError, counted
@@ -63,8 +65,12 @@ def _show(found: Survey, sheet: str | None) -> None:
 
 def run_index(parsed: argparse.Namespace) -> None:
     began = time.perf_counter()
+    kind, _, where = parsed.path.partition(":")
     with _progress("indexing") as update:
-        records = open_records(parsed.path, parsed.class_names, progress=update)
+        if kind == "segmentation":
+            records: Records = open_segmentation(where, parsed.class_names, update)
+        else:
+            records = open_records(parsed.path, parsed.class_names, progress=update)
     seconds = time.perf_counter() - began
     if parsed.json:
         about = {"records": len(records), "classes": records.classes, "fingerprint": records.fingerprint}
