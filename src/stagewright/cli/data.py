@@ -24,6 +24,7 @@ from stagewright.errors import UserError, counted
 from stagewright.report.live.terminal import print_lines
 
 _TEXT = "text:"
+_PER_PART = 5000  # records of a part or shard
 _MOST_SHOWN = 20  # classes, bad records
 
 
@@ -93,7 +94,7 @@ def run_convert(parsed: argparse.Namespace) -> None:
     with _progress("indexing") as update:
         records = open_records(parsed.source, parsed.class_names, parsed.limit, update)
     with _progress("converting", len(records)) as update:
-        done = convert(records, Kind(kind), Path(where), parsed.per_part, update)
+        done = convert(records, Kind(kind), Path(where), parsed.per_part or _PER_PART, update)
     if parsed.json:
         print(json.dumps(asdict(done)))
         return
@@ -108,7 +109,8 @@ def _convert_text(parsed: argparse.Namespace) -> None:
     source, (kind, _, target) = parsed.source.removeprefix(_TEXT), parsed.target.partition(":")
     if kind != "tokens" or not target:
         raise UserError(f"target '{parsed.target}' is not tokens:FILE, the only one for {parsed.source}")
-    for flag, value in (("--class-names", parsed.class_names), ("--limit", parsed.limit)):
+    given = {"--class-names": parsed.class_names, "--limit": parsed.limit, "--per-part": parsed.per_part}
+    for flag, value in given.items():
         if value is not None:
             raise UserError(f"{flag} changes nothing with {parsed.source}; leave it out")
     total = Path(source).stat().st_size if Path(source).is_file() else None
