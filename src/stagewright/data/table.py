@@ -6,8 +6,8 @@ Paths are below the folder of the file.
 from __future__ import annotations
 
 import csv
+import io
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -32,11 +32,11 @@ _LARGEST = torch.finfo(torch.float32).max
 def open_table(where: str) -> tuple[FileRecords, NumberLabels]:
     """The images that `table:FILE.csv` lists, and their numbers; a record's label is its row."""
     try:
-        lines = read_text(where, _MOST_BYTES).removeprefix("\ufeff").splitlines()
+        text = read_text(where, _MOST_BYTES).removeprefix("\ufeff")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else first_line(error)
         raise DataError(f"table {where}: {reason}; give a CSV file with a column '{_PATH}'") from error
-    paths, numbers = _read_rows(where, lines)
+    paths, numbers = _read_rows(where, text)
     root, builder = Path(where).parent, IndexBuilder()
     for row, path in enumerate(paths):
         builder.add(0, 0, _size(root / path), row, path)
@@ -49,8 +49,8 @@ def open_table(where: str) -> tuple[FileRecords, NumberLabels]:
     return records, labels
 
 
-def _read_rows(where: str, lines: Sequence[str]) -> tuple[list[str], list[float] | list[list[float]]]:
-    rows = csv.reader(lines, strict=True)
+def _read_rows(where: str, text: str) -> tuple[list[str], list[float] | list[list[float]]]:
+    rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     paths, numbers = list[str](), list[list[float]]()
     try:
         header = [name.strip() for name in next(rows, [])]

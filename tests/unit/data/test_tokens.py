@@ -186,6 +186,7 @@ def test_options_of_text_and_of_images_are_not_mixed(tmp_path: Path, capsys: pyt
     for options in (
         (f"tar:{tmp_path}",),
         (f"tokens:{tmp_path}/t", "--limit", "3"),
+        (f"tokens:{tmp_path}/t", "--per-part", "5000"),
         (f"tokens:{tmp_path}/t", "--val-fraction", "0.5"),
     ):
         fails(capsys, "data", "convert", f"text:{tmp_path}/t.txt", *options)
