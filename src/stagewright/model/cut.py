@@ -189,7 +189,12 @@ class Chain:
         if not cuts or self.way is Way.WHOLE:
             return ()
         if self.way is Way.BLOCKS:
-            return tied_parameters(self.model, self.cut(cuts))
+            try:
+                return tied_parameters(self.model, self.cut(cuts))
+            except UserError:
+                raise
+            except Exception:  # the model's code may raise anything, which its proof tells
+                return ()
         bounds = [self.units.index(name) for name in cuts]
         found = []
         for shared in self._shared:

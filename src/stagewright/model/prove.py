@@ -365,8 +365,12 @@ def _run_pieces(
     buffers: dict[str, Tensor] = {}
     attributes: dict[str, Any] = {}
     for piece in pieces:
+        own: set[str] = set()
         for name, parameter in piece.training.named_parameters():
             first, gradient = (names or {}).get(name, name), _dense(parameter.grad)
+            if first in own:
+                continue  # a stage that has two tensors for one parameter lacks a part of its gradient
+            own.add(first)
             others = gradients.get(first)  # of the other homes of a tied parameter
             gradients[first] = others if gradient is None else gradient if others is None else others + gradient
         buffers |= {name: buffer.detach().clone() for name, buffer in piece.training.named_buffers()}

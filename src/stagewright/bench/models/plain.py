@@ -136,8 +136,13 @@ def _train(task: Task, cut: Cut) -> Outcome:
     velocities: dict[str, Tensor] = {}
     replicas = Replicas(model, homes, task.replicas)
 
+    versions = list(task.versions)
+    for name in [*parameters, *parameters]:  # stages that share a parameter have the largest K of theirs
+        shared = homes.users.get(name, set())
+        versions = [max(versions[s] for s in shared) if stage in shared else k for stage, k in enumerate(versions)]
+
     def lag(name: str) -> int:
-        return task.versions[homes.tensors.get(name, 0)] - 1
+        return versions[homes.tensors.get(name, 0)] - 1
 
     losses = []
     for p in range(task.steps):
@@ -242,13 +247,13 @@ def _seed_stages(model: nn.Module, cut: Cut, seed: int) -> Callable[[int], None]
 
 
 class _Uses(TorchFunctionMode):
-    """Notes the stage in which each of some tensors is first an argument of a torch function."""
+    """Notes the stages in which each of some tensors is an argument of a torch function."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
         self.names = names
         self.stage = 0
-        self.found: dict[str, int] = {}
+        self.found: dict[str, set[int]] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Reading an attribute of a tensor, as Module.__call__ and autograd do, is no use of it.
@@ -259,7 +264,7 @@ class _Uses(TorchFunctionMode):
     def _note(self, value: Any) -> None:
         if isinstance(value, Tensor):
             if (name := self.names.get(id(value))) is not None:
-                self.found.setdefault(name, self.stage)
+                self.found.setdefault(name, set()).add(self.stage)
         elif isinstance(value, tuple | list):
             for each in value:
                 self._note(each)
@@ -273,6 +278,7 @@ class Homes:
 
     tensors: Mapping[str, int]
     modules: Mapping[str, int]
+    users: Mapping[str, set[int]]  # every stage that uses a tensor
 
 
 def uses(model: nn.Module, example: Tensor, cut: Cut) -> Homes:
@@ -300,7 +306,7 @@ def uses(model: nn.Module, example: Tensor, cut: Cut) -> Homes:
             owner = owner.rpartition(".")[0]
         if owner in called and (owner or "." not in name):
             tensors[name] = called[owner]
-    return Homes(tensors | mode.found, called)
+    return Homes(tensors | {name: min(stages) for name, stages in mode.found.items()}, called, mode.found)
 
 
 @dataclass

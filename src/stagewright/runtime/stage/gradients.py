@@ -90,6 +90,11 @@ class GradientBuffers:
         self._open: dict[int, _Gradient] = {}
 
     @property
+    def factor(self) -> float:
+        """By what `finish` multiplies a gradient, before it clips."""
+        return self._options.factor
+
+    @property
     def open_updates(self) -> list[int]:
         """The updates whose gradient has begun and is not released."""
         return list(self._open)
@@ -223,13 +228,7 @@ class GradientBuffers:
         elsewhere = [index for index, is_first in self._tied.items() if once and not is_first]
         parts = [flat[first:last] for first, last in self._around(elsewhere)]
         norms: list[Tensor] = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
-        norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-        return norm if self._factor == 1.0 else norm * self._factor
-
-    @property
-    def _factor(self) -> float:
-        """What is left to multiply by; a count that divides a gradient is that of the stage's own round."""
-        return self._options.factor if self._options.divisor is None else 1.0
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     def _around(self, indices: Iterable[int]) -> list[tuple[int, int]]:
         """The ranges of a flat buffer between some parameters."""
@@ -244,16 +243,15 @@ class GradientBuffers:
         smallest factor, the same in each. Every number is multiplied once, so that homes have the same bits.
         """
         flat, options = self._divided(update).flat, self._options
-        own = self.norm(update) if norm is None and options.clip is not None and tied_norms is None else norm
-        if self._factor != 1.0:
-            flat.mul_(self._factor)
+        if options.factor != 1.0 and options.divisor is None:  # a count is that of the stage's own round
+            flat.mul_(options.factor)
         if options.clip is None:
             return flat
-        assert own is not None, "homes that clip apart give the norm of each"
+        factor = clip_factor(self.norm(update) if norm is None else norm, options.clip)
         if tied_norms is None:
-            return flat.mul_(clip_factor(own, options.clip))
+            return flat.mul_(factor)
         for first, last in self._around(self._tied):
-            flat[first:last].mul_(clip_factor(own, options.clip))
+            flat[first:last].mul_(factor)
         for index, norms in tied_norms.items():
             flat[self._parameters[index].offset : self._parameters[index].end].mul_(
                 clip_factor(norms, options.clip).min()

@@ -75,7 +75,8 @@ class TieOnRank:
     def agree(self, update: int, rank: int) -> None:
         """Exchange the norms of the homes, each from its stage's first replica; their gradients are whole."""
         first = [self._replicas[stage] for stage in self.stages if self._replicas[stage].stage.ranks[0] == rank]
-        self.norms.exchange({replica.stage.index: replica.gradients.norm(update) for replica in first}, update)
+        own = {r.stage.index: r.gradients.norm(update) * r.gradients.factor for r in first}
+        self.norms.exchange(own, update)
 
     def norms_of(self, stage: int, update: int) -> tuple[Tensor, dict[int, Tensor]]:
         """The norm of a home's gradient, and for each tied parameter of it the norms of all homes."""
