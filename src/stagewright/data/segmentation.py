@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -81,7 +81,7 @@ def _scan(root: Path, names: tuple[str, ...], progress: Progress) -> Index:
             watched.append(folder)
             for file, size in listed:
                 path = f"{folder.path}/{file}"
-                stem = str(PurePosixPath(path).relative_to(name).with_suffix(""))
+                stem = _stem(path, name)
                 if name == _MASKS and not file.endswith(".png"):
                     raise DataError(f"{root / path}: masks must be .png files; convert or remove it")
                 if stem in found:
@@ -107,7 +107,13 @@ def _scan(root: Path, names: tuple[str, ...], progress: Progress) -> Index:
 
 def mask_of(path: str) -> str:
     """The mask of an image below the root."""
-    return f"{_MASKS}/{PurePosixPath(path).relative_to(_IMAGES).with_suffix('.png')}"
+    return f"{_MASKS}/{_stem(path, _IMAGES)}.png"
+
+
+def _stem(path: str, folder: str) -> str:
+    """The path below a folder of the root, without its suffix; whatever a forged index says, it stays below."""
+    below, slash, name = path.removeprefix(f"{folder}/").rpartition("/")
+    return f"{below}{slash}{name.rpartition('.')[0] or name}"
 
 
 def _largest(root: Path, path: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from stagewright.config.rules import check_rules
 from stagewright.data.augment import Augmentation, Cropping
 from stagewright.data.decode import NORMALIZATIONS, Decoder
 from stagewright.data.formats.fields import IGNORED
+from stagewright.data.formats.index import is_below, save_index
 from stagewright.data.formats.records import BadRecordError, DataError
 from stagewright.data.loader import make_loaders
 from stagewright.data.order import AugmentSeed, EvaluationSampler, Order, ReplicaSlice, TrainingSampler
@@ -211,7 +214,25 @@ def test_grey_values_of_fewer_bits_are_refused_not_scaled() -> None:
     header[24] = 2
     with pytest.raises(BadRecordError):
         decode_mask(bytes(header))
+
+
+def test_every_name_of_an_index_has_a_mask_below_the_root() -> None:
     assert mask_of("images/a.b/c.d.jpg") == "masks/a.b/c.d.png"
+    for forged in ("x", "images", "images/", "a/images/b", ".", "/", "a/.jpg"):
+        assert mask_of(forged).startswith("masks/") and mask_of(forged).endswith(".png")
+        assert is_below(mask_of(forged))
+
+
+def test_a_forged_index_gives_pairs_of_its_data_set_alone(tmp_path: Path) -> None:
+    records = open_segmentation(str(make_pairs(tmp_path, 1)))
+    (path,) = tmp_path.glob(".stagewright-*.index")
+    for name in (b"../aaaaa.png", b"masks/a0.png", b"imagesimages", b"////////////"):
+        names = np.frombuffer(name, np.uint8)
+        save_index(path, replace(records.index, names=names, name_end=np.array([len(names)])))
+        forged = open_segmentation(str(tmp_path))
+        assert len(forged) == 1 and is_below(forged.index.name(0))
+        with suppress(BadRecordError):
+            forged.get(0)
 
 
 @pytest.mark.parametrize("decode", ["gpu", "once"])
@@ -227,3 +248,24 @@ def test_masks_are_decoded_on_the_cpu_alone(decode: str, tmp_path: Path) -> None
     )
     with pytest.raises(UserError, match="--decode cpu"):
         make_loaders(LoaderOptions(decode=Decode(decode)), (source, ReplicaSlice(EvaluationSampler(1, 1), 1, 1)))
+
+
+def test_masks_are_decoded_once_and_again_when_a_folder_changes(tmp_path: Path) -> None:
+    seen: list[int] = []
+    make_pairs(tmp_path, 4)
+    first = open_segmentation(str(tmp_path), progress=seen.append)
+    assert seen and len(first) == 4
+    seen.clear()
+    assert open_segmentation(str(tmp_path), progress=seen.append).fingerprint == first.fingerprint and not seen
+    make_pairs(tmp_path, 6)
+    again = open_segmentation(str(tmp_path), progress=seen.append)
+    assert seen and len(again) == 6 and again.fingerprint != first.fingerprint
+
+
+def test_a_limit_keeps_pairs_together(tmp_path: Path) -> None:
+    make_pairs(tmp_path, 4)
+    for number, stem in enumerate(("0", "2", "deep/1", "deep/3")):  # the order of the records
+        Image.new("L", (80, 60), number).save(tmp_path / f"masks/{stem}.png")
+        Image.new("RGB", (80, 60), (number, 0, 0)).save(tmp_path / f"images/{stem}.png")
+    fields = source_of(tmp_path, limit=2, normalize="0,0,0/1,1,1").batch(np.arange(2))
+    assert fields["label"][:, 16, 16].tolist() == fields["image"][:, 0, 16, 16].tolist() == [0, 2]
