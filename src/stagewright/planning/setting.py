@@ -106,7 +106,15 @@ def _unscaled(software: Software) -> Software:
 
 
 def _measured_cluster(profile: Profile) -> Cluster:
-    """The machine that a profile was taken on: as many devices as ran together, over the measured links."""
+    """The machine that a profile was taken on: as many processes as ran together, over the measured links."""
+    if profile.device != "cpu":
+        raise UserError(f"the profile of {profile.model} does not say how many GPUs there are; give --cluster as well")
+    level = Level(measured_link(profile), (tuple(range(profile.together)),))
+    return Cluster((Machine(profile.together, "cpu", (level,)),), "profiled")
+
+
+def measured_link(profile: Profile) -> Link:
+    """The slowest link between the processes of a profile, through host memory."""
     ceilings = profile.ceilings
     if ceilings is None or not ceilings.transfers:
         raise UserError(
@@ -114,10 +122,7 @@ def _measured_cluster(profile: Profile) -> Cluster:
             "(plan and simulate also take --cluster instead)"
         )
     slowest = min(ceilings.transfers, key=lambda transfer: transfer.bandwidth)
-    on_cpu = profile.device == "cpu"
-    link = Link("measured", slowest.bandwidth, slowest.latency, staged=on_cpu, reduction=ceilings.reduce)
-    level = Level(link, (tuple(range(profile.together)),))
-    return Cluster((Machine(profile.together, "cpu" if on_cpu else profile.device, (level,)),), "profiled")
+    return Link("measured", slowest.bandwidth, slowest.latency, staged=True, reduction=ceilings.reduce)
 
 
 def _own_memory() -> int:
