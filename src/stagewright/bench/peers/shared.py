@@ -43,7 +43,7 @@ BATCHES = {"vgg16": 224, "resnet152": 256, "vit_b_16": 256}
 PREDICTIONS = "predictions.json"
 _SAMPLES = "8,32"
 _PROFILE_SECONDS = 600.0
-_STEPS = 8
+_STEPS, _DDP_STEPS = 30, 6  # batches of a segment: enough that filling the pipeline does not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,9 @@ def make_case(foreseen: Foreseen) -> Case:
         depths=",".join(str(stage.depth) for stage in plan.stages),
     )
     ours = Side(f"{plan.mode} {plan.shape}, predicted {foreseen.chosen:,.0f}", Kind.STAGEWRIGHT, str(plan.mode))
-    theirs = Side(f"torch DDP, predicted {foreseen.parallel:,.0f}", Kind.DDP, "dp", microbatches=RANKS)
+    theirs = Side(
+        f"torch DDP, predicted {foreseen.parallel:,.0f}", Kind.DDP, "dp", microbatches=RANKS, steps=_DDP_STEPS
+    )
     return Case(workload, _STEPS, (Pairing(ours, theirs, not_slower()),))
 
 
