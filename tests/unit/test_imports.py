@@ -74,7 +74,6 @@ WITH_TORCH = {
     *(
         "profile.shapes",
         "profile.measure",
-        "profile.background_load",
         "hardware.environment",
         "hardware.doctor.measure",
     ),

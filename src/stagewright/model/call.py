@@ -17,6 +17,34 @@ from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
+class Form:
+    """What a model is called with, without its samples: the shape and type of each tensor."""
+
+    shapes: tuple[tuple[int, ...], ...]  # of one sample
+    dtypes: tuple[str, ...]
+    names: tuple[str, ...] = ()
+
+    @staticmethod
+    def image(side: int) -> Form:
+        return Form(((3, side, side),), ("float32",))
+
+    @staticmethod
+    def text(tokens: int) -> Form:
+        return Form(((tokens,),), ("int64",))
+
+    def zeros(self, samples: int, device: str = "cpu") -> Inputs:
+        """Inputs of zeros, which are valid indices."""
+        made = zip(self.shapes, self.dtypes, strict=True)
+        return Inputs(
+            tuple(torch.zeros(samples, *shape, dtype=getattr(torch, kind), device=device) for shape, kind in made),
+            self.names,
+        )
+
+    def __str__(self) -> str:
+        return ", ".join(f"{list(shape)} {kind}" for shape, kind in zip(self.shapes, self.dtypes, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
 class Inputs:
     """The tensors of one call, each with the samples as its first dimension."""
 
@@ -30,6 +58,11 @@ class Inputs:
     def __len__(self) -> int:
         """The number of samples."""
         return len(self.tensors[0])
+
+    @property
+    def form(self) -> Form:
+        kinds = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors)
+        return Form(tuple(tuple(tensor.shape[1:]) for tensor in self.tensors), kinds, self.names)
 
     def map(self, make: Callable[[Tensor], Tensor]) -> Inputs:
         return replace(self, tensors=tuple(make(tensor) for tensor in self.tensors))

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stagewright.errors import UserError
-from stagewright.model.call import Inputs, call, differentiable, leaves_of
+from stagewright.model.call import Form, Inputs, call, differentiable, leaves_of
 from stagewright.model.cut import Piece
 from stagewright.model.loss import LossError, Measured, Watched
 from stagewright.model.standin import (
@@ -80,6 +80,12 @@ class Probe:
     outputs: tuple[tuple[int, ...], ...] = ()  # the shapes of what the model returns
     changed: frozenset[str] = frozenset()  # the buffers that the forward changes
     attributes: tuple[str, ...] = ()  # the Python attributes that it changes
+
+    @property
+    def form(self) -> Form:
+        """What the model is called with."""
+        kinds = tuple(value.dtype or "" for value in self.inputs)
+        return Form(tuple(value.shape[1:] for value in self.inputs), kinds, self.names)
 
 
 @dataclass(frozen=True, slots=True)

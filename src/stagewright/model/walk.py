@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_unflatten
 
 from stagewright.errors import UserError, first_line
-from stagewright.model.call import Inputs, differentiable, leaves_of
+from stagewright.model.call import Form, Inputs, differentiable, leaves_of
 from stagewright.model.cut import Chain, Piece, Unit, Way, enter_autocast, leave_autocast
 from stagewright.model.record import Context, Recording
 
@@ -198,13 +198,17 @@ def require_output(output: Any, *, training: bool = True) -> None:
 
 
 @contextmanager
-def model_errors(name: str, sample: Sequence[int]) -> Iterator[None]:
-    """Turn whatever a model's code raises on samples of a shape into a one-line error for the user."""
+def model_errors(name: str, form: Form) -> Iterator[None]:
+    """Turn whatever a model's code raises on samples of a form into a one-line error for the user."""
     try:
         yield
     except WrongOutput as error:
         raise UserError(f"model '{name}': {error}") from error
     except Exception as error:
         raise UserError(
-            f"{name} can't run on input {list(sample)}: {type(error).__name__}: {first_line(error, 160)}; give --image"
+            f"{name} can't run on input {form}: {type(error).__name__}: {first_line(error, 160)}; {_advice(form)}"
         ) from error
+
+
+def _advice(form: Form) -> str:
+    return "give --image" if [len(shape) for shape in form.shapes] == [3] else "check its inputs"

@@ -25,7 +25,7 @@ from stagewright.data.order import Order
 from stagewright.data.sources import Source, cast
 from stagewright.errors import UserError, counted, first_line, is_out_of_memory
 from stagewright.hardware.host import num_cores
-from stagewright.model.call import Inputs
+from stagewright.model.call import Form, Inputs
 from stagewright.model.cut import Chain, Piece, Way, tied_parameters
 from stagewright.model.load import build_model
 from stagewright.model.loss import Loss, LossOptions
@@ -417,10 +417,10 @@ def _warn_about_cores(config: Config, plan: Plan, warn: Warn) -> None:
         )
 
 
-def memory_advice(config: Config, plan: Plan, rank: int, capacity: int) -> str:
+def memory_advice(config: Config, plan: Plan, rank: int, capacity: int, form: Form | None = None) -> str:
     """Advice for a rank that ran out of memory: the largest microbatch that should fit into `capacity` bytes."""
     try:
-        setting = memory_setting(config, plan)
+        setting = memory_setting(config, plan, form)
     except UserError:
         return "use more --microbatches, or a smaller --batch"
     for microbatches in range(plan.microbatches + 1, plan.batch + 1):

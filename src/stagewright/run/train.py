@@ -154,7 +154,9 @@ def _run_host(job: Job, console: Console, site: Site | ExternalGroup | None, pre
         raise Interrupted(error.when, _how_to_resume(folder)) from None
     except RunFailed as error:
         short = ledger.collector.shortage
-        advice = None if short is None else memory_advice(job.config, job.plan, short.rank, short.room)
+        advice = None
+        if short is not None:
+            advice = memory_advice(job.config, job.plan, short.rank, short.room, job.training.form)
         raise RunFailed("; ".join(filter(None, (str(error), advice, _how_to_resume(folder))))) from error
     collector = ledger.collector
     if collector.stopped_at is not None:
@@ -315,6 +317,6 @@ def _write_memory(job: Job) -> None:
     if ":" in job.config.model.name:
         return
     with suppress(UserError):  # its shapes can't be traced
-        estimate = Estimate(job.plan, memory_setting(job.config, job.plan))
+        estimate = Estimate(job.plan, memory_setting(job.config, job.plan, job.training.form))
         parts = {"ranks": [asdict(estimate.memory(rank)) for rank in range(job.plan.world)]}
         (Path(job.folder) / "memory.json").write_text(json.dumps(parts))
