@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stagewright.model.language import BERT, GPT
+from stagewright.model.networks.language import BERT, GPT
 
 Fields = dict[str, Tensor]
 SAMPLES = 26  # two batches of 12, and two samples that are dropped

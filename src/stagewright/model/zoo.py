@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.errors import UserError, did_you_mean
-from stagewright.model.convnext import ConvNeXt
-from stagewright.model.language import BERT, GPT
-from stagewright.model.mobilenet import MobileNetV2
-from stagewright.model.vit import VisionTransformer
+from stagewright.model.networks.convnext import ConvNeXt
+from stagewright.model.networks.language import BERT, GPT
+from stagewright.model.networks.mobilenet import MobileNetV2
+from stagewright.model.networks.vit import VisionTransformer
 
 RGB = 3
 Blocks = tuple[tuple[int, ...], ...]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from stagewright.cluster.catalog import shipped
+from stagewright.model.call import Form
 from stagewright.model.cut import Chain, tied_parameters
 from stagewright.profile.analytic import analytic_table
 from stagewright.profile.shapes import meta_example, trace_shapes
@@ -63,10 +64,8 @@ def test_the_planner_never_sees_a_unit_that_no_stage_can_begin_with() -> None:
     chain = Chain(models.alias(), models.make_data("alias", 4)[0])
     assert list(chain.impossible) == ["relu"]
     with torch.device("meta"):
-        twin = Chain(models.alias(), meta_example((3, 8, 8)))
-    table = analytic_table(
-        trace_shapes(twin, (3, 8, 8)), shipped().device("cpu"), "fp32", 4, shipped().system("stagewright")
-    )
+        twin = Chain(models.alias(), meta_example(Form.image(8)))
+    table = analytic_table(trace_shapes(twin), shipped().device("cpu"), "fp32", 4, shipped().system("stagewright"))
     names = [unit.name for unit in table.of_stages().units]
     assert names == [unit for unit in chain.units if unit not in chain.impossible]
     assert table.of_stages().seconds == pytest.approx(table.seconds)

@@ -1,6 +1,7 @@
 """The zoo's models are torchvision's by name, shape, count, structure and first weights."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor, fx, nn
 
 from stagewright.bench.models.libraries import import_library, is_installed
 from stagewright.model import zoo
-from stagewright.model.convnext import StochasticDepth
+from stagewright.model.networks.convnext import StochasticDepth
+from stagewright.model.networks.language import BERT, GPT
 
 PARAMETERS = {
     "alexnet": 61_100_840,
@@ -35,6 +37,10 @@ PARAMETERS = {
     "vgg16-small": 15_253_578,
     "vgg-small": 8_506_442,
     "vit-tiny": 5_362_762,
+    "gpt2": 124_439_808,
+    "gpt-mini": 2_767_872,
+    "bert-base": 109_482_242,
+    "bert-mini": 875_650,
 }
 
 ENTRIES = {
@@ -243,7 +249,46 @@ def test_every_relu_works_in_place(name: str) -> None:
     assert all(layer.inplace for layer in on_meta(name).modules() if isinstance(layer, nn.ReLU))
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", [name for name in PARAMETERS if zoo.ZOO[name].tokens is not None])
+def test_a_model_of_text_takes_as_many_tokens_as_it_says_and_no_more(name: str) -> None:
+    entry, model = zoo.ZOO[name], on_meta(name)
+    assert entry.tokens is not None
+    tokens = torch.zeros(2, entry.tokens, dtype=torch.int64, device="meta")
+    shape = (2, entry.tokens, entry.classes) if name.startswith("gpt") else (2, entry.classes)
+    assert model(tokens).shape == shape
+    with pytest.raises(ValueError, match=f"a sample has {entry.tokens + 1} tokens but the model takes at most"):
+        model(torch.zeros(2, entry.tokens + 1, dtype=torch.int64, device="meta"))
+
+
+def test_equals_transformers_gpt2() -> None:
+    """With its weights, ours computes what it does; its linear layers are stored transposed."""
+    if not is_installed("transformers"):
+        pytest.skip("transformers is not installed")
+    transformers = import_library("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=50, n_embd=32, n_layer=3, n_head=4, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    theirs, ours = transformers.GPT2LMHeadModel(config).double().eval(), GPT(16, 3, 4, 32, 50).double()
+    linear = re.compile(r"c_(attn|proj|fc)\.weight$")
+    state = {name.removeprefix("transformer."): tensor for name, tensor in theirs.state_dict().items()}
+    ours.load_state_dict({name: tensor.T if linear.search(name) else tensor for name, tensor in state.items()})
+    tokens = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-12)
+
+
+def test_bert_does_not_read_what_its_mask_hides() -> None:
+    torch.manual_seed(0)
+    model = BERT(20, 8, 2, 2, 8, 3).double()
+    tokens = torch.randint(20, (2, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    other = tokens.clone()
+    other[0, 4:] = 0
+    assert torch.allclose(model(tokens, mask), model(other, mask), rtol=0, atol=1e-12)
+    assert not torch.allclose(model(tokens), model(other))
+    assert torch.allclose(model(tokens[:1, :4]), model(tokens, mask)[:1], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in PARAMETERS if zoo.ZOO[name].tokens is None])
 def test_the_default_image_gives_the_default_number_of_classes(name: str) -> None:
     side, classes = (32, 10) if "small" in name or name in ("resnet8", "resnet20", "vit-tiny") else (224, 1000)
     assert (zoo.ZOO[name].image, zoo.ZOO[name].classes) == (side, classes)
@@ -422,7 +467,7 @@ def test_the_pool_of_vgg_small_is_the_identity_at_the_default_size() -> None:
     [
         ("vgg61", "did you mean 'vgg19'?"),
         ("ResNet-50", "did you mean 'resnet50'?"),
-        ("bert", ", ".join(list(zoo.ZOO)[:15])),
+        ("llama", ", ".join(list(zoo.ZOO)[:15])),
     ],
 )
 def test_an_unknown_name_gets_a_hint(name: str, hint: str) -> None:

@@ -1,4 +1,6 @@
-"""Metrics: what an evaluation measures beside the loss, as sums that are exact over microbatches and replicas.
+"""Losses and metrics: from those of microbatches to events, as sums that are exact over microbatches and replicas.
+
+`Losses` collects the losses of training. The rest is about evaluation, and what it measures beside the loss.
 
 A metric is `metric(outputs, sample) -> {name: (total, count)}`, with what the model returned and the fields of the
 microbatch. Its value is the sum of totals over the sum of counts (`metrics.metric_values`). `--metric` names built-in
@@ -8,6 +10,8 @@ ones (`BUILT_IN`) or functions of the user, `package.module:function`; a `Scorer
 from __future__ import annotations
 
 import math
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,10 +21,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from stagewright.errors import UserError, did_you_mean, first_line, printable
-from stagewright.events import Score
+from stagewright.events import BatchLosses, Emit, Score
 from stagewright.metrics import LOSS
 from stagewright.model.load import load_callable
 from stagewright.model.loss import IGNORED, NEXT_TOKEN, Loss, LossError, LossOptions, Measured, logits_of, target_of
+from stagewright.plan.plan import Plan
+from stagewright.runtime.comm.device import Reading
 
 Sample = Mapping[str, Tensor]
 Sums = Mapping[str, tuple[float, float]]  # total and count by name
@@ -239,3 +245,49 @@ def _checked(metric: str, function: Metric, outputs: Any, sample: Sample) -> Ite
                 "which the count is at least 0"
             )
         yield shown, (total, count)
+
+
+# The losses of training.
+
+
+class NonFiniteLoss(UserError):
+    """A loss is infinite or NaN; further training would only spread it."""
+
+
+class Losses:
+    """Collects the losses of each batch on this rank, and emits batches in order; only `flush` waits."""
+
+    def __init__(self, plan: Plan, rank: int, emit: Emit) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._emit = emit
+        self._batches: deque[tuple[list[tuple[int, Reading]], float | None]] = deque()
+
+    def add(self, losses: list[tuple[int, Reading]], scale: float | None) -> None:
+        """Add a batch's losses on this rank, each a mean or a total and its count; and its loss scale if it had one."""
+        self._batches.append((losses, scale))
+        self._emit_batches(wait=False)
+
+    def flush(self) -> None:
+        self._emit_batches(wait=True)
+
+    def _emit_batches(self, *, wait: bool) -> None:
+        while self._batches and (wait or all(reading.is_completed() for _, reading in self._batches[0][0])):
+            losses, scale = self._batches.popleft()
+            numbers = tuple((microbatch, *_total_and_count(reading.value())) for microbatch, reading in losses)
+            for microbatch, loss, _ in numbers:
+                if not math.isfinite(loss):
+                    raise NonFiniteLoss(
+                        f"the loss of batch {microbatch // self._plan.microbatches} is {loss} "
+                        f"(stage {len(self._plan.stages) - 1}, microbatch {microbatch}); "
+                        "try a lower --lr, a --warmup or --clip 1"
+                    )
+            self._emit(BatchLosses(self._rank, numbers, time.monotonic(), scale))
+
+
+def _total_and_count(loss: Tensor) -> tuple[float, float]:
+    """A loss of one number, a mean, counts once; one of two is a total and its count."""
+    if loss.numel() == 1:
+        return float(loss), 1.0
+    total, count = loss.flatten().tolist()
+    return total, count

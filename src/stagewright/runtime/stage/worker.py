@@ -24,10 +24,9 @@ from stagewright.runtime.stage.equality import begin_equal, compare_homes, requi
 from stagewright.runtime.stage.gate import Gate
 from stagewright.runtime.stage.gradients import Norms
 from stagewright.runtime.stage.loss_scaling import LossScaling
-from stagewright.runtime.stage.losses import Losses
 from stagewright.runtime.stage.recorder import Recorder
 from stagewright.runtime.stage.replica import Replica
-from stagewright.runtime.stage.scores import make_scorer
+from stagewright.runtime.stage.scores import Losses, make_scorer
 from stagewright.runtime.stage.ties import TieOnRank
 from stagewright.schedule.action import TRANSFERS, Action, Op
 from stagewright.schedule.lower import evaluation_program, last_of, program

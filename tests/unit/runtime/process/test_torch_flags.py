@@ -12,7 +12,7 @@ import torch
 from stagewright.api.training import train
 from stagewright.config.sections import Config, RunConfig
 from stagewright.runtime.process.torch_flags import FLAGS, preserved_state, set_flags
-from stagewright.runtime.stage.losses import NonFiniteLoss
+from stagewright.runtime.stage.scores import NonFiniteLoss
 
 ODD_VALUES: list[Mapping[str, Any]] = [
     {},

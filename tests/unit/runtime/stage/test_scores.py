@@ -14,24 +14,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 import stagewright
 from stagewright.cli.main import main
 from stagewright.config.toml import make_config, read_toml
-from stagewright.data.sources import TensorSource
 from stagewright.errors import UserError
 from stagewright.events import Evaluated, Score
 from stagewright.metrics import IMAGES, metric_values
+from stagewright.model.loss import Loss, LossError, LossOptions, logits_of, target_of
+from stagewright.model.networks.language import GPT
 from stagewright.report.page import Curves, Summary, Table
 from stagewright.run.report import make_page
 from stagewright.runtime.comm.device import Reading
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.assemble import open_data
-from stagewright.runtime.stage.losses import Losses, NonFiniteLoss
-from stagewright.runtime.stage.scores import BUILT_IN, Scorer, load_metrics, logits_of, target_of
+from stagewright.runtime.stage.scores import BUILT_IN, Losses, NonFiniteLoss, Scorer, load_metrics, make_scorer
 from tests.parity import Case, make_job
 
 HERE = "tests.unit.runtime.stage.test_scores"
@@ -43,11 +42,20 @@ def largest(outputs: Tensor, sample: Mapping[str, Tensor]) -> dict[str, tuple[An
     return {"largest_logit": (outputs.amax(1)[odd].double().sum(), odd.sum())}
 
 
-def evaluate(names: str, pieces: list[tuple[Any, Tensor]], replicas: int = 2) -> Evaluated:
+def make_gpt() -> GPT:
+    return GPT(5, 1, 1, 4, 10)
+
+
+CROSS_ENTROPY = Loss(LossOptions())
+
+
+def evaluate(
+    names: str, pieces: list[tuple[Any, Tensor]], replicas: int = 2, loss: str = "cross-entropy", field: str = "label"
+) -> Evaluated:
     """What replicas that take pieces in turn report together."""
-    scorers = [Scorer(load_metrics(names)) for _ in range(replicas)]
+    scorers = [make_scorer(names, LossOptions(loss)) for _ in range(replicas)]
     for number, (outputs, target) in enumerate(pieces):
-        scorers[number % replicas].add(outputs, {"label": target})
+        scorers[number % replicas].add(outputs, {field: target})
     return Evaluated.of(0, [scorer.score for scorer in scorers])
 
 
@@ -78,19 +86,20 @@ def test_ignored_targets_do_not_count_and_unequal_counts_are_exact(is_last: bool
     logits, target = classes(9, 5, ignored=0.4)
     target[4] = -100  # a microbatch without any target
     given = logits.movedim(1, -1) if is_last else logits
-    found = evaluate("top1,perplexity,accuracy", pieces_of(given, target, 4, 1, 3, 1))
+    loss, field = ("next-token", "targets") if is_last else ("cross-entropy", "label")
+    found = evaluate("top1,perplexity,accuracy", pieces_of(given, target, 4, 1, 3, 1), loss=loss, field=field)
     kept = target != -100
     flat, right = logits.movedim(1, -1)[kept], target[kept]
-    loss = float(functional.cross_entropy(flat, right))
-    assert found.loss == pytest.approx(loss, rel=1e-12)
+    mean = float(functional.cross_entropy(flat, right))
+    assert found.loss == pytest.approx(mean, rel=1e-12)
     expected = float((flat.argmax(1) == right).double().mean())
-    assert found.metrics == pytest.approx({"top1": expected, "perplexity": math.exp(loss), "accuracy": expected})
+    assert found.metrics == pytest.approx({"top1": expected, "perplexity": math.exp(mean), "accuracy": expected})
 
 
 def test_regression_and_multi_label_metrics_count_elements() -> None:
     generator = torch.Generator().manual_seed(0)
     outputs, target = torch.randn(9, 3, generator=generator), torch.randn(9, 3, generator=generator)
-    scorer = Scorer(load_metrics("mae,mse"), loss=lambda outputs, sample: (0.0, 1.0))
+    scorer = make_scorer("mae,mse", LossOptions("mse"))
     for piece, right in pieces_of(outputs, target, 4, 5):
         scorer.add(piece, {"target": right})
     values = metric_values(scorer.score.totals)
@@ -117,9 +126,15 @@ def test_iou_is_the_mean_over_classes_of_the_whole_data() -> None:
 
 def test_auto_measures_only_the_loss_where_targets_are_not_class_numbers() -> None:
     soft = torch.softmax(torch.randn(4, 3), 1)
-    found = evaluate("auto", [(torch.randn(4, 3), soft)])
+    found = evaluate("auto", [(torch.randn(4, 3), soft)], loss="soft")
     assert found.metrics == {} and found.loss > 0
-    assert list(load_metrics("auto", "tokens")["auto"](*_tokens())) == ["perplexity"]
+
+
+def test_auto_is_perplexity_where_the_next_token_is_predicted() -> None:
+    logits, target = classes(9, 5, ignored=0.4)
+    found = evaluate("auto", pieces_of(logits.movedim(1, -1), target, 4, 5), loss="next-token", field="targets")
+    mean = float(functional.cross_entropy(logits, target))
+    assert found.metrics == {"perplexity": pytest.approx(math.exp(mean))}
 
 
 def _tokens() -> tuple[Tensor, dict[str, Tensor]]:
@@ -138,9 +153,9 @@ def test_finds_the_logits_and_the_target() -> None:
         assert logits_of(outputs) is tensor
     for name in ("label", "labels", "target", "targets"):
         assert target_of({"image": other, name: tensor}) is tensor
-    with pytest.raises(TypeError, match="NoneType"):
+    with pytest.raises(LossError, match="NoneType"):
         logits_of(None)
-    with pytest.raises(KeyError, match="its fields are image"):
+    with pytest.raises(LossError, match="the samples have image but no label"):
         target_of({"image": other})
 
 
@@ -162,7 +177,7 @@ def test_finds_the_logits_and_the_target() -> None:
 )
 def test_a_metric_that_returns_something_else_is_one_line(returned: Any, said: str) -> None:
     with pytest.raises(UserError, match=f"^metric 'mine' .*{said}") as error:
-        Scorer({"mine": lambda outputs, sample: returned}).add(*_tokens())
+        Scorer({"mine": lambda outputs, sample: returned}, CROSS_ENTROPY).add(*_tokens())
     assert "\n" not in str(error.value)
 
 
@@ -171,17 +186,17 @@ def test_a_metric_that_raises_and_two_of_one_name_are_one_line() -> None:
         raise RuntimeError("no such\nfield")
 
     with pytest.raises(UserError, match=r"^metric 'mine' raised RuntimeError: no such$"):
-        Scorer({"mine": broken}).add(*_tokens())
+        Scorer({"mine": broken}, CROSS_ENTROPY).add(*_tokens())
     with pytest.raises(UserError, match="metric 'mine' returns 'top1', as metric 'top1' does; rename one of them"):
-        Scorer({"top1": BUILT_IN["top1"], "mine": BUILT_IN["top1"]}).add(*_tokens())
+        Scorer({"top1": BUILT_IN["top1"], "mine": BUILT_IN["top1"]}, CROSS_ENTROPY).add(*_tokens())
     with pytest.raises(
         UserError, match=r"metric 'mae' raised ValueError: outputs are \[2, 7, 3\] but targets \[2, 3\]"
     ):
-        Scorer(load_metrics("mae")).add(*_tokens())
+        Scorer(load_metrics("mae"), CROSS_ENTROPY).add(*_tokens())
 
 
 def test_names_are_cleaned_and_bounded() -> None:
-    scorer = Scorer({"mine": lambda outputs, sample: {"a\x1b[31m": (1, 2), "b" * 99: (1, 1)}})
+    scorer = Scorer({"mine": lambda outputs, sample: {"a\x1b[31m": (1, 2), "b" * 99: (1, 1)}}, CROSS_ENTROPY)
     scorer.add(*_tokens())
     assert list(scorer.score.totals) == ["loss", "a\\x1b[31m", "b" * 60] and scorer.score.samples == 2
 
@@ -227,10 +242,11 @@ def test_a_users_metric_goes_from_replicas_to_the_page(tmp_path: Path) -> None:
     model = make_net().eval()
     model.load_state_dict(result.weights())
     config = make_config(read_toml(str(result.folder / "config.toml")), given=())
-    images, labels = open_data(config, "synthetic").batch(np.arange(22))
+    fields = open_data(config, "synthetic").batch(np.arange(22))
+    labels = fields["label"]
     with torch.no_grad():
-        logits = model(images)
-    total, count = largest(logits, {"label": labels})["largest_logit"]
+        logits = model(fields["image"])
+    total, count = largest(logits, fields)["largest_logit"]
     assert found.metrics["largest_logit"] == pytest.approx(float(total / count), rel=1e-4)
     assert found.metrics["top1"] == pytest.approx(float((logits.argmax(1) == labels).double().mean()))
     assert result.summary["evaluations"][-1]["metrics"] == found.metrics
@@ -244,13 +260,10 @@ def test_a_users_metric_goes_from_replicas_to_the_page(tmp_path: Path) -> None:
     assert any(re.search(r"largest_logit \S+, perplexity \S+, top-1 \S+%", line) for line in summary.lines)
 
 
-def test_a_run_of_tokens_tells_tokens_per_second_everywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(TensorSource, "unit", ("tokens", 5), raising=False)
-    data = tmp_path / "data.safetensors"
-    save_file({"images": torch.randn(16, 3, 8, 8), "labels": torch.arange(16) % 10}, data)
-    main(["train", "--model", f"{HERE}:make_net", "--emulate", "--data", f"tensors:{data}", "--batch", "8",
+def test_a_run_of_tokens_tells_tokens_per_second_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "data.bin"
+    data.write_bytes((np.arange(81) % 10).astype("<u2").tobytes())
+    main(["train", "--model", f"{HERE}:make_gpt", "--emulate", "--data", f"tokens:{data}", "--context", "5", "--batch", "8",
           "--steps", "4", "--eval-every", "0", "--log-every", "1", "--monitor-every", "0",
           "--runs", str(tmp_path / "runs")])  # fmt: skip
     shown = capsys.readouterr().out

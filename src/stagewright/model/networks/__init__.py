@@ -1,0 +1,1 @@
+"""The networks of the zoo that have a file of their own; only `model.zoo` imports them."""
