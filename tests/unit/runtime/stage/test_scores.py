@@ -263,8 +263,8 @@ def test_a_users_metric_goes_from_replicas_to_the_page(tmp_path: Path) -> None:
 def test_a_run_of_tokens_tells_tokens_per_second_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "data.bin"
     data.write_bytes((np.arange(81) % 10).astype("<u2").tobytes())
-    main(["train", "--model", f"{HERE}:make_gpt", "--emulate", "--data", f"tokens:{data}", "--context", "5", "--batch", "8",
-          "--steps", "4", "--eval-every", "0", "--log-every", "1", "--monitor-every", "0",
+    main(["train", "--model", f"{HERE}:make_gpt", "--emulate", "--data", f"tokens:{data}", "--context", "5",
+          "--batch", "8", "--steps", "4", "--eval-every", "0", "--log-every", "1", "--monitor-every", "0",
           "--runs", str(tmp_path / "runs")])  # fmt: skip
     shown = capsys.readouterr().out
     assert "images/s" not in shown and len(re.findall("tokens/s", shown)) >= 3 and "perplexity" in shown
