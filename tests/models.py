@@ -67,6 +67,12 @@ def tied() -> nn.Module:
     return model
 
 
+def tied_steep() -> nn.Module:
+    model = _Steep()
+    model.third.weight = model.second.weight
+    return model
+
+
 class _Reused(nn.Module):
     """One module called twice."""
 
