@@ -26,6 +26,7 @@ from tests.parity import (
     assert_scores,
     build,
     emulate,
+    make_data,
     make_job,
     refer,
 )
@@ -116,6 +117,19 @@ def test_bits_do_not_depend_on_scheduling_or_evaluation(tmp_path: Path) -> None:
     case = replace(STALE, placement="0:0-1.0:2.0:3.0:4-5", optimizer={"clip": 0.02})
     run = emulate(case, tmp_path)
     assert_same_bits(run, emulate(replace(case, dynamic=True, eval_every=3), tmp_path))
+
+
+@pytest.mark.parametrize("case", [Case(placement="0:0.0:1"), Case(placement="0:0-1.0:2", dynamic=True)], ids=str)
+def test_a_model_cut_between_blocks_trains_as_one_stage(case: Case, tmp_path: Path) -> None:
+    """Where no microbatch of a batch uses a tied parameter it is left alone in all homes, momentum and decay too."""
+    case = replace(case, model="unrecorded", cut="blocks.1", microbatches=1, optimizer={"weight_decay": 0.1})
+    run, whole = emulate(case, tmp_path), emulate(replace(case, placement="0:0", cut=None), tmp_path)
+    assert run.job.way == "blocks"
+    tied = {parameter.names: parameter.homes for tie in run.job.plan.ties for parameter in tie.parameters}
+    assert tied == {("gain",): (0, 1), ("embed.weight", "head.weight"): (0, 1)}
+    ids, _ = make_data(case)
+    assert {bool(ids[batch * case.batch, 0] < 4) for batch in range(3)} == {True, False}
+    assert_near(run.weights, whole.weights, 1e-10)
 
 
 # --- fp16 and refusals ------------------------------------------------------------------------------------------------
