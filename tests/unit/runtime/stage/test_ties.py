@@ -79,6 +79,7 @@ CASES = {
     "clip stale": replace(STALE, optimizer={"clip": 0.02}),
     "clip two to one": replace(TWO, optimizer={"clip": 0.02, "name": "adamw", "lr": 0.01}, dynamic=True),
     "replicas": replace(STALE, placement="0:0-1.0:2.0:3-5.0:6-7", microbatches=3, bucket=25),
+    "buckets": replace(TWO, placement="0:0.0:1-2", bucket=25),  # the tied weight is between others
     "too few": replace(TWO, placement="0:0-2.0:3-4", microbatches=2),
     "one rank": replace(STALE, placement="0:0.0:1.0:2.0:0", optimizer={"clip": 0.02}),
     "one rank sync": replace(SYNC, placement="0:0-1.0:2.0:2.0:0-1", optimizer={"clip": 0.05}),
@@ -112,7 +113,7 @@ CASES = {
 
 DAILY = (
     *("stale", "predict", "pipedream clip", "clip sync", "clip stale", "clip two to one", "replicas", "one rank"),
-    *("chained", "half", "reused on one rank"),
+    *("buckets", "chained", "half", "reused on one rank"),
 )
 
 
