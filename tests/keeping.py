@@ -54,7 +54,7 @@ def emulate_keeping(case: Case, folder: Path, **options: Any) -> EmulatedRun:
 
 def losses_from(run: EmulatedRun, first: int) -> dict[int, float]:
     """The loss of every microbatch from a number on, each reported once."""
-    reported = [pair for event in run.events if isinstance(event, BatchLosses) for pair in event.losses]
+    reported = [(number, loss) for e in run.events if isinstance(e, BatchLosses) for number, loss, _ in e.losses]
     assert len(reported) == len(dict(reported))
     return {number: loss for number, loss in reported if number >= first}
 

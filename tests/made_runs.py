@@ -91,7 +91,7 @@ def make_run(
 ) -> Path:
     """A run folder as `train` leaves it."""
     folder.mkdir(parents=True)
-    records = [*steps(20), Evaluated(20, 512, 0.5, 0.75, 0.99)] if records is None else records
+    records = [*steps(20), Evaluated(20, 512, 0.5, {"top1": 0.75, "top5": 0.99})] if records is None else records
     (folder / "plan.json").write_text(json.dumps(PLAN | (plan or {})))
     (folder / "config.toml").write_text(CONFIG.format(model=model, emulate=str(emulate).lower()))
     (folder / "env.json").write_text(json.dumps({"command": ["/x/cli.py", "train", "--steps", "20"], "python": "3.11"}))

@@ -6,7 +6,7 @@ and from the design, not from the plan.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -141,7 +141,8 @@ class Run:
     @property
     def microbatch_losses(self) -> list[float]:
         """By number; every microbatch must be reported once."""
-        reported = [pair for event in self.events if isinstance(event, BatchLosses) for pair in event.losses]
+        events = [event for event in self.events if isinstance(event, BatchLosses)]
+        reported = [(number, total / count) for event in events for number, total, count in event.losses]
         losses = dict(reported)
         assert len(reported) == len(losses) and sorted(losses) == list(range(len(losses)))
         return [losses[number] for number in range(len(losses))]
@@ -154,12 +155,15 @@ class Run:
 
     @property
     def scores(self) -> dict[int, list[float]]:
-        """Batch -> samples, sum of losses, top-1 and top-5 hits, over all ranks that score."""
+        """Batch -> samples, sum of their losses, top-1 and top-5 hits, over all ranks that score."""
         scores: dict[int, list[float]] = {}
         reported = [event for event in self.events if isinstance(event, Scored)]
         for event in sorted(reported, key=lambda event: (event.batch, event.rank)):
             so_far = scores.get(event.batch, [0.0] * 4)
-            scores[event.batch] = [a + b for a, b in zip(so_far, astuple(event.score), strict=True)]
+            loss, count = event.score.totals["loss"]
+            mean = loss / count * event.score.samples  # samples of a case have equally many labels
+            found = [event.score.totals.get(name, (0.0, 0.0))[0] for name in ("top1", "top5")]
+            scores[event.batch] = [a + b for a, b in zip(so_far, (event.score.samples, mean, *found), strict=True)]
         return scores
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from stagewright.data.records import BadRecordError, Record
+from stagewright.data.formats.records import BadRecordError, Record
 
 REPOSITORY = Path(__file__).parent.parent
 

@@ -5,6 +5,8 @@ Every microbatch runs through the whole model at once, each stage's parameters t
     microbatch i  ──►  stage s: round k = i div span, version max(0, k+1-K), statistics of replica i mod r
     span microbatches of a stage make one gradient and one update; span is M, or r in pipedream
 
+A loss is a mean, or a total and its count: then the gradient of a round is that of its totals over its counts.
+
 A tied parameter has a home in several stages. They have one K, so a microbatch sees one version of it in all of them:
 the whole model's gradient of it is the sum over its homes, and its first home keeps it for all.
 """
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +51,9 @@ class Setup:
     ties: tuple[tuple[str, tuple[int, ...]], ...] = ()  # a parameter's first name, and the stages that use it
     scale: float | None = None  # of the loss, at first
     growth_interval: int = 2000
+    inputs: tuple[str, ...] = ("image",)  # the fields that the model takes
+    names: tuple[str, ...] = ()  # forward's parameters that get the last of them
+    loss: Callable[[Any, Tensors], Any] | None = None  # of what the model returns and the fields; or cross-entropy
     lr: Callable[[int], float] = field(kw_only=True)
 
     def __post_init__(self) -> None:
@@ -161,6 +167,7 @@ class Stage:
         self.moments = {name: Moments(0, torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}
         self.buffers = [{name: b.clone() for name, b in buffers.items()} for _ in range(self.num_replicas)]
         self.gradients: list[Tensors] = [{} for _ in range(self.num_replicas)]
+        self.count: float | None = None  # of the round's targets so far, where the loss is a total
 
     def replica_of(self, microbatch: int) -> int:
         return microbatch % self.num_replicas
@@ -171,11 +178,16 @@ class Stage:
         assert version < len(self.history), f"microbatch {microbatch} needs version {version}, not made yet"
         return self.extrapolated[version] if self.setup.predict else self.history[version]
 
-    def add(self, microbatch: int, gradients: Tensors, *, is_shared: bool = False) -> None:
-        """Adds the gradients of one microbatch's mean loss, or of its share in the batch's, to those of its replica."""
+    def add(self, microbatch: int, gradients: Tensors, *, is_shared: bool = False, count: float | None = None) -> None:
+        """Adds the gradients of one microbatch's mean loss, or of its share in the batch's, to those of its replica.
+
+        Those of a total, of `count` targets, are divided by the count of the whole round once it has ended.
+        """
         mine = self.gradients[self.replica_of(microbatch)]
-        count = 1 if is_shared else self.span
-        accumulate(mine, {name: g / count for name, g in gradients.items() if name in self.history[0]})
+        share = 1 if is_shared or count is not None else self.span
+        accumulate(mine, {name: g / share for name, g in gradients.items() if name in self.history[0]})
+        if count is not None:
+            self.count = count + (self.count or 0.0)
 
     def finishes_with(self, microbatch: int) -> bool:
         return (microbatch + 1) % self.span == 0
@@ -185,7 +197,9 @@ class Stage:
         total: Tensors = {}
         for gradients in self.gradients:
             accumulate(total, gradients)
-        self.gradients = [{} for _ in range(self.num_replicas)]
+        if self.count is not None:
+            total = {name: g / self.count if self.count else torch.zeros_like(g) for name, g in total.items()}
+        self.gradients, self.count = [{} for _ in range(self.num_replicas)], None
         return total
 
     def update(self, gradient: Tensors) -> None:
@@ -348,9 +362,13 @@ def unscaled(gradients: Sequence[Tensors], scale: float, setup: Setup) -> tuple[
 
 
 def run_microbatch(
-    model: nn.Module, stages: Sequence[Stage], microbatch: int, inputs: Tensor, targets: Tensor, scale: float = 1.0
-) -> tuple[float, Tensors]:
-    """Forward and backward of the whole model: the mean loss and its gradients; moves the replicas' buffers."""
+    model: nn.Module, stages: Sequence[Stage], microbatch: int, fields: Tensors, scale: float = 1.0, share: float = 1.0
+) -> tuple[float, float | None, Tensors]:
+    """Forward and backward of the whole model: the loss, its count and its gradients; moves the replicas' buffers.
+
+    The gradients are those of the scaled loss, of a mean times its share.
+    """
+    setup = stages[0].setup
     trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     leaves = {name: w.detach() for stage in stages for name, w in stage.weights_for(microbatch).items()}
     for name in trainable:
@@ -358,14 +376,23 @@ def run_microbatch(
     own_buffers = [stage.buffers[stage.replica_of(microbatch)] for stage in stages]
     state = leaves | {name: buffer for buffers in own_buffers for name, buffer in buffers.items()}
 
-    output = functional_call(model, state, (inputs,))
-    loss = cross_entropy(output, targets, label_smoothing=stages[0].setup.label_smoothing)
-    gradients = torch.autograd.grad(loss * scale, [leaves[name] for name in trainable], allow_unused=True)
+    number = len(setup.inputs) - len(setup.names)
+    values = tuple(fields[name] for name in setup.inputs)
+    named = dict(zip(setup.names, values[number:], strict=True))
+    output = functional_call(model, state, values[:number], named)
+    if setup.loss is None:
+        made: Any = cross_entropy(output, fields["label"], label_smoothing=setup.label_smoothing)
+    else:
+        made = setup.loss(output, fields)
+    loss, count = made if isinstance(made, tuple) else (made, None)
+    factor = scale * share if count is None else scale
+    gradients = torch.autograd.grad(loss * factor, [leaves[name] for name in trainable], allow_unused=True)
 
     # functional_call moves buffers in place, or, where the module assigned a new tensor, puts it into `state`.
     for buffers in own_buffers:
         buffers.update({name: state[name].detach() for name in buffers})
-    return loss.item(), {name: g for name, g in zip(trainable, gradients, strict=True) if g is not None}
+    reached = {name: g for name, g in zip(trainable, gradients, strict=True) if g is not None}
+    return loss.item(), None if count is None else float(count), reached
 
 
 def update_finished(
@@ -419,17 +446,21 @@ def collect(
 
 def train(
     model_factory: Callable[[], nn.Module],
-    images: Tensor,
-    labels: Tensor,
+    images: Tensor | Tensors,
+    labels: Tensor | None,
     stage_of: Callable[[str], int],
     starts: Sequence[str | None],
     setup: Setup,
     order: Callable[[int], Tensor] | None = None,
 ) -> Result:
-    """Trains the model for `setup.steps` batches as section 2 of the design says; leaves the caller's randomness."""
+    """Trains the model for `setup.steps` batches as section 2 of the design says; leaves the caller's randomness.
+
+    Data is images and labels, or samples' fields by name.
+    """
+    data = images if isinstance(images, dict) else {"image": images, "label": labels}
     assert len(starts) == len(setup.replicas), f"{len(starts)} starts for {len(setup.replicas)} stages"
-    order = order or epochs_in_identity_order(len(images), setup.batch)
-    inputs = images.to(setup.dtype) if images.is_floating_point() else images
+    data = {name: t.to(setup.dtype) if t.is_floating_point() else t for name, t in data.items() if t is not None}
+    order = order or epochs_in_identity_order(len(next(iter(data.values()))), setup.batch)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(setup.seed)
         model = model_factory().to(setup.dtype).train()
@@ -448,13 +479,15 @@ def train(
             pieces = indices.chunk(setup.microbatches)
             batch_losses = []
             for i, samples in enumerate(pieces, start=p * setup.microbatches):
-                factor = 1.0 if scale is None else scale / setup.microbatches
+                fields = {name: tensor[samples] for name, tensor in data.items()}
+                factor, share = (1.0, 1.0) if scale is None else (scale, 1 / setup.microbatches)
                 with seeds.of(i):
-                    loss, gradients = run_microbatch(model, stages, i, inputs[samples], labels[samples], factor)
-                batch_losses.append(loss)
+                    loss, count, gradients = run_microbatch(model, stages, i, fields, factor, share)
+                batch_losses.append((loss, 1.0 if count is None else count))
                 for stage in stages:
-                    stage.add(i, gradients, is_shared=scale is not None)
+                    stage.add(i, gradients, is_shared=scale is not None, count=count)
                 skips = update_finished(stages, i, setup, scale)
             skipped.append(skips)
-            losses.append(sum(batch_losses) / setup.microbatches)
+            total, weight = (sum(numbers) for numbers in zip(*batch_losses, strict=True))
+            losses.append(total / weight if weight else 0.0)
     return collect(model, stages, losses, scales, skipped)

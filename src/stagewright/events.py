@@ -7,8 +7,8 @@ rank ── encode(event) ─► store ── decode(text) ─► log ── enc
 
 Type hints are the format: `build` makes any of our dataclasses of a JSON object and checks every value against its
 hint. Integers are counts, floats are finite and lists stand for tuples. A field with a default may be missing, as a
-new one is in older files. What a rank sends is ours, so `decode` raises; a file may be torn or edited, so
-`read_records` and `read_usage` leave out what does not fit.
+new one is in older files; an `Evaluated` of older files has its metrics as fields. What a rank sends is ours, so
+`decode` raises; a file may be torn or edited, so `read_records` and `read_usage` leave out what does not fit.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from functools import cache
 from types import NoneType
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
-from stagewright.metrics import Span
+from stagewright.metrics import LOSS, Span, metric_values
 
 Loss = Annotated[float, "may be infinite or NaN, as in a run that diverged"]
 SignedInt = Annotated[int, "may be negative"]
 _MOST_COUNT, _MOST_SIZE = 2**63, 1e300  # beyond these, arithmetic overflows
+_OLDER_METRICS = ("top1", "top5")  # that an evaluation had as fields of its own
 _T = TypeVar("_T")
 
 
@@ -53,16 +54,14 @@ class Evaluated:
     batch: int
     samples: int
     loss: Loss
-    top1: float  # 0 to 1
-    top5: float
+    metrics: Mapping[str, Loss] = field(default_factory=dict)  # by name, in the order that they were asked for
 
     @staticmethod
     def of(batch: int, scores: Iterable[Score]) -> Evaluated:
         """The evaluation that the scores of all replicas add up to."""
         total = sum(scores, Score())
-        return Evaluated(
-            batch, total.samples, total.loss / total.samples, total.top1 / total.samples, total.top5 / total.samples
-        )
+        values = metric_values(total.totals)
+        return Evaluated(batch, total.samples, values.pop(LOSS, 0.0), values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +109,17 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Sums over the samples that one replica has evaluated; scores add up over replicas."""
+    """Sums over the samples that one replica has evaluated; scores add up by name over microbatches and replicas."""
 
     samples: int = 0
-    loss: Loss = 0.0
-    top1: float = 0.0
-    top5: float = 0.0
+    totals: Mapping[str, tuple[Loss, float]] = field(default_factory=dict)  # total and count of the loss and metrics
 
     def __add__(self, other: Score) -> Score:
-        return Score(
-            self.samples + other.samples, self.loss + other.loss, self.top1 + other.top1, self.top5 + other.top5
-        )
+        totals = dict(self.totals)
+        for name, (total, count) in other.totals.items():
+            before = totals.get(name, (0.0, 0.0))
+            totals[name] = (before[0] + total, before[1] + count)
+        return Score(self.samples + other.samples, totals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,7 @@ class BatchLosses:
     """The losses of a batch's microbatches that one rank has computed."""
 
     rank: int
-    losses: tuple[tuple[int, float], ...]  # microbatch and its loss
+    losses: tuple[tuple[int, float, float], ...]  # microbatch, its total and count; of a mean: the loss and 1
     time: float  # of the rank's monotonic clock
     scale: float | None = None  # of their gradients, in fp16
 
@@ -346,7 +345,15 @@ def _decode(text: str | bytes, kinds: Mapping[str, Any]) -> Any:
     kind = found.pop("kind", None) if isinstance(found, dict) else None
     if not isinstance(kind, str) or kind not in kinds:
         raise DecodeError(f"kind {reprlib.repr(kind)} is unknown; known: {', '.join(kinds)}")
-    return build(kinds[kind], found)
+    return build(kinds[kind], _with_metrics(found) if kinds[kind] is Evaluated else found)
+
+
+def _with_metrics(found: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an evaluation; those that older files have for top-1 and top-5 become metrics."""
+    if "metrics" in found or not found.keys() & _OLDER_METRICS:
+        return found
+    metrics = {name: found[name] for name in _OLDER_METRICS if name in found}
+    return {name: value for name, value in found.items() if name not in metrics} | {"metrics": metrics}
 
 
 def _parse(text: str | bytes) -> Any:

@@ -1,5 +1,7 @@
-"""What a run measures: its speed (`steady_rate`, the only definition), and its timeline. Units of bytes.
+"""What a run measures: its speed (`steady_rate`, the only definition), its metrics and its timeline. Units of bytes.
 
+A `Unit` is what throughput counts: images, or the tokens of a sample. A metric of an evaluation is a total over a
+count, both summed over all samples and replicas (`metric_values`); how one is named, written and compared is here too.
 `RecentRate` is the speed at one moment of a run, as metrics.jsonl and trackers have it for every step.
 A `Timeline`, measured or simulated, has the spans of all ranks; it says how busy they were and becomes a trace for
 Perfetto.
@@ -7,10 +9,11 @@ Perfetto.
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Protocol
 
 MIB, GIB = 2**20, 2**30  # bytes
@@ -49,14 +52,96 @@ class SteadyRate:
         return len(self.steady) if self.is_steady else 0
 
 
-def speed_words(rate: float | None, steady: int | None) -> str:
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What a run's throughput counts, and how many of it a sample has."""
+
+    name: str = "images"
+    per_sample: int = 1
+
+    @property
+    def rate(self) -> str:
+        """The unit of throughput, as in `images/s`."""
+        return f"{self.name}/s"
+
+    def of(self, samples: float) -> float:
+        """Samples, or samples per second, in this unit."""
+        return samples * self.per_sample
+
+
+IMAGES = Unit()
+
+
+def speed_words(rate: float | None, steady: int | None, unit: Unit = IMAGES) -> str:
     """A run's speed for people: how many steps it counts (None: not known), or that none was steady."""
     if rate is None:
         return "speed not known: no step was timed"
-    shown = f"{rate:,.0f} images/s" if rate >= 100 else f"{rate:.3g} images/s"
+    speed = unit.of(rate)
+    shown = f"{speed:,.0f} {unit.rate}" if speed >= 100 else f"{speed:.3g} {unit.rate}"
     if steady == 0:
         return f"speed not known: no step was steady (about {shown} in the later half)"
     return f"{shown} over the last {steady}" if steady else shown
+
+
+LOSS = "loss"
+_PERPLEXITY = "perplexity"  # its total is of log-losses
+_CLASS_OF = "iou/"  # before the number of a class
+_PERCENT = frozenset({"top1", "top5", "accuracy", "iou"})
+_LOWER_IS_BETTER = frozenset({LOSS, _PERPLEXITY, "mae", "mse", "error"})
+_LABELS = {"top1": "top-1", "top5": "top-5", "iou": "mean IoU", "mae": "MAE", "mse": "MSE"}
+
+
+def metric_values(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """The value of each metric: total over count; one that counted nothing has none.
+
+    `perplexity` is the exponential of that, and before the `iou/K` of the classes comes `iou`, their mean.
+    """
+    found: dict[str, float] = {}
+    for name, (total, count) in totals.items():
+        if count:
+            if name.startswith(_CLASS_OF):
+                found.setdefault("iou", 0.0)
+            found[name] = _exp(total / count) if name == _PERPLEXITY else total / count
+    classes = [value for name, value in found.items() if name.startswith(_CLASS_OF)]
+    return found | ({"iou": fmean(classes)} if classes else {})
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
+
+
+def headline_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that a line has room for: without those of single classes, such as `iou/3`."""
+    return {name: value for name, value in metrics.items() if "/" not in name}
+
+
+def is_percentage(metric: str) -> bool:
+    """Whether a metric is a share, which is written in percent."""
+    return metric.partition("/")[0] in _PERCENT or metric.endswith("_accuracy")
+
+
+def is_lower_better(metric: str) -> bool:
+    """Whether less of a metric is better: of losses and errors."""
+    return metric in _LOWER_IS_BETTER or metric.endswith(("_loss", "_error"))
+
+
+def metric_label(metric: str) -> str:
+    """A metric's name for people."""
+    return _LABELS.get(metric, metric)
+
+
+def format_metric(metric: str, value: float, digits: int = 1) -> str:
+    """A metric's value for people: in percent with so many digits, or as a number."""
+    return f"{value:.{digits}%}" if is_percentage(metric) else f"{value:.{digits + 3}g}"
+
+
+def metric_words(metrics: Mapping[str, float], digits: int = 1) -> list[str]:
+    """Each metric that a line has room for as its name and value, as in `top-1 75.0%`."""
+    shown = headline_metrics(metrics)
+    return [f"{metric_label(name)} {format_metric(name, value, digits)}" for name, value in shown.items()]
 
 
 class RecentRate:

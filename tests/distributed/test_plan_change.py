@@ -104,7 +104,7 @@ def resume_each(execute: Execute, cases: list[Case], folder: Path) -> None:
 
 
 def batch_losses(run: Run) -> list[float]:
-    losses = dict(pair for event in run.events if isinstance(event, BatchLosses) for pair in event.losses)
+    losses = {number: loss for e in run.events if isinstance(e, BatchLosses) for number, loss, _ in e.losses}
     count = run.job.plan.microbatches
     ordered = [losses[number] for number in sorted(losses)]
     assert sorted(losses) == list(range(min(losses), max(losses) + 1))

@@ -35,7 +35,7 @@ def test_pinned_batches_equal_those_of_the_cpu_for_many_rounds(source: ImageSour
     (gpu,) = make_loaders(LoaderOptions(threads=2, ahead=1, device=torch.device("cuda")), (source, SLICE))
     assert source.allocate(2, is_pinned=True)[0].is_pinned()
     for number in range(40):
-        (wanted, labels), (found, found_labels) = cpu.microbatch(number), gpu.microbatch(number)
+        (wanted, labels), (found, found_labels) = cpu.microbatch(number).values(), gpu.microbatch(number).values()
         assert found.is_cuda and torch.equal(found_labels.cpu(), labels)
         torch.testing.assert_close(found.cpu(), wanted)
     cpu.close()
@@ -44,7 +44,7 @@ def test_pinned_batches_equal_those_of_the_cpu_for_many_rounds(source: ImageSour
 
 def test_synthetic_samples_are_the_same_on_the_gpu() -> None:
     here, there = SyntheticSource(100, 10, 16, 3), SyntheticSource(100, 10, 16, 3).to(torch.device("cuda"))
-    (images, labels), (found, found_labels) = (source.batch(np.arange(20)) for source in (here, there))
+    (images, labels), (found, found_labels) = (source.batch(np.arange(20)).values() for source in (here, there))
     assert found.is_cuda and torch.equal(found_labels.cpu(), labels)
     torch.testing.assert_close(found.cpu(), images)
 
@@ -57,7 +57,7 @@ def test_nvjpeg_decodes_the_same_crops(source: ImageSource) -> None:
     (cpu,) = make_loaders(LoaderOptions(), (source, SLICE))
     (gpu,) = make_loaders(LoaderOptions(device=torch.device("cuda"), decode=Decode.GPU), (source, SLICE))
     for number in range(6):
-        (wanted, labels), (found, found_labels) = cpu.microbatch(number), gpu.microbatch(number)
+        (wanted, labels), (found, found_labels) = cpu.microbatch(number).values(), gpu.microbatch(number).values()
         assert torch.equal(found_labels.cpu(), labels)
         assert (found.cpu() - wanted).abs().mean() < 0.05  # about three levels of 255
     cpu.close()

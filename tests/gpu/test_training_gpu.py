@@ -115,7 +115,7 @@ def gradscaler(steps: int, scale: float, interval: int) -> tuple[dict[str, Tenso
         optimizer.zero_grad()
         scales.append(float(scaler.get_scale()))
         for microbatch in range(6):
-            inputs, labels = source.batch(order.microbatch(step * 6 + microbatch, 6))
+            inputs, labels = source.batch(order.microbatch(step * 6 + microbatch, 6)).values()
             with torch.autocast("cuda", torch.float16):
                 logits = model(inputs.cuda().contiguous(memory_format=torch.channels_last))
             scaler.scale(cross_entropy(logits.float(), labels.cuda()) / 6).backward()
@@ -150,7 +150,7 @@ def first_gradient(model: str, name: str) -> Tensor:
     precision = make_precision(name, "cuda")
     precision.set_flags()
     module = build_model(model, 0, None).cuda().to(memory_format=torch.channels_last).train()
-    inputs, labels = SyntheticSource(64, 10, 224, 0).batch(Order(64, 32, 0, True).microbatch(0, 1))
+    inputs, labels = SyntheticSource(64, 10, 224, 0).batch(Order(64, 32, 0, True).microbatch(0, 1)).values()
     torch.cuda.manual_seed(seed_of(0, 0, 0))
     with precision.forward_context():
         logits = module(inputs.cuda().contiguous(memory_format=torch.channels_last))

@@ -46,8 +46,8 @@ LINES: dict[str, Record] = {
     '{"kind": "step", "batch": 3, "epoch": 0, "loss": 2.5, "lr": 0.1, "seconds": 1.0, "images_per_second": 64.0}': Step(
         3, 0, 2.5, 0.1, 1.0, 64.0
     ),
-    '{"kind": "evaluated", "batch": 4, "samples": 8, "loss": 2.0, "top1": 0.25, "top5": 0.5}': Evaluated(
-        4, 8, 2.0, 0.25, 0.5
+    '{"kind": "evaluated", "batch": 4, "samples": 8, "loss": 2.0, "metrics": {"top1": 0.25, "mae": 0.5}}': Evaluated(
+        4, 8, 2.0, {"top1": 0.25, "mae": 0.5}
     ),
     '{"kind": "replaced", "index": 7, "reason": "7.jpg: truncated"}': Replaced(7, "7.jpg: truncated"),
     '{"kind": "saved", "batch": 4, "bytes": 100, "seconds": 0.5, "waited": 0.25}': Saved(4, 100, 0.5, 0.25),
@@ -61,8 +61,8 @@ LINES: dict[str, Record] = {
 
 EVENTS: tuple[Event, ...] = (
     Ready(0, 12.5, "boot"),
-    BatchLosses(1, ((4, 0.5), (5, 0.25)), 12.5, 1024.0),
-    Scored(1, 4, Score(8, math.inf, 2.0, 4.0)),
+    BatchLosses(1, ((4, 0.5, 1.0), (5, 0.25, 8.0)), 12.5, 1024.0),
+    Scored(1, 4, Score(8, {"loss": (math.inf, 8.0), "top1": (2.0, 7.5)})),
     Skipped(1, 7),
     Replaced(7, "7.jpg: truncated"),
     Shortage(2, 10**10),
@@ -105,7 +105,8 @@ def test_only_fp16_steps_have_a_loss_scale() -> None:
 def test_the_loss_of_a_run_that_diverged_is_read() -> None:
     (step,) = read(encode(Step(0, 0, math.nan, 0.1, 1.0, 64.0)))
     assert isinstance(step, Step) and math.isnan(step.loss)
-    assert read(encode(Evaluated(0, 8, math.inf, 0.1, 0.5))) == [Evaluated(0, 8, math.inf, 0.1, 0.5)]
+    evaluated = Evaluated(0, 8, math.inf, {"perplexity": math.inf})
+    assert read(encode(evaluated)) == [evaluated]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,11 @@ def test_the_loss_of_a_run_that_diverged_is_read() -> None:
         ('{"kind": "batchlosses", "rank": 0, "losses": [[1]], "time": 1}', r"BatchLosses.losses: \[1\] is not"),
         ('{"kind": "batchlosses", "rank": 0, "losses": [], "time": NaN}', "BatchLosses.time: nan is not float"),
         ('{"kind": "scored", "rank": 0, "batch": 1, "score": []}', "Scored.score: Score is"),
-        ('{"kind": "scored", "rank": 0, "batch": 1, "score": {"top1": 1e400}}', "Scored.score: Score.top1: inf is not"),
+        ('{"kind": "scored", "rank": 0, "batch": 1, "score": {"top1": 1.0}}', "Scored.score: Score has no field"),
+        (
+            '{"kind": "scored", "rank": 0, "batch": 1, "score": {"totals": {"top1": [1, 1e400]}}}',
+            "Scored.score: Score.totals: inf is not",
+        ),
         ('{"kind": "ready", "ra', "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         (f'{{"kind": "ready", "time": 1.0, "clock": "", "rank": {"[" * 900}{"]" * 900}}}', "Ready.rank: .* is not int"),
@@ -172,5 +177,14 @@ def test_type_hints_are_the_format(value: object, hint: Any, is_fitting: bool) -
 
 
 def test_an_evaluation_is_the_mean_over_all_replicas() -> None:
-    scores = [Score(6, 9.0, 3.0, 6.0), Score(2, 7.0, 1.0, 2.0)]
-    assert Evaluated.of(5, scores) == Evaluated(5, 8, 2.0, 0.5, 1.0)
+    scores = [
+        Score(6, {"loss": (9.0, 6.0), "top1": (3.0, 6.0), "mae": (1.0, 2.0)}),
+        Score(2, {"loss": (7.0, 2.0), "top1": (1.0, 2.0), "mae": (5.0, 1.0), "none": (0.0, 0.0)}),
+    ]
+    assert Evaluated.of(5, scores) == Evaluated(5, 8, 2.0, {"top1": 0.5, "mae": 2.0})
+
+
+def test_evaluations_of_older_runs_are_read() -> None:
+    line = '{"kind": "evaluated", "batch": 4, "samples": 8, "loss": 2.0, "top1": 0.25, "top5": 0.5}'
+    assert read(line) == [Evaluated(4, 8, 2.0, {"top1": 0.25, "top5": 0.5})]
+    assert read(line.replace("0.25", '"x"')) == []

@@ -42,7 +42,8 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"errors", "files"},
     "cluster": {"errors", "files", "metrics"},
     "model": {"errors", "files", "metrics"},
-    "data": BASICS,
+    "data": {*BASICS, "data.formats"},
+    "data.formats": BASICS,
     "profile": {*BASICS, "cluster", "model"},
     "plan": {*BASICS, "cluster", "profile"},
     "schedule": {"errors", "plan.plan"},
@@ -60,11 +61,11 @@ ALLOWED: dict[str, set[str]] = {
     "run": BELOW_RUN,
     "bench": {*BELOW_RUN, "run"},
     "bench.peers": BENCH,
-    "bench.micro": BENCH,
+    "bench.micro": {*BENCH, "data.formats"},
     "bench.learning": BENCH,
     "bench.models": BENCH,
     "api": {"config", "errors", "run"},
-    "cli": {*BENCH, "bench.peers", "bench.micro", "bench.learning", "bench.models", "hardware.doctor"},
+    "cli": {*BENCH, "bench.peers", "bench.micro", "bench.learning", "bench.models", "hardware.doctor", "data.formats"},
 }
 # Modules that import less than their folder.
 ALONE = {"plan.plan": {"cluster", "errors"}, "profile.profile": {"errors", "files"}, "run.folder": {"errors"}}
@@ -73,7 +74,6 @@ WITH_TORCH = {
     *(
         "profile.shapes",
         "profile.measure",
-        "profile.background_load",
         "hardware.environment",
         "hardware.doctor.measure",
     ),

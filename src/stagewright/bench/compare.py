@@ -11,13 +11,13 @@ from typing import Any
 from stagewright.bench.result import FILE, Outcome, Row, read_outcome
 from stagewright.bench.statistics import Answer, Interval, judge, median_interval, ratio
 from stagewright.errors import UserError
-from stagewright.metrics import segments
+from stagewright.metrics import LOSS, format_metric, headline_metrics, metric_label, segments
 from stagewright.report.read import Run
 from stagewright.run.report import open_run
 
 _SEGMENTS = 10  # per run: long ones, since the times of neighbouring batches depend on each other
 _LAST = 10  # batches over which losses are averaged
-_SAME = ("model", "batch", "precision", "device", "placement", "cluster", "kind")  # of rows that are comparable
+_SAME = ("model", "batch", "precision", "device", "placement", "cluster", "kind", "unit")  # of rows that are comparable
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +86,15 @@ def compare_runs(first: Run, second: Run) -> Comparison:
     rates = [_segment_rates(run) for run in (first, second)]
     pair = Pair("throughput", median_interval(rates[0]), median_interval(rates[1]), ratio(rates[1], rates[0]))
     notes.append("one run each: the intervals do not cover how runs vary; stagewright bench repeats runs")
-    return Comparison(first.name, second.name, (pair,), reasons, tuple(notes))
+    return Comparison(first.name, second.name, (pair,), reasons, tuple(notes), first.unit.rate)
 
 
 def _segment_rates(run: Run) -> list[float]:
     speed = run.speed
     if speed is None:
         raise UserError(f"{run.folder}: 0 timed batches give no speed; train at least 1")
-    return [run.batch * count / seconds for count, seconds in segments(speed.steady, _SEGMENTS) if seconds]
+    batch = run.unit.of(run.batch)
+    return [batch * count / seconds for count, seconds in segments(speed.steady, _SEGMENTS) if seconds]
 
 
 def _work(run: Run) -> dict[str, str]:
@@ -107,6 +108,7 @@ def _work(run: Run) -> dict[str, str]:
         "classes": str(run.section("model").get("classes")),
         "image": str(run.section("data").get("image")),
         "batch": str(run.batch),
+        "unit": f"{run.unit.rate}, {run.unit.per_sample} per sample",
         "precision": str(run.section("run").get("precision")),
         "device": str(run.section("run").get("device")),
         "machine": f"{host.get('cpu')}, {host.get('cores')} cores{', ' if names else ''}{', '.join(names)}",
@@ -148,7 +150,11 @@ def _learning(first: Run, second: Run) -> Iterator[str]:
     if shared := sorted(scores[0].keys() & scores[1].keys()):
         one, other = (side[shared[-1]] for side in scores)
         on = " and ".join(dict.fromkeys((first.evaluated_on, second.evaluated_on)))
-        yield f"top-1 on {on} after batch {shared[-1]}: A {one.top1:.2%}, B {other.top1:.2%}"
+        names = [name for name in headline_metrics(one.metrics) if name in other.metrics]
+        values = {name: (one.metrics[name], other.metrics[name]) for name in names} or {LOSS: (one.loss, other.loss)}
+        for name, (a, b) in values.items():
+            shown = f"A {format_metric(name, a, 2)}, B {format_metric(name, b, 2)}"
+            yield f"{metric_label(name)} on {on} after batch {shared[-1]}: {shown}"
 
 
 def compare_benches(first: str, second: str, one: Outcome, other: Outcome) -> Comparison:
@@ -176,7 +182,7 @@ def compare_benches(first: str, second: str, one: Outcome, other: Outcome) -> Co
 
 def _row_pair(row: Row, other: Row) -> Pair:
     assert row.rate is not None and other.rate is not None
-    what = f"{row.group}, {row.label}"
+    what = ", ".join(filter(None, (row.group, row.label, row.unit)))
     if not (row.repeats and other.repeats):
         value = other.rate.value / row.rate.value
         return Pair(what, row.rate, other.rate, Interval(value, value, value), is_predicted=True)

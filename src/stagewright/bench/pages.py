@@ -24,7 +24,7 @@ from stagewright.bench.statistics import Answer, Interval, judge
 from stagewright.bench.suite import devices_of
 from stagewright.config.sections import options
 from stagewright.errors import Interrupted, counted
-from stagewright.metrics import MIB
+from stagewright.metrics import MIB, format_metric, metric_label
 from stagewright.planning.predict import IMAGENET
 from stagewright.report.live.terminal import plain_table, say
 from stagewright.report.page import Bar, Bars, Block, Listing, Page, Summary, Table
@@ -50,8 +50,8 @@ def _blocks(outcome: Outcome) -> Iterator[Block]:
         yield _ratios(outcome)
     for name, rows in outcome.groups().items():
         if any(row.rate for row in rows):
-            yield _bars(name, rows, outcome.unit)
-        yield _figures(name, rows, outcome.unit)
+            yield _bars(name, rows, _unit_of(rows, outcome))
+        yield _figures(name, rows, _unit_of(rows, outcome))
         if any(row.model for row in rows):
             yield _configurations(name, rows)
     if outcome.figures:
@@ -123,7 +123,7 @@ def _comparison(row: Row, base: Row) -> str:
         known = "; more --repeats would say whether it is slower" if judge(speedup) is Answer.UNKNOWN else ""
         return f"no significant difference between {row.name} and {base.name}: {_short(speedup, 2)} x{known}"
     few = f", from only {counted(len(row.repeats), 'repeat')}" if len(row.repeats) < _FEW else ""
-    return f"{row.name} is {_short(speedup, 2)} x {base.name}, {_short(rate)} images/s{few}"
+    return f"{row.name} is {_short(speedup, 2)} x {base.name}, {_short(rate)} {row.unit or 'images/s'}{few}"
 
 
 def format_figure(value: float) -> str:
@@ -140,6 +140,11 @@ def _short(interval: Interval | None, digits: int | None = None) -> str:
     return f"{value} ({span})" if span else value
 
 
+def _unit_of(rows: Sequence[Row], outcome: Outcome) -> str:
+    """The unit of a group's rates."""
+    return next((row.unit for row in rows if row.unit), outcome.unit)
+
+
 def _bars(name: str, rows: Sequence[Row], unit: str) -> Bars:
     bars = []
     for row in rows:
@@ -148,7 +153,8 @@ def _bars(name: str, rows: Sequence[Row], unit: str) -> Bars:
         elif row.rate is not None:
             ends = (row.rate.low, row.rate.high) if len(row.repeats) > 1 else (None, None)
             bars.append(Bar(row.label, row.rate.value, *ends))
-    return Bars(f"{name}: {'throughput' if unit == 'images/s' else unit}", unit, tuple(bars))
+    is_throughput = unit == "images/s" or any(row.unit for row in rows)
+    return Bars(f"{name}: {'throughput' if is_throughput else unit}", unit, tuple(bars))
 
 
 def _table(title: str, lines: Sequence[Mapping[str, str]], note: str = "") -> Table:
@@ -256,14 +262,21 @@ def _times_dp(row: PublishedRow, rows: Sequence[PublishedRow]) -> tuple[str, str
 
 
 def _repeats(outcome: Outcome) -> Table:
+    metrics = dict.fromkeys(name for row in outcome.rows for repeat in row.repeats for name in repeat.metrics)
+    unit = _unit_of(outcome.rows, outcome) if all(row.unit for row in outcome.rows if row.repeats) else outcome.unit
     lines = [
         {
             "configuration": f"{row.group}, {row.label}",
             "repeat": str(number),
-            outcome.unit: (f"{repeat.rate:,.1f}" if repeat.rate >= 1 else f"{repeat.rate:.3g}")
+            unit: (f"{repeat.rate:,.1f}" if repeat.rate >= 1 else f"{repeat.rate:.3g}")
+            + (f" {row.unit}" if row.unit not in ("", unit) else "")
             + (" *" if number - 1 in row.outliers else ""),
             "warm-up, batches": f"{repeat.warmup if repeat.times else ''}{'' if repeat.is_steady else ' (no plateau)'}",
             "last loss": "" if repeat.loss is None else f"{repeat.loss:.4f}",
+            **{
+                metric_label(name): format_metric(name, repeat.metrics[name], 2) if name in repeat.metrics else ""
+                for name in metrics
+            },
             "other cores busy": "" if repeat.others is None else f"{repeat.others:.1f}",
         }
         for row in outcome.rows
@@ -278,7 +291,9 @@ def _remarks(outcome: Outcome) -> tuple[tuple[str, str], ...]:
     for row in outcome.rows:
         where = f"{row.group}, {row.label}"
         for number in row.outliers:
-            found.append((where, f"repeat {number + 1} is an outlier: {row.repeats[number].rate:,.1f} images/s"))
+            found.append(
+                (where, f"repeat {number + 1} is an outlier: {row.repeats[number].rate:,.1f} {row.unit or 'images/s'}")
+            )
         for number, repeat in enumerate(row.repeats, 1):
             if not repeat.is_steady:
                 found.append((where, f"repeat {number} was never steady, so its later half counts; give more --steps"))
@@ -314,7 +329,7 @@ def show(console: Console, outcome: Outcome, folder: Path) -> None:
     for name, rows in outcome.groups().items():
         say(console, name)
         ratios = [_ratio_cells(outcome.unit, ratio) for ratio in outcome.ratios if ratio.group == name]
-        console.print(_terminal_table(ratios or _row_cells(rows, outcome.unit)))
+        console.print(_terminal_table(ratios or _row_cells(rows, _unit_of(rows, outcome))))
         for row in rows if ratios else ():
             if row.note:
                 say(console, f"{row.name}: {row.note}")

@@ -39,7 +39,7 @@ _PATH = re.compile(r"(?<![\w.)\]>])(?:~?/)(?:[^\s/\"'`:;,<>|()\[\]{}\\]+/)+([^\s
 class Repeat:
     """One measurement: of a configuration, a run in fresh processes."""
 
-    rate: float  # in the outcome's unit: images per second after the warm-up
+    rate: float  # in the row's or the outcome's unit: images per second after the warm-up
     warmup: int = 0  # batches that do not count
     is_steady: bool = True  # a plateau was found
     times: tuple[float, ...] = ()  # seconds per batch of every segment, including the warm-up
@@ -50,6 +50,7 @@ class Repeat:
     others: float | None = None  # cores that other processes kept busy
     throttled: tuple[str, ...] = ()
     foreign: int = 0  # the most processes of other programs on one GPU
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of its last evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class Row:
     step_lines: tuple[str, ...] = ()  # of its first repeat
     epoch_seconds: float | None = None  # of ImageNet
     note: str = ""
+    unit: str = ""  # of its rates, where it is not the outcome's: tokens/s
 
     @property
     def label(self) -> str:

@@ -35,7 +35,7 @@ from stagewright.cluster.topology import Cluster
 from stagewright.config.sections import Config
 from stagewright.config.toml import as_tables
 from stagewright.errors import RunFailed, UserError
-from stagewright.metrics import MIB, steady_rate
+from stagewright.metrics import IMAGES, MIB, Unit, headline_metrics, steady_rate
 from stagewright.plan.plan import Plan
 from stagewright.planning.predict import IMAGENET
 from stagewright.run.train import Result, run
@@ -84,6 +84,7 @@ class Measurements:
     config: Config
     repeats: list[Repeat] = field(default_factory=list)
     plan: Plan | None = None
+    unit: Unit = IMAGES
     step_lines: tuple[str, ...] = ()
     failure: str = ""
 
@@ -138,7 +139,7 @@ def run_once(measurements: Measurements, number: int, folder: Path) -> None:
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # by probing the model; the next ranks need the memory
                 torch.cuda.empty_cache()
     output.replace(result.folder / _OUTPUT)
-    measurements.plan = result.plan
+    measurements.plan, measurements.unit = result.plan, result.unit
     measurements.repeats.append(_repeat(result))
     if number == 1:
         lines = (result.folder / _OUTPUT).read_text().splitlines()
@@ -150,11 +151,12 @@ def _repeat(result: Result) -> Repeat:
     if speed is None:
         raise UserError("0 timed batches give no speed; train at least 1")
     return Repeat(
-        rate=speed.rate,
+        rate=result.unit.of(speed.rate),
         warmup=speed.warmup,
         is_steady=speed.is_steady,
         times=speed.times,
         loss=result.steps[-1].loss,
+        metrics=headline_metrics(result.evaluations[-1].metrics) if result.evaluations else {},
         run=result.folder.name,
         **asdict(observed(result.folder, result.plan)),
     )
@@ -270,11 +272,12 @@ def row_so_far(configuration: Configuration, found: Measurements) -> Row:
         reason=found.failure,
         memory=tuple(max(stage) for stage in zip(*held, strict=True)) if all(held) else (),
         step_lines=found.step_lines,
+        unit="" if found.unit == IMAGES else found.unit.rate,
         **_about(configuration, config),
         **(_of_plan(found.plan) if found.plan is not None else {}),
     )
     assert row.rate is not None
-    return replace(row, epoch_seconds=IMAGENET / row.rate.value)
+    return row if row.unit else replace(row, epoch_seconds=IMAGENET / row.rate.value)
 
 
 def with_speedups(rows: Sequence[Row]) -> list[Row]:
@@ -285,6 +288,8 @@ def with_speedups(rows: Sequence[Row]) -> list[Row]:
 
 def _speedup(row: Row, baseline: Row | None) -> Interval | None:
     if baseline is None or row.rate is None or baseline.rate is None or row.kind != baseline.kind:
+        return None
+    if row.unit != baseline.unit:
         return None
     if row.kind == "predicted":
         ratio = row.rate.value / baseline.rate.value

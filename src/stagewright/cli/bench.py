@@ -168,8 +168,10 @@ def _measure_of(request: Request) -> Measure:
         _refuse_unused(request, _PUBLISHED_OPTIONS)
         return lambda runs, keep, progress: published.measure(runs.parent, progress)
     if request.suite == "shared":
-        _refuse_unused(request, ("repeats",))
-        return lambda runs, keep, progress: shared.measure(request.repeats or REPEATS, progress, keep)
+        _refuse_unused(request, ("repeats", "reuse", "simulate"))
+        return lambda runs, keep, progress: shared.measure(
+            request.repeats or REPEATS, runs.parent, progress, keep, reuse=request.reuse, simulate=request.simulate
+        )
     if request.suite in _PARTS:
         _refuse_unused(request, ())
         return lambda runs, keep, progress: _PARTS[request.suite](progress)

@@ -18,7 +18,7 @@ def read_layers(parsed: argparse.Namespace) -> tuple[list[Tables], set[str]]:
     for key, value in vars(parsed).items():
         section, dot, name = key.partition(".")
         if dot:
-            layers.append({section: {name: value}})
+            layers.append({section: {name: ",".join(value) if isinstance(value, list) else value}})
     given = keys_of(*layers)
     if not parsed.config:
         return layers, given

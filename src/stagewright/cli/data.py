@@ -15,11 +15,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from stagewright.data.convert import convert
 from stagewright.data.datasets import Kind, open_records
+from stagewright.data.formats.records import Records
+from stagewright.data.formats.text import convert_text, open_tokenizer
+from stagewright.data.segmentation import open_segmentation
 from stagewright.data.sources import ImageOptions, with_transforms
 from stagewright.data.survey import Survey, draw_sheet, survey
 from stagewright.errors import UserError, counted
 from stagewright.report.live.terminal import print_lines
 
+_TEXT = "text:"
+_PER_PART = 5000  # records of a part or shard
 _MOST_SHOWN = 20  # classes, bad records
 
 
@@ -61,8 +66,12 @@ def _show(found: Survey, sheet: str | None) -> None:
 
 def run_index(parsed: argparse.Namespace) -> None:
     began = time.perf_counter()
+    kind, _, where = parsed.path.partition(":")
     with _progress("indexing") as update:
-        records = open_records(parsed.path, parsed.class_names, progress=update)
+        if kind == "segmentation":
+            records: Records = open_segmentation(where, parsed.class_names, update)
+        else:
+            records = open_records(parsed.path, parsed.class_names, progress=update)
     seconds = time.perf_counter() - began
     if parsed.json:
         about = {"records": len(records), "classes": records.classes, "fingerprint": records.fingerprint}
@@ -73,13 +82,19 @@ def run_index(parsed: argparse.Namespace) -> None:
 
 
 def run_convert(parsed: argparse.Namespace) -> None:
+    if parsed.source.startswith(_TEXT):
+        _convert_text(parsed)
+        return
+    if parsed.tokenizer is not None or parsed.val_fraction:
+        flag = "--tokenizer" if parsed.tokenizer is not None else "--val-fraction"
+        raise UserError(f"{flag} changes nothing with {parsed.source}; it needs text:FILE")
     kind, _, where = parsed.target.partition(":")
     if kind not in set(Kind) or not where:
         raise UserError(f"target '{parsed.target}' is not one of folder:DIR, tar:DIR, ofrecord:DIR")
     with _progress("indexing") as update:
         records = open_records(parsed.source, parsed.class_names, parsed.limit, update)
     with _progress("converting", len(records)) as update:
-        done = convert(records, Kind(kind), Path(where), parsed.per_part, update)
+        done = convert(records, Kind(kind), Path(where), parsed.per_part or _PER_PART, update)
     if parsed.json:
         print(json.dumps(asdict(done)))
         return
@@ -87,6 +102,24 @@ def run_convert(parsed: argparse.Namespace) -> None:
     print_lines(*(f"left out: {reason}" for reason in done.left_out[:_MOST_SHOWN]))
     if len(done.left_out) > _MOST_SHOWN:
         print_lines(f"... and {len(done.left_out) - _MOST_SHOWN} more were left out")
+
+
+def _convert_text(parsed: argparse.Namespace) -> None:
+    """Text to tokens."""
+    source, (kind, _, target) = parsed.source.removeprefix(_TEXT), parsed.target.partition(":")
+    if kind != "tokens" or not target:
+        raise UserError(f"target '{parsed.target}' is not tokens:FILE, the only one for {parsed.source}")
+    given = {"--class-names": parsed.class_names, "--limit": parsed.limit, "--per-part": parsed.per_part}
+    for flag, value in given.items():
+        if value is not None:
+            raise UserError(f"{flag} changes nothing with {parsed.source}; leave it out")
+    total = Path(source).stat().st_size if Path(source).is_file() else None
+    with _progress("tokenizing", total) as update:
+        done = convert_text(source, target, open_tokenizer(parsed.tokenizer), parsed.val_fraction, update)
+    if parsed.json:
+        print(json.dumps([asdict(one) for one in done]))
+        return
+    print_lines(*(f"{counted(one.tokens, 'token')}, vocabulary of {one.vocabulary}, in {one.path}" for one in done))
 
 
 def _size(records: int, classes: int) -> str:

@@ -74,7 +74,11 @@ _OWN = (
     # Of commands about data
     _number("--most", "most records to decode (0: all)", 10_000, least=0, most=2**31 - 1),
     _text("--sheet", "FILE", "picture to write", "contact-sheet.png"),
-    _number("--per-part", "records per part or shard", 5000),
+    _number("--per-part", "records per part or shard (default: 5000)"),
+    _text("--tokenizer", "FILE", "tokenizer.json that makes the tokens of text:FILE (default: its bytes)"),
+    _number(
+        "--val-fraction", "share of the text, at its end, for a second file", 0.0, "SHARE", float, least=0, below=1
+    ),
     _number("--images", "images per repeat (default: 64)", least=16),
     # Of commands about runs
     _switch("--once", "show the current state and exit"),
@@ -141,7 +145,15 @@ def take(flags: str, **changes: Any) -> tuple[Taken, ...]:
 def take_sections(*sections: str) -> tuple[Taken, ...]:
     """All options of some sections of the configuration, or of all sections, under their headings and by their keys."""
     return tuple(
-        _taken(entry, {"group": entry.key.partition(".")[0], "has_negation": entry.type is bool, "dest": entry.key})
+        _taken(
+            entry,
+            {
+                "group": entry.key.partition(".")[0],
+                "has_negation": entry.type is bool,
+                "is_repeated": entry.is_joined,
+                "dest": entry.key,
+            },
+        )
         for entry in options(*sections)
     )
 

@@ -343,13 +343,13 @@ COMMANDS = (
         *("data convert", "data:run_convert", "write a data set in another format"),
         usage="SRC DST",
         arguments=(
-            Argument("source", "SRC", _DATA),
-            Argument("target", "DST", "folder:DIR, tar:DIR or ofrecord:DIR; DIR is new or empty"),
+            Argument("source", "SRC", "folder:DIR, tar:GLOB, ofrecord:DIR, or a path; or text:FILE"),
+            Argument("target", "DST", "folder:DIR, tar:DIR or ofrecord:DIR; DIR is new or empty; or tokens:FILE"),
         ),
         options=(
             *take("--class-names"),
             *take("--limit", help="convert only this many records, evenly spread"),
-            *take("--per-part"),
+            *take("--per-part --tokenizer --val-fraction"),
         ),
     ),
     Command(

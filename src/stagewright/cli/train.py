@@ -37,10 +37,11 @@ def run(parsed: argparse.Namespace) -> None:
         say(console, f"done; metrics and weights are on machine 0, {where}", soft_wrap=True)
         return
     speed = result.summary["images_per_second"]
-    words = speed_words(speed, result.summary["steady_steps"])
+    unit = result.unit
+    words = speed_words(speed, result.summary["steady_steps"], unit)
     lines = [f"done: {counted(result.summary['batches'], 'step')}, {words}"]
     if speed and (predicted := result.summary["predicted_images_per_second"]):
-        lines.append(f"predicted: {predicted:.0f} images/s, {predicted / speed - 1:+.1%}")
+        lines.append(f"predicted: {unit.of(predicted):.0f} {unit.rate}, {predicted / speed - 1:+.1%}")
     if result.exported:
         lines.append(f"weights: {result.exported}")
     lines.append(f"files: {result.folder}")
@@ -98,5 +99,7 @@ def _table(results: dict[str, Result]) -> Table:
     for name, result in results.items():
         evaluated = result.evaluations[-1]
         speed = result.summary["images_per_second"] if result.summary["steady_steps"] else None
-        table.add_row(name, f"{evaluated.loss:.4f}", f"{evaluated.top1:.1%}", f"{speed:.0f}" if speed else "not known")
+        table.add_row(
+            name, f"{evaluated.loss:.4f}", f"{evaluated.metrics['top1']:.1%}", f"{speed:.0f}" if speed else "not known"
+        )
     return table

@@ -31,7 +31,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {  # of each table; some are only for peo
     "family": ("title", "convolution", "product", "memory"),
     "link": ("title", "bandwidth", "latency", "staged"),
     "cluster": ("title", "network", "machines"),
-    "machine": ("device", "devices", "count", "cores", "levels", "host", "parts", "watts"),
+    "machine": ("device", "devices", "count", "cores", "levels", "host", "parts", "watts", "is_shared"),
     "level": ("link", "lanes", "groups"),
 }
 
@@ -342,4 +342,5 @@ def _machine(
         knows_host=given is not None,
         parts=tuple((str(name), parts.positive(name)) for name in parts.entry),
         watts=table.optional("watts") or 0.0,
+        is_shared=bool(table.get("is_shared", False)),
     )

@@ -56,11 +56,18 @@ class Machine:
     knows_host: bool = True  # whether that was measured or given, not assumed
     parts: tuple[tuple[str, float], ...] = ()  # dollars of what is beside the devices, by part
     watts: float = 0.0  # of the same
+    is_shared: bool = False  # its devices are processes on one card, whose speed they divide
+    alone: float | None = None  # how much faster such a process is while it is alone; None: by their number
 
     @property
     def copies_through_host(self) -> bool:
         """Whether some of its devices reach each other only through host memory."""
         return (self.devices or 0) > 1 and any(level.link.staged for level in self.levels)
+
+    @property
+    def most_speedup(self) -> float:
+        """How much faster one of the processes that share a card is while it is alone, than with all at work."""
+        return (self.alone or float(self.devices or 1)) if self.is_shared else 1.0
 
     def first(self, devices: int) -> Machine:
         """The machine with only its first devices."""

@@ -15,7 +15,8 @@ from stagewright.errors import UserError
 
 Values = Mapping[str, Any]  # of all options of a command, by flag; a condition on an option that it lacks holds
 
-_IMAGES = ("folder", "tar", "ofrecord")
+_CLASSES = ("folder", "tar", "ofrecord", "segmentation")  # data of images that may have class names
+_IMAGES = (*_CLASSES, "table")
 _SEARCHES = ("plan", "simulate", "value")  # commands that plan without training
 
 
@@ -152,6 +153,14 @@ def _data(what: str, *kinds: str) -> Condition:
     )
 
 
+def _no_data(kind: str, instead: str) -> Condition:
+    """Neither the training nor the evaluation data is of this kind."""
+    return Condition(
+        lambda values: all((values.get(flag) or "").partition(":")[0] != kind for flag in ("--data", "--val")),
+        lambda values: f"with {kind}: data; {instead}",
+    )
+
+
 def _either(condition: Condition, *others: Condition) -> Condition:
     """At least one of several conditions; the sentence is about the first."""
     return Condition(lambda values: any(one.holds(values) for one in (condition, *others)), condition.otherwise)
@@ -172,21 +181,30 @@ def _exclusive(first: str, second: str, commands: tuple[str, ...] = ()) -> tuple
 
 
 _CUDA = _is("--device", "cuda")
+_EVALUATES = Condition(
+    lambda values: is_set(values.get("--val")) or is_set(values.get("--eval-every")),
+    lambda values: "without an evaluation; give --val or --eval-every as well",
+)
 _STAGES = _is("--mode", "sync", "stale", "pipedream")
 _STALE = _is("--mode", "stale")
 _SGD = _is("--optimizer", "sgd")
-_IMAGE_DATA = _data("encoded images (folder:, tar: or ofrecord:)", *_IMAGES)
+_IMAGE_DATA = _data("encoded images (folder:, tar:, ofrecord:, segmentation: or table:)", *_IMAGES)
+_CLASS_DATA = _data("images with classes (folder:, tar:, ofrecord: or segmentation:)", *_CLASSES)
+_NO_MASKS = _no_data("segmentation", "use --decode cpu, which draws masks too")
 _OF_PLAN_FILE = ("--placement", "--shares", "--cut", "--mode", "--staleness", "--versions", "--depths", "--policy")
 
 RULES: tuple[Rule, ...] = (
     # Data
     *_unused(_data("--data synthetic", "synthetic"), "--samples", "--learnable"),
-    *_unused(_IMAGE_DATA, "--class-names", "--crop", "--normalize", "--loader-threads", "--ahead", "--max-bad"),
+    *_unused(_data("--data tokens:FILE", "tokens"), "--context"),
+    *_unused(_CLASS_DATA, "--class-names"),
+    *_unused(_IMAGE_DATA, "--crop", "--normalize", "--loader-threads", "--ahead", "--max-bad"),
     *_unused(_IMAGE_DATA, "--jitter", "--cutout", off=0),
     *_unused(_IMAGE_DATA, "--decode", off="cpu"),
     *_unused(_is("--decode", "cpu", "gpu"), "--ahead"),
     Rule("--decode", _CUDA, ("gpu",)),
     Rule("--decode", _zero("--jitter"), ("once",)),
+    Rule("--decode", _NO_MASKS, ("gpu", "once")),
     # Plan
     *_unused(_without("--plan"), *_OF_PLAN_FILE, "--batch", "--microbatch", "--microbatches"),
     *_unused(_STAGES, "--cut", "--shares", "--dynamic"),
@@ -194,6 +212,10 @@ RULES: tuple[Rule, ...] = (
     *_unused(_is("--policy", "1f1b"), "--depths"),
     *_exclusive("--cut", "--shares"),
     *_exclusive("--staleness", "--versions"),
+    # Loss
+    *_unused(_is("--loss", "auto", "cross-entropy", "next-token", "soft"), "--label-smoothing", off=0.0),
+    *_unused(_is("--loss", "auto", "cross-entropy", "next-token", "binary"), "--ignore-index"),
+    *_unused(_is("--loss", "auto", "cross-entropy"), "--class-weights"),
     # Optimizer and learning rate
     *_unused(_SGD, "--momentum", "--nesterov"),
     *_unused(_is("--optimizer", "adamw"), "--beta1", "--beta2", "--eps"),
@@ -216,6 +238,7 @@ RULES: tuple[Rule, ...] = (
     Rule("--cuda-graph", _without("--compile"), ("on",)),
     # Run
     *_exclusive("--steps", "--epochs"),
+    *_unused(_EVALUATES, "--metric", off="auto"),
     *_exclusive("--emulate", "--nodes"),
     *_unused(_without("--emulate"), "--share-gpu", "--timeout", "--start-timeout", "--max-restarts"),
     *_unused(_without("--emulate"), "--backend", off="auto"),

@@ -20,6 +20,7 @@ _MOST_SAMPLES = 2**28  # an epoch's order is in memory, eight bytes per sample
 _MOST_BATCH = 2**31 - 1
 _MOST_CLASSES = 2**24
 _MOST_SIDE = 2**16
+_MOST_CONTEXT = 2**20
 MOST_STEPS = 10**9
 MOST_RUNS = 1000  # of one configuration
 _MOST_EPOCHS = 10**6
@@ -28,13 +29,23 @@ _MOST_SCALE = 2.0**127  # of fp32
 RENAMED = {"plan.weights": "plan.shares"}  # keys of older versions, which old run folders still have
 
 
-def option(default: Any, flag: str, help: str, metavar: str = "", *, is_list: bool = False, **bounds: float) -> Any:
+def option(
+    default: Any,
+    flag: str,
+    help: str,
+    metavar: str = "",
+    *,
+    is_list: bool = False,
+    is_joined: bool = False,
+    **bounds: float,
+) -> Any:
     """A field that is also a command-line option; its bounds are `least`, `above`, `below` and `most`.
 
-    `is_list`: a text of comma-separated integers from 0 on.
+    `is_list`: a text of comma-separated integers from 0 on. `is_joined`: a text of comma-separated names; a command
+    line may repeat the option instead.
     """
-    about = {"flag": flag, "help": help, "metavar": metavar, "bounds": bounds, "is_list": is_list}
-    return field(default=default, metadata=about)
+    lists = {"is_list": is_list, "is_joined": is_joined}
+    return field(default=default, metadata={"flag": flag, "help": help, "metavar": metavar, "bounds": bounds, **lists})
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,12 @@ class ModelConfig(Section):
     classes: int | None = option(
         None, "--classes", "outputs of a zoo model (default: the model's)", least=1, most=_MOST_CLASSES
     )
+    inputs: str | None = option(
+        None,
+        "--inputs",
+        "fields that the model takes: image, or input_ids,labels=input_ids (default: all but targets)",
+        "FIELDS",
+    )
 
 
 @dataclass(frozen=True)
@@ -59,7 +76,10 @@ class DataConfig(Section):
     """What it is trained on."""
 
     source: str = option(
-        "synthetic", "--data", "synthetic, folder:DIR, tar:GLOB, ofrecord:DIR or tensors:FILE", "SOURCE"
+        "synthetic",
+        "--data",
+        "synthetic, folder:DIR, tar:GLOB, ofrecord:DIR, segmentation:DIR, table:FILE, tensors:FILE or tokens:FILE",
+        "SOURCE",
     )
     val: str | None = option(None, "--val", "data to evaluate on (default: the training data)", "SOURCE")
     samples: int = option(4096, "--samples", "samples of synthetic data", least=1, most=_MOST_SAMPLES)
@@ -67,6 +87,7 @@ class DataConfig(Section):
         None, "--image", "side of the images in pixels (default: the model's)", least=1, most=_MOST_SIDE
     )
     shuffle: bool = option(True, "--shuffle", "shuffle the samples anew in every epoch")
+    context: int = option(256, "--context", "tokens per sample of tokens:FILE", least=1, most=_MOST_CONTEXT)
     limit: int | None = option(None, "--limit", "train on only this many samples, evenly spread")
     class_names: str | None = option(None, "--class-names", "file with one class name per line, in label order", "FILE")
     learnable: bool = option(True, "--learnable", "synthetic images show their class")
@@ -128,6 +149,24 @@ class OptimizerConfig(Section):
 
 
 @dataclass(frozen=True)
+class LossConfig(Section):
+    """What is minimised."""
+
+    name: str = option(
+        "auto",
+        "--loss",
+        "cross-entropy, next-token, binary, mse, l1, soft, model (its own), or package.module:function",
+        "LOSS",
+    )
+    ignore_index: int | None = option(
+        None, "--ignore-index", "a label that does not count (default: -100, where a sample has many)"
+    )
+    class_weights: str | None = option(
+        None, "--class-weights", "cross-entropy: the weight of each class: 1,2.5,1", "W,W"
+    )
+
+
+@dataclass(frozen=True)
 class ScheduleConfig(Section):
     """How the learning rate moves."""
 
@@ -182,6 +221,13 @@ class RunConfig(Section):
     eval_every: int | None = option(
         None, "--eval-every", "batches between evaluations (0: only at the end) (default: with --val, an epoch)"
     )
+    metrics: str = option(
+        "auto",
+        "--metric",
+        "top1, top5, accuracy, iou, mae, mse, perplexity, none or package.module:function; may be repeated",
+        "NAME",
+        is_joined=True,
+    )
     log_every: int = option(10, "--log-every", "batches between log lines", least=1)
     monitor_every: float = option(1.0, "--monitor-every", "seconds between samples of memory, load and power (0: none)")
     track: Literal["none", "tensorboard", "wandb", "mlflow"] = option(
@@ -231,6 +277,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     plan: PlanConfig = PlanConfig()
+    loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -250,6 +297,7 @@ class Option:
     default: Any = None
     bounds: Mapping[str, float] = field(default_factory=dict)
     key: str = ""  # section.field of the configuration
+    is_joined: bool = False  # it may be repeated, which joins its values by commas
 
     def check(self, value: float | None) -> None:
         """Raise if a number is outside the bounds."""
@@ -276,7 +324,8 @@ def _as_option(section: str, entry: Field[Any], hint: Any) -> Option:
     about = entry.metadata
     metavar = about["metavar"] or ("" if choices else {int: "N", float: "FLOAT"}.get(kind, "TEXT"))
     key = f"{section}.{entry.name}"
-    return Option(about["flag"], about["help"], metavar, kind, choices, entry.default, about["bounds"], key)
+    common = (about["flag"], about["help"], metavar, kind, choices, entry.default, about["bounds"], key)
+    return Option(*common, about["is_joined"])
 
 
 def require_within(flag: str, value: float, **bounds: float) -> None:

@@ -55,9 +55,9 @@ class Cutout:
     left: int
     side: int
 
-    def apply(self, pixels: Tensor) -> None:
-        """Blacken the square of [rows, columns, RGB] in place."""
-        pixels[max(0, self.top) : self.top + self.side, max(0, self.left) : self.left + self.side] = 0
+    def apply(self, pixels: Tensor, value: int = 0) -> None:
+        """Blacken the square of [rows, columns, RGB] in place, or give it another value."""
+        pixels[max(0, self.top) : self.top + self.side, max(0, self.left) : self.left + self.side] = value
 
 
 @dataclass(frozen=True, slots=True)

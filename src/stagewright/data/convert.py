@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from stagewright.data import ofrecord, tar
 from stagewright.data.datasets import CLASS_NAMES, Kind, split_names
-from stagewright.data.records import BadRecordError, DataError, Record, Records
+from stagewright.data.formats import ofrecord, tar
+from stagewright.data.formats.records import BadRecordError, DataError, Record, Records
 from stagewright.errors import is_text
 
 _MOST_FOLDERS = 2**20  # of classes

@@ -14,7 +14,7 @@ from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
-from stagewright.data.index import (
+from stagewright.data.formats.index import (
     MOST_CLASSES,
     Index,
     IndexBuilder,
@@ -23,8 +23,8 @@ from stagewright.data.index import (
     cached_index,
     fingerprint,
 )
-from stagewright.data.ofrecord import list_parts, scan_parts
-from stagewright.data.records import (
+from stagewright.data.formats.ofrecord import list_parts, scan_parts
+from stagewright.data.formats.records import (
     BadRecordError,
     DataError,
     FileRecords,
@@ -33,7 +33,7 @@ from stagewright.data.records import (
     Records,
     require_limit,
 )
-from stagewright.data.tar import list_shards, scan_shards
+from stagewright.data.formats.tar import list_shards, scan_shards
 from stagewright.errors import counted
 from stagewright.files import read_regular
 
@@ -62,6 +62,11 @@ def open_records(
     records = _records(kind, index)
     if not len(records):
         raise DataError(f"data {text} contains no records; check the path")
+    return limited(records, limit)
+
+
+def limited(records: Records, limit: int | None) -> Records:
+    """`limit` of the records; all of them without one."""
     if limit is None:
         return records
     require_limit(limit, len(records))
@@ -83,7 +88,7 @@ def parse_data(text: str) -> tuple[Kind, str]:
 
 def names_images(text: str) -> bool:
     """Whether `--data` names encoded images."""
-    return text.partition(":")[0] in set(Kind)
+    return text.partition(":")[0] in {*Kind, "segmentation", "table"}
 
 
 def _open_index(kind: Kind, where: str, class_names: str | None, progress: Progress) -> Index:
@@ -94,7 +99,7 @@ def _open_index(kind: Kind, where: str, class_names: str | None, progress: Progr
         root, shards = Path(where), []
         if not root.is_dir():
             raise DataError(f"data {kind}:{where}: no such folder")
-    names = _class_names(root, class_names)
+    names = read_class_names(root, class_names)
 
     def is_current(index: Index) -> bool:
         paths = [entry.path for entry in index.watched]
@@ -116,13 +121,13 @@ def _open_index(kind: Kind, where: str, class_names: str | None, progress: Progr
             index = scan_parts(root, names, progress)
         else:
             index = scan_shards(root, shards, names, progress)
-        return replace(index, fingerprint=fingerprint(index, partial(_bytes_of, _records(kind, index))))
+        return replace(index, fingerprint=fingerprint(index, partial(bytes_of, _records(kind, index))))
 
     key = "\0".join((kind, where if kind is Kind.TAR else "", *names))
     return cached_index(root, key, is_current, build)
 
 
-def _class_names(root: Path, given: str | None) -> tuple[str, ...]:
+def read_class_names(root: Path, given: str | None) -> tuple[str, ...]:
     """One name per line, from the given file or the one beside the data; empty without either."""
     path = root / CLASS_NAMES if given is None else Path(given)
     if given is None and not path.is_file():
@@ -150,7 +155,7 @@ def _records(kind: Kind, index: Index) -> Records:
     return FileRecords(index) if kind is Kind.FOLDER else PartRecords(index)
 
 
-def _bytes_of(records: Records, number: int) -> bytes:
+def bytes_of(records: Records, number: int) -> bytes:
     """A record's bytes; none if it can't be read."""
     try:
         return records.get(number).data
@@ -177,7 +182,7 @@ def scan_folder(root: Path, class_names: tuple[str, ...], progress: Progress) ->
         )
     builder, watched = IndexBuilder(progress), list[Watched]()
     for name in found:
-        for folder, files in _walk(root, name):
+        for folder, files in walk_images(root, name):
             watched.append(folder)
             for file, size in files:
                 builder.add(0, 0, size, labels[name], f"{folder.path}/{file}")
@@ -187,7 +192,7 @@ def scan_folder(root: Path, class_names: tuple[str, ...], progress: Progress) ->
     return index
 
 
-def _walk(root: Path, name: str) -> Iterator[tuple[Watched, list[tuple[str, int]]]]:
+def walk_images(root: Path, name: str) -> Iterator[tuple[Watched, list[tuple[str, int]]]]:
     """A folder and all folders below it, sorted, each with its images and their sizes; links are followed."""
     waiting, visits = [name], Counter[tuple[int, int]]()
     while waiting:

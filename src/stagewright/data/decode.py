@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from stagewright.data.augment import Jitter, View
-from stagewright.data.records import BadRecordError, Record, Records
+from stagewright.data.formats.records import BadRecordError, Record, Records
 from stagewright.errors import UserError, first_line
 
 Pixels = NDArray[np.uint8]  # rows, columns, RGB

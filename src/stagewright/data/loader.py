@@ -12,17 +12,24 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from stagewright.data.formats.fields import Fields, cast
 from stagewright.data.on_device import CachedLoader, DeviceLoader, torchcodec_decoder
-from stagewright.data.order import Indices, ReplicaSlice, Sampler
+from stagewright.data.order import ReplicaSlice, Sampler
 from stagewright.data.pool import BadRecordCounter, Batch, Decode, LoaderOptions, Pool, ReadAhead
 from stagewright.data.sources import ImageSource, Source, SyntheticSource
+from stagewright.errors import UserError
 
 
 class Loader(Protocol):
     """Loads microbatches, in the data type the model computes with."""
 
-    def microbatch(self, number: int) -> tuple[Tensor, Tensor]:
-        """The inputs and labels of one microbatch; any number is allowed, the next one in order is fastest."""
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The fields that are targets; all others are inputs of the model."""
+        ...
+
+    def microbatch(self, number: int) -> Fields:
+        """One microbatch on the run's device; any number is allowed, the next one in order is fastest."""
         ...
 
     def close(self) -> None:
@@ -45,6 +52,8 @@ def _make_loader(source: Source, replica_slice: ReplicaSlice, options: LoaderOpt
         return ImageLoader(source, replica_slice, options, pool)
     if options.decode is Decode.ONCE:
         return CachedLoader(source, replica_slice, options, pool)
+    if source.labels.follows_view:
+        raise UserError("--decode gpu can't crop masks; use --decode cpu")
     return DeviceLoader(source, replica_slice, options, torchcodec_decoder(options.device))
 
 
@@ -56,10 +65,14 @@ class DirectLoader:
     sampler: Sampler
     options: LoaderOptions
 
-    def microbatch(self, number: int) -> tuple[Tensor, Tensor]:
-        inputs, labels = self.source.batch(self.sampler.indices(number))
-        dtype = self.options.dtype if inputs.is_floating_point() else inputs.dtype
-        return inputs.to(self.options.device, dtype), labels.to(self.options.device)
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return self.source.targets
+
+    def microbatch(self, number: int) -> Fields:
+        fields = self.source.batch(self.sampler.indices(number))
+        fields = {name: tensor.to(self.options.device) for name, tensor in fields.items()}
+        return cast(fields, self.targets, self.options.dtype)
 
     def close(self) -> None:
         pass
@@ -69,6 +82,7 @@ class ImageLoader:
     """Images decoded ahead of time by threads, into batches whose memory is reused."""
 
     def __init__(self, source: ImageSource, replica_slice: ReplicaSlice, options: LoaderOptions, pool: Pool) -> None:
+        self.targets = source.targets
         self._source = source
         self._sampler = replica_slice.sampler
         self._options = options
@@ -77,21 +91,21 @@ class ImageLoader:
         self._ahead = ReadAhead(replica_slice, options.ahead, self._begin, self._cancel)
         self._free: deque[_Buffers] = deque()
 
-    def microbatch(self, number: int) -> tuple[Tensor, Tensor]:
+    def microbatch(self, number: int) -> Fields:
         """One microbatch; the threads continue with the ones after it."""
         batch, buffers = self._next(number)
         self._bad.count_all(batch.bad)
-        labels = torch.from_numpy(batch.labels).to(self._options.device, non_blocking=True, copy=True)
+        labels = batch.labels.to(self._options.device, non_blocking=True, copy=True)
         images = buffers.to_device(batch.images, self._options.device)
-        inputs = self._source.normalization.apply(images, self._options.dtype)
+        fields = self._source.fields(images, labels, self._options.dtype)
         self._free.append(buffers)
-        return inputs, labels
+        return fields
 
     def pixels(self, number: int) -> tuple[Tensor, Tensor]:
         """A microbatch as bytes, before normalization; valid until the next microbatch is requested."""
         batch, buffers = self._next(number)
         self._free.append(buffers)
-        return batch.images, torch.from_numpy(batch.labels)
+        return batch.images, batch.labels
 
     def close(self) -> None:
         self._ahead.abandon()
@@ -129,7 +143,7 @@ class ImageLoader:
 class _Buffers:
     """Memory of one batch, pinned for a GPU, and the copy that may still be reading it."""
 
-    def __init__(self, images: Tensor, labels: Indices) -> None:
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images = images
         self.labels = labels
         self.copied: torch.cuda.Event | None = None

@@ -18,9 +18,10 @@ from torch.nn import functional
 
 from stagewright.data.augment import Cropping, View
 from stagewright.data.decode import Decoder, jittered, jpeg_header
+from stagewright.data.formats.fields import Fields
+from stagewright.data.formats.records import BadRecordError, Record
 from stagewright.data.order import AugmentSeed, Indices, ReplicaSlice
 from stagewright.data.pool import BadRecordCounter, Batch, LoaderOptions, Pool, ReadAhead
-from stagewright.data.records import BadRecordError, Record
 from stagewright.data.sources import ImageSource
 from stagewright.errors import UserError, first_line
 
@@ -48,6 +49,7 @@ class DeviceLoader:
     def __init__(
         self, source: ImageSource, replica_slice: ReplicaSlice, options: LoaderOptions, decode: DecodeBatch
     ) -> None:
+        self.targets = source.targets
         self._source = source
         self._slice = replica_slice
         self._options = options
@@ -57,7 +59,7 @@ class DeviceLoader:
         self._decoder = Decoder()
         self._ahead = ReadAhead(replica_slice, options.ahead, self._begin, Future.cancel)
 
-    def microbatch(self, number: int) -> tuple[Tensor, Tensor]:
+    def microbatch(self, number: int) -> Fields:
         """One microbatch on the device; the threads continue to read the ones after it."""
         records = self._ahead.take(number).result()
         indices, seed = self._slice.sampler.indices(number), self._slice.sampler.augment_seed(number)
@@ -67,8 +69,9 @@ class DeviceLoader:
             draw_view(pixels, self._source.view(seed, int(index), *pixels.shape[1:]), side)
             for index, pixels in zip(indices, decoded, strict=True)
         ]
-        inputs = self._source.normalization.apply(torch.stack(images), self._options.dtype)
-        return inputs, torch.tensor(labels, device=self._options.device)
+        return self._source.fields(
+            torch.stack(images), torch.stack(labels).to(self._options.device), self._options.dtype
+        )
 
     def close(self) -> None:
         self._ahead.abandon()
@@ -93,25 +96,27 @@ class DeviceLoader:
             return None
         return records
 
-    def _on_device(self, records: list[Record] | None) -> tuple[list[Tensor], list[int]] | None:
+    def _on_device(self, records: list[Record] | None) -> tuple[list[Tensor], list[Tensor]] | None:
         """Pixels [RGB, rows, columns] and labels; None if a record is bad."""
         if records is None:
             return None
         try:
-            return self._decode([record.data for record in records]), [record.label for record in records]
+            decoded = self._decode([record.data for record in records])
         except torch.OutOfMemoryError:  # a RuntimeError, but not caused by a record
             raise
         except (RuntimeError, ValueError):
             return None
+        sizes = (pixels.shape[1:] for pixels in decoded)
+        return decoded, [self._source.labels.read(record, *size) for record, size in zip(records, sizes, strict=True)]
 
-    def _on_cpu(self, indices: Indices) -> tuple[list[Tensor], list[int]]:
+    def _on_cpu(self, indices: Indices) -> tuple[list[Tensor], list[Tensor]]:
         decoded, labels = [], []
         for index in indices:
-            record, pixels, bad = self._source.first_good(int(index), self._decoder)
+            label, pixels, bad = self._source.first_good(int(index), self._decoder)
             for one in bad:
                 self._bad.count(one)
             decoded.append(torch.from_numpy(pixels.copy()).permute(2, 0, 1).to(self._options.device))
-            labels.append(record.label)
+            labels.append(label)
         return decoded, labels
 
 
@@ -133,6 +138,8 @@ def draw_view(pixels: Tensor, view: View, side: int) -> Tensor:
 def require_cacheable(source: ImageSource) -> None:
     """Raise if the augmentation does more to sizes than shift and cut out; the rules exclude --jitter."""
     augmentation = source.augmentation
+    if source.labels.follows_view:
+        raise UserError("--decode once can't crop masks; use --decode cpu")
     if augmentation.cropping is not Cropping.PADDED:
         raise UserError(
             f"--decode once caches whole images, but --crop is {augmentation.cropping} at {augmentation.side} pixels; "
@@ -145,17 +152,18 @@ class CachedLoader:
 
     def __init__(self, source: ImageSource, replica_slice: ReplicaSlice, options: LoaderOptions, pool: Pool) -> None:
         require_cacheable(source)
+        self.targets = source.targets
         self._source = source
         self._slice = replica_slice
         self._options = options
         self._pool = pool
 
-    def microbatch(self, number: int) -> tuple[Tensor, Tensor]:
+    def microbatch(self, number: int) -> Fields:
         images, labels = self._cached
         indices, seed = self._slice.sampler.indices(number), self._slice.sampler.augment_seed(number)
         rows = torch.from_numpy(indices).to(self._options.device, non_blocking=True)
         pixels = images[rows] if seed is None else self._views(images, rows, indices, seed)
-        return self._source.normalization.apply(pixels, self._options.dtype), labels[rows]
+        return self._source.fields(pixels, labels[rows], self._options.dtype)
 
     def close(self) -> None:
         self._pool.close()
@@ -168,7 +176,7 @@ class CachedLoader:
         self._pool.submit(batch, self._source.load)
         self._pool.wait(batch)
         BadRecordCounter(self._options).count_all(batch.bad)
-        return images.to(self._options.device), torch.from_numpy(labels).to(self._options.device)
+        return images.to(self._options.device), labels.to(self._options.device)
 
     def _views(self, images: Tensor, rows: Tensor, indices: Indices, seed: AugmentSeed) -> Tensor:
         """The training views of the samples in these rows."""

@@ -11,11 +11,9 @@ from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stagewright.data.formats.fields import Indices as Indices
 from stagewright.errors import UserError, counted
-
-Indices = NDArray[np.int64]
 
 
 class DataChanged(UserError):

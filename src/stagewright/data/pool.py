@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from stagewright.data.decode import Decoder
+from stagewright.data.formats.records import BadRecord, DataError
 from stagewright.data.order import AugmentSeed, Indices, ReplicaSlice
-from stagewright.data.records import BadRecord, DataError
 from stagewright.errors import UserError, counted
 
-Load = Callable[[int, AugmentSeed | None, Tensor, Decoder], tuple[int, tuple[BadRecord, ...]]]
+Load = Callable[[int, AugmentSeed | None, Tensor, Tensor, Decoder], tuple[BadRecord, ...]]
 Work = TypeVar("Work")
 
 
@@ -116,7 +116,7 @@ class ReadAhead(Generic[Work]):
 class Batch:
     """Samples being loaded: which ones, where they are written, and how many are left."""
 
-    def __init__(self, indices: Indices, seed: AugmentSeed | None, images: Tensor, labels: Indices) -> None:
+    def __init__(self, indices: Indices, seed: AugmentSeed | None, images: Tensor, labels: Tensor) -> None:
         self.indices = indices
         self.seed = seed
         self.images = images
@@ -185,7 +185,7 @@ class Pool:
             bad: tuple[BadRecord, ...] = ()
             error: BaseException | None = None
             try:
-                batch.labels[row], bad = load(int(batch.indices[row]), batch.seed, batch.images[row], decoder)
+                bad = load(int(batch.indices[row]), batch.seed, batch.images[row], batch.labels[row], decoder)
             except BaseException as caught:  # raised again by `wait`
                 error = caught
             with self._condition:

@@ -1,4 +1,4 @@
-"""Where samples come from: encoded images, tensors in a file, or synthetic data.
+"""Where samples come from: encoded images, tensors or tokens in a file, or synthetic data.
 
 `open_source` opens what `--data` names. A `Source` returns samples by index; an `ImageSource` also fills single samples
 for the loaders, and replaces a bad record by the next good one.
@@ -7,18 +7,15 @@ for the loaders, and replaces a bad record by the next good one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from hashlib import blake2b
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional
 
 from stagewright.data.augment import Augmentation, Cropping, View, default_cropping
-from stagewright.data.datasets import names_images, open_records
+from stagewright.data.datasets import limited, names_images, open_records
 from stagewright.data.decode import (
     MOST_PIXELS,
     Decoder,
@@ -28,9 +25,18 @@ from stagewright.data.decode import (
     parse_normalization,
     render,
 )
+from stagewright.data.formats.fields import IMAGES, Unit
+from stagewright.data.formats.fields import Fields as Fields
+from stagewright.data.formats.fields import cast as cast
+from stagewright.data.formats.fields import only_pair as only_pair
+from stagewright.data.formats.records import BadRecord, BadRecordError, DataError, Records, require_limit
+from stagewright.data.formats.tensors import TensorSource
+from stagewright.data.formats.tokens import TokenSource
+from stagewright.data.labels import ClassLabels, Labels
 from stagewright.data.order import AugmentSeed, Indices
-from stagewright.data.records import BadRecord, BadRecordError, DataError, Record, Records, require_limit
-from stagewright.errors import UserError, first_line, is_out_of_memory
+from stagewright.data.segmentation import MaskLabels, open_segmentation
+from stagewright.data.table import open_table
+from stagewright.errors import UserError, is_out_of_memory
 from stagewright.metrics import GIB
 
 
@@ -39,13 +45,23 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """The samples at these indices and their labels, each stacked."""
+    def batch(self, indices: Indices) -> Fields:
+        """The samples at these indices, each field stacked."""
+        ...
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The fields that are targets; all others are inputs of the model."""
+        ...
+
+    @property
+    def unit(self) -> Unit:
+        """What throughput counts, and how many of it a sample has."""
         ...
 
     @property
     def classes(self) -> int:
-        """One more than the largest label."""
+        """One more than the largest number of a target that holds class numbers; 0 where there is none."""
         ...
 
     @property
@@ -55,10 +71,20 @@ class Source(Protocol):
 
 
 class ImageSource:
-    """Encoded images as a source of samples."""
+    """Encoded images as a source of samples: an image, and its class or what else `labels` reads."""
 
-    def __init__(self, records: Records, augmentation: Augmentation, normalization: Normalization) -> None:
+    unit = IMAGES
+
+    def __init__(
+        self,
+        records: Records,
+        augmentation: Augmentation,
+        normalization: Normalization,
+        labels: Labels | None = None,
+    ) -> None:
         self.records = records
+        self.labels = labels or ClassLabels()
+        self.targets = (self.labels.name,)
         self.augmentation = augmentation
         self.normalization = normalization
         self.classes = records.classes
@@ -67,43 +93,50 @@ class ImageSource:
     def __len__(self) -> int:
         return len(self.records)
 
-    def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
+    def batch(self, indices: Indices) -> Fields:
         """Samples with the evaluation's views, in single precision."""
         images, labels = self.allocate(len(indices))
         decoder = Decoder()
         for row, index in enumerate(indices):
-            labels[row], _ = self.load(int(index), None, images[row], decoder)
-        return self.normalization.apply(images, torch.float32), torch.from_numpy(labels)
+            self.load(int(index), None, images[row], labels[row], decoder)
+        return self.fields(images, labels, torch.float32)
 
-    def allocate(self, samples: int, *, is_pinned: bool = False) -> tuple[Tensor, Indices]:
+    def fields(self, images: Tensor, labels: Tensor, dtype: torch.dtype) -> Fields:
+        """A microbatch of uint8 [samples, side, side, RGB] and the labels, on their device."""
+        fields = {"image": self.normalization.apply(images, dtype), self.labels.name: labels}
+        return cast(fields, self.targets, dtype)
+
+    def allocate(self, samples: int, *, is_pinned: bool = False) -> tuple[Tensor, Tensor]:
         """Memory for the pixels and labels of some samples."""
         side = self.augmentation.side
         try:
             images = torch.zeros(samples, side, side, 3, dtype=torch.uint8, pin_memory=is_pinned)
+            return images, self.labels.allocate(samples, side)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             gib = samples * side * side * 3 / GIB
             raise DataError(f"{samples} images of side {side} need {gib:,.1f} GiB; reduce --image") from error
-        return images, np.zeros(samples, np.int64)
 
     def load(
-        self, index: int, seed: AugmentSeed | None, target: Tensor, decoder: Decoder
-    ) -> tuple[int, tuple[BadRecord, ...]]:
-        """Fill `target` with the first good sample from `index` on; its label, and the bad records before it."""
-        record, pixels, bad = self.first_good(index, decoder)
-        render(pixels, self.view(seed, index, *pixels.shape[:2]), target)
-        return record.label, bad
+        self, index: int, seed: AugmentSeed | None, image: Tensor, label: Tensor, decoder: Decoder
+    ) -> tuple[BadRecord, ...]:
+        """Fill `image` and `label` with the first good sample from `index` on; returns the bad records before it."""
+        found, pixels, bad = self.first_good(index, decoder)
+        view = self.view(seed, index, *pixels.shape[:2])
+        render(pixels, view, image)
+        self.labels.draw(found, view, label)
+        return bad
 
-    def first_good(self, index: int, decoder: Decoder) -> tuple[Record, Pixels, tuple[BadRecord, ...]]:
-        """The first good record from `index` on, its pixels, and the bad records before it; wraps around at the end."""
+    def first_good(self, index: int, decoder: Decoder) -> tuple[Tensor, Pixels, tuple[BadRecord, ...]]:
+        """Label and pixels of the first good record from `index` on, and the bad ones before it; wraps around."""
         bad: list[BadRecord] = []
         for step in range(len(self.records)):
             candidate = (index + step) % len(self.records)
             try:
                 record, pixels = decode_record(self.records, candidate, decoder)
                 self.require_view(record.name, *pixels.shape[:2])
-                return record, pixels, tuple(bad)
+                return self.labels.read(record, *pixels.shape[:2]), pixels, tuple(bad)
             except BadRecordError as error:
                 bad.append(BadRecord(candidate, str(error)))
         raise DataError(f"none of the {len(self.records)} records can be used; the first: {bad[0].reason}")
@@ -124,65 +157,14 @@ class ImageSource:
         return self.augmentation.training_view(seed.seed, seed.epoch, index, height, width)
 
 
-class TensorSource:
-    """Tensors of a safetensors file: `images` [samples, ...] and `labels` [samples]; bytes become fractions of 255."""
-
-    def __init__(self, path: str) -> None:
-        self._images, self._labels = _read_tensors(path)
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        where = torch.from_numpy(indices)
-        images = self._images[where]
-        return (images.float() / 255 if images.dtype == torch.uint8 else images), self._labels[where]
-
-    @property
-    def classes(self) -> int:
-        return int(self._labels.max()) + 1 if self._labels.numel() else 0
-
-    @property
-    def fingerprint(self) -> str:
-        few = torch.arange(0, len(self), max(1, len(self) // 64))
-        digest = blake2b(repr((self._images.shape, self._images.dtype)).encode(), digest_size=16)
-        for tensor in (self._labels, self._images[few]):
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
-
-
-def _read_tensors(path: str) -> tuple[Tensor, Tensor]:
-    if not Path(path).is_file():
-        raise UserError(f"tensors file {path}: no such file")
-    try:
-        with safe_open(path, "pt") as file:
-            names = sorted(file.keys())
-            if not {"images", "labels"} <= set(names):
-                raise UserError(
-                    f"tensors file {path} contains {', '.join(names[:6]) or 'nothing'}; it needs 'images' and 'labels'"
-                )
-            images, labels = file.get_tensor("images"), file.get_tensor("labels")
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"tensors file {path} is not a complete safetensors file ({first_line(error)})") from error
-    if images.dim() < 2 or labels.dim() < 1 or len(images) != len(labels):
-        raise UserError(
-            f"tensors file {path}: images {list(images.shape)} and labels {list(labels.shape)} do not match; "
-            "images need at least two dimensions, and both must begin with the number of samples"
-        )
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise UserError(f"tensors file {path}: labels are {labels.dtype}; class numbers must be integers")
-    labels = labels.long()
-    if labels.numel() and int(labels.min()) < 0:
-        raise UserError(f"tensors file {path}: the smallest label is {int(labels.min())}; classes count from 0")
-    return images, labels
-
-
 class SyntheticSource:
     """Synthetic images: noise, and unless `is_learnable` is off, a coarse pattern per class below it.
 
     A sample depends only on its index, so every rank makes the same one, on its own device.
     """
 
+    targets = ("label",)
+    unit = IMAGES
     _NOISES = 64
     _COARSE = 8
     _SIGNAL = 0.3  # relative to the noise: learnt in a hundred steps, not in ten
@@ -206,14 +188,14 @@ class SyntheticSource:
     def __len__(self) -> int:
         return self._samples
 
-    def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
+    def batch(self, indices: Indices) -> Fields:
         hashed = (indices.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(33)
         labels = torch.from_numpy((hashed % np.uint64(self.classes)).astype(np.int64)).to(self._noises.device)
         noises = self._noises[torch.from_numpy(indices % self._NOISES).to(self._noises.device)]
         if not self._is_learnable:
-            return noises, labels
+            return {"image": noises, "label": labels}
         patterns = functional.interpolate(self._patterns[labels], size=(self._image, self._image))
-        return self._SIGNAL * patterns + noises, labels
+        return {"image": self._SIGNAL * patterns + noises, "label": labels}
 
 
 class LimitedSource:
@@ -221,6 +203,8 @@ class LimitedSource:
 
     def __init__(self, source: Source, limit: int) -> None:
         require_limit(limit, len(source))
+        self.targets = source.targets
+        self.unit = source.unit
         self.classes = source.classes
         self.fingerprint = f"{source.fingerprint}/{limit}"
         self._source = source
@@ -229,7 +213,7 @@ class LimitedSource:
     def __len__(self) -> int:
         return self._limit
 
-    def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
+    def batch(self, indices: Indices) -> Fields:
         return self._source.batch(indices * len(self._source) // self._limit)
 
 
@@ -244,6 +228,7 @@ class ImageOptions:
     class_names: str | None = None
     limit: int | None = None
     is_learnable: bool = True  # synthetic images only
+    context: int = 256  # tokens of a sample, of token files only
 
 
 def open_source(
@@ -251,20 +236,37 @@ def open_source(
 ) -> Source:
     """The source that `--data` names; samples, classes and seed describe synthetic data."""
     options = options or ImageOptions()
-    if names_images(text):
-        return with_transforms(open_records(text, options.class_names, options.limit), image, options)
     kind, _, rest = text.partition(":")
+    if names_images(text) and rest:
+        records, labels = _open_images(kind, rest, options)
+        return with_transforms(records, image, options, labels)
     source: Source
     if kind == "synthetic" and not rest:
         source = SyntheticSource(samples, classes, image, seed, options.is_learnable)
     elif kind == "tensors" and rest:
         source = TensorSource(rest)
+    elif kind == "tokens" and rest:
+        source = TokenSource(rest, options.context)
     else:
-        raise UserError(f"data '{text}' is not one of synthetic, folder:DIR, tar:GLOB, ofrecord:DIR, tensors:FILE")
+        raise UserError(
+            f"data '{text}' is not one of synthetic, folder:DIR, tar:GLOB, ofrecord:DIR, segmentation:DIR, table:FILE, "
+            "tensors:FILE, tokens:FILE"
+        )
     return source if options.limit is None else LimitedSource(source, options.limit)
 
 
-def with_transforms(records: Records, side: int, options: ImageOptions) -> ImageSource:
+def _open_images(kind: str, where: str, options: ImageOptions) -> tuple[Records, Labels]:
+    """Encoded images, and how their labels are read."""
+    if kind == "segmentation":
+        pairs = open_segmentation(where, options.class_names)
+        return limited(pairs, options.limit), MaskLabels(pairs.classes)
+    if kind == "table":
+        rows, labels = open_table(where)
+        return limited(rows, options.limit), labels
+    return open_records(f"{kind}:{where}", options.class_names, options.limit), ClassLabels()
+
+
+def with_transforms(records: Records, side: int, options: ImageOptions, labels: Labels | None = None) -> ImageSource:
     """Records as samples of one size, cropped and normalized as the options say."""
     if side < 1:
         raise UserError(f"--image is {side}; give at least 1")
@@ -274,4 +276,4 @@ def with_transforms(records: Records, side: int, options: ImageOptions) -> Image
         raise UserError(f"--cutout is {options.cutout}; give 0 to {side}, the image's side")
     cropping = default_cropping(side) if options.cropping == "auto" else Cropping(options.cropping)
     augmentation = Augmentation(side, cropping, options.jitter, options.cutout)
-    return ImageSource(records, augmentation, parse_normalization(options.normalize))
+    return ImageSource(records, augmentation, parse_normalization(options.normalize), labels)

@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from stagewright.data.decode import Decoder, decode_record
+from stagewright.data.formats.records import BadRecord, BadRecordError, Records, spread_index
 from stagewright.data.order import AugmentSeed
-from stagewright.data.records import BadRecord, BadRecordError, Records, spread_index
 from stagewright.data.sources import ImageSource
 from stagewright.files import write_bytes
 
@@ -93,7 +93,7 @@ def draw_sheet(source: ImageSource, seed: int, path: Path) -> int:
     decoder = Decoder()
     for number in range(count):
         index = spread_index(number, count, len(source))
-        labels[number], _ = source.load(index, AugmentSeed(seed, 0), images[number], decoder)
+        source.load(index, AugmentSeed(seed, 0), images[number], labels[number], decoder)
     cell = side * max(1, _LEAST_CELL // side)  # small images are shown larger
     rows = -(-count // _COLUMNS)
     sheet = Image.new("RGB", (_COLUMNS * cell, rows * (cell + _CAPTION)), "white")

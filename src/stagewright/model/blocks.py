@@ -27,12 +27,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from stagewright.errors import UserError
+from stagewright.model.call import Inputs, call, differentiable
 from stagewright.model.standin import Build, analysing, copied, stand_ins, unchanged_state
 
 _FEWEST = 2
 
 
-def find_blocks(twin: nn.Module, example: Tensor, context: Callable[[], Any], device: str) -> tuple[str, ...]:
+def find_blocks(twin: nn.Module, example: Inputs, context: Callable[[], Any], device: str) -> tuple[str, ...]:
     """Watch a forward of a model's twin, and find the list of like blocks with the most parameters, by their paths.
 
     Every block of it is called once, in the order of the list.
@@ -47,7 +48,7 @@ def find_blocks(twin: nn.Module, example: Tensor, context: Callable[[], Any], de
         twin.get_submodule(path).register_forward_pre_hook(lambda module, given, path=path: calls.append(path))
     with analysing(), on_stand_ins((twin,), example, device) as given, context():
         twin.train()
-        twin(given)
+        given.call(twin)
     found = []
     for paths in lists:
         kinds = {type(twin.get_submodule(path)) for path in paths}
@@ -58,13 +59,13 @@ def find_blocks(twin: nn.Module, example: Tensor, context: Callable[[], Any], de
 
 
 @contextmanager
-def on_stand_ins(roots: Sequence[nn.Module], example: Tensor, device: str) -> Iterator[Tensor]:
+def on_stand_ins(roots: Sequence[nn.Module], example: Inputs, device: str) -> Iterator[Inputs]:
     """Put copies of parameters and buffers in place; yields two samples of the example, on the device.
 
     Not fake ones: the code of a model that is cut between blocks may read values.
     """
     with stand_ins(roots, partial(copied, device=device)):
-        yield torch.cat([copied(example[:1], device)] * 2)
+        yield example.first(1).map(partial(copied, device=device)).repeated(2)
 
 
 class _Ended(Exception):
@@ -78,12 +79,20 @@ class _Ended(Exception):
 class BlockStage(nn.Module):
     """The author's model with the blocks of other stages stubbed: the blocks from `first` to `last` run.
 
-    Its modules, parameters and buffers are the model's, by the same names. `forward` takes the model's input and what
-    the block before `first` returned; it returns the input and what its own last block returned, or the model's output.
+    Its modules, parameters and buffers are the model's, by the same names. `forward` takes the model's inputs and what
+    the block before `first` returned; it returns those inputs and what its own last block returned, or the model's
+    output.
     """
 
     def __init__(
-        self, model: nn.Module, paths: Sequence[str], first: int, last: int, specs: dict[tuple[int, bool], TreeSpec]
+        self,
+        model: nn.Module,
+        paths: Sequence[str],
+        first: int,
+        last: int,
+        specs: dict[tuple[int, bool], TreeSpec],
+        inputs: int,
+        names: tuple[str, ...],
     ) -> None:
         super().__init__()
         for table in ("_modules", "_parameters", "_buffers"):
@@ -91,6 +100,7 @@ class BlockStage(nn.Module):
         self._whole = (model,)  # not a submodule: the names stay the model's
         self._specs = specs  # of what a block returned, by block and mode; shared by all stages
         self._first, self._last = first, last
+        self._inputs, self._names = inputs, names  # how many the model takes, and which of them by name
         self._arrived: tuple[Tensor, ...] = ()
         self._restore: Callable[[], None] = lambda: None
         self.own = tuple(model.get_submodule(path) for path in paths[first:last])
@@ -108,16 +118,16 @@ class BlockStage(nn.Module):
         """The author's model, whose forward the stage runs."""
         return self._whole[0]
 
-    def forward(self, given: Tensor, *arrived: Tensor) -> Any:
+    def forward(self, *values: Any) -> Any:
         model = self.whole
         model.training = self.training
-        self._arrived = arrived
+        given, self._arrived = values[: self._inputs], values[self._inputs :]
         self._restore = _restorer(model) if self._first else lambda: None
         try:
-            return model(given)
+            return call(model, given, self._names)
         except _Ended as end:
             leaves, self._specs[self._last - 1, self.training] = tree_flatten(end.output)
-            return (given, *leaves)
+            return (*given, *leaves)
         finally:
             self._arrived = ()
 
@@ -154,7 +164,7 @@ def cut_between(
     twin_of: Build,
     paths: Sequence[str],
     bounds: Sequence[int],
-    example: Tensor,
+    example: Inputs,
     context: Callable[[], Any],
     device: str,
 ) -> list[tuple[BlockStage, tuple[str, ...]]]:
@@ -166,7 +176,7 @@ def cut_between(
     specs: dict[tuple[int, bool], TreeSpec] = {}
     twins = [twin_of() for _ in bounds[1:]]
     stages = [
-        BlockStage(twin, paths, first, last, specs)
+        BlockStage(twin, paths, first, last, specs, len(example.tensors), example.names)
         for twin, (first, last) in zip(twins, itertools.pairwise(bounds), strict=True)
     ]
     homes: dict[str, set[int]] = {}  # the stages that train a parameter, or that change a buffer
@@ -179,26 +189,28 @@ def cut_between(
                 counts = _run_all(stages, given, context, homes)
     for index, stage in enumerate(stages):
         _hide(stage, index, homes, paths, bounds[index : index + 2])
-    names = [("input", *(f"value_{number}" for number in range(count))) for count in counts]
+    inputs = example.parameters_of(twins[0])
+    names = [(*inputs, *(f"value_{number}" for number in range(count))) for count in counts]
     return list(zip(stages, names, strict=True))
 
 
 def _run_all(
-    stages: Sequence[BlockStage], given: Tensor, context: Callable[[], Any], homes: dict[str, set[int]]
+    stages: Sequence[BlockStage], given: Inputs, context: Callable[[], Any], homes: dict[str, set[int]]
 ) -> list[int]:
     """Run all stages, note which train each parameter and change each buffer; returns how many values arrive."""
-    values: Sequence[Any] = (given,)
+    values: Sequence[Any] = given.tensors
+    num_inputs = len(given.tensors)
     counts = []
     for index, stage in enumerate(stages):
-        counts.append(len(values) - 1)
-        values = [_leaf(value) if number else value for number, value in enumerate(values)]
+        counts.append(len(values) - num_inputs)
+        values = [*values[:num_inputs], *map(_leaf, values[num_inputs:])]
         before = {name: (buffer, buffer.detach().clone()) for name, buffer in stage.named_buffers()}
         with context():
             output = stage(*values)
         for name, buffer in stage.named_buffers():
             if name not in before or buffer is not before[name][0] or not torch.equal(buffer, before[name][1]):
                 _note_home(homes, name, index)
-        roots = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+        roots = differentiable(output)
         if torch.is_grad_enabled() and roots:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
             trained = [(name, p) for name, p in stage.named_parameters(remove_duplicate=False) if p.grad is not None]

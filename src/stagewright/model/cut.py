@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from stagewright.errors import UserError, did_you_mean
 from stagewright.model.blocks import cut_between, find_blocks
+from stagewright.model.call import Inputs
 from stagewright.model.record import Assign, Context, Recording, Untraceable
 from stagewright.model.standin import Build, attribute_marks, twin_of
 from stagewright.model.trace import Context as Precision
@@ -41,6 +43,7 @@ class Piece:
     evaluation_inputs: tuple[str, ...]
     first_unit: str
     modes: Modes | None = None  # of the modules in a cut model; None: the model's own `train` sets them
+    names: tuple[str, ...] = ()  # of an uncut model: forward's parameters that get the last inputs by name
 
     @property
     def is_whole(self) -> bool:
@@ -57,9 +60,9 @@ class Piece:
                 module.training = self.modes.get(path, (True, False))[0 if training else 1]
 
 
-def whole_piece(model: nn.Module) -> Piece:
-    """An uncut model: the author's module itself."""
-    return Piece(model, model, ("input",), ("input",), type(model).__name__)
+def whole_piece(model: nn.Module, inputs: Sequence[str] = ("input",), names: Sequence[str] = ()) -> Piece:
+    """An uncut model: the author's module itself, with the names of what it takes."""
+    return Piece(model, model, tuple(inputs), tuple(inputs), type(model).__name__, names=tuple(names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ class Chain:
     def __init__(
         self,
         model: nn.Module,
-        example: Tensor,
+        example: Tensor | Inputs,
         *,
         context: Precision = nullcontext,
         device: str = "cpu",
@@ -99,6 +102,7 @@ class Chain:
         build: Build | None = None,
     ) -> None:
         self.model = model
+        example = Inputs.of(example)
         self._build = build  # makes the model anew, where it can't be copied
         self.trace: Trace | None = None
         self.trace_error: str | None = None  # why the model's own code was not recorded
@@ -133,7 +137,7 @@ class Chain:
     def _choose(self, way: Way | None) -> tuple[Way, tuple[str, ...]]:
         whole = self.trace.training.whole if self.trace else {"": ""}
         blocks: tuple[str, ...] = ()
-        if way is Way.BLOCKS or (way is None and whole and not self.example.is_meta):
+        if way is Way.BLOCKS or (way is None and whole and not self.example.tensors[0].is_meta):
             try:
                 blocks = find_blocks(self._twin(), self.example, self._context, self._device)
             except Exception:  # the model's code may raise anything, and says so when it is trained
@@ -206,7 +210,7 @@ class Chain:
     def cut(self, cuts: Sequence[str]) -> tuple[Piece, ...]:
         """The model as one piece per stage; `cuts` name the first unit of each stage after the first."""
         if not cuts:
-            return (whole_piece(self.model),)
+            return (whole_piece(self.model, self.example.parameters_of(self.model), self.example.names),)
         self._require_cuttable(len(cuts) + 1)
         positions = [0, *(self.units.index(name) for name in cuts), len(self.units)]
         for stage, (first, last) in enumerate(itertools.pairwise(positions)):
@@ -353,21 +357,19 @@ def _parts(
     """
     graph = recording.graph
     (returned,) = (node for node in graph.nodes if node.op == "output")
-    if not isinstance(returned.args[0], fx.Node):
-        kind = "nothing" if not returned.args[0] else f"{len(returned.args[0])} values"
-        raise UserError(f"the model returns {kind}, not one tensor")
+    if not returned.all_input_nodes:
+        raise UserError("the model returns no tensor; return at least one that its parameters decide")
     nodes = [[node for unit in units[first:last] for node in unit.nodes] for first, last in itertools.pairwise(bounds)]
     live: list[list[fx.Node]] = []
     for stage in range(len(nodes)):
         before, after = itertools.chain(*nodes[:stage]), itertools.chain(*nodes[stage:])
         fetched = [node for node, home in (carried or {}).items() if home < stage]
         live.append(_live(graph, [*fetched, *before], list(after), returned))
-    live.append([returned.args[0]])
     parts = []
     for stage, own in enumerate(nodes):
-        is_last = stage == len(nodes) - 1
+        outputs = live[stage + 1] if stage < len(nodes) - 1 else None
         get = partial(modules.get, stage, training=carried is None)
-        parts.append(_Slice(modules.model, recording, get).part(own, live[stage], live[stage + 1], is_last))
+        parts.append(_Slice(modules.model, recording, get).part(own, live[stage], outputs))
     return parts
 
 
@@ -406,9 +408,8 @@ class _Slice:
         self._values: dict[fx.Node, fx.Node] = {}
         self._attributes: dict[str, Any] = {}
 
-    def part(
-        self, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], is_last: bool
-    ) -> _Part:
+    def part(self, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node] | None) -> _Part:
+        """The part with these nodes; it returns values for the next, or where there is none, what the model does."""
         graph = self._graph
         for node in inputs:
             self._values[node] = graph.placeholder(node.name)
@@ -417,12 +418,25 @@ class _Slice:
                 for node in run:
                     self._values[node] = self._copy(node)
         assigners = [self._assign(assign) for assign in self._recording.assigned if assign.value in set(nodes)]
-        graph.output(self._value(outputs[0]) if is_last else tuple(map(self._value, outputs)))
+        graph.output(self._returned() if outputs is None else tuple(map(self._value, outputs)))
         module = fx.GraphModule(self._attributes, graph)
         for assigner in assigners:
             assigner.require_buffer(self._model, module)
         names = [name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())]
         return _Part(module, tuple(node.name for node in inputs), frozenset(names), tuple(assigners))
+
+    def _returned(self) -> fx.Node:
+        """What the whole model returns."""
+        (returned,) = (node for node in self._recording.graph.nodes if node.op == "output")
+        leaves = fx.map_arg(returned.args[0], self._value)
+        spec = self._recording.returned
+        assert spec is not None
+        if spec.is_leaf():
+            (only,) = leaves
+            assert isinstance(only, fx.Node)
+            return only
+        self._attributes["_returned"] = Returned(spec)
+        return self._graph.call_module("_returned", (leaves,))
 
     def _value(self, node: fx.Node) -> fx.Node:
         if node not in self._values:
@@ -479,6 +493,17 @@ def enter_autocast(device: str | None, dtype: torch.dtype | None) -> list[Any]:
 def leave_autocast(entered: Sequence[Any]) -> None:
     for context in reversed(entered):
         context.__exit__(None, None, None)
+
+
+class Returned(nn.Module):
+    """Makes what the model returns of its tensors."""
+
+    def __init__(self, spec: TreeSpec) -> None:
+        super().__init__()
+        self._spec = spec
+
+    def forward(self, leaves: Sequence[Any]) -> Any:
+        return tree_unflatten(leaves, self._spec)
 
 
 class Constant(nn.Module):

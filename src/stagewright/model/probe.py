@@ -5,9 +5,9 @@ It needs no data, and changes neither BatchNorm statistics nor the random state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,14 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
+    unset_fake_temporarily,
 )
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stagewright.errors import UserError
+from stagewright.model.call import Form, Inputs, call, differentiable, leaves_of
 from stagewright.model.cut import Piece
+from stagewright.model.loss import LossError, Measured, Watched
 from stagewright.model.standin import (
     analysing,
     attribute_marks,
@@ -29,7 +33,7 @@ from stagewright.model.standin import (
     stand_ins,
     unchanged_state,
 )
-from stagewright.model.walk import require_logits
+from stagewright.model.walk import require_output
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 Constant = int | float | bool | str | None | tuple[int, ...]
@@ -45,6 +49,11 @@ class Value:
     requires_grad: bool = False
     changed: bool = False  # the next stage changes it in place, so it gets a copy
     constant: Constant = None
+    field: str | None = None  # the field of the sample that it is
+
+    @staticmethod
+    def of(name: str, tensor: Tensor) -> Value:
+        return Value(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
     def empty(self) -> Tensor:
         """A tensor like it, of any values; an integer one of zeros, which are valid indices."""
@@ -62,20 +71,47 @@ class Probe:
     """The values at every cut for one microbatch size, and the parameters that a gradient reaches."""
 
     samples: int
-    input: Value
+    inputs: tuple[Value, ...]  # of the model, by the names of their fields
+    names: tuple[str, ...]  # forward's parameters that get the last of them
     cuts: tuple[tuple[Value, ...], ...]
-    output: tuple[int, ...]
     reached: frozenset[str]
+    fields: tuple[Value, ...] = ()  # of the sample, which the last stage reads
+    divisor: int | None = None  # targets of a microbatch by shape, where the loss is a total and its count
+    outputs: tuple[tuple[int, ...], ...] = ()  # the shapes of what the model returns
     changed: frozenset[str] = frozenset()  # the buffers that the forward changes
     attributes: tuple[str, ...] = ()  # the Python attributes that it changes
+
+    @property
+    def form(self) -> Form:
+        """What the model is called with."""
+        kinds = tuple(value.dtype or "" for value in self.inputs)
+        return Form(tuple(value.shape[1:] for value in self.inputs), kinds, self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Samples to probe with: what the model is called with, and all fields by name."""
+
+    inputs: Inputs
+    names: tuple[str, ...] = ("input",)  # the field that each input is
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def first(self, samples: int) -> Given:
+        return replace(
+            self, inputs=self.inputs.first(samples), fields={name: t[:samples] for name, t in self.fields.items()}
+        )
+
+
+Measure = Callable[[Any, Watched], Any]  # the loss, or in evaluation the loss and the metrics
 
 
 def probe(
     pieces: Sequence[Piece],
-    example: Tensor,
+    given: Given,
     context: Callable[[], AbstractContextManager[Any]],
     *,
     training: bool,
+    measure: Measure | None = None,
     device: str = "cpu",
     is_conditional: bool = False,
 ) -> Probe:
@@ -83,7 +119,8 @@ def probe(
 
     Fake tensors pretend to be on the run's device, since autocast's types depend on it. If the model's code reads
     values, which fake tensors don't have, it runs on copies of the real tensors. `is_conditional` says that another
-    sample may take another path: then any parameter may be reached, and any value may need a gradient.
+    sample may take another path: then any parameter may be reached, and any value may need a gradient. Without a loss
+    to `measure`, gradients come from everything that the model returns.
     """
     modules = [piece.training if training else piece.evaluation for piece in pieces]
     roots = [root for piece in pieces for root in (piece.training, piece.evaluation)]  # a buffer is replaced in both
@@ -94,9 +131,9 @@ def probe(
         with analysing(), unchanged_state(roots), torch.set_grad_enabled(training):
             try:
                 with fake_tensors(device) as make:
-                    found = _probe(pieces, modules, example, context, make)
+                    found = _probe(pieces, modules, given, context, measure, make)
             except _NEEDS_VALUES:
-                found = _probe(pieces, modules, example, context, partial(copied, device=device))
+                found = _probe(pieces, modules, given, context, measure, partial(copied, device=device))
                 is_conditional = True
             return _for_any_path(found, modules) if is_conditional and training else found
     finally:
@@ -129,14 +166,17 @@ def _all_trainable(modules: Sequence[nn.Module]) -> frozenset[str]:
 def _probe(
     pieces: Sequence[Piece],
     modules: Sequence[nn.Module],
-    example: Tensor,
+    given: Given,
     context: Callable[[], AbstractContextManager[Any]],
+    measure: Measure | None,
     stand_in: Callable[[Tensor], Tensor],
 ) -> Probe:
     training = torch.is_grad_enabled()
     cuts: list[tuple[Value, ...]] = []
     reached: set[str] = set()
-    values: Any = (stand_in(example),)
+    inputs = given.inputs.map(stand_in)
+    values: Any = inputs.tensors
+    before_all = [tensor._version for tensor in inputs.tensors]
     authored = {path: part for module in modules for path, part in _authored(module)}
     marks = {path: attribute_marks(part) for path, part in authored.items()}
     with stand_ins(modules, stand_in) as states:
@@ -145,12 +185,13 @@ def _probe(
             names = piece.inputs if training else piece.evaluation_inputs
             entered, before = values, [value._version if isinstance(value, Tensor) else 0 for value in values]
             with context():
-                values = module(*values)
+                values = call(module, values, piece.names)
             if stage > 0:
                 cuts.append(_describe(names, entered, before, stage, piece.first_unit))
-        require_logits(values, training=training)
+        require_output(values, training=training)
+        measured = _measure(values, given, measure, stand_in)
         if training:
-            torch.autograd.backward(values.sum())
+            torch.autograd.backward(measured.roots, [torch.ones_like(root) for root in measured.roots])
             reached = {name for name, tensor in states.items() if tensor.grad is not None}
         after = {name: buffer for module in modules for name, buffer in module.named_buffers(remove_duplicate=False)}
         changed = {name for name, buffer in after.items() if versions.get(name) != _mark(buffer)}
@@ -161,10 +202,60 @@ def _probe(
         for name, mark in attribute_marks(part).items()
         if marks[path].get(name) != mark
     ]
-    given = Value("input", tuple(example.shape), str(example.dtype).removeprefix("torch."))
+    first = pieces[0].inputs if training else pieces[0].evaluation_inputs
+    pairs = zip(first, given.names, inputs.tensors, before_all, strict=True)
+    unchanged = {name: field for name, field, tensor, version in pairs if tensor._version == version}
     return Probe(
-        len(example), given, tuple(cuts), tuple(values.shape), frozenset(reached), frozenset(changed), tuple(attributes)
+        len(given.inputs),
+        tuple(Value.of(name, tensor) for name, tensor in zip(given.names, given.inputs.tensors, strict=True)),
+        given.inputs.names,
+        tuple(tuple(replace(value, field=unchanged.get(value.name)) for value in values) for values in cuts),
+        frozenset(reached),
+        tuple(Value.of(name, given.fields[name]) for name in given.fields if name in measured.read),
+        measured.divisor,
+        tuple(tuple(leaf.shape) for leaf in leaves_of(values)),
+        frozenset(changed),
+        tuple(attributes),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """What a loss does: where backward begins, the fields it reads, and the divisor where it returns a count."""
+
+    roots: Sequence[Tensor]
+    read: Collection[str] = ()
+    divisor: int | None = None
+
+
+def _measure(outputs: Any, given: Given, measure: Measure | None, stand_in: Callable[[Tensor], Tensor]) -> _Loss:
+    """Compute the loss on what the model returned; where it reads values, on zeros in place of that."""
+    if measure is None:
+        return _Loss(differentiable(outputs))
+    sample = Watched({name: stand_in(tensor) for name, tensor in given.fields.items()})
+    try:
+        made = measure(outputs, sample)
+        roots = [made.total] if isinstance(made, Measured) else []
+    except Exception:  # it reads values, which fake tensors don't have; or it is wrong, and says so again
+        with unset_fake_temporarily():
+            leaves, spec = tree_flatten(outputs)
+            zeros = [_zeros(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            sample = Watched(given.fields)
+            made = measure(tree_unflatten(zeros, spec), sample)
+            if isinstance(made, Measured) and made.total.requires_grad:
+                torch.autograd.backward(made.total)
+        pairs = zip(leaves, zeros, strict=True)
+        roots = [leaf for leaf, zero in pairs if isinstance(zero, Tensor) and zero.grad is not None]
+    if not isinstance(made, Measured):
+        return _Loss((), sample.read)
+    if torch.is_grad_enabled() and not any(root.requires_grad for root in roots):
+        raise LossError("the loss does not depend on the model's parameters; it must be computed from the outputs")
+    targets = [tensor.numel() for name, tensor in given.fields.items() if name in sample.read - set(given.names)]
+    return _Loss(roots, sample.read, None if made.count is None else max(targets, default=len(given.inputs)))
+
+
+def _zeros(leaf: Tensor) -> Tensor:
+    return torch.zeros(leaf.shape, dtype=leaf.dtype).requires_grad_(leaf.requires_grad)
 
 
 def _authored(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from stagewright.errors import UserError, first_line
 from stagewright.files import read_text, write_text
+from stagewright.model.call import Inputs, differentiable, leaves_of
 from stagewright.model.cut import WAYS, Chain, Piece, Way
 from stagewright.model.load import convert
 from stagewright.model.standin import Build, analysing, copied, stand_ins
@@ -79,7 +80,7 @@ class Differs(UserError):
 class _Outcome:
     """What one run of a forward, and its backward, left behind."""
 
-    output: Tensor
+    outputs: list[Tensor]
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
     attributes: dict[str, Any]
@@ -168,7 +169,7 @@ def _require_memory(model: nn.Module) -> None:
         )
 
 
-def _compare_in_single(build: Build, example: Tensor, cuts: Sequence[str], way: Way) -> tuple[float, float, str]:
+def _compare_in_single(build: Build, example: Inputs, cuts: Sequence[str], way: Way) -> tuple[float, float, str]:
     try:
         return _compare(build, example, cuts, way, torch.float32)
     except UserError:
@@ -181,14 +182,14 @@ def _compare_in_single(build: Build, example: Tensor, cuts: Sequence[str], way: 
 
 
 def _compare(
-    build: Build, example: Tensor, cuts: Sequence[str], way: Way, weights: torch.dtype
+    build: Build, example: Inputs, cuts: Sequence[str], way: Way, weights: torch.dtype
 ) -> tuple[float, float, str]:
     """The largest difference, the tolerance and the precision; raises at the first difference beyond it."""
     given = _samples(example, weights)
     author, copy = (convert(build(), weights) for _ in range(2))
     _give_state(author, copy)
     author.train()
-    chain = Chain(copy, given[:1], way=way, build=lambda: convert(build(), weights))
+    chain = Chain(copy, given.first(1), way=way, build=lambda: convert(build(), weights))
     pieces = chain.cut(cuts)
     with ExitStack() as stack:
         for piece in pieces:  # as in ranks: every stage has buffers of its own, and parameters that are other objects
@@ -197,7 +198,7 @@ def _compare(
 
 
 def _compare_runs(
-    author: nn.Module, pieces: Sequence[Piece], given: Tensor, weights: torch.dtype
+    author: nn.Module, pieces: Sequence[Piece], given: Inputs, weights: torch.dtype
 ) -> tuple[float, float, str]:
     worst = 0.0
     tolerance = _TOLERANCE if weights is torch.float64 else None
@@ -240,12 +241,18 @@ def _require_own(pieces: Sequence[Piece], moved: Collection[str]) -> None:
                 )
 
 
-def _samples(example: Tensor, weights: torch.dtype) -> Tensor:
+def _samples(example: Inputs, weights: torch.dtype) -> Inputs:
     """Different samples like the example: its own, and where it has fewer, those moved by noise."""
-    rows = torch.cat([example] * -(-SAMPLES // len(example)))[:SAMPLES].clone()
+    generator = torch.Generator().manual_seed(_SEEDS[0])
+    return example.map(lambda tensor: _moved(tensor, weights, generator))
+
+
+def _moved(field: Tensor, weights: torch.dtype, generator: torch.Generator) -> Tensor:
+    rows = torch.cat([field] * -(-SAMPLES // len(field)))[:SAMPLES].clone()
     if not rows.is_floating_point():
         return rows
-    generator = torch.Generator().manual_seed(_SEEDS[0])
+    if len(field) >= SAMPLES and not torch.equal(rows[0], rows[1]):
+        return rows.to(weights)
     noise = torch.randn(rows.shape, generator=generator, dtype=torch.float64)
     scale = float(rows.double().std()) if rows.numel() > 1 else 0.0
     return (rows.double() + 0.1 * (scale or 1.0) * noise).to(weights)
@@ -296,19 +303,24 @@ def _weights_of(output: Tensor, seed: int) -> Tensor:
     return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
 
 
-def _run_author(model: nn.Module, given: Tensor, seed: int, *, training: bool) -> _Outcome:
+def _backward_weighted(outputs: Sequence[Tensor], seed: int) -> None:
+    """Backward from all outputs, each weighted by numbers of its own."""
+    torch.autograd.backward(outputs, [_weights_of(output, seed + index) for index, output in enumerate(outputs)])
+
+
+def _run_author(model: nn.Module, given: Inputs, seed: int, *, training: bool) -> _Outcome:
     before = _attributes(model)
     model.zero_grad(set_to_none=True)
     _seed(seed)
     with torch.set_grad_enabled(training):
-        output = model(given.clone())
+        output = given.map(torch.clone).call(model)
     if training:
-        torch.autograd.backward((output * _weights_of(output, seed)).sum())
+        _backward_weighted(differentiable(output), seed)
     gradients = {name: _dense(parameter.grad) for name, parameter in model.named_parameters(remove_duplicate=False)}
     after = _attributes(model)
     changed = {name: value for name, value in after.items() if before.get(name, _MISSING) != value}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    return _Outcome(output.detach(), gradients, buffers, changed)
+    return _Outcome([leaf.detach() for leaf in leaves_of(output)], gradients, buffers, changed)
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
@@ -319,36 +331,35 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _run_pieces(
-    pieces: Sequence[Piece], given: Tensor, seed: int, *, training: bool, names: Mapping[str, str] | None = None
+    pieces: Sequence[Piece], given: Inputs, seed: int, *, training: bool, names: Mapping[str, str] | None = None
 ) -> _Outcome:
     """Run all pieces forward and then backward, as ranks do: what crosses a boundary is a copy, and a new leaf."""
     modules = [piece.training if training else piece.evaluation for piece in pieces]
-    leaves_of: list[list[Any]] = []
+    entered: list[list[Any]] = []
     outputs: list[Any] = []
     for piece in pieces:
         piece.train(training)
         for root in (piece.training, piece.evaluation):
             root.zero_grad(set_to_none=True)
     _seed(seed)
-    values: Sequence[Any] = (given.clone(),)
+    values: Sequence[Any] = given.map(torch.clone).tensors
     with torch.set_grad_enabled(training):
         for stage, module in enumerate(modules):
             leaves = [_crossed(value) for value in values] if stage else list(values)
-            leaves_of.append(leaves)
+            entered.append(leaves)
             output = module(
                 *(leaf.clone() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves)
             )
             outputs.append(output)
-            values = output if isinstance(output, tuple) else (output,)
-    last = outputs[-1]
+            values = output if stage < len(modules) - 1 else ()
+    last = leaves_of(outputs[-1])
     if training:
-        incoming = [_weights_of(last, seed)]
+        incoming = [_weights_of(leaf, seed + index) for index, leaf in enumerate(differentiable(last))]
         for stage in reversed(range(len(modules))):
-            made = outputs[stage] if stage < len(modules) - 1 else (last,)
-            roots = [value for value in made if isinstance(value, Tensor) and value.requires_grad]
+            roots = differentiable(outputs[stage])
             if roots:
                 torch.autograd.backward(roots, incoming)
-            crossing = [leaf for leaf in leaves_of[stage] if isinstance(leaf, Tensor) and leaf.requires_grad]
+            crossing = [leaf for leaf in entered[stage] if isinstance(leaf, Tensor) and leaf.requires_grad]
             incoming = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in crossing]
     gradients: dict[str, Tensor | None] = {}
     buffers: dict[str, Tensor] = {}
@@ -365,7 +376,7 @@ def _run_pieces(
         buffers |= {name: buffer.detach().clone() for name, buffer in piece.training.named_buffers()}
         attributes |= _attributes(piece.training)
     gradients |= {name: gradients[first] for name, first in (names or {}).items() if first in gradients}
-    return _Outcome(last.detach(), gradients, buffers, attributes)
+    return _Outcome([leaf.detach() for leaf in last], gradients, buffers, attributes)
 
 
 def _crossed(value: Any) -> Any:
@@ -392,23 +403,25 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _rounding_tolerance(author: nn.Module, given: Tensor, seed: int) -> float:
+def _rounding_tolerance(author: nn.Module, given: Inputs, seed: int) -> float:
     """How much of a difference is rounding: what the author's own model makes of inputs moved by it."""
     kept = {name: buffer.detach().clone() for name, buffer in author.named_buffers()}
     plain = _run_author(author, given, seed, training=True)
     _restore(author, kept)
-    moved = given
-    if given.is_floating_point():
-        moved = given * (1 + torch.finfo(given.dtype).eps)
-    other = _run_author(author, moved, seed, training=True)
+    other = _run_author(author, given.map(_rounded), seed, training=True)
     _restore(author, kept)
     scale = _scale(plain)
-    noise = _relative(plain.output, other.output, 0.0)
+    noise = max((_relative(a, b, 0.0) for a, b in zip(plain.outputs, other.outputs, strict=True)), default=0.0)
     for name, gradient in plain.gradients.items():
         twin = other.gradients[name]
         if gradient is not None and twin is not None:
             noise = max(noise, _relative(gradient, twin, scale))
     return min(_LARGEST_TOLERANCE, max(_ROUNDINGS * noise, 1e-6))
+
+
+def _rounded(field: Tensor) -> Tensor:
+    """A field moved by a rounding."""
+    return field * (1 + torch.finfo(field.dtype).eps) if field.is_floating_point() else field
 
 
 def _restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
@@ -461,7 +474,9 @@ def _difference(
     def place(name: str) -> str:
         return f"'{name}' of stage {stage_of[name]}" if name in stage_of else f"'{name}' of no stage"
 
-    check("the output", _relative(expected.output, found.output, 0.0))
+    check("the number of outputs", 0.0 if len(expected.outputs) == len(found.outputs) else float("inf"))
+    for index, (one, other) in enumerate(zip(expected.outputs, found.outputs, strict=True)):
+        check("the output" if len(expected.outputs) == 1 else f"output {index}", _relative(one, other, 0.0))
     floor = _scale(expected)
     owned = {id(gradient) for name, gradient in expected.gradients.items() if found.gradients.get(name) is not None}
     for name, gradient in expected.gradients.items():
@@ -502,7 +517,8 @@ def proof_key(chain: Chain, cuts: Sequence[str], identity: str) -> str:
     first: dict[int, str] = {}
     described: list[Any] = [
         (_VERSION, torch.__version__, np.__version__, str(chain.way), list(cuts), identity),
-        (list(example.shape[1:]), str(example.dtype), chain.trace_error),
+        [(list(tensor.shape[1:]), str(tensor.dtype)) for tensor in example.tensors],
+        (example.names, chain.trace_error),
         repr(model),
         [
             (name, first.setdefault(id(t), name), list(t.shape), str(t.dtype), t.requires_grad)
@@ -542,7 +558,7 @@ def _has_source(kind: type) -> bool:
         return False
 
 
-def keeps_state(build: Build, example: Tensor, attributes: Sequence[str]) -> bool:
+def keeps_state(build: Build, example: Inputs, attributes: Sequence[str]) -> bool:
     """Whether a forward's output depends on the Python attributes that forwards change.
 
     They are state where a number among them changes again in a second forward, or where that forward, with everything
@@ -550,13 +566,13 @@ def keeps_state(build: Build, example: Tensor, attributes: Sequence[str]) -> boo
     """
     model = build().train()
     given = _samples(example, torch.float32)
-    outputs: list[Tensor] = []
+    outputs: list[list[Tensor]] = []
     numbers: list[dict[str, Any]] = []
     with analysing(), torch.no_grad():
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         for _ in range(2):
             _seed(_SEEDS[0])
-            outputs.append(model(given.clone()))
+            outputs.append(leaves_of(given.map(torch.clone).call(model)))
             numbers.append({name: value for name, value in _attributes(model).items() if name in attributes})
             _restore(model, buffers)
-    return numbers[0] != numbers[1] or not torch.equal(*outputs)
+    return numbers[0] != numbers[1] or not all(map(torch.equal, *outputs))

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
+from stagewright.model.call import Inputs
 from stagewright.model.standin import attribute_marks, is_fake
 
 SIZES = (2, 3)  # the numbers of samples that a forward is recorded with
@@ -140,6 +141,7 @@ class Recording:
     """
 
     graph: fx.Graph
+    returned: TreeSpec | None = None  # how the results become what the model returns
     constants: dict[str, Tensor] = field(default_factory=dict)  # tensors that are neither parameters nor buffers
     assigned: list[Assign] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)  # modules kept whole, and why
@@ -148,7 +150,7 @@ class Recording:
 
 def record(
     model: nn.Module,
-    example: Tensor,
+    example: Inputs,
     *,
     training: bool,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -163,7 +165,7 @@ def record(
     keep = dict(keep or {})
     for _ in range(len(list(model.modules())) + 1):
         first, second = (
-            _Recorder(model, keep, names or {}).run(_samples(example, size), training, context) for size in SIZES
+            _Recorder(model, keep, names or {}).run(example.repeated(size), training, context) for size in SIZES
         )
         odd = _generalize(first.recording.graph, second.recording.graph)
         if odd is None:
@@ -178,14 +180,10 @@ def record(
 
 
 def record_once(
-    model: nn.Module, example: Tensor, *, context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    model: nn.Module, example: Inputs, *, context: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> Recording:
     """Record the training forward of a copy for the example's own number of samples alone."""
     return _Recorder(model, {}, {}).run(example, True, context).recording
-
-
-def _samples(example: Tensor, size: int) -> Tensor:
-    return torch.cat([example[:1]] * size)
 
 
 def _alike(model: nn.Module, path: str) -> list[str]:
@@ -234,12 +232,14 @@ class _Recorder(TorchFunctionMode):
         self._ambient: Context | None = None
         self.recording = Recording(fx.Graph())
 
-    def run(self, example: Tensor, training: bool, context: Callable[[], AbstractContextManager[Any]]) -> _Recorder:
+    def run(self, example: Inputs, training: bool, context: Callable[[], AbstractContextManager[Any]]) -> _Recorder:
         """Run the forward once, in training or evaluation mode."""
         self._model.train(training)
         graph = self.recording.graph
-        self._bind(example, graph.placeholder(_input_name(self._model)))
-        self._device = example.device.type if example.device.type != "meta" else "cpu"
+        for name, tensor in zip(example.parameters_of(self._model), example.tensors, strict=True):
+            self._bind(tensor, graph.placeholder(name))
+        kind = example.tensors[0].device.type
+        self._device = kind if kind != "meta" else "cpu"
         original = nn.Module.__call__
         function_apply: Any = inspect.getattr_static(torch.autograd.Function, "apply").__func__
         recorder = self
@@ -260,13 +260,11 @@ class _Recorder(TorchFunctionMode):
             self._is_training = training
             self._state = _random_states()
             with self:
-                output = self._model(example)
-        if self._failed is not None and is_fake(example):
+                output = example.call(self._model)
+        if self._failed is not None and is_fake(example.tensors[0]):
             raise self._failed
-        if isinstance(output, Tensor):
-            graph.output(self._argument(output))
-        else:
-            graph.output(tuple(self._argument(value) for value in tree_leaves(output)))
+        leaves, self.recording.returned = tree_flatten(output)
+        graph.output(tuple(self._argument(value) for value in leaves))
         self.recording.draws = frozenset(self._draws)
         return self
 
@@ -586,15 +584,6 @@ def _is_below(path: str, parent: str) -> bool:
     return path == parent or path.startswith(parent + ".")
 
 
-def _input_name(model: nn.Module) -> str:
-    """The name of forward's first argument."""
-    try:
-        names = list(inspect.signature(model.forward).parameters)
-    except (TypeError, ValueError):
-        names = []
-    return names[0] if names and names[0].isidentifier() and names[0] not in ("args", "self") else "input"
-
-
 def _random_states() -> tuple[Any, Any]:
     state: Any = np.random.get_state(legacy=False)
     return random.getstate(), (state["state"]["key"].tobytes(), state["state"]["pos"], state["gauss"])
@@ -642,7 +631,7 @@ def _generalize(graph: fx.Graph, other: fx.Graph) -> str | None:
         replaced.append((node, args, kwargs))
     if len(nodes) != len(others):
         return _owner(max(nodes, others, key=len)[min(len(nodes), len(others))])
-    (source,) = (node for node in nodes if node.op == "placeholder")
+    source = next(node for node in nodes if node.op == "placeholder")
     samples: fx.Node | None = None
 
     def value(size: _Size) -> fx.Node:

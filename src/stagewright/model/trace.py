@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from stagewright.errors import first_line
+from stagewright.model.call import Inputs
 from stagewright.model.record import Recording, Untraceable, record, record_once
 from stagewright.model.standin import Build, Make, analysing, copied, fake_tensors, stand_ins, twin_of
 
@@ -30,7 +31,7 @@ class Trace:
 
 def trace(
     model: nn.Module,
-    example: Tensor,
+    example: Inputs,
     *,
     context: Context = nullcontext,
     device: str = "cpu",
@@ -49,20 +50,21 @@ def trace(
         raise Untraceable(f"it can't be copied ({first_line(error, 100)})") from error
     modes = modes_of(twin)
     with analysing():
-        if example.device.type == "meta" or any(parameter.is_meta for parameter in twin.parameters()):
-            return _without_storage(twin, example.to("meta"), context, modes)
+        if example.tensors[0].is_meta or any(parameter.is_meta for parameter in twin.parameters()):
+            return _without_storage(twin, example.map(lambda tensor: tensor.to("meta")), context, modes)
         if not on_values and not _is_cheap(twin, example, device):
             try:
                 with fake_tensors(device) as make:
-                    return _trace(twin, make(example), context, make, modes)
+                    return _trace(twin, example.map(make), context, make, modes)
             except Untraceable:
                 raise
             except Exception:  # the forward needs values, or an operation has no fake
                 twin = twin_of(model, build)
-        return _real(twin, copied(example, device), context, partial(copied, device=device), modes)
+        copy = partial(copied, device=device)
+        return _real(twin, example.map(copy), context, copy, modes)
 
 
-def _without_storage(twin: nn.Module, example: Tensor, context: Context, modes: Modes) -> Trace:
+def _without_storage(twin: nn.Module, example: Inputs, context: Context, modes: Modes) -> Trace:
     """Trace a model whose tensors have no storage, which is only for planning: as many samples as the example has."""
     try:
         recording = record_once(twin, example, context=context)
@@ -73,15 +75,16 @@ def _without_storage(twin: nn.Module, example: Tensor, context: Context, modes: 
     return Trace(recording, recording, modes)
 
 
-def _is_cheap(model: nn.Module, example: Tensor, device: str) -> bool:
+def _is_cheap(model: nn.Module, example: Inputs, device: str) -> bool:
     """Whether a forward of a few samples takes less time than to import what fake tensors need."""
     parameters = list(model.parameters())
     if device != "cpu":
         return bool(parameters) and parameters[0].device.type == device  # this process computes on the GPU anyway
-    return sum(parameter.numel() for parameter in parameters) * max(1, example[:1].numel()) <= _CHEAP
+    largest = max(1, *(tensor[:1].numel() for tensor in example.tensors))
+    return sum(parameter.numel() for parameter in parameters) * largest <= _CHEAP
 
 
-def _real(twin: nn.Module, example: Tensor, context: Context, make: Make, modes: Modes) -> Trace:
+def _real(twin: nn.Module, example: Inputs, context: Context, make: Make, modes: Modes) -> Trace:
     try:
         return _trace(twin, example, context, make, modes)
     except Untraceable:
@@ -90,7 +93,7 @@ def _real(twin: nn.Module, example: Tensor, context: Context, make: Make, modes:
         raise Untraceable(f"its forward raised {type(error).__name__}: {first_line(error, 160)}") from error
 
 
-def _trace(twin: nn.Module, example: Tensor, context: Context, make: Make, modes: Modes) -> Trace:
+def _trace(twin: nn.Module, example: Inputs, context: Context, make: Make, modes: Modes) -> Trace:
     held = [*twin.named_parameters(), *twin.named_buffers()]
     names = {id(tensor): name for name, tensor in held}
     with stand_ins((twin,), make):

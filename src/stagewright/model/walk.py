@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_unflatten
 
 from stagewright.errors import UserError, first_line
+from stagewright.model.call import Form, Inputs, differentiable, leaves_of
 from stagewright.model.cut import Chain, Piece, Unit, Way, enter_autocast, leave_autocast
 from stagewright.model.record import Context, Recording
 
@@ -36,9 +38,9 @@ class Visit:
 class Walk:
     """The units of a chain in order, over one example."""
 
-    def __init__(self, chain: Chain, example: Tensor) -> None:
+    def __init__(self, chain: Chain, example: Tensor | Inputs) -> None:
         self._chain = chain
-        self._example = example
+        self._example = Inputs.of(example)
         self._values: dict[fx.Node, Any] = {}
         self._last_use: dict[fx.Node, int] = {}
         self.output: Any = None
@@ -55,14 +57,14 @@ class Walk:
             return
 
         def whole() -> Any:
-            self.output = chain.model(self._example)
+            self.output = self._example.call(chain.model)
             return self.output
 
-        yield Visit(chain.units[0], "", chain.model, tuple(chain.model.parameters()), (self._example,), whole)
+        yield Visit(chain.units[0], "", chain.model, tuple(chain.model.parameters()), self._example.tensors, whole)
 
     def _pieces(self) -> Iterator[Visit]:
         """Visit blocks as stages of one block each."""
-        values: tuple[Any, ...] = (self._example,)
+        values: tuple[Any, ...] = self._example.tensors
         for piece in self._chain.cut(self._chain.units[1:]):
             made: list[Any] = []
 
@@ -91,7 +93,7 @@ class Walk:
             ]  # a size is no use of the tensor later
             self._last_use[node] = max((position.get(user, len(units)) for user in users), default=-1)
         runner = UnitRunner(self._chain.model, recording, self._example)
-        self._values[runner.input] = self._example
+        self._values |= {node: runner.values[node] for node in runner.inputs}
         for self._position, unit in enumerate(units):
             self._position -= 1  # the last unit that is done
             yield self._visit(unit, runner)
@@ -127,15 +129,14 @@ class Walk:
 class UnitRunner:
     """Runs the units of a recorded forward one by one."""
 
-    def __init__(self, model: nn.Module, recording: Recording, example: Tensor) -> None:
+    def __init__(self, model: nn.Module, recording: Recording, example: Inputs) -> None:
         self._model = model
         self._recording = recording
         self.values: dict[fx.Node, Any] = {}
+        self.inputs = [node for node in recording.graph.nodes if node.op == "placeholder"]
+        self.values |= dict(zip(self.inputs, example.tensors, strict=True))
         for node in recording.graph.nodes:
-            if node.op == "placeholder":
-                self.input = node
-                self.values[node] = example
-            elif node.op == "call_method" and node.meta.get("is_size"):
+            if node.op == "call_method" and node.meta.get("is_size"):
                 self.values[node] = len(example)  # the input may be freed before it is asked for
 
     def run(self, unit: Unit) -> Any:
@@ -155,7 +156,8 @@ class UnitRunner:
 
     def output(self) -> Any:
         (returned,) = (node for node in self._recording.graph.nodes if node.op == "output")
-        return fx.map_arg(returned.args[0], self._value)
+        assert self._recording.returned is not None
+        return tree_unflatten(fx.map_arg(returned.args[0], self._value), self._recording.returned)
 
     def _value(self, node: fx.Node) -> Any:
         if node in self.values:
@@ -186,25 +188,27 @@ class WrongOutput(UserError):
     """A model runs, but its output can't be trained."""
 
 
-def require_logits(output: Any, *, training: bool = True) -> None:
-    """Raise unless the output is one tensor [samples, classes], in training one with a gradient."""
-    if not isinstance(output, Tensor):
+def require_output(output: Any, *, training: bool = True) -> None:
+    """Raise unless the output has a tensor, in training one with a gradient."""
+    if not leaves_of(output):
         kind = type(output).__name__.removeprefix("immutable_")  # the prefix of a traced list
-        raise WrongOutput(f"the model returns {kind}, not one tensor; return the logits alone")
-    if training and not output.requires_grad:
+        raise WrongOutput(f"the model returns {kind} without a tensor; return at least one")
+    if training and not differentiable(output):
         raise WrongOutput("no parameter of the model gets a gradient; at least one must require it")
-    if output.dim() < 2:
-        raise WrongOutput(f"the model returns shape {list(output.shape)}; it must return logits [samples, classes]")
 
 
 @contextmanager
-def model_errors(name: str, sample: Sequence[int]) -> Iterator[None]:
-    """Turn whatever a model's code raises on samples of a shape into a one-line error for the user."""
+def model_errors(name: str, form: Form) -> Iterator[None]:
+    """Turn whatever a model's code raises on samples of a form into a one-line error for the user."""
     try:
         yield
     except WrongOutput as error:
         raise UserError(f"model '{name}': {error}") from error
     except Exception as error:
         raise UserError(
-            f"{name} can't run on input {list(sample)}: {type(error).__name__}: {first_line(error, 160)}; give --image"
+            f"{name} can't run on input {form}: {type(error).__name__}: {first_line(error, 160)}; {_advice(form)}"
         ) from error
+
+
+def _advice(form: Form) -> str:
+    return "give --image" if [len(shape) for shape in form.shapes] == [3] else "check its inputs"

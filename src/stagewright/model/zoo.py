@@ -1,6 +1,6 @@
 """Every model by its name, and AlexNet, VGG and ResNet themselves.
 
-Each has torchvision's parameter names and initialization, so that torchvision's weight files load.
+Those of images have torchvision's parameter names and initialization, so that torchvision's weight files load.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stagewright.errors import UserError, did_you_mean
 from stagewright.model.convnext import ConvNeXt
+from stagewright.model.language import BERT, GPT
 from stagewright.model.mobilenet import MobileNetV2
 from stagewright.model.vit import VisionTransformer
 
@@ -221,11 +222,15 @@ def _initialize_convolutions(module: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """How to build a model for a number of classes, and its default image side and number of classes."""
+    """How to build a model for a number of classes, and its default image side and number of classes.
+
+    A model of text takes that many tokens instead of an image; GPT's classes are its vocabulary.
+    """
 
     build: Callable[[int], nn.Module]
     image: int = 224
     classes: int = 1000
+    tokens: int | None = None
 
 
 VGG_BLOCKS: Mapping[str, Blocks] = {
@@ -252,6 +257,10 @@ ZOO: Mapping[str, Entry] = {
     "resnet18-small": Entry(partial(ResNet, BasicBlock, (2, 2, 2, 2), is_small=True), image=32, classes=10),
     "vgg16-small": Entry(partial(VGG, VGG_BLOCKS["vgg16"], norm=True, grid=1, hidden=512), image=32, classes=10),
     "vgg-small": Entry(partial(VGG, ((32,), (64,), (128,)), grid=4, hidden=2048), image=32, classes=10),
+    "gpt2": Entry(partial(GPT, 1024, 12, 12, 768), classes=50257, tokens=1024),
+    "gpt-mini": Entry(partial(GPT, 256, 6, 6, 192), classes=256, tokens=256),
+    "bert-base": Entry(partial(BERT, 30522, 512, 12, 12, 768), classes=2, tokens=512),
+    "bert-mini": Entry(partial(BERT, 256, 256, 4, 4, 128), classes=2, tokens=256),
     "vit-tiny": Entry(partial(VisionTransformer, 32, 4, 12, 3, 192), image=32, classes=10),
 }
 

@@ -258,7 +258,10 @@ class Estimate:
 
     @cached_property
     def floor(self) -> float:
-        """Seconds of a batch that no order of its actions beats: computes of each rank, and bytes over each edge."""
+        """Seconds of a batch that no order of its actions beats: computes of each rank, and bytes over each edge.
+
+        Ranks that share a card compute in turns at the card's speed, or at once and slower; both take as long.
+        """
         plan = self.plan
         busy = [0.0] * plan.world
         for stage in plan.stages:
@@ -270,6 +273,12 @@ class Estimate:
                     each = self.forward(stage.index, rank) + self.backward(stage.index, rank)
                     alike[kind] = each * plan.microbatches / stage.replicas + rounds * self.update(stage.index, rank)
                 busy[rank] += alike[kind]
+        for number, machine in enumerate(self.setting.cluster.machines):
+            if machine.is_shared and machine.devices:
+                own = [rank for rank, device in enumerate(plan.devices) if device.machine == number]
+                together = sum(busy[rank] for rank in own) / machine.devices
+                for rank in own:
+                    busy[rank] = max(together, busy[rank] / machine.most_speedup)
         return max(*busy, self._busiest_edge(), 0.0)
 
     def _busiest_edge(self) -> float:

@@ -112,16 +112,21 @@ def choose(
     modes: Sequence[Mode] = (Mode.STALE, Mode.SYNC),
     microbatches: int | None = None,
     staleness: int | None = None,
+    whole: bool = False,
     progress: Progress = lambda text: None,
 ) -> Choice:
-    """Search, simulate and improve the most promising plans, and compare them with plain data parallel."""
+    """Search, simulate and improve the most promising plans, and compare them with plain data parallel.
+
+    `whole`: only plans that use every device.
+    """
     devices = len(setting.cluster.devices)
     usual = microbatch_counts(batch, devices) if microbatches is None else [microbatches]
     counts = microbatch_counts(batch, devices, setting.covers) if microbatches is None else usual
     _require_covered(setting, batch, usual, counts)
     order = _canonical(setting.cluster)
     sorted_setting = replace(setting, cluster=_reordered(setting.cluster, order))
-    pool = _Pool(sorted_setting, batch, tuple(modes), microbatches, staleness, Effort.of(devices), progress)
+    effort = Effort.of(devices)
+    pool = _Pool(sorted_setting, batch, tuple(modes), microbatches, staleness, effort, progress, is_whole=whole)
     pool.fill()
     found = [_renamed(prediction, order) for prediction in pool.finished()]
     refused = [_refusal(_renamed_plan(plan, order), setting) for plan in pool.refused()]
@@ -216,7 +221,10 @@ class _Pool:
         staleness: int | None,
         effort: Effort,
         progress: Progress,
+        *,
+        is_whole: bool = False,
     ) -> None:
+        self._is_whole = is_whole
         self._setting = setting
         self._batch = batch
         self._modes = modes
@@ -249,14 +257,14 @@ class _Pool:
     def _parallel(self) -> list[tuple[Device, ...]]:
         """Data parallel on every part at every number of microbatches; the parts, the fastest first."""
         rates = []
-        for part in _parts(self._setting.cluster):
+        everything = self._setting.cluster.devices
+        for part in [everything] if self._is_whole else _parts(self._setting.cluster):
             best = 0.0
             for count in self._counts(len(part)):
                 plan = make_plan((part,), batch=self._batch, microbatches=count, mode=Mode.DP)
                 prediction = self._try(Estimate(plan, self._setting), always=True)
                 best = max(best, prediction.images_per_second if prediction else 0.0)
             rates.append((best, part))
-        everything = self._setting.cluster.devices
         others = [part for _, part in sorted(rates, key=lambda rate: (-rate[0], -len(rate[1]))) if part != everything]
         return [everything, *others]
 
@@ -345,6 +353,10 @@ class _Pool:
 
     def _neighbours(self, plan: Plan) -> Iterator[Plan]:
         """Every small change of a plan."""
+        everything = len(self._setting.cluster.devices)
+        return (changed for changed in self._changes(plan) if not self._is_whole or changed.world == everything)
+
+    def _changes(self, plan: Plan) -> Iterator[Plan]:
         placement, cuts = [list(devices) for devices in plan.placement], list(plan.cuts)
         bounds = [self._names.index(cut) for cut in cuts]
         for index, bound in enumerate(bounds):

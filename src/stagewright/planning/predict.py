@@ -69,8 +69,10 @@ def predict(plan: Plan, setting: Setting, *, draws: bool = False) -> Prediction:
         found = steady_state(estimate, draws=draws)
         if found.batch_seconds < estimate.floor:  # what was simulated was not yet at its steady pace
             found = replace(found, batch_seconds=estimate.floor)
+    elif draws or any(machine.is_shared for machine in setting.cluster.machines):
+        found = steady(plan, ClusterCosts(estimate), draws=draws)
     else:
-        found = steady(plan, ClusterCosts(estimate), draws=True) if draws else one_stage(estimate)
+        found = one_stage(estimate)
     rate = plan.batch / found.batch_seconds
     bound = _bound(estimate, found)
     if setting.loader is not None:

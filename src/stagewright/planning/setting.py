@@ -18,6 +18,7 @@ from stagewright.cluster.specs import Catalog, DeviceSpec, Software
 from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.config.sections import Config
 from stagewright.errors import UserError, counted
+from stagewright.model.call import Form
 from stagewright.model.cut import Chain
 from stagewright.model.load import build_model
 from stagewright.model.walk import model_errors
@@ -41,14 +42,23 @@ class TracedModel:
 
 
 @cache
-def trace_model(name: str, classes: int | None = None, image: int | None = None) -> TracedModel:
-    """Trace a zoo model or a user's own, on tensors without storage."""
-    side = image or (ZOO[name].image if name in ZOO else 32)
-    sample = (3, side, side)
+def trace_model(
+    name: str, classes: int | None = None, image: int | None = None, form: Form | None = None
+) -> TracedModel:
+    """Trace a zoo model or a user's own, on tensors without storage, that look like an image or as `form` says."""
+    form = form or form_of(name, image)
     module = to_meta(build_model(name, 0, classes)) if ":" in name else on_meta(lambda: build(name, classes))
-    chain = Chain(module, meta_example(sample))
-    with model_errors(name, sample):
-        return TracedModel(chain, trace_shapes(chain, sample))
+    chain = Chain(module, meta_example(form))
+    with model_errors(name, form):
+        return TracedModel(chain, trace_shapes(chain))
+
+
+def form_of(name: str, image: int | None = None) -> Form:
+    """What a zoo model takes by default; of any other model, an image."""
+    entry = ZOO.get(name)
+    if entry is not None and entry.tokens is not None:
+        return Form.text(entry.tokens)
+    return Form.image(image or (entry.image if entry else 32))
 
 
 def tied_by(chain: Chain) -> Tied:
@@ -114,7 +124,15 @@ def _unscaled(software: Software) -> Software:
 
 
 def _measured_cluster(profile: Profile) -> Cluster:
-    """The machine that a profile was taken on: as many devices as ran together, over the measured links."""
+    """The machine that a profile was taken on: as many processes as ran together, over the measured links."""
+    if profile.device != "cpu":
+        raise UserError(f"the profile of {profile.model} does not say how many GPUs there are; give --cluster as well")
+    level = Level(measured_link(profile), (tuple(range(profile.together)),))
+    return Cluster((Machine(profile.together, "cpu", (level,)),), "profiled")
+
+
+def measured_link(profile: Profile) -> Link:
+    """The slowest link between the processes of a profile, through host memory."""
     ceilings = profile.ceilings
     if ceilings is None or not ceilings.transfers:
         raise UserError(
@@ -122,10 +140,7 @@ def _measured_cluster(profile: Profile) -> Cluster:
             "(plan and simulate also take --cluster instead)"
         )
     slowest = min(ceilings.transfers, key=lambda transfer: transfer.bandwidth)
-    on_cpu = profile.device == "cpu"
-    link = Link("measured", slowest.bandwidth, slowest.latency, staged=on_cpu, reduction=ceilings.reduce)
-    level = Level(link, (tuple(range(profile.together)),))
-    return Cluster((Machine(profile.together, "cpu" if on_cpu else profile.device, (level,)),), "profiled")
+    return Link("measured", slowest.bandwidth, slowest.latency, staged=True, reduction=ceilings.reduce)
 
 
 def _own_memory() -> int:
@@ -142,12 +157,16 @@ def config_setting(
     *,
     catalog: Catalog | None = None,
     loads: bool = False,
+    form: Form | None = None,
 ) -> Setting:
-    """A configuration on a cluster, by a profile or by the catalog; UserError if the model can't be traced."""
+    """A configuration on a cluster, by a profile or by the catalog; UserError if the model can't be traced.
+
+    `form` is what the model takes, where that is no image.
+    """
     precision, optimizer = config.run.precision, config.optimizer.name
     if profile is not None:
         return make_setting(profile, cluster, precision, optimizer=optimizer, catalog=catalog, loads=loads)
-    traced = trace_model(config.model.name, config.model.classes, config.data.image)
+    traced = trace_model(config.model.name, config.model.classes, config.data.image, form)
     tied = tied_by(traced.chain)
     return make_setting(traced.shapes, cluster, precision, optimizer=optimizer, catalog=catalog, loads=loads, tied=tied)
 
@@ -162,9 +181,14 @@ def planning_setting(config: Config, chain: Chain, placement: Placement) -> Sett
         profile.require(config.model.name, chain.units)
         return replace(config_setting(config, None, profile), tied=tied_by(chain))
     try:
-        return config_setting(config, _local_cluster(placement))
+        return config_setting(config, _local_cluster(placement), form=_in_single(chain.example.form))
     except UserError:
         return None
+
+
+def _in_single(form: Form) -> Form:
+    """The form with real numbers in single precision, in which models are traced."""
+    return replace(form, dtypes=tuple("float32" if "float" in kind else kind for kind in form.dtypes))
 
 
 def _local_cluster(placement: Placement) -> Cluster:
@@ -191,10 +215,14 @@ def prediction_setting(config: Config, plan: Plan) -> Setting | None:
     return config_setting(config, alone, profile)
 
 
-def memory_setting(config: Config, plan: Plan) -> Setting:
-    """The setting of a run for its memory only, on devices without links; UserError if the model can't be traced."""
+def memory_setting(config: Config, plan: Plan, form: Form | None = None) -> Setting:
+    """The setting of a run for its memory only, on devices without links; UserError if the model can't be traced.
+
+    `form` is what the model takes, where that is no image.
+    """
     on_cpu = config.run.device == "cpu"
     machine = Machine(1 + max(device.index for device in plan.devices), "cpu" if on_cpu else _ANY_GPU)
-    setting = config_setting(config, Cluster((machine,) * (1 + max(device.machine for device in plan.devices))))
+    cluster = Cluster((machine,) * (1 + max(device.machine for device in plan.devices)))
+    setting = config_setting(config, cluster, form=None if form is None else _in_single(form))
     software = replace(setting.software, context=0, workspace=0) if on_cpu else setting.software  # those are of CUDA
     return replace(setting, software=software)

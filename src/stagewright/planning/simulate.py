@@ -14,7 +14,6 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from stagewright.cluster.topology import Link
 from stagewright.metrics import Span, Timeline
 from stagewright.plan import cost
 from stagewright.plan.estimate import Estimate
@@ -33,13 +32,56 @@ Times = Mapping[Action, tuple[float, float]]
 
 
 class Costs(Protocol):
-    """How long an action takes, which lanes it occupies meanwhile, and what else it waits for."""
+    """How long an action takes, which lanes it occupies for how long, and what else it waits for."""
 
     def seconds(self, action: Action) -> float: ...
 
-    def lanes(self, action: Action) -> Sequence[Hashable]: ...
+    def lanes(self, action: Action) -> Sequence[tuple[Hashable, float]]: ...
 
     def waits(self, action: Action) -> Iterable[Action]: ...
+
+    def card(self, rank: int) -> SharedCard | None:
+        """The card that a rank computes on together with others; None where it has one of its own."""
+        ...
+
+
+class SharedCard:
+    """Computes of several ranks on one card: those that run at the same time share its speed equally.
+
+    Their seconds are those with `ranks` at work; alone a compute is faster by no more than `most`. The clock `_worked`
+    counts the seconds that each of the running computes has got, so that they end in the order of when they began.
+    """
+
+    def __init__(self, ranks: int, most: float) -> None:
+        self._ranks = ranks
+        self._most = most
+        self._now = 0.0
+        self._worked = 0.0
+        self._running: list[tuple[float, int, float, Action]] = []
+        self._number = itertools.count()
+
+    def begin(self, moment: float, seconds: float, action: Action) -> None:
+        self._advance(moment)
+        heapq.heappush(self._running, (self._worked + seconds, next(self._number), moment, action))
+
+    def next_end(self) -> float:
+        """When the next compute ends if none begins before."""
+        return self._now + (self._running[0][0] - self._worked) / self._speed() if self._running else math.inf
+
+    def end(self) -> tuple[Action, float, float]:
+        """End the next compute; returns when it began and ended."""
+        moment = self.next_end()
+        worked, _, begun, action = heapq.heappop(self._running)
+        self._now, self._worked = moment, worked
+        return action, begun, moment
+
+    def _advance(self, moment: float) -> None:
+        if self._running:
+            self._worked += (moment - self._now) * self._speed()
+        self._now = moment
+
+    def _speed(self) -> float:
+        return min(self._most, self._ranks / len(self._running))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +102,14 @@ class StageCosts:
             return self.reduce
         return self.transfer if action.op in SENDS else 0.0
 
-    def lanes(self, action: Action) -> Sequence[Hashable]:
-        return (action.rank,)
+    def lanes(self, action: Action) -> Sequence[tuple[Hashable, float]]:
+        return ((action.rank, self.seconds(action)),)
 
     def waits(self, action: Action) -> Iterable[Action]:
         return ()
+
+    def card(self, rank: int) -> SharedCard | None:
+        return None
 
 
 def balanced_costs(plan: Plan) -> StageCosts:
@@ -86,7 +131,8 @@ class ClusterCosts:
         self._like = like
         self._plan = estimate.plan if like is None else like.plan
         self._seconds: dict[tuple[Op, int, int], float] = {}
-        self._paths: dict[tuple[int, int], tuple[tuple[Hashable, ...], Link]] = {}
+        self._cards: dict[int, SharedCard] = {}
+        self._paths: dict[tuple[Op, int, int, int], tuple[tuple[Hashable, float], ...]] = {}
 
     def seconds(self, action: Action) -> float:
         if action.op in SENDS:
@@ -95,6 +141,13 @@ class ClusterCosts:
         if key not in self._seconds:
             self._seconds[key] = self._other(action)
         return self._seconds[key]
+
+    def card(self, rank: int) -> SharedCard | None:
+        number = self._estimate.plan.devices[self._own(rank)].machine
+        machine = self._estimate.setting.cluster.machines[number]
+        if not machine.is_shared:
+            return None
+        return self._cards.setdefault(number, SharedCard(machine.devices or 1, machine.most_speedup))
 
     def _own(self, rank: int) -> int:
         """The rank of the whole plan that a simulated one stands for."""
@@ -114,28 +167,30 @@ class ClusterCosts:
         return reduce_seconds(estimate, stage, rank) if action.op is Op.REDUCE else 0.0
 
     def _message(self, action: Action) -> float:
-        backward = action.op is Op.SEND_GRAD
-        size = self._estimate.boundary(action.stage - backward, backward=backward)
-        lanes, link = self._path(action)
-        crowd = 1.0 if self._like is None else max((self._like.crowds.get(lane, 1.0) for lane in lanes), default=1.0)
-        return float(cost.transfer_seconds(size * crowd, link.bandwidth, link.latency))
+        return max(seconds for _, seconds in self.lanes(action))
 
-    def lanes(self, action: Action) -> Sequence[Hashable]:
-        return self._path(action)[0] if action.op in SENDS else (action.rank,)
-
-    def _path(self, action: Action) -> tuple[tuple[Hashable, ...], Link]:
+    def lanes(self, action: Action) -> Sequence[tuple[Hashable, float]]:
+        """Every edge of a message with its seconds on that edge: a fast edge is free for others before a slow one."""
+        if action.op not in SENDS:
+            return ((action.rank, self.seconds(action)),)
         assert action.peer is not None
-        pair = (action.rank, action.peer)
-        if pair not in self._paths:
-            devices = self._estimate.plan.devices
-            source, target = devices[self._own(action.rank)], devices[self._own(action.peer)]
-            path = self._estimate.setting.cluster.path(source, target)
-            software = self._estimate.setting.software
-            links = [link for _, link in path]
-            if software.handover and not software.blocking:
-                links.append(software.handover)
-            self._paths[pair] = (tuple(edge for edge, _ in path), min(links, key=lambda link: link.bandwidth))
-        return self._paths[pair]
+        key = (action.op, action.stage, action.rank, action.peer)
+        if key not in self._paths:
+            backward = action.op is Op.SEND_GRAD
+            size = self._estimate.boundary(action.stage - backward, backward=backward)
+            self._paths[key] = tuple(self._edges(self._own(action.rank), self._own(action.peer), size))
+        return self._paths[key]
+
+    def _edges(self, source: int, target: int, size: float) -> Iterator[tuple[Hashable, float]]:
+        estimate, crowds = self._estimate, {} if self._like is None else self._like.crowds
+        path = estimate.setting.cluster.path(estimate.plan.devices[source], estimate.plan.devices[target])
+        latency = max(link.latency for _, link in path)
+        software = estimate.setting.software
+        handover = software.handover.bandwidth if software.handover and not software.blocking else math.inf
+        for edge, link in path:
+            is_own = edge[0][1] == -1  # of one device, which hands the message over
+            bandwidth = min(link.bandwidth, handover) if is_own else link.bandwidth
+            yield edge, float(cost.transfer_seconds(size * crowds.get(edge, 1.0), bandwidth, latency))
 
     def waits(self, action: Action) -> Iterator[Action]:
         """If the software passes whole batches, a stage begins when one has arrived and sends when it is done."""
@@ -191,12 +246,19 @@ class Simulation:
         self._compute: dict[int, float] = defaultdict(float)
         self._lanes: dict[Hashable, float] = defaultdict(float)
         self._waiting: dict[Action, list[tuple[Action, Iterator[Action], float]]] = defaultdict(list)
+        self._card_of = {rank: costs.card(rank) for rank in programs}
+        self._cards = list({id(card): card for card in self._card_of.values() if card is not None}.values())
 
     def run(self) -> Times:
         """When each action begins and ends."""
         for rank in self._programs:
             self._advance(rank)
-        while self._events:
+        while self._events or any(card.next_end() < math.inf for card in self._cards):
+            if self._cards:
+                card = min(self._cards, key=SharedCard.next_end)
+                if not self._events or card.next_end() < self._events[0][0]:
+                    self._complete(*card.end())
+                    continue
             ready, _, action = heapq.heappop(self._events)
             self._begin(ready, action)
         assert not any(self._waiting.values()), "the schedule deadlocks"
@@ -224,16 +286,23 @@ class Simulation:
         seconds = self._costs.seconds(action)
         if action.op in _TRANSFERS:
             lanes = self._costs.lanes(action)
-            begin = max(ready, *(self._lanes[lane] for lane in lanes))
-            for lane in lanes:
-                self._lanes[lane] = begin + seconds
+            begin = max(ready, *(self._lanes[lane] for lane, _ in lanes))
+            for lane, held in lanes:
+                self._lanes[lane] = begin + held
+        elif seconds and (card := self._card_of[action.rank]):
+            card.begin(ready, seconds, action)
+            return
         else:
             begin = ready
-            self._compute[action.rank] = begin + seconds
-        self._times[action] = (begin, begin + seconds)
+        self._complete(action, begin, begin + seconds)
+
+    def _complete(self, action: Action, begin: float, end: float) -> None:
+        """Note when an action ends, and advance what waits for it."""
+        self._times[action] = (begin, end)
         for waiting, needs, since in self._waiting.pop(action, ()):
-            self._collect(waiting, needs, max(since, begin + seconds))
+            self._collect(waiting, needs, max(since, end))
         if action.op not in _TRANSFERS:
+            self._compute[action.rank] = end
             self._advance(action.rank)
 
 
@@ -362,7 +431,8 @@ def steady_state(estimate: Estimate, *, draws: bool = False) -> Steady:
     """A plan of several stages once it is full, with like pipelines simulated once where there are many ranks."""
     plan = estimate.plan
     software = estimate.setting.software
-    like = None if draws or plan.world <= _FEW_RANKS or software.whole_batches else find_like(plan, estimate)
+    is_small = draws or plan.world <= _FEW_RANKS or software.whole_batches
+    like = None if is_small else find_like(plan, estimate)
     if like is None:
         return steady(plan, ClusterCosts(estimate), draws=draws)
     found = steady(like.plan, ClusterCosts(estimate, like))

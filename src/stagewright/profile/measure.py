@@ -7,23 +7,21 @@ the stream, read after everything has run; the GPU is kept busy first, so that l
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from stagewright.errors import UserError
+from stagewright.model.call import Inputs, differentiable
 from stagewright.model.cut import Chain
 from stagewright.model.load import build_model
-from stagewright.model.walk import Walk, model_errors, require_logits
+from stagewright.model.walk import Walk, model_errors, require_output
 from stagewright.profile.profile import Ceilings, Profile, Table, Unit
 from stagewright.profile.shapes import kind_of, run_units
 
@@ -48,6 +46,8 @@ class Workload:
     device: str
     threads: int
     samples: tuple[int, ...]
+    channels_last: bool = False  # images of convolutional models, as ranks on GPUs store them
+    tokens: int = 0  # samples are whole numbers below this one; 0: real numbers
 
 
 class Clock:
@@ -78,46 +78,75 @@ class Clock:
 
 
 def measure(
-    workload: Workload, context: Context, together: int = 1, report: Callable[[str], None] = lambda text: None
+    workload: Workload,
+    context: Context,
+    together: int = 1,
+    report: Callable[[str], None] = lambda text: None,
+    load: Callable[[int], None] = lambda samples: None,
 ) -> Profile:
-    """Profile a model here, while `together` - 1 other processes train it."""
+    """Profile a model here, while `together` - 1 other processes train it.
+
+    `load` is called with each microbatch size before it is measured, to make those processes train on the same size.
+    """
     torch.set_num_threads(workload.threads)
     model = build_workload(workload)
-    chain = Chain(model, _example(workload, 1), context=context, device=workload.device)
-    with _background_load(workload, together - 1):
-        tables = []
-        for samples in workload.samples:
-            report(f"{workload.model}: microbatch of {samples}")
-            tables.append(_table(workload, chain, samples, context))
-        report("ceilings of the device")
-        ceilings = measure_ceilings(workload.device, workload.precision)
+    chain = Chain(model, make_example(workload, 1), context=context, device=workload.device)
+    is_shared = together > 1 and workload.device == "cuda"
+    alone = _table(workload, chain, workload.samples[-1], context).seconds if is_shared else None
+    tables = []
+    for samples in workload.samples:
+        report(f"{workload.model}: microbatch of {samples}")
+        load(samples)
+        tables.append(_table(workload, chain, samples, context))
+    report("ceilings of the device")
+    ceilings = measure_ceilings(workload.device, workload.precision)
+    if alone is not None:
+        ceilings = replace(ceilings, alone=tables[-1].seconds / alone)
     name = torch.cuda.get_device_name() if workload.device == "cuda" else "cpu"
     return Profile(workload.model, name, "stagewright", workload.input, together, ceilings, tuple(tables))
 
 
 def build_workload(workload: Workload) -> nn.Module:
-    """The model of a workload, on its device, in training mode."""
-    model = build_model(workload.model, workload.seed, workload.classes).to(workload.device)
+    """The model of a workload, on its device, in training mode, stored as a rank stores it."""
+    model = build_model(workload.model, workload.seed, workload.classes)
+    is_convolutional = any(isinstance(module, nn.Conv2d) for module in model.modules())
+    order = torch.channels_last if workload.channels_last and is_convolutional else torch.preserve_format
+    model = cast(nn.Module, model.to(device=workload.device, memory_format=order))  # type: ignore[call-overload]
     if workload.precision == "fp64":
         model = model.double()
     return model.train()
 
 
 def _table(workload: Workload, chain: Chain, samples: int, context: Context) -> Table:
-    example = _example(workload, samples)
-    with model_errors(workload.model, workload.input):
+    example = make_example(workload, samples)
+    with model_errors(workload.model, Inputs.of(example).form):
         units = _untimed_units(chain, example, context)
     clock = Clock(workload.device)
     passes = [time_units(chain, example, context, clock) for _ in range(_WARM_UP + _REPEATS)][_WARM_UP:]
-    timed = []
-    for unit in units:
-        forward, backward = (statistics.median(times[unit.name][way] for times in passes) for way in (0, 1))
-        timed.append(replace(unit, forward=forward, backward=backward))
+    forward, backward = (
+        _typical([{name: times[way] for name, times in one.items()} for one in passes]) for way in (0, 1)
+    )
+    timed = (replace(unit, forward=forward[unit.name], backward=backward[unit.name]) for unit in units)
     return Table(workload.precision, samples, tuple(timed))
 
 
-def _example(workload: Workload, samples: int) -> Tensor:
+def _typical(passes: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The median of each unit, scaled so that together they take the median pass.
+
+    On a busy machine a few units of every pass wait, each time others: medians alone would add up to too little.
+    """
+    medians = {name: statistics.median(times[name] for times in passes) for name in passes[0]}
+    whole, parts = statistics.median(sum(times.values()) for times in passes), sum(medians.values())
+    return {name: seconds * (whole / parts if parts else 1.0) for name, seconds in medians.items()}
+
+
+def make_example(workload: Workload, samples: int) -> Tensor:
+    """Random samples, stored as a rank stores them."""
+    if workload.tokens:
+        return torch.randint(workload.tokens, (samples, *workload.input), device=workload.device)
     example = torch.randn(samples, *workload.input, device=workload.device)
+    if workload.channels_last and example.dim() == 4:
+        example = example.contiguous(memory_format=torch.channels_last)
     return example.double() if workload.precision == "fp64" else example
 
 
@@ -141,7 +170,7 @@ def _untimed_units(chain: Chain, example: Tensor, context: Context) -> list[Unit
                     begins=run.visit.name not in chain.impossible,
                 )
             )
-    require_logits(walk.output)
+    require_output(walk.output)
     return units
 
 
@@ -162,9 +191,10 @@ def time_units(chain: Chain, example: Tensor, context: Context, clock: Clock) ->
             forward[visit.name] = (begun, clock.mark())
             if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(arrived(visit.name))  # type: ignore[no-untyped-call]
-        loss = walk.output.float().mean()
+        outputs = differentiable(walk.output)
+    roots = [output.float().mean() for output in outputs]
     clock.head_start()
-    torch.autograd.backward(loss)
+    torch.autograd.backward(roots)
     end = clock.mark()
     clock.synchronize()
     backward = dict.fromkeys(forward, 0.0)
@@ -198,25 +228,6 @@ def _median_seconds(clock: Clock, work: Callable[[], Any]) -> float:
         marks.append((begun, clock.mark()))
     clock.synchronize()
     return statistics.median(clock.between(*pair) for pair in marks[_WARM_UP:])
-
-
-@contextmanager
-def _background_load(workload: Workload, processes: int) -> Iterator[None]:
-    """Other processes that train the same model meanwhile, so that caches and memory are shared as in a run."""
-    text = json.dumps({"workload": asdict(workload), "samples": max(workload.samples)})
-    command = [sys.executable, "-m", "stagewright.profile.background_load", text]
-    started: list[subprocess.Popen[bytes]] = []
-    try:
-        for _ in range(processes):
-            started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-        for process in started:
-            assert process.stdout is not None
-            process.stdout.readline()  # printed once it trains
-        yield
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
 
 
 def sample_sizes(samples: Sequence[int]) -> tuple[int, ...]:

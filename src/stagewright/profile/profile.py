@@ -101,6 +101,8 @@ class Ceilings:
     reduce: float | None = None  # bytes of gradients per second in an all-reduce of two ranks
     transfers: tuple[Transfer, ...] = ()
     overhead: float = 0.0  # seconds per microbatch and rank in addition to its units
+    host: float | None = None  # bytes per second that all ranks' copies through host memory get together
+    alone: float | None = None  # times that a pass is faster while the other processes on the same card do nothing
 
 
 @dataclass(frozen=True, slots=True)

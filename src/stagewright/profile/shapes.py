@@ -6,7 +6,7 @@ precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from stagewright.model.call import Form, Inputs
 from stagewright.model.cut import Chain
-from stagewright.model.walk import Visit, Walk, require_logits
+from stagewright.model.walk import Visit, Walk, require_output
 
 _PROBE_SAMPLES = 4
 _ELEMENT = 4  # bytes of an element in fp32
@@ -107,20 +108,20 @@ _FUNCTIONS = {
 }
 
 
-def trace_shapes(chain: Chain, sample: Sequence[int]) -> tuple[Shape, ...]:
-    """The shape of every unit for one sample of the given shape."""
+def trace_shapes(chain: Chain) -> tuple[Shape, ...]:
+    """The shape of every unit for one sample like those that the chain was traced with."""
     was_training = chain.model.training
     chain.model.train()
     try:
         with torch.enable_grad():
-            return tuple(_shapes(chain, meta_example(sample)))
+            return tuple(_shapes(chain, meta_example(chain.example.form)))
     finally:
         chain.model.train(was_training)
 
 
-def meta_example(sample: Sequence[int]) -> Tensor:
+def meta_example(form: Form) -> Inputs:
     """A few samples without storage."""
-    return torch.zeros(_PROBE_SAMPLES, *sample, dtype=torch.float32, device="meta")
+    return form.zeros(_PROBE_SAMPLES, "meta")
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
@@ -141,14 +142,14 @@ def to_meta(model: nn.Module) -> nn.Module:
     return model
 
 
-def _shapes(chain: Chain, example: Tensor) -> Iterator[Shape]:
+def _shapes(chain: Chain, example: Inputs) -> Iterator[Shape]:
     walk, before = Walk(chain, example), 0
     with FlopCounterMode(display=False) as counter:
         for unit in run_units(chain, walk):
             operations = counter.get_total_flops()
             yield _shape(unit, operations - before, begins=unit.visit.name not in chain.impossible)
             before = operations
-    require_logits(walk.output)
+    require_output(walk.output)
 
 
 def _shape(unit: RunUnit, operations: int, *, begins: bool) -> Shape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stagewright.metrics import MIB
+from stagewright.metrics import IMAGES, LOSS, MIB, Unit, format_metric, headline_metrics, is_lower_better, metric_label
 from stagewright.report.charts import format_number, format_seconds
 from stagewright.report.page import Bar, Bars, Block, Curve, Curves, Page, Pipeline, Summary, Table
 from stagewright.report.read import Run
@@ -12,6 +12,8 @@ from stagewright.report.run import losses, throughput
 from stagewright.report.sections import configuration
 from stagewright.report.summary import busy_sentences, peak_memory, resume_sentence
 from stagewright.report.timeline import common_window
+
+_MOST_METRICS = 4  # columns of the overview
 
 
 def comparison_page(runs: Sequence[Run], names: Sequence[str] = ()) -> Page:
@@ -34,13 +36,14 @@ def _names(runs: Sequence[Run]) -> list[str]:
 def _blocks(named: dict[str, Run]) -> Iterator[Block]:
     real = {name: run for name, run in named.items() if not run.is_emulated}  # the others say nothing about devices
     yield Summary(tuple(_sentences(named, real)))
-    if bars := tuple(_bars(real)):
-        yield Bars("Throughput", "images/s", bars)
-    yield _overview(named)
+    unit = _common_unit(real)
+    if bars := tuple(_bars(real, unit)):
+        yield Bars("Throughput", unit.rate, bars)
+    yield _overview(named, unit)
     yield from losses(named)
-    curves = tuple(Curve(name, points) for name, run in real.items() if len(points := throughput(run)) > 1)
+    curves = tuple(Curve(name, points) for name, run in real.items() if len(points := throughput(run, unit)) > 1)
     if curves:
-        yield Curves("Throughput over time", "seconds of training", "images/s", curves)
+        yield Curves("Throughput over time", "seconds of training", unit.rate, curves)
     for name, run in named.items():
         if run.timeline and run.timeline.spans:
             yield Pipeline(f"What each rank did: {name}", common_window(run.timeline), run.rank_map.labels)
@@ -51,23 +54,19 @@ def _blocks(named: dict[str, Run]) -> Iterator[Block]:
 
 
 def _sentences(named: dict[str, Run], real: dict[str, Run]) -> Iterator[str]:
-    speeds = {name: speed for name, run in real.items() if (speed := run.images_per_second)}
+    unit = _common_unit(real)
+    speeds = {name: unit.of(speed) for name, run in real.items() if (speed := run.images_per_second)}
     if len(speeds) > 1:
         ordered = sorted(speeds, key=lambda name: -speeds[name])
         best = ordered[0]
         others = [f"{speeds[best] / speeds[name]:.2f} x {name} ({format_number(speeds[name])})" for name in ordered[1:]]
-        yield f"{best} is the fastest: {format_number(speeds[best])} images/s, {', '.join(others)}."
+        yield f"{best} is the fastest: {format_number(speeds[best])} {unit.rate}, {', '.join(others)}."
     if emulated := [name for name in named if name not in real]:
         yield (
             f"Emulated, with all ranks in one process: {', '.join(emulated)}. "
             "Their speed and memory say nothing about real devices and are not compared."
         )
-    scores = {name: run.evaluations[-1].top1 for name, run in named.items() if run.evaluations}
-    if len(scores) > 1:
-        best = max(scores, key=lambda name: scores[name])
-        rest = ", ".join(f"{name} {score:.1%}" for name, score in scores.items() if name != best)
-        on = " and ".join(dict.fromkeys(run.evaluated_on for run in named.values() if run.evaluations))
-        yield f"{best} has the best top-1 on {on} at the end: {scores[best]:.1%} (others: {rest})."
+    yield from _best(named)
     for name, run in named.items():
         if text := " ".join((*resume_sentence(run), *(busy_sentences(run) if name in real else ()))):
             yield f"{name}: {text[0].lower()}{text[1:]}"
@@ -76,15 +75,38 @@ def _sentences(named: dict[str, Run], real: dict[str, Run]) -> Iterator[str]:
     yield "Each is a single run, so small differences may be chance; stagewright bench repeats and gives intervals."
 
 
-def _bars(named: dict[str, Run]) -> Iterator[Bar]:
+def _best(named: dict[str, Run]) -> Iterator[str]:
+    """Which run has the best value of the first metric that all evaluated runs have; of the loss where none is."""
+    scored = {name: run.evaluations[-1] for name, run in named.items() if run.evaluations}
+    if len(scored) < 2:
+        return
+    values = {name: {**headline_metrics(last.metrics), LOSS: last.loss} for name, last in scored.items()}
+    metric = next(found for found in next(iter(values.values())) if all(found in known for known in values.values()))
+    scores = {name: known[metric] for name, known in values.items()}
+    best = (min if is_lower_better(metric) else max)(scores, key=lambda name: scores[name])
+    rest = ", ".join(f"{name} {format_metric(metric, score)}" for name, score in scores.items() if name != best)
+    on = " and ".join(dict.fromkeys(run.evaluated_on for run in named.values() if run.evaluations))
+    shown = f"{metric_label(metric)} on {on} at the end: {format_metric(metric, scores[best])}"
+    yield f"{best} has the best {shown} (others: {rest})."
+
+
+def _common_unit(runs: dict[str, Run]) -> Unit:
+    """The unit of all runs; samples where they differ."""
+    units = {run.unit for run in runs.values()}
+    return units.pop() if len(units) == 1 else Unit("samples") if units else IMAGES
+
+
+def _bars(named: dict[str, Run], unit: Unit) -> Iterator[Bar]:
     for name, run in named.items():
         if speed := run.images_per_second:
-            yield Bar(name, speed)
+            yield Bar(name, unit.of(speed))
         if run.predicted:
-            yield Bar(name, run.predicted, is_predicted=True)
+            yield Bar(name, unit.of(run.predicted), is_predicted=True)
 
 
-def _overview(named: dict[str, Run]) -> Table:
+def _overview(named: dict[str, Run], unit: Unit) -> Table:
+    last_metrics = [run.evaluations[-1].metrics for run in named.values() if run.evaluations]
+    names = list(dict.fromkeys(name for metrics in last_metrics for name in headline_metrics(metrics)))[:_MOST_METRICS]
     rows = []
     for name, run in named.items():
         speed, last = run.images_per_second, run.evaluations[-1] if run.evaluations else None
@@ -93,15 +115,16 @@ def _overview(named: dict[str, Run]) -> Table:
                 name,
                 str(run.steps[-1].batch + 1) if run.steps else "0",
                 format_seconds(run.steps[-1].seconds) if run.steps else "-",
-                f"{format_number(speed)}{_unsteady(run)}" if speed and not run.is_emulated else "-",
+                f"{format_number(unit.of(speed))}{_unsteady(run)}" if speed and not run.is_emulated else "-",
                 f"{run.steps[-1].loss:.4g}" if run.steps else "-",
                 f"{last.loss:.4g}" if last else "-",
-                f"{last.top1:.1%}" if last else "-",
+                *(format_metric(name, last.metrics[name]) if last and name in last.metrics else "-" for name in names),
                 f"{last.samples:,} samples of the {run.evaluated_on}" if last else "-",
                 run.name,
             )
         )
-    columns = ("run", "steps", "time", "images/s", "training loss", "evaluation loss", "top-1", "measured on", "folder")
+    learnt = ("training loss", "evaluation loss", *map(metric_label, names))
+    columns = ("run", "steps", "time", unit.rate, *learnt, "measured on", "folder")
     return Table("Overview", columns, tuple(rows))
 
 

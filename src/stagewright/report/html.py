@@ -101,14 +101,20 @@ def _asset(name: str) -> str:
 
 
 def _halves(blocks: Sequence[Block]) -> set[int]:
-    """The numbers of narrow tables that follow each other in pairs: a wide screen shows both side by side."""
+    """The numbers of narrow tables, or small figures, that follow each other: a wide screen shows two side by side."""
     halves: set[int] = set()
     for number, (block, following) in enumerate(pairwise(blocks)):
-        if number not in halves and all(
-            isinstance(one, Table) and len(one.columns) <= _NARROW for one in (block, following)
-        ):
+        if number not in halves and any(all(map(is_half, (block, following))) for is_half in (_is_narrow, _is_small)):
             halves |= {number, number + 1}
     return halves
+
+
+def _is_narrow(block: Block) -> bool:
+    return isinstance(block, Table) and len(block.columns) <= _NARROW
+
+
+def _is_small(block: Block) -> bool:
+    return isinstance(block, Curves) and block.is_small
 
 
 def _section(block: Block, number: int, is_half: bool) -> str:

@@ -87,6 +87,7 @@ class Curves:
     x: str  # labels of the axes, with units
     y: str
     curves: tuple[Curve, ...]
+    is_small: bool = False  # two of them, one after the other, share the width
 
 
 @dataclass(frozen=True, slots=True)

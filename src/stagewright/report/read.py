@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stagewright.errors import printable
 from stagewright.events import (
     Evaluated,
     Replaced,
@@ -23,7 +24,7 @@ from stagewright.events import (
     read_usage,
 )
 from stagewright.files import MOST_RUN_BYTES, read_regular, read_text
-from stagewright.metrics import Span, SteadyRate, Timeline, steady_rate
+from stagewright.metrics import IMAGES, Span, SteadyRate, Timeline, Unit, headline_metrics, steady_rate
 
 _PLAN_FIELDS: dict[str, Any] = {
     "mode": str,
@@ -41,6 +42,7 @@ _PROOF_FIELDS: dict[str, Any] = {
     "difference": float,
     "seconds": float,
 }
+_LONGEST_UNIT = 20
 _BAD_CONTENT = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
 
 
@@ -74,6 +76,7 @@ class Run:
     timeline: Timeline | None
     memory: tuple[dict[str, float], ...] | None  # bytes by part, of each rank, as the planner predicts
     proof: dict[str, Any] | None = None  # what was proven of the cut
+    unit: Unit = IMAGES  # of its throughput
 
     @property
     def name(self) -> str:
@@ -120,7 +123,7 @@ class Run:
 
     @property
     def images_per_second(self) -> float | None:
-        """From the summary; of a run without one, from its steps."""
+        """Samples per second, from the summary; of a run without one, from its steps."""
         if self.summary is not None:
             return as_number(self.summary.get("images_per_second"))
         return speed.rate if (speed := self.speed) else None
@@ -135,7 +138,13 @@ class Run:
 
     @property
     def predicted(self) -> float | None:
+        """The samples per second that were predicted."""
         return as_number((self.summary or {}).get("predicted_images_per_second"))
+
+    @property
+    def metric(self) -> str | None:
+        """The first metric of its last evaluation that a line has room for."""
+        return next(iter(headline_metrics(self.evaluations[-1].metrics)), None) if self.evaluations else None
 
     @property
     def is_emulated(self) -> bool:
@@ -194,6 +203,7 @@ def read_run(folder: Path, rank_map: RankMap) -> Run:
         timeline=_read_timeline(folder / "trace.json"),
         memory=_read_memory(folder / "memory.json"),
         proof=_read_proof(folder / "proof.json"),
+        unit=read_unit(folder),
     )
 
 
@@ -225,6 +235,16 @@ def read_batches(folder: Path) -> int | None:
     """How many batches a run is to train, by its job.json; None where unknown."""
     batches = (read_object(folder / "job.json") or {}).get("batches")
     return batches if fits(batches, int) else None
+
+
+def read_unit(folder: Path) -> Unit:
+    """What a run's throughput counts, by its job.json or summary.json; images where neither tells."""
+    for file in ("job.json", "summary.json"):
+        found = read_object(folder / file) or {}
+        name, per_sample = found.get("unit"), found.get("per_sample")
+        if fits(name, str) and name and fits(per_sample, int) and per_sample:
+            return Unit(printable(name)[:_LONGEST_UNIT], per_sample)
+    return IMAGES
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ _CONFIGURED = (
     ("image side", "data", "image"),
     ("precision", "run", "precision"),
     ("device", "run", "device"),
+    ("metrics", "run", "metrics"),
     ("optimizer", "optimizer", "name"),
     ("learning rate", "optimizer", "lr"),
     ("momentum", "optimizer", "momentum"),
@@ -125,12 +126,12 @@ def epochs(run: Run) -> Table | None:
     for epoch, steps in sorted(grouped.items()):
         timed = [took[step.batch] for step in steps if step.batch in took]
         spent = sum(timed)
-        rate = len(timed) * run.batch / spent if spent else 0.0
+        rate = run.unit.of(len(timed) * run.batch) / spent if spent else 0.0
         mean = sum(step.loss for step in steps) / len(steps)
         rows.append((str(epoch + 1), str(len(steps)), format_seconds(spent), format_number(rate), f"{mean:.4g}"))
     left_out = max(0, len(rows) - _MOST_EPOCHS)
     note = f"The first {left_out:,} epochs are left out; metrics.jsonl has their steps." if left_out else ""
-    columns = ("epoch", "steps", "time", "images/s", "mean loss")
+    columns = ("epoch", "steps", "time", run.unit.rate, "mean loss")
     return Table("Epochs", columns, tuple(rows[left_out:]), note) if rows else None
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from stagewright.metrics import MIB, speed_words
+from stagewright.metrics import MIB, format_metric, is_lower_better, metric_label, metric_words, speed_words
 from stagewright.report.charts import format_number, format_seconds
 from stagewright.report.page import Summary
 from stagewright.report.read import Run
 from stagewright.report.timeline import busy_shares
 
+_MOST_METRICS = 6  # in a sentence
 _BOTTLENECK = 0.85  # a rank that computes for this share of the time is what the others wait for
 
 
@@ -25,15 +26,16 @@ def _outcome(run: Run) -> str:
         return "No step was trained." if run.summary is None else "The run had no steps to train."
     done = run.steps[-1].batch + 1
     own = run.own_steps
-    rate = f", {speed_words(run.images_per_second, run.steady_steps)}"
+    rate = f", {speed_words(run.images_per_second, run.steady_steps, run.unit)}"
+    size = f"{run.unit.of(run.batch):,} {run.unit.name}"
     what = f"{run.model}, {run.mode} {run.shape}"
     if run.summary is not None and own:
         first = own[0].batch + 1
         after = f"step {done:,}" if first == done else f"steps {first:,}-{done:,}"
         which = _count(done, "step") if first == 1 else after
-        return f"{what}: {which} of {run.batch:,} images{rate}, in {format_seconds(_spent(run))}."
+        return f"{what}: {which} of {size}{rate}, in {format_seconds(_spent(run))}."
     steps = f"{done:,} of {_count(run.batches, 'step')}" if run.batches else _count(done, "step")
-    return f"{what}: not finished; {steps} of {run.batch:,} images so far{rate}."
+    return f"{what}: not finished; {steps} of {size} so far{rate}."
 
 
 def _spent(run: Run) -> float:
@@ -55,12 +57,13 @@ def resume_sentence(run: Run) -> Iterator[str]:
 def _prediction(run: Run) -> Iterator[str]:
     speed, predicted = run.images_per_second, run.predicted
     if speed and predicted:
+        shown = f"{format_number(run.unit.of(predicted))} {run.unit.rate}"
         if run.is_emulated:
-            yield f"On real devices, {format_number(predicted)} images/s are predicted."
+            yield f"On real devices, {shown} are predicted."
             return
         off = predicted / speed - 1
         word = "above" if off > 0 else "below"
-        yield f"The prediction was {format_number(predicted)} images/s, {abs(off):.1%} {word} the measured speed."
+        yield f"The prediction was {shown}, {abs(off):.1%} {word} the measured speed."
 
 
 def busy_sentences(run: Run) -> Iterator[str]:
@@ -92,10 +95,23 @@ def _learning(run: Run) -> Iterator[str]:
         yield "The run diverged: its results are of no use. Try a lower learning rate, a warm-up or clipping."
     if run.evaluations:
         last = run.evaluations[-1]
-        yield (
-            f"Evaluated after step {last.batch:,} on {last.samples:,} samples of the {run.evaluated_on}: "
-            f"loss {last.loss:.4g}, top-1 {last.top1:.1%}, top-5 {last.top5:.1%}."
-        )
+        words = metric_words(last.metrics)
+        more = len(words) - _MOST_METRICS
+        values = ", ".join((f"loss {last.loss:.4g}", *words[:_MOST_METRICS], *([f"{more} more"] if more > 0 else ())))
+        on = f"{last.samples:,} samples of the {run.evaluated_on}"
+        yield f"Evaluated after step {last.batch:,} on {on}: {values}."
+        yield from _best(run)
+
+
+def _best(run: Run) -> Iterator[str]:
+    """The best value of the first metric, where a later one is worse."""
+    metric = run.metric
+    found = [(e.metrics[metric], e.batch) for e in run.evaluations if metric in e.metrics] if metric else []
+    if metric and found:
+        value, batch = (min if is_lower_better(metric) else max)(found, key=lambda pair: pair[0])
+        if batch != run.evaluations[-1].batch and value != found[-1][0]:
+            shown = f"{metric_label(metric)} was best after step {batch:,}: {format_metric(metric, value)}"
+            yield f"{upper_first(shown)}."
 
 
 def _faults(run: Run) -> Iterator[str]:

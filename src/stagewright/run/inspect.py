@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from stagewright.config.toml import make_config
+from stagewright.data.sources import only_pair
 from stagewright.errors import UserError, counted
+from stagewright.model.call import Inputs
 from stagewright.model.cut import Chain, Way
 from stagewright.model.load import build_model
 from stagewright.model.prove import Differs, Proof, first_proven, prove
@@ -64,7 +66,7 @@ def inspect_model(
     """Trace a model on samples like those of the data, and prove a cut into stages: an even one, or the one given."""
     build = partial(build_model, name, seed, classes)
     example = _example(name, classes, image, data)
-    with model_errors(name, example.shape[1:]):
+    with model_errors(name, Inputs.of(example).form):
         build().train()(torch.cat([example[:1]] * _SAMPLES))
     tried: list[Chain] = []
 
@@ -105,7 +107,8 @@ def _example(name: str, classes: int | None, image: int | None, data: str | None
         return torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
     table = {"model": {"name": name, "classes": classes or (entry.classes if entry else 10)}}
     config = make_config(table | {"data": {"source": data, "image": side}}, given=())
-    inputs, _ = open_data(config, data).batch(np.zeros(1, dtype=np.int64))
+    source = open_data(config, data)
+    inputs, _ = only_pair(source.batch(np.zeros(1, dtype=np.int64)), source.targets)
     return inputs
 
 

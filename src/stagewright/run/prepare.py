@@ -17,18 +17,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from stagewright.cluster.topology import ANYWHERE, Cluster
 from stagewright.config.sections import Config
 from stagewright.data.order import Order
-from stagewright.data.sources import Source
+from stagewright.data.sources import Source, cast
 from stagewright.errors import UserError, counted, first_line, is_out_of_memory
 from stagewright.hardware.host import num_cores
+from stagewright.model.call import Form, Inputs
 from stagewright.model.cut import Chain, Piece, Way, tied_parameters
 from stagewright.model.load import build_model
-from stagewright.model.probe import Probe, probe
-from stagewright.model.prove import Proof, first_proven, keeps_state, prove
+from stagewright.model.loss import Loss, LossOptions
+from stagewright.model.probe import Given, Measure, Probe, probe
+from stagewright.model.prove import SAMPLES, Proof, first_proven, keeps_state, prove
 from stagewright.model.zoo import ZOO
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
@@ -48,11 +50,13 @@ from stagewright.run.resume import (
     resumed_plan,
     start_batch,
 )
+from stagewright.run.samples import bind, loss_options
 from stagewright.runtime.comm.device import gpu_of
 from stagewright.runtime.job import Evaluation, Job
 from stagewright.runtime.multinode.nodes import cluster_of
 from stagewright.runtime.process.assemble import has_channels_last, open_data, open_model
-from stagewright.runtime.stage.precision import Precision, make_precision
+from stagewright.runtime.stage.precision import make_precision
+from stagewright.runtime.stage.scores import load_metrics, scoring
 from stagewright.schedule.check import check
 
 _MPS_FOLDER = "/tmp/nvidia-mps"
@@ -80,13 +84,16 @@ def prepare(
     config = _resolve_model(config)
 
     # The data and the model.
+    load_metrics(config.run.metrics)  # reports an unknown one at once
     precision = make_precision(config.run.precision, config.run.device)
     asked = {"image": config.data.image, "classes": config.model.classes, "batch": config.plan.batch}
     with within_memory(**asked, samples=config.data.samples):
         source = open_data(config, config.data.source)
         model = build_model(config.model.name, config.run.seed, config.model.classes, precision.weights)
-        example, _ = source.batch(np.zeros(1, dtype=np.int64))
-        chain = _chain(config, model, _cast(example, precision))
+        few = cast(source.batch(np.arange(SAMPLES) % len(source)), source.targets, precision.weights)
+        binding = bind(model, tuple(few), source.targets, config)
+        options = loss_options(config, source, few)
+        chain = _chain(config, model, binding.given(few).inputs)
 
     # The plan, and the batch that it starts at.
     resume = find_checkpoint(config.run.resume) if config.run.resume else None
@@ -115,32 +122,35 @@ def prepare(
 
     # What crosses each cut, in training and in evaluation.
     with within_memory(**asked):
-        inputs, labels = source.batch(order.microbatch(0, plan.microbatches))
-    example = _cast(inputs, precision)
+        fields = cast(source.batch(order.microbatch(0, plan.microbatches)), source.targets, precision.weights)
+    given, loss = binding.given(fields), Loss(options)
     pieces = chain.cut(plan.cuts)
     tied = {parameter.names: parameter.homes for tie in plan.ties for parameter in tie.parameters}
     assert tied == {names: homes for names, homes, _ in tied_parameters(chain.model, pieces)}, "the plan has other ties"
     if config.run.export:
         rehearse(chain.model, pieces, Path(config.run.export))
     study = partial(_probe, pieces, chain.is_conditional, context=precision.forward_context, device=config.run.device)
-    training = study(example, training=True)
+    training = study(given, training=True, measure=loss)
+    _warn_about_means(loss, training, plan, warn)
     _require_stateless(config, plan, chain, training)
     if resume is not None:
         require_model(resume, chain.model, training.reached)
     val = open_data(config, config.data.val) if config.data.val else source
-    _require_classes(training.output, (config.data.source, source), (config.data.val or "", val))
+    _require_classes(options, training, (config.data.source, source), (config.data.val or "", val))
+    _require_vocabulary(chain.model, (config.data.source, source), (config.data.val or "", val))
     pauses = _pauses(config, batches, order.batches)
-    evaluation = _evaluation(plan, study, example, val) if pauses else None
+    evaluation = _evaluation(plan, study, given, val, scoring(config.run.metrics, options)) if pauses else None
+    unit, per_sample = source.unit
     prediction = predict_job(config, plan)  # reports an unsuitable profile before a folder is made
     job = Job(
         config,
         plan,
         batches,
         pauses,
-        tuple(labels.shape[1:]),
         training,
         evaluation,
         str(_run_folder(config, plan, resume if is_host else None)),
+        options,
         channels_last=has_channels_last(config, chain.model),
         draws=chain.draws,
         is_conditional=chain.is_conditional,
@@ -150,12 +160,10 @@ def prepare(
         fingerprint=source.fingerprint,
         start=start,
         resume=None if resume is None else str(resume.checkpoint.folder),
+        unit=unit,
+        per_sample=per_sample,
     )
     return Prepared(job, prediction)
-
-
-def _cast(inputs: Tensor, precision: Precision) -> Tensor:
-    return inputs.to(precision.weights) if inputs.is_floating_point() else inputs
 
 
 def predict_job(config: Config, plan: Plan) -> Prediction | None:
@@ -164,7 +172,7 @@ def predict_job(config: Config, plan: Plan) -> Prediction | None:
     return None if setting is None else predict(plan, setting)
 
 
-def _chain(config: Config, model: nn.Module, example: Tensor, way: Way | None = None) -> Chain:
+def _chain(config: Config, model: nn.Module, example: Inputs, way: Way | None = None) -> Chain:
     precision = make_precision(config.run.precision, config.run.device)
     build = partial(open_model, config)
     return Chain(model, example, context=precision.forward_context, device=config.run.device, way=way, build=build)
@@ -266,21 +274,22 @@ def _pauses(config: Config, batches: int, per_epoch: int) -> tuple[int, ...]:
 def _probe(
     pieces: Sequence[Piece],
     is_conditional: bool,
-    example: Tensor,
+    given: Given,
     *,
     context: Callable[[], AbstractContextManager[object]],
     device: str,
     training: bool,
+    measure: Measure,
 ) -> Probe:
     """Probe the pieces; an error that the model's own code raises becomes one line."""
+    study = partial(probe, measure=measure, device=device, is_conditional=is_conditional)
     try:
-        return probe(pieces, example, context, training=training, device=device, is_conditional=is_conditional)
+        return study(pieces, given, context, training=training)
     except UserError:
         raise
     except Exception as error:  # the model's code may raise anything
         raise UserError(
-            f"the model can't run on input {list(example.shape)} {str(example.dtype).removeprefix('torch.')}: "
-            f"{type(error).__name__}: {first_line(error, 200)}"
+            f"the model can't run on input {given.inputs}: {type(error).__name__}: {first_line(error, 200)}"
         ) from error
 
 
@@ -303,21 +312,45 @@ def _require_stateless(config: Config, plan: Plan, chain: Chain, training: Probe
         )
 
 
-def _require_classes(output: tuple[int, ...], *sources: tuple[str, Source]) -> None:
+def _require_classes(options: LossOptions, training: Probe, *sources: tuple[str, Source]) -> None:
     """An error where data has a label that the model has no output for."""
+    axis = {"cross-entropy": 1, "next-token": -1}.get(options.name)
+    if axis is None or len(training.outputs) != 1:
+        return
+    outputs = training.outputs[0][axis]
     for text, source in sources:
-        if source.classes > output[1]:
+        if source.classes > outputs:
             raise UserError(
-                f"data {text} has labels up to {source.classes - 1} but the model has {output[1]} outputs; "
+                f"data {text} has labels up to {source.classes - 1} but the model has {outputs} outputs; "
                 f"use --classes {source.classes}"
             )
 
 
-def _evaluation(plan: Plan, study: Callable[..., Probe], example: Tensor, val: Source) -> Evaluation:
+def _require_vocabulary(model: nn.Module, *sources: tuple[str, Source]) -> None:
+    """An error where text has a token that the model has no embedding for."""
+    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    for text, source in sources:
+        if source.unit[0] == "tokens" and sizes and source.classes > max(sizes):
+            raise UserError(
+                f"data {text} has tokens up to {source.classes - 1} but the model's largest embedding has "
+                f"{max(sizes)}; use a model with {source.classes}, or data made with its tokenizer"
+            )
+
+
+def _warn_about_means(loss: Loss, training: Probe, plan: Plan, warn: Warn) -> None:
+    """Say that a user's mean is a mean of microbatches' means."""
+    if training.divisor is None and plan.microbatches > 1 and (not loss.is_builtin or loss.name == "model"):
+        warn(
+            f"--loss {loss.name} is a mean over each of {plan.microbatches} microbatches: where they count different "
+            "numbers of targets, or compare samples, the result depends on --microbatches; return (total, count)"
+        )
+
+
+def _evaluation(plan: Plan, study: Callable[..., Probe], given: Given, val: Source, measure: Measure) -> Evaluation:
     """What an evaluation computes: whole microbatches, and a last one of what is left."""
     rest = len(val) % plan.samples
-    whole = study(example, training=False)
-    short = study(example[:rest], training=False) if rest else None
+    whole = study(given, training=False, measure=measure)
+    short = study(given.first(rest), training=False, measure=measure) if rest else None
     return Evaluation(len(val), whole, short)
 
 
@@ -384,10 +417,10 @@ def _warn_about_cores(config: Config, plan: Plan, warn: Warn) -> None:
         )
 
 
-def memory_advice(config: Config, plan: Plan, rank: int, capacity: int) -> str:
+def memory_advice(config: Config, plan: Plan, rank: int, capacity: int, form: Form | None = None) -> str:
     """Advice for a rank that ran out of memory: the largest microbatch that should fit into `capacity` bytes."""
     try:
-        setting = memory_setting(config, plan)
+        setting = memory_setting(config, plan, form)
     except UserError:
         return "use more --microbatches, or a smaller --batch"
     for microbatches in range(plan.microbatches + 1, plan.batch + 1):

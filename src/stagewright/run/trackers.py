@@ -19,6 +19,7 @@ from stagewright.config.sections import Config
 from stagewright.config.toml import as_tables
 from stagewright.errors import UserError, printable
 from stagewright.events import Evaluated, Step, Usage
+from stagewright.metrics import IMAGES, Unit
 from stagewright.report.markdown import as_row
 
 CLOSE_SECONDS = 30.0  # to send what is still queued when the run ends
@@ -41,12 +42,14 @@ def require_tracker(config: Config) -> None:
 
 
 @contextmanager
-def tracked(config: Config, folder: Path, warn: Callable[[str], None]) -> Iterator[Callable[[object], None]]:
+def tracked(
+    config: Config, folder: Path, warn: Callable[[str], None], unit: Unit = IMAGES
+) -> Iterator[Callable[[object], None]]:
     """Yield the function that takes the events of a run, and close the tracker at the end."""
     if config.run.track == "none":
         yield lambda event: None
         return
-    sender = _Sender(_open(config, folder), config.run.track, warn)
+    sender = _Sender(_open(config, folder), config.run.track, warn, unit)
     try:
         yield sender.take
     finally:
@@ -56,7 +59,8 @@ def tracked(config: Config, folder: Path, warn: Callable[[str], None]) -> Iterat
 class _Sender:
     """A thread that sends events to a tracker, one after the other."""
 
-    def __init__(self, tracker: Tracker, name: str, warn: Callable[[str], None]) -> None:
+    def __init__(self, tracker: Tracker, name: str, warn: Callable[[str], None], unit: Unit = IMAGES) -> None:
+        self._unit = unit
         self._tracker = tracker
         self._name = name
         self._warn = warn
@@ -83,7 +87,7 @@ class _Sender:
     def _send(self) -> None:
         try:
             while (event := self._events.get()) is not None:
-                values = values_of(event)
+                values = values_of(event, self._unit)
                 self._step = event.batch + 1 if isinstance(event, Step) else self._step
                 if values:
                     self._tracker.log(self._step, values)
@@ -93,15 +97,16 @@ class _Sender:
             self._warn(f"{self._name} stopped taking events: {type(error).__name__}: {words}; training continues")
 
 
-def values_of(event: object) -> dict[str, float]:
+def values_of(event: object, unit: Unit = IMAGES) -> dict[str, float]:
     """The numbers of an event, by the names that trackers show; none for most kinds of events."""
     if isinstance(event, Step):
         found = {"loss": event.loss, "lr": event.lr}
-        found |= {"images_per_second": event.images_per_second} if event.images_per_second else {}
+        if event.images_per_second:
+            found[f"{unit.name}_per_second"] = unit.of(event.images_per_second)
         found |= {} if event.loss_scale is None else {"loss_scale": event.loss_scale}
         return {f"train/{name}": value for name, value in found.items()}
     if isinstance(event, Evaluated):
-        return {"eval/loss": event.loss, "eval/top1": event.top1, "eval/top5": event.top5}
+        return {"eval/loss": event.loss} | {f"eval/{name}": value for name, value in event.metrics.items()}
     return _use(event) if isinstance(event, Usage) else {}
 
 

@@ -28,6 +28,7 @@ from stagewright.config.toml import as_tables, as_toml
 from stagewright.errors import Interrupted, RunFailed, UserError, counted, first_line, printable
 from stagewright.events import Evaluated, Step
 from stagewright.hardware.environment import read_environment
+from stagewright.metrics import IMAGES, Unit
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
 from stagewright.planning.setting import memory_setting
@@ -68,6 +69,11 @@ class Result:
     evaluations: tuple[Evaluated, ...]
     summary: dict[str, Any]
     exported: Path | None
+
+    @property
+    def unit(self) -> Unit:
+        """What its throughput counts; `images_per_second` of its steps and summary are samples."""
+        return Unit(self.summary.get("unit", IMAGES.name), self.summary.get("per_sample", 1))
 
     def weights(self) -> dict[str, Tensor]:
         """The trained weights by the parameter names of the whole model; needs `export`."""
@@ -123,7 +129,8 @@ def _run(config: Config, console: Console, site: Site | ExternalGroup | None) ->
             group.publish(job)
         predicted = None if prepared.prediction is None else prepared.prediction.images_per_second
         if predicted is not None:
-            say(console, f"predicted: {predicted:.0f} images/s")
+            unit = job.throughput_unit
+            say(console, f"predicted: {unit.of(predicted):.0f} {unit.rate}")
         try:
             return _run_host(job, console, site, predicted)
         finally:
@@ -135,9 +142,11 @@ def _run_host(job: Job, console: Console, site: Site | ExternalGroup | None, pre
     folder, began, data = Path(job.folder), time.monotonic(), evaluated_on(as_tables(job.config))
     try:
         with (
-            RunConsole(console, job.batches, job.plan.batch, job.config.run.log_every, data) as progress,
-            tracked(job.config, folder, progress.warn) as track,
-            Ledger(job, fan_out(track, progress.show)) as ledger,
+            RunConsole(
+                console, job.batches, job.plan.batch, job.config.run.log_every, data, job.throughput_unit
+            ) as progress,
+            tracked(job.config, folder, progress.warn, job.throughput_unit) as track,
+            Ledger(job, fan_out(track, progress.show), progress.warn) as ledger,
             monitored(job, track, progress.warn) as monitor,
         ):
             exported = _execute(job, ledger, site, progress.say)
@@ -145,7 +154,9 @@ def _run_host(job: Job, console: Console, site: Site | ExternalGroup | None, pre
         raise Interrupted(error.when, _how_to_resume(folder)) from None
     except RunFailed as error:
         short = ledger.collector.shortage
-        advice = None if short is None else memory_advice(job.config, job.plan, short.rank, short.room)
+        advice = None
+        if short is not None:
+            advice = memory_advice(job.config, job.plan, short.rank, short.room, job.training.form)
         raise RunFailed("; ".join(filter(None, (str(error), advice, _how_to_resume(folder))))) from error
     collector = ledger.collector
     if collector.stopped_at is not None:
@@ -158,7 +169,9 @@ def _run_host(job: Job, console: Console, site: Site | ExternalGroup | None, pre
         "folder": str(folder),
         "plan": job.plan.describe(),
         "batches": len(collector.steps),
-        "images_per_second": speed.rate if (speed := collector.speed()) else None,
+        "images_per_second": speed.rate if (speed := collector.speed()) else None,  # samples, whatever the unit
+        "unit": job.unit,
+        "per_sample": job.per_sample,
         "steady_steps": speed.steps if speed else 0,  # that the speed counts
         "predicted_images_per_second": predicted,
         "loss": collector.steps[-1].loss if collector.steps else None,
@@ -219,6 +232,7 @@ def _run_other_rank(group: ExternalGroup) -> Result:
 def _execute(job: Job, ledger: Ledger, site: Site | ExternalGroup | None, say: Callable[[str], None]) -> Path | None:
     """Run the ranks of this machine; return the file of exported weights, if the options ask for one."""
     if job.config.run.emulate:
+        job.save(Path(job.folder) / "job.json")
         with preserved_state([0] if job.config.run.device == "cuda" else []):
             torch.set_num_threads(job.config.run.threads)
             emulation = Emulation(job, ledger.handle, ledger.settled)
@@ -303,6 +317,6 @@ def _write_memory(job: Job) -> None:
     if ":" in job.config.model.name:
         return
     with suppress(UserError):  # its shapes can't be traced
-        estimate = Estimate(job.plan, memory_setting(job.config, job.plan))
+        estimate = Estimate(job.plan, memory_setting(job.config, job.plan, job.training.form))
         parts = {"ranks": [asdict(estimate.memory(rank)) for rank in range(job.plan.world)]}
         (Path(job.folder) / "memory.json").write_text(json.dumps(parts))

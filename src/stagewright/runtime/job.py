@@ -5,14 +5,16 @@ from __future__ import annotations
 import secrets
 import sys
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from stagewright.config.sections import Config
 from stagewright.data.order import Order
+from stagewright.metrics import Unit
 from stagewright.model.cut import Way
+from stagewright.model.loss import LossOptions
 from stagewright.model.probe import Probe
 from stagewright.model.prove import Proof
 from stagewright.plan.plan import Plan
@@ -38,10 +40,10 @@ class Job:
     plan: Plan
     batches: int  # to train
     pauses: tuple[int, ...]  # batch numbers after which the pipeline drains for an evaluation
-    label_shape: tuple[int, ...]  # of one sample
     training: Probe
     evaluation: Evaluation | None
     folder: str
+    loss: LossOptions = field(default_factory=LossOptions)
     channels_last: bool = False  # the memory layout of images
     draws: frozenset[str] = frozenset()  # generators, beside torch's, that the model's forward draws from
     way: Way = Way.GRAPH  # how the model is cut
@@ -51,6 +53,12 @@ class Job:
     fingerprint: str = ""  # of the training data
     start: int = 0  # batches trained before this job
     resume: str | None = None  # the checkpoint folder with their state
+    unit: str = "images"  # what its throughput counts
+    per_sample: int = 1  # of them
+
+    @property
+    def throughput_unit(self) -> Unit:
+        return Unit(self.unit, self.per_sample)
 
     @property
     def order(self) -> Order:

@@ -53,6 +53,17 @@ def compared(capsys: pytest.CaptureFixture[str], first: Path, second: Path) -> A
     return json.loads(capsys.readouterr().out)
 
 
+def test_runs_are_compared_in_the_unit_of_their_data(make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = make_run("a", 500.0, seed=1), make_run("b", 500.0, seed=2)
+    for folder in (a, b):
+        (folder / "job.json").write_text(json.dumps({"unit": "tokens", "per_sample": 256}))
+    found = compared(capsys, a, b)
+    assert found["unit"] == "tokens/s" and found["pairs"][0]["first"]["value"] == pytest.approx(128_000, rel=0.05)
+    (b / "job.json").unlink()
+    reasons = compared(capsys, a, b)["reasons"]
+    assert reasons == ["different unit: tokens/s, 256 per sample and images/s, 1 per sample"]
+
+
 def test_runs_of_equal_speed_do_not_differ_significantly(make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
     found = compared(capsys, make_run("a", 500.0, seed=1), make_run("b", 500.0, seed=2))
     (pair,) = found["pairs"]

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from stagewright.bench.pages import show, summary
-from stagewright.bench.result import Outcome, PublishedRow
+from stagewright.bench.pages import outcome_page, show, summary
+from stagewright.bench.result import Outcome, PublishedRow, Repeat, measured_row
+from stagewright.bench.run import with_speedups
 from stagewright.bench.statistics import Interval
+from stagewright.report.markdown import as_markdown
+from stagewright.report.page import Bars
 
 
 def test_the_summary_warns_of_a_busy_machine_and_of_missing_repeats(outcome: Outcome) -> None:
@@ -40,3 +43,17 @@ def test_published_runs_are_shown_with_their_predictions(outcome: Outcome, capsy
     lines = [" ".join(line.split()) for line in printed.splitlines() if line.startswith("OneFlow")]
     assert lines == ["OneFlow dev_ssp, vgg16, dp 224, synthetic 728 708p -2.7%"]
     assert "interval" not in printed, "a prediction is a point"
+
+
+def test_a_group_of_token_runs_is_in_tokens_and_shows_its_metrics() -> None:
+    repeats = tuple(Repeat(rate, metrics={"perplexity": 20.0, "top1": 0.25}) for rate in (5000.0, 5100.0))
+    rows = [measured_row("GPT", name, repeats, is_baseline=name == "dp", unit="tokens/s") for name in ("dp", "stale")]
+    images = measured_row("VGG", "dp", [100.0, 101.0])
+    mixed = with_speedups([*rows, replace(images, group="GPT", name="other")])
+    assert mixed[1].speedup is not None and mixed[2].speedup is None, "tokens over images mean nothing"
+    found = Outcome("own", "Own", "bench own", "today", 2, 1, {}, (*rows, images))
+    page = outcome_page(found)
+    bars = {block.title: block.unit for block in page.blocks if isinstance(block, Bars)}
+    assert bars == {"GPT: throughput": "tokens/s", "VGG: throughput": "images/s"}
+    text = as_markdown(page)
+    assert "| 5,000.0 tokens/s |" in text and "| 25.00% |" in text and "perplexity" in text

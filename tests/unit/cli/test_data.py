@@ -11,8 +11,8 @@ import torch
 
 from stagewright.cli.main import main
 from stagewright.config.toml import make_config
+from stagewright.data.formats.records import PartRecords
 from stagewright.data.order import Order
-from stagewright.data.records import PartRecords
 from stagewright.run.train import prepare, run
 from stagewright.runtime.process.emulate import Emulation
 from tests.commands import fails
@@ -182,4 +182,4 @@ def test_learns_some_cifar10_in_a_few_steps(tmp_path: Path) -> None:
         root / "train", tmp_path, data__image=32, data__limit=1000, plan__batch=64, run__steps=45, run__eval_every=0
     )
     first, last = (torch.tensor(part).mean() for part in (losses(result)[:5], losses(result)[-5:]))
-    assert last < first - 0.2 and result.evaluations[-1].top1 > 0.2  # type: ignore[attr-defined]
+    assert last < first - 0.2 and result.evaluations[-1].metrics["top1"] > 0.2  # type: ignore[attr-defined]

@@ -16,10 +16,13 @@ _OPTIONS = {option.flag: option for option in options()}
 
 # Options of a run that change nothing: as keywords by flag, with what the error says about the reason.
 _UNUSED = [
+    ({"--metric": "top1"}, "without an evaluation; give --val or --eval-every as well"),
+    ({"--context": 8, "--data": "folder:a"}, "with --data folder:a; it needs --data tokens:FILE"),
+    ({"--class-names": "a", "--data": "table:a"}, "with --data table:a; it needs images with classes"),
     ({"--samples": 64, "--data": "folder:a"}, "with --data folder:a; it needs --data synthetic"),
     ({"--learnable": True, "--data": "tensors:a"}, "with --data tensors:a; it needs --data synthetic"),
     *(
-        ({flag: value}, r"with --data synthetic; it needs encoded images \(folder:, tar: or ofrecord:\)")
+        ({flag: value}, r"with --data synthetic; it needs (encoded images|images with classes) \(folder:")
         for flag, value in {
             "--class-names": "names.txt", "--crop": "padded", "--normalize": "imagenet", "--loader-threads": 2,
             "--ahead": 4, "--max-bad": 100, "--jitter": 0.4, "--cutout": 8, "--decode": "once",
@@ -72,6 +75,7 @@ _UNUSED = [
 
 # Options that can't be used together.
 _IMPOSSIBLE = [
+    ({"--decode": "once", "--data": "tar:*", "--val": "segmentation:a"}, "--decode once .* with segmentation: data"),
     ({"--decode": "gpu", "--data": "tar:*"}, "--decode gpu .* with --device cpu; it needs --device cuda"),
     ({"--decode": "once", "--data": "tar:*", "--jitter": 0.4}, "--decode once .* with --jitter 0.4; give one"),
     ({"--precision": "fp16"}, "--precision fp16 .* with --device cpu; it needs --device cuda"),

@@ -33,6 +33,7 @@ BEYOND = {
     "--lr-gamma": ("-1",),
     "--lr-final": ("inf",),
     "--warmup": ("-5",),
+    "--context": ("0", "1048577"),
     "--timeout": ("nan", "-1", "0", "inf", "1e300"),
     "--start-timeout": ("inf", "0"),
     "--join-timeout": ("nan",),

@@ -11,7 +11,7 @@ from PIL import Image
 
 from stagewright.data.convert import convert
 from stagewright.data.datasets import Kind, open_records
-from stagewright.data.records import DataError, Records
+from stagewright.data.formats.records import DataError, Records
 from tests.pictures import (
     bytes_feature,
     encoded,

@@ -12,10 +12,10 @@ from PIL import Image
 from stagewright.data.augment import Augmentation, Cropping
 from stagewright.data.datasets import open_records
 from stagewright.data.decode import Normalization
+from stagewright.data.formats.records import BadRecord, BadRecordError, DataError
 from stagewright.data.loader import make_loaders
 from stagewright.data.order import EvaluationSampler, ReplicaSlice
 from stagewright.data.pool import LoaderOptions
-from stagewright.data.records import BadRecord, BadRecordError, DataError
 from stagewright.data.sources import ImageSource
 from tests.pictures import encoded, jpeg, make_folder, pillow, pixels
 
@@ -116,7 +116,7 @@ def test_replaces_and_names_every_unreadable_file_of_a_folder(tmp_path: Path) ->
     bad_records: list[BadRecord] = []
     part = ReplicaSlice(EvaluationSampler(9, 9), 1, 1)
     (loader,) = make_loaders(LoaderOptions(threads=2, max_bad=4, on_bad=bad_records.append), (source, part))
-    images, labels = loader.microbatch(0)
+    images, labels = loader.microbatch(0).values()
     loader.close()
     names = sorted(FILES)
     shown = [0, 2, 2, 3, 4, 6, 6, 0, 0]  # the file that each of the nine samples shows

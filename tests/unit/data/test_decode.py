@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from stagewright.data.decode import Decoder
-from stagewright.data.records import BadRecordError
+from stagewright.data.formats.records import BadRecordError
 from tests.pictures import encoded, jpeg, pillow, pixels
 
 

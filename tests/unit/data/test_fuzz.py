@@ -1,4 +1,4 @@
-"""Mutated parts, shards, images, tensors, class names and indices: the readers return records or raise their own error.
+"""Mutated data sets of every kind, class names and indices: the readers return records or raise their own error.
 
 Nothing else is raised, nothing from outside a data set is returned, and no input takes more than `_MOST_MEMORY` bytes
 or `_MOST_SECONDS` of CPU time.
@@ -12,7 +12,7 @@ import os
 import random
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,15 @@ from safetensors.torch import save_file
 
 from stagewright.data.datasets import Kind, open_records
 from stagewright.data.decode import Decoder, decode_record
-from stagewright.data.index import Watched, load_index, save_index
-from stagewright.data.ofrecord import OFRecordError, scan_part
-from stagewright.data.records import BadRecordError
-from stagewright.data.sources import ImageOptions, TensorSource, with_transforms
+from stagewright.data.formats.index import Watched, load_index, save_index
+from stagewright.data.formats.ofrecord import OFRecordError, scan_part
+from stagewright.data.formats.records import BadRecordError, DataError
+from stagewright.data.formats.tar import TarError, scan_shard
+from stagewright.data.formats.tensors import TensorSource
+from stagewright.data.formats.text import convert_text, open_tokenizer
+from stagewright.data.formats.tokens import TokenSource
+from stagewright.data.sources import ImageOptions, open_source, with_transforms
 from stagewright.data.survey import survey
-from stagewright.data.tar import TarError, scan_shard
 from stagewright.errors import UserError
 from tests.limits import cpu_time, more_memory
 from tests.pictures import (
@@ -392,3 +395,95 @@ def test_mutated_tensors_are_used_or_refused(tmp_path: Path, within_limits: None
             except UserError:
                 refused += 1
     assert FILES < 50 or 0 < refused < 2 * FILES
+
+
+@pytest.mark.timeout(1800 + FILES)
+def test_mutated_fields_are_used_or_refused(tmp_path: Path, within_limits: None) -> None:
+    generator, path = random.Random("fields"), tmp_path / "t.safetensors"
+    fields = {"ids": torch.arange(6, dtype=torch.int32).view(3, 2), "label_a": torch.arange(3), "target": torch.ones(3)}
+    save_file(fields, path)
+    whole = path.read_bytes()
+    for number in range(2 * FILES):
+        data = mutated(whole, generator)
+        path.write_bytes(with_header_length(data) if number % 2 else data)
+        with one_case(number), suppress(UserError):
+            source = TensorSource(str(path))
+            if len(source):
+                assert {len(tensor) for tensor in source.batch(np.array([0, len(source) - 1])).values()} == {2}
+            assert (
+                source.classes >= 0
+                and source.fingerprint
+                and set(source.targets) < set(source.batch(np.array([], int)))
+            )
+
+
+@pytest.mark.timeout(1800 + FILES)
+def test_mutated_tokens_are_used_or_refused(tmp_path: Path, within_limits: None) -> None:
+    generator, path, sidecar = random.Random("tokens"), tmp_path / "t.bin", tmp_path / "t.bin.json"
+    whole = np.arange(64, dtype="<u2").tobytes()
+    about = b'{"dtype": "uint16", "vocabulary": 64, "tokens": 64, "tokenizer": "bytes"}'
+    read = 0
+    for number in range(8 * FILES):
+        path.write_bytes(mutated(whole, generator) if number % 2 else whole)
+        sidecar.write_bytes(about if number % 2 else mutated(about, generator))
+        if number % 4 == 1:
+            sidecar.unlink()
+        with one_case(number), suppress(DataError):
+            source = TokenSource(str(path), generator.choice((1, 7, 40)))
+            fields = source.batch(np.array([0, len(source) - 1]))
+            assert int(max(tensor.max() for tensor in fields.values())) < source.classes and source.fingerprint
+            read += 1
+    assert 0 < read < 8 * FILES
+
+
+@pytest.mark.timeout(1800 + FILES)
+@pytest.mark.filterwarnings("ignore")
+def test_mutated_masks_are_drawn_or_bad_records(tmp_path: Path, within_limits: None) -> None:
+    generator, numbers = random.Random("masks"), np.arange(400, dtype=np.uint8).reshape(20, 20) % 5
+    palette = Image.fromarray(numbers)
+    palette.putpalette(list(range(256)) * 3)
+    deep = Image.fromarray(numbers.astype(np.uint16))
+    seeds = [encoded(image, "PNG") for image in (Image.fromarray(numbers), palette, deep, Image.fromarray(numbers > 2))]
+    for folder, data in (("images", jpeg(0, 20, 20)), ("masks", seeds[0])):
+        for name in "ab":
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / f"{name}.png").write_bytes(data)
+    for number in range(4 * FILES):
+        (tmp_path / "masks/a.png").write_bytes(mutated(seeds[number % 4], generator))
+        for path in tmp_path.glob(".stagewright-*"):
+            path.unlink()
+        with one_case(number):
+            source = open_source(f"segmentation:{tmp_path}", samples=1, classes=1, image=16, seed=0)
+            label = source.batch(np.array([0]))["label"]
+            assert label.min() >= -100 and label.max() < source.classes
+
+
+@pytest.mark.timeout(1800 + FILES)
+def test_mutated_tables_are_used_or_refused(tmp_path: Path, within_limits: None) -> None:
+    generator, path = random.Random("tables"), tmp_path / "t.csv"
+    (tmp_path / "a.png").write_bytes(jpeg(0, 20, 20))
+    (tmp_path.parent / "secret.jpg").write_bytes(jpeg(1, 20, 20))
+    for number in range(4 * FILES):
+        path.write_bytes(mutated(b'path,x,"y y"\na.png,1.5,-2e3\n"a.png",0,7\n./a.png,1,1\n', generator))
+        with one_case(number), suppress(DataError):
+            source = open_source(f"table:{path}", samples=1, classes=1, image=16, seed=0)
+            fields = source.batch(np.array([0, len(source) - 1]))
+            assert fields["target"].isfinite().all() and len(fields["image"]) == 2
+
+
+@pytest.mark.timeout(1800 + FILES)
+def test_mutated_tokenizers_and_texts_are_used_or_refused(tmp_path: Path, within_limits: None) -> None:
+    library = pytest.importorskip("tokenizers")
+    tokenizer = library.Tokenizer(library.models.BPE({"a": 0, "b": 1, "ab": 2, " ": 3}, [("a", "b")]))
+    tokenizer.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    whole, generator = tokenizer.to_str().encode(), random.Random("tokenizers")
+    path, target = tmp_path / "tokenizer.json", tmp_path / "t.bin"
+    for number in range(2 * FILES):
+        path.write_bytes(mutated(whole, generator) if number % 2 else whole)
+        (tmp_path / "t.txt").write_bytes(mutated(b"ab ba\n aab \xc3\xbc b\n" * 3, generator))
+        with one_case(number), suppress(DataError):
+            (done,) = convert_text(str(tmp_path / "t.txt"), str(target), open_tokenizer(str(path)))
+            TokenSource(done.path, 1).batch(np.array([0]))
+        for left in tmp_path.glob("t.bin*"):
+            assert not left.name.endswith(".part")
+            left.unlink()

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stagewright.data import ofrecord
 from stagewright.data.datasets import open_records
-from stagewright.data.index import Index, IndexBuilder, load_index, save_index
+from stagewright.data.formats import ofrecord
+from stagewright.data.formats.index import Index, IndexBuilder, load_index, save_index
 from tests.pictures import frame, jpeg, make_folder, make_ofrecord, make_tar, message, samples_of
 
 

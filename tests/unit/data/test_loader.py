@@ -14,6 +14,7 @@ import torch
 from stagewright.data.augment import Augmentation, Cropping
 from stagewright.data.datasets import open_records
 from stagewright.data.decode import NORMALIZATIONS, Decoder
+from stagewright.data.formats.records import BadRecord, DataError, Limited, Record
 from stagewright.data.loader import ImageLoader, make_loaders
 from stagewright.data.order import (
     AugmentSeed,
@@ -25,7 +26,6 @@ from stagewright.data.order import (
     TrainingSampler,
 )
 from stagewright.data.pool import LoaderOptions, Pool
-from stagewright.data.records import BadRecord, DataError, Limited, Record
 from stagewright.data.sources import ImageSource
 from stagewright.metrics import MIB
 from tests.pictures import Faulty, make_ofrecord, threads_called, wait_until_idle
@@ -71,10 +71,10 @@ def expected(source: ImageSource) -> list[Sample]:
         shuffled = np.random.Generator(np.random.Philox(key=np.array([SEED, epoch], np.uint64))).permutation(SAMPLES)
         first = position * BATCH + number % MICROBATCHES * (BATCH // MICROBATCHES)
         for index in map(int, shuffled[first : first + BATCH // MICROBATCHES]):
-            target = torch.zeros(24, 24, 3, dtype=torch.uint8)
-            label, _ = source.load(index, AugmentSeed(SEED, epoch), target, decoder)
+            target, label = torch.zeros(24, 24, 3, dtype=torch.uint8), torch.tensor(0)
+            source.load(index, AugmentSeed(SEED, epoch), target, label, decoder)
             view = source.augmentation.training_view(SEED, epoch, index, 40, 48)
-            found.append((index, view, label, target.numpy().tobytes()))
+            found.append((index, view, int(label), target.numpy().tobytes()))
     return found
 
 
@@ -142,12 +142,12 @@ def test_microbatches_may_be_requested_in_any_order(source: ImageSource, expecte
 def test_microbatches_are_normalized_and_have_the_data_type(source: ImageSource, expected: list[Sample]) -> None:
     part = ReplicaSlice(TRAINING, 1, EPOCH)
     (loader,) = make_loaders(LoaderOptions(torch.float64, threads=2), (source, part))
-    inputs, labels = loader.microbatch(0)
+    inputs, labels = loader.microbatch(0).values()
     images = np.stack([np.frombuffer(sample[3], np.uint8).reshape(24, 24, 3) for sample in expected[:3]])
     wanted = (images / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
     torch.testing.assert_close(inputs, torch.from_numpy(wanted.transpose(0, 3, 1, 2)))
     assert inputs.dtype == torch.float64 and labels.tolist() == [sample[2] for sample in expected[:3]]
-    again, _ = loader.microbatch(1)
+    again = loader.microbatch(1)["image"]
     torch.testing.assert_close(inputs, torch.from_numpy(wanted.transpose(0, 3, 1, 2)))  # not overwritten
     assert not torch.equal(inputs, again)
     loader.close()
@@ -156,9 +156,9 @@ def test_microbatches_are_normalized_and_have_the_data_type(source: ImageSource,
 def test_evaluation_loads_the_centre_of_every_sample_once(source: ImageSource) -> None:
     (loader,) = make_loaders(LoaderOptions(threads=3), (source, ReplicaSlice(EvaluationSampler(SAMPLES, 10), 1, 6)))
     for _ in range(2):  # buffers of the short last microbatch are reused for full ones
-        pieces = [loader.microbatch(number) for number in range(6)]
+        pieces = [loader.microbatch(number).values() for number in range(6)]
         assert [len(labels) for _, labels in pieces] == [10, 10, 10, 10, 10, 3]
-        inputs, labels = source.batch(np.arange(SAMPLES))
+        inputs, labels = source.batch(np.arange(SAMPLES)).values()
         assert torch.equal(torch.cat([images for images, _ in pieces]), inputs)
         assert torch.equal(torch.cat([found for _, found in pieces]), labels)
     loader.close()
@@ -175,7 +175,7 @@ def test_a_bad_record_is_replaced_by_the_next_good_one_named_and_counted_once() 
     loader = plain(
         records, Order(40, 10, shuffle=False), LoaderOptions(threads=3, max_bad=3, on_bad=bad_records.append)
     )
-    labels = [int(label) for number in range(8) for label in loader.microbatch(number)[1]]
+    labels = [int(label) for number in range(8) for label in loader.microbatch(number)["label"]]
     loader.close()
     epoch = [index % 10 for index in range(40)]
     epoch[7] = epoch[8] = 9  # record 9
@@ -189,7 +189,7 @@ def test_undecodable_bytes_are_bad_records() -> None:
     records = Faulty(10)
     records.empty = (3,)  # type: ignore[attr-defined]
     loader = plain(records, Order(10, 10, shuffle=False), LoaderOptions(max_bad=1, on_bad=bad_records.append))
-    assert loader.microbatch(0)[1].tolist() == [0, 1, 2, 4, 4, 5, 6, 7, 8, 9]
+    assert loader.microbatch(0)["label"].tolist() == [0, 1, 2, 4, 4, 5, 6, 7, 8, 9]
     assert [bad.reason for bad in bad_records] == ["record 3: is empty"]
     loader.close()
 
@@ -280,11 +280,11 @@ def test_close_ends_the_threads_and_the_next_microbatch_starts_them() -> None:
     before = threads_called("loader-")
     loader = plain(Faulty(100), Order(100, 10), LoaderOptions(threads=3))
     assert threads_called("loader-") == before
-    first, _ = loader.microbatch(4)
+    first = loader.microbatch(4)["image"]
     assert threads_called("loader-") == before + 3
     loader.close()
     assert threads_called("loader-") == before
-    again, _ = loader.microbatch(4)
+    again = loader.microbatch(4)["image"]
     assert torch.equal(first, again)
     loader.close()
 

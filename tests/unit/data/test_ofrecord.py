@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stagewright.data.datasets import open_records
-from stagewright.data.ofrecord import OFRecordError, encode_record
-from stagewright.data.records import BadRecordError, DataError
+from stagewright.data.formats.ofrecord import OFRecordError, encode_record
+from stagewright.data.formats.records import BadRecordError, DataError
 from tests.pictures import (
     block,
     bytes_feature,

@@ -16,11 +16,11 @@ from torch import Tensor
 from stagewright.data.augment import Augmentation, Cropping
 from stagewright.data.datasets import open_records
 from stagewright.data.decode import Normalization, render
+from stagewright.data.formats.records import BadRecord, Record
 from stagewright.data.loader import Loader, make_loaders
 from stagewright.data.on_device import DeviceLoader, draw_view, require_cacheable, torchcodec_decoder
 from stagewright.data.order import EvaluationSampler, Order, ReplicaSlice, TrainingSampler
 from stagewright.data.pool import Decode, LoaderOptions
-from stagewright.data.records import BadRecord, Record
 from stagewright.data.sources import ImageSource
 from tests.pictures import Faulty, encoded, jpeg, message, pixels, threads_called, wait_until_idle, write_parts
 
@@ -53,7 +53,7 @@ def test_device_samples_equal_those_of_the_cpu(cropping: Cropping, jitter: float
         bad_records: list[BadRecord] = []
         cpu, gpu = loaders(source, part, bad_records)
         for number in [*range(part.stop), 1]:
-            (wanted, labels), (found, found_labels) = cpu.microbatch(number), gpu.microbatch(number)
+            (wanted, labels), (found, found_labels) = cpu.microbatch(number).values(), gpu.microbatch(number).values()
             assert found.shape == wanted.shape and torch.equal(found_labels, labels)
             assert (found - wanted).abs().max() <= (1 if not jitter else 3)
         assert {bad.index for bad in bad_records} == {10, 11}
@@ -75,7 +75,7 @@ def test_reads_ahead_by_a_bounded_number_and_allows_jumps() -> None:
         wait_until_idle(records)
         assert sorted(records.reads) == list(read)
     for number in (4, 2):
-        _, labels = loader.microbatch(number)
+        labels = loader.microbatch(number)["label"]
         assert labels.tolist() == [index % 10 for index in range(7 * number, 7 * number + 7)]
     loader.close()
 
@@ -84,11 +84,11 @@ def test_close_ends_the_threads_and_the_next_microbatch_starts_them() -> None:
     before = threads_called("reader")
     records = Faulty(1000)
     loader = reading(records, ahead=50)
-    first, _ = loader.microbatch(4)
+    first = loader.microbatch(4)["image"]
     assert before < threads_called("reader") <= before + 2  # a thread that is idle may take the next task
     loader.close()
     assert threads_called("reader") == before
-    again, _ = loader.microbatch(4)
+    again = loader.microbatch(4)["image"]
     assert torch.equal(first, again)
     loader.close()
 
@@ -165,7 +165,10 @@ def test_cached_samples_equal_those_decoded_anew(cutout: int, tmp_path: Path) ->
         (cached,) = make_loaders(replace(options, decode=Decode.ONCE), (images, part))
         (uncached,) = make_loaders(replace(options, on_bad=lambda bad: None), (images, part))
         for number in [*range(part.stop), 1]:
-            (wanted, labels), (found, found_labels) = uncached.microbatch(number), cached.microbatch(number)
+            (wanted, labels), (found, found_labels) = (
+                uncached.microbatch(number).values(),
+                cached.microbatch(number).values(),
+            )
             assert torch.equal(found, wanted) and torch.equal(found_labels, labels)
         assert [bad.index for bad in bad_records] == [10, 11]
         cached.close()

@@ -49,7 +49,7 @@ def test_the_sheet_shows_augmented_samples(tmp_path: Path) -> None:
     assert draw_sheet(source, 3, tmp_path / "out/sheet.png") == 11
     sheet = np.asarray(Image.open(tmp_path / "out/sheet.png"))
     assert sheet.shape == (2 * (96 + 14), 8 * 96, 3)
-    target, _ = source.allocate(1)
-    source.load(9, AugmentSeed(3, 0), target[0], Decoder())
+    target, label = source.allocate(1)
+    source.load(9, AugmentSeed(3, 0), target[0], label[0], Decoder())
     assert np.array_equal(sheet[110 : 110 + 96, 96:192], target[0].numpy())  # sample 9: second row, second column
     assert (sheet[96:110, :96] < 128).any() and (sheet[110:, 3 * 96 :] == 255).all()  # a caption; then nothing

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from stagewright.data.datasets import open_records
-from stagewright.data.records import BadRecordError, DataError
-from stagewright.data.tar import TarError, members
+from stagewright.data.formats.records import BadRecordError, DataError
+from stagewright.data.formats.tar import TarError, members
 from tests.pictures import jpeg, make_tar, samples_of
 
 

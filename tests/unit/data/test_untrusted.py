@@ -19,9 +19,10 @@ from stagewright.cli.main import main
 from stagewright.data.convert import convert
 from stagewright.data.datasets import Kind, open_records
 from stagewright.data.decode import Decoder
-from stagewright.data.index import load_index, save_index
-from stagewright.data.records import BadRecordError, DataError, Records
-from stagewright.data.sources import ImageOptions, ImageSource, TensorSource, with_transforms
+from stagewright.data.formats.index import load_index, save_index
+from stagewright.data.formats.records import BadRecordError, DataError, Records
+from stagewright.data.formats.tensors import TensorSource
+from stagewright.data.sources import ImageOptions, ImageSource, with_transforms
 from stagewright.errors import UserError
 from tests.commands import prints
 from tests.limits import cpu_time, more_memory
@@ -386,7 +387,7 @@ def image_source(data: bytes, root: Path) -> ImageSource:
 def test_an_image_too_narrow_to_resize_is_a_bad_record(size: tuple[int, int], tmp_path: Path) -> None:
     source = image_source(encoded(Image.new("1", size), "PNG"), tmp_path / "data")
     with more_memory(2 * GIB):
-        images, _ = source.batch(np.array([0, 1]))
+        images = source.batch(np.array([0, 1]))["image"]
         _, _, bad = source.first_good(0, Decoder())
     assert torch.equal(images[0], images[1]) and [one.index for one in bad] == [0] and "100000000" in bad[0].reason
 

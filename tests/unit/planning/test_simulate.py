@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from stagewright.cluster.placement import parse_placement
 from stagewright.cluster.specs import DeviceSpec, Software
-from stagewright.cluster.topology import Cluster, Level, Link, Machine
+from stagewright.cluster.topology import HOST, Cluster, Level, Link, Machine
 from stagewright.plan.estimate import Estimate, Setting
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan, Stage, TiedParameter
@@ -16,6 +17,7 @@ from stagewright.planning.planner import every_lag
 from stagewright.planning.predict import predict, traffic
 from stagewright.planning.simulate import (
     ClusterCosts,
+    SharedCard,
     StageCosts,
     balanced_costs,
     find_like,
@@ -25,7 +27,7 @@ from stagewright.planning.simulate import (
 )
 from stagewright.profile.profile import Table, Unit
 from stagewright.schedule.action import Action, Op
-from tests.unit.planning.laws import make_made_setting
+from tests.unit.planning.laws import make_made_setting, random_units
 
 
 def plan_of(placement: str, mode: Mode, microbatches: int, **rest: int) -> Plan:
@@ -247,3 +249,36 @@ def test_a_prediction_takes_the_ties_of_a_settings_model() -> None:
         [1, 1],
         [2, 2],
     ]
+
+
+def test_computes_on_a_shared_card_divide_its_speed() -> None:
+    """Four ranks share it: two at once take half of the time with all at work, one alone no less than a third."""
+    card, work = SharedCard(4, most=3.0), Action(Op.FORWARD, 0, 0, 0, 0)
+    card.begin(0.0, 6.0, work)
+    assert card.next_end() == pytest.approx(2.0)
+    card.begin(1.0, 6.0, work)  # 3 of 6 seconds are done; from here on both run twice as fast as with all
+    assert card.end() == (work, 0.0, pytest.approx(2.5))
+    assert card.end() == (work, 1.0, pytest.approx(3.5))  # 3 done, then alone
+    assert card.next_end() == float("inf")
+
+
+@pytest.mark.parametrize(("ranks", "share"), [(1, 1 / 4), (2, 2 / 4), (4, 1.0)])
+def test_ranks_on_a_shared_card_are_faster_the_fewer_compute(ranks: int, share: float) -> None:
+    level = Level(Link("fast", 1e15, 0.0), ((0, 1, 2, 3),))
+    units = random_units(random.Random(0))
+    own, shared = (Cluster((Machine(4, "fast", (level,), is_shared=is_shared),)) for is_shared in (False, True))
+    plan = make_plan(parse_placement(f"0:0-{ranks - 1}"), batch=8, microbatches=ranks, mode=Mode.DP)
+    apart, together = (predict(plan, make_made_setting(cluster, units)).steady for cluster in (own, shared))
+    assert together.batch_seconds == pytest.approx(apart.batch_seconds * share, rel=1e-3)
+
+
+def test_a_fast_edge_is_free_before_a_slow_one() -> None:
+    """Two pairs of devices with slow links of their own share a host that is twice as fast: they send at once."""
+    level = Level(Link("own", 1e9, 0.0, staged=True), ((0, 1, 2, 3),))
+    cluster = Cluster((Machine(4, "fast", (level,), host=2e9),))
+    plan = make_plan(parse_placement("0:0-1.0:2-3"), batch=4, microbatches=4, mode=Mode.STALE, cuts=["u1"])
+    costs = ClusterCosts(Estimate(plan, make_made_setting(cluster, random_units(random.Random(1)))))
+    send = Action(Op.SEND_ACT, 0, 0, 0, None, 2)
+    by_edge = dict(costs.lanes(send))
+    (host,) = [seconds for (edge, _), seconds in by_edge.items() if edge[1] == HOST]  # type: ignore[misc]
+    assert costs.seconds(send) == pytest.approx(2 * host)

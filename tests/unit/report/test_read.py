@@ -30,7 +30,7 @@ from tests.made_runs import PLAN, make_run, steps, timeline, usage
 WRONG: tuple[Any, ...] = (None, "many", inf, nan, -inf, [], [1], {}, True, 10**400, -1, 1.5)
 RECORDS = (
     Step(20, 2, 0.5, 0.02, 4.2, 320.0, 1024.0),
-    Evaluated(20, 512, 0.5, 0.75, 0.99),
+    Evaluated(20, 512, 0.5, {"top1": 0.75, "top5": 0.99}),
     Replaced(3, "a.jpg: cut"),
     Saved(10, 1000, 0.1),
     Unsaved(10, "disk full"),
@@ -45,10 +45,10 @@ MAY_BE = {
     "images_per_second": (-1,),
     "loss_scale": (None, -1),
 }
-MAY_BE |= {"top1": (-1,), "top5": (-1,), "cores": (-1,), "torch_memory": (None,), "memory": ()}
+MAY_BE |= {"metrics": ({},), "cores": (-1,), "torch_memory": (None,), "memory": ()}
 FILES: dict[str, dict[str, Any]] = {
     "plan.json": PLAN,
-    "job.json": {"batches": 20},
+    "job.json": {"batches": 20, "unit": "tokens", "per_sample": 256},
     "summary.json": {
         "images_per_second": 320.0,
         "predicted_images_per_second": 300.0,

@@ -76,7 +76,7 @@ def test_the_page_of_a_finished_run(tmp_path: Path) -> None:
 
 
 def test_the_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
-    records = [*steps(8_000), *(Evaluated(batch, 8, 1.0, 0.5, 0.5) for batch in range(0, 8_000, 10))]
+    records = [*steps(8_000), *(Evaluated(batch, 8, 1.0, {"top1": 0.5, "top5": 0.5}) for batch in range(0, 8_000, 10))]
     made = page(make_run(tmp_path / "run", records, trace=timeline(2_000), monitor=usage(3_000, gpus=4)))
     assert len(as_html(made).encode()) < 1_000_000 and len(as_markdown(made)) < 50_000
     table = block(made, "Epochs", Table)
@@ -202,7 +202,7 @@ def test_pauses_do_not_count_as_waiting(tmp_path: Path) -> None:
         else span
         for span in spans
     )
-    records = [*steps(1), Evaluated(1, 8, 1.0, 0.5, 0.5), *steps(2)[1:]]
+    records = [*steps(1), Evaluated(1, 8, 1.0, {"top1": 0.5, "top5": 0.5}), *steps(2)[1:]]
     text = summary(page(make_run(tmp_path / "run", records, trace=Timeline(gap))))
     assert "it computes 100% of the time. Over all ranks, 39%" in text
 
@@ -257,8 +257,58 @@ def test_a_folder_without_a_plan_is_an_error(tmp_path: Path, content: bytes | No
         make_page([folder])
 
 
+def evaluations(*batches: int, **metrics: float) -> list[Evaluated]:
+    """Evaluations whose metrics grow with the batch."""
+    return [Evaluated(batch, 512, 0.5, {name: value * batch for name, value in metrics.items()}) for batch in batches]
+
+
+def test_every_metric_is_drawn_and_the_best_of_the_first_is_told(tmp_path: Path) -> None:
+    scored = evaluations(5, 10, 20, perplexity=2.0, mae=0.1, top1=0.01, my_accuracy=0.02, iou=0.03)
+    scored = [replace(one, metrics=one.metrics | {"iou/0": 0.25, "iou/1": 0.5}) for one in scored]
+    made = page(make_run(tmp_path / "run", [*steps(20), *scored]))
+    text = summary(made)
+    assert "loss 0.5, perplexity 40, MAE 2, top-1 20.0%, my_accuracy 40.0%, mean IoU 60.0%." in text
+    assert "Perplexity was best after step 5: 10." in text, "lower is better"
+    drawn = [found for found in made.blocks if isinstance(found, Curves) and found.x == "step"]
+    assert [(found.title, found.y, found.is_small) for found in drawn] == [
+        ("Loss", "loss", False),
+        ("Perplexity", "perplexity", False),
+        ("MAE", "MAE", True),
+        ("Accuracy", "%", True),
+        ("Mean IoU", "%", True),
+    ]
+    assert [curve.label for curve in drawn[3].curves] == ["top-1 on training data", "my_accuracy on training data"]
+    assert [point.y for point in drawn[3].curves[0].points] == pytest.approx([5.0, 10.0, 20.0])
+    assert block(made, "Mean IoU by class", Table).rows == (("0", "25.0%"), ("1", "50.0%"))
+    assert as_html(made).count('class="half"') >= 2
+
+
+def test_a_run_without_metrics_shows_its_losses_alone(tmp_path: Path) -> None:
+    made = page(make_run(tmp_path / "run", [*steps(20), *evaluations(10, 20)]))
+    assert "of the training data: loss 0.5." in summary(made) and titles(made).count("Loss") == 1
+    assert "Accuracy" not in titles(made)
+
+
+def test_runs_are_compared_by_their_first_common_metric_and_in_one_unit(tmp_path: Path) -> None:
+    a = make_run(tmp_path / "a", [*steps(20), *evaluations(20, perplexity=2.0, top1=0.01)])
+    b = make_run(tmp_path / "b", [*steps(20), *evaluations(20, perplexity=1.0)])
+    for folder, unit in ((a, "tokens"), (b, "tokens")):
+        (folder / "job.json").write_text(json.dumps({"batches": 20, "unit": unit, "per_sample": 256}))
+    made = make_page([a, b])
+    assert "b has the best perplexity on training data at the end: 20 (others: a 40)." in summary(made)
+    assert "81,920 tokens/s" in summary(made) and block(made, "Throughput", Bars).unit == "tokens/s"
+    overview = block(made, "Overview", Table)
+    assert overview.columns[3] == "tokens/s" and overview.columns[6:8] == ("perplexity", "top-1")
+    assert [row[6:8] for row in overview.rows] == [("40", "20.0%"), ("20", "-")]
+    (b / "job.json").write_text(json.dumps({"batches": 20}))
+    mixed = make_page([a, b])
+    assert block(mixed, "Throughput", Bars).unit == "samples/s" and "320 samples/s" in summary(mixed)
+    c = make_run(tmp_path / "c", [*steps(20), *evaluations(20)])
+    assert "has the best loss on training data at the end: 0.5" in summary(make_page([a, c]))
+
+
 def test_compares_several_runs(tmp_path: Path) -> None:
-    slow = [*steps(20, speed=160.0), Evaluated(20, 512, 0.6, 0.5, 0.9)]
+    slow = [*steps(20, speed=160.0), Evaluated(20, 512, 0.6, {"top1": 0.5, "top5": 0.9})]
     plan = {"mode": "dp", "placement": "0:0", "cuts": [], "versions": [1], "depths": [1]}
     one_rank = Timeline((Span(0, "compute", "F", "0F0@0", 0, 1),))
     folders = [
@@ -286,12 +336,13 @@ def test_compares_several_runs(tmp_path: Path) -> None:
             "training loss": "0.5359",
             "evaluation loss": loss,
             "top-1": top1,
+            "top-5": top5,
             "measured on": "512 samples of the training data",
             "folder": folder,
         }
-        for run, time, speed, loss, top1, folder in [
-            ("stale 2-1", "4 s", "320", "0.5", "75.0%", "a"),
-            ("dp 1", "8 s", "160", "0.6", "50.0%", "b"),
+        for run, time, speed, loss, top1, top5, folder in [
+            ("stale 2-1", "4 s", "320", "0.5", "75.0%", "99.0%", "a"),
+            ("dp 1", "8 s", "160", "0.6", "50.0%", "90.0%", "b"),
         ]
     ]
     assert block(made, "Configurations", Table).rows[0] == ("mode", "stale", "dp")

@@ -16,6 +16,7 @@ import pytest
 from stagewright.cli.main import main
 from stagewright.config.toml import make_config
 from stagewright.events import Evaluated, GpuUsage, RankUsage, Saved, Step, Usage
+from stagewright.metrics import Unit
 from stagewright.run.trackers import require_tracker, tracked, values_of
 
 STEP = Step(4, 0, 2.5, 0.1, 1.0, 300.0)
@@ -107,7 +108,7 @@ def test_every_tracker_gets_steps_evaluations_use_and_configuration(log: Log, tm
     warnings: list[str] = []
     require_tracker(config(tracker))
     with tracked(config(tracker), tmp_path, warnings.append) as take:
-        for record in (STEP, Evaluated(5, 10, 2.0, 0.25, 0.5), USE, Saved(5, 10, 0.1)):
+        for record in (STEP, Evaluated(5, 10, 2.0, {"top1": 0.25, "top5": 0.5}), USE, Saved(5, 10, 0.1)):
             take(record)
     assert log.values[:3] == [(5, "train/loss", 2.5), (5, "train/lr", 0.1), (5, "train/images_per_second", 300.0)]
     assert (5, "eval/top1", 0.25) in log.values and (5, "use/gpu3/watts", 250.0) in log.values
@@ -190,6 +191,15 @@ def test_a_run_sends_its_events_to_the_tracker(log: Log, tmp_path: Path, capsys:
     assert [step for step, _ in losses] == [1, 2, 3] and losses[-1][1] == summary["loss"]
     assert [step for step, name, _ in log.values if name == "eval/top1"] == [3]
     assert any(name == "use/rank0/memory_bytes" for _, name, _ in log.values) and log.is_closed
+
+
+def test_metrics_and_the_unit_of_throughput_have_their_names() -> None:
+    assert values_of(Evaluated(5, 10, 2.0, {"mae": 0.5, "iou/3": 1.0})) == {
+        "eval/loss": 2.0,
+        "eval/mae": 0.5,
+        "eval/iou/3": 1.0,
+    }
+    assert values_of(STEP, Unit("tokens", 256))["train/tokens_per_second"] == 256 * 300.0
 
 
 def test_no_tracker_is_imported_by_default(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from stagewright.cluster.placement import parse_placement
 from stagewright.cluster.topology import Cluster, Machine
-from stagewright.data.records import DataError
+from stagewright.data.formats.records import DataError
 from stagewright.errors import RunFailed, UserError
 from stagewright.events import Failure
 from stagewright.plan.make import make_plan

@@ -9,11 +9,12 @@ from statistics import fmean, median_low, stdev
 
 from stagewright.bench.learning.runs import TrainedRun
 from stagewright.bench.statistics import Interval
+from stagewright.metrics import is_lower_better, is_percentage, metric_label
 
 _STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # 97.5 % of 1, 2, ... degrees of freedom
 _NORMAL = 1.959964
 _STEP = 0.005  # targets are multiples of half a point
-_BELOW = 0.01  # the default target is the baseline's accuracy minus this
+_BELOW = 0.01  # the default target is the baseline's accuracy minus this, or worse by this share
 _TINY = 1e-9  # rounding error of numbers that are shown in percent
 
 
@@ -35,8 +36,10 @@ def _student(freedom: int) -> float:
     return float(sum(term / v**power for power, term in enumerate(terms)))
 
 
-def in_points(difference: float) -> str:
-    """A difference of top-1 in percentage points; what rounds to 0 is +0.00."""
+def in_points(difference: float, metric: str = "top1") -> str:
+    """A difference of a metric: in percentage points, where what rounds to 0 is +0.00, or as a number."""
+    if not is_percentage(metric):
+        return f"{difference + 0.0:+.3g}"
     return f"{round(100 * difference, 2) + 0.0:+.2f}"
 
 
@@ -67,14 +70,23 @@ class Finding:
         return tuple(run for run in self.runs if not run.diverged and run.scores)
 
     @property
+    def metric(self) -> str:
+        """What its runs are judged by."""
+        return next((run.metric for run in self.runs if run.scores), "top1")
+
+    @property
     def accuracy(self) -> Interval | None:
-        """Top-1 at the end, over the runs that did not diverge."""
+        """The metric at the end, over the runs that did not diverge."""
         return mean_interval([run.scores[-1][1] for run in self.finished]) if self.finished else None
 
     @property
     def pairs(self) -> list[float]:
         """Accuracy minus the baseline's, seed by seed, so that the effect of a seed on both cancels."""
-        theirs = {run.seed: run.scores[-1][1] for run in self.against if not run.diverged and run.scores}
+        theirs = {
+            run.seed: run.scores[-1][1]
+            for run in self.against
+            if not run.diverged and run.scores and run.metric == self.metric
+        }
         return [run.scores[-1][1] - theirs[run.seed] for run in self.finished if run.seed in theirs]
 
     @property
@@ -96,18 +108,24 @@ class Finding:
             return "baseline" if self.is_baseline else "no baseline to compare with"
         points = self.difference
         which = "lower" if points.value < 0 else "higher"
-        apart = f"{which} by {abs(points.value) * 100:.2f} points" if round(points.value, 4) else "equal"
+        if is_percentage(self.metric):
+            apart = f"{which} by {abs(points.value) * 100:.2f} points" if round(points.value, 4) else "equal"
+        else:
+            apart = f"{metric_label(self.metric)} {which} by {abs(points.value):.3g}" if points.value else "equal"
         if len(self.pairs) < 2:
             return f"{apart} (one seed: no interval)"
-        interval = f"{in_points(points.low)} to {in_points(points.high)}"
+        interval = f"{in_points(points.low, self.metric)} to {in_points(points.high, self.metric)}"
         if points.holds(0.0):
-            return f"as accurate as the baseline within noise ({in_points(points.value)} points, {interval})"
+            unit = " points" if is_percentage(self.metric) else ""
+            middle = f"{in_points(points.value, self.metric)}{unit}"
+            return f"as {'accurate' if unit else 'good'} as the baseline within noise ({middle}, {interval})"
         return f"{apart} ({interval})"
 
     def epochs_to(self, target: float) -> float | None:
-        """Epochs until half of the runs have reached a top-1; None where fewer reach it."""
+        """Epochs until half of the runs have reached a value of the metric; None where fewer reach it."""
+        sign = -1 if is_lower_better(self.metric) else 1
         firsts = [
-            next((batch / self.per_epoch for batch, top1 in run.scores if top1 >= target - _TINY), math.inf)
+            next((batch / self.per_epoch for batch, value in run.scores if sign * (value - target) >= -_TINY), math.inf)
             for run in self.runs
         ]
         middle = median_low(firsts) if firsts else math.inf
@@ -119,11 +137,11 @@ class Finding:
         return None if epochs is None or self.speed is None else epochs * self.samples / self.speed.images_per_second
 
     def curve(self) -> list[tuple[float, Interval]]:
-        """Top-1 by epoch: the mean over the runs that reached it, with its interval."""
+        """The metric by epoch: the mean over the runs that reached it, with its interval."""
         at: dict[float, list[float]] = {}
         for run in self.runs:
-            for batch, top1 in run.scores:
-                at.setdefault(batch / self.per_epoch, []).append(top1)
+            for batch, value in run.scores:
+                at.setdefault(batch / self.per_epoch, []).append(value)
         return [(epoch, mean_interval(at[epoch])) for epoch in sorted(at)]
 
 
@@ -136,7 +154,7 @@ class Study:
     command: str
     machine: Mapping[str, str]
     findings: tuple[Finding, ...]
-    targets: Mapping[str, float]  # top-1 by group
+    targets: Mapping[str, float]  # of the metric, by group
     elsewhere: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # machines of reused runs, by their origin
 
     def groups(self) -> dict[str, list[Finding]]:
@@ -172,6 +190,12 @@ def findings_of(
 
 
 def target_of(findings: Sequence[Finding]) -> float | None:
-    """One point below the baseline's accuracy, rounded down to half a point."""
-    base = next((finding.accuracy for finding in findings if finding.is_baseline), None)
-    return None if base is None else round(math.floor((base.value - _BELOW) / _STEP + _TINY) * _STEP, 4)
+    """One point below the baseline's accuracy, rounded down to half a point; of other metrics, 1 % worse."""
+    finding = next((finding for finding in findings if finding.is_baseline), None)
+    base = None if finding is None else finding.accuracy
+    if finding is None or base is None:
+        return None
+    if is_percentage(finding.metric):
+        return round(math.floor((base.value - _BELOW) / _STEP + _TINY) * _STEP, 4)
+    worse = 1 if is_lower_better(finding.metric) else -1
+    return float(f"{base.value + worse * _BELOW * abs(base.value):.4g}")

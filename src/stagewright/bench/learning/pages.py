@@ -11,6 +11,9 @@ from typing import Any
 from rich.console import Console
 
 from stagewright.bench.learning.findings import Finding, Study, in_points
+from stagewright.bench.learning.runs import TrainedRun
+from stagewright.bench.statistics import Interval
+from stagewright.metrics import format_metric, is_percentage, metric_label
 from stagewright.report.live.terminal import plain_table, say
 from stagewright.report.page import Block, Curve, Curves, Listing, Page, Point, Summary, Table
 
@@ -39,15 +42,19 @@ def study_page(study: Study) -> Page:
 def _blocks(study: Study) -> Iterator[Block]:
     yield Summary(tuple(_sentences(study)))
     for group, findings in study.groups().items():
-        target = study.targets.get(group)
-        yield Table(f"{group}: accuracy", _columns(target), tuple(_row(f, target) for f in findings), _note(findings))
+        target, metric = study.targets.get(group), findings[0].metric
+        label, axis = metric_label(metric), _axis(metric)
+        title = "accuracy" if is_percentage(metric) else label
+        yield Table(
+            f"{group}: {title}", _columns(target, metric), tuple(_row(f, target) for f in findings), _note(findings)
+        )
         curves = tuple(map(_by_epoch, findings))
-        yield Curves(f"{group}: top-1 against epochs", "epochs", "top-1 in %", curves)
-        yield Curves(f"{group}: the last quarter", "epochs", "top-1 in %", _last_quarter(curves))
+        yield Curves(f"{group}: {label} against epochs", "epochs", axis, curves)
+        yield Curves(f"{group}: the last quarter", "epochs", axis, _last_quarter(curves))
         timed = [finding for finding in findings if finding.speed]
         if timed:
             lasting = tuple(map(_by_time, timed))
-            yield Curves(f"{group}: top-1 against time", f"seconds, {_source(timed)}", "top-1 in %", lasting)
+            yield Curves(f"{group}: {label} against time", f"seconds, {_source(timed)}", axis, lasting)
     yield _every_run(study)
     if any(not run.origin for finding in study.findings for run in finding.runs):
         yield Table("Environment", ("what", "value"), tuple(study.machine.items()))
@@ -85,7 +92,8 @@ def headlines(study: Study) -> Iterator[str]:
         after = {f.trial: _time_and_devices(f, times[f.trial]) for f in findings if f.trial in times}
         compared = f", {base} after {after[base]}" if base in times and base != first else ""
         source = _source([finding for finding in findings if finding.trial in times])
-        yield f"{group} reaches {target:.1%} first with {first}: after {after[first]}{compared} ({source})."
+        goal = _goal(findings[0].metric, target)
+        yield f"{group} reaches {goal} first with {first}: after {after[first]}{compared} ({source})."
 
 
 def _time_and_devices(finding: Finding, seconds: float) -> str:
@@ -99,9 +107,29 @@ def _duration(finding: Finding, seconds: float) -> str:
     return f"{f'{seconds:,.0f}' if seconds >= 10 else f'{seconds:.2g}'} s on {finding.speed.devices}"
 
 
-def _columns(target: float | None) -> tuple[str, ...]:
-    goal = "target" if target is None else f"{target:.1%}"
-    return ("mode", "top-1", "95 % interval", "against baseline", f"epochs to {goal}", f"time to {goal}", "summary")
+def _axis(metric: str) -> str:
+    return f"{metric_label(metric)} in %" if is_percentage(metric) else metric_label(metric)
+
+
+def _goal(metric: str, target: float | None) -> str:
+    """A target for people: 71.5%, or perplexity 20."""
+    if target is None:
+        return "target"
+    shown = format_metric(metric, target)
+    return shown if is_percentage(metric) else f"{metric_label(metric)} {shown}"
+
+
+def _columns(target: float | None, metric: str) -> tuple[str, ...]:
+    goal = _goal(metric, target)
+    return (
+        "mode",
+        metric_label(metric),
+        "95 % interval",
+        "against baseline",
+        f"epochs to {goal}",
+        f"time to {goal}",
+        "summary",
+    )
 
 
 def _row(finding: Finding, target: float | None) -> tuple[str, ...]:
@@ -110,15 +138,20 @@ def _row(finding: Finding, target: float | None) -> tuple[str, ...]:
     seconds = None if target is None else finding.seconds_to(target)
     return (
         finding.trial,
-        "-" if accuracy is None else f"{accuracy.value:.2%}",
-        "-"
-        if accuracy is None or len(finding.finished) < 2
-        else f"{max(0.0, accuracy.low):.2%} - {min(1.0, accuracy.high):.2%}",
-        "-" if difference is None else in_points(difference.value),
+        "-" if accuracy is None else format_metric(finding.metric, accuracy.value, 2),
+        "-" if accuracy is None or len(finding.finished) < 2 else _interval(finding.metric, accuracy),
+        "-" if difference is None else in_points(difference.value, finding.metric),
         "-" if target is None else "never" if epochs is None else f"{epochs:.0f}",
         "-" if seconds is None else _duration(finding, seconds),
         finding.summary,
     )
+
+
+def _interval(metric: str, around: Interval) -> str:
+    ends = (around.low, around.high)
+    if is_percentage(metric):
+        ends = (max(0.0, around.low), min(1.0, around.high))
+    return " - ".join(format_metric(metric, end, 2) for end in ends)
 
 
 def _note(findings: Sequence[Finding]) -> str:
@@ -135,10 +168,13 @@ def _source(findings: Sequence[Finding]) -> str:
 
 
 def _by_epoch(finding: Finding) -> Curve:
-    points = (
-        Point(epoch, 100 * top1.value, 100 * max(0.0, top1.low), 100 * min(1.0, top1.high))
-        for epoch, top1 in finding.curve()
-    )
+    if is_percentage(finding.metric):
+        points = (
+            Point(epoch, 100 * share.value, 100 * max(0.0, share.low), 100 * min(1.0, share.high))
+            for epoch, share in finding.curve()
+        )
+    else:
+        points = (Point(epoch, mean.value, mean.low, mean.high) for epoch, mean in finding.curve())
     return Curve(finding.trial, tuple(points))
 
 
@@ -151,13 +187,14 @@ def _last_quarter(curves: Sequence[Curve]) -> tuple[Curve, ...]:
 def _by_time(finding: Finding) -> Curve:
     assert finding.speed is not None
     epoch_seconds = finding.samples / finding.speed.images_per_second
-    points = (Point(epoch * epoch_seconds, 100 * top1.value) for epoch, top1 in finding.curve())
+    factor = 100 if is_percentage(finding.metric) else 1
+    points = (Point(epoch * epoch_seconds, factor * mean.value) for epoch, mean in finding.curve())
     return Curve(finding.trial, tuple(points))
 
 
 def _every_run(study: Study) -> Table:
     rows = tuple(
-        (run.group, run.trial, str(run.seed), f"{run.scores[-1][1]:.2%}" if run.scores else "-", run.diverged or "-")
+        (run.group, run.trial, str(run.seed), _at_the_end(run), run.diverged or "-")
         for finding in study.findings
         for run in finding.runs
     )
@@ -165,16 +202,23 @@ def _every_run(study: Study) -> Table:
     reused = (
         f"{count} run{'s are' if count > 1 else ' is'} reused from {origin}." for origin, count in origins.items()
     )
-    return Table("Every run", ("model", "mode", "seed", "top-1 at the end", "diverged"), rows, " ".join(reused))
+    labels = dict.fromkeys(metric_label(finding.metric) for finding in study.findings)
+    shown = f"{' or '.join(labels)} at the end"
+    return Table("Every run", ("model", "mode", "seed", shown, "diverged"), rows, " ".join(reused))
+
+
+def _at_the_end(run: TrainedRun) -> str:
+    return format_metric(run.metric, run.scores[-1][1], 2) if run.scores else "-"
 
 
 def show_study(console: Console, study: Study, folder: Path) -> None:
     """Print the tables in 80 columns, a sentence per trial, and where the reports are."""
     for group, findings in study.groups().items():
-        target = study.targets.get(group)
+        target, metric = study.targets.get(group), findings[0].metric
         say(console, group)
-        goal = "target" if target is None else f"{target:.1%}"
-        figures = ("top-1", "95 % interval", "points", f"epochs to {goal}", "time")
+        goal = _goal(metric, target)
+        apart = "points" if is_percentage(metric) else "difference"
+        figures = (metric_label(metric), "95 % interval", apart, f"epochs to {goal}", "time")
         table = plain_table("mode", *figures, left=("mode",), no_wrap=figures)
         for finding in findings:
             table.add_row(*_row(finding, target)[:-1])

@@ -25,6 +25,7 @@ from stagewright.config.toml import as_toml, make_config, with_new_names, withou
 from stagewright.errors import UserError
 from stagewright.events import Evaluated, Record, Step, read_records
 from stagewright.files import read_text
+from stagewright.metrics import LOSS, format_metric, headline_metrics, metric_label
 from stagewright.report.read import read_lines
 from stagewright.runtime.process.children import Children
 
@@ -46,12 +47,13 @@ class TrainedRun:
     group: str
     trial: str
     seed: int
-    scores: tuple[tuple[int, float], ...]  # batches trained, and top-1 after them
+    scores: tuple[tuple[int, float], ...]  # batches trained, and the metric after them
     per_epoch: int  # batches
     rate: float | None = None  # images per second; None where the ranks were emulated
     diverged: str = ""  # the error, where the loss or the gradients became infinite or NaN
     settings: str = ""  # as `TrialRun.settings`
     origin: str = ""  # the folder of the earlier study that trained it, where it is reused
+    metric: str = "top1"  # that the scores are of
 
     @property
     def key(self) -> tuple[str, str]:
@@ -114,19 +116,26 @@ class _Running:
 
     @property
     def progress(self) -> str:
-        scores = list(_scores(self._folder))
-        return f"{self._trial_run}: {f'{scores[-1][1]:.1%} after batch {scores[-1][0]}' if scores else 'started'}"
+        metric, scores = read_scores(self._folder)
+        if not scores:
+            return f"{self._trial_run}: started"
+        batch, value = scores[-1]
+        return f"{self._trial_run}: {metric_label(metric)} {format_metric(metric, value)} after batch {batch}"
 
     def result(self) -> TrainedRun:
         code, trial_run = self._process.wait(), self._trial_run
         errors = (self._folder / "errors.txt").read_text(errors="replace").strip().splitlines() or ["no message"]
-        per_epoch, scores = batches_per_epoch(self._folder), tuple(_scores(self._folder))
+        per_epoch = batches_per_epoch(self._folder)
+        metric, scores = read_scores(self._folder)
+        trained = TrainedRun(
+            *trial_run.key, trial_run.seed, scores, per_epoch, settings=trial_run.settings, metric=metric
+        )
         if code == 0:
             summary = json.loads((self._folder / "out.json").read_text())
             rate = None if trial_run.config.run.emulate else summary["images_per_second"]
-            return TrainedRun(*trial_run.key, trial_run.seed, scores, per_epoch, rate, settings=trial_run.settings)
+            return replace(trained, rate=rate)
         if found := DIVERGED.search(errors[-1]):
-            return TrainedRun(*trial_run.key, trial_run.seed, scores, per_epoch, None, found[0], trial_run.settings)
+            return replace(trained, diverged=found[0])
         logs = self._folder.parent.parent / LOGS
         raise UserError(
             f"{trial_run}: {errors[-1].removeprefix('stagewright: ')}; its files are {logs}:{self._folder.name}"
@@ -139,8 +148,13 @@ def _records(folder: Path) -> Iterator[Record]:
         yield from (record for _, record in read_records(read_lines(path)))
 
 
-def _scores(folder: Path) -> Iterator[tuple[int, float]]:
-    return ((record.batch, record.top1) for record in _records(folder) if isinstance(record, Evaluated))
+def read_scores(folder: Path) -> tuple[str, tuple[tuple[int, float], ...]]:
+    """The metric that a run is judged by, its first one or the loss, and its value after each evaluation."""
+    found = [record for record in _records(folder) if isinstance(record, Evaluated)]
+    metric = next(iter(headline_metrics(found[0].metrics)), LOSS) if found else "top1"
+    if metric == LOSS:
+        return metric, tuple((record.batch, record.loss) for record in found)
+    return metric, tuple((record.batch, record.metrics[metric]) for record in found if metric in record.metrics)
 
 
 def batches_per_epoch(folder: Path) -> int:

@@ -20,6 +20,7 @@ from stagewright.cluster.catalog import open_cluster
 from stagewright.errors import UserError
 from stagewright.hardware.environment import read_environment
 from stagewright.hardware.host import num_cores
+from stagewright.metrics import is_percentage
 from stagewright.run.report import write_page
 
 _CLUSTER = "rtx-4090-4"  # times are predicted for it by default
@@ -65,7 +66,7 @@ def make_study(
     speeds: dict[tuple[str, str], TrainingSpeed],
     target: float | None,
 ) -> Study:
-    """What the runs so far show; `target` in percent, by default from each group's baseline."""
+    """What the runs so far show; `target`, in percent of metrics that are, is by default from each group's baseline."""
     baselines = {
         trial_run.configuration.group.name: trial_run.configuration.trial.name
         for trial_run in trial_runs
@@ -80,9 +81,12 @@ def make_study(
     findings = findings_of(trained, baselines, samples, speeds)
     targets = {}
     for group in baselines:
-        found = target_of([finding for finding in findings if finding.group == group])
-        if target is not None or found is not None:
-            targets[group] = target / 100 if target is not None else found or 0.0
+        own = [finding for finding in findings if finding.group == group]
+        found = target_of(own)
+        if target is not None:
+            targets[group] = target / 100 if not own or is_percentage(own[0].metric) else target
+        elif found is not None:
+            targets[group] = found
     machine = dict(read_environment().rows())
     return Study(title, time.strftime("%Y-%m-%d"), command, machine, tuple(findings), targets)
 

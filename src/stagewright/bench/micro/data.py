@@ -25,11 +25,11 @@ from torch.nn import functional
 from stagewright.bench.result import Outcome, measured_row, new_outcome, ratio_of
 from stagewright.data.augment import Augmentation, Cropping, View
 from stagewright.data.decode import NORMALIZATIONS, Decoder, render
-from stagewright.data.index import IndexBuilder, load_index, save_index
+from stagewright.data.formats.index import IndexBuilder, load_index, save_index
+from stagewright.data.formats.records import Record
 from stagewright.data.loader import ImageLoader
 from stagewright.data.order import Order, ReplicaSlice, TrainingSampler
 from stagewright.data.pool import LoaderOptions, Pool
-from stagewright.data.records import Record
 from stagewright.data.sources import ImageSource
 from stagewright.errors import counted
 

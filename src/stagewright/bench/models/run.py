@@ -28,6 +28,7 @@ from stagewright.bench.models.stock import stock_pipeline
 from stagewright.config.toml import make_config
 from stagewright.errors import UserError, did_you_mean, first_line
 from stagewright.events import BatchLosses, Event, Scored
+from stagewright.metrics import LOSS
 from stagewright.model.cut import Chain, Way
 from stagewright.model.load import build_model
 from stagewright.model.prove import first_proven, prove
@@ -235,12 +236,14 @@ def run(task: Task, cut: Cut, folder: Path) -> Outcome:
     events: list[Event] = []
     emulation = Emulation(job, events.append)
     emulation.run()
-    losses = dict(pair for event in events if isinstance(event, BatchLosses) for pair in event.losses)
-    scores = [event.score.loss for event in events if isinstance(event, Scored)]
-    batches = [
-        sum(losses[i] for i in range(p * task.microbatches, (p + 1) * task.microbatches)) / task.microbatches
-        for p in range(task.steps)
-    ]
+    losses = {i: (total, count) for e in events if isinstance(e, BatchLosses) for i, total, count in e.losses}
+    scores = [event.score.totals[LOSS][0] for event in events if isinstance(event, Scored)]
+    batches = []
+    for p in range(task.steps):
+        totals, counts = zip(
+            *(losses[i] for i in range(p * task.microbatches, (p + 1) * task.microbatches)), strict=True
+        )
+        batches.append(sum(totals) / sum(counts))
     score = sum(scores) if task.evaluates else None
     return Outcome(batches, _with_ties(task, emulation.weights()), score=score, way=str(job.way))
 

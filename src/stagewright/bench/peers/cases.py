@@ -67,6 +67,8 @@ class Workload:
     classes: int
     cut: str | None = None
     setting: Execution = Execution()
+    versions: str | None = None  # of each stage; None: as the mode has it
+    depths: str | None = None
 
     @property
     def world(self) -> int:

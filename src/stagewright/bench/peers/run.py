@@ -111,12 +111,14 @@ def _config(workload: Workload, side: Side, data: str, folder: Path) -> Config:
     setting = workload.setting
     microbatches = side.microbatches or workload.microbatches
     plan = {"placement": workload.placement, "batch": workload.batch, "microbatches": microbatches, "mode": side.mode}
-    cut = {} if workload.cut is None or side.mode == "dp" else {"cut": workload.cut}
+    staged = {"cut": workload.cut, "versions": workload.versions, "depths": workload.depths}
+    if side.mode == "dp":
+        staged = {}
     return make_config(
         {
             "model": {"name": workload.model},
             "data": {"source": data, "shuffle": False},
-            "plan": plan | cut,
+            "plan": plan | {name: value for name, value in staged.items() if value is not None},
             "optimizer": {"name": "sgd", "lr": _RATE, "momentum": 0.9},
             "run": {
                 "threads": 1,

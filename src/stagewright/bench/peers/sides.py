@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
+from stagewright.data.sources import Fields, only_pair
 from stagewright.events import BatchLosses, Event
 from stagewright.model.cut import Piece
 from stagewright.runtime.comm.channel import ChannelName, Inbox, Network, Outbox
@@ -68,7 +68,7 @@ class OneFOneB(_Stock):
         dist.init_process_group("gloo", store=open_store(meeting, world), rank=rank, world_size=world)
         self._inputs, self._labels = _batches(job)
         self._is_first, self._is_last = rank == 0, rank == world - 1
-        module = as_sequential(open_pieces(job.config, job.plan.cuts, job.training.input)[rank])
+        module = as_sequential(open_pieces(job.config, job.plan.cuts, job.training.inputs)[rank])
         values = [self._inputs[0, : job.plan.samples], *_boundaries(job)]
         stage = PipelineStage(module, rank, world, _CPU, input_args=values[rank], output_args=values[rank + 1])
         self._schedule = Schedule1F1B(stage, job.plan.microbatches, nn.functional.cross_entropy)
@@ -162,7 +162,7 @@ def _batches(job: Job) -> tuple[Tensor, Tensor]:
     """All the data in memory, one row per batch, in the order in which Stagewright reads it."""
     source = open_data(job.config, job.config.data.source)
     count = len(source) // job.plan.batch
-    inputs, labels = source.batch(torch.arange(count * job.plan.batch).numpy())
+    inputs, labels = only_pair(source.batch(torch.arange(count * job.plan.batch).numpy()), source.targets)
     shape = (count, job.plan.batch)
     return inputs.view(*shape, *inputs.shape[1:]), labels.view(*shape)
 
@@ -170,7 +170,7 @@ def _batches(job: Job) -> tuple[Tensor, Tensor]:
 def _boundaries(job: Job) -> list[Tensor]:
     """Example outputs of each stage."""
     shapes: list[Any] = [value.shape for (value,) in job.training.cuts]
-    return [torch.empty(shape, requires_grad=True) for shape in [*shapes, job.training.output]]
+    return [torch.empty(shape, requires_grad=True) for shape in [*shapes, *job.training.outputs]]
 
 
 def _optimizer(job: Job, module: nn.Module) -> torch.optim.Optimizer:
@@ -217,7 +217,7 @@ class Stagewright:
 
     def _receive(self, event: Event) -> None:
         if isinstance(event, BatchLosses):
-            self.loss = fmean(loss for _, loss in event.losses)
+            self.loss = sum(total for _, total, _ in event.losses) / sum(count for _, _, count in event.losses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +226,10 @@ class _Static:
 
     inputs: Tensor
     labels: Tensor
+    targets: tuple[str, ...] = ("label",)
 
-    def microbatch(self, number: int) -> tuple[Tensor, Tensor]:
-        return self.inputs, self.labels
+    def microbatch(self, number: int) -> Fields:
+        return {"image": self.inputs, "label": self.labels}
 
     def close(self) -> None:
         pass

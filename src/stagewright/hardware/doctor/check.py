@@ -31,6 +31,7 @@ from stagewright.hardware.gpu import visible
 from stagewright.runtime.multinode.nodes import DEFAULT_PORT
 
 Progress = Callable[[str], None]
+_FILES = ("folder:", "ofrecord:", "segmentation:", "table:", "tensors:", "tokens:")  # kinds that name one path
 _LEAST_WIDTH, _MOST_WIDTH = 40, 100  # of what is printed
 
 
@@ -87,7 +88,7 @@ def check_machine(data: str | None, *, measures: bool, progress: Progress) -> Ma
 
 def _read_disk(data: str, progress: Progress) -> DiskRead:
     progress(f"reading {data}")
-    return read_disk(Path(data.partition(":")[2] if data.startswith(("folder:", "ofrecord:", "tensors:")) else data))
+    return read_disk(Path(data.partition(":")[2] if data.startswith(_FILES) else data))
 
 
 def _measured(progress: Progress) -> Iterator[Measured]:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from stagewright.errors import printable
 from stagewright.events import Evaluated, Replaced, Restarted, Resumed, Saved, Step, Unsaved
-from stagewright.metrics import MIB, Span, Timeline, steady_rate
+from stagewright.metrics import IMAGES, MIB, Span, Timeline, Unit, metric_words, steady_rate
 
 _LONG_PAUSE = 0.1  # seconds that are worth a word
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
@@ -122,7 +122,10 @@ class PipeSafeConsole(Console):
 class RunConsole:
     """Shows the events of a run as they come."""
 
-    def __init__(self, console: Console, batches: int, batch_size: int, log_every: int, evaluated_on: str) -> None:
+    def __init__(
+        self, console: Console, batches: int, batch_size: int, log_every: int, evaluated_on: str, unit: Unit = IMAGES
+    ) -> None:
+        self._unit = unit
         self._evaluated_on = evaluated_on  # training data, validation data
         self._console = console
         self._batches = batches
@@ -170,8 +173,9 @@ class RunConsole:
             )
         else:
             self.say(
-                f"evaluation after step {record.batch}: loss {record.loss:.4f}  top-1 {record.top1:.2%}  "
-                f"top-5 {record.top5:.2%}  ({record.samples} samples of the {self._evaluated_on})"
+                f"evaluation after step {record.batch}: "
+                + "  ".join((f"loss {record.loss:.4f}", *metric_words(record.metrics, 2)))
+                + f"  ({record.samples} samples of the {self._evaluated_on})"
             )
             self._interrupted.add(record.batch)
 
@@ -181,9 +185,9 @@ class RunConsole:
         self._progress.update(self._task, completed=done, description=f"loss {step.loss:.4f}")
         if done % self._log_every == 0 or done in (1, self._batches):
             speed = steady_rate(self._since, self._batch_size, self._interrupted)
+            rate = f"  {self._unit.of(speed.rate):.0f} {self._unit.rate}" if speed else ""
             self.say(
-                f"epoch {step.epoch + 1}  step {done}/{self._batches}  loss {step.loss:.4f}  "
-                f"lr {step.lr:.4g}{f'  {speed.rate:.0f} images/s' if speed else ''}"
+                f"epoch {step.epoch + 1}  step {done}/{self._batches}  loss {step.loss:.4f}  lr {step.lr:.4g}{rate}"
             )
             self._since = [step]
 

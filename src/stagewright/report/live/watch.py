@@ -15,7 +15,7 @@ from rich.text import Text
 from stagewright.errors import counted, printable
 from stagewright.events import Evaluated, Restarted, Resumed, Step, Usage, read_records, read_usage
 from stagewright.files import open_regular
-from stagewright.metrics import MIB, steady_rate
+from stagewright.metrics import IMAGES, MIB, Unit, metric_words, steady_rate
 from stagewright.report.charts import format_number, format_seconds
 from stagewright.report.live.terminal import plain_table, plot
 from stagewright.report.read import (
@@ -27,8 +27,10 @@ from stagewright.report.read import (
     read_object,
     read_plan_fields,
     read_tables,
+    read_unit,
 )
 
+_MOST_METRICS = 3  # in a line
 _RECENT = 20  # steps that the current speed is averaged over, after the one that they begin at
 
 
@@ -76,6 +78,7 @@ class Snapshot:
     restarts: int
     usage: Usage | None
     actions: tuple[str, ...]  # what each rank does now; empty where unknown
+    unit: Unit = IMAGES  # of its throughput
 
     @property
     def done(self) -> int:
@@ -102,9 +105,12 @@ class Snapshot:
             "step": self.done,
             "steps": self.batches,
             "loss": self.steps[-1].loss if self.steps else None,
-            "images_per_second": self.images_per_second,
+            "images_per_second": self.images_per_second,  # samples, whatever the unit
+            "unit": self.unit.name,
+            "per_sample": self.unit.per_sample,
             "seconds": self.steps[-1].seconds if self.steps else 0.0,
-            "top1": evaluation.top1 if evaluation else None,
+            "top1": evaluation.metrics.get("top1") if evaluation else None,
+            "metrics": dict(evaluation.metrics) if evaluation else None,
             "evaluated_on": self.evaluated_on if evaluation else None,
             "restarts": self.restarts,
             "doing": list(self.actions),
@@ -163,6 +169,7 @@ class Watch:
             self._restarts,
             self._usage,
             () if self._is_emulated else tuple(actions),
+            read_unit(self._folder),
         )
 
 
@@ -173,10 +180,10 @@ def as_line(snapshot: Snapshot) -> str:
     if snapshot.steps:
         parts.append(f"loss {snapshot.steps[-1].loss:.4f}")
     if speed := snapshot.images_per_second:
-        parts.append(f"{speed:.0f} images/s")
+        parts.append(f"{snapshot.unit.of(speed):.0f} {snapshot.unit.rate}")
     if snapshot.evaluation:
         parts.append(
-            f"top-1 {snapshot.evaluation.top1:.2%} on {snapshot.evaluated_on} after step {snapshot.evaluation.batch}"
+            f"{_score(snapshot.evaluation, 2)} on {snapshot.evaluated_on} after step {snapshot.evaluation.batch}"
         )
     if snapshot.usage:
         parts.append(f"{snapshot.usage.cores:.1f} cores, {snapshot.usage.memory / MIB:,.0f} MiB")
@@ -186,6 +193,12 @@ def as_line(snapshot: Snapshot) -> str:
     if snapshot.restarts:
         parts.append(counted(snapshot.restarts, "restart"))
     return "  ".join(parts)
+
+
+def _score(evaluation: Evaluated, digits: int) -> str:
+    """The first metrics of an evaluation; its loss where it has none."""
+    words = metric_words(evaluation.metrics, digits)[:_MOST_METRICS]
+    return "  ".join(map(printable, words)) or f"evaluation loss {evaluation.loss:.4f}"
 
 
 def as_screen(snapshot: Snapshot, width: int) -> RenderableType:
@@ -217,11 +230,11 @@ def _headline(snapshot: Snapshot) -> str:
     if snapshot.steps:
         parts += [f"loss {snapshot.steps[-1].loss:.4f}", format_seconds(snapshot.steps[-1].seconds)]
     if speed:
-        parts.append(f"{format_number(round(speed))} images/s")
+        parts.append(f"{format_number(round(snapshot.unit.of(speed)))} {snapshot.unit.rate}")
         if snapshot.is_running and snapshot.batches and snapshot.batches > snapshot.done:
             parts.append(f"{format_seconds(round((snapshot.batches - snapshot.done) * snapshot.batch / speed))} left")
     if snapshot.evaluation:
-        parts.append(f"top-1 {snapshot.evaluation.top1:.1%} on {snapshot.evaluated_on}")
+        parts.append(f"{_score(snapshot.evaluation, 1)} on {snapshot.evaluated_on}")
     if snapshot.usage:
         parts.append(f"{snapshot.usage.cores:.1f} cores busy")
     return "   ".join(parts)

@@ -20,25 +20,29 @@ from stagewright.runtime.comm.message import Field, MessageFormat
 from stagewright.runtime.comm.transport import Pending
 from stagewright.schedule.action import Action, Op
 
-LABELS = "labels"
 SCALE = "scale"
+COUNT = "count"
 
 
 @dataclass(slots=True)
 class Activations:
-    """The activations of one microbatch at a boundary, in the order of the boundary, and its labels."""
+    """The activations of one microbatch at a boundary, in the order of the boundary, and fields of its samples."""
 
     tensors: Sequence[Tensor]
-    labels: Tensor
+    fields: Mapping[str, Tensor]
     release: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True)
 class Gradients:
-    """The gradients of one microbatch's activations, in the order of the boundary, and the loss scale they contain."""
+    """The gradients of one microbatch's activations, in the order of the boundary.
+
+    With the loss scale that they contain, and how many targets the microbatch's loss is a total of.
+    """
 
     tensors: Sequence[Tensor]
     scale: Tensor | None = None
+    count: Tensor | None = None
     release: Callable[[], None] = lambda: None
 
 
@@ -48,6 +52,7 @@ class FormatOptions:
 
     channels_last: bool = False
     scaled: bool = False  # gradients travel with their loss scale
+    counted: bool = False  # gradients travel with the count of their loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +64,11 @@ class Boundary:
     gradients: MessageFormat
     tensors: tuple[int, ...]  # positions of the tensors among the values
     differentiable: tuple[int, ...]  # positions of those that get a gradient
+    fields: tuple[str, ...]  # of the samples, which only the last stage reads
 
     @staticmethod
-    def of(values: Sequence[Value], samples: int, label_shape: Sequence[int], options: FormatOptions) -> Boundary:
+    def of(values: Sequence[Value], fields_read: Sequence[Value], options: FormatOptions) -> Boundary:
+        """The boundary that these values cross, and the fields that the last stage reads and are not among them."""
         tensors = tuple(index for index, value in enumerate(values) if value.dtype is not None)
         differentiable = tuple(index for index in tensors if values[index].requires_grad)
         fields = {}
@@ -69,15 +76,33 @@ class Boundary:
             if value.dtype is not None:
                 channels_last = options.channels_last and len(value.shape) == 4  # a batch of images
                 fields[index] = Field(value.name, value.shape, getattr(torch, value.dtype), channels_last)
-        labels = Field(LABELS, (samples, *label_shape), torch.int64)
+        crossing = {value.field for value in values}
+        carried = [value for value in fields_read if value.name not in crossing]
+        others = [Field(value.name, value.shape, getattr(torch, value.dtype or "")) for value in carried]
         scale = [Field(SCALE, (1,), torch.float32)] if options.scaled else []
+        count = [Field(COUNT, (1,), torch.float64)] if options.counted else []
         return Boundary(
             tuple(values),
-            MessageFormat([*(fields[index] for index in tensors), labels]),
-            MessageFormat([*(fields[index] for index in differentiable), *scale]),
+            MessageFormat([*(fields[index] for index in tensors), *others]),
+            MessageFormat([*(fields[index] for index in differentiable), *scale, *count]),
             tensors,
             differentiable,
+            tuple(value.name for value in carried),
         )
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """What a message has beside gradients."""
+        return tuple(field.name for field in self.gradients.fields[len(self.differentiable) :])
+
+    def received(self, message: Sequence[Tensor], release: Callable[[], None]) -> Activations:
+        """What a message brought."""
+        count = len(self.tensors)
+        fields = dict(zip(self.fields, message[count:], strict=True))
+        for index, tensor in zip(self.tensors, message, strict=False):
+            if (name := self.values[index].field) is not None:
+                fields[name] = tensor
+        return Activations(message[:count], fields, release)
 
 
 @dataclass(slots=True)
@@ -127,24 +152,28 @@ class Exchange:
         assert microbatch is not None and peer is not None
         if action.op is Op.SEND_ACT:
             output = self.outputs.pop(microbatch)
-            self.activations_to[peer].send(microbatch, (*output.tensors, output.labels))
+            assert self.after is not None
+            fields = (output.fields[name] for name in self.after.fields)
+            self.activations_to[peer].send(microbatch, (*output.tensors, *fields))
         elif action.op is Op.SEND_GRAD:
             gradients = self.input_gradients.pop(microbatch)
-            scale = () if gradients.scale is None else (gradients.scale,)
-            self.gradients_to[peer].send(microbatch, (*gradients.tensors, *scale))
+            others = (number for number in (gradients.scale, gradients.count) if number is not None)
+            self.gradients_to[peer].send(microbatch, (*gradients.tensors, *others))
         elif action.op is Op.RECV_ACT:
             inbox = self.activations_from[peer]
             message = inbox.receive(microbatch)
-            *tensors, labels = message.tensors
-            self.inputs[microbatch] = Activations(tensors, labels, partial(inbox.release, message))
+            assert self.before is not None
+            self.inputs[microbatch] = self.before.received(message.tensors, partial(inbox.release, message))
         else:
             assert self.after is not None
             inbox = self.gradients_from[peer]
             message = inbox.receive(microbatch)
-            count = len(self.after.differentiable)
-            loss_scale = message.tensors[count] if len(message.tensors) > count else None
+            number = len(self.after.differentiable)
+            numbers = dict(zip(self.after.others, message.tensors[number:], strict=True))
             release = partial(inbox.release, message)
-            self.output_gradients[microbatch] = Gradients(message.tensors[:count], loss_scale, release)
+            self.output_gradients[microbatch] = Gradients(
+                message.tensors[:number], numbers.get(SCALE), numbers.get(COUNT), release
+            )
 
     def flush(self) -> None:
         """Wait until every message has been sent, and every received number compared."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -15,8 +16,10 @@ from stagewright.data.order import EvaluationSampler, Order, ReplicaSlice, Train
 from stagewright.data.pool import Decode, LoaderOptions
 from stagewright.data.sources import ImageOptions, ImageSource, Source, open_source
 from stagewright.events import Emit, Replaced, Skipped
+from stagewright.model.call import Inputs
 from stagewright.model.cut import Chain, Piece, Way, whole_piece
 from stagewright.model.load import build_model, make_deterministic
+from stagewright.model.loss import Loss
 from stagewright.model.probe import Value
 from stagewright.plan.plan import Plan, Stage
 from stagewright.runtime.comm.boundary import Exchange, FormatOptions
@@ -45,7 +48,9 @@ def open_data(config: Config, text: str) -> Source:
     if Decode(data.decode) is Decode.GPU and names_images(text):
         torchcodec_decoder(torch.device(config.run.device))  # an error where torchcodec is missing
     limit = data.limit if text == data.source else None
-    options = ImageOptions(data.crop, data.normalize, data.jitter, data.cutout, data.class_names, limit, data.learnable)
+    options = ImageOptions(
+        data.crop, data.normalize, data.jitter, data.cutout, data.class_names, limit, data.learnable, data.context
+    )
     source = open_source(
         text,
         samples=data.samples,
@@ -74,19 +79,20 @@ def open_model(config: Config, device: torch.device | None = None) -> nn.Module:
 def open_pieces(
     config: Config,
     cuts: tuple[str, ...],
-    sample: Value | None = None,
+    inputs: Sequence[Value] = (),
+    names: tuple[str, ...] = (),
     device: torch.device | None = None,
     way: Way | None = None,
 ) -> tuple[Piece, ...]:
-    """The model's pieces with initial weights; a model that is cut is traced on samples like the given one."""
+    """The model's pieces with initial weights; it is traced on samples like the given inputs, the last by name."""
     model = open_model(config, device)
+    example = Inputs(tuple(value.empty() for value in inputs), names)
     if not cuts:
-        return (whole_piece(model),)
-    assert sample is not None
+        return (whole_piece(model, example.parameters_of(model), names),)
     precision = make_precision(config.run.precision, config.run.device)
     kind = "cpu" if device is None else device.type
     build = partial(open_model, config, device)
-    chain = Chain(model, sample.empty(), context=precision.forward_context, device=kind, way=way, build=build)
+    chain = Chain(model, example, context=precision.forward_context, device=kind, way=way, build=build)
     return chain.cut(cuts)
 
 
@@ -102,7 +108,7 @@ def assemble(
     """One rank's worker, connected and ready to run."""
     plan, config = job.plan, job.config
     device = device or Cpu()
-    pieces = open_pieces(config, plan.cuts, job.training.input, device.device, job.way)
+    pieces = open_pieces(config, plan.cuts, job.training.inputs, job.training.names, device.device, job.way)
     exchanges = _connect(plan, rank, network)
     collectives = {
         stage.index: network.collective(f"reduce/{stage.index}", stage.ranks) for stage in plan.stages_of(rank)
@@ -182,14 +188,16 @@ def _replica(
     roots = (piece.training, piece.evaluation)
     ring = VersionRing(roots, job.training.reached, stage.versions, keeps_objects=piece.is_whole)
     share = job.plan.stages[-1].round / stage.round
-    reduction = GradientOptions(config.run.bucket * 2**20, share, config.optimizer.clip, job.is_conditional)
+    divisor = job.training.divisor
+    constant = None if divisor is None else float(divisor * job.plan.stages[-1].round)
+    reduction = GradientOptions(config.run.bucket * 2**20, share, config.optimizer.clip, constant, job.is_conditional)
     places = places_of(job.plan.tie_of(stage), stage.index, ring.parameters)
     tied = {place: stage.index == parameter.homes[0] for parameter, place in places.items()}
     gradients = GradientBuffers(ring.parameters, ring.master, stage.num_gradients, collective, reduction, tied)
-    format_options = FormatOptions(job.channels_last, precision.is_scaled)
+    format_options = FormatOptions(job.channels_last, precision.is_scaled, divisor is not None)
     compute = ComputeOptions(config.run.compile, config.run.cuda_graph, overlaps(job.plan, stage, rank))
-    smoothing = config.optimizer.label_smoothing
-    options = StageOptions(config.run.seed, precision, smoothing, format_options, compute, job.draws)
+    loss = Loss(job.loss) if stage.is_last else None
+    options = StageOptions(config.run.seed, precision, loss, divisor, format_options, compute, job.draws)
     rates = Rates(config.optimizer.lr, config.schedule, job.batches, stage.round, job.plan.microbatches)
     is_apart = bool(ring.parameters) and (job.is_conditional or bool(job.plan.ties))  # bits of homes: see `Weights`
     weights = Weights(ring.master, tuple(ring.parameters) if is_apart else None)

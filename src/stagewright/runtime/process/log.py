@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -190,12 +190,20 @@ def _is_before(record: Record, batch: int) -> bool:
 class Collector:
     """Takes the ranks' events in any order and passes on steps and evaluations in the order of batches."""
 
-    def __init__(self, job: Job, write: Callable[[Record], None], before: Iterable[Record] = ()) -> None:
+    def __init__(
+        self,
+        job: Job,
+        write: Callable[[Record], None],
+        before: Iterable[Record] = (),
+        warn: Callable[[str], None] = lambda warning: None,
+    ) -> None:
         before = tuple(before)
+        self._warn = warn
         self._job = job
         self._per_epoch = job.order.batches
         self._write = write
-        self._losses: dict[int, dict[int, float]] = {}
+        self._losses: dict[int, dict[int, tuple[float, float]]] = {}
+        self._has_warned = False  # of a batch without targets
         self._scores: dict[int, dict[int, Scored]] = {}
         self._ready: set[int] = set()
         self._offsets: dict[int, float] = {}  # seconds from the clock of a rank of another machine to ours
@@ -274,14 +282,24 @@ class Collector:
     def _add_losses(self, event: BatchLosses) -> None:
         microbatches = self._job.plan.microbatches
         at = self._local_time(event)
-        for number, loss in event.losses:
-            self._losses.setdefault(number // microbatches, {})[number] = loss
+        for number, total, count in event.losses:
+            self._losses.setdefault(number // microbatches, {})[number] = (total, count)
             if event.scale is not None:
                 self._scales[number // microbatches] = event.scale
         while len(self._losses.get(self._next, {})) == microbatches and self._next < self._job.batches:
             ordered = [loss for _, loss in sorted(self._losses.pop(self._next).items())]
-            self._step(self._next, sum(ordered) / microbatches, at)
+            self._step(self._next, self._mean(self._next, ordered), at)
             self._next += 1
+
+    def _mean(self, batch: int, losses: Sequence[tuple[float, float]]) -> float:
+        """The loss of a batch: the sum of totals over the sum of counts; 0 where there was nothing to count."""
+        total, count = sum(total for total, _ in losses), sum(count for _, count in losses)
+        if count:
+            return total / count
+        if not self._has_warned:
+            self._has_warned = True
+            self._warn(f"batch {batch} has no targets that count, so its loss and its gradient are 0")
+        return 0.0
 
     def _local_time(self, event: BatchLosses) -> float:
         """When a rank sent an event, by our clock.
@@ -321,7 +339,9 @@ class Collector:
 class Ledger(EventHandler):
     """Takes all events of a run, from any thread, one at a time; begins with the records that the run has already."""
 
-    def __init__(self, job: Job, show: Callable[[Record], None]) -> None:
+    def __init__(
+        self, job: Job, show: Callable[[Record], None], warn: Callable[[str], None] = lambda warning: None
+    ) -> None:
         self._folder = folder = Path(job.folder)
         clear(folder)
         set_aside_after(folder, job.start)
@@ -329,7 +349,7 @@ class Ledger(EventHandler):
         self._show = show
         self._journal = Journal(folder / "metrics.jsonl", job.start)
         self._committer = Committer(job, self._report)
-        self.collector = Collector(job, self._write, self._journal.records)
+        self.collector = Collector(job, self._write, self._journal.records, warn)
         if job.resume is not None:
             plan = open_checkpoint(Path(job.resume)).manifest.plan
             self._write(Resumed(job.start, job.resume, f"{plan.mode} {plan.shape}"))

@@ -15,7 +15,7 @@ import torch
 from torch import backends
 
 from stagewright.config.sections import Config
-from stagewright.runtime.stage.precision import make_precision
+from stagewright.runtime.stage.precision import Precision, make_precision
 
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -24,11 +24,17 @@ def set_flags(config: Config) -> None:
     """Set this process's flags for arithmetic on GPUs: the fastest convolutions, unless bits must repeat."""
     if config.run.device != "cuda":
         return
-    make_precision(config.run.precision, config.run.device).set_flags()
+    set_fast_flags(make_precision(config.run.precision, config.run.device))
     backends.cudnn.benchmark = not config.run.deterministic
     if config.run.deterministic:
         os.environ.setdefault(_CUBLAS_WORKSPACE, ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+def set_fast_flags(precision: Precision) -> None:
+    """Set this process's flags for the fastest arithmetic of a precision on GPUs."""
+    precision.set_flags()
+    backends.cudnn.benchmark = True
 
 
 class Flag(NamedTuple):

@@ -13,8 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stagewright.model.blocks import compiled
+from stagewright.model.call import call, leaves_of
 from stagewright.model.standin import unchanged_state, untouched_generators
 from stagewright.runtime.comm.device import Device, record_event
 from stagewright.runtime.stage.precision import Precision
@@ -26,6 +28,7 @@ _TRIALS = 5
 _MIN_SPEEDUP = 1.05  # below which replaying is not worth its memory
 _LOGGER = logging.getLogger(__name__)
 _COMPILED_LIMITS = {"fp64": 1e-8, "fp32": 1e-3, "ieee": 1e-3, "tf32": 1e-2}  # relative differences by rounding
+_TENSOR = object()  # stands for a tensor of what a stage returns
 _COMPILED_LIMIT = 0.1  # of the half precisions
 _NOISE = 10.0  # how many times the difference between two eager runs a replay may differ
 
@@ -57,8 +60,11 @@ class Eager:
 
     overwrites = False
 
-    def __init__(self, module: nn.Module, precision: Precision, *, is_compiled: bool) -> None:
+    def __init__(
+        self, module: nn.Module, precision: Precision, names: Sequence[str] = (), *, is_compiled: bool
+    ) -> None:
         self.module = module
+        self.names = names  # of the module's parameters that get the last arguments
         self._precision = precision
         self._call: Callable[..., Any] = compiled(module) if is_compiled else module
 
@@ -67,7 +73,7 @@ class Eager:
 
     def __call__(self, arguments: Sequence[object]) -> Any:
         with self._precision.forward_context():
-            return self._call(*arguments)
+            return call(self._call, arguments, self.names)
 
 
 class Compiled(Eager):
@@ -76,8 +82,8 @@ class Compiled(Eager):
     Where the forward draws random numbers the two can't be compared: a compiled one draws others.
     """
 
-    def __init__(self, name: str, module: nn.Module, precision: Precision) -> None:
-        super().__init__(module, precision, is_compiled=True)
+    def __init__(self, name: str, module: nn.Module, precision: Precision, names: Sequence[str] = ()) -> None:
+        super().__init__(module, precision, names, is_compiled=True)
         self._name = name
         self._is_compared = False
 
@@ -102,7 +108,7 @@ class Compiled(Eager):
         with untouched_generators(), unchanged_state((self.module,)):
             before = _generator_states()
             with torch.no_grad(), self._precision.forward_context():
-                expected = self.module(*copies)
+                expected = call(self.module, copies, self.names)
             drew = any(not torch.equal(a, b) for a, b in zip(before, _generator_states(), strict=True))
         return None if drew else expected
 
@@ -113,8 +119,7 @@ def _generator_states() -> list[Tensor]:
 
 
 def _outputs(made: Any) -> list[Tensor]:
-    values = [made] if isinstance(made, Tensor) else made
-    return [value.detach() for value in values if isinstance(value, Tensor)]
+    return [value.detach() for value in leaves_of(made)]
 
 
 class CudaGraphs:
@@ -196,14 +201,27 @@ class CudaGraphs:
             copies = iter([t.clone() if changed else t for t, changed in zip(given, is_changed, strict=True)])
             pairs = zip(arguments, is_tensor, strict=True)
             values = tuple(next(copies) if is_one else constant for constant, is_one in pairs)
-            return functional_call(module, dict(zip(weights, own, strict=True)), values)
+            count = len(values) - len(names)
+            named = dict(zip(names, values[count:], strict=True))
+            made = functional_call(module, dict(zip(weights, own, strict=True)), values[:count], named)
+            leaves, spec = tree_flatten(made)
+            returned[:] = [spec, [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]]
+            return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
+        names: Sequence[str] = self._eager.names
+        returned: list[Any] = []  # how the tensors become what the stage returns
         samples = [_sample(tensor) for tensor in _tensors(arguments)]
         aliases = [leaf.detach().requires_grad_() for leaf in weights.values()]  # share memory: nothing is copied
         with _preserved_state(module), self._uncached(), _no_garbage_collection():
             replay = torch.cuda.make_graphed_callables(stage, (*samples, *aliases), allow_unused_input=True)
         leaves = list(weights.values())
-        return lambda given: replay(*_tensors(given), *leaves)
+
+        def replayed(given: Sequence[object]) -> Any:
+            made: Iterator[Tensor] = iter(replay(*_tensors(given), *leaves))  # type: ignore[arg-type]
+            spec, template = returned
+            return tree_unflatten([next(made) if leaf is _TENSOR else leaf for leaf in template], spec)
+
+        return replayed
 
     def _uncached(self) -> AbstractContextManager[Any]:
         """Autocast without its cache, so that the casts are part of the capture."""
@@ -227,7 +245,7 @@ class _Trial:
         self._device.seed(0)
         pairs = zip(self._arguments, self._is_changed, strict=True)
         made = call([a.clone() if is_changed and isinstance(a, Tensor) else a for a, is_changed in pairs])
-        outputs = [made] if isinstance(made, Tensor) else [tensor for tensor in made if isinstance(tensor, Tensor)]
+        outputs = leaves_of(made)
         roots = [tensor for tensor in outputs if tensor.requires_grad]
         seeds = [torch.ones_like(root) for root in roots]
         gradients = torch.autograd.grad(roots, self._wanted, seeds, allow_unused=True)
@@ -285,9 +303,9 @@ def _sample(tensor: Tensor) -> Tensor:
 
 def _copied(made: Any) -> Any:
     """A copy of the outputs, since the next replay overwrites them while messages may still be reading."""
-    if isinstance(made, Tensor):
-        return made
-    return type(made)(value.clone() if isinstance(value, Tensor) else value for value in made)
+    if type(made) is not tuple:
+        return made  # the last stage's, from which the loss is computed at once
+    return tuple(value.clone() if isinstance(value, Tensor) else value for value in made)
 
 
 def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
@@ -298,10 +316,19 @@ def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
 
 
 def make_compute(
-    name: str, module: nn.Module, precision: Precision, device: Device, options: ComputeOptions
+    name: str,
+    module: nn.Module,
+    precision: Precision,
+    device: Device,
+    options: ComputeOptions,
+    names: Sequence[str] = (),
 ) -> Compute:
     """What runs the forward of a stage; what `auto` decides is logged under the stage's name."""
-    eager = Compiled(name, module, precision) if options.is_compiled else Eager(module, precision, is_compiled=False)
+    eager = (
+        Compiled(name, module, precision, names)
+        if options.is_compiled
+        else Eager(module, precision, names, is_compiled=False)
+    )
     is_forced = options.graph == "on"
     if device.device.type != "cuda" or options.graph == "off" or options.is_compiled:
         return eager

@@ -28,6 +28,7 @@ class GradientOptions:
     bucket_bytes: int
     factor: float = 1.0  # by which to multiply them, since the last stage has divided by its own round
     clip: float | None = None  # the largest norm
+    divisor: float | None = None  # of a loss that is a total: what the last stage has divided by, instead of its count
     is_conditional: bool = False  # a backward may reach some parameters in one batch and others in the next
 
 
@@ -39,6 +40,8 @@ class _Gradient:
     views: Sequence[Tensor]  # one per parameter
     sums: list[Pending] = field(default_factory=list)  # the all-reduces that have started, in the order of buckets
     loss_scale: Tensor | None = None
+    count: Tensor | None = None  # of what the loss is a total of, as far as it is summed
+    is_divided: bool = False  # by the count
     missing: set[int] = field(default_factory=set)  # parameters that no backward of this replica has reached
     flags: Tensor | None = None  # of each parameter, on how many replicas a backward reached it
     ties: list[Pending] = field(default_factory=list)  # the sums of tied parameters, which are in no bucket
@@ -53,6 +56,7 @@ class GradientBuffers:
         accumulating   around each backward of the round; the first overwrites the buffer, the others add to it
         reduce         start to sum over the replicas; a replica without a microbatch in the round joins with zeros
         pending        is complete once the buffer holds the sum, the same on every replica
+        divide         by the count of the targets, where the loss is a total; the steps below do it first
         unscale        divide by the loss scale, in fp16
         finish         multiply by the stage's factor and clip; the result is what the optimizer takes
         release        free the buffer for update p+N
@@ -97,7 +101,13 @@ class GradientBuffers:
 
     @contextmanager
     def accumulating(
-        self, update: int, leaves: Sequence[Tensor], *, overlap: bool, loss_scale: Tensor | None = None
+        self,
+        update: int,
+        leaves: Sequence[Tensor],
+        *,
+        overlap: bool,
+        loss_scale: Tensor | None = None,
+        count: Tensor | None = None,
     ) -> Iterator[None]:
         """While the context is open, a backward through these leaves adds to the gradient of an update.
 
@@ -111,6 +121,8 @@ class GradientBuffers:
             gradient.loss_scale = None if loss_scale is None else loss_scale.clone()  # its message will be overwritten
             for leaf in leaves:
                 leaf.grad = None
+        if count is not None:
+            gradient.count = count.clone() if gradient.count is None else gradient.count + count
         awaited = [len(bucket) for bucket in self._buckets]
 
         def arrived(leaf: Tensor, index: int) -> None:
@@ -151,6 +163,10 @@ class GradientBuffers:
             if gradient.missing:
                 gradient.flags[list(gradient.missing)] = 0.0
             gradient.sums.append(self._collective.sum(gradient.flags))
+        if self._options.divisor is not None:
+            if gradient.count is None:
+                gradient.count = torch.zeros(1, dtype=torch.float64, device=self._device)
+            gradient.sums.append(self._collective.sum(gradient.count))
 
     def _joined(self, update: int) -> _Gradient:
         """The gradient of an update; zeros on a replica that had no microbatch of its round."""
@@ -199,7 +215,7 @@ class GradientBuffers:
 
     def unscale(self, update: int) -> Tensor:
         """Divide the whole gradient by its loss scale; returns 1 if it is not finite, otherwise 0."""
-        gradient = self._open[update]
+        gradient = self._divided(update)
         assert gradient.loss_scale is not None, f"the gradient of update {update} has no loss scale to divide by"
         gradient.flat.mul_(gradient.loss_scale.reciprocal())
         gradient.loss_scale = None
@@ -208,7 +224,7 @@ class GradientBuffers:
 
     def norm(self, update: int, *, once: bool = False) -> Tensor:
         """The norm of the whole gradient; `once`: without the tied parameters of which this is not the first home."""
-        flat = self._open[update].flat
+        flat = self._divided(update).flat
         elsewhere = [index for index, is_first in self._tied.items() if once and not is_first]
         parts = [flat[first:last] for first, last in self._around(elsewhere)]
         norms: list[Tensor] = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
@@ -226,8 +242,8 @@ class GradientBuffers:
         `tied_norms` are the norms of all homes of each tied parameter, where homes clip apart: it is clipped by the
         smallest factor, the same in each. Every number is multiplied once, so that homes have the same bits.
         """
-        flat, options = self._open[update].flat, self._options
-        if options.factor != 1.0:
+        flat, options = self._divided(update).flat, self._options
+        if options.factor != 1.0 and options.divisor is None:  # a count is that of the stage's own round
             flat.mul_(options.factor)
         if options.clip is None:
             return flat
@@ -241,6 +257,16 @@ class GradientBuffers:
                 clip_factor(norms, options.clip).min()
             )
         return flat
+
+    def _divided(self, update: int) -> _Gradient:
+        """The whole gradient, divided by what its loss counts in place of the constant; zero where nothing counts."""
+        gradient, divisor = self._open[update], self._options.divisor
+        if divisor is not None and not gradient.is_divided:
+            assert gradient.count is not None, f"the gradient of update {update} has no count to divide by"
+            count = gradient.count[0]
+            gradient.flat.mul_(torch.where(count > 0, divisor / count, 0.0))
+            gradient.is_divided = True
+        return gradient
 
     def release(self, update: int) -> None:
         """Free an update's buffer."""

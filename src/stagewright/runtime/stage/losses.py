@@ -1,4 +1,4 @@
-"""Losses and scores: from the logits of a microbatch to the events of a batch."""
+"""Losses: from those of microbatches to the events of a batch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import math
 import time
 from collections import deque
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
 from stagewright.errors import UserError
-from stagewright.events import BatchLosses, Emit, Score
+from stagewright.events import BatchLosses, Emit
 from stagewright.plan.plan import Plan
 from stagewright.runtime.comm.device import Reading
 
@@ -30,7 +28,7 @@ class Losses:
         self._batches: deque[tuple[list[tuple[int, Reading]], float | None]] = deque()
 
     def add(self, losses: list[tuple[int, Reading]], scale: float | None) -> None:
-        """Add a batch's losses on this rank, and its loss scale if it had one."""
+        """Add a batch's losses on this rank, each a mean or a total and its count; and its loss scale if it had one."""
         self._batches.append((losses, scale))
         self._emit_batches(wait=False)
 
@@ -40,8 +38,8 @@ class Losses:
     def _emit_batches(self, *, wait: bool) -> None:
         while self._batches and (wait or all(reading.is_completed() for _, reading in self._batches[0][0])):
             losses, scale = self._batches.popleft()
-            numbers = tuple((microbatch, float(reading.value())) for microbatch, reading in losses)
-            for microbatch, loss in numbers:
+            numbers = tuple((microbatch, *_total_and_count(reading.value())) for microbatch, reading in losses)
+            for microbatch, loss, _ in numbers:
                 if not math.isfinite(loss):
                     raise NonFiniteLoss(
                         f"the loss of batch {microbatch // self._plan.microbatches} is {loss} "
@@ -51,15 +49,9 @@ class Losses:
             self._emit(BatchLosses(self._rank, numbers, time.monotonic(), scale))
 
 
-def score_of(logits: Tensor, labels: Tensor) -> Score:
-    """Samples, their summed loss, and top-1 and top-5 hits; a sample with many labels counts as one."""
-    logits = widened(logits)
-    best = (logits.topk(min(5, logits.shape[1]), 1).indices == labels.unsqueeze(1)).double()
-    hits = best.flatten(2).mean(2) if best.dim() > 2 else best
-    loss = float(functional.cross_entropy(logits, labels)) * len(labels)
-    return Score(len(labels), loss, float(hits[:, 0].sum()), float(hits.sum()))
-
-
-def widened(logits: Tensor) -> Tensor:
-    """Half-precision logits as fp32, in which losses are computed."""
-    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+def _total_and_count(loss: Tensor) -> tuple[float, float]:
+    """A loss of one number, a mean, counts once; one of two is a total and its count."""
+    if loss.numel() == 1:
+        return float(loss), 1.0
+    total, count = loss.flatten().tolist()
+    return total, count

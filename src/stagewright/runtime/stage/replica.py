@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from stagewright.model.call import call
 from stagewright.model.cut import Piece
+from stagewright.model.loss import Loss, LossError, Measured
 from stagewright.model.standin import unchanged_state
 from stagewright.plan.plan import Stage
 from stagewright.runtime.comm.boundary import Activations, Exchange, FormatOptions, Gradients
@@ -22,7 +24,6 @@ from stagewright.runtime.comm.device import Device, Reading
 from stagewright.runtime.stage.batch_norm import Statistics
 from stagewright.runtime.stage.compute import ComputeOptions, make_compute
 from stagewright.runtime.stage.gradients import GradientBuffers
-from stagewright.runtime.stage.losses import widened
 from stagewright.runtime.stage.optimizer import Optimizer
 from stagewright.runtime.stage.precision import Precision
 from stagewright.runtime.stage.versions import VersionRing
@@ -35,6 +36,7 @@ class InFlight:
     roots: list[Tensor]  # where backward begins
     leaves: list[Tensor]  # the inputs whose gradients the previous stage needs
     releases: list[Callable[[], None]]
+    count: Tensor | None = None  # of what the loss is a total of
 
 
 def seed_of(seed: int, microbatch: int, stage: int) -> int:
@@ -48,7 +50,8 @@ class StageOptions:
 
     seed: int
     precision: Precision
-    label_smoothing: float
+    loss: Loss | None  # of the last stage
+    divisor: int | None  # targets of a microbatch by shape, where the loss is a total and its count
     format: FormatOptions
     compute: ComputeOptions
     draws: frozenset[str] = frozenset()  # generators, beside torch's, that the model's forward draws from
@@ -78,10 +81,13 @@ class Replica:
         self.exchange = exchange
         self.options = options
         self.device = device
-        self.compute = make_compute(f"stage {stage.index}", piece.training, options.precision, device, options.compute)
+        self.compute = make_compute(
+            f"stage {stage.index}", piece.training, options.precision, device, options.compute, piece.names
+        )
         self.in_flight: dict[int, InFlight] = {}
         self.losses: dict[int, Reading] = {}
         share = torch.ones((), dtype=options.precision.weights) / stage.round
+        self._channels_last = options.format.channels_last
         self._share = share.to(device.device)  # of a microbatch in the loss of its round
 
     def forward(self, microbatch: int, version: int) -> None:
@@ -93,18 +99,31 @@ class Replica:
         self._seed(seed_of(self.options.seed, microbatch, self.stage.index))
         output, release = self.compute.forward(self.ring.slot_of(update), arguments)
         self.statistics.count += 1
+        count: Tensor | None = None
         if self.stage.is_last:
-            smoothing = self.options.label_smoothing
-            loss = functional.cross_entropy(widened(output), inputs.labels, label_smoothing=smoothing)
-            self.losses[microbatch] = self.device.read(loss.detach())
-            roots = [loss]
+            loss = self._measure(output, inputs.fields)
+            roots, count = [loss.total], loss.count
+            if count is None:
+                self.losses[microbatch] = self.device.read(loss.total.detach())
+            else:
+                assert self.options.divisor is not None
+                roots = [loss.total / self.options.divisor]
+                self.losses[microbatch] = self.device.read(torch.stack([loss.total.detach().double(), count]))
         else:
             after = self.exchange.after
             assert after is not None
             roots = [output[index] for index in after.differentiable]
             tensors = [output[index].detach() for index in after.tensors]
-            self.exchange.outputs[microbatch] = Activations(tensors, inputs.labels)
-        self.in_flight[microbatch] = InFlight(roots, leaves, [inputs.release, release])
+            self.exchange.outputs[microbatch] = Activations(tensors, inputs.fields)
+        self.in_flight[microbatch] = InFlight(roots, leaves, [inputs.release, release], count)
+
+    def _measure(self, output: Any, fields: Mapping[str, Tensor]) -> Measured:
+        """The loss of one microbatch; it counts if and only if it did before training."""
+        assert self.options.loss is not None
+        loss = self.options.loss(output, fields)
+        if (loss.count is None) != (self.options.divisor is None):
+            raise LossError(f"--loss {self.options.loss.name} returns a mean for some samples and a count for others")
+        return loss
 
     def backward(self, microbatch: int, version: int, overlap: bool, scale: float | None = None) -> None:
         """Add a microbatch's gradient to that of its update; with `overlap`, its all-reduce starts meanwhile.
@@ -113,20 +132,27 @@ class Replica:
         """
         kept = self.in_flight.pop(microbatch)
         is_last = self.stage.is_last
-        incoming = self._initial_gradient(scale) if is_last else self.exchange.output_gradients.pop(microbatch)
+        incoming = (
+            self._initial_gradient(scale, kept.count) if is_last else self.exchange.output_gradients.pop(microbatch)
+        )
         update = self.stage.update_of(microbatch)
         slot = self.ring.use(update)
         assert slot.version == version, f"version {version} was overwritten before microbatch {microbatch} was done"
-        with self.gradients.accumulating(update, slot.leaves, overlap=overlap, loss_scale=incoming.scale):
+        accumulating = self.gradients.accumulating(
+            update, slot.leaves, overlap=overlap, loss_scale=incoming.scale, count=incoming.count
+        )
+        with accumulating:
             pairs = [(root, g) for root, g in zip(kept.roots, incoming.tensors, strict=True) if root.requires_grad]
             if pairs:  # what this microbatch did not compute from a parameter has no gradient
                 torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
-        incoming.release()
         if not self.stage.is_first:
             gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in kept.leaves]
             if self.compute.overwrites:
                 gradients = [gradient.clone() for gradient in gradients]
-            self.exchange.input_gradients[microbatch] = Gradients(gradients, self.gradients.loss_scale(update))
+            count = None if incoming.count is None else incoming.count.clone()  # its message will be overwritten
+            scale_of_update = self.gradients.loss_scale(update)
+            self.exchange.input_gradients[microbatch] = Gradients(gradients, scale_of_update, count)
+        incoming.release()
         for release in kept.releases:
             release()
 
@@ -178,17 +204,18 @@ class Replica:
             finally:
                 self.piece.train(True)
 
-    def evaluate(self, microbatch: int, score: Callable[[Tensor, Tensor], None]) -> None:
+    def evaluate(self, microbatch: int, score: Callable[[Any, Mapping[str, Tensor]], None]) -> None:
         """Run forward with the newest weights, keeping nothing for backward."""
         inputs = self.exchange.inputs.pop(microbatch)
         with torch.no_grad(), self.options.precision.forward_context():
-            output = self.piece.evaluation(*self._values(inputs))
+            output = call(self.piece.evaluation, self._values(inputs), self.piece.names)
         if self.stage.is_last:
-            score(output, inputs.labels)
+            with torch.no_grad():
+                score(output, inputs.fields)
         else:
             after = self.exchange.after
             assert after is not None
-            self.exchange.outputs[microbatch] = Activations([output[index] for index in after.tensors], inputs.labels)
+            self.exchange.outputs[microbatch] = Activations([output[index] for index in after.tensors], inputs.fields)
         inputs.release()
 
     def _seed(self, seed: int) -> None:
@@ -208,12 +235,14 @@ class Replica:
         """The stage's arguments: the received tensors, and the constants between them."""
         before = self.exchange.before
         if before is None:
-            (images,) = inputs.tensors
-            if self.options.format.channels_last and images.dim() == 4:
-                images = images.contiguous(memory_format=torch.channels_last)
-            return [images]
+            return [self._laid_out(tensor) for tensor in inputs.tensors]
         tensors = iter(inputs.tensors)
         return [value.constant if value.dtype is None else next(tensors) for value in before.values]
+
+    def _laid_out(self, field: Tensor) -> Tensor:
+        """An input in the memory layout of the run."""
+        is_image = field.dim() == 4 and field.is_floating_point()
+        return field.contiguous(memory_format=torch.channels_last) if self._channels_last and is_image else field
 
     def _arguments(self, inputs: Activations) -> tuple[list[object], list[Tensor]]:
         """The stage's arguments for training, and the leaves that get a gradient."""
@@ -232,9 +261,10 @@ class Replica:
                     arguments[index] = tensor.clone()
         return arguments, leaves
 
-    def _initial_gradient(self, scale: float | None) -> Gradients:
+    def _initial_gradient(self, scale: float | None, count: Tensor | None) -> Gradients:
         """The gradient with which the last stage's backward begins: its share of the round, times the loss scale."""
+        count = None if count is None else count.reshape(1)
         if scale is None:
-            return Gradients([self._share])
+            return Gradients([self._share], count=count)
         factor = torch.full((1,), scale, device=self.device.device)
-        return Gradients([self._share * factor[0]], factor)
+        return Gradients([self._share * factor[0]], factor, count)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from typing import Any
 
 from torch import Tensor
 
@@ -23,9 +24,10 @@ from stagewright.runtime.stage.equality import begin_equal, compare_homes, requi
 from stagewright.runtime.stage.gate import Gate
 from stagewright.runtime.stage.gradients import Norms
 from stagewright.runtime.stage.loss_scaling import LossScaling
-from stagewright.runtime.stage.losses import Losses, score_of
+from stagewright.runtime.stage.losses import Losses
 from stagewright.runtime.stage.recorder import Recorder
 from stagewright.runtime.stage.replica import Replica
+from stagewright.runtime.stage.scores import make_scorer
 from stagewright.runtime.stage.ties import TieOnRank
 from stagewright.schedule.action import TRANSFERS, Action, Op
 from stagewright.schedule.lower import evaluation_program, last_of, program
@@ -72,7 +74,8 @@ class Worker:
         self.is_stopped = False  # before the last batch
         self.gate = Gate(self.plan.microbatches)
         self.saver = Saver()
-        self._score = Score()
+        scores = job.evaluation is not None and rank in job.plan.stages[-1].ranks
+        self._scorer = make_scorer(job.config.run.metrics, job.loss) if scores else None
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -161,13 +164,14 @@ class Worker:
                 yield pending
                 stack.enter_context(replica.statistics.averaged(rows))
                 stack.enter_context(replica.evaluating())
-            self._score = Score()
+            if self._scorer is not None:
+                self._scorer.score = Score()
             yield from self._evaluate_pieces(job.whole, range(whole))
             if rest:
                 assert job.short is not None
                 yield from self._evaluate_pieces(job.short, range(whole, whole + 1))
-        if any(replica.stage.is_last for replica in self.replicas.values()):
-            self._emit(Scored(self.rank, pause, self._score))
+        if self._scorer is not None:
+            self._emit(Scored(self.rank, pause, self._scorer.score))
 
     def states(self) -> Iterator[Pending | tuple[Stage, Mapping[str, Tensor]]]:
         """Each stage's newest weights and mean statistics, from its first replica; every rank must take part."""
@@ -226,13 +230,13 @@ class Worker:
         if not replica.stage.is_last:
             self._hand_over(replica, microbatch)
 
-    @staticmethod
-    def _load(replica: Replica, microbatch: int, loader: Loader | None) -> None:
+    def _load(self, replica: Replica, microbatch: int, loader: Loader | None) -> None:
         """Pass the samples to the first stage."""
         if replica.stage.is_first:
             assert loader is not None
-            inputs, labels = loader.microbatch(microbatch)
-            replica.exchange.inputs[microbatch] = Activations([inputs], labels)
+            fields = loader.microbatch(microbatch)
+            inputs = [fields[value.name] for value in self.job.training.inputs]
+            replica.exchange.inputs[microbatch] = Activations(inputs, fields)
 
     def _hand_over(self, replica: Replica, microbatch: int) -> None:
         """Pass the outputs to the next stage where this rank runs it too."""
@@ -309,13 +313,14 @@ class Worker:
                 self._hand_over(replica, microbatch)
         self._flush()
 
-    def _add_score(self, logits: Tensor, labels: Tensor) -> None:
-        self._score += score_of(logits, labels)
+    def _add_score(self, outputs: Any, fields: Mapping[str, Tensor]) -> None:
+        assert self._scorer is not None
+        self._scorer.add(outputs, fields)
 
     def _open(self, probe: Probe, span: range, *, forward_only: bool = False) -> None:
         """Set the channels' message formats, and announce the microbatches of a span."""
         options = next(iter(self.replicas.values())).options.format
-        boundaries = [Boundary.of(values, probe.samples, self.job.label_shape, options) for values in probe.cuts]
+        boundaries = [Boundary.of(values, probe.fields, options) for values in probe.cuts]
         for stage, replica in self.replicas.items():
             before = boundaries[stage - 1] if stage > 0 else None
             replica.exchange.open(before, boundaries[stage] if stage < len(boundaries) else None)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from stagewright.bench.learning.findings import in_points, mean_interval, target_of
+from stagewright.bench.learning.findings import Study, in_points, mean_interval, target_of
+from stagewright.bench.learning.pages import study_page
 from stagewright.bench.learning.runs import TrainedRun
+from stagewright.report.markdown import as_markdown
 from tests.unit.bench.learning.made import findings, trained
 
 
@@ -78,6 +81,19 @@ def test_targets_are_half_points_below_the_baseline() -> None:
     (sync,) = findings(trained("sync", 0, 0.175))
     assert sync.epochs_to(0.17500000000000002) == 1.0
     assert in_points(-1e-6) == "+0.00" and in_points(-0.0037) == "-0.37"
+
+
+def test_a_metric_of_which_less_is_better_has_its_own_targets_and_words() -> None:
+    runs = [replace(trained("sync", seed, 40.0, 20.0 + seed), metric="perplexity") for seed in range(2)]
+    runs += [replace(trained("stale", seed, 30.0, 22.0 + seed), metric="perplexity") for seed in range(2)]
+    sync, stale = findings(*runs)
+    assert target_of([sync, stale]) == pytest.approx(20.5 * 1.01, rel=1e-3)
+    assert sync.epochs_to(25.0) == 2.0 and stale.epochs_to(30.0) == 1.0 and stale.epochs_to(20.0) is None
+    assert stale.difference is not None and stale.difference.value == pytest.approx(2.0)
+    assert stale.summary.startswith("perplexity higher by 2 (")
+    study = Study("T", "today", "bench", {}, (sync, stale), {"R": 25.0})
+    text = as_markdown(study_page(study))
+    assert "R: perplexity against epochs" in text and "epochs to perplexity 25" in text and "%|" not in text
 
 
 def test_the_time_to_a_target_is_when_half_of_the_runs_reach_it() -> None:

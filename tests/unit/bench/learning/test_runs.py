@@ -41,7 +41,7 @@ class FakeCommand:
         self.is_faulty = bool(self.error) and "seed = 1" in settings.read_text()
         folder = settings.parent / "runs" / "one"
         folder.mkdir(parents=True)
-        records = [*steps_of(6, 3), Evaluated(6, 8, 1.0, 0.5, 0.9)]
+        records = [*steps_of(6, 3), Evaluated(6, 8, 1.0, {"top1": 0.5, "top5": 0.9})]
         (folder / "metrics.jsonl").write_text("\n".join(map(encode, records)) + '\n{"batch": 7, "to')
         stdout.write_text(json.dumps({"images_per_second": 12.5}))
         stderr.write_text(f"a warning\nstagewright: {self.error if self.is_faulty else 'fine'}\n")

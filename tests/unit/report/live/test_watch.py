@@ -81,7 +81,7 @@ def test_watch_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     folder = make_run(tmp_path / "run")
     main(["watch", str(folder)])
     assert capsys.readouterr().out == (
-        "finished  step 20/20  loss 0.5359  320 images/s  top-1 75.00% on training data after step 20\n"
+        "finished  step 20/20  loss 0.5359  320 images/s  top-1 75.00%  top-5 99.00% on training data after step 20\n"
     )
     main(["watch", str(folder), "--json"])
     assert json.loads(capsys.readouterr().out)["state"] == "finished"

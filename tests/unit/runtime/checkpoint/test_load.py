@@ -154,7 +154,7 @@ def run_all(job: Job) -> list[Event]:
 def scales_of(events: Sequence[Event], case: Case) -> list[float | None]:
     """The scale of each batch, in order."""
     losses = [event for event in events if isinstance(event, BatchLosses)]
-    scales = {number // case.microbatches: event.scale for event in losses for number, _ in event.losses}
+    scales = {number // case.microbatches: event.scale for event in losses for number, *_ in event.losses}
     return [scales[batch] for batch in sorted(scales)]
 
 

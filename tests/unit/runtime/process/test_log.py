@@ -27,18 +27,30 @@ def test_records_continue_when_the_screen_is_gone(tmp_path: Path) -> None:
 
     with Ledger(job, show) as ledger:
         for batch in range(3):
-            ledger.handle(BatchLosses(0, ((batch, 1.0),), time.monotonic()))
+            ledger.handle(BatchLosses(0, ((batch, 1.0, 1.0),), time.monotonic()))
     assert len(Journal(Path(job.folder) / "metrics.jsonl", 3).records) == 3
+
+
+def test_the_loss_of_a_batch_is_its_totals_over_its_counts(tmp_path: Path) -> None:
+    job = make_job(Case(microbatches=2, steps=4), tmp_path)
+    warnings: list[str] = []
+    with Ledger(job, lambda record: None, warnings.append) as ledger:
+        for losses in [(6.0, 4.0), (0.0, 0.0)], [(0.5, 1.0), (0.25, 1.0)], [(0.0, 0.0)] * 2, [(0.0, 0.0)] * 2:
+            first = 2 * len(ledger.collector.steps)
+            for number, (total, count) in enumerate(losses, first):
+                ledger.handle(BatchLosses(0, ((number, total, count),), time.monotonic()))
+        assert [step.loss for step in ledger.collector.steps] == [1.5, 0.375, 0.0, 0.0]
+    assert len(warnings) == 1 and "batch 2 has no targets" in warnings[0]
 
 
 def test_a_restart_drops_the_records_after_its_checkpoint(tmp_path: Path) -> None:
     job = make_job(Case(microbatches=1, steps=5), tmp_path)
     with Ledger(job, lambda record: None) as ledger:
         for batch in range(4):
-            ledger.handle(BatchLosses(0, ((batch, float(batch)),), time.monotonic()))
+            ledger.handle(BatchLosses(0, ((batch, float(batch), 1.0),), time.monotonic()))
         ledger.handle(Restarted(2, "a test"))
         for batch in range(2, 5):
-            ledger.handle(BatchLosses(0, ((batch, 10.0 + batch),), time.monotonic()))
+            ledger.handle(BatchLosses(0, ((batch, 10.0 + batch, 1.0),), time.monotonic()))
         assert [step.loss for step in ledger.collector.steps] == [0.0, 1.0, 12.0, 13.0, 14.0]
     records = Journal(Path(job.folder) / "metrics.jsonl", 5).records
     assert [type(record).__name__ for record in records] == ["Step", "Step", "Restarted", "Step", "Step", "Step"]
@@ -50,7 +62,7 @@ def test_the_speed_leaves_out_batches_right_after_a_resume_or_a_restart(tmp_path
 
     def speed(*seconds: tuple[int, int]) -> SteadyRate | None:
         for batch, second in seconds:
-            ledger.handle(BatchLosses(0, ((batch, 1.0),), clock + second))
+            ledger.handle(BatchLosses(0, ((batch, 1.0, 1.0),), clock + second))
         return ledger.collector.speed()
 
     with Ledger(job, lambda record: None) as ledger:
@@ -73,7 +85,7 @@ def test_times_of_ranks_of_other_machines_are_those_of_our_clock(tmp_path: Path,
         ledger.handle(Ready(0, began, clock_name()))
         ledger.handle(Ready(1, time.monotonic() + offset, "another boot"))
         for batch in range(3):
-            ledger.handle(BatchLosses(1, ((batch, 1.0),), time.monotonic() + offset))
+            ledger.handle(BatchLosses(1, ((batch, 1.0, 1.0),), time.monotonic() + offset))
         ledger.handle(Finished(0, (span,)))
         ledger.handle(Finished(1, (replace(span, rank=1, start=began + offset, end=began + offset + 1),)))
         passed = time.monotonic() - began
@@ -87,7 +99,7 @@ def test_written_rates_are_over_a_window(tmp_path: Path) -> None:
     with Ledger(job, lambda record: None) as ledger:
         clock = time.monotonic()
         for batch in range(100):
-            ledger.handle(BatchLosses(0, ((batch, 1.0),), clock + batch // 5 + 1))
+            ledger.handle(BatchLosses(0, ((batch, 1.0, 1.0),), clock + batch // 5 + 1))
     rates = [step.images_per_second / job.plan.batch for step in ledger.collector.steps]
     assert max(rates) <= 5.0 + 1e-9 and rates[-1] == pytest.approx(5.0, rel=0.1)
 

@@ -39,7 +39,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> str:
     source = open_source(
         f"ofrecord:{shared_file('data/cifar10/train')}", samples=0, classes=10, image=32, seed=0, options=options
     )
-    pictures, labels = source.batch(np.arange(_SAMPLES))
+    pictures, labels = source.batch(np.arange(_SAMPLES)).values()
     path = tmp_path_factory.mktemp("learning") / "images.safetensors"
     save_file({"images": avg_pool2d(pictures, 4).contiguous(), "labels": labels}, path)
     return f"tensors:{path}"

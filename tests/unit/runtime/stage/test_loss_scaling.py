@@ -134,7 +134,7 @@ def _scales(events: Sequence[Event], microbatches: int) -> list[float]:
     for event in events:
         if isinstance(event, BatchLosses):
             assert event.scale is not None
-            scales |= {number // microbatches: event.scale for number, _ in event.losses}
+            scales |= {number // microbatches: event.scale for number, *_ in event.losses}
     return [scales[batch] for batch in sorted(scales)]
 
 

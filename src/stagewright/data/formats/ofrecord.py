@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from stagewright.data.index import MOST_CLASSES, Index, IndexBuilder, Progress, Watched
-from stagewright.data.records import DataError
+from stagewright.data.formats.index import MOST_CLASSES, Index, IndexBuilder, Progress, Watched
+from stagewright.data.formats.records import DataError
 from stagewright.files import MOST_RECORD_BYTES, open_regular
 
 IMAGE, LABEL = b"encoded", b"class/label"

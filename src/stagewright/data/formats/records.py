@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from stagewright.data.index import MOST_CLASSES, Index
+from stagewright.data.formats.index import MOST_CLASSES, Index
 from stagewright.errors import UserError, counted
 from stagewright.files import MOST_RECORD_BYTES, open_regular, read_regular, too_large
 
@@ -47,6 +47,7 @@ class Record:
     data: bytes
     label: int
     name: str
+    mask: bytes = b""  # an encoded mask of the same size, in data for segmentation
 
 
 class Records(Protocol):

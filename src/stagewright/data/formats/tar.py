@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from stagewright.data.index import MOST_CLASSES, Index, IndexBuilder, Progress, Watched
-from stagewright.data.records import DataError
+from stagewright.data.formats.index import MOST_CLASSES, Index, IndexBuilder, Progress, Watched
+from stagewright.data.formats.records import DataError
 from stagewright.files import open_regular
 
 IMAGES = frozenset({"jpg", "jpeg", "png", "ppm", "webp", "bmp", "gif"})

@@ -1,0 +1,5 @@
+"""How samples are stored: one module for each format, and what they share.
+
+`records` reads encoded images by their places in an `index`; `tar` and `ofrecord` find those places. `fields` has what
+a microbatch is made of. Imports `errors`, `files` and `metrics` only; `data` imports it, and `cli` for commands.
+"""

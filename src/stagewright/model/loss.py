@@ -1,0 +1,321 @@
+"""What is minimised: `loss(outputs, sample)`, on what the model returns and the fields of its samples.
+
+A loss returns a mean over the microbatch, or `(total, count)`: then the loss of a batch is the sum of totals over the
+sum of counts, however many targets each microbatch has. `LOSSES` has the built-in ones by name; `model` takes the loss
+that the model itself returns. A user's is `package.module:function`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stagewright.errors import UserError, did_you_mean, first_line
+from stagewright.model.call import leaves_of
+from stagewright.model.load import load_callable
+
+Sample = Mapping[str, Tensor]
+Function = Callable[[Any, Sample], Any]
+TARGETS = ("label", "labels", "target", "targets")
+NEXT_TOKEN = "next-token"
+IGNORED = -100  # a target that does not count
+
+
+class LossError(UserError):
+    """A loss that can't be computed, or is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The loss of one microbatch: a mean, or a total and its count."""
+
+    total: Tensor
+    count: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LossOptions:
+    """What a user says about the loss."""
+
+    name: str = "cross-entropy"
+    label_smoothing: float = 0.0
+    ignore_index: int | None = None  # a label that does not count; None: -100, where a sample has many labels
+    class_weights: tuple[float, ...] = ()
+
+
+class Loss:
+    """Calls a loss, and checks that it is one number, or a total and its count."""
+
+    def __init__(self, options: LossOptions) -> None:
+        self.name = options.name
+        self._function = _make(options)
+        self.is_builtin = ":" not in options.name
+
+    def __call__(self, outputs: Any, sample: Sample) -> Measured:
+        try:
+            made = self._function(outputs, sample)
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except KeyError as error:
+            if isinstance(sample, Watched) and error.args and error.args[0] not in sample:
+                raise LossError(
+                    f"--loss {self.name} reads field '{error.args[0]}' but the samples have {', '.join(sample)}"
+                ) from error
+            raise
+        if isinstance(made, tuple) and len(made) == 2:
+            total, count = made
+            if not isinstance(count, Tensor):
+                count = torch.tensor(count, device=total.device if isinstance(total, Tensor) else "cpu")
+            return Measured(self._number(total, "total"), self._number(count, "count").detach().double())
+        return Measured(self._number(made, "loss"))
+
+    def _number(self, value: Any, what: str) -> Tensor:
+        if not isinstance(value, Tensor):
+            raise LossError(
+                f"--loss {self.name} returns a {type(value).__name__} as its {what}; return a tensor with one number, "
+                "or a pair (total, count)"
+            )
+        if value.numel() != 1:
+            raise LossError(
+                f"--loss {self.name} returns a {what} of shape {list(value.shape)}; return one number, a mean over the "
+                "microbatch, or a pair (total, count)"
+            )
+        return value.reshape(())
+
+
+class Watched(Mapping[str, Tensor]):
+    """A sample that notes which of its fields are read."""
+
+    def __init__(self, fields: Mapping[str, Tensor]) -> None:
+        self._fields = fields
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._fields[name]
+        self.read.add(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._fields
+
+
+def logits_of(outputs: Any) -> Tensor:
+    """The predictions in what a model returned: itself, its `logits`, or its first tensor; half precision widened."""
+    logits = outputs
+    if not isinstance(outputs, Tensor):
+        named = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+        found = [named] if isinstance(named, Tensor) else leaves_of(outputs)
+        if not found:
+            raise LossError(f"the model returns {type(outputs).__name__} without a tensor")
+        logits = found[0]
+    return widened(logits)
+
+
+def widened(logits: Tensor) -> Tensor:
+    """Half-precision numbers as fp32, in which losses are computed."""
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+
+def target_of(sample: Sample) -> Tensor:
+    """The target of a sample: the field named label, labels, target or targets."""
+    name = next((name for name in TARGETS if name in sample), None)
+    if name is None:
+        raise LossError(f"the samples have {', '.join(sample)} but no {', '.join(TARGETS[:-1])} or {TARGETS[-1]}")
+    return sample[name]
+
+
+# The built-in losses.
+
+
+def _cross_entropy(options: LossOptions) -> Function:
+    weights = torch.tensor(options.class_weights) if options.class_weights else None
+
+    def loss(outputs: Any, sample: Sample) -> Any:
+        logits, target = logits_of(outputs), target_of(sample)
+        _require_classes(logits, target, 1)
+        if weights is not None and len(weights) != logits.shape[1]:
+            raise LossError(
+                f"--class-weights has {len(weights)} weights but the model has {logits.shape[1]} outputs; give as many"
+            )
+        return _entropy(logits, target, options, weights)
+
+    return loss
+
+
+def _next_token(options: LossOptions) -> Function:
+    """Cross-entropy of each position's next token: `targets` where samples have them, otherwise the tokens shifted."""
+
+    def loss(outputs: Any, sample: Sample) -> Any:
+        logits = logits_of(outputs)
+        if "targets" in sample:
+            target = sample["targets"]
+        else:
+            target = _shifted(sample, _ignored(options))
+            logits = logits[:, :-1]
+        _require_classes(logits, target, logits.dim() - 1)
+        return _counted(logits.flatten(0, -2), target.flatten(), options, None)
+
+    return loss
+
+
+def _shifted(sample: Sample, ignored: int) -> Tensor:
+    if "labels" in sample:
+        return sample["labels"][:, 1:]
+    if "input_ids" not in sample:
+        raise LossError(
+            f"--loss next-token needs a field targets, labels or input_ids; the samples have {', '.join(sample)}"
+        )
+    tokens = sample["input_ids"][:, 1:]
+    return tokens.masked_fill(sample["attention_mask"][:, 1:] == 0, ignored) if "attention_mask" in sample else tokens
+
+
+def _entropy(logits: Tensor, target: Tensor, options: LossOptions, weights: Tensor | None) -> Any:
+    """A mean where every sample has one label that counts; otherwise a total and its count."""
+    if target.is_floating_point():
+        raise LossError("the target is a floating-point number; use --loss mse, l1, binary or soft")
+    if options.ignore_index is None and weights is None and target.dim() == 1:
+        return functional.cross_entropy(logits, target, label_smoothing=options.label_smoothing)
+    return _counted(logits, target, options, weights)
+
+
+def _counted(logits: Tensor, target: Tensor, options: LossOptions, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The total over all labels that count, and how many they are, or how much they weigh."""
+    smoothing, ignored = options.label_smoothing, _ignored(options)
+    weights = None if weights is None else weights.to(logits)
+    total = functional.cross_entropy(
+        logits, target, weights, ignore_index=ignored, reduction="sum", label_smoothing=smoothing
+    )
+    counts = target != ignored
+    if weights is None:
+        return total, counts.sum()
+    return total, (weights[target.masked_fill(~counts, 0)] * counts).sum()
+
+
+def _ignored(options: LossOptions) -> int:
+    return IGNORED if options.ignore_index is None else options.ignore_index
+
+
+def _binary(options: LossOptions) -> Function:
+    """Each output is a yes or no of its own: several labels at once."""
+
+    def loss(outputs: Any, sample: Sample) -> Any:
+        logits, target = _alike("binary", logits_of(outputs), target_of(sample))
+        counts = target != _ignored(options)
+        each = functional.binary_cross_entropy_with_logits(logits, target.clamp(min=0), reduction="none")
+        return (each * counts).sum(), counts.sum()
+
+    return loss
+
+
+def _difference(name: str, function: Callable[..., Tensor]) -> Callable[[LossOptions], Function]:
+    def make(options: LossOptions) -> Function:
+        def loss(outputs: Any, sample: Sample) -> Any:
+            made, target = _alike(name, logits_of(outputs), target_of(sample))
+            return function(made, target)
+
+        return loss
+
+    return make
+
+
+def _soft(options: LossOptions) -> Function:
+    """Cross-entropy with a probability for each class, as of mixed samples or of a teacher."""
+
+    def loss(outputs: Any, sample: Sample) -> Any:
+        logits, target = logits_of(outputs), target_of(sample)
+        if not target.is_floating_point() or target.shape != logits.shape:
+            raise LossError(
+                f"--loss soft needs a probability for each output {list(logits.shape)}; the target is "
+                f"{str(target.dtype).removeprefix('torch.')} {list(target.shape)}"
+            )
+        return functional.cross_entropy(logits, target.to(logits), label_smoothing=options.label_smoothing)
+
+    return loss
+
+
+def _of_model(options: LossOptions) -> Function:
+    """The loss that the model itself returns."""
+
+    def loss(outputs: Any, sample: Sample) -> Any:
+        found = outputs
+        if isinstance(outputs, Mapping):
+            found = outputs.get("loss")
+        elif not isinstance(outputs, Tensor):
+            found = getattr(outputs, "loss", outputs[0] if isinstance(outputs, tuple | list) and outputs else None)
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            raise LossError(
+                "--loss model needs a model that returns its loss: one number, alone, first, or named 'loss'; give it "
+                "its labels by --inputs (for example --inputs input_ids,labels)"
+            )
+        return widened(found)
+
+    return loss
+
+
+def _alike(name: str, made: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Predictions and targets of one shape; a trailing dimension of 1 is left out."""
+    if made.dim() == target.dim() + 1 and made.shape[-1] == 1:
+        made = made.squeeze(-1)
+    if made.shape != target.shape:
+        raise LossError(
+            f"--loss {name}: the model returns {list(made.shape)} but the target is {list(target.shape)}; "
+            "make them alike"
+        )
+    return made, target.to(made.dtype)
+
+
+def _require_classes(logits: Tensor, target: Tensor, axis: int) -> None:
+    expected = [*logits.shape[:axis], *logits.shape[axis + 1 :]]
+    if logits.dim() < 2 or list(target.shape) != expected:
+        raise LossError(
+            f"the model returns {list(logits.shape)}, classes in dimension {axis}, and the target is "
+            f"{list(target.shape)}, not {expected}; use another --loss, or change the model's output"
+        )
+
+
+LOSSES: dict[str, Callable[[LossOptions], Function]] = {
+    "cross-entropy": _cross_entropy,
+    NEXT_TOKEN: _next_token,
+    "binary": _binary,
+    "mse": _difference("mse", functional.mse_loss),
+    "l1": _difference("l1", functional.l1_loss),
+    "soft": _soft,
+    "model": _of_model,
+}
+
+
+def _make(options: LossOptions) -> Function:
+    if options.name in LOSSES:
+        return LOSSES[options.name](options)
+    if ":" in options.name:
+        function = load_callable(options.name, "--loss")
+        if isinstance(function, type) and issubclass(function, torch.nn.Module):
+            raise UserError(f"--loss {options.name} is a class; give a function loss(outputs, sample)")
+        return _of_user(options.name, function)
+    raise UserError(
+        f"--loss {options.name} is neither a built-in loss ({', '.join(LOSSES)}) nor package.module:function; "
+        f"{did_you_mean(options.name, LOSSES)}"
+    )
+
+
+def _of_user(name: str, function: Callable[..., Any]) -> Function:
+    def loss(outputs: Any, sample: Sample) -> Any:
+        try:
+            return function(outputs, sample)
+        except (UserError, KeyError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # the user's code may raise anything
+            raise LossError(f"--loss {name} raised {type(error).__name__}: {first_line(error, 200)}") from error
+
+    return loss

@@ -1,0 +1,241 @@
+"""Metrics: what an evaluation measures beside the loss, as sums that are exact over microbatches and replicas.
+
+A metric is `metric(outputs, sample) -> {name: (total, count)}`, with what the model returned and the fields of the
+microbatch. Its value is the sum of totals over the sum of counts (`metrics.metric_values`). `--metric` names built-in
+ones (`BUILT_IN`) or functions of the user, `package.module:function`; a `Scorer` adds up what they return.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stagewright.errors import UserError, did_you_mean, first_line, printable
+from stagewright.events import Score
+from stagewright.metrics import LOSS
+from stagewright.model.load import load_callable
+from stagewright.model.loss import IGNORED, NEXT_TOKEN, Loss, LossError, LossOptions, Measured, logits_of, target_of
+
+Sample = Mapping[str, Tensor]
+Sums = Mapping[str, tuple[float, float]]  # total and count by name
+Metric = Callable[[Any, Sample], Sums]
+_MOST_CLASSES = 256  # of iou
+_MOST_NAMES, _LONGEST_NAME = 512, 60
+
+
+def _by_class(outputs: Any, sample: Sample) -> tuple[Tensor, Tensor, float]:
+    """Logits with classes in dimension 1, class numbers, and how many samples count where some are ignored.
+
+    A sample with many labels counts as one, less by the share of them that is ignored. Classes are in dimension 1, as
+    torch's cross-entropy has them, or where the shape does not fit that, in the last.
+    """
+    logits, target = logits_of(outputs), target_of(sample)
+    if target.is_floating_point() or logits.dim() != target.dim() + 1:
+        raise ValueError(
+            f"needs class numbers: outputs are {list(logits.shape)}, "
+            f"targets {list(target.shape)} {str(target.dtype).removeprefix('torch.')}"
+        )
+    if logits.shape[2:] != target.shape[1:] and logits.shape[:-1] == target.shape:
+        logits = logits.movedim(-1, 1)
+    if (len(logits), *logits.shape[2:]) != tuple(target.shape):
+        raise ValueError(f"outputs are {list(logits.shape)} but targets {list(target.shape)}")
+    kept = int((target != IGNORED).sum())
+    return logits, target.long(), kept / max(1, target[:1].numel())
+
+
+def _hits(outputs: Any, sample: Sample) -> tuple[Tensor, float]:
+    """Per sample, how often each of the five largest logits is the right class; and how many samples count."""
+    logits, target, count = _by_class(outputs, sample)
+    best = (logits.topk(min(5, logits.shape[1]), 1).indices == target.unsqueeze(1)).double()
+    return (best.flatten(2).mean(2) if best.dim() > 2 else best), count
+
+
+def top1(outputs: Any, sample: Sample) -> Sums:
+    """How often the class with the largest logit is right."""
+    hits, count = _hits(outputs, sample)
+    return {"top1": (float(hits[:, 0].sum()), count)}
+
+
+def top5(outputs: Any, sample: Sample) -> Sums:
+    """How often the right class is among the five largest logits."""
+    hits, count = _hits(outputs, sample)
+    return {"top5": (float(hits.sum()), count)}
+
+
+def accuracy(outputs: Any, sample: Sample) -> Sums:
+    """Multi-label: how many elements are right, with a logit above 0 for 1; with class numbers, as top-1."""
+    logits, target = logits_of(outputs), target_of(sample)
+    if logits.dim() == target.dim() + 1 and not target.is_floating_point() and logits.shape[-1] != 1:
+        return {"accuracy": top1(outputs, sample)["top1"]}
+    logits = _like(logits, target)
+    kept = target != IGNORED
+    return {"accuracy": (float((((logits > 0) == (target > 0)) & kept).sum()), float(kept.sum()))}
+
+
+def iou(outputs: Any, sample: Sample) -> Sums:
+    """Intersection and union of what is predicted and what is right, per class; their mean ratio is `iou`."""
+    logits, target, _ = _by_class(outputs, sample)
+    classes = logits.shape[1]
+    if classes > _MOST_CLASSES:
+        raise ValueError(f"{classes} classes are more than {_MOST_CLASSES}")
+    kept = target != IGNORED
+    right, predicted = target[kept], logits.argmax(1)[kept]
+    both = torch.bincount(right[right == predicted], minlength=classes)
+    either = torch.bincount(right, minlength=classes) + torch.bincount(predicted, minlength=classes) - both
+    pairs = zip(both.tolist(), either.tolist(), strict=True)
+    return {f"iou/{number}": (float(inside), float(union)) for number, (inside, union) in enumerate(pairs)}
+
+
+def mae(outputs: Any, sample: Sample) -> Sums:
+    """Mean absolute error per element."""
+    error = _errors(outputs, sample)
+    return {"mae": (float(error.abs().sum()), float(error.numel()))}
+
+
+def mse(outputs: Any, sample: Sample) -> Sums:
+    """Mean squared error per element."""
+    error = _errors(outputs, sample)
+    return {"mse": (float(error.square().sum()), float(error.numel()))}
+
+
+def perplexity(outputs: Any, sample: Sample) -> Sums:
+    """The log-losses of all targets and their number; shown as the exponential of their mean."""
+    logits, target, count = _by_class(outputs, sample)
+    total = functional.cross_entropy(logits, target, reduction="none").double().sum()
+    return {"perplexity": (float(total), float(round(count * max(1, target[:1].numel()))))}
+
+
+def automatic(outputs: Any, sample: Sample) -> Sums:
+    """Top-1 and top-5 where targets are class numbers; nothing otherwise."""
+    try:
+        logits, target = logits_of(outputs), target_of(sample)
+    except LossError:
+        return {}
+    are_classes = not (target.is_floating_point() or target.is_complex() or target.dtype is torch.bool)
+    if not are_classes or logits.dim() != target.dim() + 1:
+        return {}
+    hits, count = _hits(outputs, sample)
+    return {"top1": (float(hits[:, 0].sum()), count), "top5": (float(hits.sum()), count)}
+
+
+def _errors(outputs: Any, sample: Sample) -> Tensor:
+    target = target_of(sample)
+    return _like(logits_of(outputs), target).double() - target.double()
+
+
+def _like(outputs: Tensor, target: Tensor) -> Tensor:
+    """Outputs in the shape of their targets, from which they may differ in dimensions of one element."""
+    if [side for side in outputs.shape if side != 1] != [side for side in target.shape if side != 1]:
+        raise ValueError(f"outputs are {list(outputs.shape)} but targets {list(target.shape)}")
+    return outputs.reshape(target.shape)
+
+
+AUTO, NONE = "auto", "none"
+BUILT_IN: Mapping[str, Metric] = {
+    "top1": top1,
+    "top5": top5,
+    "accuracy": accuracy,
+    "iou": iou,
+    "mae": mae,
+    "mse": mse,
+    "perplexity": perplexity,
+}
+
+
+def load_metrics(text: str) -> dict[str, Metric]:
+    """The metrics of --metric, names between commas. UserError for an unknown one."""
+    found: dict[str, Metric] = {}
+    for name in filter(None, map(str.strip, text.split(","))):
+        if name == AUTO:
+            found[name] = automatic
+        elif ":" in name:
+            found[name] = load_callable(name, "metric")
+        elif name in BUILT_IN:
+            found[name] = BUILT_IN[name]
+        elif name != NONE:
+            known = (*BUILT_IN, AUTO, NONE)
+            raise UserError(
+                f"--metric '{name}' is unknown; {did_you_mean(name, known)}, or give package.module:function"
+            )
+    return found
+
+
+class Scorer:
+    """Adds up the loss and the metrics of the microbatches that this rank evaluates."""
+
+    def __init__(self, metrics: Mapping[str, Metric], loss: Loss) -> None:
+        self._metrics = metrics
+        self._loss = loss
+        self.score = Score()
+
+    def measure(self, outputs: Any, sample: Sample) -> Measured:
+        """The loss of one microbatch."""
+        return self._loss(outputs, sample)
+
+    def add(self, outputs: Any, sample: Sample) -> None:
+        """Add what the metrics make of one microbatch."""
+        samples = len(next(iter(sample.values())))
+        measured = self.measure(outputs, sample)
+        if measured.count is None:
+            totals = {LOSS: (float(measured.total) * samples, float(samples))}
+        else:
+            totals = {LOSS: (float(measured.total), float(measured.count))}
+        owners = {LOSS: "the loss"}
+        for metric, function in self._metrics.items():
+            for name, sums in _checked(metric, function, outputs, sample):
+                if name in owners:
+                    raise UserError(f"metric '{metric}' returns '{name}', as {owners[name]} does; rename one of them")
+                owners[name], totals[name] = f"metric '{metric}'", sums
+        if self._loss.name == NEXT_TOKEN and AUTO in self._metrics and "perplexity" not in totals:
+            totals["perplexity"] = totals[LOSS]
+        self.score += Score(samples, totals)
+
+
+def make_scorer(metrics: str, loss: LossOptions) -> Scorer:
+    """The scorer of a run's --metric and --loss; an evaluation does not smooth labels."""
+    plain = Loss(replace(loss, label_smoothing=0.0))
+    found = load_metrics(metrics)
+    if AUTO in found and loss.name == NEXT_TOKEN:
+        found[AUTO] = lambda outputs, sample: {}  # perplexity, which follows from the loss
+    return Scorer(found, plain)
+
+
+def scoring(metrics: str, loss: LossOptions) -> Callable[[Any, Sample], Measured]:
+    """What an evaluation computes from a microbatch: the metrics, and the loss that it returns."""
+    scorer = make_scorer(metrics, loss)
+
+    def measure(outputs: Any, sample: Sample) -> Measured:
+        scorer.add(outputs, sample)
+        return scorer.measure(outputs, sample)
+
+    return measure
+
+
+def _checked(metric: str, function: Metric, outputs: Any, sample: Sample) -> Iterator[tuple[str, tuple[float, float]]]:
+    """What a metric returns, by cleaned names; a UserError that names it where it raises or returns something else."""
+    try:
+        found = function(outputs, sample)
+    except Exception as error:  # the user's code may raise anything
+        raise UserError(f"metric '{metric}' raised {type(error).__name__}: {first_line(error, 200)}") from error
+    if not isinstance(found, Mapping) or len(found) > _MOST_NAMES:
+        what = f"{len(found)} names" if isinstance(found, Mapping) else type(found).__name__
+        raise UserError(f"metric '{metric}' returned {what}; return {{name: (total, count)}} of at most {_MOST_NAMES}")
+    for name, sums in found.items():
+        shown = printable(str(name))[:_LONGEST_NAME]
+        try:
+            total, count = (float(number) for number in sums)
+        except (TypeError, ValueError, RuntimeError):
+            total = count = math.nan
+        if not (isinstance(name, str) and name and math.isfinite(total) and math.isfinite(count) and count >= 0):
+            got = printable(repr(sums))[:80]
+            raise UserError(
+                f"metric '{metric}' returned {got} as '{shown}'; return a total and a count, two finite numbers of "
+                "which the count is at least 0"
+            )
+        yield shown, (total, count)
