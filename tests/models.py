@@ -13,6 +13,7 @@ from stagewright.model import zoo
 
 CLASSES = 7
 SIDE = 8
+_FEW_TOKENS = 4
 _FLAT = 4 * (SIDE // 2) ** 2
 
 
@@ -63,6 +64,12 @@ def frozen_first() -> nn.Module:
 def tied() -> nn.Module:
     """One weight in `second` and `third`: a cut at `third` separates them, other cuts do not."""
     model = _Plain()
+    model.third.weight = model.second.weight
+    return model
+
+
+def tied_steep() -> nn.Module:
+    model = _Steep()
     model.third.weight = model.second.weight
     return model
 
@@ -390,6 +397,31 @@ def chained() -> nn.Module:
     return _Chained()
 
 
+class _Unrecorded(nn.Module):
+    """Reads values, so it is cut between blocks; whether either end uses `gain` depends on the first token there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(CLASSES, 6)
+        self.gain = nn.Parameter(torch.linspace(0.9, 1.1, 6))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(6, CLASSES)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        is_used = bool(ids[0, 0] < _FEW_TOKENS)
+        x = x * self.gain if is_used else x
+        for block in self.blocks:
+            x = x + block(x)
+        x = x * self.gain if is_used else x
+        return self.head(x).transpose(1, 2)
+
+
+def unrecorded() -> nn.Module:
+    return _Unrecorded()
+
+
 class _HalfTied(_Language):
     """The gradient reaches the shared weight from its last use alone."""
 
@@ -451,7 +483,7 @@ def make_data(model: str, samples: int, seed: int = 3) -> tuple[Tensor, Tensor]:
     """Inputs and labels for the model of that name."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (samples, SIDE, SIDE) if model == "dense" else (samples,), generator=generator)
-    if model in ("language", "tied_twice", "chained", "half_tied"):
+    if model in ("language", "tied_twice", "chained", "half_tied", "unrecorded"):
         ids = torch.randint(CLASSES, (samples, 6), generator=generator)
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     if model == "tokens":

@@ -21,6 +21,8 @@ CASES = [
     Case("plain", "0:0-1.0:2-3", "third", microbatches=4, steps=3, policy="gpipe"),
     Case("plain", "0:0-3", mode="dp", microbatches=4, steps=3),
     Case("plain", "0:0-1.0:2", "third", microbatches=4, steps=3, optimizer={"clip": 0.3}),
+    Case("language", "0:0.0:1.0:2.0:3", "first,second,head", mode="stale", staleness=3, steps=6),
+    Case("chained", "0:0-1.0:2.0:1,0.0:3", "first,second,head", mode="stale", staleness=1, microbatches=3, steps=4),
 ]
 
 

@@ -291,6 +291,9 @@ def warn_about_lag(config: Config, plan: Plan, warn: Warn) -> None:
     options = config.optimizer
     if options.clip is not None and not plan.is_synchronous:
         warn("stages lag, so each stage clips by its own gradient norm, not by the whole model's")
+    for tie in plan.ties:
+        if (own := plan.stages[tie.stages[0]].versions) > 1:
+            warn(f"{tie}, so each of them lags {counted(own - 1, 'update')}")
     lag = max(stage.versions for stage in plan.stages) - 1
     if options.predict and lag == 0:
         warn("--predict changes nothing: no stage lags")

@@ -27,7 +27,7 @@ from stagewright.plan.estimate import Setting
 from stagewright.plan.plan import Plan, TiedParameter
 from stagewright.profile.analytic import analytic_table
 from stagewright.profile.profile import Ceilings, Profile, Table, read_profile
-from stagewright.profile.shapes import Shape, meta_example, on_meta, trace_shapes
+from stagewright.profile.shapes import Shape, meta_example, on_meta, to_meta, trace_shapes
 
 Tied = Callable[[Sequence[str]], Sequence[TiedParameter]]
 _ANY_GPU = "h200"  # supports every precision; its memory does not matter here
@@ -47,7 +47,7 @@ def trace_model(
 ) -> TracedModel:
     """Trace a zoo model or a user's own, on tensors without storage, that look like an image or as `form` says."""
     form = form or form_of(name, image)
-    module = build_model(name, 0, classes).to("meta") if ":" in name else on_meta(lambda: build(name, classes))
+    module = to_meta(build_model(name, 0, classes)) if ":" in name else on_meta(lambda: build(name, classes))
     chain = Chain(module, meta_example(form))
     with model_errors(name, form):
         return TracedModel(chain, trace_shapes(chain))

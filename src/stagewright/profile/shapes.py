@@ -130,6 +130,18 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
         return build()
 
 
+def to_meta(model: nn.Module) -> nn.Module:
+    """The model with tensors without storage; `Module.to` alone would make two parameters of a tied one."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    model = model.to("meta")
+    for first, *others in names.values():
+        for owner, _, leaf in (name.rpartition(".") for name in others):
+            model.get_submodule(owner).register_parameter(leaf, model.get_parameter(first))
+    return model
+
+
 def _shapes(chain: Chain, example: Inputs) -> Iterator[Shape]:
     walk, before = Walk(chain, example), 0
     with FlopCounterMode(display=False) as counter:

@@ -22,7 +22,7 @@ _COLOURS = 8
 _NEAR_ZERO = 0.75  # of the highest value: an axis starts at zero if the lowest value is below this, not to exaggerate
 _WIDE, _HIGH = 1000, 300  # units of a plot, which is then stretched
 _OPTIONAL = ("95 % interval", "limit", "note")  # columns of tables that are left out where no row uses them
-_KIND_OF_ACTION = {"F": "forward", "B": "backward", "U": "update", "R": "reduce", "A": "reduce"}
+_KIND_OF_ACTION = {"F": "forward", "B": "backward", "U": "update", "R": "reduce", "T": "reduce", "A": "reduce"}
 _NUMBER = re.compile(r"[-+~<>]?[\d][\d.,]*(e[-+]?\d+)?( ?(%|x|s|ms|µs|ns|[KMGT]iB))?( to [-+]?[\d.,]+)?")
 
 

@@ -1,5 +1,6 @@
 """Plans: every default of the design in numbers, and the questions a plan answers."""
 
+import json
 import re
 from dataclasses import replace
 from typing import get_args, get_type_hints
@@ -9,8 +10,9 @@ import pytest
 from stagewright.cluster.placement import format_placement, parse_placement
 from stagewright.cluster.topology import Cluster, Machine
 from stagewright.config.sections import PlanConfig, RunConfig
-from stagewright.plan.make import default_depths, default_microbatches, make_plan
-from stagewright.plan.plan import Mode, Plan
+from stagewright.errors import UserError
+from stagewright.plan.make import default_depths, default_microbatches, make_plan, read_plan
+from stagewright.plan.plan import Mode, Plan, TiedParameter
 from stagewright.runtime.comm.device import DEVICES
 
 CLUSTER = Cluster((Machine(8), Machine(8)))
@@ -280,3 +282,21 @@ def test_a_plan_in_more_microbatches_is_the_plan_made_with_so_many(mode: Mode) -
 def test_options_name_every_mode_and_every_kind_of_device() -> None:
     assert set(get_args(get_type_hints(PlanConfig)["mode"])) == set(Mode)
     assert set(get_args(get_type_hints(RunConfig)["device"])) == set(DEVICES)
+
+
+def test_a_plan_file_keeps_its_ties_and_may_have_none() -> None:
+    tied = [TiedParameter(("embed.weight", "head.weight"), (0, 2), 42), TiedParameter(("gain",), (0, 1), 6)]
+    plan = make_plan(
+        parse_placement("0:0.0:1.0:2"), batch=8, microbatches=4, mode=Mode.STALE, cuts=("b", "c"), tied=tied
+    )
+    assert [stage.versions for stage in plan.stages] == [3, 3, 3]  # homes that overlap are one tie
+    assert [tie.stages for tie in plan.ties] == [(0, 1, 2)]
+    described = plan.describe()
+    assert read_plan(json.dumps(described), "file") == plan
+    described.pop("ties")
+    assert read_plan(json.dumps(described), "file").ties == ()
+    with pytest.raises(UserError, match=r"plan file: ties 0\.parameters"):
+        read_plan(json.dumps(described | {"ties": [{"stages": [0, 1], "parameters": "w"}]}), "file")
+    with pytest.raises(UserError, match="stages 0, 5 share 'w', but the plan has 3 stages"):
+        ties = [{"stages": [0, 5], "parameters": [{"names": ["w"], "homes": [0, 5], "size": 1}]}]
+        read_plan(json.dumps(described | {"ties": ties}), "file")

@@ -16,11 +16,13 @@ from stagewright.config.toml import make_config
 from stagewright.errors import UserError
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
+from stagewright.planning.predict import predict
 from stagewright.planning.setting import (
     make_setting,
     memory_setting,
     planning_setting,
     prediction_setting,
+    tied_by,
     trace_model,
 )
 from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
@@ -114,3 +116,25 @@ def test_memory_on_cpus_has_no_share_of_cuda() -> None:
     )
     assert on_cpu.software.context == on_cpu.software.workspace == 0 < on_gpu.software.context
     assert on_cpu.cluster.kind_of(TWO.devices[1]) == "cpu" != on_gpu.cluster.kind_of(TWO.devices[1])
+
+
+def test_the_setting_of_a_model_knows_what_its_cuts_tie() -> None:
+    """Moving a model to tensors without storage must not make two parameters of a tied one."""
+    traced = trace_model("tests.models:tied", None, 8)
+    (tied,) = tied_by(traced.chain)(("third",))
+    assert (tied.names, tied.homes, tied.size) == (("second.weight", "third.weight"), (0, 1), 4 * 4 * 9)
+    weights = sum(parameter.numel() for parameter in traced.chain.model.parameters())
+    assert sum(shape.parameters for shape in traced.shapes) == weights
+
+
+def test_the_planner_plans_ties_with_what_they_cost() -> None:
+    traced = trace_model("tests.models:tied", None, 8)
+    cluster = shipped().cluster("rtx-3090-2")
+    setting = make_setting(traced.shapes, cluster, "fp32", tied=tied_by(traced.chain))
+    plan = make_plan(
+        (cluster.devices[:1], cluster.devices[1:]), batch=8, microbatches=8, mode=Mode.STALE, cuts=("third",)
+    )
+    found, without = (predict(plan, one) for one in (setting, replace(setting, tied=None)))
+    assert [stage.versions for stage in found.plan.stages] == [2, 2] and len(found.plan.ties) == 1
+    assert found.memory[1].weights > without.memory[1].weights
+    assert found.traffic > without.traffic

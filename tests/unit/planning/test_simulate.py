@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -11,8 +12,9 @@ from stagewright.cluster.specs import DeviceSpec, Software
 from stagewright.cluster.topology import HOST, Cluster, Level, Link, Machine
 from stagewright.plan.estimate import Estimate, Setting
 from stagewright.plan.make import make_plan
-from stagewright.plan.plan import Mode, Plan
-from stagewright.planning.predict import predict
+from stagewright.plan.plan import Mode, Plan, Stage, TiedParameter
+from stagewright.planning.planner import every_lag
+from stagewright.planning.predict import predict, traffic
 from stagewright.planning.simulate import (
     ClusterCosts,
     SharedCard,
@@ -188,6 +190,65 @@ def test_a_long_period_is_not_simulated_whole() -> None:
     found = steady(estimate.plan, Counting(estimate))
     assert len(asked) < 20_000
     assert found.batch_seconds == pytest.approx(estimate.floor, rel=0.15)
+
+
+# --- Ties ------------------------------------------------------------------------------------------------------------
+
+ENDS = TiedParameter(("w",), (0, 3), 10**6)
+
+
+def tied_pipeline(**more: object) -> Plan:
+    placement = parse_placement("0:0.0:1.0:2.0:3")
+    return make_plan(placement, batch=8, microbatches=8, mode=Mode.STALE, tied=[ENDS], **more)  # type: ignore[arg-type]
+
+
+def test_homes_have_the_largest_lag_and_two_gradient_buffers() -> None:
+    plan = tied_pipeline()
+    assert [stage.versions for stage in plan.stages] == [4, 3, 2, 4]
+    assert [stage.num_gradients for stage in plan.stages] == [2, 1, 1, 2]
+
+
+def test_a_tied_pipeline_waits_only_with_one_gradient_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K 4,3,2,4: the sum of a batch ends with the first stage's backward, a pipeline after the last stage's."""
+    plan = tied_pipeline()
+    assert steady(plan, balanced_costs(plan)).bubble == pytest.approx(0.0)
+    monkeypatch.setattr(Stage, "num_gradients", property(lambda stage: 1))
+    assert 0.15 < steady(plan, balanced_costs(plan)).bubble < 0.4
+
+
+def test_a_tie_costs_a_synchronous_pipeline_nothing_but_its_sum() -> None:
+    placement = parse_placement("0:0.0:1.0:2.0:3")
+    plain, tied = (make_plan(placement, batch=8, microbatches=8, tied=ties) for ties in ((), (ENDS,)))
+    costs = StageCosts([1.0] * 4, [2.0] * 4, reduce=0.5)
+    assert simulate(tied, costs, range(8)).end == simulate(plain, costs, range(8)).end + 0.5
+
+
+def test_an_estimate_counts_a_tied_parameter_in_each_home_and_its_sum_over_the_link() -> None:
+    setting, devices = many("0:0.0:1", 4).setting, many("0:0-3.0:4", 4).plan.devices
+    cuts, placement = ("u1", "u3"), (devices[:2], devices[2:3], devices[3:4])
+    tied = TiedParameter(("w",), (0, 2), 500)
+    plain = Estimate(make_plan(placement, batch=8, microbatches=4, cuts=cuts), setting)
+    shared = Estimate(make_plan(placement, batch=8, microbatches=4, cuts=cuts, tied=[tied]), setting)
+    assert shared.parameters(0) == plain.parameters(0)  # a table counts it at its first use
+    assert shared.parameters(2) == plain.parameters(2) + 500
+    assert shared.own_parameters(0) == plain.parameters(0) - 500
+    assert shared.memory(3).weights == plain.memory(3).weights + 500 * 4
+    (tie,) = shared.plan.ties
+    assert shared.tie(tie) > 0
+    assert predict(shared.plan, setting).images_per_second < predict(plain.plan, setting).images_per_second
+    assert traffic(shared) == traffic(plain) + (2 * 2 - 2 * 1) * 500 * 4
+
+
+def test_a_prediction_takes_the_ties_of_a_settings_model() -> None:
+    estimate = many("0:0.0:1", 8)
+    setting, plan = estimate.setting, estimate.plan
+    model = replace(setting, tied=lambda cuts: [TiedParameter(("w",), (0, 1), 10)] if cuts else [])
+    assert [stage.versions for stage in predict(plan, setting).plan.stages] == [2, 1]
+    assert [stage.versions for stage in predict(plan, model).plan.stages] == [2, 2]
+    assert [[stage.versions for stage in lag.stages] for lag in every_lag(predict(plan, model).plan)] == [
+        [1, 1],
+        [2, 2],
+    ]
 
 
 def test_computes_on_a_shared_card_divide_its_speed() -> None:

@@ -138,7 +138,8 @@ def connect_ties(
             places = {stage: found[stage][parameter] for stage in own if parameter in found[stage]}
             if places:
                 parameters.append(TiedHere(parameter.names[0], homes, places, collectives[homes], members))
-        norms = Norms(len(plan.stages), everyone)
+        # Of their own: where scheduling is dynamic, ranks join exchanges and sums in different orders.
+        norms = Norms(len(plan.stages), collect(f"tie/{number}/norms", ranks if plan.ties_agree else (rank,)))
         joined = TieOnRank(tie, replicas, parameters, norms, is_conditional=is_conditional)
         ties |= dict.fromkeys(joined.stages, joined)
     return ties
