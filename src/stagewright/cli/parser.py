@@ -47,7 +47,7 @@ accuracy at each lag, over several seeds:
 models of libraries, cut and compared with plain PyTorch:
   models
 comparisons with stock PyTorch:
-  overhead, peers, gpu, shared
+  overhead, peers, gpu, transformers, shared
 parts of Stagewright:
   published, planner, own, checkpoint, monitor, data"""
 

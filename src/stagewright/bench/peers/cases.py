@@ -14,6 +14,7 @@ from torch import nn
 from stagewright.bench.statistics import Goal, at_least, at_most, not_slower
 from stagewright.cluster.placement import parse_placement
 from stagewright.errors import UserError, counted
+from stagewright.model.zoo import ZOO
 
 _WIDTH = 8
 
@@ -39,6 +40,15 @@ class Side:
     steps: int | None = None  # batches per segment in place of the case's, where its batches take much longer
     is_dynamic: bool = False
     precision: str | None = None  # in place of the workload's
+    placement: str | None = None  # in place of the workload's
+
+    def world(self, workload: Workload) -> int:
+        """How many ranks it has."""
+        return workload.world if self.placement is None else num_ranks(self.placement)
+
+
+def num_ranks(placement: str) -> int:
+    return len({device for devices in parse_placement(placement) for device in devices})
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +82,12 @@ class Workload:
 
     @property
     def world(self) -> int:
-        return len({device for devices in parse_placement(self.placement) for device in devices})
+        return num_ranks(self.placement)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether a sample is a sequence of tokens, of which there are as many as classes."""
+        return self.model in ZOO and ZOO[self.model].tokens is not None
 
     def __str__(self) -> str:
         ranks = self.placement.replace("0:", "").replace(".", " + ")
@@ -132,6 +147,7 @@ class PeerSuite:
 _MICROSECONDS = Measure(
     "microseconds/microbatch", lambda workload, steps, seconds: seconds / (steps * workload.microbatches) * 1e6
 )
+_SAMPLES_PER_SECOND = Measure("samples/s", lambda workload, steps, seconds: steps * workload.batch / seconds)
 IMAGES = Measure("images/s", lambda workload, steps, seconds: steps * workload.batch / seconds)
 _SYNC = Side("sync", Kind.STAGEWRIGHT, "sync")
 _STALE = Side("stale", Kind.STAGEWRIGHT, "stale")
@@ -186,6 +202,25 @@ def _resnet_on_gpu() -> Iterator[Case]:
     yield Case(workload, 40, tuple(pairings))
 
 
+_TWO_STAGES = Side("2 stages", Kind.STAGEWRIGHT, "stale", microbatches=4, placement="0:0.0:1")
+_ONE_STAGE = Side("1 stage", Kind.STAGEWRIGHT, "dp")
+_COMPILED_LOOP = Side("torch", Kind.STOCK, "dp")
+
+
+def _transformer(model: str, batch: int, shape: tuple[int, ...], classes: int) -> Case:
+    """One rank, and two stages that share the GPU, beside a compiled loop in one process."""
+    setting = Execution("cuda", "bf16", is_compiled=True)
+    workload = Workload(model, "0:0", batch, 1, shape, classes, setting=setting)
+    pairings = (Pairing(_ONE_STAGE, _COMPILED_LOOP, not_slower()), Pairing(_TWO_STAGES, _COMPILED_LOOP, at_least(0.8)))
+    return Case(workload, 20, pairings)
+
+
+_TRANSFORMERS = PeerSuite(
+    "transformers",
+    "Transformers in one stage and in two, beside a compiled loop, on one GPU",
+    _SAMPLES_PER_SECOND,
+    (_transformer("gpt2", 16, (1024,), 50257), _transformer("vit_b_16", 128, _PHOTO, 1000)),
+)
 _GPU = PeerSuite(
     "gpu",
     "Stagewright and stock PyTorch on one GPU",
@@ -211,6 +246,7 @@ SUITES = {
             ),
         ),
         _GPU,
+        _TRANSFORMERS,
     )
 }
 

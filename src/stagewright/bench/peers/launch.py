@@ -149,10 +149,10 @@ def _read_events(lines: IO[str], rank: int, events: queue.SimpleQueue[tuple[int,
     events.put((rank, None))
 
 
-def open_ranks(stack: ExitStack, jobs: Mapping[Side, Path], folder: Path, world: int) -> list[Ranks]:
+def open_ranks(stack: ExitStack, jobs: Mapping[Side, Path], folder: Path, worlds: Mapping[Side, int]) -> list[Ranks]:
     """Start the ranks of all sides at once and wait until they are ready; the stack ends them."""
     started = [
-        stack.enter_context(Ranks(side, job, folder / f"side-{number}", world))
+        stack.enter_context(Ranks(side, job, folder / f"side-{number}", worlds[side]))
         for number, (side, job) in enumerate(jobs.items())
     ]
     for ranks in started:

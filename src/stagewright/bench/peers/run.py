@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -62,12 +63,22 @@ def make_row(side: Side, measure: Measure, workload: Workload, steps: int, segme
         mode=side.mode,
         precision=side.precision or workload.setting.precision,
         batch=workload.batch,
-        placement=workload.placement,
+        placement=side.placement or workload.placement,
         device=workload.setting.device,
         cuts=() if workload.cut is None or side.mode == "dp" else (workload.cut,),
         microbatches=side.microbatches or workload.microbatches,
-        note=f"the busiest rank computes {median(busiest):.0%} of the time" if busiest else "",
+        note="; ".join(filter(None, (_busiest(busiest), _tokens(workload, measure, repeats)))),
     )
+
+
+def _busiest(shares: Sequence[float]) -> str:
+    return f"the busiest rank computes {median(shares):.0%} of the time" if shares else ""
+
+
+def _tokens(workload: Workload, measure: Measure, repeats: Sequence[Repeat]) -> str:
+    if not workload.is_text:
+        return ""
+    return f"{median(repeat.rate for repeat in repeats) * workload.input_shape[0]:,.0f} tokens/s"
 
 
 def _run_case(case: Case, repeats: int, steps: int, folder: Path, progress: Progress) -> dict[Side, list[Segment]]:
@@ -77,7 +88,7 @@ def _run_case(case: Case, repeats: int, steps: int, folder: Path, progress: Prog
     with ExitStack() as stack:
         if on_gpu:
             stack.enter_context(shared_gpu(progress))
-        ranks = open_ranks(stack, jobs, folder, case.workload.world)
+        ranks = open_ranks(stack, jobs, folder, {side: side.world(case.workload) for side in jobs})
         if case.workload.setting.is_compiled:
             progress(f"{case.workload}: compiling")
             compile_together(ranks)
@@ -89,7 +100,10 @@ def _run_case(case: Case, repeats: int, steps: int, folder: Path, progress: Prog
 def _save_jobs(case: Case, folder: Path) -> dict[Side, Path]:
     """Write each side's job to a file for its ranks; sides differ only in what `Side` says."""
     data = "synthetic"  # unused: on GPUs every side keeps one batch on the device
-    if case.workload.setting.device == "cpu":
+    if case.workload.is_text:
+        data = f"tokens:{folder / 'data.bin'}"
+        _save_tokens(case.workload, folder / "data.bin")
+    elif case.workload.setting.device == "cpu":
         data = f"tensors:{folder / 'data.safetensors'}"
         _save_data(case.workload, folder / "data.safetensors")
     files: dict[Side, Path] = {}
@@ -107,17 +121,24 @@ def _save_data(workload: Workload, path: Path) -> None:
     save_file({"images": images, "labels": torch.randint(workload.classes, (samples,), generator=generator)}, path)
 
 
+def _save_tokens(workload: Workload, path: Path) -> None:
+    generator = np.random.Generator(np.random.Philox(0))
+    count = workload.batch * workload.input_shape[0] + 1
+    path.write_bytes(generator.integers(workload.classes, size=count).astype("<u2").tobytes())
+
+
 def _config(workload: Workload, side: Side, data: str, folder: Path) -> Config:
-    setting = workload.setting
+    setting, is_text = workload.setting, workload.is_text
     microbatches = side.microbatches or workload.microbatches
-    plan = {"placement": workload.placement, "batch": workload.batch, "microbatches": microbatches, "mode": side.mode}
+    placement = side.placement or workload.placement
+    plan = {"placement": placement, "batch": workload.batch, "microbatches": microbatches, "mode": side.mode}
     staged = {"cut": workload.cut, "versions": workload.versions, "depths": workload.depths}
     if side.mode == "dp":
         staged = {}
     return make_config(
         {
             "model": {"name": workload.model},
-            "data": {"source": data, "shuffle": False},
+            "data": {"source": data, "shuffle": False, **({"context": workload.input_shape[0]} if is_text else {})},
             "plan": plan | {name: value for name, value in staged.items() if value is not None},
             "optimizer": {"name": "sgd", "lr": _RATE, "momentum": 0.9},
             "run": {

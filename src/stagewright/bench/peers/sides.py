@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stagewright.data.sources import Fields, only_pair
 from stagewright.events import BatchLosses, Event
 from stagewright.model.cut import Piece
+from stagewright.model.probe import Value
 from stagewright.runtime.comm.channel import ChannelName, Inbox, Network, Outbox
 from stagewright.runtime.comm.device import Device, open_device
 from stagewright.runtime.comm.memory import MemoryTransport
@@ -38,12 +39,24 @@ _MIDDLE = (0.25, 0.85)  # of a segment: where the pipeline neither fills nor dra
 
 def static_batch(job: Job, device: torch.device) -> tuple[Tensor, Tensor]:
     """One microbatch that stays on the device; on GPUs every side trains on it again and again."""
-    image, classes = job.config.data.image, job.config.model.classes
-    assert image is not None and classes is not None
+    (inputs,), (target,) = job.training.inputs, job.training.fields
     generator = torch.Generator(device).manual_seed(0)
-    inputs = torch.randn(job.plan.samples, 3, image, image, device=device, generator=generator)
-    labels = torch.randint(classes, (job.plan.samples,), device=device, generator=generator)
-    return inputs.contiguous(memory_format=torch.channels_last), labels
+    return _random(inputs, job, device, generator), _random(target, job, device, generator)
+
+
+def _random(field: Value, job: Job, device: torch.device, generator: torch.Generator) -> Tensor:
+    """Real numbers, or whole ones below the number of classes."""
+    classes, shape = job.config.model.classes, field.shape
+    assert classes is not None and field.dtype is not None
+    if not getattr(torch, field.dtype).is_floating_point:
+        return torch.randint(classes, shape, device=device, generator=generator)
+    made = torch.randn(shape, device=device, generator=generator)
+    return made.contiguous(memory_format=torch.channels_last) if made.dim() == 4 else made
+
+
+def _stock_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy, of text at each position."""
+    return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
 class _Stock:
@@ -115,7 +128,7 @@ class Ddp(_Stock):
             index = batch % len(self._inputs)
             self._optimizer.zero_grad()
             with self._precision.forward_context():
-                loss = nn.functional.cross_entropy(self._module(self._inputs[index]), self._labels[index])
+                loss = _stock_loss(self._module(self._inputs[index]), self._labels[index])
             loss.backward()  # type: ignore[no-untyped-call]
             self._optimizer.step()
         self.loss = float(loss.detach())
@@ -138,7 +151,7 @@ class Plain(_Stock):
         for _ in range(steps):
             self._optimizer.zero_grad()
             with self._precision.forward_context():
-                loss = nn.functional.cross_entropy(self._model(self._inputs), self._labels)
+                loss = _stock_loss(self._model(self._inputs), self._labels)
             self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             self._scaler.step(self._optimizer)
             self._scaler.update()
@@ -195,7 +208,8 @@ class Stagewright:
         self._worker = assemble(job, rank, network, self._receive, self.recorder, device)
         if self._device.type == "cuda" and self._worker.loader is not None:
             self._worker.loader.close()
-            self._worker.loader = _Static(*static_batch(job, self._device))
+            names = job.training.inputs[0].name, job.training.fields[0].name
+            self._worker.loader = _Static(*static_batch(job, self._device), names)
 
     def train(self, first: int, steps: int) -> None:
         """Train some batches, from empty pipeline to empty pipeline."""
@@ -226,10 +240,11 @@ class _Static:
 
     inputs: Tensor
     labels: Tensor
-    targets: tuple[str, ...] = ("label",)
+    names: tuple[str, str]
+    targets: tuple[str, ...] = ()
 
     def microbatch(self, number: int) -> Fields:
-        return {"image": self.inputs, "label": self.labels}
+        return dict(zip(self.names, (self.inputs, self.labels), strict=True))
 
     def close(self) -> None:
         pass
