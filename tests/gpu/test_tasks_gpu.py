@@ -1,4 +1,4 @@
-"""Samples of several fields, losses that count, and tied weights on a GPU: equal to the CPU, in half precision, compiled."""
+"""Samples of several fields, losses that count, and ties on a GPU: equal to the CPU, in half precision, compiled."""
 
 from __future__ import annotations
 
