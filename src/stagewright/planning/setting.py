@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 from stagewright.cluster.catalog import shipped
@@ -19,35 +19,14 @@ from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.config.sections import Config
 from stagewright.errors import UserError, counted
 from stagewright.model.cut import Chain
-from stagewright.model.load import build_model
-from stagewright.model.walk import model_errors
-from stagewright.model.zoo import ZOO, build
 from stagewright.plan.estimate import Setting
 from stagewright.plan.plan import Plan
+from stagewright.planning.traced import trace_model
 from stagewright.profile.analytic import analytic_table
 from stagewright.profile.profile import Ceilings, Profile, Table, read_profile
-from stagewright.profile.shapes import Shape, meta_example, on_meta, trace_shapes
+from stagewright.profile.shapes import Shape
 
 _ANY_GPU = "h200"  # supports every precision; its memory does not matter here
-
-
-@dataclass(frozen=True)
-class TracedModel:
-    """A model traced without running it: its chain of units, and the shape of each unit for one sample."""
-
-    chain: Chain
-    shapes: tuple[Shape, ...]
-
-
-@cache
-def trace_model(name: str, classes: int | None = None, image: int | None = None) -> TracedModel:
-    """Trace a zoo model or a user's own, on tensors without storage."""
-    side = image or (ZOO[name].image if name in ZOO else 32)
-    sample = (3, side, side)
-    module = build_model(name, 0, classes).to("meta") if ":" in name else on_meta(lambda: build(name, classes))
-    chain = Chain(module, meta_example(sample))
-    with model_errors(name, sample):
-        return TracedModel(chain, trace_shapes(chain, sample))
 
 
 def make_setting(

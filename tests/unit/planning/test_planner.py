@@ -18,7 +18,8 @@ from stagewright.plan.plan import Mode
 from stagewright.plan.search import best_cuts, make_search
 from stagewright.planning.planner import Choice, choose, explain, microbatch_counts
 from stagewright.planning.predict import predict
-from stagewright.planning.setting import make_setting, trace_model
+from stagewright.planning.setting import make_setting
+from stagewright.planning.traced import trace_model
 from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
 from tests.unit.planning.laws import make_made_setting
 

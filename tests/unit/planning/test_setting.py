@@ -21,8 +21,8 @@ from stagewright.planning.setting import (
     memory_setting,
     planning_setting,
     prediction_setting,
-    trace_model,
 )
+from stagewright.planning.traced import trace_model
 from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
 
 SHAPES = trace_model("resnet8", image=16).shapes
