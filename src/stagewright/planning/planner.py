@@ -322,9 +322,12 @@ class _Pool:
 
     def _improve(self) -> None:
         """Change the best plans as long as a change is faster."""
-        left = self._effort.moves
         tried: set[Plan] = set()
-        for start in self._starts():
+        total = self._effort.moves
+        starts = self._starts()
+        for number, start in enumerate(starts):
+            left = total // (len(starts) - number)  # what one start leaves the next ones have
+            total -= left
             current = start
             while left > 0:
                 neighbours = [plan for plan in dict.fromkeys(self._neighbours(current.plan)) if plan not in tried]
@@ -344,15 +347,17 @@ class _Pool:
                     break
                 self._progress(f"improving {better.plan.mode} {better.plan.shape}: {better.images_per_second:,.0f}")
                 current = better
+            total += left
 
     def _starts(self) -> list[Prediction]:
-        """The fastest plans of different shapes and numbers of microbatches."""
+        """The fastest plans of different shapes, then those of other numbers of microbatches."""
         shapes: dict[object, Prediction] = {}
+        others: dict[object, Prediction] = {}
         for prediction in sorted(self._found.values(), key=lambda found: found.steady.batch_seconds):
             plan = prediction.plan
-            if len(plan.stages) > 1:
-                shapes.setdefault((plan.mode, plan.shape, plan.microbatches), prediction)
-        return list(shapes.values())[: self._effort.starts]
+            if len(plan.stages) > 1 and shapes.setdefault((plan.mode, plan.shape), prediction) is not prediction:
+                others.setdefault((plan.mode, plan.shape, plan.microbatches), prediction)
+        return list(shapes.values())[: self._effort.starts] + list(others.values())[: self._effort.starts // 2]
 
     def _neighbours(self, plan: Plan) -> Iterator[Plan]:
         """Every small change of a plan."""
