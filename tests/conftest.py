@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,17 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of this session's own: no test finds a proof that a user's run, or other code, has left."""
+    """A cache of this session's own: no test finds a proof that a user's run, or other code, has left.
+
+    Only the traced shapes of zoo models are shared by the processes of a session, which take seconds to trace.
+    """
+    folder, base = tmp_path_factory.mktemp("cache"), tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shapes"
+    shared.mkdir(exist_ok=True)
+    (folder / "stagewright").mkdir()
+    (folder / "stagewright" / "shapes").symlink_to(shared)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(folder))
         yield
 
 

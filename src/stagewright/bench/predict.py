@@ -25,7 +25,8 @@ from stagewright.plan.estimate import Estimate
 from stagewright.planning.build import build_plan
 from stagewright.planning.predict import Prediction, predict
 from stagewright.planning.published import PublishedRun, predict_run, published_runs
-from stagewright.planning.setting import config_setting, memory_setting, trace_model
+from stagewright.planning.setting import config_setting, memory_setting
+from stagewright.planning.traced import trace_model
 
 _MEMORY_MARGIN = 1.15  # the memory model is accurate to 15 %: what may fit is tried
 

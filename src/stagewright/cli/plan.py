@@ -26,7 +26,6 @@ from stagewright.cluster.topology import Cluster
 from stagewright.errors import UserError, counted
 from stagewright.files import write_text
 from stagewright.metrics import GIB, MIB
-from stagewright.model.cut import Chain
 from stagewright.plan.estimate import Setting
 from stagewright.plan.make import PLAN_FORMAT, require_divisible
 from stagewright.plan.plan import Mode, Plan
@@ -35,7 +34,8 @@ from stagewright.planning.build import BUBBLE_GOAL, idle_warning
 from stagewright.planning.compare import Comparison, compare, interval, setting_evidence
 from stagewright.planning.planner import Choice, choose, explain
 from stagewright.planning.predict import IMAGENET, link_use, predict, stage_costs
-from stagewright.planning.setting import make_setting, tied_by, trace_model
+from stagewright.planning.setting import make_setting
+from stagewright.planning.traced import TracedModel, trace_model
 from stagewright.profile.profile import Profile, read_profile
 from stagewright.profile.shapes import Shape
 from stagewright.report.live.terminal import plain_table, say
@@ -100,7 +100,7 @@ class Asked:
 def _asked(parsed: argparse.Namespace, progress: Progress) -> Asked:
     if parsed.cluster is None and parsed.profile is None:
         # What is wrong with a model is said before it is profiled.
-        chain = trace_model(parsed.model, parsed.classes, parsed.image).chain
+        model = trace_model(parsed.model, parsed.classes, parsed.image)
         here = profile_here(parsed.model, parsed, progress)
         setting = make_setting(
             here.profile,
@@ -108,7 +108,7 @@ def _asked(parsed: argparse.Namespace, progress: Progress) -> Asked:
             parsed.precision,
             optimizer=parsed.optimizer,
             catalog=here.catalog,
-            tied=tied_by(chain),
+            tied=model.tied,
         )
         catalog = here.catalog or shipped()
         batch = parsed.batch or here.profile.covered(parsed.precision)[1] * len(setting.cluster.devices)
@@ -641,10 +641,10 @@ def _usual_parts(devices: int) -> dict[str, float]:
 # --- The setting that the options describe, also for simulate ---------------------------------------------------------
 
 
-def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[Chain | None, Catalog, Setting]:
-    """The model's units, the catalog, and the setting that the options describe.
+def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[TracedModel | None, Catalog, Setting]:
+    """The model, the catalog, and the setting that the options describe.
 
-    There are no units where the profile has its own names for them.
+    There is no model where the profile has its own names for its units.
     """
     model = trace_model(parsed.model, parsed.classes, parsed.image)
     if cluster is None and parsed.profile is None:
@@ -652,17 +652,17 @@ def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[Chain
     catalog, where = open_cluster(cluster) if cluster is not None else (shipped(), None)
     if where is not None and parsed.devices is not None:
         where = where.first(parsed.devices)
-    chain: Chain | None = model.chain
+    traced: TracedModel | None = model
     units: Sequence[Shape] | Profile = model.shapes
     if parsed.profile is not None:
         units = read_profile(parsed.profile)
         if units.is_imported:
             _require_own_names(parsed, units)
-            chain = None
+            traced = None
         else:
             units.require(parsed.model, model.chain.units)
     return (
-        chain,
+        traced,
         catalog,
         make_setting(
             units,
@@ -672,7 +672,7 @@ def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[Chain
             catalog=catalog,
             software=parsed.software,
             loads=parsed.data != "synthetic",
-            tied=None if chain is None else tied_by(chain),
+            tied=None if traced is None else traced.tied,
         ),
     )
 

@@ -26,9 +26,11 @@ from stagewright.run.report import make_prediction_page, write_page
 
 
 def run(parsed: argparse.Namespace) -> None:
-    chain, catalog, setting = read_setting(parsed, parsed.cluster)
+    model, catalog, setting = read_setting(parsed, parsed.cluster)
     console = Console(stderr=parsed.json)
-    plan = _plan(parsed, chain, setting, lambda warning: say(console, f"warning: {warning}"))
+    plan = _plan(
+        parsed, None if model is None else model.chain, setting, lambda warning: say(console, f"warning: {warning}")
+    )
     prediction = predict(plan, setting, draws=bool(parsed.trace or parsed.report))
     measured = parsed.profile is not None and parsed.cluster is None
     own, evidence = (

@@ -214,7 +214,7 @@ def _shortcut(channels: int, width: int, stride: int) -> nn.Sequential:
 def _initialize_convolutions(module: nn.Module) -> None:
     """Draw every convolution's weights again, with the variance that preserves gradients through a ReLU."""
     for layer in module.modules():
-        if isinstance(layer, nn.Conv2d):
+        if isinstance(layer, nn.Conv2d) and not layer.weight.is_meta:  # without storage there is nothing to draw
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)

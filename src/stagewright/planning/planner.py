@@ -31,7 +31,7 @@ from stagewright.planning.simulate import ClusterCosts, steady
 BUBBLE_MARGIN = 0.02
 _MARGIN = 0.03  # a smaller gain is not worth more stages, lag and memory
 _TIE = 0.005
-_SMALL, _FEW, _SOME = 8, 32, 160  # devices up to which the planner tries much, less, and little
+_SMALL, _FEW, _SOME = 10, 32, 160  # devices up to which the planner tries much, less, and little
 _MOST_STAGES = 6
 _COUNTS = 6  # numbers of microbatches that the search tries
 _MOST_SHOWN = 6  # plans of several stages
@@ -143,7 +143,9 @@ def choose(
     )
     unprofiled = tuple(size for size in _sizes(batch, usual) if not setting.covers(size))
     choice = Choice(candidates, tuple(dict.fromkeys(refused)), unprofiled=unprofiled)
-    return replace(choice, lags=_lags(choice.best.plan, setting))
+    here = [order.index(number) for number in range(len(order))]
+    lags = (pool.predict(lagging) for lagging in _lags(_renamed_plan(choice.best.plan, here)))
+    return replace(choice, lags=tuple(_renamed(prediction, order) for prediction in lags))
 
 
 # --- The order of machines --------------------------------------------------------------------------------------------
@@ -234,6 +236,7 @@ class _Pool:
         self._progress = progress
         self._found: dict[Plan, Prediction] = {}
         self._refused: dict[Plan, Estimate] = {}
+        self._predicted: dict[Plan, Prediction] = {}
         self._fastest = math.inf  # seconds of a batch
         self._names = [unit.name for unit in setting.tables(setting.cluster.machines[0].kind, self._sample()).units]
 
@@ -300,7 +303,7 @@ class _Pool:
         counts = [self._microbatches]
         if self._microbatches is None:
             counts = list(microbatch_counts(self._batch, devices, setting.covers, self._effort.counts))
-        kinds = sorted({machine.kind for machine in order.cluster.machines})
+        blocks = make_blocks(order.cluster, sorted({machine.kind for machine in order.cluster.machines}))
         for mode, count in itertools.product(self._modes, counts):
             assert count is not None
             search = make_search(setting, mode, self._batch, count, staleness=self._staleness, quick=True)
@@ -310,7 +313,7 @@ class _Pool:
                 found = search.best(number)
                 if found is None or len(found.sizes) < 2:
                     continue
-                placement = order.restore(found.placement(make_blocks(order.cluster, kinds)))
+                placement = order.restore(found.placement(blocks))
                 cuts = tuple(self._names[bound] for bound in found.bounds[1:-1])
                 lag = self._staleness if mode is Mode.STALE else None
                 yield make_plan(placement, batch=self._batch, microbatches=count, mode=mode, staleness=lag, cuts=cuts)
@@ -319,9 +322,12 @@ class _Pool:
 
     def _improve(self) -> None:
         """Change the best plans as long as a change is faster."""
-        left = self._effort.moves
         tried: set[Plan] = set()
-        for start in self._starts():
+        total = self._effort.moves
+        starts = self._starts()
+        for number, start in enumerate(starts):
+            left = total // (len(starts) - number)  # what one start leaves the next ones have
+            total -= left
             current = start
             while left > 0:
                 neighbours = [plan for plan in dict.fromkeys(self._neighbours(current.plan)) if plan not in tried]
@@ -341,15 +347,17 @@ class _Pool:
                     break
                 self._progress(f"improving {better.plan.mode} {better.plan.shape}: {better.images_per_second:,.0f}")
                 current = better
+            total += left
 
     def _starts(self) -> list[Prediction]:
-        """The fastest plans of different shapes."""
+        """The fastest plans of different shapes, then those of other numbers of microbatches."""
         shapes: dict[object, Prediction] = {}
+        others: dict[object, Prediction] = {}
         for prediction in sorted(self._found.values(), key=lambda found: found.steady.batch_seconds):
             plan = prediction.plan
-            if len(plan.stages) > 1:
-                shapes.setdefault((plan.mode, plan.shape), prediction)
-        return list(shapes.values())[: self._effort.starts]
+            if len(plan.stages) > 1 and shapes.setdefault((plan.mode, plan.shape), prediction) is not prediction:
+                others.setdefault((plan.mode, plan.shape, plan.microbatches), prediction)
+        return list(shapes.values())[: self._effort.starts] + list(others.values())[: self._effort.starts // 2]
 
     def _neighbours(self, plan: Plan) -> Iterator[Plan]:
         """Every small change of a plan."""
@@ -358,17 +366,11 @@ class _Pool:
 
     def _changes(self, plan: Plan) -> Iterator[Plan]:
         placement, cuts = [list(devices) for devices in plan.placement], list(plan.cuts)
-        bounds = [self._names.index(cut) for cut in cuts]
-        for index, bound in enumerate(bounds):
-            low = bounds[index - 1] if index else 0
-            high = bounds[index + 1] if index + 1 < len(bounds) else len(self._names)
-            for step in (-4, -2, -1, 1, 2, 4):
-                if low < bound + step < high:
-                    moved = [*cuts[:index], self._names[bound + step], *cuts[index + 1 :]]
-                    yield _remade(plan, plan.placement, cuts=moved)
         widest = max(len(devices) for devices in placement)
-        if self._microbatches is None:
-            yield from (_remade(plan, plan.placement, microbatches=count) for count in self._near_counts(plan, widest))
+        counts = [plan.microbatches, *(self._near_counts(plan, widest) if self._microbatches is None else ())]
+        for moved, count in itertools.product([cuts, *self._moved_cuts(cuts)], counts):  # the best cut differs with M
+            if moved != cuts or count != plan.microbatches:
+                yield _remade(plan, plan.placement, cuts=moved, microbatches=count)
         for one, other in itertools.pairwise(range(len(placement))):
             for source, target, position in ((one, other, -1), (other, one, 0)):
                 if len(placement[source]) > 1:  # its nearest device moves over
@@ -394,6 +396,16 @@ class _Pool:
             more = [list(kept) for kept in placement]
             more[index].append(device)
             yield self._placed(plan, more, cuts)
+
+    def _moved_cuts(self, cuts: Sequence[str]) -> Iterator[list[str]]:
+        """The cuts with one of them moved by a few units."""
+        bounds = [self._names.index(cut) for cut in cuts]
+        for index, bound in enumerate(bounds):
+            low = bounds[index - 1] if index else 0
+            high = bounds[index + 1] if index + 1 < len(bounds) else len(self._names)
+            for step in (-4, -3, -2, -1, 1, 2, 3, 4):
+                if low < bound + step < high:
+                    yield [*cuts[:index], self._names[bound + step], *cuts[index + 1 :]]
 
     def _exchanged(
         self, plan: Plan, placement: Sequence[list[Device]], one: int, other: int, cuts: Sequence[str]
@@ -440,10 +452,16 @@ class _Pool:
         limit = self._fastest if against is None else against
         if not always and estimate.floor > limit * (1 + _MARGIN):
             return None
-        prediction = predict(plan, self._setting)
+        prediction = self.predict(plan)
         self._found[plan] = prediction
         self._fastest = min(self._fastest, prediction.steady.batch_seconds)
         return prediction
+
+    def predict(self, plan: Plan) -> Prediction:
+        """Simulate a plan, once."""
+        if plan not in self._predicted:
+            self._predicted[plan] = predict(plan, self._setting)
+        return self._predicted[plan]
 
     def finished(self) -> list[Prediction]:
         """The fastest plan of every mode and shape, with the least lag and depth that it needs."""
@@ -487,13 +505,11 @@ class _Pool:
                 depths=depths,
                 cuts=plan.cuts,
             )
-            found = predict(plan, self._setting)
+            found = self.predict(plan)
         return found if found.fits else prediction
 
     def _deepest(self, plan: Plan) -> Prediction:
-        return (
-            choose_depth(plan, self._setting) if self._effort.stages == _MOST_STAGES else predict(plan, self._setting)
-        )
+        return choose_depth(plan, self.predict) if self._effort.stages == _MOST_STAGES else self.predict(plan)
 
     def refused(self) -> list[Plan]:
         """Plans that do not fit: of data parallel on all devices the one that needs least, and of stages the first."""
@@ -598,11 +614,11 @@ def _require_covered(setting: Setting, batch: int, usual: Sequence[int], counts:
     )
 
 
-def _lags(plan: Plan, setting: Setting) -> tuple[Prediction, ...]:
-    """The predictions of a plan at every lag; none for one stage."""
+def _lags(plan: Plan) -> list[Plan]:
+    """A plan at every lag; none for one stage."""
     if len(plan.stages) == 1 or plan.mode is Mode.PIPEDREAM:
-        return ()
-    return tuple(predict(candidate, setting) for candidate in every_lag(replace(plan, mode=Mode.STALE)))
+        return []
+    return every_lag(replace(plan, mode=Mode.STALE))
 
 
 def _refusal(plan: Plan, setting: Setting) -> str:
@@ -657,12 +673,12 @@ def every_lag(plan: Plan) -> list[Plan]:
     return [with_ties(candidate, tied) for candidate in lagging]
 
 
-def choose_depth(plan: Plan, setting: Setting) -> Prediction:
+def choose_depth(plan: Plan, predicted: Callable[[Plan], Prediction]) -> Prediction:
     """The prediction of a plan at the best of three depths: the default, one less and one more.
 
     That is the shallowest within half a percent of the fastest that fits: a shallower pipeline needs less memory.
     """
-    usual = predict(plan, setting)
+    usual = predicted(plan)
     if len(plan.stages) == 1 or plan.mode is Mode.PIPEDREAM:
         return usual
 
@@ -670,7 +686,7 @@ def choose_depth(plan: Plan, setting: Setting) -> Prediction:
         stages = (stage if stage.is_last else replace(stage, depth=max(1, stage.depth + by)) for stage in plan.stages)
         return replace(plan, stages=tuple(stages))
 
-    tried = [predict(deeper(-1), setting), usual, predict(deeper(1), setting)]
+    tried = [predicted(deeper(-1)), usual, predicted(deeper(1))]
     fitting = [prediction for prediction in tried if prediction.fits] or [usual]
     fastest = max(prediction.images_per_second for prediction in fitting)
     return next(prediction for prediction in fitting if prediction.images_per_second >= fastest * (1 - _TIE))

@@ -22,7 +22,8 @@ from stagewright.plan.estimate import Setting
 from stagewright.plan.plan import Plan
 from stagewright.planning.build import build_plan
 from stagewright.planning.predict import IMAGENET, Prediction, predict
-from stagewright.planning.setting import make_setting, trace_model
+from stagewright.planning.setting import make_setting
+from stagewright.planning.traced import trace_model
 
 DLPERF = "Oneflow-Inc/DLPerf reports/dlperf_benchmark_test_report_v1.md"
 

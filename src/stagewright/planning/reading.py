@@ -17,7 +17,7 @@ from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.model.zoo import ZOO
 from stagewright.plan import cost
 from stagewright.planning.rows import Row
-from stagewright.planning.setting import trace_model
+from stagewright.planning.traced import trace_model
 from stagewright.profile.analytic import Columns, Rates
 from stagewright.profile.architectures import known_shapes
 from stagewright.profile.shapes import Shape

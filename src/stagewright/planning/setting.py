@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 from stagewright.cluster.catalog import shipped
@@ -20,50 +20,14 @@ from stagewright.config.sections import Config
 from stagewright.errors import UserError, counted
 from stagewright.model.call import Form
 from stagewright.model.cut import Chain
-from stagewright.model.load import build_model
-from stagewright.model.walk import model_errors
-from stagewright.model.zoo import ZOO, build
 from stagewright.plan.estimate import Setting
-from stagewright.plan.plan import Plan, TiedParameter
+from stagewright.plan.plan import Plan
+from stagewright.planning.traced import Tied, tied_by, trace_model
 from stagewright.profile.analytic import analytic_table
 from stagewright.profile.profile import Ceilings, Profile, Table, read_profile
-from stagewright.profile.shapes import Shape, meta_example, on_meta, to_meta, trace_shapes
+from stagewright.profile.shapes import Shape
 
-Tied = Callable[[Sequence[str]], Sequence[TiedParameter]]
 _ANY_GPU = "h200"  # supports every precision; its memory does not matter here
-
-
-@dataclass(frozen=True)
-class TracedModel:
-    """A model traced without running it: its chain of units, and the shape of each unit for one sample."""
-
-    chain: Chain
-    shapes: tuple[Shape, ...]
-
-
-@cache
-def trace_model(
-    name: str, classes: int | None = None, image: int | None = None, form: Form | None = None
-) -> TracedModel:
-    """Trace a zoo model or a user's own, on tensors without storage, that look like an image or as `form` says."""
-    form = form or form_of(name, image)
-    module = to_meta(build_model(name, 0, classes)) if ":" in name else on_meta(lambda: build(name, classes))
-    chain = Chain(module, meta_example(form))
-    with model_errors(name, form):
-        return TracedModel(chain, trace_shapes(chain))
-
-
-def form_of(name: str, image: int | None = None) -> Form:
-    """What a zoo model takes by default; of any other model, an image."""
-    entry = ZOO.get(name)
-    if entry is not None and entry.tokens is not None:
-        return Form.text(entry.tokens)
-    return Form.image(image or (entry.image if entry else 32))
-
-
-def tied_by(chain: Chain) -> Tied:
-    """The parameters that several stages would use if a model were cut before some units."""
-    return lambda cuts: [TiedParameter(*tied) for tied in chain.tied(cuts)]
 
 
 def make_setting(
@@ -167,8 +131,9 @@ def config_setting(
     if profile is not None:
         return make_setting(profile, cluster, precision, optimizer=optimizer, catalog=catalog, loads=loads)
     traced = trace_model(config.model.name, config.model.classes, config.data.image, form)
-    tied = tied_by(traced.chain)
-    return make_setting(traced.shapes, cluster, precision, optimizer=optimizer, catalog=catalog, loads=loads, tied=tied)
+    return make_setting(
+        traced.shapes, cluster, precision, optimizer=optimizer, catalog=catalog, loads=loads, tied=traced.tied
+    )
 
 
 def planning_setting(config: Config, chain: Chain, placement: Placement) -> Setting | None:

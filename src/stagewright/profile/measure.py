@@ -27,7 +27,7 @@ from stagewright.profile.shapes import kind_of, run_units
 
 _WARM_UP = 2  # passes that are not counted
 _REPEATS = 7
-_MATRIX = {"cpu": 1024, "cuda": 8192}  # sides of a product large enough to fill the device
+_MATRIX = {"cpu": 512, "cuda": 8192}  # sides of a product large enough to fill the device
 _MOST_SAMPLES = 2**20
 _COPY_BYTES = 64 << 20
 _HEAD_START_CYCLES = 200_000_000  # a tenth of a second

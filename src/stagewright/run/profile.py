@@ -13,7 +13,7 @@ from stagewright.config.sections import require_within
 from stagewright.errors import UserError
 from stagewright.hardware.host import num_cores
 from stagewright.model.zoo import build
-from stagewright.planning.setting import form_of
+from stagewright.planning.traced import form_of
 from stagewright.profile.measure import Workload, measure, sample_sizes
 from stagewright.profile.pipedream import read_pipedream
 from stagewright.profile.profile import Profile, Transfer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -63,11 +64,11 @@ class Brute:
         devices = len(self.setting.cluster.devices)
         fastest = math.inf
         for stages in range(1, min(units, devices) + 1):
+            every_size = list(itertools.product(range(1, devices + 1), repeat=stages))
+            fitting = [sizes for sizes in every_size if sum(sizes) <= devices]
             for cuts in itertools.combinations(range(1, units), stages - 1):
-                bounds = (0, *cuts, units)
-                for sizes in itertools.product(range(1, devices + 1), repeat=stages):
-                    if sum(sizes) <= devices:
-                        fastest = min(fastest, self.seconds(bounds, sizes))
+                for sizes in fitting:
+                    fastest = min(fastest, self.seconds((0, *cuts, units), sizes))
         return fastest
 
     @property
@@ -88,6 +89,7 @@ class Brute:
     def memory(self) -> float:
         return self.setting.devices("made").memory
 
+    @cache  # noqa: B019 - a test ends soon
     def stage(self, first: int, last: int, size: int, behind: int) -> float:
         devices = self.setting.cluster.devices
         end = len(devices) - behind
@@ -127,6 +129,7 @@ class Brute:
         busy = own * (forward + backward) + rounds * (exposed + update)
         return max(busy, own * max(entering, leaving) / border + rounds * reduction)
 
+    @cache  # noqa: B019 - a test ends soon
     def bytes(self, first: int, last: int, size: int, behind: int, stages: int) -> float:
         units = self.units[first:last]
         weights = 4 * sum(u.parameters for u in units)

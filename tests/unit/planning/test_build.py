@@ -33,8 +33,9 @@ from stagewright.planning.build import (
     with_agreement,
 )
 from stagewright.planning.planner import bubble_in, least_lag
-from stagewright.planning.setting import make_setting, trace_model
+from stagewright.planning.setting import make_setting
 from stagewright.planning.simulate import StageCosts, balanced_costs, steady
+from stagewright.planning.traced import trace_model
 from stagewright.profile.profile import NotProfiled
 from stagewright.runtime.multinode.nodes import cluster_of
 

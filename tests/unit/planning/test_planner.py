@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 from dataclasses import replace
 
 import pytest
@@ -16,11 +18,12 @@ from stagewright.plan.estimate import Setting
 from stagewright.plan.make import make_plan, read_plan
 from stagewright.plan.plan import Mode
 from stagewright.plan.search import best_cuts, make_search
-from stagewright.planning.planner import Choice, choose, explain, microbatch_counts
+from stagewright.planning.planner import Choice, choose, choose_depth, every_lag, explain, microbatch_counts
 from stagewright.planning.predict import predict
-from stagewright.planning.setting import make_setting, trace_model
+from stagewright.planning.setting import make_setting
+from stagewright.planning.traced import trace_model
 from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
-from tests.unit.planning.laws import make_made_setting
+from tests.unit.planning.laws import make_made_setting, random_setting
 
 pytestmark = pytest.mark.xdist_group("planner")  # its plans of eight cards are made once
 
@@ -244,3 +247,45 @@ def test_a_small_card_does_not_limit_the_stages_of_a_large_one() -> None:
     where = replace(make_made_setting(on(box("fast", 1), box("slow", 1)), units), devices=devices)
     found = make_search(where, Mode.SYNC, 8, 8).best(2)
     assert found is not None and (found.bounds[1], found.sizes) == (3, (1, 1)), "the large card takes three of four"
+
+
+def test_one_more_device_is_planned_as_thoroughly() -> None:
+    """Nine devices used to be searched far less than eight, so that the number of stages jumped."""
+    units = chain(*(1e-3 * (1 + index % 3) for index in range(7)), parameters=3_000_000, live=50_000)
+    found = [choose(make_made_setting(on(box("fast", count, 2e9)), units), 32) for count in (8, 9, 10)]
+    rates = [choice.fastest.prediction.images_per_second for choice in found]
+    assert all(more >= 0.99 * fewer for fewer, more in itertools.pairwise(rates))
+    for choice in found:  # two stages are among the candidates of each, and within a few percent of the fastest
+        two = [found.prediction for found in choice.candidates if len(found.plan.stages) == 2]
+        assert max(p.images_per_second for p in two) >= 0.95 * choice.fastest.prediction.images_per_second
+
+
+def test_lag_and_depth_are_chosen_together() -> None:
+    """The lag used to be chosen at the default depth, where another depth needs less of it."""
+    units = chain(1e-3, 2e-3, 1e-3, 3e-3, parameters=3_000_000, live=50_000)
+    where = make_made_setting(on(box("fast", 4, 1e9)), units)
+    checked = 0
+    for candidate in choose(where, 16).candidates[:3]:
+        plan = candidate.plan
+        if plan.mode is not Mode.STALE:
+            continue
+        usual = make_plan(
+            plan.placement, batch=16, microbatches=plan.microbatches, mode=plan.mode, cuts=plan.cuts
+        )  # every lag at its own best of three depths
+        bubbles = [
+            choose_depth(lagging, lambda made: predict(made, where)).steady.bubble for lagging in every_lag(usual)
+        ]
+        lag = max(stage.versions for stage in plan.stages) - 1
+        assert candidate.prediction.steady.bubble == pytest.approx(bubbles[lag])
+        assert lag == next(n for n, bubble in enumerate(bubbles) if bubble <= bubbles[-1] + 0.02)
+        checked += 1
+    assert checked
+
+
+def test_cut_and_microbatches_move_together() -> None:
+    """The best cut differs with the number of microbatches: neither change alone was faster (case 89 of the laws)."""
+    draw = random.Random(89)
+    where, batch = random_setting(draw)
+    plan = make_plan(parse_placement("0:0-1.0:2"), batch=batch, microbatches=8, mode=Mode.STALE, cuts=["u5"])
+    best = choose(where, batch).fastest.prediction
+    assert best.images_per_second >= predict(plan, where).images_per_second * 0.99

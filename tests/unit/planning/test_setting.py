@@ -22,9 +22,8 @@ from stagewright.planning.setting import (
     memory_setting,
     planning_setting,
     prediction_setting,
-    tied_by,
-    trace_model,
 )
+from stagewright.planning.traced import trace_model
 from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
 
 SHAPES = trace_model("resnet8", image=16).shapes
@@ -121,7 +120,7 @@ def test_memory_on_cpus_has_no_share_of_cuda() -> None:
 def test_the_setting_of_a_model_knows_what_its_cuts_tie() -> None:
     """Moving a model to tensors without storage must not make two parameters of a tied one."""
     traced = trace_model("tests.models:tied", None, 8)
-    (tied,) = tied_by(traced.chain)(("third",))
+    (tied,) = traced.tied(("third",))
     assert (tied.names, tied.homes, tied.size) == (("second.weight", "third.weight"), (0, 1), 4 * 4 * 9)
     weights = sum(parameter.numel() for parameter in traced.chain.model.parameters())
     assert sum(shape.parameters for shape in traced.shapes) == weights
@@ -130,7 +129,7 @@ def test_the_setting_of_a_model_knows_what_its_cuts_tie() -> None:
 def test_the_planner_plans_ties_with_what_they_cost() -> None:
     traced = trace_model("tests.models:tied", None, 8)
     cluster = shipped().cluster("rtx-3090-2")
-    setting = make_setting(traced.shapes, cluster, "fp32", tied=tied_by(traced.chain))
+    setting = make_setting(traced.shapes, cluster, "fp32", tied=traced.tied)
     plan = make_plan(
         (cluster.devices[:1], cluster.devices[1:]), batch=8, microbatches=8, mode=Mode.STALE, cuts=("third",)
     )

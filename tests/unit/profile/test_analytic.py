@@ -9,7 +9,7 @@ import pytest
 
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.specs import DeviceSpec, Family, Software
-from stagewright.planning.setting import trace_model
+from stagewright.planning.traced import trace_model
 from stagewright.profile.analytic import analytic_table
 from stagewright.profile.pipedream import read_pipedream
 from stagewright.profile.shapes import Convolution, Kind, Shape

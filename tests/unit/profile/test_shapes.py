@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stagewright.model.cut import Chain
-from stagewright.planning.setting import trace_model
+from stagewright.planning.traced import trace_model
 from stagewright.profile.shapes import Kind, Shape, trace_shapes
 from tests.models import residual
 

@@ -13,7 +13,7 @@ from stagewright.config.toml import make_config
 from stagewright.errors import UserError
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
-from stagewright.planning.setting import trace_model
+from stagewright.planning.traced import trace_model
 from stagewright.profile.profile import Profile, Table, Unit
 from stagewright.run.prepare import memory_advice, prepare, require_cuda, require_devices, within_memory
 from stagewright.runtime.comm.device import gpu_of

@@ -17,8 +17,9 @@ from stagewright.cluster.topology import Cluster, Device, Level, Machine
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
 from stagewright.plan.search import make_search
-from stagewright.planning.setting import make_setting, trace_model
+from stagewright.planning.setting import make_setting
 from stagewright.planning.simulate import balanced_costs, simulate
+from stagewright.planning.traced import trace_model
 
 Progress = Callable[[str], None]
 _SAMPLES = 32  # of the batch per device

@@ -32,7 +32,8 @@ from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan
 from stagewright.planning.planner import choose
 from stagewright.planning.predict import predict
-from stagewright.planning.setting import make_setting, measured_link, trace_model
+from stagewright.planning.setting import make_setting, measured_link
+from stagewright.planning.traced import trace_model
 from stagewright.profile.profile import Profile, read_profile
 
 Progress = Callable[[str], None]

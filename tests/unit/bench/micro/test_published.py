@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from stagewright.bench.micro.published import as_json, predict_file, show_rows
+from stagewright.bench.micro.published import append_rows, as_json, predict_file, show_rows
+from stagewright.bench.result import measured_row, new_outcome
 from stagewright.cli.bench import Request, run_bench
 from stagewright.errors import UserError
 
+pytestmark = pytest.mark.xdist_group("published")  # the models of all known rows are traced once
 ROWS = """
 row = [
   { hardware = "rtx-3090", gpus = 1, software = "PyTorch", model = "resnet50", precision = "fp16", batch_per_gpu = 64, images_per_second = 800, source = "a" },
@@ -60,3 +63,22 @@ def test_the_command_prints_exactly_the_rows_and_what_was_skipped(
         run_bench(Request("planner", rows="x.toml"))
     with pytest.raises(UserError, match=r"--given x\.toml"):
         run_bench(Request("published", given="x.toml"))
+
+
+def test_a_row_that_a_bench_appends_is_read_back_and_predicted(tmp_path: Path) -> None:
+    about = {"model": "resnet50", "precision": "bf16", "batch": 256, "device": "cuda", "microbatches": 8}
+    measured = measured_row("one", "dp", [2000.0, 2100.0], mode="dp", placement="0:0-7", **about)
+    staged = measured_row("one", "stale", [3000.0], mode="stale", placement="0:0-6.0:7", **about)
+    outcome = new_outcome("gpu", "made", 2, rows=(measured, staged))
+    outcome = replace(outcome, machine={"torch": "2.11", "GPU 0": "NVIDIA H200, 140.4 GiB, 700 W, PCIe 5.0 x16"})
+    path = str(tmp_path / "mine.toml")
+    assert append_rows(outcome, path) == 1 and append_rows(outcome, path) == 1  # rows of plain data parallel
+    found = as_json(*predict_file(path))
+    assert [(row["hardware"], row["gpus"], row["measured"]) for row in found["rows"]] == [("h200", 8, 2050.0)] * 2
+    assert not found["skipped"] and all(row["predicted"] > 0 for row in found["rows"])
+
+
+def test_a_bench_without_data_parallel_has_no_rows(tmp_path: Path) -> None:
+    outcome = new_outcome("gpu", "made", 1, rows=())
+    with pytest.raises(UserError, match="--row"):
+        append_rows(outcome, str(tmp_path / "mine.toml"))

@@ -1,0 +1,127 @@
+"""A model traced without running it, and a cache of what that found.
+
+Tracing a zoo model takes seconds, most of them imports of torch that nothing else here needs. Its shapes are kept in
+the user's cache, under a digest of the code that they come from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache, cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from stagewright import model as model_package
+from stagewright.files import read_text, write_text
+from stagewright.model.call import Form
+from stagewright.model.cut import Chain
+from stagewright.model.load import build_model
+from stagewright.model.walk import model_errors
+from stagewright.model.zoo import ZOO, build
+from stagewright.plan.plan import TiedParameter
+from stagewright.profile import shapes as shapes_module
+from stagewright.profile.shapes import Convolution, Kind, Shape, meta_example, on_meta, to_meta, trace_shapes
+
+Tied = Callable[[Sequence[str]], Sequence[TiedParameter]]
+
+
+class TracedModel:
+    """A model traced on tensors without storage: its chain of units, and the shape of each unit for one sample."""
+
+    def __init__(self, name: str, classes: int | None, form: Form) -> None:
+        self._name = name
+        self._classes = classes
+        self._form = form
+        self.shapes = self._shapes()
+
+    @cached_property
+    def chain(self) -> Chain:
+        return Chain(self._model(), meta_example(self._form))
+
+    def tied(self, cuts: Sequence[str]) -> Sequence[TiedParameter]:
+        """The parameters that several stages would use if the model were cut before some units."""
+        return tied_by(self.chain)(cuts) if self._may_tie else ()
+
+    @cached_property
+    def _may_tie(self) -> bool:
+        """Whether a parameter may be used twice: no module of the zoo is, so there a parameter has two names."""
+        named = list(self._model().named_parameters(remove_duplicate=False))
+        return self._name not in ZOO or len({id(parameter) for _, parameter in named}) < len(named)
+
+    def _model(self) -> Any:
+        name, classes = self._name, self._classes
+        return to_meta(build_model(name, 0, classes)) if ":" in name else on_meta(lambda: build(name, classes))
+
+    def _shapes(self) -> tuple[Shape, ...]:
+        path = None
+        if self._name in ZOO:
+            path = _folder() / f"{self._name}-{_digest(self._name, self._classes, self._form)}.json"
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                return read_shapes(read_text(path))
+        with model_errors(self._name, self._form):
+            found = trace_shapes(self.chain)
+        if path is not None:
+            with suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_text(path, shapes_text(found))
+        return found
+
+
+@cache
+def trace_model(
+    name: str, classes: int | None = None, image: int | None = None, form: Form | None = None
+) -> TracedModel:
+    """Trace a zoo model or a user's own, on tensors without storage, that look like an image or as `form` says."""
+    return TracedModel(name, classes, form or form_of(name, image))
+
+
+def form_of(name: str, image: int | None = None) -> Form:
+    """What a zoo model takes by default; of any other model, an image."""
+    entry = ZOO.get(name)
+    if entry is not None and entry.tokens is not None:
+        return Form.text(entry.tokens)
+    return Form.image(image or (entry.image if entry else 32))
+
+
+def tied_by(chain: Chain) -> Tied:
+    """The parameters that several stages would use if a model were cut before some units."""
+    return lambda cuts: [TiedParameter(*tied) for tied in chain.tied(cuts)]
+
+
+def shapes_text(shapes: Sequence[Shape]) -> str:
+    """Shapes as JSON."""
+    return json.dumps([asdict(shape) for shape in shapes])
+
+
+def read_shapes(text: str) -> tuple[Shape, ...]:
+    """Shapes from JSON; ValueError, KeyError or TypeError where it has others."""
+    entries: list[dict[str, Any]] = json.loads(text)
+    if not entries:
+        raise ValueError("no shapes")
+    found = []
+    for entry in entries:
+        convolution = entry.pop("convolution")
+        kind = Kind(entry.pop("kind"))
+        found.append(Shape(**entry, kind=kind, convolution=Convolution(**convolution) if convolution else None))
+    return tuple(found)
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stagewright" / "shapes"
+
+
+def _digest(*about: object) -> str:
+    return hashlib.sha256(repr((about, _code(), version("torch"))).encode()).hexdigest()[:16]
+
+
+@cache
+def _code() -> str:
+    """A digest of the code that shapes come from."""
+    files = [*Path(str(model_package.__file__)).parent.rglob("*.py"), Path(str(shapes_module.__file__))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
