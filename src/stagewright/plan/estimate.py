@@ -371,7 +371,12 @@ def with_own_ties(plan: Plan, setting: Setting) -> Plan:
     if setting.tied is None or not (plan.cuts or plan.ties):
         return plan
     tied = setting.tied(plan.cuts)
-    return with_ties(plan, tied) if tied or plan.ties else plan
+    found = with_ties(plan, tied) if tied or plan.ties else plan
+    if found.ties and setting.precision == "fp16" and not found.is_synchronous:
+        raise UserError(
+            f"precision fp16 needs mode sync where {found.ties[0]}, but stages lag; use --mode sync or bf16"
+        )
+    return found
 
 
 def with_whole_batches(plan: Plan, software: Software) -> Plan:

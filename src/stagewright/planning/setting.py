@@ -146,9 +146,11 @@ def planning_setting(config: Config, chain: Chain, placement: Placement) -> Sett
         profile.require(config.model.name, chain.units)
         return replace(config_setting(config, None, profile), tied=tied_by(chain))
     try:
-        return config_setting(config, _local_cluster(placement), form=_in_single(chain.example.form))
+        setting = config_setting(config, _local_cluster(placement), form=_in_single(chain.example.form))
     except UserError:
         return None
+    names = [unit.name for unit in setting.tables("cpu", 1).units]
+    return setting if set(names) <= set(chain.units) else None  # traced without storage it has other units
 
 
 def _in_single(form: Form) -> Form:

@@ -270,7 +270,7 @@ def _preserved_state(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for buffer, before in kept:
-            buffer.copy_(before)
+            buffer.data.copy_(before)  # not a change to autograd: microbatches in flight have saved the buffer
         torch.cuda.set_rng_state(random_state)
 
 
@@ -310,7 +310,7 @@ def _copied(made: Any) -> Any:
 
 def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
     """The distance between two results, relative to the norm of the first."""
-    difference = sum(float((a - b).double().square().sum()) for a, b in zip(some, others, strict=True))
+    difference = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(some, others, strict=True))
     size = sum(float(a.double().square().sum()) for a in some)
     return float((difference / size) ** 0.5) if size else 0.0
 
