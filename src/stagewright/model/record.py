@@ -5,6 +5,9 @@ of a `torch.fx.Graph`: its targets are the model's own modules, its attributes t
 can't hold (a value that decides what runs, a change of a Python attribute, a hook on a tensor) keeps the module whose
 code does it whole, as one node. The forward runs for two numbers of samples; numbers that differ become expressions of
 the number of samples, so the graph holds for any.
+
+A comparison that every draw decides alike, such as `torch.rand([]) < 0`, by which layers are left out at random where
+the rate is 0, is known: code may branch on it.
 """
 
 from __future__ import annotations
@@ -98,6 +101,9 @@ _CONSTANTS = frozenset(
         "zeros_like",
     ]
 )
+_DRAWN = frozenset(("rand", "rand_like"))  # numbers of at least 0 and below 1
+_BELOW = frozenset(("lt", "__lt__"))
+_READS = "reads values"
 _PLAIN = (int, float, bool, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 
 
@@ -107,6 +113,11 @@ class Untraceable(Exception):
     def __init__(self, why: str, draws: frozenset[str] = frozenset(("random", "numpy"))) -> None:
         super().__init__(why)
         self.draws = draws  # the generators, beside torch's, that the forward may draw from
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether the model's own code reads values of tensors."""
+        return _READS in str(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +157,11 @@ class Recording:
     assigned: list[Assign] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)  # modules kept whole, and why
     draws: frozenset[str] = frozenset()  # Python's `random`, `numpy`: from which the forward draws numbers
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether a module is kept whole because its code reads values of tensors."""
+        return any(_READS in why for why in self.whole.values())
 
 
 def record(
@@ -392,6 +408,8 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "__get__" and not isinstance(result := func(*args, **kwargs), Tensor):
             return result  # a shape, a type, a device
+        if name == "__bool__" and (known := self._known(args[0])) is not None:
+            return known
         with self._watching_writes(args, kwargs):
             try:
                 result = func(*args, **kwargs)
@@ -410,7 +428,7 @@ class _Recorder(TorchFunctionMode):
             if name in ("register_hook", "register_post_accumulate_grad_hook", "backward", "retain_grad"):
                 self._break(f"calls '{name}' on a tensor")
             else:
-                self._break(f"reads values ('{name}')")
+                self._break(f"{_READS} ('{name}')")
         return result
 
     def _record_function(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
@@ -492,6 +510,17 @@ class _Recorder(TorchFunctionMode):
                 taken.meta = node.meta | {"follows": True, "opens": ()}
                 self._bind(item, taken)
 
+    def _known(self, tensor: Tensor) -> bool | None:
+        """What a comparison of a drawn number with a plain one gives, where every draw gives the same."""
+        node = self._nodes.get(id(tensor))
+        if node is None or tensor.numel() != 1 or _called(node) not in _BELOW or len(node.args) != 2:
+            return None
+        drawn, bound = node.args
+        is_drawn = isinstance(drawn, fx.Node) and _called(drawn) in _DRAWN
+        if not is_drawn or type(bound) not in (int, float) or 0 < bound < 1:
+            return None
+        return bound >= 1
+
     def _is_constant(self, tensor: Tensor) -> bool:
         node = self._nodes.get(id(tensor))
         return node is not None and bool(node.meta.get("constant"))
@@ -549,6 +578,11 @@ def _memory(tensor: Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # a sparse one, or one of a type with its own memory
         return None
+
+
+def _called(node: fx.Node) -> str:
+    """The name of the function or method that a node calls."""
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def _attribute_name(getter: Any) -> str:
