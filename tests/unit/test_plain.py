@@ -49,7 +49,8 @@ def test_equals_the_reference(model: str, placement: str, mode: str) -> None:
 def test_finds_the_stage_of_every_tensor() -> None:
     model = models.normed()
     cuts = ("second", "third")
-    homes = plain.uses(model, models.make_data("normed", 2)[0], Cut(cuts, cuts))
+    images = models.make_data("normed", 2)[0]
+    homes = plain.uses(model, lambda model: model(images), Cut(cuts, cuts))
     stages = {name.partition(".")[0]: stage for name, stage in homes.tensors.items()}
     assert stages == {"first": 0, "second": 1, "third": 2, "head": 2}
     assert homes.tensors["second.1.running_mean"] == 1 and homes.modules["third.0"] == 2

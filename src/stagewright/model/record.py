@@ -517,7 +517,7 @@ class _Recorder(TorchFunctionMode):
             return None
         drawn, bound = node.args
         is_drawn = isinstance(drawn, fx.Node) and _called(drawn) in _DRAWN
-        if not is_drawn or type(bound) not in (int, float) or 0 < bound < 1:
+        if not is_drawn or not isinstance(bound, int | float) or 0 < bound < 1:
             return None
         return bound >= 1
 
