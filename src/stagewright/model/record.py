@@ -6,6 +6,9 @@ can't hold (a value that decides what runs, a change of a Python attribute, a ho
 code does it whole, as one node. The forward runs for two numbers of samples; numbers that differ become expressions of
 the number of samples, so the graph holds for any.
 
+What a first forward prepares for later ones, as transformers installs hooks and notes that in a new attribute, is no
+change: the forward is recorded once it is prepared.
+
 A comparison that every draw decides alike, such as `torch.rand([]) < 0`, by which layers are left out at random where
 the rate is 0, is known: code may branch on it.
 """
@@ -104,6 +107,7 @@ _CONSTANTS = frozenset(
 _DRAWN = frozenset(("rand", "rand_like"))  # numbers of at least 0 and below 1
 _BELOW = frozenset(("lt", "__lt__"))
 _READS = "reads values"
+_PREPARES = "prepares itself"
 _PLAIN = (int, float, bool, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 
 
@@ -118,6 +122,11 @@ class Untraceable(Exception):
     def reads_values(self) -> bool:
         """Whether the model's own code reads values of tensors."""
         return _READS in str(self)
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether the model's own code only prepared what later forwards use."""
+        return _PREPARES in str(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +189,8 @@ def record(
     """
     keep = dict(keep or {})
     for _ in range(len(list(model.modules())) + 1):
-        first, second = (
-            _Recorder(model, keep, names or {}).run(example.repeated(size), training, context) for size in SIZES
+        first, second = _recorded_twice(
+            lambda size, keep=keep: _Recorder(model, keep, names or {}).run(example.repeated(size), training, context)
         )
         odd = _generalize(first.recording.graph, second.recording.graph)
         if odd is None:
@@ -193,6 +202,20 @@ def record(
             raise Untraceable("the forward does something else for 2 samples than for 3")
         keep |= dict.fromkeys(_alike(model, odd), "it does something else for 2 samples than for 3")
     raise Untraceable("the forward does something else each time")
+
+
+def _recorded_twice(run: Callable[[int], _Recorder]) -> tuple[_Recorder, _Recorder]:
+    """Two recordings, for different numbers of samples; what prepared itself in the first is recorded again."""
+    first: _Recorder | None = None
+    try:
+        first = run(SIZES[0])
+    except Untraceable as error:
+        if not error.is_preparing:
+            raise
+    second = run(SIZES[1])
+    if first is None or any(_PREPARES in why for why in first.recording.whole.values()):
+        first = run(SIZES[0])
+    return first, second
 
 
 def record_once(
@@ -384,7 +407,8 @@ class _Recorder(TorchFunctionMode):
         after = attribute_marks(frame.module)
         changed = [name for name in {**after, **frame.attributes} if after.get(name) != frame.attributes.get(name)]
         if changed:
-            self._break(f"changes its attribute '{changed[0]}'", frame)
+            is_prepared = all(name.endswith("_hooks") or _is_new(frame, name) for name in changed)
+            self._break(f"{_PREPARES if is_prepared else 'changes its attribute'} '{changed[0]}'", frame)
         if {k: id(v) for k, v in frame.module._parameters.items()} != {k: id(v) for k, v in frame.parameters.items()}:
             self._break("replaces a parameter", frame)
         for name, buffer in frame.module._buffers.items():
@@ -612,6 +636,11 @@ def _is_leaf(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule):
         return True
     return type(module).__module__.startswith(("torch.nn.", "torch.ao.")) and not isinstance(module, _CONTAINERS)
+
+
+def _is_new(frame: _Frame, name: str) -> bool:
+    """Whether a call made an attribute that is a plain number or text."""
+    return name not in frame.attributes and isinstance(vars(frame.module)[name], bool | int | float | str)
 
 
 def _is_below(path: str, parent: str) -> bool:

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stagewright.model import record
 from stagewright.model.call import Inputs
 from stagewright.model.cut import Chain, Way
-from stagewright.model.prove import prove
+from stagewright.model.prove import Differs, prove
 from stagewright.model.standin import is_fake
 
 WIDTH = 6
+COLLECTED: list[Tensor] = []
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +94,42 @@ class Caching(Stack):
         return {"made": x, "cache": cache, "mean": sum(cache.seen).mean(1)}
 
 
+class Hooked(Stack):
+    """Installs hooks in its first forward, which collect what layers return, and notes that it did."""
+
+    is_altering = False
+
+    def hook(self, module: nn.Module, given: Any, output: Tensor) -> Tensor | None:
+        COLLECTED.append(output)
+        return torch.tanh(output) if self.is_altering else None
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if not getattr(self, "is_hooked", False):
+            for layer in self.layers:
+                layer.register_forward_hook(self.hook)
+            self.is_hooked = True
+        COLLECTED.clear()
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * mask
+        return x + sum(COLLECTED)
+
+
+class Altered(Hooked):
+    """Its hooks change what layers return, which no stage would do."""
+
+    is_altering = True
+
+
+class Counting(Stack):
+    """Makes an attribute in its first forward, and changes it in every other."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        for layer in self.layers:
+            x = layer(x) * mask
+        return x
+
+
 def chain_of(factory: Callable[[], nn.Module], *, way: Way | None = None) -> Chain:
     generator = torch.Generator().manual_seed(1)
     mask = torch.ones(4, WIDTH)
@@ -105,7 +143,7 @@ def _built(factory: Callable[[], nn.Module]) -> nn.Module:
     return factory()
 
 
-@pytest.mark.parametrize("factory", [Masked, Dropping, Caching])
+@pytest.mark.parametrize("factory", [Masked, Dropping, Caching, Hooked])
 def test_is_cut_at_any_call_and_proven(factory: Callable[[], nn.Module]) -> None:
     chain = chain_of(factory)
     assert chain.way is Way.GRAPH and chain.trace is not None and not chain.trace.training.whole
@@ -122,6 +160,23 @@ def test_code_that_reads_values_of_any_tensor_stays_whole(factory: Callable[[], 
     chain = chain_of(factory)
     assert chain.trace is None and "reads values" in str(chain.trace_error)
     assert chain.way in (Way.BLOCKS, Way.WHOLE)
+
+
+def test_an_attribute_that_every_forward_changes_is_no_preparation() -> None:
+    chain = chain_of(Counting)
+    assert chain.trace is None and "changes its attribute 'calls'" in str(chain.trace_error)
+
+
+def test_a_proof_compares_an_attribute_that_a_second_forward_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "attribute_marks", lambda module: {})
+    chain = chain_of(Counting)
+    with pytest.raises(Differs, match="attribute 'calls'"):
+        prove(lambda: _built(Counting), chain, ("layers.1",), "tests")
+
+
+def test_hooks_that_change_results_are_not_lost() -> None:
+    with pytest.raises(Differs, match="the output"):
+        prove(lambda: _built(Altered), chain_of(Altered), ("layers.1",), "tests")
 
 
 def test_recorded_on_real_tensors_the_values_are_read() -> None:

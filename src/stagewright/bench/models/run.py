@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,17 @@ from torch import Tensor, nn
 
 from stagewright.bench.models.catalog import ENTRIES, Entry
 from stagewright.bench.models.configured import CLASSES
-from stagewright.bench.models.plain import Cut, Outcome, Task, cut_between_blocks, difference, even_cut, train
+from stagewright.bench.models.plain import (
+    Cut,
+    Fields,
+    Objective,
+    Outcome,
+    Task,
+    cut_between_blocks,
+    difference,
+    even_cut,
+    train,
+)
 from stagewright.bench.models.stock import stock_pipeline
 from stagewright.config.toml import make_config
 from stagewright.errors import UserError, did_you_mean, first_line
@@ -44,6 +55,7 @@ _RATE = 0.01
 _PLANS = {"sync": ("0:0.0:1.0:2.0:3", "sync", STAGES), "stale": ("0:0-1.0:2", "stale", 2)}
 _LIBRARIES = ("torch", "torchvision", "timm", "transformers", "peft")
 _LONGEST = 300  # characters of a reason
+_ANY_SCALE = 3.0  # no power of two, so that dividing by it rounds
 
 Progress = Callable[[str], None]
 
@@ -61,7 +73,7 @@ class Tried:
     seconds: float = 0.0  # to cut and prove
     sync: float | None = None
     stale: float | None = None
-    noise: float | None = None  # what a rounding of the inputs does to the author's own module, where it is much
+    noise: float | None = None  # what rounding alone does to the author's own module, where the difference is larger
     stock: str = ""  # what torch.distributed.pipelining makes of it
     refused: str = ""
 
@@ -223,10 +235,22 @@ def compare(task: Task, cut: Cut, folder: Path) -> float:
 
 
 def _noise(task: Task) -> float:
-    """The difference that a rounding of the inputs makes to the author's own module: how chaotic it is."""
+    """The difference that rounding makes to the author's own module: of the inputs, and of a total that is scaled.
+
+    A module that computes in single precision whatever its weights are, as RMSNorm of transformers does, rounds the
+    gradient of a scaled total otherwise.
+    """
+    plainly = train(task)
     rounding = 1 + torch.finfo(torch.float64).eps
     moved = {name: t.double() * rounding if t.is_floating_point() else t for name, t in task.data.items()}
-    return difference(train(replace(task, inputs=moved)), train(task))[0]
+    others = (replace(task, inputs=moved), replace(task, objective=partial(_scaled, task.objective)))
+    return max(difference(train(other), plainly)[0] for other in others)
+
+
+def _scaled(objective: Objective, outputs: Any, fields: Fields) -> Any:
+    """The same loss, with its total and count scaled; a mean as it is."""
+    made = objective(outputs, fields)
+    return (made[0] / _ANY_SCALE, made[1] / _ANY_SCALE) if isinstance(made, tuple) else made
 
 
 def run(task: Task, cut: Cut, folder: Path) -> Outcome:
