@@ -108,7 +108,7 @@ def _hugging_face(family: str) -> Entry:
 
 
 _VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 3}
-_QUICK = ("bert", "gpt2", "vit", "bart")  # of transformers
+_QUICK = ("bert", "gpt2", "vit")  # of transformers
 
 ENTRIES: tuple[Entry, ...] = (
     _torchvision("resnet18", is_quick=True),

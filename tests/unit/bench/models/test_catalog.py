@@ -10,8 +10,8 @@ from torch import nn
 from stagewright.bench.models.catalog import ENTRIES, Entry
 from stagewright.bench.models.configured import CLASSES, texts
 from stagewright.bench.models.libraries import is_installed
-from stagewright.bench.models.run import BAR, compare, cut_for, example_of, find_cut, task_of
-from stagewright.model.cut import Way
+from stagewright.bench.models.run import BAR, build, compare, cut_for, example_of, find_cut, task_of
+from stagewright.model.cut import Chain, Way
 from stagewright.model.load import build_model
 
 QUICK = [entry for entry in ENTRIES if entry.is_quick]
@@ -66,8 +66,8 @@ def test_a_model_is_cut_into_four_stages_and_proven(entry: Entry) -> None:
 @pytest.mark.skipif(not is_installed("transformers"), reason="transformers is not installed")
 def test_a_tied_model_with_masks_and_a_cache_trains_with_lag_as_plain_pytorch_does(tmp_path: Path) -> None:
     (entry,) = (entry for entry in ENTRIES if entry.name == "transformers_gpt2")
-    task = replace(task_of(entry, 8), placement="0:0-1.0:2", mode="stale")
-    chain, _ = find_cut(task, 2)
+    task = replace(task_of(entry, 8), steps=2, placement="0:0-1.0:2", mode="stale")
+    chain = Chain(build(task), example_of(task))
     assert compare(task, cut_for(chain, 2), tmp_path) <= BAR
     assert any(not mask.all() for mask in task.data["attention_mask"].split(2))
 

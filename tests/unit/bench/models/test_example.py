@@ -1,5 +1,6 @@
 """The example of docs/models.md that needs transformers works as it is written."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ def of_example() -> list[Block]:
     return [block for block in blocks(ROOT / "docs" / "models.md") if f"{EXAMPLE}." in block.text + block.reason]
 
 
+@pytest.mark.skipif("STAGEWRIGHT_NIGHTLY" not in os.environ, reason="takes long: make nightly")
 @pytest.mark.skipif(not is_installed("transformers"), reason="transformers is not installed")
 def test_a_model_of_transformers_is_inspected_and_trained_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
