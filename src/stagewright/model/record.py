@@ -21,7 +21,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import FrameType, MethodWrapperType
 from typing import Any
 from unittest import mock
@@ -189,9 +189,8 @@ def record(
     """
     keep = dict(keep or {})
     for _ in range(len(list(model.modules())) + 1):
-        first, second = _recorded_twice(
-            lambda size, keep=keep: _Recorder(model, keep, names or {}).run(example.repeated(size), training, context)
-        )
+        make = partial(_Recorder, model, keep, names or {})
+        first, second = _recorded_twice(make, example, training, context)
         odd = _generalize(first.recording.graph, second.recording.graph)
         if odd is None:
             made = [t for name, t in first.recording.constants.items() if second.recording.constants.get(name) is not t]
@@ -204,8 +203,17 @@ def record(
     raise Untraceable("the forward does something else each time")
 
 
-def _recorded_twice(run: Callable[[int], _Recorder]) -> tuple[_Recorder, _Recorder]:
+def _recorded_twice(
+    make: Callable[[], _Recorder],
+    example: Inputs,
+    training: bool,
+    context: Callable[[], AbstractContextManager[Any]],
+) -> tuple[_Recorder, _Recorder]:
     """Two recordings, for different numbers of samples; what prepared itself in the first is recorded again."""
+
+    def run(size: int) -> _Recorder:
+        return make().run(example.repeated(size), training, context)
+
     first: _Recorder | None = None
     try:
         first = run(SIZES[0])
