@@ -12,7 +12,10 @@ from stagewright.bench.models.plain import Cut
 from stagewright.errors import UserError
 from stagewright.model.load import build_model
 from tests import models, reference
+from tests.tasks import TASKS, Task
 from tests.traits import TRAITS, Expected, Trait
+
+_TASKS = ("language", "segmentation", "own_loss", "tied")
 
 
 @pytest.mark.parametrize("model", ["plain", "normed", "dropping", "residual", "unused", "frozen_first"])
@@ -46,10 +49,54 @@ def test_equals_the_reference(model: str, placement: str, mode: str) -> None:
         torch.testing.assert_close(actual.state[name], tensor, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("task", [task for task in TASKS if task.name in _TASKS], ids=str)
+@pytest.mark.parametrize(("placement", "mode"), [("0:0.0:1", "sync"), ("0:0-1.0:2", "stale")])
+def test_equals_the_reference_with_several_inputs_counts_and_ties(task: Task, placement: str, mode: str) -> None:
+    parameters = task.names or ("",)
+    plainly = plain.Task(
+        "",
+        task.model,
+        task.data(),
+        placement=placement,
+        mode=mode,
+        batch=12,
+        steps=4,
+        takes=dict(zip(parameters, task.inputs, strict=True)),
+        objective=task.loss,
+    )
+    at = task.cut[1]
+    names = [name for name, _ in task.model().named_modules()]
+
+    def stage_of(name: str) -> int:
+        return int(names.index(name.rpartition(".")[0]) >= names.index(at))
+
+    lag = (2, 2) if task.tie and mode == "stale" else plainly.versions
+    setup = reference.Setup(
+        plainly.replicas,
+        lag,
+        plainly.batch,
+        plainly.microbatches,
+        plainly.steps,
+        plainly.seed,
+        ties=((task.tie, (0, 1)),) if task.tie else (),
+        inputs=task.inputs,
+        names=task.names,
+        loss=task.loss,
+        lr=lambda batch: plainly.lr,
+    )
+    starts = [next(name for name, _ in task.model().named_children()), at]
+    expected = reference.train(task.model, task.data(), None, stage_of, starts, setup)
+    actual = plain.train(plainly, Cut((at,), (at,)))
+    assert actual.losses == pytest.approx(expected.losses, rel=1e-12)
+    for name, tensor in (expected.weights | expected.buffers).items():
+        torch.testing.assert_close(actual.state[name], tensor, rtol=1e-11, atol=1e-12)
+
+
 def test_finds_the_stage_of_every_tensor() -> None:
     model = models.normed()
     cuts = ("second", "third")
-    homes = plain.uses(model, models.make_data("normed", 2)[0], Cut(cuts, cuts))
+    images = models.make_data("normed", 2)[0]
+    homes = plain.uses(model, lambda model: model(images), Cut(cuts, cuts))
     stages = {name.partition(".")[0]: stage for name, stage in homes.tensors.items()}
     assert stages == {"first": 0, "second": 1, "third": 2, "head": 2}
     assert homes.tensors["second.1.running_mean"] == 1 and homes.modules["third.0"] == 2

@@ -89,6 +89,7 @@ def run_inspect(parsed: argparse.Namespace) -> None:
             classes=parsed.classes,
             image=parsed.image,
             data=parsed.data,
+            inputs=parsed.inputs,
             cut=parsed.cut,
             stages=parsed.stages,
             seed=parsed.seed,
@@ -114,10 +115,10 @@ def show_inspection(console: Console, found: Inspection) -> None:
         )
     console.print(table)
     total = sum(unit.parameters for unit in found.units)
-    shape = "x".join(map(str, found.sample))
-    say(
-        console, f"{found.model}: {counted(len(found.units), 'unit')}, {total:,} trained parameters, samples of {shape}"
-    )
+    shapes = {name: "x".join(map(str, shape)) or "one number" for name, shape in found.inputs.items()}
+    samples = ", ".join(shapes.values() if len(shapes) == 1 else map(" ".join, shapes.items()))
+    units = counted(len(found.units), "unit")
+    say(console, f"{found.model}: {units}, {total:,} trained parameters, samples of {samples}")
     why = f" ({found.why})" if found.why else ""
     say(console, f"cut {_WAYS[found.way]}{why}; at most {counted(found.most_stages, 'stage')}")
     for name, reason in list(found.whole.items())[:5]:

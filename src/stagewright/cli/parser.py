@@ -218,8 +218,8 @@ COMMANDS = (
         (
             *take("--stages"),
             *take("--cut", default=None, help="prove this cut: the first unit or module of each later stage"),
-            *take("--data", default=None, metavar="SOURCE", help="take the shape of samples from this data"),
-            *take("--image --classes --seed"),
+            *take("--data", default=None, metavar="SOURCE", help="take samples from this data"),
+            *take("--inputs --image --classes --seed"),
         ),
     ),
     Command(

@@ -198,6 +198,7 @@ RULES: tuple[Rule, ...] = (
     *_unused(_data("--data synthetic", "synthetic"), "--samples", "--learnable"),
     *_unused(_data("--data tokens:FILE", "tokens"), "--context"),
     *_unused(_CLASS_DATA, "--class-names"),
+    *_unused(_with("--data"), "--inputs", commands=("inspect",)),
     *_unused(_IMAGE_DATA, "--crop", "--normalize", "--loader-threads", "--ahead", "--max-bad"),
     *_unused(_IMAGE_DATA, "--jitter", "--cutout", off=0),
     *_unused(_IMAGE_DATA, "--decode", off="cpu"),

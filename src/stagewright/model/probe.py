@@ -144,14 +144,15 @@ def probe(
 def _for_any_path(found: Probe, modules: Sequence[nn.Module]) -> Probe:
     """What may be reached, and may need a gradient, whichever path a sample takes."""
     cuts = tuple(
-        tuple(replace(value, requires_grad=value.requires_grad or _is_real(value)) for value in values)
+        tuple(replace(value, requires_grad=value.requires_grad or _may_need_gradient(value)) for value in values)
         for values in found.cuts
     )
     return replace(found, reached=_all_trainable(modules), cuts=cuts)
 
 
-def _is_real(value: Value) -> bool:
-    return value.dtype is not None and getattr(torch, value.dtype).is_floating_point
+def _may_need_gradient(value: Value) -> bool:
+    """Whether a value is one of real numbers that a stage made: a field of the sample has no gradient."""
+    return value.field is None and value.dtype is not None and getattr(torch, value.dtype).is_floating_point
 
 
 def _all_trainable(modules: Sequence[nn.Module]) -> frozenset[str]:

@@ -318,7 +318,8 @@ def _run_author(model: nn.Module, given: Inputs, seed: int, *, training: bool) -
         _backward_weighted(differentiable(output), seed)
     gradients = {name: _dense(parameter.grad) for name, parameter in model.named_parameters(remove_duplicate=False)}
     after = _attributes(model)
-    changed = {name: value for name, value in after.items() if before.get(name, _MISSING) != value}
+    # One that a forward makes is compared once a later one changes it: until then it only says that it was made.
+    changed = {name: value for name, value in after.items() if name in before and before[name] != value}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     return _Outcome([leaf.detach() for leaf in leaves_of(output)], gradients, buffers, changed)
 

@@ -5,6 +5,12 @@ of a `torch.fx.Graph`: its targets are the model's own modules, its attributes t
 can't hold (a value that decides what runs, a change of a Python attribute, a hook on a tensor) keeps the module whose
 code does it whole, as one node. The forward runs for two numbers of samples; numbers that differ become expressions of
 the number of samples, so the graph holds for any.
+
+What a first forward prepares for later ones, as transformers installs hooks and notes that in a new attribute, is no
+change: the forward is recorded once it is prepared.
+
+A comparison that every draw decides alike, such as `torch.rand([]) < 0`, by which layers are left out at random where
+the rate is 0, is known: code may branch on it.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import FrameType, MethodWrapperType
 from typing import Any
 from unittest import mock
@@ -98,6 +104,10 @@ _CONSTANTS = frozenset(
         "zeros_like",
     ]
 )
+_DRAWN = frozenset(("rand", "rand_like"))  # numbers of at least 0 and below 1
+_BELOW = frozenset(("lt", "__lt__"))
+_READS = "reads values"
+_PREPARES = "prepares itself"
 _PLAIN = (int, float, bool, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 
 
@@ -107,6 +117,16 @@ class Untraceable(Exception):
     def __init__(self, why: str, draws: frozenset[str] = frozenset(("random", "numpy"))) -> None:
         super().__init__(why)
         self.draws = draws  # the generators, beside torch's, that the forward may draw from
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether the model's own code reads values of tensors."""
+        return _READS in str(self)
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether the model's own code only prepared what later forwards use."""
+        return _PREPARES in str(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +167,11 @@ class Recording:
     whole: dict[str, str] = field(default_factory=dict)  # modules kept whole, and why
     draws: frozenset[str] = frozenset()  # Python's `random`, `numpy`: from which the forward draws numbers
 
+    @property
+    def reads_values(self) -> bool:
+        """Whether a module is kept whole because its code reads values of tensors."""
+        return any(_READS in why for why in self.whole.values())
+
 
 def record(
     model: nn.Module,
@@ -164,9 +189,8 @@ def record(
     """
     keep = dict(keep or {})
     for _ in range(len(list(model.modules())) + 1):
-        first, second = (
-            _Recorder(model, keep, names or {}).run(example.repeated(size), training, context) for size in SIZES
-        )
+        make = partial(_Recorder, model, keep, names or {})
+        first, second = _recorded_twice(make, example, training, context)
         odd = _generalize(first.recording.graph, second.recording.graph)
         if odd is None:
             made = [t for name, t in first.recording.constants.items() if second.recording.constants.get(name) is not t]
@@ -177,6 +201,29 @@ def record(
             raise Untraceable("the forward does something else for 2 samples than for 3")
         keep |= dict.fromkeys(_alike(model, odd), "it does something else for 2 samples than for 3")
     raise Untraceable("the forward does something else each time")
+
+
+def _recorded_twice(
+    make: Callable[[], _Recorder],
+    example: Inputs,
+    training: bool,
+    context: Callable[[], AbstractContextManager[Any]],
+) -> tuple[_Recorder, _Recorder]:
+    """Two recordings, for different numbers of samples; what prepared itself in the first is recorded again."""
+
+    def run(size: int) -> _Recorder:
+        return make().run(example.repeated(size), training, context)
+
+    first: _Recorder | None = None
+    try:
+        first = run(SIZES[0])
+    except Untraceable as error:
+        if not error.is_preparing:
+            raise
+    second = run(SIZES[1])
+    if first is None or any(_PREPARES in why for why in first.recording.whole.values()):
+        first = run(SIZES[0])
+    return first, second
 
 
 def record_once(
@@ -368,7 +415,8 @@ class _Recorder(TorchFunctionMode):
         after = attribute_marks(frame.module)
         changed = [name for name in {**after, **frame.attributes} if after.get(name) != frame.attributes.get(name)]
         if changed:
-            self._break(f"changes its attribute '{changed[0]}'", frame)
+            is_prepared = all(name.endswith("_hooks") or _is_new(frame, name) for name in changed)
+            self._break(f"{_PREPARES if is_prepared else 'changes its attribute'} '{changed[0]}'", frame)
         if {k: id(v) for k, v in frame.module._parameters.items()} != {k: id(v) for k, v in frame.parameters.items()}:
             self._break("replaces a parameter", frame)
         for name, buffer in frame.module._buffers.items():
@@ -392,6 +440,8 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "__get__" and not isinstance(result := func(*args, **kwargs), Tensor):
             return result  # a shape, a type, a device
+        if name == "__bool__" and (known := self._known(args[0])) is not None:
+            return known
         with self._watching_writes(args, kwargs):
             try:
                 result = func(*args, **kwargs)
@@ -410,7 +460,7 @@ class _Recorder(TorchFunctionMode):
             if name in ("register_hook", "register_post_accumulate_grad_hook", "backward", "retain_grad"):
                 self._break(f"calls '{name}' on a tensor")
             else:
-                self._break(f"reads values ('{name}')")
+                self._break(f"{_READS} ('{name}')")
         return result
 
     def _record_function(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
@@ -492,6 +542,17 @@ class _Recorder(TorchFunctionMode):
                 taken.meta = node.meta | {"follows": True, "opens": ()}
                 self._bind(item, taken)
 
+    def _known(self, tensor: Tensor) -> bool | None:
+        """What a comparison of a drawn number with a plain one gives, where every draw gives the same."""
+        node = self._nodes.get(id(tensor))
+        if node is None or tensor.numel() != 1 or _called(node) not in _BELOW or len(node.args) != 2:
+            return None
+        drawn, bound = node.args
+        is_drawn = isinstance(drawn, fx.Node) and _called(drawn) in _DRAWN
+        if not is_drawn or not isinstance(bound, int | float) or 0 < bound < 1:
+            return None
+        return bound >= 1
+
     def _is_constant(self, tensor: Tensor) -> bool:
         node = self._nodes.get(id(tensor))
         return node is not None and bool(node.meta.get("constant"))
@@ -551,6 +612,11 @@ def _memory(tensor: Tensor) -> int | None:
         return None
 
 
+def _called(node: fx.Node) -> str:
+    """The name of the function or method that a node calls."""
+    return str(getattr(node.target, "__name__", node.target))
+
+
 def _attribute_name(getter: Any) -> str:
     """The name of the attribute that a getter of a tensor's gets."""
     return str(getter.__self__.__name__)
@@ -578,6 +644,11 @@ def _is_leaf(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule):
         return True
     return type(module).__module__.startswith(("torch.nn.", "torch.ao.")) and not isinstance(module, _CONTAINERS)
+
+
+def _is_new(frame: _Frame, name: str) -> bool:
+    """Whether a call made an attribute that is a plain number or text."""
+    return name not in frame.attributes and isinstance(vars(frame.module)[name], bool | int | float | str)
 
 
 def _is_below(path: str, parent: str) -> bool:

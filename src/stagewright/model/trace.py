@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,7 +42,9 @@ def trace(
 
     A large one runs on fake tensors, which pretend to be on `device`, since what autocast does depends on it; where the
     model's code reads values, which fake tensors don't have, where it is small, or with `on_values`, on copies of the
-    real ones. `build` makes the model anew, where it can't be copied.
+    real ones. Code may read values only where it finds some, as transformers looks for masks of ones that it can leave
+    out: so where real tensors' values are read, fake ones are tried. `build` makes the model anew, where it can't be
+    copied.
     """
     try:
         twin = twin_of(model, build)
@@ -52,16 +54,37 @@ def trace(
     with analysing():
         if example.tensors[0].is_meta or any(parameter.is_meta for parameter in twin.parameters()):
             return _without_storage(twin, example.map(lambda tensor: tensor.to("meta")), context, modes)
+        fake = partial(_on_fake_tensors, context=context, device=device, modes=modes)
         if not on_values and not _is_cheap(twin, example, device):
-            try:
-                with fake_tensors(device) as make:
-                    return _trace(twin, example.map(make), context, make, modes)
-            except Untraceable:
-                raise
-            except Exception:  # the forward needs values, or an operation has no fake
-                twin = twin_of(model, build)
+            if (found := fake(twin, example)) is not None:
+                return found
+            twin, on_values = twin_of(model, build), True
         copy = partial(copied, device=device)
-        return _real(twin, example.map(copy), context, copy, modes)
+        real: Trace | None = None
+        failed: Untraceable | None = None
+        try:
+            real = _real(twin, example.map(copy), context, copy, modes)
+            reads_values = real.training.reads_values
+        except Untraceable as error:
+            failed, reads_values = error, error.reads_values
+        if reads_values and not on_values:
+            with suppress(Untraceable):  # what real tensors gave stands
+                real = fake(twin_of(model, build), example) or real
+        if real is not None:
+            return real
+        assert failed is not None
+        raise failed
+
+
+def _on_fake_tensors(twin: nn.Module, example: Inputs, *, context: Context, device: str, modes: Modes) -> Trace | None:
+    """Trace a model on tensors without data; None where its forward needs values, or an operation has no fake."""
+    try:
+        with fake_tensors(device) as make:
+            return _trace(twin, example.map(make), context, make, modes)
+    except Untraceable:
+        raise
+    except Exception:  # the model's code may raise anything
+        return None
 
 
 def _without_storage(twin: nn.Module, example: Inputs, context: Context, modes: Modes) -> Trace:

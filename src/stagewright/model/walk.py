@@ -211,4 +211,6 @@ def model_errors(name: str, form: Form) -> Iterator[None]:
 
 
 def _advice(form: Form) -> str:
-    return "give --image" if [len(shape) for shape in form.shapes] == [3] else "check its inputs"
+    return (
+        "give --image" if [len(shape) for shape in form.shapes] == [3] else "name the fields that it takes by --inputs"
+    )

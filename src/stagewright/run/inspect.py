@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from stagewright.config.toml import make_config
-from stagewright.data.sources import only_pair
+from stagewright.data.sources import cast
 from stagewright.errors import UserError, counted
 from stagewright.model.call import Inputs
 from stagewright.model.cut import Chain, Way
 from stagewright.model.load import build_model
-from stagewright.model.prove import Differs, Proof, first_proven, prove
+from stagewright.model.probe import Given
+from stagewright.model.prove import SAMPLES, Differs, Proof, first_proven, prove
 from stagewright.model.walk import Walk, model_errors
 from stagewright.model.zoo import ZOO
 from stagewright.profile.shapes import run_units
+from stagewright.run.samples import bind
 from stagewright.runtime.process.assemble import open_data
 
 _SAMPLES = 2
@@ -42,7 +45,7 @@ class Inspection:
     """What is known of a model before it is trained."""
 
     model: str
-    sample: tuple[int, ...]
+    inputs: dict[str, tuple[int, ...]]  # the shape of each for one sample, by the field it is
     way: str
     why: str | None  # the model's own code was not recorded
     whole: dict[str, str]  # modules kept whole, and why
@@ -59,15 +62,22 @@ def inspect_model(
     classes: int | None = None,
     image: int | None = None,
     data: str | None = None,
+    inputs: str | None = None,
     cut: str | None = None,
     stages: int | None = None,
     seed: int = 0,
 ) -> Inspection:
-    """Trace a model on samples like those of the data, and prove a cut into stages: an even one, or the one given."""
+    """Trace a model on samples like those of the data, and prove a cut into stages: an even one, or the one given.
+
+    `inputs` says which fields of the data the model takes, as `--inputs` of a run does.
+    """
     build = partial(build_model, name, seed, classes)
-    example = _example(name, classes, image, data)
-    with model_errors(name, Inputs.of(example).form):
-        build().train()(torch.cat([example[:1]] * _SAMPLES))
+    given = _given(name, build, classes, image, data, inputs)
+    example = given.inputs
+    shapes = {field: tuple(tensor.shape[1:]) for field, tensor in zip(given.names, example.tensors, strict=True)}
+    few = example.repeated(_SAMPLES)
+    with model_errors(name, example.form):
+        few.call(build().train())
     tried: list[Chain] = []
 
     def attempt(chain: Chain) -> tuple[Chain, tuple[str, ...], Proof | None]:
@@ -81,11 +91,9 @@ def inspect_model(
     except Differs as error:
         chain, cuts, proof, refused = tried[0], _cuts(tried[0], cut, stages), None, str(error)
     whole = dict(chain.trace.training.whole) if chain.trace else {}
-    units = _units(chain, torch.cat([example[:1]] * _SAMPLES))
+    units = _units(chain, few)
     most = 1 if chain.way is Way.WHOLE else len(chain.units) - len(chain.impossible)
-    return Inspection(
-        name, tuple(example.shape[1:]), str(chain.way), chain.trace_error, whole, units, most, cuts, proof, refused
-    )
+    return Inspection(name, shapes, str(chain.way), chain.trace_error, whole, units, most, cuts, proof, refused)
 
 
 def _cuts(chain: Chain, cut: str | None, stages: int | None) -> tuple[str, ...]:
@@ -100,19 +108,30 @@ def _cuts(chain: Chain, cut: str | None, stages: int | None) -> tuple[str, ...]:
     return chain.by_shares([1] * (stages or min(_STAGES, most)))
 
 
-def _example(name: str, classes: int | None, image: int | None, data: str | None) -> Tensor:
+def _given(
+    name: str,
+    build: Callable[[], nn.Module],
+    classes: int | None,
+    image: int | None,
+    data: str | None,
+    inputs: str | None,
+) -> Given:
+    """What the model is called with: samples of the data, or a random image or text."""
     entry = ZOO.get(name)
     side = image or (entry.image if entry else 32)
     if data is None:
-        return torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
-    table = {"model": {"name": name, "classes": classes or (entry.classes if entry else 10)}}
+        generator = torch.Generator().manual_seed(0)
+        if entry is not None and entry.tokens is not None:
+            return Given(Inputs((torch.randint(2, (1, entry.tokens), generator=generator),)), ("input_ids",))
+        return Given(Inputs((torch.randn(1, 3, side, side, generator=generator),)), ("image",))
+    table = {"model": {"name": name, "classes": classes or (entry.classes if entry else 10), "inputs": inputs}}
     config = make_config(table | {"data": {"source": data, "image": side}}, given=())
     source = open_data(config, data)
-    inputs, _ = only_pair(source.batch(np.zeros(1, dtype=np.int64)), source.targets)
-    return inputs
+    fields = cast(source.batch(np.arange(SAMPLES) % len(source)), source.targets, torch.float32)
+    return bind(build(), tuple(fields), source.targets, config).given(fields)
 
 
-def _units(chain: Chain, example: Tensor) -> tuple[UnitFacts, ...]:
+def _units(chain: Chain, example: Inputs) -> tuple[UnitFacts, ...]:
     chain.model.train()
     facts: list[UnitFacts] = []
     before = 0

@@ -91,7 +91,7 @@ def test_a_trait_trains_as_its_author_wrote_it_or_is_refused(trait: Trait, plan:
 def find_cut(task: Task, trait: Trait, stages: int) -> Cut:
     """Near equal numbers of units, where the model can be cut."""
     model = build_model(trait.model, task.seed, None, task.dtype)
-    example = task.inputs[:1].to(task.dtype) if task.inputs.is_floating_point() else task.inputs[:1]
+    example = task.fields["images"][:1]
     chain = Chain(model, example, build=lambda: build_model(trait.model, task.seed, None, task.dtype))
     cut = cut_for(chain, stages)
     if len(cut.units) < stages - 1:

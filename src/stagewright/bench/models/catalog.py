@@ -14,9 +14,11 @@ import torch
 from torch import Generator, Tensor, nn
 
 from stagewright.bench.models import configured, images, own
+from stagewright.bench.models.configured import CLASSES
 from stagewright.bench.models.libraries import is_installed
+from stagewright.bench.models.objectives import OBJECTIVES
+from stagewright.bench.models.plain import Objective, classified
 
-CLASSES = 10
 _COMPARED = frozenset(
     [
         "torchvision_resnet18",
@@ -35,15 +37,18 @@ _COMPARED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One model: the library it comes from, how it is made, and the samples it takes."""
+    """One model: the library it comes from, how it is made, the samples it takes, and its loss."""
 
     name: str
     family: str
     library: str  # empty: torch alone
     factory: Callable[..., nn.Module]
-    sample: tuple[int, ...]
+    sample: tuple[int, ...] = ()  # the shape of its only input
     tokens: int = 0  # samples are whole numbers below this one; 0: they are real numbers
     is_quick: bool = False  # one of the dozen that every test run tries
+    samples: configured.Samples | None = None  # makes samples of several fields
+    inputs: str = ""  # which of them the model takes, as --inputs says it
+    loss: str = "auto"
 
     @property
     def is_compared(self) -> bool:
@@ -54,12 +59,27 @@ class Entry:
     def is_installed(self) -> bool:
         return is_installed(self.library)
 
-    def example(self, samples: int, generator: Generator) -> Tensor:
-        """Random inputs [samples, ...]."""
+    @property
+    def takes(self) -> dict[str, str]:
+        """The field of each of forward's parameters that gets one; empty: the only input."""
+        pairs = [part.partition("=") for part in self.inputs.split(",") if part]
+        return {parameter: field or parameter for parameter, _, field in pairs}
+
+    @property
+    def objective(self) -> Objective:
+        """The loss in plain PyTorch."""
+        return OBJECTIVES[self.loss] if self.samples else classified
+
+    def fields(self, samples: int, generator: Generator) -> dict[str, Tensor]:
+        """Random samples: each field [samples, ...]."""
+        if self.samples is not None:
+            return self.samples(samples, generator)
         shape = (samples, *self.sample)
         if self.tokens:
-            return torch.randint(1, self.tokens, shape, generator=generator)
-        return torch.randn(shape, generator=generator)
+            inputs = torch.randint(1, self.tokens, shape, generator=generator)
+        else:
+            inputs = torch.randn(shape, generator=generator)
+        return {"images": inputs, "labels": torch.randint(CLASSES, (samples,), generator=generator)}
 
 
 def _torchvision(name: str, side: int = 32, *, is_quick: bool = False, **options: Any) -> Entry:
@@ -76,20 +96,19 @@ def _timm(name: str, side: int = 64, *, is_quick: bool = False, **options: Any) 
     return Entry(f"timm_{name}", name, "timm", factory, (3, side, side), is_quick=is_quick)
 
 
-def _text(family: str, factory: Callable[..., nn.Module], *, is_quick: bool = False, library: str = "") -> Entry:
-    name = f"{library or 'torch'}_{family}"
-    return Entry(name, family, library, factory, (12,), tokens=configured.VOCABULARY, is_quick=is_quick)
+def _text(family: str, factory: Callable[..., nn.Module], *, is_quick: bool = False) -> Entry:
+    return Entry(f"torch_{family}", family, "", factory, (12,), tokens=configured.VOCABULARY, is_quick=is_quick)
 
 
-def _hugging_face(
-    family: str, factory: Callable[..., nn.Module], sample: tuple[int, ...] = (3, 32, 32), *, is_quick: bool = False
-) -> Entry:
-    return Entry(f"transformers_{family}", family, "transformers", factory, sample, is_quick=is_quick)
+def _hugging_face(family: str) -> Entry:
+    """A model of transformers as it is."""
+    factory, samples, inputs, loss = configured.FAMILIES[family]
+    name, is_quick = f"transformers_{family}", family in _QUICK
+    return Entry(name, family, "transformers", factory, is_quick=is_quick, samples=samples, inputs=inputs, loss=loss)
 
 
 _VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 3}
-_sequence = partial(configured.classifier, task="SequenceClassification")
-_image = partial(configured.classifier, task="ImageClassification")
+_QUICK = ("bert", "gpt2", "vit")  # of transformers
 
 ENTRIES: tuple[Entry, ...] = (
     _torchvision("resnet18", is_quick=True),
@@ -170,42 +189,16 @@ ENTRIES: tuple[Entry, ...] = (
     _text("stacked_gru", partial(own.StackedRecurrent, nn.GRU)),
     Entry("torch_unet", "unet", "", own.UNet, (3, 32, 32), is_quick=True),
     Entry("torch_vq", "vq", "", own.VectorQuantized, (3, 32, 32), is_quick=True),
-    _text("bert", partial(_sequence, "Bert", options=configured.bert_options()), is_quick=True, library="transformers"),
-    _text("roberta", partial(_sequence, "Roberta", options=configured.bert_options()), library="transformers"),
-    _text("albert", partial(_sequence, "Albert", options=configured.bert_options()), library="transformers"),
-    _text("electra", partial(_sequence, "Electra", options=configured.bert_options()), library="transformers"),
-    _text("deberta_v2", partial(_sequence, "DebertaV2", options=configured.bert_options()), library="transformers"),
-    _text("distilbert", partial(_sequence, "DistilBert", options=configured.DISTILBERT), library="transformers"),
-    _text(
-        "gpt2", partial(configured.decoder, "GPT2", configured.gpt2_options()), is_quick=True, library="transformers"
+    *map(_hugging_face, configured.FAMILIES),
+    Entry(
+        "peft_bert_lora",
+        "bert_lora",
+        "peft",
+        configured.adapted,
+        samples=configured.padded,
+        inputs="input_ids,attention_mask,labels",
+        loss="model",
     ),
-    _text("gpt2_classifier", partial(_sequence, "GPT2", options=configured.gpt2_options()), library="transformers"),
-    _text("llama", partial(configured.decoder, "Llama", configured.causal_options()), library="transformers"),
-    _text(
-        "mistral",
-        partial(configured.decoder, "Mistral", configured.causal_options(num_key_value_heads=2)),
-        library="transformers",
-    ),
-    _text(
-        "qwen3",
-        partial(configured.decoder, "Qwen3", configured.causal_options(num_key_value_heads=2, head_dim=8)),
-        library="transformers",
-    ),
-    _text("gpt_neox", partial(configured.decoder, "GPTNeoX", configured.causal_options()), library="transformers"),
-    _text(
-        "opt", partial(configured.decoder, "OPT", configured.causal_options(**configured.OPT)), library="transformers"
-    ),
-    _text("t5_encoder", partial(configured.encoder, "T5", "EncoderModel", configured.T5), library="transformers"),
-    _text("bart", partial(configured.encoder, "Bart", "Model", configured.BART), library="transformers"),
-    _text("bert_lora", configured.adapted, library="peft"),
-    _hugging_face("vit", partial(_image, "ViT", options=configured.vision_options()), is_quick=True),
-    _hugging_face("dinov2", partial(_image, "Dinov2", options=configured.vision_options(mlp_ratio=2))),
-    _hugging_face("beit", partial(_image, "Beit", options=configured.vision_options())),
-    _hugging_face("swin", partial(_image, "Swin", options=configured.SWIN)),
-    _hugging_face("convnext", partial(_image, "ConvNext", options=configured.CONVNEXT)),
-    _hugging_face("segformer", partial(_image, "Segformer", options=configured.SEGFORMER)),
-    _hugging_face("clip_vision", partial(configured.encoder, "CLIPVision", "Model", configured.vision_options())),
-    _hugging_face("wav2vec2", partial(_sequence, "Wav2Vec2", options=configured.WAV2VEC2), (1600,)),
 )
 
 

@@ -2,8 +2,8 @@
 
 It calls the module as it is: parameters keep their identity, and what is no registered parameter or buffer (a list of
 tensors, a counter) does what it does in any script. It imports nothing of the runtime; the rules it follows (which
-version a microbatch sees, what seeds a stage, whose buffers a replica moves) are those of docs/design.md. It handles
-batches of one length and SGD with momentum alone.
+version a microbatch sees, what seeds a stage, whose buffers a replica moves, how tied parameters lag, how totals and
+counts add up) are those of docs/design.md. It handles batches of one length and SGD with momentum alone.
 
 Random numbers. A run seeds the generators before each stage, so this side seeds them too where a later stage begins: at
 the first call of the module that the cut names or, cut between blocks, when the block before it has returned. A cut
@@ -29,6 +29,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
+Fields = Mapping[str, Tensor]
+Objective = Callable[[Any, Fields], Any]  # a mean over a microbatch, or a total and its count
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 _MOMENTUM = 0.9
 
@@ -53,14 +55,24 @@ class Cut:
 UNCUT = Cut()
 
 
+def classified(outputs: Any, fields: Fields) -> Any:
+    """The loss of a task that names none."""
+    return cross_entropy(outputs, fields["labels"])
+
+
 @dataclass(frozen=True)
 class Task:
-    """What is trained: a model that `--model` can name, its data, and how."""
+    """What is trained: a model that `--model` can name, its data, and how.
+
+    Data is one tensor and its labels, or samples' fields by name; `takes` then has, for each of forward's parameters
+    that gets one, its field. A single one goes by position. `loss` is `--loss`, and `objective` the same in plain
+    PyTorch.
+    """
 
     model: str
     factory: Callable[[], Any]
-    inputs: Tensor
-    labels: Tensor
+    inputs: Tensor | Fields
+    labels: Tensor | None = None
     placement: str = "0:0.0:1.0:2.0:3"
     mode: str = "sync"
     batch: int = 8
@@ -71,10 +83,30 @@ class Task:
     lr: float = 0.05
     weight_decay: float = 0.0
     evaluates: bool = False
+    takes: Mapping[str, str] = field(default_factory=dict)
+    loss: str = "auto"
+    objective: Objective = classified
 
     @property
     def dtype(self) -> torch.dtype:
         return _DTYPES[self.precision]
+
+    @property
+    def data(self) -> dict[str, Tensor]:
+        """The samples' fields."""
+        if not isinstance(self.inputs, Tensor):
+            return dict(self.inputs)
+        return {"images": self.inputs} | ({} if self.labels is None else {"labels": self.labels})
+
+    @property
+    def fields(self) -> dict[str, Tensor]:
+        """The samples' fields, in the run's precision."""
+        return {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in self.data.items()}
+
+    def call(self, model: nn.Module, fields: Fields) -> Any:
+        """Call a model with copies of what it takes."""
+        given = {parameter: fields[name].clone() for parameter, name in (self.takes or {"": "images"}).items()}
+        return model(*given.values()) if len(given) == 1 else model(**given)
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -113,7 +145,7 @@ def build(task: Task) -> nn.Module:
     model = made if isinstance(made, nn.Module) else nn.Sequential(*made)
     if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
         with torch.no_grad():
-            model(task.inputs[: task.batch // task.microbatches])
+            task.call(model, _some(task.data, slice(task.batch // task.microbatches)))
     dtype = task.dtype
     return model if dtype == torch.float32 else model.to(dtype)
 
@@ -126,8 +158,9 @@ def train(task: Task, cut: Cut = UNCUT) -> Outcome:
 
 def _train(task: Task, cut: Cut) -> Outcome:
     size = task.batch // task.microbatches
-    inputs = _converted(task)
-    homes = uses(build(task), inputs[:size], cut)
+    data = task.fields
+    num_samples = len(next(iter(data.values())))
+    homes = uses(build(task), partial(task.call, fields=_some(data, slice(size))), cut)
     model = build(task).train()
     first_state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     begin = _seed_stages(model, cut, task.seed)
@@ -146,45 +179,59 @@ def _train(task: Task, cut: Cut) -> Outcome:
 
     losses = []
     for p in range(task.steps):
-        first = p * task.batch % (len(inputs) - len(inputs) % task.batch)
-        total = 0.0
+        first = p * task.batch % (num_samples - num_samples % task.batch)
+        total, count = 0.0, 0.0
         for m in range(task.microbatches):
             i = p * task.microbatches + m
             for name, parameter in parameters.items():
                 if lag(name):
                     parameter.data.copy_(history[name][max(0, p - lag(name))])
             replicas.enter(i)
-            samples = slice(first + m * size, first + (m + 1) * size)
+            fields = _some(data, slice(first + m * size, first + (m + 1) * size))
             begin(i)
-            loss = cross_entropy(model(inputs[samples].clone()), task.labels[samples])
-            (loss / task.microbatches).backward()  # type: ignore[no-untyped-call]
+            loss, targets = _measured(task.objective(task.call(model, fields), fields))
+            (loss / task.microbatches if targets is None else loss).backward()
             replicas.leave(i)
-            total += loss.item() / task.microbatches
-        losses.append(total)
+            total += loss.item()
+            count += 1.0 if targets is None else targets
+        losses.append(total / count if count else 0.0)
+        divisor = 1.0 if targets is None else count  # a mean is divided already
         for name, parameter in parameters.items():
             newest = history[name][-1] if lag(name) else parameter.detach().clone()  # which forward may have changed
             if parameter.grad is not None:
                 gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-                newest, velocities[name] = _sgd(task, newest, gradient.detach(), velocities.get(name))
+                gradient = gradient.detach() / divisor if divisor else torch.zeros_like(gradient)
+                newest, velocities[name] = _sgd(task, newest, gradient, velocities.get(name))
             history[name].append(newest)
             parameter.data.copy_(newest)
             parameter.grad = None
     replicas.average()
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    score = _score(model, inputs, task.labels, size) if task.evaluates else None
+    score = _score(task, model, data, size) if task.evaluates else None
     unmoved = frozenset(name for name, tensor in state.items() if torch.equal(tensor, first_state[name]))
     return Outcome(losses, state, unmoved, score, model)
 
 
-def _converted(task: Task) -> Tensor:
-    return task.inputs.to(task.dtype) if task.inputs.is_floating_point() else task.inputs
+def _some(fields: Fields, samples: slice) -> dict[str, Tensor]:
+    return {name: tensor[samples] for name, tensor in fields.items()}
 
 
-def _score(model: nn.Module, inputs: Tensor, labels: Tensor, size: int) -> float:
+def _measured(made: Any) -> tuple[Any, float | None]:
+    loss, count = made if isinstance(made, tuple) else (made, None)
+    return loss, None if count is None else float(count)
+
+
+def _score(task: Task, model: nn.Module, data: Fields, size: int) -> float:
+    """The sum of the losses in evaluation."""
     model.eval()
+    total = 0.0
     with torch.no_grad():
-        pieces = zip(inputs.split(size), labels.split(size), strict=True)  # type: ignore[no-untyped-call]
-        return sum(float(cross_entropy(model(x), y)) * len(y) for x, y in pieces)
+        num_samples = len(next(iter(data.values())))
+        for first in range(0, num_samples, size):
+            fields = _some(data, slice(first, first + size))
+            loss, count = _measured(task.objective(task.call(model, fields), fields))
+            total += float(loss) * (min(size, num_samples - first) if count is None else 1)
+    return total
 
 
 @contextmanager
@@ -281,7 +328,7 @@ class Homes:
     users: Mapping[str, set[int]]  # every stage that uses a tensor
 
 
-def uses(model: nn.Module, example: Tensor, cut: Cut) -> Homes:
+def uses(model: nn.Module, forward: Callable[[nn.Module], Any], cut: Cut) -> Homes:
     """What each stage uses, found in one forward; what it does not reach belongs where the module around it is."""
     named = [*model.named_parameters(), *model.named_buffers()]
     mode = _Uses({id(tensor): name for name, tensor in named})
@@ -298,7 +345,7 @@ def uses(model: nn.Module, example: Tensor, cut: Cut) -> Homes:
             module.register_forward_pre_hook(partial(note, name), prepend=True)
     _at_starts(model, cut, begin)
     with mode:
-        model.train()(example.clone())
+        forward(model.train())
     tensors = {}
     for name, _ in named:
         owner = name.rpartition(".")[0]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,28 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from stagewright.bench.models.catalog import CLASSES, ENTRIES, Entry
-from stagewright.bench.models.plain import Cut, Outcome, Task, cut_between_blocks, difference, even_cut, train
+from stagewright.bench.models.catalog import ENTRIES, Entry
+from stagewright.bench.models.configured import CLASSES
+from stagewright.bench.models.plain import (
+    Cut,
+    Fields,
+    Objective,
+    Outcome,
+    Task,
+    cut_between_blocks,
+    difference,
+    even_cut,
+    train,
+)
 from stagewright.bench.models.stock import stock_pipeline
 from stagewright.config.toml import make_config
 from stagewright.errors import UserError, did_you_mean, first_line
 from stagewright.events import BatchLosses, Event, Scored
 from stagewright.metrics import LOSS
+from stagewright.model.call import Inputs
 from stagewright.model.cut import Chain, Way
 from stagewright.model.load import build_model
-from stagewright.model.prove import first_proven, prove
+from stagewright.model.prove import SAMPLES, first_proven, prove
 from stagewright.run.prepare import prepare
 from stagewright.runtime.process.emulate import Emulation
 
@@ -42,6 +55,7 @@ _RATE = 0.01
 _PLANS = {"sync": ("0:0.0:1.0:2.0:3", "sync", STAGES), "stale": ("0:0-1.0:2", "stale", 2)}
 _LIBRARIES = ("torch", "torchvision", "timm", "transformers", "peft")
 _LONGEST = 300  # characters of a reason
+_ANY_SCALE = 3.0  # no power of two, so that dividing by it rounds
 
 Progress = Callable[[str], None]
 
@@ -59,7 +73,7 @@ class Tried:
     seconds: float = 0.0  # to cut and prove
     sync: float | None = None
     stale: float | None = None
-    noise: float | None = None  # what a rounding of the inputs does to the author's own module, where it is much
+    noise: float | None = None  # what rounding alone does to the author's own module, where the difference is larger
     stock: str = ""  # what torch.distributed.pipelining makes of it
     refused: str = ""
 
@@ -131,12 +145,7 @@ def try_model(entry: Entry) -> Tried:
 
 
 def _try(entry: Entry, tried: Tried, folder: Path) -> Tried:
-    generator = torch.Generator().manual_seed(3)
-    inputs = entry.example(_SAMPLES, generator)
-    labels = torch.randint(CLASSES, (_SAMPLES,), generator=generator)
-    task = Task(
-        f"stagewright.bench.models.catalog:{entry.name}", entry.factory, inputs, labels, batch=_SAMPLES, lr=_RATE
-    )
+    task = replace(task_of(entry, _SAMPLES), lr=_RATE)
     began = time.perf_counter()
     chain, cut = find_cut(task, STAGES)
     possible = sum(unit not in chain.impossible for unit in chain.units[1:])
@@ -159,9 +168,32 @@ def _try(entry: Entry, tried: Tried, folder: Path) -> Tried:
     if max(found.values()) > BAR:
         found["noise"] = _noise(replace(task, placement="0:0"))
     if entry.is_compared:
-        given = inputs[:4].to(task.dtype) if _is_real(inputs) else inputs[:4]
-        found["stock"] = stock_pipeline(build(task), given, cut.units if cut.is_between_blocks else cut.starts)
+        starts = cut.units if cut.is_between_blocks else cut.starts
+        found["stock"] = stock_pipeline(build(task), example_of(task).first(4), starts)
     return replace(tried, **found)
+
+
+def task_of(entry: Entry, samples: int) -> Task:
+    """The task of training an entry on one batch of random samples."""
+    fields = entry.fields(samples, torch.Generator().manual_seed(3))
+    return Task(
+        f"stagewright.bench.models.catalog:{entry.name}",
+        entry.factory,
+        fields,
+        batch=samples,
+        takes=entry.takes,
+        loss=entry.loss,
+        objective=entry.objective,
+    )
+
+
+def example_of(task: Task) -> Inputs:
+    """What the model of a task is called with."""
+    fields = task.fields
+    if not task.takes:
+        return Inputs((fields["images"],))
+    names = tuple(task.takes) if len(task.takes) > 1 else ()
+    return Inputs(tuple(fields[name] for name in task.takes.values()), names)
 
 
 def build(task: Task) -> nn.Module:
@@ -172,7 +204,7 @@ def build(task: Task) -> nn.Module:
 def find_cut(task: Task, stages: int) -> tuple[Chain, Cut]:
     """Cut a model into so many stages, or as many as it has, by the first way that is proven."""
     model = build(task)
-    example = task.inputs[:1].to(task.dtype) if _is_real(task.inputs) else task.inputs[:1]
+    example = example_of(task).first(SAMPLES)
 
     def attempt(chain: Chain) -> tuple[Chain, Cut]:
         cut = cut_for(chain, stages)
@@ -203,19 +235,31 @@ def compare(task: Task, cut: Cut, folder: Path) -> float:
 
 
 def _noise(task: Task) -> float:
-    """The difference that a rounding of the inputs makes to the author's own module: how chaotic it is."""
-    moved = task.inputs
-    if _is_real(moved):
-        moved = moved.double() * (1 + torch.finfo(torch.float64).eps)
-    return difference(train(replace(task, inputs=moved)), train(replace(task, inputs=task.inputs)))[0]
+    """The difference that rounding makes to the author's own module: of the inputs, and of a total that is scaled.
+
+    A module that computes in single precision whatever its weights are, as RMSNorm of transformers does, rounds the
+    gradient of a scaled total otherwise.
+    """
+    plainly = train(task)
+    rounding = 1 + torch.finfo(torch.float64).eps
+    moved = {name: t.double() * rounding if t.is_floating_point() else t for name, t in task.data.items()}
+    others = (replace(task, inputs=moved), replace(task, objective=partial(_scaled, task.objective)))
+    return max(difference(train(other), plainly)[0] for other in others)
+
+
+def _scaled(objective: Objective, outputs: Any, fields: Fields) -> Any:
+    """The same loss, with its total and count scaled; a mean as it is."""
+    made = objective(outputs, fields)
+    return (made[0] / _ANY_SCALE, made[1] / _ANY_SCALE) if isinstance(made, tuple) else made
 
 
 def run(task: Task, cut: Cut, folder: Path) -> Outcome:
     """Train as a pipeline, with every rank in this process."""
-    data = {"images": task.inputs.contiguous(), "labels": task.labels}
-    save_file(data, folder / "data.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in task.data.items()}, folder / "data.safetensors")
+    asked = ",".join(f"{parameter}={field}" for parameter, field in task.takes.items())
     tables: dict[str, dict[str, Any]] = {
-        "model": {"name": task.model},
+        "model": {"name": task.model, "inputs": asked if len(task.takes) > 1 else None},
+        "loss": {"name": task.loss},
         "data": {"source": f"tensors:{folder / 'data.safetensors'}", "shuffle": False},
         "plan": {
             "placement": task.placement,
@@ -258,10 +302,6 @@ def _with_ties(task: Task, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         known = next((found[name] for name in tied if name in found), None)
         found |= {} if known is None else dict.fromkeys(tied, known)
     return found
-
-
-def _is_real(inputs: Tensor) -> bool:
-    return inputs.is_floating_point()
 
 
 @contextmanager

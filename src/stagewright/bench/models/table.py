@@ -59,7 +59,7 @@ def summary(tries: Tries) -> Iterator[str]:
 def _chaotic(tried: Tried) -> str:
     gap, noise = _figure(tried.largest), _figure(tried.noise)
     word = "chaotic" if tried.is_equal else "differs"
-    return f"{tried.name}: {word}: by {gap}, where a rounding of the inputs makes {noise} in plain PyTorch"
+    return f"{tried.name}: {word}: by {gap}, where rounding alone makes {noise} in plain PyTorch"
 
 
 def as_json(tries: Tries) -> dict[str, Any]:

@@ -1,0 +1,38 @@
+"""The example of docs/models.md that needs transformers works as it is written."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from stagewright.bench.models.libraries import import_library, is_installed
+from stagewright.cli.main import main
+from tests.docs import ROOT, Block, blocks, commands
+
+EXAMPLE = "texts"
+
+
+def of_example() -> list[Block]:
+    return [block for block in blocks(ROOT / "docs" / "models.md") if f"{EXAMPLE}." in block.text + block.reason]
+
+
+@pytest.mark.skipif("STAGEWRIGHT_NIGHTLY" not in os.environ, reason="takes long: make nightly")
+@pytest.mark.skipif(not is_installed("transformers"), reason="transformers is not installed")
+def test_a_model_of_transformers_is_inspected_and_trained_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import_library("transformers")  # also where torchvision's operators can't be loaded
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    factory, data, shell = of_example()
+    Path(factory.reason).write_text(factory.text)
+    exec(compile(data.text, str(data), "exec"), {"__name__": "__main__"})
+    try:
+        for words, _ in commands(shell):
+            main(words[1:])
+            assert "cut" in " ".join(capsys.readouterr())
+    finally:
+        sys.modules.pop(EXAMPLE, None)
+    assert (tmp_path / "bert.safetensors").exists()
