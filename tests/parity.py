@@ -160,7 +160,7 @@ class Run:
         reported = [event for event in self.events if isinstance(event, Scored)]
         for event in sorted(reported, key=lambda event: (event.batch, event.rank)):
             so_far = scores.get(event.batch, [0.0] * 4)
-            loss, count = event.score.totals["loss"]
+            loss, count = event.score.totals.get("loss", (0.0, 1.0))  # a replica without a piece has none
             mean = loss / count * event.score.samples  # samples of a case have equally many labels
             found = [event.score.totals.get(name, (0.0, 0.0))[0] for name in ("top1", "top5")]
             scores[event.batch] = [a + b for a, b in zip(so_far, (event.score.samples, mean, *found), strict=True)]

@@ -159,7 +159,11 @@ class LossConfig(Section):
         "LOSS",
     )
     ignore_index: int | None = option(
-        None, "--ignore-index", "a label that does not count (default: -100, where a sample has many)"
+        None,
+        "--ignore-index",
+        "a label that does not count (default: -100, where a sample has many)",
+        least=-_MOST_CLASSES,
+        most=_MOST_CLASSES,
     )
     class_weights: str | None = option(
         None, "--class-weights", "cross-entropy: the weight of each class: 1,2.5,1", "W,W"

@@ -276,8 +276,13 @@ def _alike(name: str, made: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _require_classes(logits: Tensor, target: Tensor, axis: int) -> None:
+    if logits.dim() < 2:
+        raise LossError(
+            f"the model returns shape {list(logits.shape)}; cross-entropy needs [samples, classes]; use another --loss, "
+            "or change the model's output"
+        )
     expected = [*logits.shape[:axis], *logits.shape[axis + 1 :]]
-    if logits.dim() < 2 or list(target.shape) != expected:
+    if list(target.shape) != expected:
         raise LossError(
             f"the model returns {list(logits.shape)}, classes in dimension {axis}, and the target is "
             f"{list(target.shape)}, not {expected}; use another --loss, or change the model's output"

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from stagewright.cluster.placement import Placement, parse_placement
 from stagewright.cluster.topology import Cluster
 from stagewright.errors import UserError
+from stagewright.events import DecodeError, build
 from stagewright.plan.plan import Mode, Plan, Stage, Tie, TiedParameter
 
 _MOST_SAMPLES = 2**31 - 1
@@ -71,11 +70,12 @@ def _read_choices(text: str, where: str) -> dict[str, Any]:
 
 def _read_ties(content: object, where: str) -> list[TiedParameter]:
     """The tied parameters of a plan file, which has none where no stage shares a parameter with another."""
+    if not isinstance(content, list):
+        raise UserError(f"plan {where}: ties are no list; write one with stagewright plan MODEL -o FILE")
     try:
-        found = TypeAdapter(list[Tie]).validate_python(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"plan {where}: ties {'.'.join(map(str, first['loc']))}: {first['msg'].lower()}") from error
+        found = [build(Tie, entry) for entry in content]
+    except DecodeError as error:
+        raise UserError(f"plan {where}: ties: {error}; write one with stagewright plan MODEL -o FILE") from error
     return [parameter for tie in found for parameter in tie.parameters]
 
 

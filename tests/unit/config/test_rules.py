@@ -16,6 +16,14 @@ _OPTIONS = {option.flag: option for option in options()}
 
 # Options of a run that change nothing: as keywords by flag, with what the error says about the reason.
 _UNUSED = [
+    *(
+        ({flag: value, "--loss": loss}, f"with --loss {loss}; it needs --loss auto, cross-entropy")
+        for flag, value, loss in (
+            ("--label-smoothing", 0.1, "mse"),
+            ("--ignore-index", 0, "soft"),
+            ("--class-weights", "1,2", "next-token"),
+        )
+    ),
     ({"--metric": "top1"}, "without an evaluation; give --val or --eval-every as well"),
     ({"--context": 8, "--data": "folder:a"}, "with --data folder:a; it needs --data tokens:FILE"),
     ({"--class-names": "a", "--data": "table:a"}, "with --data table:a; it needs images with classes"),
@@ -168,10 +176,11 @@ def test_every_row_has_a_case() -> None:
 
 # Options without a row, and why they always change something or why options alone can't tell.
 _ALWAYS = {
-    "every run": "--model --data --shuffle --batch --lr --optimizer --weight-decay --clip --label-smoothing --seed "
+    "every run": "--model --data --shuffle --batch --lr --optimizer --weight-decay --clip --seed "
     "--device --precision --compile --threads --runs --log-every --monitor-every --track --export --resume --warmup "
     "--checkpoint-every --checkpoint-minutes --eval-every --val --limit --lr-schedule --steps --epochs --emulate "
-    "--nodes --plan --unproven",
+    "--nodes --plan --unproven --loss",
+    "the data and the model decide": "--inputs",
     "the planner and the synthetic data use it": "--image",
     "a factory may take it": "--classes",
     "a stopped run saves a checkpoint as well": "--keep",

@@ -119,7 +119,7 @@ def test_any_fields_are_inputs_or_targets_by_their_names(tmp_path: Path) -> None
         "targets": torch.zeros(4, 5, dtype=torch.bool),
     }
     source = TensorSource(save_fields(tmp_path / "t", **fields))
-    assert source.targets == ("label", "label_pixels", "target_age", "targets") and source.classes == 7
+    assert source.targets == ("label", "targets") and source.classes == 3
     assert source.unit == ("samples", 1) and len(source) == 4
     found = source.batch(np.array([3, 1]))
     assert found.keys() == fields.keys()
