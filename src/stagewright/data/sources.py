@@ -69,11 +69,23 @@ class Source(Protocol):
         """Changes when the samples change."""
         ...
 
+    @property
+    def vocabulary(self) -> int:
+        """One more than the largest token of the inputs; 0 where they are no tokens."""
+        ...
+
+    @property
+    def has_ignored(self) -> bool:
+        """Whether samples with one label each may have one that counts nowhere."""
+        ...
+
 
 class ImageSource:
     """Encoded images as a source of samples: an image, and its class or what else `labels` reads."""
 
     unit = IMAGES
+    has_ignored = False
+    vocabulary = 0
 
     def __init__(
         self,
@@ -165,6 +177,8 @@ class SyntheticSource:
 
     targets = ("label",)
     unit = IMAGES
+    has_ignored = False
+    vocabulary = 0
     _NOISES = 64
     _COARSE = 8
     _SIGNAL = 0.3  # relative to the noise: learnt in a hundred steps, not in ten
@@ -206,12 +220,17 @@ class LimitedSource:
         self.targets = source.targets
         self.unit = source.unit
         self.classes = source.classes
+        self.has_ignored = source.has_ignored
         self.fingerprint = f"{source.fingerprint}/{limit}"
         self._source = source
         self._limit = limit
 
     def __len__(self) -> int:
         return self._limit
+
+    @property
+    def vocabulary(self) -> int:
+        return self._source.vocabulary
 
     def batch(self, indices: Indices) -> Fields:
         return self._source.batch(indices * len(self._source) // self._limit)
@@ -229,6 +248,7 @@ class ImageOptions:
     limit: int | None = None
     is_learnable: bool = True  # synthetic images only
     context: int = 256  # tokens of a sample, of token files only
+    ignore_index: int | None = None  # a label that counts nowhere, of tensors only
 
 
 def open_source(
@@ -244,7 +264,7 @@ def open_source(
     if kind == "synthetic" and not rest:
         source = SyntheticSource(samples, classes, image, seed, options.is_learnable)
     elif kind == "tensors" and rest:
-        source = TensorSource(rest)
+        source = TensorSource(rest, options.ignore_index)
     elif kind == "tokens" and rest:
         source = TokenSource(rest, options.context)
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class LossOptions:
 
     name: str = "cross-entropy"
     label_smoothing: float = 0.0
-    ignore_index: int | None = None  # a label that does not count; None: -100, where a sample has many labels
+    ignore_index: int | None = None  # a label that does not count, as -100; None: there is none where samples have one
     class_weights: tuple[float, ...] = ()
 
 
@@ -69,9 +70,9 @@ class Loss:
             raise
         if isinstance(made, tuple) and len(made) == 2:
             total, count = made
-            if not isinstance(count, Tensor):
-                count = torch.tensor(count, device=total.device if isinstance(total, Tensor) else "cpu")
-            return Measured(self._number(total, "total"), self._number(count, "count").detach().double())
+            count = torch.tensor(float(count)) if isinstance(count, Real) else count
+            total, count = self._number(total, "total"), self._number(count, "count")
+            return Measured(total, count.detach().double().to(total.device))
         return Measured(self._number(made, "loss"))
 
     def _number(self, value: Any, what: str) -> Tensor:
@@ -80,6 +81,8 @@ class Loss:
                 f"--loss {self.name} returns a {type(value).__name__} as its {what}; return a tensor with one number, "
                 "or a pair (total, count)"
             )
+        if value.is_complex():
+            raise LossError(f"--loss {self.name} returns a complex {what}; return a real number, such as its .abs()")
         if value.numel() != 1:
             raise LossError(
                 f"--loss {self.name} returns a {what} of shape {list(value.shape)}; return one number, a mean over the "
@@ -135,6 +138,17 @@ def target_of(sample: Sample) -> Tensor:
     return sample[name]
 
 
+def with_ignored(target: Tensor, ignore_index: int | None) -> Tensor:
+    """A target whose labels of --ignore-index are -100, which counts nowhere."""
+    return target if ignore_index in (None, IGNORED) else target.masked_fill(target == ignore_index, IGNORED)
+
+
+def require_count(count: float, where: str) -> None:
+    """An error for a count that is negative or not finite, with which no gradient could be divided."""
+    if not 0 <= count < float("inf"):
+        raise LossError(f"the loss returns {count:g} as its count ({where}); return a finite number of at least 0")
+
+
 # The built-in losses.
 
 
@@ -161,7 +175,7 @@ def _next_token(options: LossOptions) -> Function:
         if "targets" in sample:
             target = sample["targets"]
         else:
-            target = _shifted(sample, _ignored(options))
+            target = _shifted(sample)
             logits = logits[:, :-1]
         _require_classes(logits, target, logits.dim() - 1)
         return _counted(logits.flatten(0, -2), target.flatten(), options, None)
@@ -169,7 +183,7 @@ def _next_token(options: LossOptions) -> Function:
     return loss
 
 
-def _shifted(sample: Sample, ignored: int) -> Tensor:
+def _shifted(sample: Sample) -> Tensor:
     if "labels" in sample:
         return sample["labels"][:, 1:]
     if "input_ids" not in sample:
@@ -177,13 +191,15 @@ def _shifted(sample: Sample, ignored: int) -> Tensor:
             f"--loss next-token needs a field targets, labels or input_ids; the samples have {', '.join(sample)}"
         )
     tokens = sample["input_ids"][:, 1:]
-    return tokens.masked_fill(sample["attention_mask"][:, 1:] == 0, ignored) if "attention_mask" in sample else tokens
+    return tokens.masked_fill(sample["attention_mask"][:, 1:] == 0, IGNORED) if "attention_mask" in sample else tokens
 
 
 def _entropy(logits: Tensor, target: Tensor, options: LossOptions, weights: Tensor | None) -> Any:
     """A mean where every sample has one label that counts; otherwise a total and its count."""
     if target.is_floating_point():
         raise LossError("the target is a floating-point number; use --loss mse, l1, binary or soft")
+    if target.dtype is torch.bool:
+        raise LossError("the target is true or false; use --loss binary, or store class numbers as integers")
     if options.ignore_index is None and weights is None and target.dim() == 1:
         return functional.cross_entropy(logits, target, label_smoothing=options.label_smoothing)
     return _counted(logits, target, options, weights)
@@ -191,19 +207,15 @@ def _entropy(logits: Tensor, target: Tensor, options: LossOptions, weights: Tens
 
 def _counted(logits: Tensor, target: Tensor, options: LossOptions, weights: Tensor | None) -> tuple[Tensor, Tensor]:
     """The total over all labels that count, and how many they are, or how much they weigh."""
-    smoothing, ignored = options.label_smoothing, _ignored(options)
+    target = with_ignored(target, options.ignore_index)
     weights = None if weights is None else weights.to(logits)
     total = functional.cross_entropy(
-        logits, target, weights, ignore_index=ignored, reduction="sum", label_smoothing=smoothing
+        logits, target, weights, ignore_index=IGNORED, reduction="sum", label_smoothing=options.label_smoothing
     )
-    counts = target != ignored
+    counts = target != IGNORED
     if weights is None:
         return total, counts.sum()
     return total, (weights[target.masked_fill(~counts, 0)] * counts).sum()
-
-
-def _ignored(options: LossOptions) -> int:
-    return IGNORED if options.ignore_index is None else options.ignore_index
 
 
 def _binary(options: LossOptions) -> Function:
@@ -211,7 +223,7 @@ def _binary(options: LossOptions) -> Function:
 
     def loss(outputs: Any, sample: Sample) -> Any:
         logits, target = _alike("binary", logits_of(outputs), target_of(sample))
-        counts = target != _ignored(options)
+        counts = with_ignored(target, options.ignore_index) != IGNORED
         each = functional.binary_cross_entropy_with_logits(logits, target.clamp(min=0), reduction="none")
         return (each * counts).sum(), counts.sum()
 

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from stagewright.hardware.host import num_cores
 from stagewright.model.call import Form, Inputs
 from stagewright.model.cut import Chain, Piece, Way, tied_parameters
 from stagewright.model.load import build_model
-from stagewright.model.loss import Loss, LossOptions
+from stagewright.model.loss import IGNORED, Loss, LossOptions, Measured, Watched, logits_of
 from stagewright.model.probe import Given, Measure, Probe, probe
 from stagewright.model.prove import SAMPLES, Proof, first_proven, keeps_state, prove
 from stagewright.model.zoo import ZOO
@@ -50,7 +51,7 @@ from stagewright.run.resume import (
     resumed_plan,
     start_batch,
 )
-from stagewright.run.samples import bind, loss_options
+from stagewright.run.samples import Binding, bind, loss_options
 from stagewright.runtime.comm.device import gpu_of
 from stagewright.runtime.job import Evaluation, Job
 from stagewright.runtime.multinode.nodes import cluster_of
@@ -89,10 +90,11 @@ def prepare(
     asked = {"image": config.data.image, "classes": config.model.classes, "batch": config.plan.batch}
     with within_memory(**asked, samples=config.data.samples):
         source = open_data(config, config.data.source)
+        val = open_data(config, config.data.val) if config.data.val else source
         model = build_model(config.model.name, config.run.seed, config.model.classes, precision.weights)
         few = cast(source.batch(np.arange(SAMPLES) % len(source)), source.targets, precision.weights)
         binding = bind(model, tuple(few), source.targets, config)
-        options = loss_options(config, source, few)
+        options = loss_options(config, source, val, few)
         chain = _chain(config, model, binding.given(few).inputs)
 
     # The plan, and the batch that it starts at.
@@ -130,16 +132,20 @@ def prepare(
     if config.run.export:
         rehearse(chain.model, pieces, Path(config.run.export))
     study = partial(_probe, pieces, chain.is_conditional, context=precision.forward_context, device=config.run.device)
-    training = study(given, training=True, measure=loss)
+    logits: list[tuple[int, ...]] = []
+    training = study(given, training=True, measure=partial(_measure_logits, loss, logits))
     _warn_about_means(loss, training, plan, warn)
     _require_stateless(config, plan, chain, training)
     if resume is not None:
         require_model(resume, chain.model, training.reached)
-    val = open_data(config, config.data.val) if config.data.val else source
-    _require_classes(options, training, (config.data.source, source), (config.data.val or "", val))
+    _require_classes(options, logits[-1], (config.data.source, source), (config.data.val or "", val))
     _require_vocabulary(chain.model, (config.data.source, source), (config.data.val or "", val))
     pauses = _pauses(config, batches, order.batches)
-    evaluation = _evaluation(plan, study, given, val, scoring(config.run.metrics, options)) if pauses else None
+    evaluation = None
+    if pauses:
+        if val is not source:
+            given = _validation(config, binding, val, given, plan.samples)
+        evaluation = _evaluation(plan, study, given, val, scoring(config.run.metrics, options))
     unit, per_sample = source.unit
     prediction = predict_job(config, plan)  # reports an unsuitable profile before a folder is made
     job = Job(
@@ -312,13 +318,31 @@ def _require_stateless(config: Config, plan: Plan, chain: Chain, training: Probe
         )
 
 
-def _require_classes(options: LossOptions, training: Probe, *sources: tuple[str, Source]) -> None:
-    """An error where data has a label that the model has no output for."""
-    axis = {"cross-entropy": 1, "next-token": -1}.get(options.name)
-    if axis is None or len(training.outputs) != 1:
-        return
-    outputs = training.outputs[0][axis]
+def _measure_logits(loss: Loss, shapes: list[tuple[int, ...]], outputs: Any, sample: Watched) -> Measured:
+    """The loss; and note the shape of the predictions."""
+    measured = loss(outputs, sample)
+    shapes.append(tuple(logits_of(outputs).shape))
+    return measured
+
+
+def _require_classes(options: LossOptions, logits: tuple[int, ...], *sources: tuple[str, Source]) -> None:
+    """An error where data has a label that the model has no output for, or none that counts."""
     for text, source in sources:
+        if options.name == "binary" and source.classes > 2:
+            raise UserError(
+                f"data {text} has targets up to {source.classes - 1} but --loss binary takes 0 and 1; use "
+                "--loss cross-entropy for class numbers, or store each class as a yes or no of its own"
+            )
+    axis = {"cross-entropy": 1, "next-token": -1}.get(options.name)
+    if axis is None:
+        return
+    outputs = logits[axis]
+    for text, source in sources:
+        if source.has_ignored and not source.classes:
+            raise UserError(
+                f"data {text} has no label that counts: all are {IGNORED} or --ignore-index; give labels of 0 to "
+                f"{outputs - 1}"
+            )
         if source.classes > outputs:
             raise UserError(
                 f"data {text} has labels up to {source.classes - 1} but the model has {outputs} outputs; "
@@ -330,10 +354,10 @@ def _require_vocabulary(model: nn.Module, *sources: tuple[str, Source]) -> None:
     """An error where text has a token that the model has no embedding for."""
     sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     for text, source in sources:
-        if source.unit[0] == "tokens" and sizes and source.classes > max(sizes):
+        if sizes and source.vocabulary > max(sizes):
             raise UserError(
-                f"data {text} has tokens up to {source.classes - 1} but the model's largest embedding has "
-                f"{max(sizes)}; use a model with {source.classes}, or data made with its tokenizer"
+                f"data {text} has tokens up to {source.vocabulary - 1} but the model's largest embedding has "
+                f"{max(sizes)}; use a model with {source.vocabulary}, or data made with its tokenizer"
             )
 
 
@@ -344,6 +368,25 @@ def _warn_about_means(loss: Loss, training: Probe, plan: Plan, warn: Warn) -> No
             f"--loss {loss.name} is a mean over each of {plan.microbatches} microbatches: where they count different "
             "numbers of targets, or compare samples, the result depends on --microbatches; return (total, count)"
         )
+
+
+def _validation(config: Config, binding: Binding, val: Source, given: Given, samples: int) -> Given:
+    """Samples of the validation data, which must have the fields that the model takes, of the same types."""
+    dtype = make_precision(config.run.precision, config.run.device).weights
+    fields = cast(val.batch(np.arange(samples) % len(val)), val.targets, dtype)
+    for name in binding.fields:
+        if name not in fields:
+            raise UserError(
+                f"--val {config.data.val} has no field '{name}', which the model takes from --data "
+                f"{config.data.source}; it has {', '.join(fields)}"
+            )
+        trained, found = given.fields[name].dtype, fields[name].dtype
+        if trained != found:
+            raise UserError(
+                f"field '{name}' is {str(found).removeprefix('torch.')} in --val {config.data.val} but "
+                f"{str(trained).removeprefix('torch.')} in --data {config.data.source}; store both alike"
+            )
+    return binding.given(fields)
 
 
 def _evaluation(plan: Plan, study: Callable[..., Probe], given: Given, val: Source, measure: Measure) -> Evaluation:

@@ -74,6 +74,8 @@ def _as_asked(text: str, fields: Sequence[str], parameters: Sequence[str], *, ta
     for part in parts:
         parameter, equals, field = part.partition("=")
         field = field if equals else parameter
+        if parameter in by_name:
+            raise UserError(f"--inputs {text} gives '{parameter}' twice; give each parameter of forward one field")
         if field not in fields:
             raise UserError(
                 f"--inputs {text}: the samples have no field '{field}'; they have {', '.join(fields)}; "
@@ -91,15 +93,31 @@ def _as_asked(text: str, fields: Sequence[str], parameters: Sequence[str], *, ta
     return Binding((*by_position, *by_name.values()), tuple(by_name))
 
 
-def loss_options(config: Config, source: Source, fields: Mapping[str, Tensor]) -> LossOptions:
+def loss_options(config: Config, source: Source, val: Source, fields: Mapping[str, Tensor]) -> LossOptions:
     """The loss that --loss names; `auto` is the one that suits the target."""
     name = config.loss.name
     if name == "auto":
         name = _suitable(source, fields)
+        _require_used(name, config)
     ignored = config.loss.ignore_index
-    if ignored is None and getattr(source, "has_ignored", False):
+    if ignored is None and (source.has_ignored or val.has_ignored):
         ignored = IGNORED
     return LossOptions(name, config.optimizer.label_smoothing, ignored, _class_weights(config))
+
+
+def _require_used(name: str, config: Config) -> None:
+    """An error about an option that changes nothing with the loss that suits the target."""
+    given = {
+        "--label-smoothing": (config.optimizer.label_smoothing or None, ("cross-entropy", "next-token", "soft")),
+        "--ignore-index": (config.loss.ignore_index, ("cross-entropy", "next-token", "binary")),
+        "--class-weights": (config.loss.class_weights, ("cross-entropy",)),
+    }
+    for option, (value, losses) in given.items():
+        if value is not None and name not in losses:
+            raise UserError(
+                f"{option} {str(value)[:80]} changes nothing with --loss {name}, which suits the target; leave it out, "
+                f"or give --loss {' or '.join(losses)}"
+            )
 
 
 def _suitable(source: Source, fields: Mapping[str, Tensor]) -> str:

@@ -119,14 +119,14 @@ def test_any_fields_are_inputs_or_targets_by_their_names(tmp_path: Path) -> None
         "targets": torch.zeros(4, 5, dtype=torch.bool),
     }
     source = TensorSource(save_fields(tmp_path / "t", **fields))
-    assert source.targets == ("label", "targets") and source.classes == 3
+    assert source.targets == ("label", "targets") and source.classes == 3 and source.has_ignored
     assert source.unit == ("samples", 1) and len(source) == 4
     found = source.batch(np.array([3, 1]))
     assert found.keys() == fields.keys()
     for name, tensor in found.items():
         assert torch.equal(tensor.double(), fields[name].double()[[3, 1]]), name
     kinds = [found[name].dtype for name in ("ids", "label", "label_pixels", "mask", "target_age")]
-    assert kinds == [torch.int64] * 3 + [torch.bool, torch.float16]
+    assert kinds == [torch.int64, torch.int64, torch.uint8, torch.bool, torch.float16]
 
 
 def test_the_fingerprint_covers_names_types_and_numbers(tmp_path: Path) -> None:

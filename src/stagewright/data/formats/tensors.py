@@ -1,7 +1,7 @@
 """Samples as tensors of a safetensors file: any named fields that begin with the number of samples.
 
-The file is mapped, not read: a sample costs memory when it is asked for. Only targets of integers are looked at in
-full, once, because they are class numbers.
+The file is mapped, not read: a sample costs memory when it is asked for. Only targets of integers and inputs
+named `..._ids` are looked at in full, once, because they are class numbers and tokens.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ _SAMPLED = 64  # samples of everything else
 class TensorSource:
     """Fields of a safetensors file; `image` or `images` of bytes become fractions of 255."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, ignore_index: int | None = None) -> None:
+        """`ignore_index`: a label that counts nowhere, beside -100, and is no class."""
         self._path = path
+        self._ignored = (IGNORED, IGNORED if ignore_index is None else ignore_index)
+        self.has_ignored = False  # labels
         self._fields = _read_fields(path)
         self.targets = tuple(name for name in self._fields if is_target(name))
         self.unit = IMAGES if _IMAGES & self._fields.keys() else SAMPLES
@@ -45,6 +48,15 @@ class TensorSource:
     def batch(self, indices: Indices) -> Fields:
         where = torch.from_numpy(indices)
         return {name: self._converted(name, tensor[where]) for name, tensor in self._fields.items()}
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """One more than the largest number of the inputs named `..._ids`, which are tokens; 0 where there is none."""
+        largest = -1
+        for name, tensor in self._fields.items():
+            if name.endswith("_ids") and name not in self.targets and tensor.dtype in _INTEGERS:
+                largest = max((largest, *(int(piece.max()) for piece in _pieces(tensor))))
+        return largest + 1
 
     @cached_property
     def fingerprint(self) -> str:
@@ -73,14 +85,17 @@ class TensorSource:
             return 0
         largest = -1
         for piece in _pieces(self._fields[name]):
-            largest = max(largest, int(piece.max()))
-            counted = piece[piece != IGNORED]
-            if counted.numel() and (smallest := int(counted.min())) < 0:
+            counted = piece[(piece != self._ignored[0]) & (piece != self._ignored[1])]
+            self.has_ignored |= len(counted) < len(piece)
+            if not len(counted):
+                continue
+            largest = max(largest, int(counted.max()))
+            if (smallest := int(counted.min())) < 0:
                 raise UserError(
                     f"tensors file {self._path}: the smallest number of '{name}' is {smallest}; classes count from 0, "
-                    f"and {IGNORED} is ignored; store numbers that are no classes as floats"
+                    f"and {IGNORED} and --ignore-index are ignored; store numbers that are no classes as floats"
                 )
-        return max(largest, -1) + 1
+        return largest + 1
 
 
 def is_target(name: str) -> bool:

@@ -83,6 +83,7 @@ class TokenSource:
     """Windows of `context` tokens, each with the tokens that follow."""
 
     targets = ("targets",)
+    has_ignored = False
 
     def __init__(self, path: str, context: int) -> None:
         self._path = path
@@ -157,6 +158,10 @@ class TokenSource:
         if self._about is not None:
             return self._about.vocabulary
         return _largest(self._path, self._size, self._mtime, self._type.str) + 1
+
+    @property
+    def vocabulary(self) -> int:
+        return self.classes
 
     @cached_property
     def fingerprint(self) -> str:

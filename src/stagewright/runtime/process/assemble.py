@@ -49,7 +49,15 @@ def open_data(config: Config, text: str) -> Source:
         torchcodec_decoder(torch.device(config.run.device))  # an error where torchcodec is missing
     limit = data.limit if text == data.source else None
     options = ImageOptions(
-        data.crop, data.normalize, data.jitter, data.cutout, data.class_names, limit, data.learnable, data.context
+        data.crop,
+        data.normalize,
+        data.jitter,
+        data.cutout,
+        data.class_names,
+        limit,
+        data.learnable,
+        data.context,
+        config.loss.ignore_index,
     )
     source = open_source(
         text,

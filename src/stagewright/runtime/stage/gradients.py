@@ -92,7 +92,7 @@ class GradientBuffers:
     @property
     def factor(self) -> float:
         """By what `finish` multiplies a gradient, before it clips."""
-        return self._options.factor
+        return 1.0 if self._options.divisor is not None else self._options.factor  # a count is of the stage's round
 
     @property
     def open_updates(self) -> list[int]:
@@ -243,8 +243,8 @@ class GradientBuffers:
         smallest factor, the same in each. Every number is multiplied once, so that homes have the same bits.
         """
         flat, options = self._divided(update).flat, self._options
-        if options.factor != 1.0 and options.divisor is None:  # a count is that of the stage's own round
-            flat.mul_(options.factor)
+        if self.factor != 1.0:
+            flat.mul_(self.factor)
         if options.clip is None:
             return flat
         factor = clip_factor(self.norm(update) if norm is None else norm, options.clip)

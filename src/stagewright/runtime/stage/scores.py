@@ -24,7 +24,19 @@ from stagewright.errors import UserError, did_you_mean, first_line, printable
 from stagewright.events import BatchLosses, Emit, Score
 from stagewright.metrics import LOSS
 from stagewright.model.load import load_callable
-from stagewright.model.loss import IGNORED, NEXT_TOKEN, Loss, LossError, LossOptions, Measured, logits_of, target_of
+from stagewright.model.loss import (
+    IGNORED,
+    NEXT_TOKEN,
+    TARGETS,
+    Loss,
+    LossError,
+    LossOptions,
+    Measured,
+    logits_of,
+    require_count,
+    target_of,
+    with_ignored,
+)
 from stagewright.plan.plan import Plan
 from stagewright.runtime.comm.device import Reading
 
@@ -191,6 +203,7 @@ class Scorer:
         if measured.count is None:
             totals = {LOSS: (float(measured.total) * samples, float(samples))}
         else:
+            require_count(float(measured.count), "in an evaluation")
             totals = {LOSS: (float(measured.total), float(measured.count))}
         owners = {LOSS: "the loss"}
         for metric, function in self._metrics.items():
@@ -207,9 +220,20 @@ def make_scorer(metrics: str, loss: LossOptions) -> Scorer:
     """The scorer of a run's --metric and --loss; an evaluation does not smooth labels."""
     plain = Loss(replace(loss, label_smoothing=0.0))
     found = load_metrics(metrics)
+    found = {name: metric if ":" in name else _ignoring(metric, loss.ignore_index) for name, metric in found.items()}
     if AUTO in found and loss.name == NEXT_TOKEN:
         found[AUTO] = lambda outputs, sample: {}  # perplexity, which follows from the loss
     return Scorer(found, plain)
+
+
+def _ignoring(metric: Metric, ignore_index: int | None) -> Metric:
+    """A built-in metric, which reads nothing but the target, without the labels of --ignore-index."""
+
+    def measure(outputs: Any, sample: Sample) -> Sums:
+        names = [name for name in TARGETS if name in sample][:1]
+        return metric(outputs, {name: with_ignored(sample[name], ignore_index) for name in names} or sample)
+
+    return measure if ignore_index is not None else metric
 
 
 def scoring(metrics: str, loss: LossOptions) -> Callable[[Any, Sample], Measured]:
@@ -275,7 +299,8 @@ class Losses:
         while self._batches and (wait or all(reading.is_completed() for _, reading in self._batches[0][0])):
             losses, scale = self._batches.popleft()
             numbers = tuple((microbatch, *_total_and_count(reading.value())) for microbatch, reading in losses)
-            for microbatch, loss, _ in numbers:
+            for microbatch, loss, count in numbers:
+                require_count(count, f"batch {microbatch // self._plan.microbatches}, microbatch {microbatch}")
                 if not math.isfinite(loss):
                     raise NonFiniteLoss(
                         f"the loss of batch {microbatch // self._plan.microbatches} is {loss} "
