@@ -141,7 +141,7 @@ def _row(finding: Finding, target: float | None) -> tuple[str, ...]:
         "-" if accuracy is None else format_metric(finding.metric, accuracy.value, 2),
         "-" if accuracy is None or len(finding.finished) < 2 else _interval(finding.metric, accuracy),
         "-" if difference is None else in_points(difference.value, finding.metric),
-        "-" if target is None else "never" if epochs is None else f"{epochs:.0f}",
+        "-" if target is None else "never" if epochs is None else f"{epochs:.1f}".removesuffix(".0"),
         "-" if seconds is None else _duration(finding, seconds),
         finding.summary,
     )
