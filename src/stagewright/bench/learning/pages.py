@@ -216,7 +216,7 @@ def show_study(console: Console, study: Study, folder: Path) -> None:
     for group, findings in study.groups().items():
         target, metric = study.targets.get(group), findings[0].metric
         say(console, group)
-        goal = _goal(metric, target)
+        goal = "target" if target is None else format_metric(metric, target)  # the table is narrow
         apart = "points" if is_percentage(metric) else "difference"
         figures = (metric_label(metric), "95 % interval", apart, f"epochs to {goal}", "time")
         table = plain_table("mode", *figures, left=("mode",), no_wrap=figures)
