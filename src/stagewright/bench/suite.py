@@ -33,6 +33,7 @@ class Trial(Section):
     options: Tables = field(default_factory=dict)
     devices: int | Literal["all"] | None = None  # in place of a placement: one stage on the first of them
     batch_a_device: int | None = None  # in place of a batch
+    plain: bool = False  # of a study: trained by a plain PyTorch loop
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ class Configuration:
 
     def resolve(self, cluster: Cluster) -> Config:
         """The options on a cluster; a trial that asks for more devices than there are gets indices beyond the last."""
+        if self.trial.plain:
+            raise UserError(f"trial '{self.trial.name}' is plain, which is for bench learning; leave plain out")
         plan: dict[str, Any] = {}
         if self.trial.devices is not None:
             there = cluster.devices
@@ -202,6 +205,6 @@ def _check_group(suite: Suite, group: Group) -> None:
 def _refuse_unused(suite: Suite) -> None:
     """Raise for an option that changes nothing in any trial, whichever data the user gives."""
     trials = [merged(suite.options, group.options, trial.options) for group in suite.group for trial in group.trial]
-    sources: list[Tables] = [{"data": {"source": source}} for source in ("synthetic", "folder:DIR")]
+    sources: list[Tables] = [{"data": {"source": source}} for source in ("synthetic", "folder:DIR", "tokens:FILE")]
     tables = [merged(source, trial) for trial in trials for source in sources]
     refuse_unused(tables, keys_of(*trials))

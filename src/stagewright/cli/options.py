@@ -90,7 +90,7 @@ _OWN = (
     _text("--given", "FILE.toml", "with --rows: rows that tell what a host's copies get"),
     _text("--row", "FILE.toml", "append what was measured as rows that bench published --rows reads"),
     _switch("--anonymise", "leave out host names, user names, paths and addresses"),
-    _text("--study", "FILE.toml", "your own study, like bench/studies/learning.toml"),
+    _text("--study", "STUDY", "learning, text, or your own FILE.toml (default: learning)"),
     _number("--seeds", "runs per mode (default: 3)", most=MOST_RUNS),
     _number("--jobs", "runs at a time (default: by the number of cores)", most=1024),
     _number(

@@ -259,6 +259,7 @@ ZOO: Mapping[str, Entry] = {
     "vgg-small": Entry(partial(VGG, ((32,), (64,), (128,)), grid=4, hidden=2048), image=32, classes=10),
     "gpt2": Entry(partial(GPT, 1024, 12, 12, 768), classes=50257, tokens=1024),
     "gpt-mini": Entry(partial(GPT, 256, 6, 6, 192), classes=256, tokens=256),
+    "gpt-micro": Entry(partial(GPT, 64, 3, 4, 96), classes=256, tokens=64),
     "bert-base": Entry(partial(BERT, 30522, 512, 12, 12, 768), classes=2, tokens=512),
     "bert-mini": Entry(partial(BERT, 256, 256, 4, 4, 128), classes=2, tokens=256),
     "vit-tiny": Entry(partial(VisionTransformer, 32, 4, 12, 3, 192), image=32, classes=10),

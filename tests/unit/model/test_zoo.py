@@ -39,6 +39,7 @@ PARAMETERS = {
     "vit-tiny": 5_362_762,
     "gpt2": 124_439_808,
     "gpt-mini": 2_767_872,
+    "gpt-micro": 366_432,
     "bert-base": 109_482_242,
     "bert-mini": 875_650,
 }

@@ -111,7 +111,11 @@ class Finding:
         if is_percentage(self.metric):
             apart = f"{which} by {abs(points.value) * 100:.2f} points" if round(points.value, 4) else "equal"
         else:
-            apart = f"{metric_label(self.metric)} {which} by {abs(points.value):.3g}" if points.value else "equal"
+            apart = (
+                f"{metric_label(self.metric)} {which} by {abs(points.value):.3g}{self._share}"
+                if points.value
+                else "equal"
+            )
         if len(self.pairs) < 2:
             return f"{apart} (one seed: no interval)"
         interval = f"{in_points(points.low, self.metric)} to {in_points(points.high, self.metric)}"
@@ -120,6 +124,13 @@ class Finding:
             middle = f"{in_points(points.value, self.metric)}{unit}"
             return f"as {'accurate' if unit else 'good'} as the baseline within noise ({middle}, {interval})"
         return f"{apart} ({interval})"
+
+    @property
+    def _share(self) -> str:
+        """The difference as a share of the baseline's mean, where that is above 0."""
+        own, apart = self.accuracy, self.difference
+        base = 0.0 if own is None or apart is None else own.value - apart.value
+        return f" or {abs(apart.value) / base:.1%}" if apart is not None and base > 0 else ""
 
     def epochs_to(self, target: float) -> float | None:
         """Epochs until half of the runs have reached a value of the metric; None where fewer reach it."""

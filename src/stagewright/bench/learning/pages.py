@@ -141,7 +141,7 @@ def _row(finding: Finding, target: float | None) -> tuple[str, ...]:
         "-" if accuracy is None else format_metric(finding.metric, accuracy.value, 2),
         "-" if accuracy is None or len(finding.finished) < 2 else _interval(finding.metric, accuracy),
         "-" if difference is None else in_points(difference.value, finding.metric),
-        "-" if target is None else "never" if epochs is None else f"{epochs:.0f}",
+        "-" if target is None else "never" if epochs is None else f"{epochs:.1f}".removesuffix(".0"),
         "-" if seconds is None else _duration(finding, seconds),
         finding.summary,
     )
@@ -216,7 +216,7 @@ def show_study(console: Console, study: Study, folder: Path) -> None:
     for group, findings in study.groups().items():
         target, metric = study.targets.get(group), findings[0].metric
         say(console, group)
-        goal = _goal(metric, target)
+        goal = "target" if target is None else format_metric(metric, target)  # the table is narrow
         apart = "points" if is_percentage(metric) else "difference"
         figures = (metric_label(metric), "95 % interval", apart, f"epochs to {goal}", "time")
         table = plain_table("mode", *figures, left=("mode",), no_wrap=figures)

@@ -54,10 +54,16 @@ class TrainedRun:
     settings: str = ""  # as `TrialRun.settings`
     origin: str = ""  # the folder of the earlier study that trained it, where it is reused
     metric: str = "top1"  # that the scores are of
+    is_plain: bool = False  # a plain PyTorch loop trained it
 
     @property
     def key(self) -> tuple[str, str]:
         return (self.group, self.trial)
+
+
+def _identity(run: TrainedRun | TrialRun) -> tuple[bool, str]:
+    """What decides the result of a run: who trains it, and its settings."""
+    return run.is_plain, run.settings
 
 
 def train_runs(
@@ -74,8 +80,8 @@ def train_runs(
     """
     on_gpu = any(trial_run.config.run.device == "cuda" for trial_run in trial_runs)
     found = list(known)
-    done = {run.settings for run in known}
-    waiting = [(number, trial_run) for number, trial_run in enumerate(trial_runs) if trial_run.settings not in done]
+    done = set(map(_identity, known))
+    waiting = [(number, trial_run) for number, trial_run in enumerate(trial_runs) if _identity(trial_run) not in done]
     if found:
         progress(f"{len(found)} of {len(trial_runs)} runs are reused")
         after(found)
@@ -106,7 +112,11 @@ class _Running:
         self._folder = folder
         config = replace(trial_run.config, run=replace(trial_run.config.run, runs=str(folder / "runs")))
         (folder / "trial.toml").write_text(as_toml(config))
-        command = [sys.executable, "-m", "stagewright", "train", "--config", str(folder / "trial.toml"), "--json"]
+        file = str(folder / "trial.toml")
+        words = ["stagewright.bench.learning.plain", file]
+        if not trial_run.is_plain:
+            words = ["stagewright", "train", "--config", file, "--json"]
+        command = [sys.executable, "-m", *words]
         threads = {"OMP_NUM_THREADS": str(config.run.threads)}
         self._process = children.start(command, threads, stdout=folder / "out.json", stderr=folder / "errors.txt")
 
@@ -128,7 +138,13 @@ class _Running:
         per_epoch = batches_per_epoch(self._folder)
         metric, scores = read_scores(self._folder)
         trained = TrainedRun(
-            *trial_run.key, trial_run.seed, scores, per_epoch, settings=trial_run.settings, metric=metric
+            *trial_run.key,
+            trial_run.seed,
+            scores,
+            per_epoch,
+            settings=trial_run.settings,
+            metric=metric,
+            is_plain=trial_run.is_plain,
         )
         if code == 0:
             summary = json.loads((self._folder / "out.json").read_text())
@@ -177,13 +193,13 @@ def earlier_runs(folders: Sequence[str], trial_runs: Sequence[TrialRun]) -> Earl
 
     Anonymised settings match nothing, since they do not tell one data set from another.
     """
-    asked = {trial_run.settings for trial_run in trial_runs}
-    reusable: dict[str, TrainedRun] = {}
+    asked = set(map(_identity, trial_runs))
+    reusable: dict[tuple[bool, str], TrainedRun] = {}
     machines: dict[str, Mapping[str, str]] = {}
     for folder in folders:
         earlier = _read(Path(folder))
         runs = earlier.runs
-        equal = {run.settings: run for run in runs if run.settings in asked}
+        equal = {_identity(run): run for run in runs if _identity(run) in asked}
         if not equal:
             raise UserError(
                 f"--reuse {folder}: none of its {len(runs)} runs has the settings of any of the {len(trial_runs)} "
@@ -192,9 +208,9 @@ def earlier_runs(folders: Sequence[str], trial_runs: Sequence[TrialRun]) -> Earl
         reusable |= equal
         machines |= earlier.machines
     found = [
-        replace(reusable[trial_run.settings], group=trial_run.key[0], trial=trial_run.key[1])
+        replace(reusable[_identity(trial_run)], group=trial_run.key[0], trial=trial_run.key[1])
         for trial_run in trial_runs
-        if trial_run.settings in reusable
+        if _identity(trial_run) in reusable
     ]
     return EarlierRuns(found, {run.origin: machines[run.origin] for run in found if run.origin in machines})
 

@@ -5,23 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
 
+from stagewright.bench.learning.plain import require_plain
 from stagewright.bench.suite import Configuration, Suite, SuiteOptions, Tables, configurations_of, read_suite
 from stagewright.config.sections import Config
 from stagewright.config.toml import as_toml, make_config, without_unused
-from stagewright.errors import UserError
+from stagewright.errors import UserError, did_you_mean
+
+_DEFAULT = "learning"
 
 
 @dataclass(frozen=True, slots=True)
 class StudyOptions:
     """The options of `bench learning`."""
 
-    study: str | None = None  # a file, in place of the shipped one
+    study: str | None = None  # a shipped one by name, or a file
     data: str | None = None
     val: str | None = None
     seeds: int = 3
     jobs: int | None = None  # runs at the same time
-    target: float | None = None  # top-1 accuracy to reach, in percent
+    target: float | None = None  # of the metric; of accuracies, in percent
     cluster: str | None = None  # times are predicted for it
     is_real: bool = False  # ranks are processes and their time is measured; otherwise runs are emulated
     only: str | None = None
@@ -42,8 +47,13 @@ class TrialRun:
         return (self.configuration.group.name, self.configuration.trial.name)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether a plain PyTorch loop trains it."""
+        return self.configuration.trial.plain
+
+    @property
     def settings(self) -> str:
-        """Everything that decides the result, as text."""
+        """Every option that decides the result, as text."""
         return as_toml(self.config)
 
     def __str__(self) -> str:
@@ -51,11 +61,22 @@ class TrialRun:
 
 
 def open_study(options: StudyOptions) -> Suite:
-    """The shipped study, or the file that the user gives."""
-    if options.study is not None:
-        return read_suite(options.study)
-    with resources.as_file(resources.files("stagewright.bench").joinpath("studies/learning.toml")) as path:
+    """A shipped study, or the file that the user gives."""
+    name = options.study or _DEFAULT
+    if name not in shipped_studies():
+        if not (name.endswith(".toml") or Path(name).is_file()):
+            raise UserError(f"unknown study '{name}', and no .toml file; {did_you_mean(name, shipped_studies())}")
+        return read_suite(name)
+    with resources.as_file(_studies().joinpath(f"{name}.toml")) as path:
         return read_suite(str(path))
+
+
+def shipped_studies() -> tuple[str, ...]:
+    return tuple(sorted(Path(entry.name).stem for entry in _studies().iterdir() if entry.name.endswith(".toml")))
+
+
+def _studies() -> Traversable:
+    return resources.files("stagewright.bench").joinpath("studies")
 
 
 def trial_runs_of(options: StudyOptions, study: Suite) -> list[TrialRun]:
@@ -73,13 +94,13 @@ def trial_runs_of(options: StudyOptions, study: Suite) -> list[TrialRun]:
         given = trial_run.config.data
         if given.source == "synthetic" and options.data is None:
             raise UserError(
-                "bench learning needs training and validation images; give --data and --val, "
+                "bench learning needs training and validation data; give --data and --val, "
                 "such as --data ofrecord:DIR --val ofrecord:DIR, or --data synthetic"
             )
         if given.val is None and given.source != "synthetic":
-            raise UserError(
-                f"--data {given.source} gives training images only; give --val as well, for validation images"
-            )
+            raise UserError(f"--data {given.source} gives training data only; give --val as well, for validation data")
+        if trial_run.is_plain:
+            require_plain(trial_run.config)
     return trial_runs
 
 

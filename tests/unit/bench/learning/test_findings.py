@@ -90,7 +90,7 @@ def test_a_metric_of_which_less_is_better_has_its_own_targets_and_words() -> Non
     assert target_of([sync, stale]) == pytest.approx(20.5 * 1.01, rel=1e-3)
     assert sync.epochs_to(25.0) == 2.0 and stale.epochs_to(30.0) == 1.0 and stale.epochs_to(20.0) is None
     assert stale.difference is not None and stale.difference.value == pytest.approx(2.0)
-    assert stale.summary.startswith("perplexity higher by 2 (")
+    assert stale.summary.startswith("perplexity higher by 2 or 9.8% (")
     study = Study("T", "today", "bench", {}, (sync, stale), {"R": 25.0})
     text = as_markdown(study_page(study))
     assert "R: perplexity against epochs" in text and "epochs to perplexity 25" in text and "%|" not in text

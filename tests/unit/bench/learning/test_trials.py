@@ -30,13 +30,13 @@ def test_the_shipped_study_trains_every_trial_with_every_seed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "needs training and validation images; give --data and --val"),
+        ([], "needs training and validation data; give --data and --val"),
         (["--data", "synthetic", "--seeds", "0"], "--seeds is 0; give at least 1"),
         (["--data", "synthetic", "--target", "120"], "--target is 120; give above 0 and at most 100"),
         (["--data", "synthetic", "--study", "/nowhere.toml"], "/nowhere.toml: No such file"),
         (["--data", "synthetic", "--jobs", "0"], "--jobs is 0; give at least 1"),
         (["--data", "synthetic", "--jobs", "2", "--real"], "--jobs 2 changes nothing with --real"),
-        (["--data", "ofrecord:x"], "--data ofrecord:x gives training images only; give --val as well"),
+        (["--data", "ofrecord:x"], "--data ofrecord:x gives training data only; give --val as well"),
         (["--data", "synthetic", "--set", "run.steps=5"], "run.steps is 5, but a study trains whole epochs"),
         (["--data", "synthetic", "--set", "run.seed=5"], "run.seed is 5, but a study trains whole epochs"),
         (
