@@ -63,7 +63,7 @@ ALLOWED: dict[str, set[str]] = {
     "bench": {*BELOW_RUN, "run"},
     "bench.peers": BENCH,
     "bench.micro": {*BENCH, "data.formats"},
-    "bench.learning": BENCH,
+    "bench.learning": {*BENCH, "data.formats.tokens"},
     "bench.models": BENCH,
     "api": {"config", "errors", "run"},
     "cli": {*BENCH, "bench.peers", "bench.micro", "bench.learning", "bench.models", "hardware.doctor", "data.formats"},

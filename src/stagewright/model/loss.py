@@ -88,7 +88,7 @@ class Loss:
                 f"--loss {self.name} returns a {what} of shape {list(value.shape)}; return one number, a mean over the "
                 "microbatch, or a pair (total, count)"
             )
-        return value.reshape(())
+        return widened(value.reshape(()))
 
 
 class Watched(Mapping[str, Tensor]):
@@ -290,8 +290,8 @@ def _alike(name: str, made: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def _require_classes(logits: Tensor, target: Tensor, axis: int) -> None:
     if logits.dim() < 2:
         raise LossError(
-            f"the model returns shape {list(logits.shape)}; cross-entropy needs [samples, classes]; use another --loss, "
-            "or change the model's output"
+            f"the model returns shape {list(logits.shape)} but cross-entropy needs [samples, classes]; use another "
+            "--loss, or change the model's output"
         )
     expected = [*logits.shape[:axis], *logits.shape[axis + 1 :]]
     if list(target.shape) != expected:

@@ -206,6 +206,12 @@ def _probe(
     first = pieces[0].inputs if training else pieces[0].evaluation_inputs
     pairs = zip(first, given.names, inputs.tensors, before_all, strict=True)
     unchanged = {name: field for name, field, tensor, version in pairs if tensor._version == version}
+    changed_fields = (set(given.names) - set(unchanged.values())) & set(measured.read)
+    if changed_fields:
+        raise LossError(
+            f"the model changes its input '{min(changed_fields)}' in place, and the loss or a metric reads it: which "
+            "numbers it would see depends on the cut; change a copy of it"
+        )
     return Probe(
         len(given.inputs),
         tuple(Value.of(name, tensor) for name, tensor in zip(given.names, given.inputs.tensors, strict=True)),

@@ -17,7 +17,7 @@ _OPTIONS = {option.flag: option for option in options()}
 # Options of a run that change nothing: as keywords by flag, with what the error says about the reason.
 _UNUSED = [
     *(
-        ({flag: value, "--loss": loss}, f"with --loss {loss}; it needs --loss auto, cross-entropy")
+        ({flag: value, "--loss": loss}, f"with --loss {loss}; it needs --loss auto")
         for flag, value, loss in (
             ("--label-smoothing", 0.1, "mse"),
             ("--ignore-index", 0, "soft"),
@@ -102,6 +102,7 @@ _IMPOSSIBLE = [
 
 # Options of other commands: their values, and what the error says.
 _COMMANDS = [
+    ("inspect", {"--inputs": "a", "--data": None}, "without --data"),
     ("plan", {"--lr": 0.1, "--optimizer": "adamw"}, "--lr 0.1 changes nothing with --optimizer adamw"),
     *(
         ("plan", {flag: True, "--lr": None}, f"{flag} changes nothing without --lr")

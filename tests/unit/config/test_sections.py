@@ -29,6 +29,7 @@ BEYOND = {
     "--beta2": ("nan",),
     "--eps": ("-1", "inf"),
     "--label-smoothing": ("nan", "1.5"),
+    "--ignore-index": ("99999999999",),
     "--lr-power": ("nan",),
     "--lr-gamma": ("-1",),
     "--lr-final": ("inf",),

@@ -514,9 +514,9 @@ def in_parts(change: Callable[[fx.Graph, fx.Node], None]) -> Fault:
     def put_in(patch: Patch, hits: Hits) -> None:
         original = cut._Slice.part
 
-        def faulty(self: Any, own: Any, inputs: Any, outputs: Any, is_last: bool) -> Any:
-            part = original(self, own, inputs, outputs, is_last)
-            if not is_last:
+        def faulty(self: Any, own: Any, inputs: Any, outputs: Any) -> Any:
+            part = original(self, own, inputs, outputs)
+            if outputs is not None:
                 graph = part.module.graph
                 (returned,) = (call for call in graph.nodes if call.op == "output")
                 with graph.inserting_before(returned):

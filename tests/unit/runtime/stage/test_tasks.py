@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from stagewright.config.toml import make_config
+from stagewright.errors import UserError
 from stagewright.events import BatchLosses, Event
 from stagewright.run.train import prepare
 from tests import reference
@@ -171,3 +172,28 @@ def test_a_task_resumes_under_another_plan(task: Task, tmp_path: Path) -> None:
     other = _tables(task, replace(_SYNC, placement="0:0-1.0:2", versions=(1, 1), cuts=(1,)), tmp_path)
     other["run"]["resume"] = first.job.folder
     assert_near(_emulated(other).weights, whole.weights, _TOLERANCE)
+
+
+class ChangesItsInput(torch.nn.Module):
+    """Changes its samples in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(6, 3)
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.head(numbers.mul_(2))
+        return made
+
+
+def reads_its_input(outputs: torch.Tensor, sample: Any) -> torch.Tensor:
+    return outputs.square().mean() * sample["numbers"].abs().mean()
+
+
+def test_a_loss_that_reads_what_the_model_changes_in_place_is_refused(tmp_path: Path) -> None:
+    task = next(task for task in TASKS if task.name == "lora")
+    tables = _tables(task, replace(_SYNC, placement="0:0-2", versions=(1,), cuts=()), tmp_path)
+    tables["model"]["name"], tables["plan"]["cut"] = f"{__name__}:ChangesItsInput", None
+    tables["loss"] = {"name": f"{__name__}:reads_its_input"}
+    with pytest.raises(UserError, match="changes its input 'numbers' in place, and the loss"):
+        prepare(make_config(tables, given=()))
