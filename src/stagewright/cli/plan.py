@@ -35,7 +35,7 @@ from stagewright.planning.compare import Comparison, compare, interval, setting_
 from stagewright.planning.planner import Choice, choose, explain
 from stagewright.planning.predict import IMAGENET, link_use, predict, stage_costs
 from stagewright.planning.setting import make_setting
-from stagewright.planning.traced import TracedModel, trace_model
+from stagewright.planning.traced import TracedModel, rate_of, trace_model
 from stagewright.profile.profile import Profile, read_profile
 from stagewright.profile.shapes import Shape
 from stagewright.report.live.terminal import plain_table, say
@@ -255,7 +255,7 @@ def _page(parsed: argparse.Namespace, asked: Asked, choice: Choice, comparison: 
         )
         for c, own in zip(choice.candidates, comparison.intervals, strict=True)
     )
-    columns = ("plan", "microbatches", "lag", "images/s", "90 % interval", "x data parallel", "why")
+    columns = ("plan", "microbatches", "lag", rate_of(parsed.model), "90 % interval", "x data parallel", "why")
     links = tuple(
         (link, f"{seconds * 1e3:.2f}", f"{share:.0%}") for link, seconds, share in link_use(drawn, asked.setting)
     )
@@ -343,7 +343,7 @@ def show(
         "plan",
         "M",
         "lag",
-        "images/s",
+        rate_of(parsed.model),
         "90 %",
         *(("slow host", "fast") if by_host else ()),
         "x dp",
@@ -379,7 +379,7 @@ def show(
             f"  not tried: microbatches of {sizes} samples; the profile does not cover them (profile --samples)",
         )
     for one in tried:
-        shown = f"failed: {one.why}" if one.measured is None else f"{one.measured:,.0f} images/s"
+        shown = f"failed: {one.why}" if one.measured is None else f"{one.measured:,.0f} {rate_of(parsed.model)}"
         say(console, f"trained {_name(choice, one)}: {shown}")
     _show_choice(console, parsed, asked, choice, comparison)
     if explained:
@@ -408,7 +408,7 @@ def _show_choice(
         if advice := comparison.advice(choice, parsed.model):
             say(console, advice)
     if choice.lags:
-        say(console, _lag_line(choice))
+        say(console, _lag_line(choice, rate_of(parsed.model)))
     if not asked.is_measured and (note := device_note(parsed, [asked.setting])):
         say(console, note)
     for warning in (*_warnings(parsed, choice), _stability(parsed, choice).get("warning")):
@@ -416,11 +416,11 @@ def _show_choice(
             say(console, f"warning: {warning}")
 
 
-def _lag_line(choice: Choice) -> str:
+def _lag_line(choice: Choice, rate: str) -> str:
     """The speed of the plan to run at every lag."""
     own = max(stage.versions for stage in choice.best.plan.stages) - 1
     parts = [
-        f"{lag}{' (this plan)' if lag == own else ''}: {found.images_per_second:,.0f} images/s, "
+        f"{lag}{' (this plan)' if lag == own else ''}: {found.images_per_second:,.0f} {rate}, "
         f"waits {found.steady.bubble:.0%}"
         for lag, found in enumerate(choice.lags)
     ]

@@ -21,6 +21,7 @@ from stagewright.plan.plan import Plan
 from stagewright.planning.build import Warn, build_plan
 from stagewright.planning.compare import interval, setting_evidence
 from stagewright.planning.predict import Prediction, predict
+from stagewright.planning.traced import rate_of
 from stagewright.report.live.terminal import plain_table, say
 from stagewright.run.report import make_prediction_page, write_page
 
@@ -47,7 +48,7 @@ def run(parsed: argparse.Namespace) -> None:
         print(json.dumps({"model": parsed.model, "cluster": setting.cluster.name, **prediction.describe(), **bounds}))
         return
     show_prediction(console, parsed.model, prediction, setting)
-    say(console, f"nine of ten such predictions are within {own} images/s ({evidence})")
+    say(console, f"nine of ten such predictions are within {own} {rate_of(parsed.model)} ({evidence})")
 
 
 def _plan(parsed: argparse.Namespace, chain: Chain | None, setting: Setting, warn: Warn) -> Plan:
@@ -93,7 +94,10 @@ def show_prediction(console: Console, model: str, prediction: Prediction, settin
             prediction.memory[rank].largest,
         )
     console.print(table)
-    speed = f"{prediction.images_per_second:,.0f} images/s, an ImageNet epoch in {prediction.epoch_seconds:,.1f} s"
+    rate = rate_of(model)
+    speed = f"{prediction.images_per_second:,.0f} {rate}"
+    if rate == "images/s":
+        speed += f", an ImageNet epoch in {prediction.epoch_seconds:,.1f} s"
     say(console, f"{speed}; devices wait {prediction.steady.bubble:.1%}; bound by {prediction.bound}")
     if not prediction.fits:
         try:

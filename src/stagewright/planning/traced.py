@@ -89,6 +89,12 @@ def form_of(name: str, image: int | None = None) -> Form:
     return Form.image(image or (entry.image if entry else 32))
 
 
+def rate_of(name: str) -> str:
+    """What a model's speed counts: images, or of a model of text samples."""
+    entry = ZOO.get(name)
+    return "samples/s" if entry is not None and entry.tokens is not None else "images/s"
+
+
 def tied_by(chain: Chain) -> Tied:
     """The parameters that several stages would use if a model were cut before some units."""
     return lambda cuts: [TiedParameter(*tied) for tied in chain.tied(cuts)]
