@@ -22,8 +22,8 @@ from torch import nn
 
 from stagewright.cluster.topology import ANYWHERE, Cluster
 from stagewright.config.sections import Config
-from stagewright.data.order import Order
-from stagewright.data.sources import Source, cast
+from stagewright.data.order import Indices, Order
+from stagewright.data.sources import Fields, Source, cast
 from stagewright.errors import UserError, counted, first_line, is_out_of_memory
 from stagewright.hardware.host import num_cores
 from stagewright.model.call import Form, Inputs
@@ -56,7 +56,7 @@ from stagewright.runtime.comm.device import gpu_of
 from stagewright.runtime.job import Evaluation, Job
 from stagewright.runtime.multinode.nodes import cluster_of
 from stagewright.runtime.process.assemble import has_channels_last, open_data, open_model
-from stagewright.runtime.stage.precision import make_precision
+from stagewright.runtime.stage.precision import Precision, make_precision
 from stagewright.runtime.stage.scores import load_metrics, scoring
 from stagewright.schedule.check import check
 
@@ -73,6 +73,24 @@ class Prepared:
     prediction: Prediction | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What is trained, before there is a plan: the data, how the model takes it, and the loss."""
+
+    source: Source
+    val: Source  # what evaluations run on: of its own, or the training data
+    binding: Binding
+    loss: LossOptions
+    precision: Precision
+
+    def fields(self, source: Source, indices: Indices) -> Fields:
+        """Samples as ranks get them."""
+        return cast(source.batch(indices), source.targets, self.precision.weights)
+
+    def named_sources(self, config: Config) -> tuple[tuple[str, Source], ...]:
+        return ((config.data.source, self.source), (config.data.val or "", self.val))
+
+
 def prepare(
     config: Config, warn: Warn = lambda warning: None, *, is_host: bool = True, world: int | None = None
 ) -> Prepared:
@@ -82,71 +100,22 @@ def prepare(
     """
     if config.run.device == "cuda":
         require_cuda()
-    config = _resolve_model(config)
-
-    # The data and the model.
     load_metrics(config.run.metrics)  # reports an unknown one at once
-    precision = make_precision(config.run.precision, config.run.device)
-    asked = {"image": config.data.image, "classes": config.model.classes, "batch": config.plan.batch}
-    with within_memory(**asked, samples=config.data.samples):
-        source = open_data(config, config.data.source)
-        val = open_data(config, config.data.val) if config.data.val else source
-        model = build_model(config.model.name, config.run.seed, config.model.classes, precision.weights)
-        few = cast(source.batch(np.arange(SAMPLES) % len(source)), source.targets, precision.weights)
-        binding = bind(model, tuple(few), source.targets, config)
-        options = loss_options(config, source, val, few)
-        chain = _chain(config, model, binding.given(few).inputs)
-
-    # The plan, and the batch that it starts at.
+    config = _resolve_model(config)
+    task, chain = _open_task(config)
     resume = find_checkpoint(config.run.resume) if config.run.resume else None
     config = replace(config, run=replace(config.run, resume=None))
     cluster = cluster_of(config) if world is None else ANYWHERE  # the launcher has chosen the machines
     chain, config, plan, proof = _proven_plan(config, chain, cluster, resume, warn)
-    if world is not None and plan.world != world:
-        raise UserError(
-            f"the plan has {counted(plan.world, 'rank')} but {counted(world, 'process', 'es')} were started; "
-            "start one process per rank, or change --placement"
-        )
-    require_devices(config, plan, warn)
-    if world is None:
-        _warn_about_cores(config, plan, warn)
-    check(plan.starting_at(0))
-    order = Order(len(source), plan.batch, config.run.seed, config.data.shuffle)
+    _require_ranks(config, plan, world, warn)
+    order = Order(len(task.source), plan.batch, config.run.seed, config.data.shuffle)
     batches = _num_batches(config, order)
-    start = 0
-    if resume is not None:
-        start = start_batch(resume, order, source.fingerprint)
-        require_start(plan, start, batches)
-        if not plan.computes_as(resume.checkpoint.manifest.plan):
-            plan = plan.starting_at(start)
-        for remark in remarks(config, resume, plan):
-            warn(remark)
-
-    # What crosses each cut, in training and in evaluation.
-    with within_memory(**asked):
-        fields = cast(source.batch(order.microbatch(0, plan.microbatches)), source.targets, precision.weights)
-    given, loss = binding.given(fields), Loss(options)
-    pieces = chain.cut(plan.cuts)
-    tied = {parameter.names: parameter.homes for tie in plan.ties for parameter in tie.parameters}
-    assert tied == {names: homes for names, homes, _ in tied_parameters(chain.model, pieces)}, "the plan has other ties"
-    if config.run.export:
-        rehearse(chain.model, pieces, Path(config.run.export))
-    study = partial(_probe, pieces, chain.is_conditional, context=precision.forward_context, device=config.run.device)
-    logits: list[tuple[int, ...]] = []
-    training = study(given, training=True, measure=partial(_measure_logits, loss, logits))
-    _warn_about_means(loss, training, plan, warn)
-    _require_stateless(config, plan, chain, training)
+    plan, start = _starting(config, plan, task.source, order, resume, warn)
+    pauses = _pauses(config, batches, order.batches)
+    training, evaluation = _study(config, task, chain, plan, order, warn, evaluates=bool(pauses))
     if resume is not None:
         require_model(resume, chain.model, training.reached)
-    _require_classes(options, logits[-1], (config.data.source, source), (config.data.val or "", val))
-    _require_vocabulary(chain.model, (config.data.source, source), (config.data.val or "", val))
-    pauses = _pauses(config, batches, order.batches)
-    evaluation = None
-    if pauses:
-        if val is not source:
-            given = _validation(config, binding, val, given, plan.samples)
-        evaluation = _evaluation(plan, study, given, val, scoring(config.run.metrics, options))
-    unit, per_sample = source.unit
+    unit, per_sample = task.source.unit
     prediction = predict_job(config, plan)  # reports an unsuitable profile before a folder is made
     job = Job(
         config,
@@ -156,20 +125,93 @@ def prepare(
         training,
         evaluation,
         str(_run_folder(config, plan, resume if is_host else None)),
-        options,
+        task.loss,
         channels_last=has_channels_last(config, chain.model),
         draws=chain.draws,
         is_conditional=chain.is_conditional,
         way=chain.way,
         proof=proof,
-        samples=len(source),
-        fingerprint=source.fingerprint,
+        samples=len(task.source),
+        fingerprint=task.source.fingerprint,
         start=start,
         resume=None if resume is None else str(resume.checkpoint.folder),
         unit=unit,
         per_sample=per_sample,
     )
     return Prepared(job, prediction)
+
+
+def _open_task(config: Config) -> tuple[_Task, Chain]:
+    """Open the data and build the model, traced on a few samples."""
+    precision = make_precision(config.run.precision, config.run.device)
+    with within_memory(**_asked(config), samples=config.data.samples):
+        source = open_data(config, config.data.source)
+        val = open_data(config, config.data.val) if config.data.val else source
+        model = build_model(config.model.name, config.run.seed, config.model.classes, precision.weights)
+        few = cast(source.batch(np.arange(SAMPLES) % len(source)), source.targets, precision.weights)
+        binding = bind(model, tuple(few), source.targets, config)
+        task = _Task(source, val, binding, loss_options(config, source, val, few), precision)
+        return task, _chain(config, model, binding.given(few).inputs)
+
+
+def _asked(config: Config) -> dict[str, int | None]:
+    """The options that decide how much memory preparing takes."""
+    return {"image": config.data.image, "classes": config.model.classes, "batch": config.plan.batch}
+
+
+def _require_ranks(config: Config, plan: Plan, world: int | None, warn: Warn) -> None:
+    """An error where the plan's ranks can't run, or could wait for each other for ever."""
+    if world is not None and plan.world != world:
+        raise UserError(
+            f"the plan has {counted(plan.world, 'rank')} but {counted(world, 'process', 'es')} were started; "
+            "start one process per rank, or change --placement"
+        )
+    require_devices(config, plan, warn)
+    if world is None:
+        _warn_about_cores(config, plan, warn)
+    check(plan.starting_at(0))
+
+
+def _starting(
+    config: Config, plan: Plan, source: Source, order: Order, resume: Resume | None, warn: Warn
+) -> tuple[Plan, int]:
+    """The plan, from the batch that it starts at: 0, or where the run that is resumed has stopped."""
+    if resume is None:
+        return plan, 0
+    start = start_batch(resume, order, source.fingerprint)
+    require_start(plan, start, _num_batches(config, order))
+    if not plan.computes_as(resume.checkpoint.manifest.plan):
+        plan = plan.starting_at(start)
+    for remark in remarks(config, resume, plan):
+        warn(remark)
+    return plan, start
+
+
+def _study(
+    config: Config, task: _Task, chain: Chain, plan: Plan, order: Order, warn: Warn, *, evaluates: bool
+) -> tuple[Probe, Evaluation | None]:
+    """What crosses each cut, in training and in evaluation, and whether model, loss and data suit each other."""
+    with within_memory(**_asked(config)):
+        fields = task.fields(task.source, order.microbatch(0, plan.microbatches))
+    given, loss = task.binding.given(fields), Loss(task.loss)
+    pieces = chain.cut(plan.cuts)
+    tied = {parameter.names: parameter.homes for tie in plan.ties for parameter in tie.parameters}
+    assert tied == {names: homes for names, homes, _ in tied_parameters(chain.model, pieces)}, "the plan has other ties"
+    if config.run.export:
+        rehearse(chain.model, pieces, Path(config.run.export))
+    context = task.precision.forward_context
+    study = partial(_probe, pieces, chain.is_conditional, context=context, device=config.run.device)
+    logits: list[tuple[int, ...]] = []
+    training = study(given, training=True, measure=partial(_measure_logits, loss, logits))
+    _warn_about_means(loss, training, plan, warn)
+    _require_stateless(config, plan, chain, training)
+    _require_classes(task.loss, logits[-1], *task.named_sources(config))
+    _require_vocabulary(chain.model, *task.named_sources(config))
+    if not evaluates:
+        return training, None
+    if task.val is not task.source:
+        given = _validation(config, task.binding, task.val, given, plan.samples)
+    return training, _evaluation(plan, study, given, task.val, scoring(config.run.metrics, task.loss))
 
 
 def predict_job(config: Config, plan: Plan) -> Prediction | None:

@@ -148,7 +148,12 @@ def main(path: str) -> None:
     folder = Path(config.run.runs) / "plain"
     folder.mkdir(parents=True)
     with (folder / "metrics.jsonl").open("w") as file:
-        rate = train_plain(config, lambda record: print(encode(record), file=file, flush=True))
+
+        def keep(record: Step | Evaluated) -> None:
+            file.write(encode(record) + "\n")
+            file.flush()
+
+        rate = train_plain(config, keep)
     print(json.dumps({"images_per_second": rate}))
 
 

@@ -196,9 +196,8 @@ class Scorer:
         """The loss of one microbatch."""
         return self._loss(outputs, sample)
 
-    def add(self, outputs: Any, sample: Sample) -> None:
+    def add(self, outputs: Any, sample: Sample, samples: int) -> None:
         """Add what the metrics make of one microbatch."""
-        samples = len(next(iter(sample.values())))
         measured = self.measure(outputs, sample)
         if measured.count is None:
             totals = {LOSS: (float(measured.total) * samples, float(samples))}
@@ -241,7 +240,7 @@ def scoring(metrics: str, loss: LossOptions) -> Callable[[Any, Sample], Measured
     scorer = make_scorer(metrics, loss)
 
     def measure(outputs: Any, sample: Sample) -> Measured:
-        scorer.add(outputs, sample)
+        scorer.add(outputs, sample, samples=1)
         return scorer.measure(outputs, sample)
 
     return measure

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -307,14 +308,14 @@ class Worker:
             replica, microbatch = self.replicas[action.stage], action.microbatch
             assert microbatch is not None
             self._load(replica, microbatch, self.evaluation_loader)
-            replica.evaluate(microbatch, self._add_score)
+            replica.evaluate(microbatch, partial(self._add_score, probe.samples))
             if not replica.stage.is_last:
                 self._hand_over(replica, microbatch)
         self._flush()
 
-    def _add_score(self, outputs: Any, fields: Mapping[str, Tensor]) -> None:
+    def _add_score(self, samples: int, outputs: Any, fields: Mapping[str, Tensor]) -> None:
         assert self._scorer is not None
-        self._scorer.add(outputs, fields)
+        self._scorer.add(outputs, fields, samples)
 
     def _open(self, probe: Probe, span: range, *, forward_only: bool = False) -> None:
         """Set the channels' message formats, and announce the microbatches of a span."""

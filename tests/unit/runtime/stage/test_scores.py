@@ -55,7 +55,7 @@ def evaluate(
     """What replicas that take pieces in turn report together."""
     scorers = [make_scorer(names, LossOptions(loss)) for _ in range(replicas)]
     for number, (outputs, target) in enumerate(pieces):
-        scorers[number % replicas].add(outputs, {field: target})
+        scorers[number % replicas].add(outputs, {field: target}, len(target))
     return Evaluated.of(0, [scorer.score for scorer in scorers])
 
 
@@ -101,7 +101,7 @@ def test_regression_and_multi_label_metrics_count_elements() -> None:
     outputs, target = torch.randn(9, 3, generator=generator), torch.randn(9, 3, generator=generator)
     scorer = make_scorer("mae,mse", LossOptions("mse"))
     for piece, right in pieces_of(outputs, target, 4, 5):
-        scorer.add(piece, {"target": right})
+        scorer.add(piece, {"target": right}, len(right))
     values = metric_values(scorer.score.totals)
     assert values["mae"] == pytest.approx(float(functional.l1_loss(outputs, target)), rel=1e-6)
     assert values["mse"] == pytest.approx(float(functional.mse_loss(outputs, target)), rel=1e-6)
@@ -177,7 +177,7 @@ def test_finds_the_logits_and_the_target() -> None:
 )
 def test_a_metric_that_returns_something_else_is_one_line(returned: Any, said: str) -> None:
     with pytest.raises(UserError, match=f"^metric 'mine' .*{said}") as error:
-        Scorer({"mine": lambda outputs, sample: returned}, CROSS_ENTROPY).add(*_tokens())
+        Scorer({"mine": lambda outputs, sample: returned}, CROSS_ENTROPY).add(*_tokens(), 2)
     assert "\n" not in str(error.value)
 
 
@@ -186,18 +186,18 @@ def test_a_metric_that_raises_and_two_of_one_name_are_one_line() -> None:
         raise RuntimeError("no such\nfield")
 
     with pytest.raises(UserError, match=r"^metric 'mine' raised RuntimeError: no such$"):
-        Scorer({"mine": broken}, CROSS_ENTROPY).add(*_tokens())
+        Scorer({"mine": broken}, CROSS_ENTROPY).add(*_tokens(), 2)
     with pytest.raises(UserError, match="metric 'mine' returns 'top1', as metric 'top1' does; rename one of them"):
-        Scorer({"top1": BUILT_IN["top1"], "mine": BUILT_IN["top1"]}, CROSS_ENTROPY).add(*_tokens())
+        Scorer({"top1": BUILT_IN["top1"], "mine": BUILT_IN["top1"]}, CROSS_ENTROPY).add(*_tokens(), 2)
     with pytest.raises(
         UserError, match=r"metric 'mae' raised ValueError: outputs are \[2, 7, 3\] but targets \[2, 3\]"
     ):
-        Scorer(load_metrics("mae"), CROSS_ENTROPY).add(*_tokens())
+        Scorer(load_metrics("mae"), CROSS_ENTROPY).add(*_tokens(), 2)
 
 
 def test_names_are_cleaned_and_bounded() -> None:
     scorer = Scorer({"mine": lambda outputs, sample: {"a\x1b[31m": (1, 2), "b" * 99: (1, 1)}}, CROSS_ENTROPY)
-    scorer.add(*_tokens())
+    scorer.add(*_tokens(), 2)
     assert list(scorer.score.totals) == ["loss", "a\\x1b[31m", "b" * 60] and scorer.score.samples == 2
 
 

@@ -197,3 +197,21 @@ def test_a_loss_that_reads_what_the_model_changes_in_place_is_refused(tmp_path: 
     tables["loss"] = {"name": f"{__name__}:reads_its_input"}
     with pytest.raises(UserError, match="changes its input 'numbers' in place, and the loss"):
         prepare(make_config(tables, given=()))
+
+
+def test_a_field_travels_only_as_far_as_it_is_read(tmp_path: Path) -> None:
+    """Evaluation sends what the loss and the metrics read, and training what the loss reads; a live input once."""
+    language, segmentation = (next(t for t in TASKS if t.name == name) for name in ("language", "segmentation"))
+    for task, read in ((language, "targets"), (segmentation, "label")):
+        tables = _tables(task, _SYNC, tmp_path)
+        tables["run"]["eval_every"] = _STEPS
+        job = prepare(make_config(tables, given=())).job
+        assert job.evaluation is not None
+        for probe in (job.training, job.evaluation.whole):
+            assert [value.name for value in probe.fields] == [read]
+            images = [value for values in probe.cuts for value in values if value.field == "image"]
+            assert not images, "no stage behind the first reads the image"
+    masks = [[value.field for value in values] for values in prepare(make_config(_tables(language, _SYNC, tmp_path),
+             given=())).job.training.cuts]  # fmt: skip
+    assert ["attention_mask" in fields for fields in masks] == [True, True, False], "the head does not read it"
+    assert not any("input_ids" in fields for fields in masks)
