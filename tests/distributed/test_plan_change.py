@@ -59,7 +59,8 @@ def single_step(case: Case, folder: Path) -> Step:
     losses = []
     samples = reference.epochs_in_identity_order(case.samples, case.batch)(batch)
     for number, piece in enumerate(samples.chunk(case.microbatches)):
-        loss, gradients = reference.run_microbatch(model, [stage], number, images.double()[piece], labels[piece])
+        fields = {"image": images.double()[piece], "label": labels[piece]}
+        loss, _, gradients = reference.run_microbatch(model, [stage], number, fields)
         losses.append(loss)
         stage.add(number, gradients)
         reference.update_finished([stage], number, setup)
