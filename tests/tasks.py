@@ -272,7 +272,8 @@ def _translation(generator: torch.Generator) -> Fields:
 def _segmentation(generator: torch.Generator) -> Fields:
     label = torch.randint(4, (SAMPLES, 6, 6), generator=generator)
     label[torch.rand(label.shape, generator=generator) < 0.3] = -100
-    label[:3] = -100  # a microbatch in which nothing counts
+    label[:12] = -100  # a batch in which nothing counts
+    label[12:15] = -100  # and a microbatch
     return {"image": torch.randn(SAMPLES, 3, 6, 6, generator=generator), "label": label}
 
 
