@@ -17,6 +17,11 @@ Values = Mapping[str, Any]  # of all options of a command, by flag; a condition 
 
 _CLASSES = ("folder", "tar", "ofrecord", "segmentation")  # data of images that may have class names
 _IMAGES = (*_CLASSES, "table")
+LOSS_OPTIONS = {  # the built-in losses that each option of a loss changes
+    "--label-smoothing": ("cross-entropy", "next-token", "soft"),
+    "--ignore-index": ("cross-entropy", "next-token", "binary"),
+    "--class-weights": ("cross-entropy",),
+}
 _SEARCHES = ("plan", "simulate", "value")  # commands that plan without training
 
 
@@ -214,9 +219,11 @@ RULES: tuple[Rule, ...] = (
     *_exclusive("--cut", "--shares"),
     *_exclusive("--staleness", "--versions"),
     # Loss
-    *_unused(_is("--loss", "auto", "cross-entropy", "next-token", "soft"), "--label-smoothing", off=0.0),
-    *_unused(_is("--loss", "auto", "cross-entropy", "next-token", "binary"), "--ignore-index"),
-    *_unused(_is("--loss", "auto", "cross-entropy"), "--class-weights"),
+    *(
+        rule
+        for flag, losses in LOSS_OPTIONS.items()
+        for rule in _unused(_is("--loss", "auto", *losses), flag, off=0.0 if flag == "--label-smoothing" else False)
+    ),
     # Optimizer and learning rate
     *_unused(_SGD, "--momentum", "--nesterov"),
     *_unused(_is("--optimizer", "adamw"), "--beta1", "--beta2", "--eps"),

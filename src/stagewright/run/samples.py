@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor, nn
 
+from stagewright.config.rules import LOSS_OPTIONS
 from stagewright.config.sections import Config
 from stagewright.data.sources import Source
 from stagewright.errors import UserError, did_you_mean
@@ -108,11 +109,12 @@ def loss_options(config: Config, source: Source, val: Source, fields: Mapping[st
 def _require_used(name: str, config: Config) -> None:
     """An error about an option that changes nothing with the loss that suits the target."""
     given = {
-        "--label-smoothing": (config.optimizer.label_smoothing or None, ("cross-entropy", "next-token", "soft")),
-        "--ignore-index": (config.loss.ignore_index, ("cross-entropy", "next-token", "binary")),
-        "--class-weights": (config.loss.class_weights, ("cross-entropy",)),
+        "--label-smoothing": config.optimizer.label_smoothing or None,
+        "--ignore-index": config.loss.ignore_index,
+        "--class-weights": config.loss.class_weights,
     }
-    for option, (value, losses) in given.items():
+    for option, value in given.items():
+        losses = LOSS_OPTIONS[option]
         if value is not None and name not in losses:
             raise UserError(
                 f"{option} {str(value)[:80]} changes nothing with --loss {name}, which suits the target; leave it out, "
