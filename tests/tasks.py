@@ -210,6 +210,13 @@ def per_word(outputs: Any, fields: Fields) -> Any:
     return total, (targets != -100).sum()
 
 
+def masked_words(outputs: Any, fields: Any) -> Any:
+    """Also Stagewright's: a loss that reads an input of the model."""
+    mask, targets = fields["attention_mask"], fields["targets"].clamp(min=0)
+    each = functional.cross_entropy(outputs.transpose(1, 2), targets, reduction="none")
+    return (each * mask).sum(), mask.sum()
+
+
 def per_pixel(outputs: Any, fields: Fields) -> Any:
     total = functional.cross_entropy(outputs["out"], fields["label"], ignore_index=-100, reduction="sum")
     return total, (fields["label"] != -100).sum()

@@ -14,10 +14,11 @@ from stagewright.config.toml import make_config
 from stagewright.errors import UserError
 from stagewright.events import BatchLosses, Event
 from stagewright.run.train import prepare
+from stagewright.runtime.comm.boundary import Boundary, FormatOptions
 from tests import reference
 from tests.keeping import emulate_job
 from tests.parity import EmulatedRun, assert_near
-from tests.tasks import TASKS, Task
+from tests.tasks import TASKS, Task, masked_words
 
 _BATCH, _MICROBATCHES, _STEPS, _SEED = 12, 4, 5, 3
 _IS_NIGHTLY = bool(os.environ.get("STAGEWRIGHT_NIGHTLY"))
@@ -172,6 +173,18 @@ def test_a_task_resumes_under_another_plan(task: Task, tmp_path: Path) -> None:
     other = _tables(task, replace(_SYNC, placement="0:0-1.0:2", versions=(1, 1), cuts=(1,)), tmp_path)
     other["run"]["resume"] = first.job.folder
     assert_near(_emulated(other).weights, whole.weights, _TOLERANCE)
+
+
+def test_an_input_that_the_loss_reads_is_sent_once_where_a_stage_needs_it(tmp_path: Path) -> None:
+    language = next(task for task in TASKS if task.name == "language")
+    task = replace(language, option="tests.tasks:masked_words", loss=masked_words)
+    run, expected = _emulated(_tables(task, _SYNC, tmp_path)), _refer(task, _SYNC)
+    assert_near(run.weights, expected.weights | expected.buffers, _TOLERANCE)
+    training = run.job.training
+    carried = [Boundary.of(values, training.fields, FormatOptions()).fields for values in training.cuts]
+    assert carried == [("targets",), ("targets",), ("attention_mask", "targets")], (
+        "the last stage's loss alone reads it"
+    )
 
 
 class ChangesItsInput(torch.nn.Module):
