@@ -75,7 +75,7 @@ def local_capacity() -> Capacity:
 def needed_memory(config: Config) -> list[int]:
     """Predicted bytes per rank; empty for a model whose shapes cannot be traced."""
     try:
-        model = trace_model(config.model.name, config.model.classes, config.data.image)
+        model = trace_model(config.model.name, config.model.classes, config.data.image, frozen=config.model.freeze)
         plan = build_plan(config.plan, ANYWHERE, model.chain)  # without a setting: by operations, with the largest lag
     except UserError:
         return []
@@ -85,7 +85,7 @@ def needed_memory(config: Config) -> list[int]:
 
 def predict_config(config: Config, catalog: Catalog, cluster: Cluster, *, loads: bool) -> Prediction:
     """Simulate the plan that a configuration describes; `loads` includes the time to load and decode real data."""
-    model = trace_model(config.model.name, config.model.classes, config.data.image)
+    model = trace_model(config.model.name, config.model.classes, config.data.image, frozen=config.model.freeze)
     setting = config_setting(config, cluster, catalog=catalog, loads=loads)
     plan = build_plan(config.plan, cluster, model.chain, lambda placement: setting)
     return predict(plan, setting)

@@ -25,8 +25,8 @@ class Form:
     names: tuple[str, ...] = ()
 
     @staticmethod
-    def image(side: int) -> Form:
-        return Form(((3, side, side),), ("float32",))
+    def image(side: int, channels: int = 3) -> Form:
+        return Form(((channels, side, side),), ("float32",))
 
     @staticmethod
     def text(tokens: int) -> Form:

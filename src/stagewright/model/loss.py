@@ -2,29 +2,32 @@
 
 A loss returns a mean over the microbatch, or `(total, count)`: then the loss of a batch is the sum of totals over the
 sum of counts, however many targets each microbatch has. `LOSSES` has the built-in ones by name; `model` takes the loss
-that the model itself returns. A user's is `package.module:function`.
+that the model itself returns. A user's is `package.module:function`; where samples are pairs or tuples, not named
+fields, it is `loss(outputs, target)`, as torch's criteria are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from stagewright.errors import UserError, did_you_mean, first_line
 from stagewright.model.call import leaves_of
-from stagewright.model.load import load_callable
+from stagewright.objects import load_callable, load_object
 
 Sample = Mapping[str, Tensor]
 Function = Callable[[Any, Sample], Any]
 TARGETS = ("label", "labels", "target", "targets")
 NEXT_TOKEN = "next-token"
 IGNORED = -100  # a target that does not count
+_ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
 
 
 class LossError(UserError):
@@ -47,6 +50,7 @@ class LossOptions:
     label_smoothing: float = 0.0
     ignore_index: int | None = None  # a label that does not count, as -100; None: there is none where samples have one
     class_weights: tuple[float, ...] = ()
+    is_paired: bool = False  # samples end with their target: a user's loss and metrics get that in place of all fields
 
 
 class Loss:
@@ -56,6 +60,7 @@ class Loss:
         self.name = options.name
         self._function = _make(options)
         self.is_builtin = ":" not in options.name
+        self.counts_alike = self.is_builtin or _is_plain_mean(options.name)  # every microbatch, of one size
 
     def __call__(self, outputs: Any, sample: Sample) -> Measured:
         try:
@@ -317,16 +322,21 @@ def _make(options: LossOptions) -> Function:
         return LOSSES[options.name](options)
     if ":" in options.name:
         function = load_callable(options.name, "--loss")
-        if isinstance(function, type) and issubclass(function, torch.nn.Module):
+        if isinstance(function, type) and issubclass(function, nn.Module):
             raise UserError(f"--loss {options.name} is a class; give a function loss(outputs, sample)")
-        return _of_user(options.name, function)
+        return _of_user(options, function)
     raise UserError(
         f"--loss {options.name} is neither a built-in loss ({', '.join(LOSSES)}) nor package.module:function; "
         f"{did_you_mean(options.name, LOSSES)}"
     )
 
 
-def _of_user(name: str, function: Callable[..., Any]) -> Function:
+def _of_user(options: LossOptions, function: Callable[..., Any]) -> Function:
+    name = options.name
+    if isinstance(function, nn.Module):
+        function = _criterion(name, function)
+    function = users_function(function, is_paired=options.is_paired)
+
     def loss(outputs: Any, sample: Sample) -> Any:
         try:
             return function(outputs, sample)
@@ -336,3 +346,50 @@ def _of_user(name: str, function: Callable[..., Any]) -> Function:
             raise LossError(f"--loss {name} raised {type(error).__name__}: {first_line(error, 200)}") from error
 
     return loss
+
+
+def users_function(function: Callable[..., Any], *, is_paired: bool) -> Function:
+    """A user's loss or metric as one of outputs and fields: where samples are pairs, it gets their target alone."""
+    if not is_paired:
+        return function
+    return lambda outputs, sample: function(
+        widened(outputs) if isinstance(outputs, Tensor) else outputs, target_of(sample)
+    )
+
+
+def _criterion(name: str, module: nn.Module) -> Callable[[Any, Any], Any]:
+    """A criterion of torch, whose own tensors, such as class weights, take the device and the type of the outputs."""
+    if trained := [path for path, parameter in module.named_parameters() if parameter.requires_grad]:
+        raise UserError(
+            f"--loss {name} has a parameter '{trained[0]}', which no stage would train; make it a part of the model"
+        )
+    if type(module) is nn.CrossEntropyLoss and module.reduction == "mean":
+        return partial(_exact_entropy, module)
+    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+
+    def call(outputs: Any, given: Any) -> Any:
+        found = leaves_of(outputs)
+        if not tensors or not found:
+            return module(outputs, given)
+        like = widened(found[0])
+        moved = {
+            path: tensor.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
+            for path, tensor in tensors.items()
+        }
+        return torch.func.functional_call(module, moved, (outputs, given))
+
+    return call
+
+
+def _exact_entropy(module: nn.CrossEntropyLoss, outputs: Tensor, target: Tensor) -> Any:
+    """torch's cross-entropy with its total and count, so that labels that do not count are left out exactly."""
+    weights = None if module.weight is None else module.weight.to(outputs)
+    if not isinstance(target, Tensor) or target.is_floating_point():
+        return functional.cross_entropy(outputs, target, weights, label_smoothing=module.label_smoothing)
+    return _counted(outputs, target, LossOptions("", module.label_smoothing, module.ignore_index), weights)
+
+
+def _is_plain_mean(name: str) -> bool:
+    """Whether a loss is one of torch's means over elements, of which microbatches of one size have equally many."""
+    found = load_object(name, "--loss")
+    return type(found) in _ELEMENTWISE and found.reduction == "mean"

@@ -115,8 +115,9 @@ def prove(build: Build, chain: Chain, cuts: Sequence[str], identity: str) -> Pro
     `build` makes the model of the chain, each time anew; `identity` is what its factory is known by.
     """
     began, way, example = time.perf_counter(), chain.way, chain.example
-    path = cache_folder() / f"{proof_key(chain, cuts, identity)}.json"
-    if (known := _read(path)) is not None:
+    key = proof_key(chain, cuts, identity)
+    path = None if key is None else cache_folder() / f"{key}.json"
+    if path is not None and (known := _read(path)) is not None:
         return known
     _require_memory(chain.model)
     with analysing(), _noting_autocast() as regions:
@@ -130,6 +131,8 @@ def prove(build: Build, chain: Chain, cuts: Sequence[str], identity: str) -> Pro
             found = _compare_in_single(build, example, cuts, way)
     difference, tolerance, precision = found
     proof = Proof(str(way), len(cuts) + 1, SAMPLES, precision, difference, tolerance, time.perf_counter() - began)
+    if path is None:
+        return proof
     with suppress(OSError):  # a full or read-only disk: proven again the next time
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(asdict(proof)))
@@ -505,10 +508,15 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stagewright" / "proofs"
 
 
-def proof_key(chain: Chain, cuts: Sequence[str], identity: str) -> str:
-    """What a proof depends on: the model's code and what was recorded of it, this package's code, versions and cuts."""
+def proof_key(chain: Chain, cuts: Sequence[str], identity: str) -> str | None:
+    """What a proof depends on: the model's code and what was recorded of it, this package's code, versions and cuts.
+
+    None where some code is in no file, as that of a notebook: it may be other code the next time.
+    """
     model, example = chain.model, chain.example
-    files = {inspect.getsourcefile(type(module)) for module in model.modules() if _has_source(type(module))}
+    files = {_source_of(type(module)) for module in model.modules()}
+    if None in files:
+        return None
     files |= {str(path) for path in Path(__file__).parent.glob("*.py")}
     factory = sys.modules.get(identity.partition(":")[0])
     files |= {getattr(factory, "__file__", None)}
@@ -552,11 +560,13 @@ def _described_call(value: Any) -> str:
     return re.sub(r"0x[0-9a-f]+", "", repr(value))[:_LONGEST]
 
 
-def _has_source(kind: type) -> bool:
+def _source_of(kind: type) -> str | None:
+    """The file of a class; None for one of a notebook or a command line."""
     try:
-        return inspect.getsourcefile(kind) is not None
-    except TypeError:
-        return False
+        path = inspect.getsourcefile(kind)
+    except (TypeError, OSError):
+        return None
+    return path if path is not None and Path(path).is_file() else None
 
 
 def keeps_state(build: Build, example: Inputs, attributes: Sequence[str]) -> bool:

@@ -288,8 +288,11 @@ class _Recorder(TorchFunctionMode):
         kind = example.tensors[0].device.type
         self._device = kind if kind != "meta" else "cpu"
         original = nn.Module.__call__
-        function_apply: Any = inspect.getattr_static(torch.autograd.Function, "apply").__func__
+        apply_method: Any = inspect.getattr_static(torch.autograd.Function, "apply")  # of Python, or of C
         recorder = self
+
+        def function_apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+            return apply_method.__get__(None, function)(*args, **kwargs)
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return recorder._module(module, original, args, kwargs)

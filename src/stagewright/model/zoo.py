@@ -231,6 +231,9 @@ class Entry:
     image: int = 224
     classes: int = 1000
     tokens: int | None = None
+    channels: int = RGB
+    normalize: str = "imagenet"  # its images, as --normalize says it
+    has_classes: bool = True  # they can be chosen
 
 
 VGG_BLOCKS: Mapping[str, Blocks] = {
@@ -269,6 +272,9 @@ ZOO: Mapping[str, Entry] = {
 def build(name: str, classes: int | None = None) -> nn.Module:
     """The named model with new weights, for its default number of classes unless another is given."""
     if name not in ZOO:
-        raise UserError(f"unknown model '{name}'; {did_you_mean(name, ZOO)} (your own model: package.module:factory)")
+        raise UserError(
+            f"unknown model '{name}'; {did_you_mean(name, ZOO)} (others: timm:NAME, torchvision:NAME, hf:CONFIG, or "
+            "your own as package.module:factory)"
+        )
     entry = ZOO[name]
     return entry.build(entry.classes if classes is None else classes)

@@ -34,6 +34,7 @@ class UnitSums:
         self.forward = _prefix([unit.forward for unit in table.units])
         self.backward = _prefix([unit.backward for unit in table.units])
         self.parameters = _prefix([unit.parameters for unit in table.units])
+        self.frozen = _prefix([unit.frozen for unit in table.units])
         self.saved = _prefix([unit.saved for unit in table.units])
         self.live = np.array([0.0, *(unit.live for unit in table.units[:-1]), 0.0])
         self.live_gradient = np.array([0.0, *(unit.live_gradient for unit in table.units[:-1]), 0.0])
@@ -64,13 +65,15 @@ class Setting:
     overhead: float = 0.0  # seconds per compute beside its units
     covered: tuple[int, int] | None = None  # smallest and largest microbatch with a table; None: any size has one
     tied: Callable[[Sequence[str]], Sequence[TiedParameter]] | None = None  # of a model's cuts; None: not known
+    is_averaged: bool = False  # an average of the weights is kept beside them (--ema)
 
     def covers(self, samples: int) -> bool:
         return self.covered is None or self.covered[0] <= samples <= self.covered[1]
 
     @property
     def moments(self) -> float:
-        return OPTIMIZER_MOMENTS.get(self.optimizer, 1.0)
+        """Copies of the weights that the optimizer's state has, and their average."""
+        return OPTIMIZER_MOMENTS.get(self.optimizer, 1.0) + self.is_averaged
 
     def sums(self, kind: str, samples: int) -> UnitSums:
         """The prefix sums of a table, made once."""
@@ -171,7 +174,7 @@ class Estimate:
         return [tied for tie in self.plan.ties for tied in tie.parameters if stage in tied.homes]
 
     def update(self, stage: int, rank: int) -> float:
-        """Seconds of the optimizer, and of the copy of the new version into its slot."""
+        """Seconds of the optimizer, of the copy of the new version into its slot, and of its average."""
         return self._once(("update", stage, self.kind(rank)), lambda: self._update(stage, rank))
 
     def _update(self, stage: int, rank: int) -> float:
@@ -179,6 +182,8 @@ class Estimate:
         seconds = self.setting.update_seconds(parameters, kind) + self.setting.software.overhead
         if self.plan.stages[stage].versions > 1:
             seconds += float(cost.update_seconds(parameters, 2, self.setting.devices(kind).bandwidth))
+        if self.setting.is_averaged:
+            seconds += float(cost.update_seconds(parameters, 3, self.setting.devices(kind).bandwidth))
         return seconds
 
     def boundary(self, stage: int, *, backward: bool) -> float:
@@ -325,6 +330,7 @@ class Estimate:
             depth = own if stage.is_last else own * (software.in_flight or 1)
         pieces = own if software.whole_batches else 1  # microbatches that run as one
         saved = float(sums.saved[last] - sums.saved[first])
+        frozen = float(sums.frozen[last] - sums.frozen[first])
         messages = float(sums.live[first] + sums.live[last]) * pieces
         largest = float(sums.outputs[first:last].max()) * pieces
         borrowed = float(software.workspace)
@@ -332,7 +338,7 @@ class Estimate:
             borrowed = min(borrowed, float(sums.workspaces[first:last].max()) * pieces)
         loads = stage.is_first and self.setting.loader is not None
         return Memory(
-            weights=weights * weight_copies(stage.versions),
+            weights=weights * weight_copies(stage.versions) + frozen * cost.GRADIENT_BYTES,
             gradients=weights * stage.num_gradients,
             optimizer=weights * (self.setting.moments + software.temporaries),
             activations=saved * depth,

@@ -17,7 +17,7 @@ class Memory:
 
     weights: float = 0.0  # master and versions
     gradients: float = 0.0
-    optimizer: float = 0.0
+    optimizer: float = 0.0  # its state, and the average of the weights
     activations: float = 0.0  # saved for backward, of every microbatch in flight
     buffers: float = 0.0  # messages, and gradients of activations
     workspace: float = 0.0
@@ -48,7 +48,7 @@ def weight_copies(versions: Number) -> Number:
 
 
 def state_bytes(parameters: Number, versions: Number, replicas: Number, moments: float) -> Number:
-    """Weights, gradients and optimizer state of a stage; `moments` are the optimizer's buffers."""
+    """Weights, gradients and optimizer state of a stage; `moments` are the optimizer's buffers, and the average."""
     copies = weight_copies(versions) + gradient_buffers(versions, replicas) + moments
     return parameters * GRADIENT_BYTES * copies
 

@@ -167,7 +167,7 @@ class Segments:
     saved: Array
     entering: Array  # bytes that enter over both borders per microbatch, forward and backward
     leaving: Array
-    transient: Array  # bytes of message buffers, of gradients of activations, and of workspace
+    other: Array  # bytes of message buffers, of gradients of activations, of workspace and of frozen weights
 
     @staticmethod
     def of(sums: Sequence[UnitSums], software: Software, points: Array | None = None) -> Segments:
@@ -200,7 +200,7 @@ class Segments:
             between(own.saved),
             own.live[begin] + own.live_gradient[end],
             own.live[end] + own.live_gradient[begin],
-            messages + 2 * largest(own.outputs) + workspace,
+            messages + 2 * largest(own.outputs) + workspace + cost.GRADIENT_BYTES * between(own.frozen),
         )
 
     def beginning(self, unit: int) -> slice:

@@ -118,7 +118,7 @@ class MemoryLimits:
         if stages == 1:
             depth = np.ones_like(depth)
         state = state_bytes(segments.parameters[pairs], versions, size, self.moments)
-        return state + segments.saved[pairs] * depth + segments.transient[pairs]
+        return state + segments.saved[pairs] * depth + segments.other[pairs]
 
 
 def make_time_model(

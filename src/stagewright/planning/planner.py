@@ -18,7 +18,7 @@ from functools import cache
 
 from stagewright.cluster.placement import Placement, format_placement
 from stagewright.cluster.topology import Cluster, Device
-from stagewright.errors import UserError, did_you_mean
+from stagewright.errors import UserError, counted, did_you_mean
 from stagewright.metrics import MIB
 from stagewright.plan.estimate import Estimate, Setting, with_own_ties, with_whole_batches
 from stagewright.plan.make import MOST_MICROBATCHES, divisors, make_plan, stale_versions, with_ties
@@ -75,7 +75,7 @@ class Candidate:
         return self.prediction.plan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Choice:
     """The candidates, fastest first, and the plans that do not fit."""
 
@@ -84,6 +84,14 @@ class Choice:
     lags: tuple[Prediction, ...] = ()  # the best plan with no lag, with a lag of one update, and so on
     unprofiled: tuple[int, ...] = ()  # microbatch sizes that were not tried, because the profile does not cover them
     decided: bool = False  # the candidates were trained, and the first is the fastest
+
+    def __repr__(self) -> str:
+        best = self.best
+        return (
+            f"Choice({best.plan.mode} {format_placement(best.plan.placement)}: "
+            f"{best.prediction.images_per_second:,.0f} images/s, {best.speedup:.2f} x data parallel; "
+            f"{counted(len(self.candidates), 'candidate')})"
+        )
 
     @property
     def fastest(self) -> Candidate:

@@ -20,7 +20,7 @@ _MOST_ROUNDS = 64
 _MOST_LINKS = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Prediction:
     """What a plan would do."""
 
@@ -39,6 +39,13 @@ class Prediction:
     @property
     def fits(self) -> bool:
         return all(memory.total <= limit for memory, limit in zip(self.memory, self.limits, strict=True))
+
+    def __repr__(self) -> str:
+        most = max(memory.total for memory in self.memory) / MIB
+        return (
+            f"Prediction({self.plan.mode} {self.plan.shape}: {self.images_per_second:,.0f} images/s, devices wait "
+            f"{self.steady.bubble:.1%}, up to {most:,.0f} MiB{'' if self.fits else ', does not fit'})"
+        )
 
     def describe(self) -> dict[str, Any]:
         """The prediction as JSON has it."""

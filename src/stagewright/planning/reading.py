@@ -25,6 +25,7 @@ from stagewright.profile.shapes import Shape
 _MAKERS = re.compile(r"\b(nvidia|geforce|tesla|amd|gpu|graphics|gpus)\b")
 _SIZE = re.compile(r"(\d+)\s?gb?$|(sxm\d?|pcie|founders ?edition|fe|oc)$")
 _SOFTWARE = (  # the first word that a software's text has decides
+    ("stagewright", "stagewright"),  # first: our rows also name torch
     ("mxnet", "mxnet"),
     ("oneflow", "oneflow"),
     ("pipedream", "pipedream"),
@@ -52,7 +53,6 @@ _SOFTWARE = (  # the first word that a software's text has decides
     ("megatron", "pytorch"),
     ("caffe", "pytorch"),
     ("chainer", "pytorch"),
-    ("stagewright", "stagewright"),
 )
 _LAYOUTS = (("nhwc", True), ("channels_last", True), ("channels last", True), ("nchw", False))
 _NGC_CHANNELS_LAST = 20.10  # NGC's PyTorch examples run mixed precision channels last from about this release on

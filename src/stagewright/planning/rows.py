@@ -7,10 +7,11 @@ author.
 
 from __future__ import annotations
 
+import json
 import random
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -86,6 +87,12 @@ def read_rows(path: str) -> tuple[Row, ...]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"rows {path}: not TOML: {error}") from error
     return _rows(content, path)
+
+
+def as_toml(row: Row) -> str:
+    """A row as `read_rows` reads it; what is not known is left out."""
+    known = {name: value for name, value in asdict(row).items() if value is not None}
+    return "\n[[row]]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in known.items())
 
 
 def _rows(content: Mapping[str, Any], where: str) -> tuple[Row, ...]:

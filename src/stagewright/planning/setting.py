@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import Placement
@@ -36,6 +37,7 @@ def make_setting(
     precision: str,
     *,
     optimizer: str = "sgd",
+    is_averaged: bool = False,
     catalog: Catalog | None = None,
     software: str = "stagewright",
     loads: bool = False,
@@ -64,7 +66,7 @@ def make_setting(
         cores = min((machine.cores or 1 for machine in cluster.machines), default=1)
         values, loader, covered = units[0].inputs, catalog.decode * cores if loads else None, None
     setting = Setting(cluster, catalog.device, system, precision, tables, optimizer, values, loader, covered=covered)
-    setting = replace(setting, tied=tied)
+    setting = replace(setting, tied=tied, is_averaged=is_averaged)
     if isinstance(units, Profile) and units.ceilings is not None:
         return _with_ceilings(setting, units.ceilings)
     return setting
@@ -127,13 +129,16 @@ def config_setting(
 
     `form` is what the model takes, where that is no image.
     """
-    precision, optimizer = config.run.precision, config.optimizer.name
+    common: dict[str, Any] = {
+        "optimizer": config.optimizer.name,
+        "is_averaged": config.optimizer.ema is not None,
+        "catalog": catalog,
+        "loads": loads,
+    }
     if profile is not None:
-        return make_setting(profile, cluster, precision, optimizer=optimizer, catalog=catalog, loads=loads)
-    traced = trace_model(config.model.name, config.model.classes, config.data.image, form)
-    return make_setting(
-        traced.shapes, cluster, precision, optimizer=optimizer, catalog=catalog, loads=loads, tied=traced.tied
-    )
+        return make_setting(profile, cluster, config.run.precision, **common)
+    traced = trace_model(config.model.name, config.model.classes, config.data.image, form, config.model.freeze)
+    return make_setting(traced.shapes, cluster, config.run.precision, tied=traced.tied, **common)
 
 
 def planning_setting(config: Config, chain: Chain, placement: Placement) -> Setting | None:

@@ -18,12 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from stagewright import model as model_package
+from stagewright.errors import UserError
 from stagewright.files import read_text, write_text
 from stagewright.model.call import Form
 from stagewright.model.cut import Chain
-from stagewright.model.load import build_model
+from stagewright.model.libraries import package_of
+from stagewright.model.load import build_model, construct, find_entry
 from stagewright.model.walk import model_errors
-from stagewright.model.zoo import ZOO, build
+from stagewright.model.weights import freeze
+from stagewright.model.zoo import ZOO, Entry
+from stagewright.objects import is_given
 from stagewright.plan.plan import TiedParameter
 from stagewright.profile import shapes as shapes_module
 from stagewright.profile.shapes import Convolution, Kind, Shape, meta_example, on_meta, to_meta, trace_shapes
@@ -34,10 +38,14 @@ Tied = Callable[[Sequence[str]], Sequence[TiedParameter]]
 class TracedModel:
     """A model traced on tensors without storage: its chain of units, and the shape of each unit for one sample."""
 
-    def __init__(self, name: str, classes: int | None, form: Form) -> None:
+    def __init__(
+        self, name: str, classes: int | None, form: Form, image: int | None = None, frozen: str | None = None
+    ) -> None:
         self._name = name
         self._classes = classes
         self._form = form
+        self._image = image
+        self._frozen = frozen
         self.shapes = self._shapes()
 
     @cached_property
@@ -55,12 +63,11 @@ class TracedModel:
         return self._name not in ZOO or len({id(parameter) for _, parameter in named}) < len(named)
 
     def _model(self) -> Any:
-        name, classes = self._name, self._classes
-        return to_meta(build_model(name, 0, classes)) if ":" in name else on_meta(lambda: build(name, classes))
+        return meta_model(self._name, self._classes, self._image, self._frozen)
 
     def _shapes(self) -> tuple[Shape, ...]:
         path = None
-        if self._name in ZOO:
+        if self._name in ZOO and self._frozen is None:
             path = _folder() / f"{self._name}-{_digest(self._name, self._classes, self._form)}.json"
             with suppress(OSError, ValueError, KeyError, TypeError):
                 return read_shapes(read_text(path))
@@ -73,25 +80,54 @@ class TracedModel:
         return found
 
 
-@cache
 def trace_model(
-    name: str, classes: int | None = None, image: int | None = None, form: Form | None = None
+    name: str,
+    classes: int | None = None,
+    image: int | None = None,
+    form: Form | None = None,
+    frozen: str | None = None,
 ) -> TracedModel:
-    """Trace a zoo model or a user's own, on tensors without storage, that look like an image or as `form` says."""
-    return TracedModel(name, classes, form or form_of(name, image))
+    """Trace a model by its name, on tensors without storage, that look like an image or as `form` says."""
+    make = TracedModel if is_given(name) else _traced  # a script may give one name to several objects
+    return make(name, classes, form or form_of(name, image), image, frozen)
+
+
+@cache
+def _traced(name: str, classes: int | None, form: Form, image: int | None, frozen: str | None) -> TracedModel:
+    return TracedModel(name, classes, form, image, frozen)
+
+
+def meta_model(name: str, classes: int | None = None, image: int | None = None, frozen: str | None = None) -> Any:
+    """A model by its name, whose tensors have no storage; `frozen` are patterns of parameters that are not trained."""
+    if ":" in name and package_of(name) is None:
+        return to_meta(build_model(name, 0, classes, frozen=frozen))
+    try:
+        model = on_meta(lambda: construct(name, classes, image))
+    except UserError:
+        if package_of(name) is None:
+            raise
+        model = to_meta(build_model(name, 0, classes, image=image))  # code that reads a value while it builds
+    if frozen is not None:
+        freeze(model, frozen)
+    return model
+
+
+@cache
+def _known(name: str) -> Entry | None:
+    return find_entry(name)
 
 
 def form_of(name: str, image: int | None = None) -> Form:
-    """What a zoo model takes by default; of any other model, an image."""
-    entry = ZOO.get(name)
+    """What a model takes by default, as far as its name tells; of the user's own, an image."""
+    entry = _known(name)
     if entry is not None and entry.tokens is not None:
         return Form.text(entry.tokens)
-    return Form.image(image or (entry.image if entry else 32))
+    return Form.image(image or (entry.image if entry else 32), entry.channels if entry else 3)
 
 
 def rate_of(name: str) -> str:
     """What a model's speed counts: images, or of a model of text samples."""
-    entry = ZOO.get(name)
+    entry = _known(name)
     return "samples/s" if entry is not None and entry.tokens is not None else "images/s"
 
 

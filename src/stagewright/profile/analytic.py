@@ -80,7 +80,7 @@ class Columns:
     outputs: Array
     parameters: Array
     scores: Array
-    passes: Array  # computes of backward for one of forward: 2 where it continues to the units before
+    passes: Array  # computes of backward for one of forward: of the weights, and of what the units before need
     fill: Array  # share of the peak that short sides leave
     tile_fill: Array
     gain: Array  # products that the transform saves; negative: no transform applies
@@ -139,6 +139,7 @@ class Columns:
         trained = computes & (self.parameters > 0)
         forward = forward + np.where(trained, casts, 0.0) + LAUNCH_SECONDS
         backward = backward + np.where(trained, casts, 0.0) + 2 * LAUNCH_SECONDS
+        backward[self.passes == 0] = 0.0
         free = kinds["view"] | (self.is_absorbed & rates.is_fused)
         forward[free] = backward[free] = 0.0
         return forward / rates.efficiency, backward / rates.efficiency
@@ -180,11 +181,17 @@ def _columns(shapes: tuple[Shape, ...]) -> Columns:
         np.array([shape.outputs for shape in shapes], dtype=float),
         np.array([shape.parameters for shape in shapes], dtype=float),
         np.array([shape.scores for shape in shapes], dtype=float),
-        np.array([2.0 if shape.input_gradient else 1.0 for shape in shapes]),
+        np.array([_passes(shape, has_frozen=any(shape.frozen for shape in shapes)) for shape in shapes]),
         *(fill, tile_fill, gain, growth, waste),
         np.array(absorbed),
         kinds,
     )
+
+
+def _passes(shape: Shape, *, has_frozen: bool) -> float:
+    """How often backward computes what forward does; never behind parameters that are all frozen."""
+    has_own = not has_frozen or shape.parameters > 0 or (not shape.frozen and shape.input_gradient)
+    return float(has_own + shape.input_gradient)
 
 
 def _kernel(shape: Shape) -> str:
@@ -269,6 +276,7 @@ def analytic_table(
             round(shape.saved * element),
             round(float(workspaces[index]) * element),
             shape.begins,
+            shape.frozen,
         )
         for index, shape in enumerate(columns.shapes)
     )

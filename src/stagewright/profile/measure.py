@@ -48,6 +48,7 @@ class Workload:
     samples: tuple[int, ...]
     channels_last: bool = False  # images of convolutional models, as ranks on GPUs store them
     tokens: int = 0  # samples are whole numbers below this one; 0: real numbers
+    frozen: str | None = None  # patterns of parameters that are not trained
 
 
 class Clock:
@@ -108,7 +109,8 @@ def measure(
 
 def build_workload(workload: Workload) -> nn.Module:
     """The model of a workload, on its device, in training mode, stored as a rank stores it."""
-    model = build_model(workload.model, workload.seed, workload.classes)
+    side = workload.input[-1] if len(workload.input) == 3 else None
+    model = build_model(workload.model, workload.seed, workload.classes, image=side, frozen=workload.frozen)
     is_convolutional = any(isinstance(module, nn.Conv2d) for module in model.modules())
     order = torch.channels_last if workload.channels_last and is_convolutional else torch.preserve_format
     model = cast(nn.Module, model.to(device=workload.device, memory_format=order))  # type: ignore[call-overload]
@@ -168,6 +170,7 @@ def _untimed_units(chain: Chain, example: Tensor, context: Context) -> list[Unit
                     live_gradient=sum(value.nbytes for value in run.live if value.requires_grad),
                     saved=run.saved,
                     begins=run.visit.name not in chain.impossible,
+                    frozen=run.frozen,
                 )
             )
     require_output(walk.output)

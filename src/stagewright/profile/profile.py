@@ -40,6 +40,7 @@ class Unit:
     saved: int  # bytes it keeps for backward
     workspace: int = 0  # bytes it borrows while it runs
     begins: bool = True  # whether a stage can begin with it
+    frozen: int = 0  # elements of parameters that are not trained
 
     def joined(self, following: Unit) -> Unit:
         """This unit and the next one as one: what crosses a cut after it is what crosses one after the next."""
@@ -48,6 +49,7 @@ class Unit:
             forward=self.forward + following.forward,
             backward=self.backward + following.backward,
             parameters=self.parameters + following.parameters,
+            frozen=self.frozen + following.frozen,
             output=following.output,
             live=following.live,
             live_gradient=following.live_gradient,
@@ -105,7 +107,7 @@ class Ceilings:
     alone: float | None = None  # times that a pass is faster while the other processes on the same card do nothing
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Profile:
     """The tables of one model on one device."""
 
@@ -116,6 +118,10 @@ class Profile:
     together: int  # processes that ran at once while it was measured
     ceilings: Ceilings | None
     tables: tuple[Table, ...]
+
+    def __repr__(self) -> str:
+        times = ", ".join(f"{t.precision} {t.samples}: {t.seconds * 1e3:.1f} ms" for t in self.tables)
+        return f"Profile({self.model} on {self.device}: {len(self.tables[0].units)} units; {times})"
 
     def at(self, precision: str, samples: int) -> Table:
         """The table of a precision and microbatch size: measured, or interpolated between two measured sizes."""
@@ -203,7 +209,8 @@ def _check(profile: Profile, path: str | Path) -> None:
         if table.samples < 1:
             raise UserError(f"profile {path} has a table of {table.samples} samples; it must be at least 1")
         for unit in table.units:
-            if not all(0 <= getattr(unit, name) < float("inf") for name in (*_SECONDS, "parameters", *_BYTES)):
+            numbers = [getattr(unit, name) for name in (*_SECONDS, "parameters", "frozen", *_BYTES)]
+            if not all(0 <= number < float("inf") for number in numbers):
                 raise UserError(f"profile {path}: unit '{unit.name}' has a negative or infinite number; profile again")
 
 

@@ -70,6 +70,7 @@ class Shape:
     convolution: Convolution | None = None
     scores: int = 0  # elements of attention's score matrices, where they are written out
     begins: bool = True  # whether a stage can begin with it
+    frozen: int = 0  # elements of parameters that are not trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class RunUnit:
     parameters: int  # trainable elements
     saved: int  # bytes that autograd keeps for backward
     live: tuple[Tensor, ...]  # what crosses a cut after it
+    frozen: int = 0  # elements of parameters that are not trained
 
 
 _KINDS: tuple[tuple[tuple[type[nn.Module], ...], Kind], ...] = (
@@ -167,6 +169,7 @@ def _shape(unit: RunUnit, operations: int, *, begins: bool) -> Shape:
         input_gradient=any(tensor.requires_grad for value in visit.inputs for tensor in _tensors(value)),
         convolution=_convolution(visit.module),
         begins=begins,
+        frozen=unit.frozen,
     )
 
 
@@ -178,10 +181,11 @@ def run_units(chain: Chain, walk: Walk) -> Iterator[RunUnit]:
     for visit in walk:
         with _saving(kept, owned) as saved:
             output = visit.call()
-        trained = [p for p in visit.parameters if p.requires_grad and id(p) not in counted]
-        counted |= {id(parameter) for parameter in trained}
+        new = [p for p in visit.parameters if id(p) not in counted]
+        counted |= {id(parameter) for parameter in new}
+        trained, frozen = (sum(p.numel() for p in new if p.requires_grad is kind) for kind in (True, False))
         live = {id(tensor): tensor for value in walk.live_after(output) for tensor in _tensors(value)}
-        yield RunUnit(visit, output, sum(p.numel() for p in trained), sum(saved), tuple(live.values()))
+        yield RunUnit(visit, output, trained, sum(saved), tuple(live.values()), frozen)
 
 
 @contextmanager

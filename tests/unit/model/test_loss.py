@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
+from stagewright import objects
+from stagewright.errors import UserError
 from stagewright.model.loss import Loss, LossOptions
 
 
@@ -44,3 +46,51 @@ def test_next_tokens_are_targets_labels_or_the_tokens_themselves() -> None:
         measured = loss(logits, sample)
         assert measured.count is not None
         assert (float(measured.total), float(measured.count)) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_users_loss_gets_the_target_of_pairs_and_all_fields_of_named_samples() -> None:
+    got: list[Any] = []
+
+    def mine(outputs: Tensor, given: Any) -> Tensor:
+        got.append((outputs.dtype, given))
+        return outputs.mean()
+
+    outputs, target, name = torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor([1, 2]), objects.put(mine)
+    for is_paired in (True, False):
+        Loss(LossOptions(name, is_paired=is_paired))(outputs, {"input": outputs, "target": target})
+    objects.remove(name)
+    assert got[0] == (torch.float32, target) and list(got[1][1]) == ["input", "target"]
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5]), label_smoothing=0.1, ignore_index=2),
+        nn.MultiMarginLoss(weight=torch.tensor([1.0, 3.0, 0.5])),
+    ],
+    ids=lambda criterion: type(criterion).__name__,
+)
+def test_a_criterion_computes_as_torch_does_in_the_type_of_the_outputs(criterion: nn.Module) -> None:
+    name = objects.put(criterion)
+    logits = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    target = torch.tensor([1, 0, 2, 2, 1, 1])
+    measured = Loss(LossOptions(name, is_paired=True))(logits, {"input": logits, "target": target})
+    objects.remove(name)
+    count = 1.0 if measured.count is None else float(measured.count)
+    assert float(measured.total) / count == pytest.approx(float(criterion.double()(logits, target)), rel=1e-12)
+    assert (measured.count is None) == isinstance(criterion, nn.MultiMarginLoss)
+
+
+def test_means_over_elements_count_alike_and_others_may_not() -> None:
+    for criterion, counts_alike in ((nn.MSELoss(), True), (nn.MSELoss(reduction="sum"), False), (half, False)):
+        name = objects.put(criterion)
+        assert Loss(LossOptions(name, is_paired=True)).counts_alike == counts_alike
+        objects.remove(name)
+
+
+def test_a_criterion_with_parameters_is_refused() -> None:
+    name = objects.put(nn.Linear(2, 1))
+    with pytest.raises(UserError, match="'weight', which no stage would train"):
+        Loss(LossOptions(name, is_paired=True))
+    objects.remove(name)

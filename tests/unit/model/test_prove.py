@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -797,6 +798,15 @@ def test_a_proof_of_other_code_is_not_found(monkeypatch: Patch, tmp_path: Path) 
     assert found[0] != found[1]
 
 
+def test_a_proof_of_code_that_is_in_no_file_is_not_kept(monkeypatch: Patch) -> None:
+    """As that of a notebook, whose cells may hold other code the next time."""
+    namespace: dict[str, Any] = {"__name__": "notebook"}
+    exec("from torch import nn\nclass Net(nn.Sequential):\n    pass", namespace)
+    monkeypatch.setitem(sys.modules, "notebook", SimpleNamespace(**namespace))
+    model = namespace["Net"](nn.Linear(WIDTH, 4), nn.Linear(4, 3))
+    assert prove.proof_key(Chain(model, example()), ("1",), "stagewright.objects:Net") is None
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[1, 2]", '{"way": "graph"', "\0\1"])
 def test_a_damaged_proof_is_made_again(text: str, tmp_path: Path) -> None:
     prove_cut(Stack, ("second",))
@@ -841,7 +851,7 @@ def state_of_everything(model: nn.Module) -> list[Any]:
         torch.get_num_threads(),
         torch.is_anomaly_enabled(),
         nn.Module.__call__,
-        torch.autograd.Function.apply.__func__,
+        inspect.getattr_static(torch.autograd.Function, "apply"),
     ]
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from stagewright.bench.models.libraries import import_library, is_installed
 from stagewright.model import zoo
+from stagewright.model.libraries import import_library, is_installed
 from stagewright.model.networks.convnext import StochasticDepth
 from stagewright.model.networks.language import BERT, GPT
 

@@ -18,6 +18,7 @@ from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
 from stagewright.planning.predict import predict
 from stagewright.planning.setting import (
+    config_setting,
     make_setting,
     memory_setting,
     planning_setting,
@@ -40,6 +41,14 @@ def profile_of(*names: str, together: int = 2, has_links: bool = True) -> Profil
 def config_of(profile: Profile, path: Path) -> Config:
     profile.write(path)
     return make_config({"model": {"name": "resnet8"}, "data": {"image": 16}, "plan": {"profile": str(path)}})
+
+
+def test_a_configuration_with_averaged_weights_counts_them(tmp_path: Path) -> None:
+    config = config_of(profile_of("a", "b"), tmp_path / "p.json")
+    averaged = replace(config, optimizer=replace(config.optimizer, ema=0.9))
+    profile = profile_of("a", "b")
+    found = [config_setting(one, None, profile).is_averaged for one in (config, averaged)]
+    assert found == [False, True]
 
 
 def test_the_catalog_decides_by_software_precision_and_data() -> None:

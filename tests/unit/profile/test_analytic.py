@@ -116,3 +116,18 @@ def test_half_the_efficiency_takes_twice_as_long() -> None:
         trace_model("resnet50").shapes, shipped().device("titan-v"), "fp32", 8, Software("b", "b", 0.5)
     )
     assert math.isclose(slow.seconds, 2 * fast.seconds)
+
+
+def test_a_frozen_trunk_has_no_backward() -> None:
+    whole, frozen = (trace_model("resnet8", frozen=patterns).shapes for patterns in (None, "!fc"))
+    assert sum(shape.frozen for shape in frozen) + sum(shape.parameters for shape in frozen) == sum(
+        shape.parameters for shape in whole
+    )
+    device, software = shipped().devices["rtx-3090"], shipped().software["stagewright"]
+    before, after = (analytic_table(shapes, device, "fp32", 8, software) for shapes in (whole, frozen))
+    assert [unit.forward for unit in after.units[:-1]] == [unit.forward for unit in before.units[:-1]]
+    *trunk, head = after.units
+    assert {unit.backward for unit in trunk} == {0.0} and head.backward > 0
+    middle = analytic_table(trace_model("resnet8", frozen="layer2").shapes, device, "fp32", 8, software).units
+    unit, plain = (next(u for u in units if u.name == "layer2.0.conv2") for units in (middle, before.units))
+    assert 0 < unit.backward < plain.backward  # what the units before it need is computed still

@@ -76,6 +76,7 @@ def test_profiles_of_several_precisions_are_merged() -> None:
         device="cpu",
         threads=1,
         together=1,
+        freeze=None,
         image=8,
         classes=None,
     )

@@ -15,9 +15,9 @@ from torch import Generator, Tensor, nn
 
 from stagewright.bench.models import configured, images, own
 from stagewright.bench.models.configured import CLASSES
-from stagewright.bench.models.libraries import is_installed
 from stagewright.bench.models.objectives import OBJECTIVES
 from stagewright.bench.models.plain import Objective, classified
+from stagewright.model.libraries import is_installed
 
 _COMPARED = frozenset(
     [

@@ -253,8 +253,8 @@ def _scaled(objective: Objective, outputs: Any, fields: Fields) -> Any:
     return (made[0] / _ANY_SCALE, made[1] / _ANY_SCALE) if isinstance(made, tuple) else made
 
 
-def run(task: Task, cut: Cut, folder: Path) -> Outcome:
-    """Train as a pipeline, with every rank in this process."""
+def options_of(task: Task, cut: Cut, folder: Path) -> dict[str, dict[str, Any]]:
+    """The options that train a task; its samples are written into the folder."""
     save_file({name: tensor.contiguous() for name, tensor in task.data.items()}, folder / "data.safetensors")
     asked = ",".join(f"{parameter}={field}" for parameter, field in task.takes.items())
     tables: dict[str, dict[str, Any]] = {
@@ -276,6 +276,12 @@ def run(task: Task, cut: Cut, folder: Path) -> Outcome:
     if task.evaluates:
         tables["data"]["val"] = tables["data"]["source"]
         tables["run"]["eval_every"] = task.steps
+    return tables
+
+
+def run(task: Task, cut: Cut, folder: Path) -> Outcome:
+    """Train as a pipeline, with every rank in this process."""
+    tables = options_of(task, cut, folder)
     job = prepare(make_config(tables, given=())).job
     events: list[Event] = []
     emulation = Emulation(job, events.append)

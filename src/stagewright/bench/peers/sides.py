@@ -5,7 +5,7 @@ Every class is a `Runner` of `peers.process`. All sides train the same model on 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -308,7 +308,7 @@ class _NoInbox(Inbox):
         self._message = _Noise(message_format, self._device)
         return False
 
-    def expect(self, numbers: Iterator[int]) -> None:
+    def expect(self, numbers: Iterator[int], limit: Callable[[], int] | None = None) -> None:
         pass
 
     @property

@@ -9,9 +9,9 @@ from torch import nn
 
 from stagewright.bench.models.catalog import ENTRIES, Entry
 from stagewright.bench.models.configured import CLASSES, texts
-from stagewright.bench.models.libraries import is_installed
 from stagewright.bench.models.run import BAR, build, compare, cut_for, example_of, find_cut, task_of
 from stagewright.model.cut import Chain, Way
+from stagewright.model.libraries import is_installed
 from stagewright.model.load import build_model
 
 QUICK = [entry for entry in ENTRIES if entry.is_quick]
@@ -51,7 +51,7 @@ def test_a_model_runs_on_its_samples_and_has_a_loss(entry: Entry) -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(Exception, match="no callable 'torchvision_resnet19'"):
+    with pytest.raises(Exception, match="no 'torchvision_resnet19'"):
         build_model("stagewright.bench.models.catalog:torchvision_resnet19", seed=0)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.bench.models.libraries import import_library, is_installed
 from stagewright.cli.main import main
+from stagewright.model.libraries import import_library, is_installed
 from tests.docs import ROOT, Block, blocks, commands
 
 EXAMPLE = "texts"
