@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, relu
 
 from stagewright.model import zoo
+from stagewright.model.networks.vit import EncoderBlock
 
 CLASSES = 7
 SIDE = 8
@@ -114,6 +115,24 @@ def normed() -> nn.Module:
     return _Normed()
 
 
+class _Layered(nn.Module):
+    """Like blocks between a stem and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = _conv(3, 4)
+        self.blocks = nn.Sequential(*(_normed_block(4, 4) for _ in range(2)))
+        self.last = nn.Sequential(_conv(4, 4, 2), nn.ReLU())
+        self.head = nn.Linear(_FLAT, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.last(self.blocks(torch.tanh(self.stem(x)))).flatten(1))
+
+
+def layered() -> nn.Module:
+    return _Layered()
+
+
 def cumulative() -> nn.Module:
     """BatchNorm whose statistics are plain means, by the count of batches it keeps."""
     return _Normed(momentum=None)
@@ -172,6 +191,53 @@ class _Residual(nn.Module):
 
 def residual() -> nn.Module:
     return _Residual()
+
+
+class _NormedResidual(nn.Module):
+    """A trunk of convolutions with norms, and a block beside a shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = _normed_block(3, 4, 2)
+        self.block = nn.Sequential(_normed_block(4, 6), _normed_block(6, 4))
+        self.head = nn.Linear(_FLAT, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head((x + self.block(x)).flatten(1))
+
+
+def normed_residual() -> nn.Module:
+    return _NormedResidual()
+
+
+class _Embed(nn.Module):
+    """An image as the vectors of its patches, behind one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 4, 4)
+        self.token = nn.Parameter(torch.randn(1, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.token.expand(len(x), -1, -1), self.patches(x).flatten(2).transpose(1, 2)], 1)
+
+
+class _Attention(nn.Module):
+    """A small vision transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = _Embed()
+        self.block = EncoderBlock(2, 8)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(self.embed(x))[:, 0])
+
+
+def attention() -> nn.Module:
+    return _Attention()
 
 
 class _Branching(nn.Module):

@@ -52,6 +52,7 @@ class Case:
     steps: int = 8
     samples: int = 41  # three batches per epoch, and five samples that are dropped
     optimizer: Mapping[str, Any] = field(default_factory=dict)
+    groups: Mapping[str, reference.Group] = field(default_factory=dict)  # what the optimizer's groups come to, by name
     precision: str = "fp64"
     dynamic: bool = False
     policy: str = "1f1b"
@@ -62,6 +63,7 @@ class Case:
     growth_interval: int = 2000
     loud: int = 1  # one in that many samples is much larger than the others
     ties: tuple[tuple[str, tuple[int, ...]], ...] = ()  # a parameter, and the stages that use it
+    freeze: str | None = None  # children, between commas, that are not trained and keep their statistics
 
     def __str__(self) -> str:
         """What differs from the default, as the name of a test."""
@@ -74,6 +76,7 @@ class Case:
             f"{self.mode}{lag}",
             f"M{self.microbatches}",
             *(f"{name}={value}" for name, value in self.optimizer.items()),
+            *(["freeze " + self.freeze] if self.freeze else []),
         ]
         flags = {"dynamic": self.dynamic, "eval": self.eval_every is not None, self.precision: self.precision != "fp64"}
         return "/".join(parts + [name for name, is_set in flags.items() if is_set])
@@ -201,7 +204,7 @@ def make_job(case: Case, folder: Path, **run: Any) -> Job:
     """The job of a case, with its data in `folder`; `run` are further options of its [run] table."""
     optimizer = {"lr": 0.05, **case.optimizer}
     tables: dict[str, dict[str, Any]] = {
-        "model": {"name": f"tests.models:{case.model}"},
+        "model": {"name": f"tests.models:{case.model}", "freeze": case.freeze},
         "data": {"source": write_tensors(folder, "training", *make_data(case)), "shuffle": False},
         "plan": {
             "placement": case.placement,
@@ -288,11 +291,12 @@ def refer(case: Case, steps: int | None = None) -> reference.Result:
     if case.mode == "pipedream":
         setup, order = _by_microbatch(case, setup)
     starts = [children[0], *owners]
-    return reference.train(lambda: build(case.model), images, labels, stage_of, starts, setup, order)
+    return reference.train(lambda: build_frozen(case), images, labels, stage_of, starts, setup, order)
 
 
 def _setup(case: Case, steps: int) -> reference.Setup:
     renamed = {"name": "optimizer"}
+    elsewhere = ("lr", "groups", "no_decay", "layer_decay")
     return reference.Setup(
         case.replicas,
         case.num_versions,
@@ -304,8 +308,9 @@ def _setup(case: Case, steps: int) -> reference.Setup:
         scale=case.loss_scale,
         growth_interval=case.growth_interval,
         ties=case.ties,
+        groups=case.groups,
         lr=case.lr,
-        **{renamed.get(name, name): value for name, value in case.optimizer.items() if name != "lr"},
+        **{renamed.get(name, name): value for name, value in case.optimizer.items() if name not in elsewhere},
     )
 
 
@@ -322,12 +327,31 @@ def _by_microbatch(case: Case, setup: reference.Setup) -> tuple[reference.Setup,
     def lr(microbatch: int) -> float:
         return case.lr(microbatch // case.microbatches)
 
-    return replace(setup, pipedream=True, batch=size, microbatches=1, steps=microbatches, lr=lr), order
+    ema = None if setup.ema is None else setup.ema ** (1 / case.microbatches)
+    return replace(setup, pipedream=True, batch=size, microbatches=1, steps=microbatches, lr=lr, ema=ema), order
 
 
 def build(model: str) -> nn.Module:
     made = getattr(models, model)()
     return nn.Sequential(*made) if isinstance(made, list) else made
+
+
+def build_frozen(case: Case) -> nn.Module:
+    """The model of a case, frozen as a script does it: no gradients, and norms put back into evaluation mode."""
+    model = build(case.model)
+    frozen = [model.get_submodule(name) for name in (case.freeze or "").split(",") if name]
+    for module in frozen:
+        module.requires_grad_(False)
+    plain_train = model.train
+
+    def train(mode: bool = True) -> nn.Module:
+        plain_train(mode)
+        for norm in (part for module in frozen for part in module.modules() if isinstance(part, nn.BatchNorm2d)):
+            norm.eval()
+        return model
+
+    model.train = train  # type: ignore[method-assign]
+    return model
 
 
 def plain_score(case: Case, state: Tensors) -> list[float]:
@@ -377,7 +401,7 @@ def assert_parity(case: Case, run: Run, result: reference.Result) -> None:
         assert_near(_as_tensors(run.microbatch_losses[:count]), _as_tensors(result.losses[:count]), tolerance)
     else:
         assert_near(_as_tensors(run.losses), _as_tensors(result.losses), tolerance)
-    assert_near(run.weights, _held(result.weights | result.buffers, run), tolerance)
+    assert_near(run.weights, _held(result.averages | result.buffers, run), tolerance)
 
 
 def _as_tensors(losses: Sequence[float]) -> Tensors:
@@ -402,7 +426,7 @@ def assert_scores(case: Case, run: Run, result: reference.Result) -> None:
     assert list(run.scores) == case.pauses != []
     for batch, score in run.scores.items():
         at_batch = result if batch == case.steps else refer(case, steps=batch)
-        samples, loss, *hits = plain_score(case, at_batch.weights | at_batch.buffers)
+        samples, loss, *hits = plain_score(case, at_batch.averages | at_batch.buffers)
         assert score[0] == samples
         assert score[2:] == pytest.approx(hits, rel=1e-12)
         assert abs(score[1] - loss) <= TOLERANCE[case.precision] * loss

@@ -28,6 +28,14 @@ Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
+class Group:
+    """How a parameter moves where that differs from the others: its rate is a factor of theirs, at every batch."""
+
+    rate: float = 1.0
+    settings: Mapping[str, Any] = field(default_factory=dict)  # weight_decay, momentum or betas of `Setup`
+
+
+@dataclass(frozen=True)
 class Setup:
     """What a run depends on besides the model, its cut and the data."""
 
@@ -46,8 +54,10 @@ class Setup:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     label_smoothing: float = 0.0
+    groups: Mapping[str, Group] = field(default_factory=dict)  # by a parameter's first name
     predict: bool = False
     clip: float | None = None
+    ema: float | None = None  # decay of the averaged weights, per batch
     ties: tuple[tuple[str, tuple[int, ...]], ...] = ()  # a parameter's first name, and the stages that use it
     scale: float | None = None  # of the loss, at first
     growth_interval: int = 2000
@@ -98,6 +108,7 @@ class Result:
 
     losses: list[float]
     weights: Tensors
+    averages: Tensors  # what evaluations use: the averaged weights, or where there is no decay the newest
     buffers: Tensors
     replica_buffers: dict[tuple[int, int], Tensors]
     scales: list[float]  # of every batch, where the loss is scaled
@@ -162,7 +173,11 @@ class Stage:
         self.num_replicas = setup.replicas[stage]
         self.num_versions = setup.versions[stage]
         self.span = setup.spans[stage]
+        found = {name: setup.groups.get(name, Group()) for name in weights}
+        self.rates = {name: group.rate for name, group in found.items()}
+        self.setups = {name: replace(setup, **group.settings) for name, group in found.items()}
         self.history = [weights]
+        self.average = weights
         self.extrapolated: list[Tensors] = [weights]  # every version as extrapolated to its use
         self.moments = {name: Moments(0, torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}
         self.buffers = [{name: b.clone() for name, b in buffers.items()} for _ in range(self.num_replicas)]
@@ -209,10 +224,12 @@ class Stage:
         weights = dict(self.history[-1])
         for name, g in gradient.items():
             weights[name], self.moments[name] = OPTIMIZERS[self.setup.optimizer](
-                self.setup, lr, weights[name], g, self.moments[name]
+                self.setups[name], lr * self.rates[name], weights[name], g, self.moments[name]
             )
         self.history.append(weights)
         self.extrapolate()
+        decay = (self.setup.ema or 0.0) ** (self.span / self.setup.microbatches)
+        self.average = {name: decay * self.average[name] + (1 - decay) * w for name, w in weights.items()}
 
     def extrapolate(self) -> None:
         """Extrapolate the newest version to its use, K-1 updates later."""
@@ -223,7 +240,7 @@ class Stage:
         ahead = self.num_versions - 1
         self.extrapolated.append(
             {
-                name: extrapolate(self.setup, lr, weight, self.moments[name], ahead)
+                name: extrapolate(self.setups[name], lr * self.rates[name], weight, self.moments[name], ahead)
                 for name, weight in self.history[-1].items()
             }
         )
@@ -432,11 +449,13 @@ def collect(
 ) -> Result:
     """The state after the last update under every name of the model's state_dict."""
     newest = {name: w for stage in stages for name, w in stage.history[-1].items()}
+    averages = {name: w for stage in stages for name, w in stage.average.items()}
     averaged = {name: b for stage in stages for name, b in stage.averaged_buffers().items()}
     first_names = {name: first for name, first in canonical_names(model).items() if name in model.state_dict()}
     return Result(
         losses,
         {name: newest[first] for name, first in first_names.items() if first in newest},
+        {name: averages[first] for name, first in first_names.items() if first in averages},
         {name: averaged[first] for name, first in first_names.items() if first in averaged},
         {(s, replica): own for s, stage in enumerate(stages) for replica, own in enumerate(stage.buffers)},
         scales,

@@ -16,12 +16,13 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from types import NoneType
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
-from stagewright.metrics import LOSS, Span, metric_values
+from stagewright.errors import counted
+from stagewright.metrics import LOSS, Criterion, Span, format_metric, metric_label, metric_values
 
 Loss = Annotated[float, "may be infinite or NaN, as in a run that diverged"]
 SignedInt = Annotated[int, "may be negative"]
@@ -65,6 +66,34 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True)
+class Best:
+    """The best evaluation so far by a criterion, and how many there were since that, none of them better."""
+
+    criterion: Criterion
+    batch: int = 0  # after which it was made
+    value: float | None = None  # of the metric; None before there was one
+    since: int = 0
+
+    def after(self, evaluated: Evaluated) -> Best:
+        """The best evaluation after one more."""
+        metric = self.criterion.metric
+        value = evaluated.loss if metric == LOSS else evaluated.metrics.get(metric)
+        if value is not None and self.criterion.is_better(value, self.value):
+            return Best(self.criterion, evaluated.batch, value)
+        return replace(self, since=self.since + 1)
+
+    def words(self, than: str = "") -> str:
+        """`top-1 91.2%`, for people; `top-1 than 91.2%` if `than` says so."""
+        label = metric_label(self.criterion.metric)
+        return label if self.value is None else f"{label} {than}{format_metric(self.criterion.metric, self.value)}"
+
+    def stall(self) -> str:
+        """Why a run stops early: `no better top-1 than 91.2% (step 120) in 3 evaluations`."""
+        found = self.words() if self.value is None else f"better {self.words('than ')} (step {self.batch})"
+        return f"no {found} in {counted(self.since, 'evaluation')}"
+
+
+@dataclass(frozen=True, slots=True)
 class Replaced:
     """A data record that could not be read; another one took its place."""
 
@@ -80,6 +109,7 @@ class Saved:
     bytes: int
     seconds: float  # that training paused
     waited: float = 0.0  # of these seconds, for earlier checkpoints to reach the disk
+    best: Best | None = None  # of a checkpoint that is the best so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +169,7 @@ class BatchLosses:
     losses: tuple[tuple[int, float, float], ...]  # microbatch, its total and count; of a mean: the loss and 1
     time: float  # of the rank's monotonic clock
     scale: float | None = None  # of their gradients, in fp16
+    rate: float | None = None  # of their update, where a script sets it
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +187,16 @@ class Skipped:
 
     stage: int
     batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """What a rank's script asks of its engine, and where; every rank asks for the same in the same order."""
+
+    rank: int
+    number: int  # of the call, from 0
+    what: str
+    where: str  # file and line
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +229,7 @@ class File:
 
     name: str
     stage: int
-    kind: str  # master, slot/0, optimizer/exp_avg, buffers/0
+    kind: str  # master, ema, slot/0, optimizer/exp_avg, own/NAdam/exp_avg (of a user's optimizer), buffers/0
     bytes: int
     blake2b: str
 
@@ -215,6 +256,7 @@ class ShareSaved:
     files: tuple[File, ...] = ()
     error: str | None = None
     waited: float = 0.0  # of these seconds, for earlier checkpoints to reach the disk
+    best: Best | None = None  # where evaluations are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +275,18 @@ class Failure:
 
 Record = Step | Evaluated | Replaced | Saved | Unsaved | Restarted | Resumed
 Event = (
-    Ready | BatchLosses | Scored | Skipped | Replaced | Shortage | Stopped | Finished | ShareSaved | Failure | Restarted
+    Ready
+    | BatchLosses
+    | Called
+    | Scored
+    | Skipped
+    | Replaced
+    | Shortage
+    | Stopped
+    | Finished
+    | ShareSaved
+    | Failure
+    | Restarted
 )
 Emit = Callable[[Event], None]
 

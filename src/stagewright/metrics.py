@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any, Protocol
 
+from stagewright.errors import UserError, did_you_mean
+
 MIB, GIB = 2**20, 2**30  # bytes
 MAD_OF_SIGMA = 0.6745  # median absolute deviation of a normal distribution, in standard deviations
 _LANES = ("compute", "transfer", "wait")  # in the order that a trace shows them
@@ -88,6 +90,7 @@ _PERPLEXITY = "perplexity"  # its total is of log-losses
 _CLASS_OF = "iou/"  # before the number of a class
 _PERCENT = frozenset({"top1", "top5", "accuracy", "iou"})
 _LOWER_IS_BETTER = frozenset({LOSS, _PERPLEXITY, "mae", "mse", "error"})
+_DIRECTED = (LOSS, "top1", "top5", "accuracy", "iou", "mae", "mse", _PERPLEXITY)  # of which it is known what is better
 _LABELS = {"top1": "top-1", "top5": "top-5", "iou": "mean IoU", "mae": "MAE", "mse": "MSE"}
 
 
@@ -126,6 +129,33 @@ def is_percentage(metric: str) -> bool:
 def is_lower_better(metric: str) -> bool:
     """Whether less of a metric is better: of losses and errors."""
     return metric in _LOWER_IS_BETTER or metric.endswith(("_loss", "_error"))
+
+
+@dataclass(frozen=True, slots=True)
+class Criterion:
+    """Which of two evaluations is better: that with more, or with less, of one metric."""
+
+    metric: str
+    is_lower_better: bool
+
+    @staticmethod
+    def parse(text: str) -> Criterion:
+        """The criterion of `--best`: `loss` or a built-in metric, or `min:NAME` or `max:NAME`."""
+        way, colon, name = text.partition(":")
+        if name and way in ("min", "max"):
+            return Criterion(name, way == "min")
+        if text not in _DIRECTED or colon:
+            raise UserError(
+                f"--best '{text}' is unknown; {did_you_mean(text, _DIRECTED)}, or name a metric of yours by what is "
+                f"better: min:{name or way} or max:{name or way}"
+            )
+        return Criterion(text, is_lower_better(text))
+
+    def is_better(self, value: float, best: float | None) -> bool:
+        """Whether a value is better than the best before it, if there was one; one that is not finite never is."""
+        if not math.isfinite(value):
+            return False
+        return best is None or (value < best if self.is_lower_better else value > best)
 
 
 def metric_label(metric: str) -> str:

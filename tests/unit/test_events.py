@@ -10,6 +10,8 @@ import pytest
 
 from stagewright.events import (
     BatchLosses,
+    Best,
+    Called,
     DecodeError,
     Evaluated,
     Event,
@@ -40,7 +42,7 @@ from stagewright.events import (
     read_records,
     read_usage,
 )
-from stagewright.metrics import Span
+from stagewright.metrics import LOSS, Criterion, Span
 
 LINES: dict[str, Record] = {
     '{"kind": "step", "batch": 3, "epoch": 0, "loss": 2.5, "lr": 0.1, "seconds": 1.0, "images_per_second": 64.0}': Step(
@@ -51,6 +53,10 @@ LINES: dict[str, Record] = {
     ),
     '{"kind": "replaced", "index": 7, "reason": "7.jpg: truncated"}': Replaced(7, "7.jpg: truncated"),
     '{"kind": "saved", "batch": 4, "bytes": 100, "seconds": 0.5, "waited": 0.25}': Saved(4, 100, 0.5, 0.25),
+    '{"kind": "saved", "batch": 4, "bytes": 100, "seconds": 0.5, "waited": 0.0, "best": {"criterion": '
+    '{"metric": "top1", "is_lower_better": false}, "batch": 4, "value": 0.5, "since": 0}}': Saved(
+        4, 100, 0.5, best=Best(Criterion("top1", False), 4, 0.5)
+    ),
     '{"kind": "unsaved", "batch": 4, "reason": "no space"}': Unsaved(4, "no space"),
     '{"kind": "restarted", "batch": 4, "cause": "rank 1 was killed"}': Restarted(4, "rank 1 was killed"),
     '{"kind": "resumed", "batch": 4, "checkpoint": "runs/a/checkpoints/4", "plan": "stale 7-1"}': Resumed(
@@ -63,6 +69,7 @@ EVENTS: tuple[Event, ...] = (
     Ready(0, 12.5, "boot"),
     BatchLosses(1, ((4, 0.5, 1.0), (5, 0.25, 8.0)), 12.5, 1024.0),
     Scored(1, 4, Score(8, {"loss": (math.inf, 8.0), "top1": (2.0, 7.5)})),
+    Called(1, 4, "engine.evaluate of 8 samples", "train.py:12"),
     Skipped(1, 7),
     Replaced(7, "7.jpg: truncated"),
     Shortage(2, 10**10),
@@ -71,9 +78,36 @@ EVENTS: tuple[Event, ...] = (
     ShareSaved(0, 4, 0.1, (ReplicaState(0, 1, 12, {"step": 4.0}, {"current": 2.0, "used": {"3": 4.0}}),)),
     ShareSaved(0, 4, 0.1, files=(File("stage-0.master.safetensors", 0, "master", 100, "ab"),)),
     ShareSaved(0, 4, 0.1, error="no space"),
+    ShareSaved(0, 4, 0.1, best=Best(Criterion("top1", False))),
     Failure(2, "KeyError", "KeyError: 'x'", "0F3@2", 0, is_users=False, traceback="Traceback ..."),
     Restarted(4, "rank 1 was killed"),
 )
+
+
+def test_the_best_evaluation_is_the_first_of_the_best_and_counts_those_since() -> None:
+    best = Best(Criterion("top1", is_lower_better=False))
+    found = []
+    for batch, value in enumerate([math.nan, 0.5, 0.5, None, 0.75, 0.7, math.inf]):
+        best = best.after(Evaluated(batch, 8, 1.0, {} if value is None else {"top1": value}))
+        found.append((best.batch, best.value, best.since))
+    assert found == [
+        (0, None, 1),
+        (1, 0.5, 0),
+        (1, 0.5, 1),
+        (1, 0.5, 2),
+        (4, 0.75, 0),
+        (4, 0.75, 1),
+        (4, 0.75, 2),
+    ]
+    assert best.stall() == "no better top-1 than 75.0% (step 4) in 2 evaluations"
+    assert Best(Criterion("top1", False), since=1).stall() == "no top-1 in 1 evaluation"
+
+
+def test_the_loss_is_better_where_it_is_less() -> None:
+    best = Best(Criterion.parse(LOSS))
+    for batch, loss in enumerate([3.0, 2.0, 2.5, 2.0]):
+        best = best.after(Evaluated(batch, 8, loss, {"loss_of_my_own": 0.0}))
+    assert best == Best(Criterion(LOSS, True), 1, 2.0, 2)
 
 
 def read(line: str) -> list[Record]:

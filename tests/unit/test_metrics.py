@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
 
+from stagewright.errors import UserError
 from stagewright.events import Step
 from stagewright.metrics import (
+    Criterion,
     Plateau,
     RecentRate,
     Span,
@@ -180,3 +183,42 @@ def test_the_recent_rate_spans_twenty_batches_and_a_second() -> None:
     for _ in range(20):
         recent.add(1.0)
     assert recent.rate(64) == pytest.approx(64.0), "twenty are enough where they take a second"
+
+
+@pytest.mark.parametrize(
+    ("text", "metric", "is_lower_better"),
+    [
+        ("loss", "loss", True),
+        ("perplexity", "perplexity", True),
+        ("mae", "mae", True),
+        ("mse", "mse", True),
+        ("top1", "top1", False),
+        ("iou", "iou", False),
+        ("max:dice", "dice", False),
+        ("min:dice", "dice", True),
+        ("max:loss", "loss", False),
+        ("min:a:b", "a:b", True),
+    ],
+)
+def test_a_criterion_knows_what_is_better(text: str, metric: str, is_lower_better: bool) -> None:
+    criterion = Criterion.parse(text)
+    assert criterion == Criterion(metric, is_lower_better)
+    assert criterion.is_better(1.0, 2.0) is is_lower_better and criterion.is_better(2.0, 1.0) is not is_lower_better
+    assert criterion.is_better(1.0, None) and not criterion.is_better(1.0, 1.0)
+    assert not any(criterion.is_better(value, None) for value in (math.nan, math.inf, -math.inf))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("top11", "did you mean 'top1'"),
+        ("dice", "min:dice or max:dice"),
+        ("most:dice", "min:dice or max:dice"),
+        ("max:", "min:max or max:max"),
+        ("", "known: loss"),
+    ],
+)
+def test_a_criterion_of_unknown_direction_is_refused(text: str, said: str) -> None:
+    with pytest.raises(UserError, match=said) as refused:
+        Criterion.parse(text)
+    assert f"'{text}'" in str(refused.value)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.reference import Result, Setup, stage_seed, train
+from tests.reference import Group, Result, Setup, stage_seed, train
 
 torch.set_num_threads(1)
 
@@ -83,10 +84,12 @@ def plain_loop(
     options: dict[str, object],
     batches: list[range],
     norms: list[float] | None = None,
+    average: Callable[[nn.Module], object] = lambda model: None,
 ) -> tuple[list[float], nn.Module]:
-    """Gradient accumulation as anyone would write it."""
+    """Gradient accumulation as anyone would write it; `average` sees the model before and after each update."""
     torch.manual_seed(setup.seed)
     model = Odd().double()
+    average(model)
     optimizer = make_optimizer(model.parameters(), lr=lr(0), **options)
     images, labels = odd_data()
     losses = []
@@ -104,6 +107,7 @@ def plain_loop(
             assert norms is not None
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), setup.clip)))
         optimizer.step()
+        average(model)
         losses.append(total)
     return losses, model
 
@@ -117,6 +121,49 @@ def test_without_lag_equals_gradient_accumulation(name: str, label_smoothing: fl
     losses, model = plain_loop(setup, make_optimizer, options, EPOCHS_OF_TWO_BATCHES)
     assert result.losses == pytest.approx(losses, rel=0, abs=1e-12)
     assert_same(result.weights, model.state_dict())
+
+
+GROUPS: dict[str, tuple[Setup, Callable[..., torch.optim.Optimizer], dict[str, object], dict[str, object]]] = {
+    "sgd": (
+        replace(
+            PLAIN, groups={"head.bias": Group(), "first.weight": Group(0.25, {"momentum": 0.0})}, weight_decay=0.03
+        ),
+        torch.optim.SGD,
+        {"momentum": 0.9, "weight_decay": 0.03},
+        {"momentum": 0.0},
+    ),
+    "adamw": (
+        replace(
+            PLAIN,
+            optimizer="adamw",
+            groups={"first.weight": Group(0.25, {"weight_decay": 0.5, "betas": (0.7, 0.8)})},
+        ),
+        torch.optim.AdamW,
+        {"weight_decay": 0.0},
+        {"weight_decay": 0.5, "betas": (0.7, 0.8)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_equal_the_parameter_groups_of_torch(name: str) -> None:
+    setup, make_optimizer, options, own = GROUPS[name]
+    result = train(Odd, *odd_data(), odd_stage, (None, None), setup)
+
+    def make(parameters: object, **given: object) -> torch.optim.Optimizer:
+        first, *others = parameters  # type: ignore[misc]
+        optimizer = make_optimizer([{"params": others}, {"params": [first], **own}], **given)
+        optimizer.register_step_pre_hook(
+            lambda stepped, *_: stepped.param_groups[1].update(lr=0.25 * stepped.param_groups[0]["lr"])
+        )
+        return optimizer
+
+    losses, model = plain_loop(setup, make, options, EPOCHS_OF_TWO_BATCHES)
+    assert next(name for name, _ in model.named_parameters()) == "first.weight"
+    assert result.losses == pytest.approx(losses, rel=0, abs=1e-12)
+    assert_same(result.weights, model.state_dict())
+    with pytest.raises(AssertionError):
+        assert_same(train(Odd, *odd_data(), odd_stage, (None, None), replace(setup, groups={})).weights, result.weights)
 
 
 def test_frozen_weights_stay_and_tied_weights_move_together() -> None:
@@ -144,6 +191,23 @@ def test_clipping_without_lag_equals_torch_over_all_stages() -> None:
     assert min(norms) < 0.3 < max(norms)  # some batches are clipped, some are not
     assert result.losses == pytest.approx(losses, rel=0, abs=1e-12)
     assert_same(result.weights, model.state_dict())
+
+
+def test_averaged_weights_without_lag_equal_torchs() -> None:
+    """torch's average takes the first weights that it sees as they are, here the initial ones."""
+    averaged: list[AveragedModel] = []
+
+    def average(model: nn.Module) -> None:
+        if not averaged:
+            averaged.append(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7)))
+        averaged[0].update_parameters(model)
+
+    setup = replace(PLAIN, ema=0.7)
+    result = train(Odd, *odd_data(), odd_stage, (None, None), setup)
+    _, model = plain_loop(setup, torch.optim.SGD, {"momentum": 0.9}, EPOCHS_OF_TWO_BATCHES, average=average)
+    assert_same(result.weights, model.state_dict())
+    assert_same(result.averages, averaged[0].module.state_dict())
+    assert not torch.allclose(result.averages["head.weight"], result.weights["head.weight"], rtol=1e-3)
 
 
 def test_the_result_is_a_state_dict_and_the_random_state_is_unchanged() -> None:
@@ -264,8 +328,8 @@ ROUNDS_MU = 0.5
 
 
 def rounds_setup(replicas: tuple[int, int], versions: tuple[int, int]) -> Setup:
-    """Two batches of three microbatches of one sample, the first at learning rate 1, the second at 2."""
-    return Setup(replicas, versions, 3, 3, 2, pipedream=True, momentum=ROUNDS_MU, lr=lambda p: [1.0, 2.0][p])
+    """Two batches of three microbatches of one sample, the first at learning rate 1, the second at 2; decay 1/8."""
+    return Setup(replicas, versions, 3, 3, 2, pipedream=True, momentum=ROUNDS_MU, ema=0.125, lr=lambda p: [1.0, 2.0][p])
 
 
 def test_pipedream_with_two_replicas_feeding_one() -> None:
@@ -299,6 +363,16 @@ def test_pipedream_with_two_replicas_feeding_one() -> None:
     assert result.losses == pytest.approx([(loss0 + loss1 + loss2) / 3, (loss3 + loss4 + loss5) / 3], abs=1e-12)
     assert result.weights["a"].item() == pytest.approx(a3, rel=0, abs=1e-12)
     assert result.weights["b"].item() == pytest.approx(b6, rel=0, abs=1e-12)
+    of_a = average_of([A0, a1, a2, a3], 0.25)  # 1/8 to the power of two microbatches of three
+    assert result.averages["a"].item() == pytest.approx(of_a, rel=0, abs=1e-12)
+    assert result.averages["b"].item() == pytest.approx(average_of([B0, b1, b2, b3, b4, b5, b6], 0.5), rel=0, abs=1e-12)
+
+
+def average_of(values: list[float], decay: float) -> float:
+    average, *later = values
+    for value in later:
+        average = decay * average + (1 - decay) * value
+    return average
 
 
 def test_pipedream_with_one_replica_feeding_two() -> None:

@@ -83,7 +83,9 @@ def unused_options(values: Values, given: Collection[str]) -> dict[str, UserErro
 
 def is_set(value: Any) -> bool:
     """Whether an option has a value; a number always is one, even 0."""
-    return not (value is None or value is False or value == [] or (isinstance(value, str) and not value.strip(" ,")))
+    return not (
+        value is None or value is False or value in ([], ()) or (isinstance(value, str) and not value.strip(" ,"))
+    )
 
 
 def _rules_of(values: Values, command: str) -> Iterator[Rule]:
@@ -105,7 +107,7 @@ def _is_same(value: Any, other: Any) -> bool:
 def _shown(flag: str, value: Any) -> str:
     if isinstance(value, bool):
         return flag if value else f"--no-{flag.removeprefix('--')}"
-    return f"{flag} {','.join(map(str, value)) if isinstance(value, list) else value}"
+    return f"{flag} {','.join(map(str, value)) if isinstance(value, list | tuple) else value}"
 
 
 # --- Conditions -------------------------------------------------------------------------------------------------------
@@ -144,6 +146,14 @@ def _above_zero(flag: str) -> Condition:
 def _zero(flag: str) -> Condition:
     return Condition(
         lambda values: not values.get(flag), lambda values: f"with {flag} {values[flag]:g}; give one of them"
+    )
+
+
+def _group_above_zero(name: str) -> Condition:
+    """Some group of parameters has a setting above 0."""
+    return Condition(
+        lambda values: any(getattr(group, name) for group in values.get("--group", ())),
+        lambda values: f"without a --group that has {name}; give one",
     )
 
 
@@ -187,24 +197,41 @@ def _exclusive(first: str, second: str, commands: tuple[str, ...] = ()) -> tuple
 
 _CUDA = _is("--device", "cuda")
 _EVALUATES = Condition(
-    lambda values: is_set(values.get("--val")) or is_set(values.get("--eval-every")),
+    lambda values: "--eval-every" not in values or is_set(values.get("--val")) or is_set(values["--eval-every"]),
     lambda values: "without an evaluation; give --val or --eval-every as well",
+)
+_USES_AVERAGE = Condition(
+    lambda values: (
+        _EVALUATES.holds(values)
+        or any(values.get(flag) for flag in ("--export", "--checkpoint-every", "--checkpoint-minutes"))
+    ),
+    lambda values: (
+        "without an evaluation, an export or a checkpoint; give --val, --export or --checkpoint-every as well"
+    ),
 )
 _STAGES = _is("--mode", "sync", "stale", "pipedream")
 _STALE = _is("--mode", "stale")
 _SGD = _is("--optimizer", "sgd")
+_OPTIONS = _is("--optimizer", "sgd", "adamw")  # a user's factory sets its own
+_MOVES_ON = _either(_above_zero("--momentum"), _is("--optimizer", "adamw"), _group_above_zero("momentum"))
+_DECAYS = _either(_above_zero("--weight-decay"), _group_above_zero("weight_decay"))
+_ONE_CYCLE = _is("--lr-schedule", "one-cycle")
 _IMAGE_DATA = _data("encoded images (folder:, tar:, ofrecord:, segmentation: or table:)", *_IMAGES)
 _CLASS_DATA = _data("images with classes (folder:, tar:, ofrecord: or segmentation:)", *_CLASSES)
 _NO_MASKS = _no_data("segmentation", "use --decode cpu, which draws masks too")
 _OF_PLAN_FILE = ("--placement", "--shares", "--cut", "--mode", "--staleness", "--versions", "--depths", "--policy")
 
 RULES: tuple[Rule, ...] = (
+    # Model
+    *_unused(_without("--resume"), "--init"),
     # Data
     *_unused(_data("--data synthetic", "synthetic"), "--samples", "--learnable"),
     *_unused(_data("--data tokens:FILE", "tokens"), "--context"),
+    *_unused(_data("--data python:MODULE:DATASET", "python"), "--workers", off=0),
     *_unused(_CLASS_DATA, "--class-names"),
     *_unused(_with("--data"), "--inputs", commands=("inspect",)),
-    *_unused(_IMAGE_DATA, "--crop", "--normalize", "--loader-threads", "--ahead", "--max-bad"),
+    *_unused(_IMAGE_DATA, "--crop", "--loader-threads", "--ahead", "--max-bad"),
+    *_unused(_IMAGE_DATA, "--normalize", off="auto"),
     *_unused(_IMAGE_DATA, "--jitter", "--cutout", off=0),
     *_unused(_IMAGE_DATA, "--decode", off="cpu"),
     *_unused(_is("--decode", "cpu", "gpu"), "--ahead"),
@@ -225,15 +252,20 @@ RULES: tuple[Rule, ...] = (
         for rule in _unused(_is("--loss", "auto", *losses), flag, off=0.0 if flag == "--label-smoothing" else False)
     ),
     # Optimizer and learning rate
+    *_unused(_OPTIONS, "--lr", "--weight-decay", "--group", "--layer-decay", commands=("train",)),
     *_unused(_SGD, "--momentum", "--nesterov"),
     *_unused(_is("--optimizer", "adamw"), "--beta1", "--beta2", "--eps"),
-    *_unused(_either(_above_zero("--momentum"), _is("--optimizer", "adamw")), "--nesterov", "--predict"),
+    *_unused(_MOVES_ON, "--nesterov", "--predict"),
+    *_unused(_DECAYS, "--no-decay"),
     *_unused(_is("--mode", "stale", "pipedream"), "--predict"),
+    *_unused(_USES_AVERAGE, "--ema"),
     *_unused(_SGD, "--lr", commands=("plan",)),
     *_unused(_with("--lr"), "--momentum", "--nesterov", "--predict", commands=("plan",)),
     *_unused(_is("--lr-schedule", "step"), "--lr-steps", "--lr-gamma", off=""),
     *_unused(_is("--lr-schedule", "poly"), "--lr-power"),
     *_unused(_is("--lr-schedule", "poly", "cosine"), "--lr-final"),
+    *_unused(_ONE_CYCLE, "--lr-peak", "--lr-start-div", "--lr-final-div", "--lr-anneal"),
+    *_unused(_is("--lr-schedule", "constant", "step", "poly", "cosine"), "--warmup", off=0),
     Rule("--lr-schedule", _with("--lr-steps"), ("step",)),
     # Device, precision and speed
     *_unused(_CUDA, "--share-gpu", "--channels-last", "--deterministic"),
@@ -247,6 +279,8 @@ RULES: tuple[Rule, ...] = (
     # Run
     *_exclusive("--steps", "--epochs"),
     *_unused(_EVALUATES, "--metric", off="auto"),
+    *_unused(_EVALUATES, "--best", "--early-stop"),
+    *_unused(_above_zero("--eval-every"), "--early-stop"),
     *_exclusive("--emulate", "--nodes"),
     *_unused(_without("--emulate"), "--share-gpu", "--timeout", "--start-timeout", "--max-restarts"),
     *_unused(_without("--emulate"), "--backend", off="auto"),

@@ -37,14 +37,15 @@ def option(
     *,
     is_list: bool = False,
     is_joined: bool = False,
+    is_repeated: bool = False,
     **bounds: float,
 ) -> Any:
     """A field that is also a command-line option; its bounds are `least`, `above`, `below` and `most`.
 
     `is_list`: a text of comma-separated integers from 0 on. `is_joined`: a text of comma-separated names; a command
-    line may repeat the option instead.
+    line may repeat the option instead. `is_repeated`: several values, for each of which a command line repeats it.
     """
-    lists = {"is_list": is_list, "is_joined": is_joined}
+    lists = {"is_list": is_list, "is_joined": is_joined, "is_repeated": is_repeated}
     return field(default=default, metadata={"flag": flag, "help": help, "metavar": metavar, "bounds": bounds, **lists})
 
 
@@ -59,9 +60,23 @@ class Section:
 class ModelConfig(Section):
     """What is trained."""
 
-    name: str = option("vgg-small", "--model", "a zoo name, or package.module:factory", "MODEL")
+    name: str = option(
+        "vgg-small",
+        "--model",
+        "a zoo name, timm:NAME, torchvision:NAME, hf:CONFIG, or package.module:factory",
+        "MODEL",
+    )
     classes: int | None = option(
-        None, "--classes", "outputs of a zoo model (default: the model's)", least=1, most=_MOST_CLASSES
+        None, "--classes", "outputs of a model by name (default: the model's)", least=1, most=_MOST_CLASSES
+    )
+    init: str | None = option(
+        None, "--init", "start from the weights of a .safetensors file, or of a folder with shards", "FILE"
+    )
+    freeze: str | None = option(
+        None,
+        "--freeze",
+        "parameters that are not trained: 'trunk.*,stem', or all but some: '!head'",
+        "PATTERNS",
     )
     inputs: str | None = option(
         None,
@@ -78,7 +93,8 @@ class DataConfig(Section):
     source: str = option(
         "synthetic",
         "--data",
-        "synthetic, folder:DIR, tar:GLOB, ofrecord:DIR, segmentation:DIR, table:FILE, tensors:FILE or tokens:FILE",
+        "synthetic, folder:DIR, tar:GLOB, ofrecord:DIR, segmentation:DIR, table:FILE, tensors:FILE, tokens:FILE or "
+        "python:package.module:dataset",
         "SOURCE",
     )
     val: str | None = option(None, "--val", "data to evaluate on (default: the training data)", "SOURCE")
@@ -96,12 +112,21 @@ class DataConfig(Section):
         0.0, "--jitter", "largest change of brightness, contrast and saturation, as a fraction", least=0, below=1
     )
     cutout: int = option(0, "--cutout", "side of a black square at a random place in training images", least=0)
-    normalize: str = option("imagenet", "--normalize", "imagenet, published, or MEAN,MEAN,MEAN/STD,STD,STD of 0-255")
+    normalize: str = option(
+        "auto", "--normalize", "auto (the model's), imagenet, published, or MEAN,MEAN,MEAN/STD,STD,STD of 0-255"
+    )
     decode: Literal["cpu", "gpu", "once"] = option(
         "cpu", "--decode", "where to decode JPEGs; gpu needs torchcodec; once keeps small images on the device"
     )
     loader_threads: int = option(
         2, "--loader-threads", "decoding threads per rank of the first stage", least=1, most=_MOST_THREADS
+    )
+    workers: int = option(
+        0,
+        "--workers",
+        "processes per rank of the first stage that load python: data (0: the rank itself)",
+        least=0,
+        most=256,
     )
     ahead: int = option(4, "--ahead", "microbatches to decode ahead", least=0, most=1024)
     max_bad: int = option(100, "--max-bad", "bad records that a rank replaces before the run stops", least=0)
@@ -130,10 +155,31 @@ class PlanConfig(Section):
 
 
 @dataclass(frozen=True)
+class GroupConfig(Section):
+    """How the parameters move whose names match a pattern: as all others do, where a value is None."""
+
+    pattern: str
+    lr: float | None = None
+    weight_decay: float | None = None
+    momentum: float | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+
+    @property
+    def settings(self) -> dict[str, float]:
+        """What differs from the options of the optimizer, which have the same names."""
+        own = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "pattern"}
+        return {name: value for name, value in own.items() if value is not None}
+
+    def __str__(self) -> str:
+        return f"{self.pattern}:{','.join(f'{name}={value:g}' for name, value in self.settings.items())}"
+
+
+@dataclass(frozen=True)
 class OptimizerConfig(Section):
     """How weights move."""
 
-    name: Literal["sgd", "adamw"] = option("sgd", "--optimizer", "optimizer")
+    name: str = option("sgd", "--optimizer", "sgd, adamw, or package.module:factory (of parameters)", "OPTIMIZER")
     lr: float = option(0.01, "--lr", "learning rate", least=0)
     momentum: float = option(0.9, "--momentum", "SGD momentum", least=0, below=1)
     nesterov: bool = option(False, "--nesterov", "use Nesterov momentum")
@@ -143,8 +189,22 @@ class OptimizerConfig(Section):
     eps: float = option(1e-8, "--eps", "AdamW: added to the denominator", least=0)
     predict: bool = option(False, "--predict", "extrapolate stale weights along their momentum")
     clip: float | None = option(None, "--clip", "clip the gradient to this norm", above=0)
+    ema: float | None = option(
+        None, "--ema", "evaluate and export averaged weights; the decay per batch: 0.999", "DECAY", above=0, below=1
+    )
     label_smoothing: float = option(
         0.0, "--label-smoothing", "fraction of the target spread over all classes", least=0, most=1
+    )
+    groups: tuple[GroupConfig, ...] = option(
+        (),
+        "--group",
+        "lr, weight_decay, momentum, beta1 or beta2 of the parameters whose names match; may be repeated",
+        "'head.*:lr=0.1,weight_decay=0'",
+        is_repeated=True,
+    )
+    no_decay: bool = option(False, "--no-decay", "no weight decay of biases, norms and one-dimensional parameters")
+    layer_decay: float | None = option(
+        None, "--layer-decay", "factor of the learning rate of each layer for that of the one before", above=0, below=1
     )
 
 
@@ -174,7 +234,7 @@ class LossConfig(Section):
 class ScheduleConfig(Section):
     """How the learning rate moves."""
 
-    kind: Literal["constant", "step", "poly", "cosine"] = option(
+    kind: Literal["constant", "step", "poly", "cosine", "one-cycle"] = option(
         "constant", "--lr-schedule", "learning rate over the run"
     )
     warmup: int = option(0, "--warmup", "batches of linear warm-up", least=0)
@@ -182,6 +242,12 @@ class ScheduleConfig(Section):
     gamma: float = option(0.1, "--lr-gamma", "step: factor of each drop", least=0)
     power: float = option(2.0, "--lr-power", "poly: exponent", least=0)
     final: float = option(0.0, "--lr-final", "poly, cosine: rate at the end", least=0)
+    peak: float = option(
+        0.3, "--lr-peak", "one-cycle: share of the run in which the rate rises to --lr", least=0, most=1
+    )
+    start_div: float = option(25.0, "--lr-start-div", "one-cycle: --lr over the rate at the start", above=0)
+    final_div: float = option(1e4, "--lr-final-div", "one-cycle: the rate at the start over that at the end", above=0)
+    anneal: Literal["cosine", "linear"] = option("cosine", "--lr-anneal", "one-cycle: how the rate rises and falls")
 
 
 @dataclass(frozen=True)
@@ -191,6 +257,9 @@ class CheckpointConfig(Section):
     every: int = option(0, "--checkpoint-every", "batches between checkpoints (0: only on request)", least=0)
     minutes: float = option(0.0, "--checkpoint-minutes", "minutes between checkpoints (0: none)", least=0)
     keep: int = option(2, "--keep", "newest checkpoints to keep (0: all)", least=0)
+    best: str | None = option(
+        None, "--best", "also keep the best one by an evaluation: loss, top1, ..., min:NAME or max:NAME", "METRIC"
+    )
 
 
 @dataclass(frozen=True)
@@ -232,6 +301,9 @@ class RunConfig(Section):
         "NAME",
         is_joined=True,
     )
+    early_stop: int | None = option(
+        None, "--early-stop", "stop after N evaluations without a better --best (default of that: loss)", least=1
+    )
     log_every: int = option(10, "--log-every", "batches between log lines", least=1)
     monitor_every: float = option(1.0, "--monitor-every", "seconds between samples of memory, load and power (0: none)")
     track: Literal["none", "tensorboard", "wandb", "mlflow"] = option(
@@ -239,7 +311,7 @@ class RunConfig(Section):
     )
     export: str | None = option(None, "--export", "write the trained weights to a .safetensors file", "FILE")
     resume: str | None = option(
-        None, "--resume", "resume a run from its newest checkpoint, or from a given checkpoint", "RUN"
+        None, "--resume", "resume a run from its newest checkpoint, or from a given one (RUN/best: its best)", "RUN"
     )
     runs: str = option("runs", "--runs", "folder that holds run folders", "DIR")
     bucket: int = option(25, "--bucket", "MiB of gradients per all-reduce (0: one parameter)", least=0, most=2**20)
@@ -301,7 +373,13 @@ class Option:
     default: Any = None
     bounds: Mapping[str, float] = field(default_factory=dict)
     key: str = ""  # section.field of the configuration
-    is_joined: bool = False  # it may be repeated, which joins its values by commas
+    is_repeated: bool = False  # it may be given several times
+    is_joined: bool = False  # which joins its values by commas
+
+    @property
+    def keyword(self) -> str:
+        """Its name as a keyword of a function."""
+        return self.flag.removeprefix("--").replace("-", "_")
 
     def check(self, value: float | None) -> None:
         """Raise if a number is outside the bounds."""
@@ -324,12 +402,13 @@ def options(*sections: str) -> tuple[Option, ...]:
 def _as_option(section: str, entry: Field[Any], hint: Any) -> Option:
     alternatives = get_args(hint)
     choices = tuple(choice for choice in alternatives if isinstance(choice, str))
-    kind = str if choices else next((kind for kind in alternatives if kind is not type(None)), hint)
     about = entry.metadata
+    is_text = bool(choices) or about["is_repeated"]
+    kind = str if is_text else next((kind for kind in alternatives if kind is not type(None)), hint)
     metavar = about["metavar"] or ("" if choices else {int: "N", float: "FLOAT"}.get(kind, "TEXT"))
     key = f"{section}.{entry.name}"
     common = (about["flag"], about["help"], metavar, kind, choices, entry.default, about["bounds"], key)
-    return Option(*common, about["is_joined"])
+    return Option(*common, about["is_joined"] or about["is_repeated"], about["is_joined"])
 
 
 def require_within(flag: str, value: float, **bounds: float) -> None:

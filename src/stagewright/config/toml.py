@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from stagewright.config.groups import read_groups, require_used
 from stagewright.config.rules import check_rules, replaced_options, unused_options
 from stagewright.config.sections import RENAMED, Config, options
 from stagewright.errors import UserError, did_you_mean, is_text
@@ -33,6 +34,7 @@ def make_config(*layers: Tables, given: Collection[str] | None = None) -> Config
     flags = _flags_of(keys_of(*layers) if given is None else given)
     config = _with_defaults(config, replaced_options(flag_values(config), flags))
     check_rules(flag_values(config), flags)
+    require_used(config.optimizer)
     return config
 
 
@@ -40,6 +42,8 @@ def config_within_bounds(*layers: Tables) -> Config:
     """The configuration of some layers within its bounds; its rules are not checked: there may be more layers."""
     tables = merged(*layers)
     _refuse_unknown(tables)
+    if "groups" in tables.get("optimizer", {}):
+        tables["optimizer"]["groups"] = read_groups(tables["optimizer"]["groups"])
     return _validated(tables)
 
 
@@ -132,7 +136,7 @@ def as_tables(config: Config) -> dict[str, dict[str, Any]]:
     """The configuration as nested tables, without values that are None."""
     return {
         section.name: {
-            entry.name: value
+            entry.name: [{"pattern": g.pattern, **g.settings} for g in value] if isinstance(value, tuple) else value
             for entry in fields(getattr(config, section.name))
             if (value := getattr(getattr(config, section.name), entry.name)) is not None
         }
@@ -165,8 +169,12 @@ def as_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
-def toml_value(value: str | float | bool) -> str:
-    """A string, number or boolean as TOML."""
+def toml_value(value: str | float | bool | list[Any] | dict[str, Any]) -> str:
+    """A string, number or boolean as TOML, a list of them, or a table of them on one line."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name} = {toml_value(inner)}' for name, inner in value.items())}}}"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

@@ -10,17 +10,26 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from stagewright.config.groups import Group
 from stagewright.config.sections import Config
 from stagewright.data.order import Order
-from stagewright.metrics import Unit
+from stagewright.events import Best
+from stagewright.metrics import LOSS, Criterion, Unit
 from stagewright.model.cut import Way
 from stagewright.model.loss import LossOptions
 from stagewright.model.probe import Probe
 from stagewright.model.prove import Proof
+from stagewright.model.weights import Start
 from stagewright.plan.plan import Plan
 
 _DEFAULT_RESTARTS = 3
 NEVER = sys.maxsize  # a batch or microbatch that never comes
+
+
+def criterion_of(config: Config) -> Criterion | None:
+    """By what a configuration compares evaluations, if it does: by --best, else with --early-stop by the loss."""
+    text = config.checkpoint.best or (LOSS if config.run.early_stop else None)
+    return None if text is None else Criterion.parse(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +53,22 @@ class Job:
     evaluation: Evaluation | None
     folder: str
     loss: LossOptions = field(default_factory=LossOptions)
+    groups: tuple[Group, ...] = ()  # of all parameters; none where they all move by the options themselves
     channels_last: bool = False  # the memory layout of images
     draws: frozenset[str] = frozenset()  # generators, beside torch's, that the model's forward draws from
     way: Way = Way.GRAPH  # how the model is cut
     proof: Proof | None = None  # that its pieces compute what it does
+    weights: Start | None = None  # where its first weights came from, if they are not new
+    frozen: int = 0  # numbers of the model that are not trained
     is_conditional: bool = True  # which parameters get a gradient may differ between batches
     samples: int = 0  # of the training data
     fingerprint: str = ""  # of the training data
     start: int = 0  # batches trained before this job
     resume: str | None = None  # the checkpoint folder with their state
+    export: str | None = None  # the file to write the trained weights to
     unit: str = "images"  # what its throughput counts
     per_sample: int = 1  # of them
+    is_scripted: bool = False  # a script's own loop drives every rank, and sees the loss of each batch
 
     @property
     def throughput_unit(self) -> Unit:
@@ -79,6 +93,22 @@ class Job:
         return self.batches if done < self.batches < due and self.batches % step == 0 else due
 
     @property
+    def criterion(self) -> Criterion | None:
+        return criterion_of(self.config)
+
+    def stops_early(self, best: Best | None) -> bool:
+        """Whether the run ends here because evaluations no longer get better."""
+        most = self.config.run.early_stop
+        return most is not None and best is not None and best.since >= most
+
+    def saves_outcome(self, best: Best | None, batch: int) -> bool:
+        """Whether the evaluation after `batch` batches is a reason to save: a new best, or an early end."""
+        if best is None or batch % self.plan.pause_step:
+            return False
+        is_new = best.batch == batch and self.config.checkpoint.best is not None
+        return is_new or (self.stops_early(best) and self.config.checkpoint.every > 0)
+
+    @property
     def patience(self) -> float:
         """Seconds that a rank waits for another: longer than the watchdog does, which can name the rank at fault."""
         return 2 * max(self.config.run.timeout, self.config.run.start_timeout)
@@ -86,7 +116,8 @@ class Job:
     @property
     def keeps_checkpoints(self) -> bool:
         """Whether the run saves checkpoints regularly."""
-        return bool(self.config.checkpoint.every or self.config.checkpoint.minutes)
+        checkpoint = self.config.checkpoint
+        return bool(checkpoint.every or checkpoint.minutes or checkpoint.best)
 
     @property
     def max_restarts(self) -> int:

@@ -24,8 +24,15 @@ _UNUSED = [
             ("--class-weights", "1,2", "next-token"),
         )
     ),
-    ({"--metric": "top1"}, "without an evaluation; give --val or --eval-every as well"),
+    ({"--init": "a.safetensors", "--resume": "runs/a"}, "with --resume runs/a; give one of them"),
+    *(
+        ({flag: value}, "without an evaluation; give --val or --eval-every as well")
+        for flag, value in {"--metric": "top1", "--best": "loss", "--early-stop": 2}.items()
+    ),
+    ({"--early-stop": 2, "--eval-every": 0}, "with --eval-every 0; it needs one above 0"),
+    ({"--ema": 0.9}, "without an evaluation, an export or a checkpoint; give --val, --export or --checkpoint-every"),
     ({"--context": 8, "--data": "folder:a"}, "with --data folder:a; it needs --data tokens:FILE"),
+    ({"--workers": 2, "--data": "folder:a"}, "with --data folder:a; it needs --data python:MODULE:DATASET"),
     ({"--class-names": "a", "--data": "table:a"}, "with --data table:a; it needs images with classes"),
     ({"--samples": 64, "--data": "folder:a"}, "with --data folder:a; it needs --data synthetic"),
     ({"--learnable": True, "--data": "tensors:a"}, "with --data tensors:a; it needs --data synthetic"),
@@ -61,6 +68,19 @@ _UNUSED = [
     ({"--lr-gamma": 0.1, "--lr-schedule": "poly"}, "with --lr-schedule poly; it needs --lr-schedule step"),
     ({"--lr-power": 2.0, "--lr-schedule": "cosine"}, "with --lr-schedule cosine; it needs --lr-schedule poly"),
     ({"--lr-final": 0.0}, "with --lr-schedule constant; it needs --lr-schedule poly or cosine"),
+    *(
+        ({flag: value}, "with --lr-schedule constant; it needs --lr-schedule one-cycle")
+        for flag, value in {
+            "--lr-peak": 0.3, "--lr-start-div": 25.0, "--lr-final-div": 10.0, "--lr-anneal": "linear"
+        }.items()
+    ),
+    ({"--warmup": 5, "--lr-schedule": "one-cycle"}, "with --lr-schedule one-cycle; it needs --lr-schedule constant"),
+    ({"--lr": 0.1, "--optimizer": "mine:make"}, "with --optimizer mine:make; it needs --optimizer sgd"),
+    ({"--weight-decay": 0.1, "--optimizer": "mine:make"}, "with --optimizer mine:make; it needs --optimizer sgd"),
+    ({"--group": "a:lr=1", "--optimizer": "mine:make"}, "with --optimizer mine:make; it needs --optimizer sgd"),
+    ({"--layer-decay": 0.5, "--optimizer": "mine:make"}, "with --optimizer mine:make; it needs --optimizer sgd"),
+    ({"--no-decay": True}, "with --weight-decay 0; it needs one above 0"),
+    ({"--no-decay": True, "--group": "a:lr=1"}, "with --weight-decay 0; it needs one above 0"),
     *(
         ({flag: value}, "with --device cpu; it needs --device cuda")
         for flag, value in {
@@ -178,9 +198,10 @@ def test_every_row_has_a_case() -> None:
 # Options without a row, and why they always change something or why options alone can't tell.
 _ALWAYS = {
     "every run": "--model --data --shuffle --batch --lr --optimizer --weight-decay --clip --seed "
-    "--device --precision --compile --threads --runs --log-every --monitor-every --track --export --resume --warmup "
+    "--device --precision --compile --threads --runs --log-every --monitor-every --track --export --resume --freeze "
     "--checkpoint-every --checkpoint-minutes --eval-every --val --limit --lr-schedule --steps --epochs --emulate "
-    "--nodes --plan --unproven --loss",
+    "--nodes --plan --unproven --loss --layer-decay",
+    "its settings are checked one by one, and its names with the model": "--group",
     "the data and the model decide": "--inputs",
     "the planner and the synthetic data use it": "--image",
     "a factory may take it": "--classes",
@@ -205,6 +226,13 @@ def test_asking_for_what_happens_anyway_is_not_refused() -> None:
     assert make_config(off).run.cuda_graph == "off"
     assert make_config({"run": {"emulate": True, "backend": "auto"}}).run.emulate
     assert make_config({"plan": {"mode": "dp", "cut": None}}).plan.cut is None
+    assert make_config({"schedule": {"kind": "one-cycle", "warmup": 0}}).schedule.kind == "one-cycle"
+
+
+def test_a_group_that_has_momentum_or_decay_is_enough_for_what_needs_some() -> None:
+    made = make_config({"optimizer": {"momentum": 0.0, "nesterov": True, "groups": ["a:momentum=0.5"]}})
+    assert made.optimizer.nesterov
+    assert make_config({"optimizer": {"no_decay": True, "groups": ["a:weight_decay=0.5"]}}).optimizer.no_decay
 
 
 def test_a_mode_that_is_left_open_may_be_any_mode() -> None:

@@ -33,8 +33,13 @@ BEYOND = {
     "--lr-power": ("nan",),
     "--lr-gamma": ("-1",),
     "--lr-final": ("inf",),
+    "--lr-peak": ("1.5", "nan"),
+    "--lr-start-div": ("0", "inf"),
+    "--lr-final-div": ("0", "-1"),
+    "--layer-decay": ("0", "1", "nan"),
     "--warmup": ("-5",),
     "--context": ("0", "1048577"),
+    "--workers": ("-1", "257"),
     "--timeout": ("nan", "-1", "0", "inf", "1e300"),
     "--start-timeout": ("inf", "0"),
     "--join-timeout": ("nan",),
@@ -61,6 +66,8 @@ BEYOND = {
     "--max-bad": ("-1",),
     "--loss-scale": ("nan", "0.5", "1e300"),
     "--growth-interval": ("0",),
+    "--ema": ("0", "1", "nan"),
+    "--early-stop": ("0",),
 }
 
 

@@ -1,4 +1,6 @@
-"""The supervisor's side of checkpoints: turns the ranks' shares into one, or removes them, and deletes the oldest."""
+"""The supervisor's side of checkpoints: turns the ranks' shares into one, or removes them, and deletes the oldest.
+
+Beside the newest (`--keep`) the best one stays (`--best`): each manifest tells whether its own was the best so far."""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from pathlib import Path
 from stagewright.config.toml import as_tables
 from stagewright.data.order import Position
 from stagewright.events import ReplicaState, Saved, ShareSaved, Unsaved
-from stagewright.runtime.checkpoint.folder import checkpoints_folder, list_folders, partial_folder, remove
+from stagewright.runtime.checkpoint.folder import (
+    best_folder,
+    checkpoints_folder,
+    list_folders,
+    partial_folder,
+    remove,
+)
 from stagewright.runtime.checkpoint.format import FORMAT, MANIFEST, Manifest, StageState, sync_folder
 from stagewright.runtime.job import Job
 
@@ -108,12 +116,15 @@ class Committer:
         folder.rename(final)
         shutil.rmtree(old, ignore_errors=True)
         sync_folder(final.parent)
-        keep = self._job.config.checkpoint.keep
+        options = self._job.config.checkpoint
         saved = [path for path in list_folders(Path(self._job.folder)) if int(path.name) <= batch]
-        for path in saved[:-keep] if keep else ():
-            remove(path)
+        best = best_folder(saved) if options.best else None  # a new best is whole before the old one is deleted
+        for path in saved[: -options.keep] if options.keep else ():
+            if path != best:
+                remove(path)
         slowest = max(shares.values(), key=lambda share: share.seconds)
-        return Saved(batch, manifest.bytes, slowest.seconds, slowest.waited)
+        shown = manifest.best if manifest.is_best else None
+        return Saved(batch, manifest.bytes, slowest.seconds, slowest.waited, shown)
 
 
 def _manifest(job: Job, batch: int, shares: _Shares) -> Manifest:
@@ -127,6 +138,7 @@ def _manifest(job: Job, batch: int, shares: _Shares) -> Manifest:
         as_tables(job.config),
         tuple(_stage_state(index, replicas) for index in range(len(job.plan.stages))),
         tuple(sorted(files, key=lambda file: file.name)),
+        next(iter(shares.values())).best,
     )
 
 

@@ -5,8 +5,8 @@ Ranks write to `<batch>.partial`; the supervisor renames that folder once it is 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stagewright.errors import first_line
+from stagewright.errors import UserError, first_line
 from stagewright.events import File
 from stagewright.runtime.checkpoint.format import (
     MASTER,
@@ -139,6 +139,22 @@ def newest_intact(run: Path) -> tuple[Checkpoint | None, list[str]]:
         except CheckpointError as error:
             reasons.append(str(error))
     return None, reasons
+
+
+def best_folder(folders: Sequence[Path]) -> Path | None:
+    """The folder of the best checkpoint, of those of a run, oldest first: the newest that was the best when saved."""
+    for folder in reversed(folders):
+        with suppress(CheckpointError):
+            if read_manifest(folder).is_best:
+                return folder
+    return None
+
+
+def find_best(run: Path) -> Path:
+    """The best checkpoint of a run; UserError where it has none."""
+    if (found := best_folder(list_folders(run))) is None:
+        raise UserError(f"{run}: the run has no best checkpoint; train with --best, or name one of its checkpoints")
+    return found
 
 
 def remove(folder: Path) -> None:

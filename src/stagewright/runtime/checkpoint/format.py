@@ -19,13 +19,16 @@ from torch import Tensor
 from stagewright.config.toml import with_new_names
 from stagewright.data.order import Position
 from stagewright.errors import UserError
-from stagewright.events import File
+from stagewright.events import Best, File
 from stagewright.files import MOST_TEXT_BYTES, read_regular
+from stagewright.metrics import Criterion
 from stagewright.plan.plan import Plan, Stage
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 MASTER = "master"
+FROZEN = "frozen"  # parameters that are not trained; only of runs that start from a file
+EMA = "ema"  # the average of the master
 _HASH = "blake2b"
 _PIECE = 4 * 2**20  # bytes
 _ALIGNMENT = 8
@@ -76,6 +79,18 @@ class Manifest:
     config: Mapping[str, Mapping[str, Any]]
     stages: tuple[StageState, ...]
     files: tuple[File, ...]
+    best: Best | None = None  # evaluation so far, where evaluations are compared
+
+    @property
+    def is_best(self) -> bool:
+        """Whether it was saved as the best so far (`--best`)."""
+        is_asked = self.config.get("checkpoint", {}).get("best") is not None
+        return is_asked and self.best is not None and self.best.batch == self.batch
+
+    def best_by(self, criterion: Criterion | None) -> Best | None:
+        """The best evaluation so far by a criterion; none yet, where they were compared by another or not at all."""
+        known = self.best if self.best is not None and self.best.criterion == criterion else None
+        return known or (None if criterion is None else Best(criterion))
 
     @property
     def bytes(self) -> int:

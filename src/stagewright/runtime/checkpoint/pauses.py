@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch.distributed import PrefixStore, Store
 
 from stagewright.plan.plan import Plan
+from stagewright.runtime.gate import Gate
 from stagewright.runtime.job import NEVER
-from stagewright.runtime.stage.gate import Gate
 
 STOP = "stop"
 _CHECKPOINT = "checkpoint"
@@ -89,8 +89,9 @@ class Pauses:
 class EmulatedPauses:
     """The gates of all emulated ranks: they agree at once when the next batch begins."""
 
-    def __init__(self, plan: Plan, minutes: float) -> None:
+    def __init__(self, plan: Plan, minutes: float, wants_stop: Callable[[], bool] = lambda: False) -> None:
         self._plan = plan
+        self._wants_stop = wants_stop
         self._seconds = 60 * minutes
         self._last = time.monotonic()
         self._is_stopping = False
@@ -108,6 +109,7 @@ class EmulatedPauses:
 
     def poll(self) -> None:
         """Agree on a batch if a pause is due."""
+        self._is_stopping = self._is_stopping or self._wants_stop()
         is_due = self._seconds and time.monotonic() - self._last >= self._seconds
         if (self._is_stopping or is_due) and all(gate.batch == NEVER for gate in self._gates):
             batch = pause_batch(self._plan, [gate.hold() for gate in self._gates])

@@ -21,7 +21,7 @@ from torch import Tensor
 from stagewright.errors import first_line
 from stagewright.events import Emit, File, ReplicaState, ShareSaved
 from stagewright.runtime.checkpoint.folder import partial_folder
-from stagewright.runtime.checkpoint.format import MASTER, sync_folder, write_shard
+from stagewright.runtime.checkpoint.format import EMA, FROZEN, MASTER, sync_folder, write_shard
 from stagewright.runtime.job import NEVER, Job
 from stagewright.runtime.stage.replica import Replica
 from stagewright.runtime.stage.versions import Parameter
@@ -36,6 +36,8 @@ Shard = tuple[int, str, Callable[[], Mapping[str, Tensor]]]  # stage, kind, a fu
 def flats_of(replica: Replica) -> Iterator[tuple[str, Tensor]]:
     """The flat tensors that make up a stage's state, by kind; the same on every replica."""
     yield MASTER, replica.ring.master
+    if replica.average.flat is not None:
+        yield EMA, replica.average.flat
     for name, tensor in sorted(replica.optimizer.state.items()):
         if tensor.dim():
             yield f"optimizer/{name}", tensor
@@ -44,10 +46,25 @@ def flats_of(replica: Replica) -> Iterator[tuple[str, Tensor]]:
             yield f"slot/{index}", slot.flat
 
 
+def frozen_of(replica: Replica) -> dict[str, Tensor]:
+    """The parameters of a stage that are not trained, by all of their names, as real numbers."""
+    trained = {name for parameter in replica.ring.parameters for name in parameter.names}
+    named = replica.piece.training.named_parameters(remove_duplicate=False)
+    held = {name: parameter.detach() for name, parameter in named if name not in trained}
+    return {name: torch.view_as_real(tensor) if tensor.is_complex() else tensor for name, tensor in held.items()}
+
+
 def own_flats(replica: Replica, rank: int) -> list[tuple[str, Tensor]]:
     """The flat tensors that this rank writes."""
     index = replica.stage.ranks.index(rank)
     return [flat for number, flat in enumerate(flats_of(replica)) if number % replica.stage.replicas == index]
+
+
+def own_state(replica: Replica, rank: int) -> list[tuple[str, Mapping[str, Tensor]]]:
+    """The state of a user's optimizer that this rank writes, by kind; what it keeps may change from batch to batch."""
+    index = replica.stage.ranks.index(rank)
+    kinds = sorted(replica.optimizer.named_state().items())
+    return [kind for number, kind in enumerate(kinds) if number % replica.stage.replicas == index]
 
 
 class DiskSaver(Saver):
@@ -60,13 +77,15 @@ class DiskSaver(Saver):
         self._folder = Path(job.folder)
         self._rank = worker.rank
         self._replicas = worker.replicas
-        self._loss_scaling = worker.loss_scaling
+        self._worker = worker
         self._emit = emit
         self._settled = settled
         self._outstanding: list[int] = []  # batches whose checkpoints are not settled, as far as this rank knows
         self._copies: dict[tuple[int, str], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._last: int | None = None
+        self._keeps_frozen = job.config.model.init is not None
+        self._frozen: dict[int, dict[str, Tensor]] = {}  # by stage
         if job.keeps_checkpoints:
             self._allocate(is_early=True)
 
@@ -81,7 +100,8 @@ class DiskSaver(Saver):
         self._last = batch
         shards = list(self._copied())
         states = tuple(self._state(replica) for replica in self._replicas.values())
-        share = ShareSaved(self._rank, batch, time.monotonic() - began, states, waited=waited)
+        took = time.monotonic() - began
+        share = ShareSaved(self._rank, batch, took, states, waited=waited, best=self._worker.best)
         self._thread = threading.Thread(target=self._write, args=(share, shards), daemon=True)
         self._thread.start()
 
@@ -115,13 +135,23 @@ class DiskSaver(Saver):
                 copy = self._copies[stage, kind]
                 copy.copy_(flat.detach(), non_blocking=True)
                 yield stage, kind, partial(_by_name, replica.ring.parameters, copy)
+            index = replica.stage.ranks.index(self._rank)
+            if index == 0 and (frozen := self._frozen_copies(stage, replica)):
+                yield stage, FROZEN, frozen.copy
+            for kind, tensors in own_state(replica, self._rank):
+                yield stage, kind, {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}.copy
             buffers = dict(replica.piece.training.named_buffers())
             if buffers:
-                index = replica.stage.ranks.index(self._rank)
                 copies = {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}
                 yield stage, f"buffers/{index}", copies.copy
         if any(replica.ring.master.is_cuda for replica in self._replicas.values()):
             torch.cuda.current_stream().synchronize()  # not the device: a posted receive ends only after the pause
+
+    def _frozen_copies(self, stage: int, replica: Replica) -> dict[str, Tensor]:
+        """Copies of what is not trained, made once; none where the model's factory makes it again."""
+        if self._keeps_frozen and stage not in self._frozen:
+            self._frozen[stage] = {name: tensor.to("cpu", copy=True) for name, tensor in frozen_of(replica).items()}
+        return self._frozen.get(stage, {})
 
     def _state(self, replica: Replica) -> ReplicaState:
         return ReplicaState(
@@ -129,7 +159,7 @@ class DiskSaver(Saver):
             replica.stage.ranks.index(self._rank),
             replica.statistics.count,
             {name: float(value) for name, value in replica.optimizer.state.items() if not value.dim()},
-            self._loss_scaling.state() if replica.stage.is_last else {},
+            self._worker.loss_scaling.state() if replica.stage.is_last else {},
         )
 
     def _write(self, share: ShareSaved, shards: list[Shard]) -> None:

@@ -41,6 +41,12 @@ class Statistics:
         """The buffers as they are now: a forward may replace them."""
         return [self._module.get_buffer(name) for name in self._names]
 
+    def share_counts(self) -> None:
+        """Divide counts of batches that a model starts with among the replicas, so that their sum is right."""
+        for name, buffer in zip(self._names, self.buffers, strict=True):
+            if is_summed(name):
+                buffer.copy_(share_of(buffer, self.replica, self._replicas))
+
     def gather(self) -> tuple[Tensor, Pending]:
         """Start to collect every replica's count and buffers: one row per replica, summed with zeros elsewhere."""
         rows = torch.zeros(self._replicas, 1 + len(self._kinds), dtype=torch.float64)
@@ -108,7 +114,16 @@ def is_summed(name: str) -> bool:
     return name.rpartition(".")[2] in _SUMMED
 
 
+def share_of(total: Tensor, replica: int, replicas: int) -> Tensor:
+    """A replica's share of a count; the shares add up to it."""
+    return (total + replicas - 1 - replica) // replicas
+
+
 def _weighted_mean(rows: Tensor, counts: Tensor) -> Tensor:
-    """The mean of one row per replica, weighted by counts; unweighted where all counts are 0."""
+    """The mean of one row per replica, weighted by counts; unweighted where all counts are 0.
+
+    Where all rows have one number it is that, without rounding: the statistics of a frozen norm keep their bits.
+    """
     shares = counts / counts.sum() if counts.any() else torch.full_like(counts, 1 / len(counts))
-    return (rows * shares.view(-1, *[1] * (rows.dim() - 1))).sum(0)
+    mean = (rows * shares.view(-1, *[1] * (rows.dim() - 1))).sum(0)
+    return torch.where((rows == rows[0]).all(0), rows[0], mean)

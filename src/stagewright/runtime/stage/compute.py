@@ -248,7 +248,8 @@ class _Trial:
         outputs = leaves_of(made)
         roots = [tensor for tensor in outputs if tensor.requires_grad]
         seeds = [torch.ones_like(root) for root in roots]
-        gradients = torch.autograd.grad(roots, self._wanted, seeds, allow_unused=True)
+        has_backward = roots and self._wanted  # not a stage whose parameters are all frozen
+        gradients = torch.autograd.grad(roots, self._wanted, seeds, allow_unused=True) if has_backward else ()
         return [t.detach().clone() for t in (*outputs, *gradients) if t is not None]
 
     def seconds(self, call: _Call) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from stagewright.plan.plan import Plan
 from stagewright.runtime.comm.transport import Pending
-from stagewright.runtime.stage.gate import Gate
+from stagewright.runtime.gate import Gate
 from stagewright.schedule.action import PASSES, Action, Op
 from stagewright.schedule.lower import Task, last_of, streams
 from stagewright.schedule.requires import requires

@@ -44,7 +44,8 @@ def begin_equal(replica: Replica) -> Iterator[Pending]:
 def require_equal(replica: Replica, batch: int) -> Iterator[Pending]:
     """Compare the weights of a stage's replicas; a difference is a fault that names the ranks."""
     if replica.stage.replicas > 1:
-        hashes = yield from _exchange(replica, [replica.ring.master])
+        held = (replica.ring.master, replica.average.flat)
+        hashes = yield from _exchange(replica, (flat for flat in held if flat is not None))
         _require(replica, hashes, f"at batch {batch}")
 
 

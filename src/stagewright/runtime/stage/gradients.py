@@ -29,6 +29,8 @@ class GradientOptions:
     factor: float = 1.0  # by which to multiply them, since the last stage has divided by its own round
     clip: float | None = None  # the largest norm
     divisor: float | None = None  # of a loss that is a total: what the last stage has divided by, instead of its count
+    round: int = 1  # microbatches
+    figures: int = 0  # of each microbatch, that travel with its gradient: the count, with a divisor; then the loss
     is_conditional: bool = False  # a backward may reach some parameters in one batch and others in the next
 
 
@@ -40,8 +42,8 @@ class _Gradient:
     views: Sequence[Tensor]  # one per parameter
     sums: list[Pending] = field(default_factory=list)  # the all-reduces that have started, in the order of buckets
     loss_scale: Tensor | None = None
-    count: Tensor | None = None  # of what the loss is a total of, as far as it is summed
-    is_divided: bool = False  # by the count
+    figures: Tensor | None = None  # of each microbatch of the round, as far as they are here; else zeros
+    is_divided: bool = False  # by the counts
     missing: set[int] = field(default_factory=set)  # parameters that no backward of this replica has reached
     flags: Tensor | None = None  # of each parameter, on how many replicas a backward reached it
     ties: list[Pending] = field(default_factory=list)  # the sums of tied parameters, which are in no bucket
@@ -107,9 +109,12 @@ class GradientBuffers:
         *,
         overlap: bool,
         loss_scale: Tensor | None = None,
-        count: Tensor | None = None,
+        figures: Tensor | None = None,
+        row: int = 0,
     ) -> Iterator[None]:
         """While the context is open, a backward through these leaves adds to the gradient of an update.
+
+        `figures` are of the microbatch, which is in place `row` of the round.
 
         The first backward of an update creates new gradients, which is cheaper than adding to zeros. They move into the
         buffer together, or with `overlap` one by one: each bucket's all-reduce starts as soon as it is full, and so are
@@ -121,8 +126,8 @@ class GradientBuffers:
             gradient.loss_scale = None if loss_scale is None else loss_scale.clone()  # its message will be overwritten
             for leaf in leaves:
                 leaf.grad = None
-        if count is not None:
-            gradient.count = count.clone() if gradient.count is None else gradient.count + count
+        if figures is not None:
+            self._figures_of(gradient)[row] = figures
         awaited = [len(bucket) for bucket in self._buckets]
 
         def arrived(leaf: Tensor, index: int) -> None:
@@ -163,10 +168,19 @@ class GradientBuffers:
             if gradient.missing:
                 gradient.flags[list(gradient.missing)] = 0.0
             gradient.sums.append(self._collective.sum(gradient.flags))
-        if self._options.divisor is not None:
-            if gradient.count is None:
-                gradient.count = torch.zeros(1, dtype=torch.float64, device=self._device)
-            gradient.sums.append(self._collective.sum(gradient.count))
+        if self._options.figures:
+            gradient.sums.append(self._collective.sum(self._figures_of(gradient)))
+
+    def figures(self, update: int) -> Tensor:
+        """The figures of every microbatch of an update; the same bits on every rank, once the sums are complete."""
+        return self._figures_of(self._open[update])
+
+    def _figures_of(self, gradient: _Gradient) -> Tensor:
+        """A row for each microbatch, not their sum: adding zeros is exact, so that all stages get the same numbers."""
+        if gradient.figures is None:
+            shape = (self._options.round, self._options.figures)
+            gradient.figures = torch.zeros(shape, dtype=torch.float64, device=self._device)
+        return gradient.figures
 
     def _joined(self, update: int) -> _Gradient:
         """The gradient of an update; zeros on a replica that had no microbatch of its round."""
@@ -219,6 +233,8 @@ class GradientBuffers:
         assert gradient.loss_scale is not None, f"the gradient of update {update} has no loss scale to divide by"
         gradient.flat.mul_(gradient.loss_scale.reciprocal())
         gradient.loss_scale = None
+        if not self._size:  # all parameters of the stage are frozen
+            return torch.zeros((), device=self._device)
         largest: Tensor = torch.linalg.vector_norm(gradient.flat, torch.inf)
         return largest.isfinite().logical_not().float()
 
@@ -262,8 +278,7 @@ class GradientBuffers:
         """The whole gradient, divided by what its loss counts in place of the constant; zero where nothing counts."""
         gradient, divisor = self._open[update], self._options.divisor
         if divisor is not None and not gradient.is_divided:
-            assert gradient.count is not None, f"the gradient of update {update} has no count to divide by"
-            count = gradient.count[0]
+            count = self._figures_of(gradient)[:, 0].sum()
             gradient.flat.mul_(torch.where(count > 0, divisor / count, 0.0))
             gradient.is_divided = True
         return gradient

@@ -26,7 +26,7 @@ from stagewright.runtime.stage.compute import ComputeOptions, make_compute
 from stagewright.runtime.stage.gradients import GradientBuffers
 from stagewright.runtime.stage.optimizer import Optimizer
 from stagewright.runtime.stage.precision import Precision
-from stagewright.runtime.stage.versions import VersionRing
+from stagewright.runtime.stage.versions import Average, VersionRing
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class InFlight:
     roots: list[Tensor]  # where backward begins
     leaves: list[Tensor]  # the inputs whose gradients the previous stage needs
     releases: list[Callable[[], None]]
-    count: Tensor | None = None  # of what the loss is a total of
+    figures: Tensor | None = None  # that travel with its gradient
 
 
 def seed_of(seed: int, microbatch: int, stage: int) -> int:
@@ -71,6 +71,7 @@ class Replica:
         exchange: Exchange,
         options: StageOptions,
         device: Device,
+        average: Average | None = None,
     ) -> None:
         self.stage = stage
         self.piece = piece
@@ -81,11 +82,13 @@ class Replica:
         self.exchange = exchange
         self.options = options
         self.device = device
+        self.average = average or Average()
         self.compute = make_compute(
             f"stage {stage.index}", piece.training, options.precision, device, options.compute, piece.names
         )
         self.in_flight: dict[int, InFlight] = {}
         self.losses: dict[int, Reading] = {}
+        self.reported: dict[int, Reading] = {}  # the figures of updates, until somebody takes them
         share = torch.ones((), dtype=options.precision.weights) / stage.round
         self._channels_last = options.format.channels_last
         self._share = share.to(device.device)  # of a microbatch in the loss of its round
@@ -99,23 +102,29 @@ class Replica:
         self._seed(seed_of(self.options.seed, microbatch, self.stage.index))
         output, release = self.compute.forward(self.ring.slot_of(update), arguments)
         self.statistics.count += 1
-        count: Tensor | None = None
+        figures: Tensor | None = None
         if self.stage.is_last:
             loss = self._measure(output, inputs.fields)
-            roots, count = [loss.total], loss.count
-            if count is None:
+            roots, figures = [loss.total], self._figures(loss)
+            if loss.count is None:
                 self.losses[microbatch] = self.device.read(loss.total.detach())
             else:
                 assert self.options.divisor is not None
                 roots = [loss.total / self.options.divisor]
-                self.losses[microbatch] = self.device.read(torch.stack([loss.total.detach().double(), count]))
+                self.losses[microbatch] = self.device.read(torch.stack([loss.total.detach().double(), loss.count]))
         else:
             after = self.exchange.after
             assert after is not None
             roots = [output[index] for index in after.differentiable]
             tensors = [output[index].detach() for index in after.tensors]
             self.exchange.outputs[microbatch] = Activations(tensors, inputs.fields)
-        self.in_flight[microbatch] = InFlight(roots, leaves, [inputs.release, release], count)
+        self.in_flight[microbatch] = InFlight(roots, leaves, [inputs.release, release], figures)
+
+    def _figures(self, loss: Measured) -> Tensor | None:
+        """The figures of a microbatch that travel with its gradient."""
+        count = [] if loss.count is None else [loss.count.reshape(())]
+        reported = [loss.total.detach().double()] if self.options.format.reported else []
+        return torch.stack([*count, *reported]) if count or reported else None
 
     def _measure(self, output: Any, fields: Mapping[str, Tensor]) -> Measured:
         """The loss of one microbatch; it counts if and only if it did before training."""
@@ -133,13 +142,18 @@ class Replica:
         kept = self.in_flight.pop(microbatch)
         is_last = self.stage.is_last
         incoming = (
-            self._initial_gradient(scale, kept.count) if is_last else self.exchange.output_gradients.pop(microbatch)
+            self._initial_gradient(scale, kept.figures) if is_last else self.exchange.output_gradients.pop(microbatch)
         )
         update = self.stage.update_of(microbatch)
         slot = self.ring.use(update)
         assert slot.version == version, f"version {version} was overwritten before microbatch {microbatch} was done"
         accumulating = self.gradients.accumulating(
-            update, slot.leaves, overlap=overlap, loss_scale=incoming.scale, count=incoming.count
+            update,
+            slot.leaves,
+            overlap=overlap,
+            loss_scale=incoming.scale,
+            figures=incoming.figures,
+            row=microbatch - update * self.stage.round,
         )
         with accumulating:
             pairs = [(root, g) for root, g in zip(kept.roots, incoming.tensors, strict=True) if root.requires_grad]
@@ -149,9 +163,9 @@ class Replica:
             gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in kept.leaves]
             if self.compute.overwrites:
                 gradients = [gradient.clone() for gradient in gradients]
-            count = None if incoming.count is None else incoming.count.clone()  # its message will be overwritten
+            figures = None if incoming.figures is None else incoming.figures.clone()  # its message will be overwritten
             scale_of_update = self.gradients.loss_scale(update)
-            self.exchange.input_gradients[microbatch] = Gradients(gradients, scale_of_update, count)
+            self.exchange.input_gradients[microbatch] = Gradients(gradients, scale_of_update, figures)
         incoming.release()
         for release in kept.releases:
             release()
@@ -169,10 +183,13 @@ class Replica:
         """
         unreached = self.gradients.unreached(update)
         self.optimizer.step(update, self.gradients.finish(update, norm, tied_norms), found_inf, unreached)
+        self.average.add(found_inf)
         self.advance(update)
 
     def advance(self, update: int) -> None:
         """Make version update+1 from the present weights, which a skipped update has left as they were."""
+        if self.options.format.reported:
+            self.reported[update] = self.device.read(self.gradients.figures(update))
         self.gradients.release(update)
         self._refill(update + 1, update + self.stage.versions)
 
@@ -195,9 +212,9 @@ class Replica:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Use the newest weights, and modules in evaluation mode, while the context is open."""
+        """Use the newest weights, or their average, and modules in evaluation mode, while the context is open."""
         self.ring.use_master()
-        with unchanged_state((self.piece.training, self.piece.evaluation)):
+        with self.average.in_use(), unchanged_state((self.piece.training, self.piece.evaluation)):
             self.piece.train(False)
             try:
                 yield
@@ -261,10 +278,9 @@ class Replica:
                     arguments[index] = tensor.clone()
         return arguments, leaves
 
-    def _initial_gradient(self, scale: float | None, count: Tensor | None) -> Gradients:
+    def _initial_gradient(self, scale: float | None, figures: Tensor | None) -> Gradients:
         """The gradient with which the last stage's backward begins: its share of the round, times the loss scale."""
-        count = None if count is None else count.reshape(1)
         if scale is None:
-            return Gradients([self._share], count=count)
+            return Gradients([self._share], figures=figures)
         factor = torch.full((1,), scale, device=self.device.device)
-        return Gradients([self._share * factor[0]], factor, count)
+        return Gradients([self._share * factor[0]], factor, figures)

@@ -4,26 +4,30 @@
 
 A metric is `metric(outputs, sample) -> {name: (total, count)}`, with what the model returned and the fields of the
 microbatch. Its value is the sum of totals over the sum of counts (`metrics.metric_values`). `--metric` names built-in
-ones (`BUILT_IN`) or functions of the user, `package.module:function`; a `Scorer` adds up what they return.
+ones (`BUILT_IN`) or functions of the user, `package.module:function`; a `Scorer` adds up what they return. A user's may
+return one `(total, count)`, or a number, the mean over the samples given; where samples are pairs or tuples it is
+`metric(outputs, target)`, as a user's loss is.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Store
 from torch.nn import functional
 
 from stagewright.errors import UserError, did_you_mean, first_line, printable
-from stagewright.events import BatchLosses, Emit, Score
+from stagewright.events import BatchLosses, Emit, Score, build
 from stagewright.metrics import LOSS
-from stagewright.model.load import load_callable
 from stagewright.model.loss import (
     IGNORED,
     NEXT_TOKEN,
@@ -35,14 +39,17 @@ from stagewright.model.loss import (
     logits_of,
     require_count,
     target_of,
+    users_function,
     with_ignored,
 )
+from stagewright.objects import load_callable
 from stagewright.plan.plan import Plan
 from stagewright.runtime.comm.device import Reading
+from stagewright.runtime.comm.transport import Pending
 
 Sample = Mapping[str, Tensor]
 Sums = Mapping[str, tuple[float, float]]  # total and count by name
-Metric = Callable[[Any, Sample], Sums]
+Metric = Callable[[Any, Sample], Sums]  # a user's may return less: see `_checked`
 _MOST_CLASSES = 256  # of iou
 _MOST_NAMES, _LONGEST_NAME = 512, 60
 
@@ -167,13 +174,13 @@ BUILT_IN: Mapping[str, Metric] = {
 
 
 def load_metrics(text: str) -> dict[str, Metric]:
-    """The metrics of --metric, names between commas. UserError for an unknown one."""
+    """The metrics of --metric, names between commas, a user's also as `label=name`. UserError for an unknown one."""
     found: dict[str, Metric] = {}
     for name in filter(None, map(str.strip, text.split(","))):
         if name == AUTO:
             found[name] = automatic
         elif ":" in name:
-            found[name] = load_callable(name, "metric")
+            found[name] = load_callable(name.rpartition("=")[2], "metric")
         elif name in BUILT_IN:
             found[name] = BUILT_IN[name]
         elif name != NONE:
@@ -196,6 +203,11 @@ class Scorer:
         """The loss of one microbatch."""
         return self._loss(outputs, sample)
 
+    def probe(self, outputs: Any, sample: Sample) -> Measured:
+        """The loss of one microbatch, after its metrics: all that an evaluation computes from it."""
+        self.add(outputs, sample, samples=1)
+        return self.measure(outputs, sample)
+
     def add(self, outputs: Any, sample: Sample, samples: int) -> None:
         """Add what the metrics make of one microbatch."""
         measured = self.measure(outputs, sample)
@@ -206,7 +218,7 @@ class Scorer:
             totals = {LOSS: (float(measured.total), float(measured.count))}
         owners = {LOSS: "the loss"}
         for metric, function in self._metrics.items():
-            for name, sums in _checked(metric, function, outputs, sample):
+            for name, sums in _checked(metric, function, outputs, sample, samples):
                 if name in owners:
                     raise UserError(f"metric '{metric}' returns '{name}', as {owners[name]} does; rename one of them")
                 owners[name], totals[name] = f"metric '{metric}'", sums
@@ -219,7 +231,10 @@ def make_scorer(metrics: str, loss: LossOptions) -> Scorer:
     """The scorer of a run's --metric and --loss; an evaluation does not smooth labels."""
     plain = Loss(replace(loss, label_smoothing=0.0))
     found = load_metrics(metrics)
-    found = {name: metric if ":" in name else _ignoring(metric, loss.ignore_index) for name, metric in found.items()}
+    found = {
+        name: users_function(metric, is_paired=loss.is_paired) if ":" in name else _ignoring(metric, loss.ignore_index)
+        for name, metric in found.items()
+    }
     if AUTO in found and loss.name == NEXT_TOKEN:
         found[AUTO] = lambda outputs, sample: {}  # perplexity, which follows from the loss
     return Scorer(found, plain)
@@ -235,26 +250,27 @@ def _ignoring(metric: Metric, ignore_index: int | None) -> Metric:
     return measure if ignore_index is not None else metric
 
 
-def scoring(metrics: str, loss: LossOptions) -> Callable[[Any, Sample], Measured]:
-    """What an evaluation computes from a microbatch: the metrics, and the loss that it returns."""
-    scorer = make_scorer(metrics, loss)
+def _checked(
+    metric: str, function: Metric, outputs: Any, sample: Sample, samples: int
+) -> Iterator[tuple[str, tuple[float, float]]]:
+    """What a metric returns, by cleaned names; a UserError that names it where it raises or returns something else.
 
-    def measure(outputs: Any, sample: Sample) -> Measured:
-        scorer.add(outputs, sample, samples=1)
-        return scorer.measure(outputs, sample)
-
-    return measure
-
-
-def _checked(metric: str, function: Metric, outputs: Any, sample: Sample) -> Iterator[tuple[str, tuple[float, float]]]:
-    """What a metric returns, by cleaned names; a UserError that names it where it raises or returns something else."""
+    One `(total, count)`, or a mean over the samples given, has the label of the metric, or else its function's name.
+    """
     try:
-        found = function(outputs, sample)
+        found: Any = function(outputs, sample)
     except Exception as error:  # the user's code may raise anything
         raise UserError(f"metric '{metric}' raised {type(error).__name__}: {first_line(error, 200)}") from error
+    if isinstance(found, Real) or (isinstance(found, Tensor) and found.numel() == 1):
+        found = (float(found) * samples, samples)
+    if isinstance(found, tuple):
+        found = {metric.rpartition("=")[0] or metric.rpartition(":")[2]: found}
     if not isinstance(found, Mapping) or len(found) > _MOST_NAMES:
         what = f"{len(found)} names" if isinstance(found, Mapping) else type(found).__name__
-        raise UserError(f"metric '{metric}' returned {what}; return {{name: (total, count)}} of at most {_MOST_NAMES}")
+        raise UserError(
+            f"metric '{metric}' returned {what}; return a number, (total, count), or {{name: (total, count)}} of at "
+            f"most {_MOST_NAMES}"
+        )
     for name, sums in found.items():
         shown = printable(str(name))[:_LONGEST_NAME]
         try:
@@ -268,6 +284,39 @@ def _checked(metric: str, function: Metric, outputs: Any, sample: Sample) -> Ite
                 "which the count is at least 0"
             )
         yield shown, (total, count)
+
+
+def exchange_scores(
+    store: Store, key: str, rank: int, last_ranks: Sequence[int], score: Score | None
+) -> Generator[Pending, None, tuple[Score, ...]]:
+    """The scores of all ranks of the last stage, in their order: the same on every rank of the run, to the bit.
+
+    Every rank takes part, those of the last stage with their score. `key` is new for each exchange of a start; what is
+    posted stays in the store, a few hundred bytes a rank.
+    """
+    if rank in last_ranks:
+        assert score is not None, f"rank {rank} of the last stage has no score"
+        store.set(f"{key}/{rank}", json.dumps(asdict(score)))
+    posted = _Posted(store, [f"{key}/{other}" for other in last_ranks])
+    yield posted
+    return tuple(build(Score, json.loads(text)) for text in posted.texts())
+
+
+class _Posted:
+    """Keys of the store; as a `Pending`, complete once all of them are set."""
+
+    def __init__(self, store: Store, keys: list[str]) -> None:
+        self._store = store
+        self._keys = keys
+
+    def is_completed(self) -> bool:
+        return bool(self._store.check(self._keys))
+
+    def wait(self) -> None:
+        self._store.wait(self._keys)
+
+    def texts(self) -> list[bytes]:
+        return [self._store.get(key) for key in self._keys]
 
 
 # The losses of training.
@@ -284,11 +333,11 @@ class Losses:
         self._plan = plan
         self._rank = rank
         self._emit = emit
-        self._batches: deque[tuple[list[tuple[int, Reading]], float | None]] = deque()
+        self._batches: deque[tuple[list[tuple[int, Reading]], float | None, float | None]] = deque()
 
-    def add(self, losses: list[tuple[int, Reading]], scale: float | None) -> None:
-        """Add a batch's losses on this rank, each a mean or a total and its count; and its loss scale if it had one."""
-        self._batches.append((losses, scale))
+    def add(self, losses: list[tuple[int, Reading]], scale: float | None, rate: float | None = None) -> None:
+        """Add a batch's losses on this rank, each a mean or a total and its count; its loss scale and rate, if any."""
+        self._batches.append((losses, scale, rate))
         self._emit_batches(wait=False)
 
     def flush(self) -> None:
@@ -296,7 +345,7 @@ class Losses:
 
     def _emit_batches(self, *, wait: bool) -> None:
         while self._batches and (wait or all(reading.is_completed() for _, reading in self._batches[0][0])):
-            losses, scale = self._batches.popleft()
+            losses, scale, rate = self._batches.popleft()
             numbers = tuple((microbatch, *_total_and_count(reading.value())) for microbatch, reading in losses)
             for microbatch, loss, count in numbers:
                 require_count(count, f"batch {microbatch // self._plan.microbatches}, microbatch {microbatch}")
@@ -306,7 +355,7 @@ class Losses:
                         f"(stage {len(self._plan.stages) - 1}, microbatch {microbatch}); "
                         "try a lower --lr, a --warmup or --clip 1"
                     )
-            self._emit(BatchLosses(self._rank, numbers, time.monotonic(), scale))
+            self._emit(BatchLosses(self._rank, numbers, time.monotonic(), scale, rate))
 
 
 def _total_and_count(loss: Tensor) -> tuple[float, float]:

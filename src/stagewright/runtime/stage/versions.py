@@ -1,4 +1,4 @@
-"""A stage's weights as flat buffers: one master and K version slots.
+"""A stage's weights as flat buffers: one master and K version slots, and beside them the average of `--ema`.
 
 Parameters are views of the buffers with their own strides, swapped into the modules; the optimizer sees the master. The
 views share autograd's version counter with their buffer, so a backward through a slot that was overwritten raises.
@@ -7,7 +7,8 @@ views share autograd's version counter with their buffer, so a backward through 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -113,6 +114,58 @@ class VersionRing:
                 for module, name in parameter.sites:
                     module._parameters[name] = leaf  # type: ignore[assignment]
         return slot
+
+
+class Average:
+    """The weights that evaluations and exports use; this default is the newest weights themselves."""
+
+    flat: Tensor | None = None  # like the master, where there is one to save
+
+    def restart(self) -> None:
+        """Begin again, from the newest weights."""
+
+    def add(self, skipping: Tensor | None = None) -> None:
+        """Take in the newest weights after an update; if `skipping` is 1, that update was none."""
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """The master holds these weights while the context is open; the pipeline is empty."""
+        yield
+
+
+class MovingAverage(Average):
+    """An exponential moving average: with each update, decay*average + (1-decay)*weights.
+
+    It is in single precision at least, as the small steps of a slow average vanish in half precision. Where parameters
+    are tied it moves parameter by parameter, for the same bits in every home (`optimizer.Weights` says why).
+    """
+
+    flat: Tensor
+
+    def __init__(self, ring: VersionRing, decay: float, *, is_tied: bool = False) -> None:
+        self._master = ring.master
+        self._step = 1 - decay
+        self.flat = ring.master.to(torch.promote_types(ring.master.dtype, torch.float32), copy=True)
+        parts = ring.parameters if is_tied else ()
+        self._views = [part.real_view(self.flat) for part in parts] or [self.flat]
+        self._weights = [part.real_view(self._master) for part in parts] or [self._master]
+
+    def restart(self) -> None:
+        self.flat.copy_(self._master)
+
+    def add(self, skipping: Tensor | None = None) -> None:
+        step = self._step if skipping is None else self._step * (1 - skipping).to(self.flat)
+        for view, weights in zip(self._views, self._weights, strict=True):
+            view.lerp_(weights.to(view.dtype), step)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        newest = self._master.clone()
+        self._master.copy_(self.flat)
+        try:
+            yield
+        finally:
+            self._master.copy_(newest)
 
 
 def _as_view(parameter: Parameter, flat: Tensor) -> Tensor:

@@ -6,28 +6,30 @@ So the same worker runs in its own process, where waiting blocks, or with others
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.distributed import Store
 
 from stagewright.data.loader import Loader
-from stagewright.events import Emit, Score, Scored
+from stagewright.events import Best, Emit, Evaluated, Score, Scored
 from stagewright.model.probe import Probe
 from stagewright.plan.plan import Stage
 from stagewright.runtime.comm.boundary import Activations, Boundary, expect
-from stagewright.runtime.comm.transport import AllOf, Collective, Pending
-from stagewright.runtime.job import Job
+from stagewright.runtime.comm.device import Reading
+from stagewright.runtime.comm.transport import AllOf, Collective, Done, Pending
+from stagewright.runtime.gate import Gate
+from stagewright.runtime.job import Evaluation, Job
 from stagewright.runtime.stage.dynamic import DynamicScheduler
 from stagewright.runtime.stage.equality import begin_equal, compare_homes, require_equal
-from stagewright.runtime.stage.gate import Gate
 from stagewright.runtime.stage.gradients import Norms
 from stagewright.runtime.stage.loss_scaling import LossScaling
 from stagewright.runtime.stage.recorder import Recorder
 from stagewright.runtime.stage.replica import Replica
-from stagewright.runtime.stage.scores import Losses, make_scorer
+from stagewright.runtime.stage.scores import Losses, Scorer, exchange_scores, make_scorer
 from stagewright.runtime.stage.ties import TieOnRank
 from stagewright.schedule.action import TRANSFERS, Action, Op
 from stagewright.schedule.lower import evaluation_program, last_of, program
@@ -44,6 +46,20 @@ class Saver:
         """Wait until everything is written."""
 
 
+class BatchDone(Done):
+    """This rank has made its updates of a batch. It is nothing to wait for; only a script's loop stops at it."""
+
+    def __init__(self, batch: int, figures: Sequence[tuple[Reading, slice]]) -> None:
+        self.batch = batch
+        self._figures = figures
+
+    def loss(self) -> float:
+        """The loss of the batch, the same bits on every rank; waits until the device has computed it."""
+        rows = [row for reading, own in self._figures for row in reading.value()[own].tolist()]
+        counts = [row[0] if len(row) > 1 else 1.0 for row in rows]
+        return sum(row[-1] for row in rows) / count if (count := sum(counts)) else 0.0
+
+
 class Worker:
     """Runs the replicas of one rank through a job."""
 
@@ -54,6 +70,7 @@ class Worker:
         replicas: Mapping[int, Replica],
         world: Collective,
         loss_scaling: LossScaling,
+        store: Store,
         emit: Emit,
         recorder: Recorder | None = None,
         ties: Mapping[int, TieOnRank] | None = None,
@@ -64,7 +81,9 @@ class Worker:
         self.replicas = replicas
         self.recorder = recorder or Recorder()
         self.ties = ties or {}  # by stage; several stages may have one
-        self._emit = emit
+        self.emit = emit
+        self._store = store
+        self.best = None if job.criterion is None else Best(job.criterion)  # evaluation so far
         self._norms = Norms(len(job.plan.stages), world)
         self._losses = Losses(job.plan, rank, emit)
         self.loss_scaling = loss_scaling
@@ -72,6 +91,7 @@ class Worker:
         self.evaluation_loader: Loader | None = None
         self.start = self.done = job.start  # batches before this run, and so far
         self.is_stopped = False  # before the last batch
+        self._updated = dict.fromkeys(replicas, self.plan.boundary(job.start))  # microbatches in each stage's weights
         self.gate = Gate(self.plan.microbatches)
         self.saver = Saver()
         scores = job.evaluation is not None and rank in job.plan.stages[-1].ranks
@@ -88,19 +108,26 @@ class Worker:
 
     def run(self) -> Iterator[Pending]:
         """Train, evaluate and save as the job says, up to its last batch or to a pause that ends the run."""
-        self.done = self.start
-        self.gate.start_at(self.done)
         try:
-            for replica in self.replicas.values():
-                yield from begin_equal(replica) if self.start == 0 else require_equal(replica, self.start)
-            yield from self._compare_ties(None if self.start == 0 else self.start)
-            while self.done < self.job.batches and not self.is_stopped:
+            yield from self.begin()
+            while self.done < self.job.batches and not (self.is_stopped or self.job.stops_early(self.best)):
                 self.done = yield from self._advance(self.done)
             self.recorder.save()
             self.saver.close()
         finally:
             for loader in filter(None, (self.loader, self.evaluation_loader)):
                 loader.close()
+
+    def begin(self) -> Iterator[Pending]:
+        """Before the first batch: replicas, and homes of tied parameters, begin equal."""
+        self.done = self.start
+        self.gate.start_at(self.done)
+        for replica in self.replicas.values():
+            yield from begin_equal(replica) if self.start == 0 else require_equal(replica, self.start)
+        yield from self._compare_ties(None if self.start == 0 else self.start)
+        for replica in self.replicas.values() if self.start == 0 else ():
+            replica.statistics.share_counts()
+            replica.average.restart()  # replicas and homes may have got their weights only now
 
     def _advance(self, done: int) -> Generator[Pending, None, int]:
         """Train to the next pause, planned or requested, and evaluate or save there; returns the batches done."""
@@ -113,16 +140,21 @@ class Worker:
         is_requested = pause == self.gate.batch
         if self.job.evaluation and pause in self.job.pauses and pause > done:
             yield from self.evaluate(pause)
-        if pause > self.start and (is_requested or pause == self.job.next_save(done)):
-            self.recorder.save()
-            for replica in self.replicas.values():
-                yield from require_equal(replica, pause)
-            yield from self._compare_ties(pause)
-            self.saver.save(pause)
+        is_due = pause == self.job.next_save(done) or self.job.saves_outcome(self.best, pause)
+        if pause > self.start and (is_requested or is_due):
+            yield from self.save(pause)
         if is_requested:
             self.is_stopped = self.gate.is_last_pause
             self.gate.reopen()
         return pause
+
+    def save(self, batch: int) -> Iterator[Pending]:
+        """Save the state after `batch` batches, between which and the next nothing is in flight."""
+        self.recorder.save()
+        for replica in self.replicas.values():
+            yield from require_equal(replica, batch)
+        yield from self._compare_ties(batch)
+        self.saver.save(batch)
 
     def _compare_ties(self, batch: int | None) -> Iterator[Pending]:
         """Compare the homes of tied parameters; before the first step, make them equal."""
@@ -154,9 +186,21 @@ class Worker:
         self.loss_scaling.record_decisions(stop)
 
     def evaluate(self, pause: int) -> Iterator[Pending]:
-        """Score every evaluation sample once, with the newest weights and the mean statistics."""
-        job = self.job.evaluation
-        assert job is not None
+        """Score the evaluation data after `pause` batches, report this rank's part of the scores, and compare them."""
+        assert self.job.evaluation is not None
+        score = yield from self.score(self.job.evaluation, self._scorer)
+        if score is not None:
+            self.emit(Scored(self.rank, pause, score))
+        if self.best is not None:
+            last_ranks = self.plan.stages[-1].ranks
+            scores = yield from exchange_scores(self._store, f"scores/{pause}", self.rank, last_ranks, score)
+            self.best = self.best.after(Evaluated.of(pause, scores))
+
+    def score(self, job: Evaluation, scorer: Scorer | None) -> Generator[Pending, None, Score | None]:
+        """Score every sample of an evaluation once, with the newest or averaged weights and the mean statistics.
+
+        The scorer, and the score that it adds up, are of a rank of the last stage.
+        """
         whole, rest = divmod(job.samples, self.plan.samples)
         with ExitStack() as stack:
             for replica in self.replicas.values():
@@ -164,21 +208,20 @@ class Worker:
                 yield pending
                 stack.enter_context(replica.statistics.averaged(rows))
                 stack.enter_context(replica.evaluating())
-            if self._scorer is not None:
-                self._scorer.score = Score()
-            yield from self._evaluate_pieces(job.whole, range(whole))
+            if scorer is not None:
+                scorer.score = Score()
+            yield from self._evaluate_pieces(job.whole, range(whole), scorer)
             if rest:
                 assert job.short is not None
-                yield from self._evaluate_pieces(job.short, range(whole, whole + 1))
-        if self._scorer is not None:
-            self._emit(Scored(self.rank, pause, self._scorer.score))
+                yield from self._evaluate_pieces(job.short, range(whole, whole + 1), scorer)
+        return None if scorer is None else scorer.score
 
     def states(self) -> Iterator[Pending | tuple[Stage, Mapping[str, Tensor]]]:
-        """Each stage's newest weights and mean statistics, from its first replica; every rank must take part."""
+        """Each stage's newest or averaged weights and mean statistics, from its first replica; all ranks take part."""
         for replica in self.replicas.values():
             rows, pending = replica.statistics.gather()
             yield pending
-            with replica.statistics.averaged(rows):
+            with replica.statistics.averaged(rows), replica.average.in_use():
                 if replica.stage.ranks[0] == self.rank:
                     yield replica.stage, replica.state()
 
@@ -220,6 +263,29 @@ class Worker:
         self.recorder.ready(action)
         self._handlers[action.op](action)
         self.recorder.end(action)
+        if action.op is Op.UPDATE and self.job.is_scripted:
+            yield from self.batches_done(action)
+
+    def batches_done(self, action: Action) -> Iterator[Pending]:
+        """The batches that are in the weights of all this rank's stages with an update, and were not before it."""
+        assert action.version is not None
+        before = min(self._updated.values()) // self.plan.microbatches
+        self._updated[action.stage] = (action.version + 1) * self.plan.stages[action.stage].round
+        for batch in range(before, min(self._updated.values()) // self.plan.microbatches):
+            yield BatchDone(batch, self._reported(batch))
+
+    def _reported(self, batch: int) -> list[tuple[Reading, slice]]:
+        """The figures of a batch's microbatches, with the rows that they have in those of updates."""
+        found, size = [], self.plan.microbatches
+        for replica in self.replicas.values():
+            round = replica.stage.round
+            first, last = batch * size, (batch + 1) * size  # microbatches
+            updates = range(first // round, (last - 1) // round + 1)
+            rows = [(update, max(first - update * round, 0), min(last - update * round, round)) for update in updates]
+            found = [(replica.reported[update], slice(begin, end)) for update, begin, end in rows]
+            for update in [number for number in replica.reported if (number + 1) * round <= last]:
+                del replica.reported[update]
+        return found
 
     def _forward(self, action: Action) -> None:
         replica, microbatch = self.replicas[action.stage], action.microbatch
@@ -295,9 +361,11 @@ class Worker:
         batch = microbatch // self.plan.microbatches
         if (microbatch + replica.stage.replicas) // self.plan.microbatches != batch:
             whole = [number for number in replica.losses if number // self.plan.microbatches <= batch]
-            self._losses.add([(number, replica.losses.pop(number)) for number in whole], scale)
+            is_own = self.job.is_scripted or replica.optimizer.has_own_rates
+            rate = replica.optimizer.rate(replica.stage.update_of(microbatch)) if is_own else None
+            self._losses.add([(number, replica.losses.pop(number)) for number in whole], scale, rate)
 
-    def _evaluate_pieces(self, probe: Probe, pieces: range) -> Iterator[Pending]:
+    def _evaluate_pieces(self, probe: Probe, pieces: range, scorer: Scorer | None) -> Iterator[Pending]:
         """Run forward over some pieces, all of one size."""
         self._open(probe, pieces, forward_only=True)
         for action in evaluation_program(self.plan, self.rank, pieces):
@@ -308,14 +376,10 @@ class Worker:
             replica, microbatch = self.replicas[action.stage], action.microbatch
             assert microbatch is not None
             self._load(replica, microbatch, self.evaluation_loader)
-            replica.evaluate(microbatch, partial(self._add_score, probe.samples))
+            replica.evaluate(microbatch, partial(_add_score, scorer, probe.samples))
             if not replica.stage.is_last:
                 self._hand_over(replica, microbatch)
         self._flush()
-
-    def _add_score(self, samples: int, outputs: Any, fields: Mapping[str, Tensor]) -> None:
-        assert self._scorer is not None
-        self._scorer.add(outputs, fields, samples)
 
     def _open(self, probe: Probe, span: range, *, forward_only: bool = False) -> None:
         """Set the channels' message formats, and announce the microbatches of a span."""
@@ -324,12 +388,18 @@ class Worker:
         for stage, replica in self.replicas.items():
             before = boundaries[stage - 1] if stage > 0 else None
             replica.exchange.open(before, boundaries[stage] if stage < len(boundaries) else None)
+        limit = None if forward_only else self.gate.sure_limit
         for stage, replica in self.replicas.items():
-            expect(replica.exchange.activations_from, self.rank, replica.stage, self.plan, stage - 1, span)
+            expect(replica.exchange.activations_from, self.rank, replica.stage, self.plan, stage - 1, span, limit)
             if not forward_only:
-                expect(replica.exchange.gradients_from, self.rank, replica.stage, self.plan, stage + 1, span)
+                expect(replica.exchange.gradients_from, self.rank, replica.stage, self.plan, stage + 1, span, limit)
 
     def _flush(self) -> None:
         for replica in self.replicas.values():
             replica.exchange.flush()
         self._losses.flush()
+
+
+def _add_score(scorer: Scorer | None, samples: int, outputs: Any, fields: Mapping[str, Tensor]) -> None:
+    assert scorer is not None
+    scorer.add(outputs, fields, samples)

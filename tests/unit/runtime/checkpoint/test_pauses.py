@@ -14,8 +14,8 @@ from stagewright.cluster.placement import parse_placement
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan
 from stagewright.runtime.checkpoint.pauses import STOP, Pauses, pause_batch
+from stagewright.runtime.gate import Gate
 from stagewright.runtime.job import NEVER
-from stagewright.runtime.stage.gate import Gate
 from tests.waiting import LONG, wait_until
 
 MICROBATCHES = 4

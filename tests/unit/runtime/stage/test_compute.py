@@ -104,6 +104,19 @@ def test_a_trial_decides_on_graphs_and_its_numbers_are_logged(
     assert line.startswith(f"stage 1: {'' if is_on else 'no '}CUDA graphs") and f"{gain:.2f}" in line
 
 
+def test_a_stage_without_trained_parameters_is_tried_too(caplog: pytest.LogCaptureFixture) -> None:
+    found = computing(graph="on")  # of a module without any
+    with (
+        caplog.at_level("INFO"),
+        mock.patch.object(compute, "_preserved_state", lambda _: nullcontext()),
+        mock.patch.object(compute, "record_event", lambda: SimpleNamespace(synchronize=lambda: None)),
+        mock.patch.object(found, "_capture", lambda _: lambda arguments: arguments[0]),
+    ):
+        for _ in range(4):
+            found.forward(0, [torch.ones(4)])
+    assert "results differ by 0.0e+00" in caplog.text
+
+
 def test_auto_does_without_graphs_that_need_too_much_memory(caplog: pytest.LogCaptureFixture) -> None:
     found, forced = computing(graph="auto"), computing(graph="on")
     with (

@@ -274,10 +274,10 @@ def test_a_missing_gradient_is_an_error_where_what_runs_is_fixed() -> None:
 
 def test_homes_exchange_the_norm_by_which_they_clip() -> None:
     """Where a loss is a total, its count is that of the stage's own round, and no other factor applies."""
-    for options in ({"factor": 0.5}, {"factor": 0.5, "divisor": 10.0}):
+    for options in ({"factor": 0.5}, {"factor": 0.5, "divisor": 10.0, "figures": 1}):
         setup = Setup(**options)
         setup.backward(0)
         if "divisor" in options:
-            setup.gradients._open[0].count = torch.tensor([4.0], dtype=torch.float64)
+            setup.gradients.figures(0)[0] = 4.0
         exchanged = setup.gradients.norm(0) * setup.gradients.factor
         assert torch.linalg.vector_norm(setup.gradients.finish(0)).item() == pytest.approx(float(exchanged))

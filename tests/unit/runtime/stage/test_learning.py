@@ -107,7 +107,9 @@ def no_stash() -> AbstractContextManager[object]:
 
 def wrong_sign() -> AbstractContextManager[object]:
     right = optimizer.momentum_distance
-    return mock.patch.object(optimizer, "momentum_distance", lambda config, updates: -right(config, updates))
+    return mock.patch.object(
+        optimizer, "momentum_distance", lambda momentum, updates, nesterov: -right(momentum, updates, nesterov=nesterov)
+    )
 
 
 @pytest.mark.parametrize("fault", [wrong_slot, no_stash, wrong_sign])

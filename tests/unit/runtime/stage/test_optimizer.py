@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import get_args, get_type_hints
+from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
-from stagewright.config.sections import OptimizerConfig, ScheduleConfig
+from stagewright.config.sections import OptimizerConfig, ScheduleConfig, options
 from stagewright.plan.estimate import OPTIMIZER_MOMENTS
 from stagewright.runtime.stage.optimizer import OPTIMIZERS, Rates, Weights, learning_rate, make_optimizer
 from tests import reference
@@ -50,6 +51,30 @@ def test_the_curve_spans_the_batches_after_warm_up() -> None:
     assert math.isclose(cosine[9], (1 + math.cos(math.pi * 7 / 8)) / 2)
 
 
+@pytest.mark.parametrize("anneal", ["cosine", "linear"])
+@pytest.mark.parametrize(
+    ("batches", "peak"), [(10, 0.3), (20, 0.25), (7, 0.0), (7, 0.05), (9, 1.0), (1, 0.3), (2, 0.9)]
+)
+def test_one_cycle_has_the_rates_of_torch(batches: int, peak: float, anneal: Literal["cosine", "linear"]) -> None:
+    schedule = ScheduleConfig(kind="one-cycle", peak=peak, start_div=20.0, final_div=50.0, anneal=anneal)
+    stock = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        stock, 1.0, batches, pct_start=peak, anneal_strategy=anneal[:6].replace("cosine", "cos"), cycle_momentum=False,
+        div_factor=20.0, final_div_factor=50.0,
+    )  # fmt: skip
+    found = rates(schedule, batches)
+    for batch in range(batches):
+        assert found[batch] == pytest.approx(stock.param_groups[0]["lr"], rel=1e-12), batch
+        stock.step()
+        if batch < batches - 1:
+            scheduler.step()
+    assert learning_rate(1.0, schedule, batches + 3, batches) == pytest.approx(found[-1])  # rounds that end later
+
+
+def test_one_cycle_that_peaks_at_once_begins_at_the_peak() -> None:
+    assert rates(ScheduleConfig(kind="one-cycle", peak=0.1))[0] == 1.0  # torch divides by zero
+
+
 STOCK: dict[str, Callable[[Tensor, OptimizerConfig], torch.optim.Optimizer]] = {
     "sgd": lambda plain, config: torch.optim.SGD(
         [plain], momentum=config.momentum, nesterov=config.nesterov, weight_decay=config.weight_decay
@@ -76,7 +101,7 @@ def test_an_optimizer_equals_stock_torch(config: OptimizerConfig) -> None:
     plain = master.clone().requires_grad_()
     stock = STOCK[config.name](plain, config)
     rates = Rates(0.5, ScheduleConfig(warmup=5), 5)
-    optimizer = make_optimizer(config, Weights(master), rates)
+    optimizer = make_optimizer(replace(config, lr=0.5), Weights(master), rates)
     for step in range(5):
         gradient = torch.randn(50, dtype=torch.float64)
         optimizer.step(step, gradient.clone())
@@ -122,5 +147,6 @@ def test_extrapolates_only_when_asked_and_along_a_momentum(config: OptimizerConf
 
 
 def test_every_optimizer_of_the_options_has_a_class_a_memory_and_a_reference() -> None:
-    names = set(get_args(get_type_hints(OptimizerConfig)["name"]))
-    assert set(OPTIMIZERS) == set(OPTIMIZER_MOMENTS) == set(reference.OPTIMIZERS) == names
+    assert set(OPTIMIZERS) == set(OPTIMIZER_MOMENTS) == set(reference.OPTIMIZERS)
+    (option,) = [option for option in options("optimizer") if option.flag == "--optimizer"]
+    assert all(name in option.help for name in OPTIMIZERS)

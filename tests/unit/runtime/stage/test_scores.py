@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import HashStore
 from torch.nn import functional
 
 import stagewright
+from stagewright import objects
 from stagewright.cli.main import main
 from stagewright.config.toml import make_config, read_toml
 from stagewright.errors import UserError
@@ -28,9 +30,19 @@ from stagewright.model.networks.language import GPT
 from stagewright.report.page import Curves, Summary, Table
 from stagewright.run.report import make_page
 from stagewright.runtime.comm.device import Reading
+from stagewright.runtime.comm.transport import Pending
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.assemble import open_data
-from stagewright.runtime.stage.scores import BUILT_IN, Losses, NonFiniteLoss, Scorer, load_metrics, make_scorer
+from stagewright.runtime.process.emulate import take_turns
+from stagewright.runtime.stage.scores import (
+    BUILT_IN,
+    Losses,
+    NonFiniteLoss,
+    Scorer,
+    exchange_scores,
+    load_metrics,
+    make_scorer,
+)
 from tests.parity import Case, make_job
 
 HERE = "tests.unit.runtime.stage.test_scores"
@@ -162,7 +174,7 @@ def test_finds_the_logits_and_the_target() -> None:
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        (3.0, "returned float"),
+        ("3", "returned str"),
         ([("x", 1)], "returned list"),
         ({"x": 1.0}, "returned 1.0 as 'x'"),
         ({"x": (1.0, 2.0, 3.0)}, "as 'x'"),
@@ -195,6 +207,24 @@ def test_a_metric_that_raises_and_two_of_one_name_are_one_line() -> None:
         Scorer(load_metrics("mae"), CROSS_ENTROPY).add(*_tokens(), 2)
 
 
+@pytest.mark.parametrize("returned", [0.25, torch.tensor(0.25), (0.5, 2), {"mine": (0.5, 2)}])
+def test_a_metric_may_return_a_mean_or_one_total_and_count(returned: Any) -> None:
+    scorer = Scorer({"package:mine": lambda outputs, sample: returned}, CROSS_ENTROPY)
+    scorer.add(*_tokens(), 2)
+    assert scorer.score.totals["mine"] == (0.5, 2.0)
+
+
+def test_a_users_metric_gets_the_target_of_pairs() -> None:
+    def right(outputs: Tensor, target: Tensor) -> Tensor:
+        return (outputs.argmax(1) == target).double().mean()
+
+    name = objects.put(right)
+    scorer = make_scorer(name, LossOptions(is_paired=True))
+    scorer.add(torch.eye(4), {"input": torch.ones(4), "target": torch.tensor([0, 1, 2, 2])}, 4)
+    objects.remove(name)
+    assert scorer.score.totals["right"] == (3.0, 4.0)
+
+
 def test_names_are_cleaned_and_bounded() -> None:
     scorer = Scorer({"mine": lambda outputs, sample: {"a\x1b[31m": (1, 2), "b" * 99: (1, 1)}}, CROSS_ENTROPY)
     scorer.add(*_tokens(), 2)
@@ -204,7 +234,7 @@ def test_names_are_cleaned_and_bounded() -> None:
 def test_an_unknown_metric_is_refused_before_a_folder_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, said in (("top2", "did you mean 'top"), ("no.such:one", "can't import no"), (f"{HERE}:HERE", "callable")):
+    for name, said in (("top2", "did you mean 'top"), ("no.such:one", "can't import no"), (f"{HERE}:HERE", "called")):
         with pytest.raises(SystemExit) as ended:
             main(["train", "--emulate", "--eval-every", "0", "--metric", name, "--runs", str(tmp_path)])
         error = capsys.readouterr().err
@@ -233,7 +263,7 @@ def test_a_users_metric_goes_from_replicas_to_the_page(tmp_path: Path) -> None:
     """Of 22 samples in 11 pieces over two replicas, with the plain computation beside it."""
     result = stagewright.train(
         make_net, image=8, samples=22, placement="0:0.0:1-2", staleness=1, batch=8, microbatches=4, steps=2,
-        eval_every=1, metric=[largest, "perplexity", "top1"], emulate=True, monitor_every=0, runs=str(tmp_path),
+        eval_every=1, metrics=[largest, "perplexity", "top1"], emulate=True, monitor_every=0, runs=str(tmp_path),
         export=str(tmp_path / "w.safetensors"),
     )  # fmt: skip
     found = result.evaluations[-1]
@@ -299,3 +329,27 @@ def test_the_job_of_an_older_run_is_loaded(tmp_path: Path) -> None:
 def test_scores_add_up_by_name() -> None:
     one, other = Score(2, {"a": (1.0, 2.0)}), Score(3, {"b": (5.0, 1.0), "a": (2.0, 1.0)})
     assert one + other == Score(5, {"a": (3.0, 3.0), "b": (5.0, 1.0)}) and Score() + one == one
+
+
+def test_every_rank_gets_the_same_scores_in_the_order_of_the_last_stages_ranks() -> None:
+    store, last_ranks = HashStore(), (3, 1)
+    scores = {1: Score(2, {"loss": (0.1 + 0.2, 2.0)}), 3: Score(5, {"loss": (math.inf, 5.0), "top1": (1 / 3, 5.0)})}
+    found: dict[int, tuple[Score, ...]] = {}
+
+    def run(rank: int) -> Iterator[Pending]:
+        found[rank] = yield from exchange_scores(store, "scores/7", rank, last_ranks, scores.get(rank))
+
+    runs = [run(rank) for rank in range(4)]
+    waiting = next(runs[0])
+    assert not waiting.is_completed()
+    store.set("scores/6/3", "{}")
+    store.set("scores/6/1", "{}")  # of another exchange
+    assert next(runs[1]).is_completed() is False, "rank 3 has not posted its score"
+    take_turns([*runs[2:], _continue(runs[0], waiting), _continue(runs[1], waiting)])
+    assert found == dict.fromkeys(range(4), (scores[3], scores[1]))
+
+
+def _continue(run: Iterator[Pending], waiting: Pending) -> Iterator[Pending]:
+    """A run that has already yielded what it waits for."""
+    yield waiting
+    yield from run
