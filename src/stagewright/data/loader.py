@@ -15,6 +15,7 @@ from torch import Tensor
 from stagewright.data.formats.fields import Fields, cast
 from stagewright.data.on_device import CachedLoader, DeviceLoader, torchcodec_decoder
 from stagewright.data.order import ReplicaSlice, Sampler
+from stagewright.data.own import DatasetLoader, DatasetSource
 from stagewright.data.pool import BadRecordCounter, Batch, Decode, LoaderOptions, Pool, ReadAhead
 from stagewright.data.sources import ImageSource, Source, SyntheticSource
 from stagewright.errors import UserError
@@ -44,6 +45,8 @@ def make_loaders(options: LoaderOptions, *slices: tuple[Source, ReplicaSlice]) -
 
 
 def _make_loader(source: Source, replica_slice: ReplicaSlice, options: LoaderOptions, pool: Pool) -> Loader:
+    if isinstance(source, DatasetSource):
+        return DatasetLoader(source, replica_slice, options)
     if not isinstance(source, ImageSource):
         if isinstance(source, SyntheticSource):
             source.to(options.device)

@@ -43,6 +43,7 @@ class LoaderOptions:
     on_bad: Callable[[BadRecord], None] = lambda bad: None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     decode: Decode = Decode.CPU
+    workers: int = 0  # processes that load a user's own dataset; 0: this one
 
     def __post_init__(self) -> None:
         for flag, value, least in (

@@ -34,6 +34,8 @@ from stagewright.data.formats.tensors import TensorSource
 from stagewright.data.formats.tokens import TokenSource
 from stagewright.data.labels import ClassLabels, Labels
 from stagewright.data.order import AugmentSeed, Indices
+from stagewright.data.own import PREFIX as OWN
+from stagewright.data.own import open_own
 from stagewright.data.segmentation import MaskLabels, open_segmentation
 from stagewright.data.table import open_table
 from stagewright.errors import UserError, is_out_of_memory
@@ -183,16 +185,18 @@ class SyntheticSource:
     _COARSE = 8
     _SIGNAL = 0.3  # relative to the noise: learnt in a hundred steps, not in ten
 
-    def __init__(self, samples: int, classes: int, image: int, seed: int, is_learnable: bool = True) -> None:
+    def __init__(
+        self, samples: int, classes: int, image: int, seed: int, is_learnable: bool = True, channels: int = 3
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)  # on the CPU, so that every device draws the same
         kind = "learnable" if is_learnable else "noise"
         self.classes = classes
-        self.fingerprint = f"synthetic/{samples}/{classes}/{image}/{seed}/{kind}"
+        self.fingerprint = f"synthetic/{samples}/{classes}/{image}/{seed}/{kind}" + f"/{channels}" * (channels != 3)
         self._samples = samples
         self._image = image
         self._is_learnable = is_learnable
-        self._patterns = torch.randn(classes, 3, self._COARSE, self._COARSE, generator=generator)
-        self._noises = torch.randn(self._NOISES, 3, image, image, generator=generator)
+        self._patterns = torch.randn(classes, channels, self._COARSE, self._COARSE, generator=generator)
+        self._noises = torch.randn(self._NOISES, channels, image, image, generator=generator)
 
     def to(self, device: torch.device) -> SyntheticSource:
         """Make samples on that device from now on."""
@@ -249,6 +253,7 @@ class ImageOptions:
     is_learnable: bool = True  # synthetic images only
     context: int = 256  # tokens of a sample, of token files only
     ignore_index: int | None = None  # a label that counts nowhere, of tensors only
+    channels: int = 3  # of synthetic images only
 
 
 def open_source(
@@ -262,15 +267,17 @@ def open_source(
         return with_transforms(records, image, options, labels)
     source: Source
     if kind == "synthetic" and not rest:
-        source = SyntheticSource(samples, classes, image, seed, options.is_learnable)
+        source = SyntheticSource(samples, classes, image, seed, options.is_learnable, options.channels)
     elif kind == "tensors" and rest:
         source = TensorSource(rest, options.ignore_index)
     elif kind == "tokens" and rest:
         source = TokenSource(rest, options.context)
+    elif kind == OWN and ":" in rest:
+        return open_own(rest, seed, options.ignore_index, options.limit)
     else:
         raise UserError(
             f"data '{text}' is not one of synthetic, folder:DIR, tar:GLOB, ofrecord:DIR, segmentation:DIR, table:FILE, "
-            "tensors:FILE, tokens:FILE"
+            "tensors:FILE, tokens:FILE, python:MODULE:DATASET"
         )
     return source if options.limit is None else LimitedSource(source, options.limit)
 

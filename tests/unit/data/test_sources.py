@@ -161,3 +161,9 @@ def test_the_fingerprint_covers_names_types_and_numbers(tmp_path: Path) -> None:
 def test_fields_that_do_not_fit_are_one_line(fields: dict[str, torch.Tensor], piece: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=piece):
         TensorSource(save_fields(tmp_path / "t", **fields))
+
+
+def test_synthetic_images_have_the_channels_that_are_asked_for() -> None:
+    grey, plain = SyntheticSource(100, 10, 8, seed=3, channels=1), SyntheticSource(100, 10, 8, seed=3)
+    assert grey.batch(np.arange(2))["image"].shape == (2, 1, 8, 8)
+    assert grey.fingerprint != plain.fingerprint == SyntheticSource(100, 10, 8, seed=3, channels=3).fingerprint

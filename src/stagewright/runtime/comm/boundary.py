@@ -21,7 +21,7 @@ from stagewright.runtime.comm.transport import Pending
 from stagewright.schedule.action import Action, Op
 
 SCALE = "scale"
-COUNT = "count"
+FIGURES = "figures"
 
 
 @dataclass(slots=True)
@@ -37,12 +37,13 @@ class Activations:
 class Gradients:
     """The gradients of one microbatch's activations, in the order of the boundary.
 
-    With the loss scale that they contain, and how many targets the microbatch's loss is a total of.
+    With the loss scale that they contain, and figures of the microbatch: how many targets its loss is a total of, where
+    it is one, and the loss, where it is reported to all stages.
     """
 
     tensors: Sequence[Tensor]
     scale: Tensor | None = None
-    count: Tensor | None = None
+    figures: Tensor | None = None
     release: Callable[[], None] = lambda: None
 
 
@@ -53,6 +54,12 @@ class FormatOptions:
     channels_last: bool = False
     scaled: bool = False  # gradients travel with their loss scale
     counted: bool = False  # gradients travel with the count of their loss
+    reported: bool = False  # gradients travel with their loss
+
+    @property
+    def figures(self) -> int:
+        """How many figures of its microbatch a gradient travels with."""
+        return self.counted + self.reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +87,11 @@ class Boundary:
         carried = [value for value in fields_read if value.name not in crossing]
         others = [Field(value.name, value.shape, getattr(torch, value.dtype or "")) for value in carried]
         scale = [Field(SCALE, (1,), torch.float32)] if options.scaled else []
-        count = [Field(COUNT, (1,), torch.float64)] if options.counted else []
+        figures = [Field(FIGURES, (options.figures,), torch.float64)] if options.figures else []
         return Boundary(
             tuple(values),
             MessageFormat([*(fields[index] for index in tensors), *others]),
-            MessageFormat([*(fields[index] for index in differentiable), *scale, *count]),
+            MessageFormat([*(fields[index] for index in differentiable), *scale, *figures]),
             tensors,
             differentiable,
             tuple(value.name for value in carried),
@@ -157,7 +164,7 @@ class Exchange:
             self.activations_to[peer].send(microbatch, (*output.tensors, *fields))
         elif action.op is Op.SEND_GRAD:
             gradients = self.input_gradients.pop(microbatch)
-            others = (number for number in (gradients.scale, gradients.count) if number is not None)
+            others = (number for number in (gradients.scale, gradients.figures) if number is not None)
             self.gradients_to[peer].send(microbatch, (*gradients.tensors, *others))
         elif action.op is Op.RECV_ACT:
             inbox = self.activations_from[peer]
@@ -172,7 +179,7 @@ class Exchange:
             numbers = dict(zip(self.after.others, message.tensors[number:], strict=True))
             release = partial(inbox.release, message)
             self.output_gradients[microbatch] = Gradients(
-                message.tensors[:number], numbers.get(SCALE), numbers.get(COUNT), release
+                message.tensors[:number], numbers.get(SCALE), numbers.get(FIGURES), release
             )
 
     def flush(self) -> None:
@@ -183,10 +190,18 @@ class Exchange:
             inbox.flush()
 
 
-def expect(inboxes: Mapping[int, Inbox], rank: int, stage: Stage, plan: Plan, neighbour: int, span: range) -> None:
+def expect(
+    inboxes: Mapping[int, Inbox],
+    rank: int,
+    stage: Stage,
+    plan: Plan,
+    neighbour: int,
+    span: range,
+    limit: Callable[[], int] | None = None,
+) -> None:
     """Announce to each inbox the microbatches of a span that both its sender and this rank run."""
     for peer, inbox in inboxes.items():
-        inbox.expect(_shared(stage, rank, plan.stages[neighbour], peer, span))
+        inbox.expect(_shared(stage, rank, plan.stages[neighbour], peer, span), limit)
 
 
 def _shared(stage: Stage, rank: int, other: Stage, peer: int, span: range) -> Iterator[int]:

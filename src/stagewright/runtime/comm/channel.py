@@ -174,6 +174,8 @@ class Inbox(_End):
         self._ahead = ahead
         self._posted: deque[_Posted] = deque()
         self._expected: Iterator[int] = iter(())
+        self._following: int | None = None  # the next of them, where it may not be posted yet
+        self._limit: Callable[[], int] | None = None
         self._is_unverified = False
         self._unread: deque[tuple[int, Reading]] = deque()  # expected numbers, and those being read from a GPU
 
@@ -181,28 +183,30 @@ class Inbox(_End):
         self._is_unverified = super().open(message_format)
         return self._is_unverified
 
-    def expect(self, numbers: Iterator[int]) -> None:
+    def expect(self, numbers: Iterator[int], limit: Callable[[], int] | None = None) -> None:
         """Announce the microbatches to come, and post the first receives.
 
-        Receives left over from a span that was cut short are the first of the next span.
+        Receives left over from a span that was cut short are the first of the next span. `limit` tells at any time
+        which microbatches will surely come: those before it; others are not posted, so that none are left over.
         """
         for posted in self._posted:
             assert posted.number == next(numbers, None), f"channel {self.name} still waits for {posted.number}"
-        self._expected = numbers
-        while len(self._posted) < self._ahead and self._post():
-            pass
+        self._expected, self._following, self._limit = numbers, None, limit
+        self._post_ahead()
 
     @property
     def next(self) -> Pending:
-        """The receive of the next message."""
-        return self._posted[0]
+        """The receive of the next message; nothing that ever completes where it is not sure to come yet."""
+        if not self._posted:
+            self._post_ahead()
+        return self._posted[0] if self._posted else _NotPosted()
 
     def receive(self, microbatch: int) -> Message:
         """The next message, which must have arrived and be that of `microbatch`; give it back with `release`."""
         self.verify()
         message = self._posted.popleft().message
         number = message.open()
-        self._post()
+        self._post_ahead()
         if isinstance(number, int):
             self._compare(microbatch, number)
         else:
@@ -236,12 +240,29 @@ class Inbox(_End):
         if number != expected:
             raise FormatError(f"channel {self.name}: expected microbatch {expected} but received {number}")
 
+    def _post_ahead(self) -> None:
+        while len(self._posted) < self._ahead and self._post():
+            pass
+
     def _post(self) -> bool:
-        number = next(self._expected, None)
-        if number is not None:
-            message = self._take()
-            self._posted.append(_Posted(message, number, message.post(self._transport), self.verify))
-        return number is not None
+        number = next(self._expected, None) if self._following is None else self._following
+        self._following = number
+        if number is None or (self._limit is not None and number >= self._limit()):
+            return False
+        self._following = None
+        message = self._take()
+        self._posted.append(_Posted(message, number, message.post(self._transport), self.verify))
+        return True
+
+
+class _NotPosted:
+    """A receive that no rank may be sure of yet."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        raise RuntimeError("a message is waited for before it is sure to come")
 
 
 @dataclass(frozen=True, slots=True)

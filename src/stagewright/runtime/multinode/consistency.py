@@ -15,15 +15,19 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter
+from torch import nn
 from torch.distributed import Store
 
 from stagewright import __version__
 from stagewright.config.toml import as_tables
+from stagewright.data.own import open_own
+from stagewright.objects import is_given, load_object
 from stagewright.runtime.checkpoint.folder import checkpoints_folder
 from stagewright.runtime.job import Job
 
 # Options that may differ between machines: where files are, how to read them, which machine this is.
 _LOCAL = {
+    "model.init",
     "data.source",
     "data.val",
     "data.class_names",
@@ -41,6 +45,7 @@ _LOCAL = {
     "nodes.token",
 }
 _MISSING = "nothing"
+_WEIGHTS, _NEW, _RESUMED = "weights of --init", "none", "those of a checkpoint"
 _FOLDER_KEY = "folder"
 _SESSION_FILE = ".session"
 
@@ -52,15 +57,35 @@ def consistency_values(job: Job) -> dict[str, Any]:
         values |= {f"{section}.{name}": value for name, value in options.items()}
     values = {name: value for name, value in values.items() if name not in _LOCAL}
     values["data fingerprint"] = job.fingerprint
+    values[_WEIGHTS] = _RESUMED if job.resume else _NEW if job.weights is None else job.weights.digest
     values |= {f"plan {name}": value for name, value in job.plan.describe().items()}
     values["model and schedule"] = _digest(job)
-    return values
+    return values | _of_objects(job)
+
+
+def _of_objects(job: Job) -> dict[str, str]:
+    """What the objects of a script hold, of which the script has made others in every process."""
+    found, config = dict[str, str](), job.config
+    model = load_object(config.model.name, "model") if is_given(config.model.name) else None
+    if isinstance(model, nn.Module):  # a factory is seeded by the run
+        digest = hashlib.blake2b(digest_size=8)
+        for name, tensor in model.state_dict().items():
+            digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found["model weights (torch.manual_seed before the model makes them equal)"] = digest.hexdigest()
+    if is_given(source := config.data.source):
+        name = source.partition(":")[2]
+        own = open_own(name, config.run.seed, config.loss.ignore_index, config.data.limit)
+        found["data fingerprint"] = own.fingerprint
+    return found
 
 
 def first_difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
     """The first name, in the order of `own`, whose values differ, with both values."""
     for name in dict.fromkeys([*own, *other]):
         here, there = own.get(name, _MISSING), other.get(name, _MISSING)
+        if name == _WEIGHTS and _RESUMED in (here, there):
+            continue  # machine 0 may be started again to resume, while the others wait: ranks then take its checkpoint
         if json.dumps(here) != json.dumps(there):
             return name, here, there
     return None
@@ -93,8 +118,10 @@ def _digest(job: Job) -> str:
 
     Not where the run starts: machine 0 decides that, and a machine that is started again may know a newer checkpoint.
     """
-    same = TypeAdapter(Job).dump_python(replace(job, folder="", start=0, resume=None, config=type(job.config)()))
+    same = replace(job, folder="", start=0, resume=None, export=None, weights=None, config=type(job.config)())
     text = json.dumps(
-        same, sort_keys=True, default=lambda value: sorted(value) if isinstance(value, Set) else str(value)
+        TypeAdapter(Job).dump_python(same),
+        sort_keys=True,
+        default=lambda value: sorted(value) if isinstance(value, Set) else str(value),
     )
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,9 +19,11 @@ from stagewright.data.sources import ImageOptions, ImageSource, Source, open_sou
 from stagewright.events import Emit, Replaced, Skipped
 from stagewright.model.call import Inputs
 from stagewright.model.cut import Chain, Piece, Way, whole_piece
-from stagewright.model.load import build_model, make_deterministic
+from stagewright.model.load import build_model, convert, find_entry, make_deterministic
 from stagewright.model.loss import Loss
 from stagewright.model.probe import Value
+from stagewright.model.weights import freeze, load_weights, require_same
+from stagewright.objects import is_given, load_callable, load_object
 from stagewright.plan.plan import Plan, Stage
 from stagewright.runtime.comm.boundary import Exchange, FormatOptions
 from stagewright.runtime.comm.channel import Inbox, Network, Outbox, channels_of
@@ -31,12 +34,12 @@ from stagewright.runtime.stage.batch_norm import Statistics
 from stagewright.runtime.stage.compute import ComputeOptions
 from stagewright.runtime.stage.gradients import GradientBuffers, GradientOptions
 from stagewright.runtime.stage.loss_scaling import ScalingOptions, make_loss_scaling
-from stagewright.runtime.stage.optimizer import Rates, Weights, make_optimizer
+from stagewright.runtime.stage.optimizer import Hyperparameters, Rates, Weights, make_optimizer
 from stagewright.runtime.stage.precision import make_precision
 from stagewright.runtime.stage.recorder import Recorder
 from stagewright.runtime.stage.replica import Replica, StageOptions
 from stagewright.runtime.stage.ties import connect_ties, places_of
-from stagewright.runtime.stage.versions import VersionRing
+from stagewright.runtime.stage.versions import MovingAverage, VersionRing
 from stagewright.runtime.stage.worker import Worker
 from stagewright.schedule.policy import overlaps
 
@@ -58,6 +61,7 @@ def open_data(config: Config, text: str) -> Source:
         data.learnable,
         data.context,
         config.loss.ignore_index,
+        _channels(config) if text == "synthetic" else 3,
     )
     source = open_source(
         text,
@@ -72,10 +76,45 @@ def open_data(config: Config, text: str) -> Source:
     return source
 
 
-def open_model(config: Config, device: torch.device | None = None) -> nn.Module:
-    """The author's model with initial weights in the run's precision."""
+def _channels(config: Config) -> int:
+    """Of the images that the model takes, as far as its name tells."""
+    entry = find_entry(config.model.name)
+    return 3 if entry is None else entry.channels
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptParts:
+    """What a script's own loop has to do with a worker."""
+
+    hyperparameters: Callable[[Stage], Hyperparameters] | None = None  # of its optimizer; None: of the options
+    keeps_model: bool = False  # its model object is trained itself, where it is not cut
+
+
+def open_model(
+    config: Config, device: torch.device | None = None, *, keeps_model: bool = False, init: str | None = None
+) -> nn.Module:
+    """The author's model in the run's precision, with new weights or those of `init`.
+
+    `keeps_model`: a script's own object.
+    """
     precision = make_precision(config.run.precision, config.run.device)
-    model = build_model(config.model.name, config.run.seed, config.model.classes, precision.weights)
+    own = load_object(config.model.name, "model") if keeps_model and is_given(config.model.name) else None
+    if isinstance(own, nn.Module):
+        if init is not None:
+            load_weights(own, init)
+        if config.model.freeze is not None:
+            freeze(own, config.model.freeze)
+        model = convert(own, precision.weights)
+    else:
+        model = build_model(
+            config.model.name,
+            config.run.seed,
+            config.model.classes,
+            precision.weights,
+            image=config.data.image,
+            init=init,
+            frozen=config.model.freeze,
+        )
     if config.run.deterministic:
         model = make_deterministic(model)
     if device is not None:
@@ -91,9 +130,15 @@ def open_pieces(
     names: tuple[str, ...] = (),
     device: torch.device | None = None,
     way: Way | None = None,
+    *,
+    keeps_model: bool = False,
+    init: str | None = None,
 ) -> tuple[Piece, ...]:
-    """The model's pieces with initial weights; it is traced on samples like the given inputs, the last by name."""
-    model = open_model(config, device)
+    """The model's pieces with their first weights; it is traced on samples like the given inputs, the last by name.
+
+    `keeps_model`: the only piece of an uncut model is the script's own object, not a copy.
+    """
+    model = open_model(config, device, keeps_model=keeps_model and not cuts, init=init)
     example = Inputs(tuple(value.empty() for value in inputs), names)
     if not cuts:
         return (whole_piece(model, example.parameters_of(model), names),)
@@ -111,19 +156,30 @@ def has_channels_last(config: Config, model: nn.Module) -> bool:
 
 
 def assemble(
-    job: Job, rank: int, network: Network, emit: Emit, recorder: Recorder | None = None, device: Device | None = None
+    job: Job,
+    rank: int,
+    network: Network,
+    emit: Emit,
+    recorder: Recorder | None = None,
+    device: Device | None = None,
+    script: ScriptParts | None = None,
 ) -> Worker:
-    """One rank's worker, connected and ready to run."""
+    """One rank's worker, connected and ready to run; of a script's own loop, without loaders."""
     plan, config = job.plan, job.config
     device = device or Cpu()
-    pieces = open_pieces(config, plan.cuts, job.training.inputs, job.training.names, device.device, job.way)
+    keeps = script is not None and script.keeps_model
+    init = config.model.init if job.start == 0 else None  # a checkpoint has all weights
+    if init is not None and job.weights is not None:
+        require_same(init, job.weights.digest)
+    inputs, names = job.training.inputs, job.training.names
+    pieces = open_pieces(config, plan.cuts, inputs, names, device.device, job.way, keeps_model=keeps, init=init)
     exchanges = _connect(plan, rank, network)
     collectives = {
         stage.index: network.collective(f"reduce/{stage.index}", stage.ranks) for stage in plan.stages_of(rank)
     }
     everyone = tuple(range(plan.world)) if plan.agree else (rank,)
     replicas = {
-        index: _replica(job, rank, plan.stages[index], pieces[index], exchanges[index], collective, device)
+        index: _replica(job, rank, plan.stages[index], pieces[index], exchanges[index], collective, device, script)
         for index, collective in collectives.items()
     }
 
@@ -134,8 +190,8 @@ def assemble(
     ties = connect_ties(plan, rank, replicas, network.collective, is_conditional=job.is_conditional)
     loss_scaling = make_loss_scaling(plan, rank, network.store, _scaling_options(job), skipped)
     world = network.collective("agree", everyone)
-    worker = Worker(job, rank, replicas, world, loss_scaling, emit, recorder, ties)
-    if rank in plan.stages[0].ranks:
+    worker = Worker(job, rank, replicas, world, loss_scaling, network.store, emit, recorder, ties)
+    if rank in plan.stages[0].ranks and script is None:
         worker.loader, worker.evaluation_loader = _loaders(job, emit, device.device)
     return worker
 
@@ -147,13 +203,10 @@ def _scaling_options(job: Job) -> ScalingOptions | None:
     return ScalingOptions(config.loss_scale, config.growth_interval, job.plan.decision_delay)
 
 
-def _loaders(job: Job, emit: Emit, device: torch.device) -> tuple[Loader, Loader]:
-    """The loaders of a rank of the first stage, for training and for evaluation."""
-    plan, config = job.plan, job.config
-    source = open_data(config, config.data.source)
-    val = open_data(config, config.data.val) if config.data.val else source
-    order = Order(len(source), plan.batch, config.run.seed, config.data.shuffle)
-    options = LoaderOptions(
+def loader_options(job: Job, emit: Emit, device: torch.device) -> LoaderOptions:
+    """How the ranks of the first stage load samples."""
+    config = job.config
+    return LoaderOptions(
         make_precision(config.run.precision, config.run.device).weights,
         config.data.loader_threads,
         config.data.ahead,
@@ -161,11 +214,20 @@ def _loaders(job: Job, emit: Emit, device: torch.device) -> tuple[Loader, Loader
         lambda bad: emit(Replaced(bad.index, bad.reason)),
         device=device,
         decode=Decode(config.data.decode),
+        workers=config.data.workers,
     )
+
+
+def _loaders(job: Job, emit: Emit, device: torch.device) -> tuple[Loader, Loader]:
+    """The loaders of a rank of the first stage, for training and for evaluation."""
+    plan, config = job.plan, job.config
+    source = open_data(config, config.data.source)
+    val = open_data(config, config.data.val) if config.data.val else source
+    order = Order(len(source), plan.batch, config.run.seed, config.data.shuffle)
     replicas = plan.stages[0].replicas
     training = ReplicaSlice(TrainingSampler(order, plan.microbatches), replicas, plan.boundary(job.batches))
     evaluation = ReplicaSlice(EvaluationSampler(len(val), plan.samples), replicas, -(-len(val) // plan.samples))
-    loader, evaluation_loader = make_loaders(options, (source, training), (val, evaluation))
+    loader, evaluation_loader = make_loaders(loader_options(job, emit, device), (source, training), (val, evaluation))
     return loader, evaluation_loader
 
 
@@ -189,7 +251,14 @@ def _connect(plan: Plan, rank: int, network: Network) -> dict[int, Exchange]:
 
 
 def _replica(
-    job: Job, rank: int, stage: Stage, piece: Piece, exchange: Exchange, collective: Collective, device: Device
+    job: Job,
+    rank: int,
+    stage: Stage,
+    piece: Piece,
+    exchange: Exchange,
+    collective: Collective,
+    device: Device,
+    script: ScriptParts | None,
 ) -> Replica:
     config = job.config
     precision = make_precision(config.run.precision, config.run.device)
@@ -198,18 +267,36 @@ def _replica(
     share = job.plan.stages[-1].round / stage.round
     divisor = job.training.divisor
     constant = None if divisor is None else float(divisor * job.plan.stages[-1].round)
-    reduction = GradientOptions(config.run.bucket * 2**20, share, config.optimizer.clip, constant, job.is_conditional)
+    format_options = FormatOptions(job.channels_last, precision.is_scaled, divisor is not None, job.is_scripted)
+    reduction = GradientOptions(
+        config.run.bucket * 2**20,
+        share,
+        config.optimizer.clip,
+        constant,
+        stage.round,
+        format_options.figures,
+        job.is_conditional,
+    )
     places = places_of(job.plan.tie_of(stage), stage.index, ring.parameters)
     tied = {place: stage.index == parameter.homes[0] for parameter, place in places.items()}
     gradients = GradientBuffers(ring.parameters, ring.master, stage.num_gradients, collective, reduction, tied)
-    format_options = FormatOptions(job.channels_last, precision.is_scaled, divisor is not None)
     compute = ComputeOptions(config.run.compile, config.run.cuda_graph, overlaps(job.plan, stage, rank))
     loss = Loss(job.loss) if stage.is_last else None
     options = StageOptions(config.run.seed, precision, loss, divisor, format_options, compute, job.draws)
-    rates = Rates(config.optimizer.lr, config.schedule, job.batches, stage.round, job.plan.microbatches)
-    is_apart = bool(ring.parameters) and (job.is_conditional or bool(job.plan.ties))  # bits of homes: see `Weights`
-    weights = Weights(ring.master, tuple(ring.parameters) if is_apart else None)
-    optimizer = make_optimizer(config.optimizer, weights, rates)
+    factory = load_callable(config.optimizer.name, "optimizer") if ":" in config.optimizer.name else None
+    base = config.optimizer.lr if factory is None else None
+    rates: Hyperparameters = Rates(base, config.schedule, job.batches, stage.round, job.plan.microbatches)
+    if script is not None and script.hyperparameters is not None:
+        rates = script.hyperparameters(stage)
+    splits = job.is_conditional or bool(job.plan.ties) or len(job.groups) > 1 or factory is not None  # see `Weights`
+    weights = Weights(ring.master, tuple(ring.parameters) if splits and ring.parameters else None)
+    tied_names = [parameter.names for tie in job.plan.ties for parameter in tie.parameters]
+    first_names = {name: names[0] for names in tied_names for name in names}
+    optimizer = make_optimizer(config.optimizer, weights, rates, job.groups, factory, first_names)
+    average = None
+    if config.optimizer.ema is not None:
+        decay = config.optimizer.ema ** (stage.round / job.plan.microbatches)
+        average = MovingAverage(ring, decay, is_tied=stage.is_tied)
     changed = job.training.changed
     statistics = Statistics(piece.training, changed, collective, stage.ranks.index(rank), stage.replicas)
-    return Replica(stage, piece, ring, gradients, optimizer, statistics, exchange, options, device)
+    return Replica(stage, piece, ring, gradients, optimizer, statistics, exchange, options, device, average)

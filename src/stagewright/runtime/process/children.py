@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 from stagewright.runtime.process.signals import PARENT, deferred_signals
 
+DESCRIPTOR = "STAGEWRIGHT_OBJECTS"  # environment variable: that of the pipe which a process reads first
 STOP_SECONDS = 2.0  # from SIGTERM to SIGKILL
 _POLL_SECONDS = 0.01
+_PIECE = 1 << 20  # bytes
 
 
 class Children:
@@ -42,12 +46,13 @@ class Children:
         self,
         command: Sequence[str],
         environment: Mapping[str, str] | None = None,
+        content: bytes | None = None,
         *,
         stdin: int | None = None,
         stdout: Path | int | None = None,
         stderr: Path | int | None = None,
     ) -> subprocess.Popen[str]:
-        """Start a command with these variables added to the environment.
+        """Start a command with these variables added to the environment; `content` is for `object_pipe` there.
 
         Output goes to the end of a file, to where this process's does (None), or as `subprocess.PIPE` says.
         """
@@ -57,8 +62,8 @@ class Children:
                 stack.enter_context(target.open("ab")) if isinstance(target, Path) else target
                 for target in (stdout, stderr)
             )
-            child = subprocess.Popen(
-                command, env=variables, stdin=stdin, stdout=out, stderr=error, text=True, start_new_session=True
+            child = start_process(
+                command, content, variables, stdin=stdin, stdout=out, stderr=error, start_new_session=True
             )
             self._started.append(child)
         return child
@@ -89,3 +94,31 @@ class Children:
             if child.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(child.pid, number)
+
+
+def start_process(
+    command: Sequence[str], content: bytes | None, environment: Mapping[str, str] = os.environ, **options: Any
+) -> subprocess.Popen[str]:
+    """Start a process that gets these bytes from an inherited pipe; a thread writes them, for as long as it reads."""
+    if content is None:
+        return subprocess.Popen(command, env=environment, text=True, **options)
+    reading, writing = os.pipe()
+    try:
+        started: subprocess.Popen[str] = subprocess.Popen(
+            command, env={**environment, DESCRIPTOR: str(reading)}, text=True, pass_fds=(reading,), **options
+        )
+    except BaseException:
+        os.close(writing)
+        raise
+    finally:
+        os.close(reading)  # so that writing fails once the process has ended
+    threading.Thread(target=_write, args=(writing, content), daemon=True).start()
+    return started
+
+
+def _write(descriptor: int, content: bytes) -> None:
+    view = memoryview(content)
+    with suppress(OSError):  # the process has ended, which its supervisor notices
+        while view:
+            view = view[os.write(descriptor, view[:_PIECE]) :]
+    os.close(descriptor)

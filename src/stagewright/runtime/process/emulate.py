@@ -28,7 +28,13 @@ from stagewright.schedule.action import Action
 class Emulation:
     """The workers of all ranks of a job."""
 
-    def __init__(self, job: Job, emit: Emit, settled: Callable[[], int] = lambda: NEVER) -> None:
+    def __init__(
+        self,
+        job: Job,
+        emit: Emit,
+        settled: Callable[[], int] = lambda: NEVER,
+        wants_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         memory = Memory()
         device = open_device(job.config.run.device, 0, share=True)
         set_flags(job.config)
@@ -36,7 +42,7 @@ class Emulation:
             assemble(job, rank, MemoryNetwork(memory, rank, device), emit, _CurrentAction(), device)
             for rank in range(job.plan.world)
         ]
-        self.pauses = EmulatedPauses(job.plan, job.config.checkpoint.minutes)
+        self.pauses = EmulatedPauses(job.plan, job.config.checkpoint.minutes, wants_stop)
         for worker in self.workers:
             worker.gate = self.pauses.gate()
             worker.saver = DiskSaver(job, worker, emit, settled)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,17 +31,18 @@ def launch(
     start_point: StartPoint | None = None,
     site: Site | ExternalGroup | None = None,
     say: Say = lambda line: None,
+    script: Sequence[str] | None = None,
 ) -> bool:
     """Run this machine's ranks of a job, one process each; whether the run was asked to stop.
 
     On machine 0 the handler gets every event of every rank, one at a time. With an `ExternalGroup`, which has published
-    the job, only the rank of this process runs, and rank 0 gets the events.
+    the job, only the rank of this process runs, and rank 0 gets the events. `script`: the command that runs each rank.
     """
     folder = Path(job.folder)
     (folder / "ranks").mkdir(exist_ok=True)
     with _open_store(job, site, folder, say) as config:
         meeting = Meeting(config, say)
-        supervisor = Supervisor(job, handler or EventHandler(), start_point or StartPoint(), meeting)
+        supervisor = Supervisor(job, handler or EventHandler(), start_point or StartPoint(), meeting, script)
         ended: str | None = None
         try:
             with stop_on_signal(supervisor.stop):

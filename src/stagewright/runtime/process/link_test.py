@@ -1,7 +1,8 @@
 """Measures transfers between processes: bandwidth and latency of each pair, and the rate of an all-reduce.
 
-One process of the test: `python -m stagewright.runtime.process.link_test RANK WORLD PORT TOKEN TIMEOUT DEVICE`. On GPUs
-the messages are copied through host memory, as gloo has it, and one pair stands for all.
+One process of the test: `python -m stagewright.runtime.process.link_test RANK WORLD PORT TOKEN TIMEOUT DEVICE BACKEND`.
+Over gloo, messages of GPUs are copied through host memory and one pair stands for all; over NCCL, which needs a GPU for
+each process, neighbours of a ring are measured. What arrives is compared with what was sent.
 """
 
 from __future__ import annotations
@@ -11,18 +12,22 @@ import json
 import secrets
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
 from stagewright.errors import UserError
-from stagewright.runtime.comm.channel import ChannelName
-from stagewright.runtime.comm.device import open_device
+from stagewright.runtime.comm.channel import ChannelName, Network
+from stagewright.runtime.comm.device import Device, Gpu, open_device
 from stagewright.runtime.comm.gloo import GlooNetwork
+from stagewright.runtime.comm.nccl import NcclNetwork
 from stagewright.runtime.comm.transport import LOOPBACK, Collective, Place, Transport
 from stagewright.runtime.process.children import Children
 from stagewright.runtime.process.launch import bound_socket
@@ -36,26 +41,30 @@ _RESULT = "result"
 _POLL_SECONDS = 0.05
 
 
-def measure_links(ranks: int, timeout: float = _TIMEOUT, device: str = "cpu") -> dict[str, Any]:
+def measure_links(ranks: int, timeout: float = _TIMEOUT, device: str = "cpu", backend: str = "gloo") -> dict[str, Any]:
     """Start this many processes and return what they measured within `timeout` seconds.
 
-    Bandwidths are in bytes/s, latencies in seconds. On GPUs `reduce` is of two ranks, and `host` is what all steps of a
-    ring through all ranks get together.
+    Bandwidths are in bytes/s, latencies in seconds. On GPUs over gloo `reduce` is of two ranks, and `host` is what all
+    steps of a ring through all ranks get together. `wrong` names each message and sum that arrived otherwise.
     """
     token = secrets.token_hex(16)
-    with bound_socket() as (listener, port):
+    with bound_socket() as (listener, port), tempfile.TemporaryDirectory() as folder:
         store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         command = [sys.executable, "-m", "stagewright.runtime.process.link_test"]
+        errors = [Path(folder) / f"{rank}.err" for rank in range(ranks)]
         with Children() as children:
             for rank in range(ranks):
-                children.start([*command, str(rank), str(ranks), str(port), token, str(timeout), device])
+                words = map(str, (rank, ranks, port, token, timeout, device, backend))
+                children.start([*command, *words], stderr=errors[rank])
             limit = time.monotonic() + timeout
             while any(code != 0 for code in children.codes()):
-                if failed := next(filter(None, children.codes()), None):
-                    raise UserError(f"a process of the link test exited with code {failed}; try again")
+                for code, file in zip(children.codes(), errors, strict=True):
+                    if code:
+                        why = (file.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"])[-1]
+                        raise UserError(f"a process of the link test over {backend} failed: {why}; try again")
                 if time.monotonic() > limit:
                     advice = "stop other programs that use the cores, and try again"
-                    raise UserError(f"{ranks} processes did not meet within {timeout:.0f} s; {advice}")
+                    raise UserError(f"{ranks} processes did not meet over {backend} within {timeout:.0f} s; {advice}")
                 time.sleep(_POLL_SECONDS)
         result: dict[str, Any] = json.loads(PrefixStore(token, store).get(_RESULT))
     return result
@@ -65,64 +74,105 @@ def main(arguments: Sequence[str]) -> None:
     """Run one process of the test."""
     exit_with_parent()
     rank, world, port = map(int, arguments[:3])
-    timeout = float(arguments[4])
+    timeout, kind, backend = float(arguments[4]), *arguments[5:]
     torch.set_num_threads(1)
     store = PrefixStore(arguments[3], TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout)))
-    device = open_device(arguments[5], rank, share=True)
-    network = GlooNetwork(store, rank, Place(), timeout, device)
-    transfers = []
-    pairs = list(itertools.combinations(range(world), 2))
-    for source, target in pairs if arguments[5] == "cpu" else pairs[:1]:
-        everyone = network.collective(f"pair/{source}-{target}", range(world))
+    device = open_device(kind, rank, share=backend == "gloo")
+    network: Network = GlooNetwork(store, rank, Place(), timeout, device)
+    if backend == "nccl" and isinstance(device, Gpu):
+        network = NcclNetwork(store, rank, Place(), timeout, device)
+    transfers, wrong = [], []
+    for source, target in _pairs(world, kind, backend):
+        everyone = network.host.collective(f"pair/{source}-{target}", range(world))
         everyone.sum(torch.zeros(1)).wait()
         if rank in (source, target):
-            small, large = (_echo(network, source, target, rank, size, device.device) for size in (_SMALL, _LARGE))
-            bandwidth = (_LARGE - _SMALL) / max(large - small, 1e-9)
-            transfers.append({"source": source, "target": target, "bandwidth": bandwidth, "latency": small})
+            small, large = (Echo(network, source, target, rank, size, device) for size in (_SMALL, _LARGE))
+            wrong += [str(echo) for echo in (small, large) if not echo.is_right()]
+            latency, seconds = _typical(small.round_trip) / 2, _typical(large.round_trip) / 2
+            bandwidth = (_LARGE - _SMALL) / max(seconds - latency, 1e-9)
+            transfers.append({"source": source, "target": target, "bandwidth": bandwidth, "latency": latency})
         everyone.sum(torch.zeros(1)).wait()
-    everyone = network.collective("reduce", range(world))
-    result: dict[str, Any] = {"reduce": _sum_rate(everyone, device.device)}
-    if arguments[5] != "cpu":  # a few ranks alone get more each than all of them at once
+    reducing = network.collective("reduce", range(world))
+    if not is_sum_right(reducing, rank, world, device.device):
+        wrong.append(f"sum of {world} ranks at rank {rank}")
+    result: dict[str, Any] = {"reduce": _sum_rate(reducing, device.device)}
+    if kind != "cpu" and backend == "gloo":  # a few ranks alone get more each than all of them at once
         result["host"] = 2 * (world - 1) * result["reduce"]
         pair = network.collective("reduce two", [0, 1] if rank < 2 else [rank])
         result["reduce"] = _sum_rate(pair, device.device)
     if rank != 0:
-        store.set(f"transfers/{rank}", json.dumps(transfers))
+        store.set(f"found/{rank}", json.dumps([transfers, wrong]))
         return
     for other in range(1, world):
         known = {(entry["source"], entry["target"]) for entry in transfers}
-        found = json.loads(store.get(f"transfers/{other}"))
+        found, its_wrong = json.loads(store.get(f"found/{other}"))
         transfers += [entry for entry in found if (entry["source"], entry["target"]) not in known]
-    store.set(_RESULT, json.dumps({"host": None, **result, "transfers": transfers}))
+        wrong += its_wrong
+    store.set(_RESULT, json.dumps({"host": None, **result, "transfers": transfers, "wrong": wrong}))
 
 
-def _echo(network: GlooNetwork, source: int, target: int, rank: int, size: int, device: torch.device) -> float:
-    """Seconds per message: half of a round trip."""
-    there = network.transport(ChannelName("act", size, source, target), 1)
-    back = network.transport(ChannelName("grad", size, target, source), 1)
-    on_gpu = device.type == "cuda"
-    buffer = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
-    tensor = torch.zeros(size, dtype=torch.uint8, device=device) if on_gpu else buffer
+def _pairs(world: int, kind: str, backend: str) -> list[tuple[int, int]]:
+    """The pairs to measure."""
+    if backend == "nccl":  # a communicator takes long to open, so only neighbours
+        return sorted({(min(rank, (rank + 1) % world), max(rank, (rank + 1) % world)) for rank in range(world)})
+    pairs = list(itertools.combinations(range(world), 2))
+    return pairs if kind == "cpu" else pairs[:1]
 
-    def send(transport: Transport) -> None:
-        if on_gpu:
-            buffer.copy_(tensor)
-        transport.send(buffer).wait()
 
-    def receive(transport: Transport) -> None:
-        transport.receive(buffer).wait()
-        if on_gpu:
-            tensor.copy_(buffer)
+class Echo:
+    """A message that one rank sends to another, which sends it back."""
 
-    def round_trip() -> None:
-        if rank == source:
-            send(there)
-            receive(back)
+    def __init__(self, network: Network, source: int, target: int, rank: int, size: int, device: Device) -> None:
+        self._name = f"message of {size} bytes between ranks {source} and {target} at rank {rank}"
+        self._there = network.transport(ChannelName("act", size, source, target), 1)
+        self._back = network.transport(ChannelName("grad", size, target, source), 1)
+        self._is_source = rank == source
+        self._sent = torch.arange(size, device=device.device).remainder(251).to(torch.uint8)
+        self._tensor = self._sent.clone() if self._is_source else torch.zeros_like(self._sent)
+        is_staged = self._tensor.is_cuda and isinstance(network, GlooNetwork)
+        self._buffer = torch.zeros(size, dtype=torch.uint8, pin_memory=True) if is_staged else self._tensor
+
+    def __str__(self) -> str:
+        return self._name
+
+    def is_right(self) -> bool:
+        """Whether the message arrives as it was sent, there and back."""
+        if self._is_source:
+            self._send(self._there)
+            self._tensor.zero_()
+            self._receive(self._back)
         else:
-            receive(there)
-            send(back)
+            self._receive(self._there)
+            self._send(self._back)
+        return torch.equal(self._tensor, self._sent)
 
-    return _typical(round_trip) / 2
+    def round_trip(self) -> None:
+        if self._is_source:
+            self._send(self._there)
+            self._receive(self._back)
+        else:
+            self._receive(self._there)
+            self._send(self._back)
+
+    def _send(self, transport: Transport) -> None:
+        if self._buffer is not self._tensor:
+            self._buffer.copy_(self._tensor)
+        transport.send(self._buffer).wait()
+        _synchronize(self._tensor)
+
+    def _receive(self, transport: Transport) -> None:
+        transport.receive(self._buffer).wait()
+        if self._buffer is not self._tensor:
+            self._tensor.copy_(self._buffer)
+        _synchronize(self._tensor)
+
+
+def is_sum_right(collective: Collective, rank: int, world: int, device: torch.device) -> bool:
+    """Whether the ranks' numbers, from 1 on, add up."""
+    buffer = torch.full((_LARGE // 4,), float(rank + 1), device=device)
+    collective.sum(buffer).wait()
+    _synchronize(buffer)
+    return bool((buffer == world * (world + 1) / 2).all())
 
 
 def _sum_rate(collective: Collective, device: torch.device) -> float:
@@ -131,10 +181,15 @@ def _sum_rate(collective: Collective, device: torch.device) -> float:
 
     def reduce() -> None:
         collective.sum(buffer).wait()
-        if buffer.is_cuda:  # also for the copies that end it
-            torch.cuda.synchronize()
+        _synchronize(buffer)  # also for the copies that end it
 
     return buffer.nbytes / _typical(reduce)
+
+
+def _synchronize(tensor: Tensor) -> None:
+    """Wait for what is queued on a tensor's GPU: over NCCL, waiting for an operation only orders it."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
 
 
 def _typical(work: Callable[[], Any]) -> float:

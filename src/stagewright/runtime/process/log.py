@@ -16,9 +16,11 @@ from pathlib import Path
 
 from torch.distributed import Store
 
-from stagewright.errors import UserError
+from stagewright.errors import RunFailed, UserError
 from stagewright.events import (
     BatchLosses,
+    Best,
+    Called,
     Evaluated,
     Event,
     Failure,
@@ -62,6 +64,10 @@ class EventHandler:
 
     def drain(self) -> None:
         """Commit the checkpoints that are whole."""
+
+    def wants_stop(self) -> bool:
+        """Whether the run is to stop after a checkpoint, as after Ctrl-C."""
+        return False
 
 
 class EventReader:
@@ -196,8 +202,10 @@ class Collector:
         write: Callable[[Record], None],
         before: Iterable[Record] = (),
         warn: Callable[[str], None] = lambda warning: None,
+        best: Best | None = None,
     ) -> None:
         before = tuple(before)
+        self._best = best  # evaluation before this job, where evaluations are compared
         self._warn = warn
         self._job = job
         self._per_epoch = job.order.batches
@@ -205,6 +213,7 @@ class Collector:
         self._losses: dict[int, dict[int, tuple[float, float]]] = {}
         self._has_warned = False  # of a batch without targets
         self._scores: dict[int, dict[int, Scored]] = {}
+        self._calls: dict[int, tuple[Called, set[int]]] = {}  # of a script: the first of a number, and who made it
         self._ready: set[int] = set()
         self._offsets: dict[int, float] = {}  # seconds from the clock of a rank of another machine to ours
         self._recent = RecentRate()
@@ -216,6 +225,7 @@ class Collector:
         self.replaced = {record for record in before if isinstance(record, Replaced)}
         self.skipped = [0] * len(job.plan.stages)  # updates that overflowed, by stage
         self._scales: dict[int, float] = {}
+        self._rates: dict[int, float] = {}  # that a script has set
         self.stopped_at: int | None = None
         self.shortage: Shortage | None = None
         self._start_clock()
@@ -227,6 +237,8 @@ class Collector:
         self._losses.clear()
         self._scores.clear()
         self._scales.clear()
+        self._rates.clear()
+        self._calls.clear()
         self._ready.clear()
         self._offsets.clear()
         self._recent = RecentRate()
@@ -253,6 +265,8 @@ class Collector:
                 if event not in self.replaced:  # however many ranks or epochs met it
                     self.replaced.add(event)
                     self._write(event)
+            case Called():
+                self._compare_call(event)
             case Shortage():
                 self.shortage = event
             case Stopped():
@@ -263,11 +277,40 @@ class Collector:
             case _:
                 raise TypeError(f"the collector takes no {type(event).__name__}")
 
+    def _compare_call(self, call: Called) -> None:
+        """RunFailed where a rank's script asks for something else than another's."""
+        first, ranks = self._calls.setdefault(call.number, (call, set()))
+        if first.what != call.what:
+            raise RunFailed(
+                f"the script takes other branches on two ranks: rank {call.rank} calls {call.what} at {call.where}, "
+                f"rank {first.rank} calls {first.what} at {first.where}; every rank must call the engine alike"
+            )
+        ranks.add(call.rank)
+        if len(ranks) == self._job.plan.world:
+            del self._calls[call.number]
+
     @property
     def timeline(self) -> Timeline:
         """The last actions of every rank; the first of them starts at 0 s."""
         first = min((span.start for span in self._spans), default=0.0)
         return Timeline(tuple(replace(span, start=span.start - first, end=span.end - first) for span in self._spans))
+
+    @property
+    def best(self) -> Best | None:
+        """The best evaluation so far, as every rank finds it."""
+        best = self._best
+        for evaluated in self.evaluations:
+            if best is not None and evaluated.batch > self._job.start:
+                best = best.after(evaluated)
+        return best
+
+    @property
+    def stopped_early(self) -> str | None:
+        """One line about a run that ended before its last batch as evaluations no longer got better."""
+        best, last = self.best, self.evaluations[-1].batch if self.evaluations else 0
+        if best is None or not self._job.stops_early(best) or last >= self._job.batches or self.stopped_at is not None:
+            return None
+        return f"stopped early after step {last}: {best.stall()}"
 
     def speed(self) -> SteadyRate | None:
         """Of the batches since the run was last resumed: those of its current plan."""
@@ -286,6 +329,8 @@ class Collector:
             self._losses.setdefault(number // microbatches, {})[number] = (total, count)
             if event.scale is not None:
                 self._scales[number // microbatches] = event.scale
+            if event.rate is not None:
+                self._rates[number // microbatches] = event.rate
         while len(self._losses.get(self._next, {})) == microbatches and self._next < self._job.batches:
             ordered = [loss for _, loss in sorted(self._losses.pop(self._next).items())]
             self._step(self._next, self._mean(self._next, ordered), at)
@@ -314,7 +359,9 @@ class Collector:
 
     def _step(self, batch: int, loss: float, at: float) -> None:
         config = self._job.config
-        rate = learning_rate(config.optimizer.lr, config.schedule, batch, self._job.batches)
+        rate = self._rates.pop(batch, None)
+        if rate is None:
+            rate = learning_rate(config.optimizer.lr, config.schedule, batch, self._job.batches)
         at = max(at, self._last)  # replicas may report in another order than they compute
         is_after_pause = batch in self._starts or (bool(self.evaluations) and self.evaluations[-1].batch == batch)
         if not is_after_pause:  # else the time includes the start or the evaluation
@@ -331,6 +378,7 @@ class Collector:
         scores[event.rank] = event
         last_ranks = self._job.plan.stages[-1].ranks
         if len(scores) == len(last_ranks):
+            del self._scores[event.batch]  # a script may evaluate again at this batch, on other data
             evaluated = Evaluated.of(event.batch, [scores[rank].score for rank in last_ranks])
             self.evaluations.append(evaluated)
             self._write(evaluated)
@@ -340,8 +388,13 @@ class Ledger(EventHandler):
     """Takes all events of a run, from any thread, one at a time; begins with the records that the run has already."""
 
     def __init__(
-        self, job: Job, show: Callable[[Record], None], warn: Callable[[str], None] = lambda warning: None
+        self,
+        job: Job,
+        show: Callable[[Record], None],
+        warn: Callable[[str], None] = lambda warning: None,
+        wants_stop: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._wants_stop = wants_stop
         self._folder = folder = Path(job.folder)
         clear(folder)
         set_aside_after(folder, job.start)
@@ -349,10 +402,13 @@ class Ledger(EventHandler):
         self._show = show
         self._journal = Journal(folder / "metrics.jsonl", job.start)
         self._committer = Committer(job, self._report)
-        self.collector = Collector(job, self._write, self._journal.records, warn)
-        if job.resume is not None:
-            plan = open_checkpoint(Path(job.resume)).manifest.plan
-            self._write(Resumed(job.start, job.resume, f"{plan.mode} {plan.shape}"))
+        manifest = None if job.resume is None else open_checkpoint(Path(job.resume)).manifest
+        new = None if job.criterion is None else Best(job.criterion)
+        best = new if manifest is None else manifest.best_by(job.criterion)
+        self.collector = Collector(job, self._write, self._journal.records, warn, best)
+        if manifest is not None:
+            plan = manifest.plan
+            self._write(Resumed(job.start, str(job.resume), f"{plan.mode} {plan.shape}"))
 
     def __enter__(self) -> Ledger:
         return self
@@ -368,6 +424,9 @@ class Ledger(EventHandler):
 
     def drain(self) -> None:
         self._committer.drain()
+
+    def wants_stop(self) -> bool:
+        return self._wants_stop()
 
     def handle(self, event: Event) -> None:
         if isinstance(event, Restarted):

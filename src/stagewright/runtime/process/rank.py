@@ -36,6 +36,7 @@ from stagewright.runtime.comm.transport import LostPeer, Pending, Place
 from stagewright.runtime.faults import failure_of, shortage_of
 from stagewright.runtime.job import NEVER, Job
 from stagewright.runtime.process.assemble import assemble
+from stagewright.runtime.process.object_pipe import receive_objects
 from stagewright.runtime.process.signals import exit_with_parent
 from stagewright.runtime.process.torch_flags import set_flags
 from stagewright.runtime.stage.recorder import make_recorder
@@ -44,6 +45,8 @@ from stagewright.runtime.status_file import last_action, status_path
 
 EVENTS = "events"
 SETTLED = "settled"  # batch of the newest checkpoint that the supervisor has committed or given up
+HISTORY = "history"  # what a script's loop saw before this start
+JOB = "STAGEWRIGHT_JOB"  # environment variable: the file of the job
 KEYS = "STAGEWRIGHT_KEYS"  # environment variable: prefix of the store keys of this start
 _BLAME_SECONDS = 2.0
 _PIECE = 64 << 20  # bytes
@@ -68,6 +71,7 @@ def main() -> None:
         events.queue_push(EVENTS, encode(event))
 
     try:
+        receive_objects()
         run_rank(job, rank, store, emit, events)
     except BaseException as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -78,8 +82,8 @@ def main() -> None:
         if is_secondary:
             time.sleep(_BLAME_SECONDS)  # let the supervisor see the exit of the rank that caused it first
         traceback.print_exc()
-        _exit(1)
-    _exit(0)
+        exit_now(1)
+    exit_now(0)
 
 
 def run_rank(job: Job, rank: int, store: Store, emit: Emit, control: Store | None = None) -> None:
@@ -90,7 +94,7 @@ def run_rank(job: Job, rank: int, store: Store, emit: Emit, control: Store | Non
     network = open_network(job.config, store, rank, Place.of(job.plan, rank), job.patience, device)
     recorder = make_recorder(status_path(folder, rank), device)
     worker = assemble(job, rank, network, emit, recorder, device)
-    worker.saver = DiskSaver(job, worker, emit, partial(_settled, control))
+    worker.saver = DiskSaver(job, worker, emit, partial(settled_batch, control))
     if job.resume is not None:
         restore(worker, open_checkpoint(Path(job.resume)))
     emit(Ready(rank, time.monotonic(), clock_name()))
@@ -101,12 +105,12 @@ def run_rank(job: Job, rank: int, store: Store, emit: Emit, control: Store | Non
     recorder.save()
     if worker.is_stopped:
         emit(Stopped(rank, worker.done))
-    elif job.config.run.export:
+    elif job.export:
         gather_weights(worker, folder, network.host)
     emit(Finished(rank, recorder.spans()))
 
 
-def _settled(control: Store | None) -> int:
+def settled_batch(control: Store | None) -> int:
     """The newest checkpoint that the supervisor has dealt with; `NEVER` where no supervisor commits any."""
     return int(control.get(SETTLED)) if control is not None and control.check([SETTLED]) else NEVER
 
@@ -122,7 +126,7 @@ def clock_name() -> str:
 def drive(worker: Worker) -> None:
     """Run a worker's job to its end."""
     for pending in worker.run():
-        _wait(pending)
+        wait_for(pending)
 
 
 def state_file(folder: Path, stage: int) -> Path:
@@ -133,7 +137,7 @@ def gather_weights(worker: Worker, folder: Path, network: Network) -> None:
     """Leave every stage's weights on machine 0: its first replica writes them, or sends them to rank 0."""
     for item in worker.states():
         if not isinstance(item, tuple):
-            _wait(item)
+            wait_for(item)
             continue
         stage, state = item
         tensors = {name: tensor.contiguous().clone().cpu() for name, tensor in state.items()}
@@ -179,7 +183,7 @@ def _weights_channel(stage: Stage) -> ChannelName:
     return ChannelName("state", stage.index, stage.ranks[0], 0)
 
 
-def _exit(code: int) -> None:
+def exit_now(code: int) -> None:
     """Exit without cleaning up: that takes seconds on a busy machine, and a thread of gloo may abort it."""
     with suppress(OSError):  # a full disk
         sys.stdout.flush()
@@ -187,7 +191,8 @@ def _exit(code: int) -> None:
     os._exit(code)
 
 
-def _wait(pending: Pending) -> None:
+def wait_for(pending: Pending) -> None:
+    """Wait for an operation with another rank; `LostPeer` where that is gone."""
     try:
         pending.wait()
     except FormatError:

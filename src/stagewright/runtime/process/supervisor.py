@@ -7,6 +7,7 @@ start ranks ──► watch ──► all done: end
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from stagewright.errors import DISK_FULL, Interrupted, RunFailed
 from stagewright.events import Failure, Restarted
 from stagewright.plan.plan import Plan
 from stagewright.runtime.checkpoint.folder import checkpoints_folder, newest_intact
+from stagewright.runtime.checkpoint.history import history_of
 from stagewright.runtime.checkpoint.pauses import STOP
 from stagewright.runtime.comm.transport import ADDRESS, LOOPBACK
 from stagewright.runtime.faults import Fault, RankExit, log_fault
@@ -29,11 +31,13 @@ from stagewright.runtime.multinode.nodes import RankProcesses, interface_of
 from stagewright.runtime.process.children import Children
 from stagewright.runtime.process.decide import State, decide
 from stagewright.runtime.process.log import EventHandler, EventReader
-from stagewright.runtime.process.rank import KEYS
+from stagewright.runtime.process.object_pipe import content_for
+from stagewright.runtime.process.rank import HISTORY, JOB, KEYS
 from stagewright.runtime.process.watchdog import Limits, Watchdog
 from stagewright.runtime.status_file import status_path
 
 _POLL_SECONDS = 0.1
+_ENOUGH = "enough"  # the script has asked to stop, which is no failure
 _ROOM = 1 << 18  # bytes on the disk for the small files of a start: job.json, logs, status files
 _NCCL_INTERFACE, _NCCL_ERRORS = "NCCL_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -77,15 +81,25 @@ class Supervisor:
     Where torchrun or srun has started a process per rank, it runs that rank only, and never restarts it.
     """
 
-    def __init__(self, job: Job, handler: EventHandler, start_point: StartPoint, meeting: Meeting) -> None:
+    def __init__(
+        self,
+        job: Job,
+        handler: EventHandler,
+        start_point: StartPoint,
+        meeting: Meeting,
+        script: Sequence[str] | None = None,
+    ) -> None:
+        """`script`: the command that runs each rank, where a script drives them; it finds its place by variables."""
         self._is_external = is_external = isinstance(meeting.config.site, RankProcesses)
         self._job = job
+        self._script = script
         self._handler = handler
         self._start_point = start_point
         self._meeting = meeting
         self._folder = Path(job.folder)
         self._ranks = [meeting.machine] if is_external else _ranks_on(job.plan, meeting.machine)
         self._reader: EventReader | None = None
+        self._objects: dict[tuple[str, ...], bytes] = {}  # of the script, packed once for all starts
         self._unlogged: list[tuple[Fault, Sequence[Failure]]] = []  # faults that the disk had no room for
         self.is_stopping = False  # set by a signal's handler, so it is not part of a value that others replace
         self._state = State(
@@ -110,8 +124,8 @@ class Supervisor:
                     if happened is not None:
                         self._meeting.announce_fault()
                         children.stop()
-            if self._meeting.machine and self._ranks_store().check([STOP]):  # another machine asked all ranks to stop
-                self.is_stopping = True
+            if self._meeting.machine and (store := self._ranks_store()).check([STOP]):
+                self.is_stopping = store.get(STOP).decode() == STOP  # a signal on another machine, not its script
         except RunFailed as error:
             if self._state.fault is None:  # otherwise it is in the log already
                 self._log(Fault(str(error), is_final=True))
@@ -138,18 +152,20 @@ class Supervisor:
             self._write_files(decision)
         else:
             self._accept(decision)
+        if self._meeting.machine == 0 and self._job.is_scripted:
+            self._ranks_store().set(HISTORY, history_of(self._start_point.job(self._job, decision.batch)))
         if self._meeting.machine == 0:
             self._reader = EventReader(self._ranks_store(), self._handler)
         if self.is_stopping:
             self.stop()  # the signal came before there was a store
 
-    def stop(self) -> None:
+    def stop(self, why: str = STOP) -> None:
         """Ask the ranks of all machines to save a checkpoint as soon as they can, and to end."""
         if self._is_external and self._reader is None and self._meeting.machine == 0:
             raise Interrupted("before every rank was there")  # torchrun kills this process if it waits for them
         self.is_stopping = True
         if self._meeting.start:
-            self._ranks_store().set(STOP, STOP)
+            self._ranks_store().set(STOP, why)
 
     def environment(self, rank: int) -> Mapping[str, str]:
         """The environment variables of a rank: its place, the keys of this start, the network interface to use."""
@@ -162,6 +178,7 @@ class Supervisor:
             "LOCAL_WORLD_SIZE": str(len(local)),
             "MASTER_ADDR": self._meeting.config.host,
             "MASTER_PORT": str(self._meeting.config.port),
+            JOB: str(self._folder / "job.json"),
             KEYS: f"{self._meeting.config.keys}/{self._meeting.start}",
             ADDRESS: site.address if site else LOOPBACK,
             _NCCL_ERRORS: os.environ.get(_NCCL_ERRORS, "1"),  # abort communicators of a lost peer
@@ -172,10 +189,24 @@ class Supervisor:
         return variables
 
     def _start(self, children: Children) -> None:
+        if self._script is not None:
+            self._start_script(children, self._script)
+            return
         command = [sys.executable, "-m", "stagewright.runtime.process.rank", str(self._folder / "job.json")]
         for rank in self._ranks:
             logs = self._logs(rank)
-            children.start(command, self.environment(rank), stdout=logs / "stdout.log", stderr=logs / "stderr.log")
+            content = content_for(self._job.config, self._job.plan, rank, self._objects)
+            files = (logs / "stdout.log", logs / "stderr.log")
+            children.start(command, self.environment(rank), content, stdout=files[0], stderr=files[1])
+
+    def _start_script(self, children: Children, script: Sequence[str]) -> None:
+        """Start the script once per rank; what rank 0 prints is seen."""
+        for rank in self._ranks:
+            logs = self._logs(rank)
+            seen = None if rank == 0 else logs / "stdout.log"
+            children.start(
+                script, self.environment(rank), stdin=subprocess.DEVNULL, stdout=seen, stderr=logs / "stderr.log"
+            )
 
     def _logs(self, rank: int) -> Path:
         return self._folder / "logs" / f"start-{self._meeting.start}" / f"rank-{rank}"
@@ -188,6 +219,8 @@ class Supervisor:
             time.sleep(_POLL_SECONDS)
             if self._reader is not None:
                 self._reader.check()
+            if self._handler.wants_stop() and not self.is_stopping:
+                self.stop(_ENOUGH)
             codes = dict(zip(self._ranks, children.codes(), strict=True))
             if any(codes.values()):
                 exits = [RankExit.of(self._folder, rank, code) for rank, code in codes.items() if code]

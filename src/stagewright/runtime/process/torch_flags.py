@@ -87,15 +87,24 @@ FLAGS = (
 @contextmanager
 def preserved_state(gpus: Sequence[int] = ()) -> Iterator[None]:
     """Restore torch's flags, its random state and the current GPU at the end of the context; `gpus` are those used."""
+    with preserved_flags(gpus), torch.random.fork_rng(gpus):
+        yield
+
+
+@contextmanager
+def preserved_flags(gpus: Sequence[int] = ()) -> Iterator[None]:
+    """Restore torch's flags, the current GPU and the random state of GPUs, but not that of the host."""
     before = [flag.read() for flag in FLAGS]
     current = torch.cuda.current_device() if gpus else None
+    random = [torch.cuda.get_rng_state(gpu) for gpu in gpus]
     try:
-        with torch.random.fork_rng(gpus):
-            yield
+        yield
     finally:
         for flag, value in zip(FLAGS, before, strict=True):
             wanted = flag.default if value is None else value
             if wanted is not None and flag.read() != wanted:
                 flag.set(wanted)
+        for gpu, state in zip(gpus, random, strict=True):
+            torch.cuda.set_rng_state(state, gpu)
         if current is not None:
             torch.cuda.set_device(current)
