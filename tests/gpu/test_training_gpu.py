@@ -53,7 +53,7 @@ def run(folder: Path, model: str = "resnet8", **settings: Any) -> Result:
         "runs": str(folder),
         "export": str(folder / f"{len(list(folder.iterdir()))}.safetensors"),
     }
-    return train(model, **{**defaults, **settings})
+    return train(model, **{name: value for name, value in {**defaults, **settings}.items() if value is not None})
 
 
 def distance(some: Result, others: Result) -> float:
@@ -79,6 +79,23 @@ def test_a_gpu_run_equals_a_cpu_run(plan: str, tmp_path: Path) -> None:
     assert distance(on_cpu, run(tmp_path, **options)) < 1e-2
 
 
+_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "groups": {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.1, "no_decay": True, "group": ["fc.*:lr=5e-3"]},
+    "own": {"optimizer": "torch.optim:NAdam", "lr": None},
+}
+
+
+@pytest.mark.parametrize("optimizer", _OPTIMIZERS)
+def test_groups_and_a_users_optimizer_on_a_gpu_equal_those_on_a_cpu(optimizer: str, tmp_path: Path) -> None:
+    """The CPU's equal plain PyTorch; a checkpoint keeps the state of a GPU's bit for bit."""
+    options = {**_PLANS["2+1 stale"], "emulate": True, "steps": 4, **_OPTIMIZERS[optimizer]}
+    assert distance(run(tmp_path, device="cpu", **options), run(tmp_path, **options)) < 3e-2
+    options |= {"deterministic": True}
+    whole = run(tmp_path, **options)
+    begun = run(tmp_path, checkpoint_every=2, **(options | {"steps": 2}))
+    assert is_same(whole, train(resume=str(begun.folder), steps=4, export=str(tmp_path / "resumed.safetensors")))
+
+
 def test_ranks_that_share_a_gpu_equal_one_process(tmp_path: Path) -> None:
     options = {**_PLANS["2+1 stale"], "deterministic": True}
     emulated = run(tmp_path, "vgg-small", emulate=True, **options)
@@ -92,6 +109,15 @@ def test_captured_stages_equal_eager_ones(tmp_path: Path) -> None:
     options = {**_PLANS["2+1 stale"], "emulate": True, "deterministic": True}
     eager = run(tmp_path, "vgg-small", **options)
     assert distance(eager, run(tmp_path, "vgg-small", cuda_graph="on", **options)) < 1e-6
+
+
+@pytest.mark.parametrize("changed", [{"cuda_graph": "on"}, {"precision": "fp16"}], ids=str)
+def test_a_stage_without_trained_parameters_trains_on_a_gpu(changed: dict[str, Any], tmp_path: Path) -> None:
+    options = {**_PLANS["2+1 stale"], "cut": "fc", "freeze": "!fc", "emulate": True, "deterministic": True}
+    plain, other = run(tmp_path, **options), run(tmp_path, **options | changed)
+    assert distance(plain, other) < (1e-6 if "cuda_graph" in changed else 1e-2)
+    first = build_model("resnet8", 0, 10).state_dict()
+    assert all(torch.equal(tensor, first[name]) for name, tensor in other.weights().items() if "fc" not in name)
 
 
 def test_compiled_stages_equal_eager_ones_and_compile_once(tmp_path: Path) -> None:

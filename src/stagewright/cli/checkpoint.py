@@ -12,17 +12,19 @@ from stagewright.errors import UserError
 from stagewright.metrics import MIB
 from stagewright.report.live.terminal import print_lines
 from stagewright.run.export import export_checkpoint
-from stagewright.run.resume import find_checkpoint
-from stagewright.runtime.checkpoint.folder import Checkpoint, list_folders, open_checkpoint
+from stagewright.run.resume import BEST, find_checkpoint, named_folder
+from stagewright.runtime.checkpoint.folder import Checkpoint, best_folder, list_folders, open_checkpoint
 from stagewright.runtime.checkpoint.format import MANIFEST, CheckpointError, CheckpointGone
 
 
 def run_list(parsed: argparse.Namespace) -> None:
     """List every checkpoint of a run; reads only manifests."""
     rows: list[dict[str, Any]] = []
-    for folder in _folders(parsed.path):
+    folders = _folders(parsed.path)
+    best = best_folder(folders)
+    for folder in folders:
         try:
-            rows.append(_row(open_checkpoint(folder)))
+            rows.append(_row(open_checkpoint(folder)) | {"is_best": folder == best})
         except CheckpointGone:
             continue
         except CheckpointError as error:
@@ -32,7 +34,7 @@ def run_list(parsed: argparse.Namespace) -> None:
         return
     for row in rows:
         about = row.get("damaged") or f"epoch {row['epoch'] + 1}  {row['bytes'] / MIB:9.1f} MiB  {row['plan']}"
-        print_lines(f"step {row['batch']:8}  {about}")
+        print_lines(f"step {row['batch']:8}  {about}{'  best' if row.get('is_best') else ''}")
     if not rows:
         print_lines(f"{parsed.path} has no checkpoints; train with --checkpoint-every or --checkpoint-minutes")
 
@@ -92,8 +94,8 @@ def run_verify(parsed: argparse.Namespace) -> None:
 
 def run_export(parsed: argparse.Namespace) -> None:
     """Write the weights of a checkpoint as one safetensors file."""
-    checkpoint = find_checkpoint(parsed.path).checkpoint
-    path = export_checkpoint(checkpoint, Path(parsed.target))
+    checkpoint = find_checkpoint(f"{parsed.path}/{BEST}" if parsed.best else parsed.path).checkpoint
+    path = export_checkpoint(checkpoint, Path(parsed.target), parsed.weights)
     if parsed.json:
         print(json.dumps({"file": str(path), "batch": checkpoint.batch, "checkpoint": str(checkpoint.folder)}))
     else:
@@ -102,7 +104,7 @@ def run_export(parsed: argparse.Namespace) -> None:
 
 def _folders(text: str) -> list[Path]:
     """The checkpoint that a path names, or all those of the run that it names."""
-    folder = Path(text)
+    folder = named_folder(text)
     if not folder.is_dir():
         raise UserError(f"{text}: no such folder; name a run folder, or one of its checkpoints")
     return [folder] if (folder / MANIFEST).is_file() else list_folders(folder)

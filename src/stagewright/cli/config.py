@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from stagewright.config.sections import options
 from stagewright.config.toml import Tables, changed_keys, keys_of, parse_assignment, read_toml, with_new_names
 from stagewright.run.folder import is_run
 
@@ -15,10 +16,11 @@ def read_layers(parsed: argparse.Namespace) -> tuple[list[Tables], set[str]]:
     A file may list every option: what has its default there does not count as given. Nothing of a run's own file does.
     """
     layers: list[Tables] = [parse_assignment(text) for text in parsed.set]
+    joined = {option.key for option in options() if option.is_joined}
     for key, value in vars(parsed).items():
         section, dot, name = key.partition(".")
         if dot:
-            layers.append({section: {name: ",".join(value) if isinstance(value, list) else value}})
+            layers.append({section: {name: ",".join(value) if key in joined else value}})
     given = keys_of(*layers)
     if not parsed.config:
         return layers, given

@@ -1,20 +1,26 @@
-"""Commands about this machine and a model: `doctor`, `profile` (measure every unit here), `inspect` (how it is cut)."""
+"""Commands about this machine and a model.
+
+`doctor` describes the machine, `selftest` trains on it and compares, `profile` measures every unit here, and `inspect`
+shows how a model is cut.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.status import Status
 
-from stagewright.errors import counted
+from stagewright.bench.micro.selftest import Check, State, find_machine, run_checks, usual_effort
+from stagewright.errors import UserError, counted
 from stagewright.hardware.doctor.check import check_machine, show
+from stagewright.hardware.environment import read_environment
 from stagewright.metrics import MIB
-from stagewright.report.live.terminal import plain, plain_table, print_lines, say
+from stagewright.report.live.terminal import ProgressLine, plain, plain_table, print_lines, say
 from stagewright.run.inspect import Inspection, inspect_model
 from stagewright.run.profile import import_profile, measure_profile
 
@@ -33,6 +39,33 @@ def run_doctor(parsed: argparse.Namespace) -> None:
         print(json.dumps(found.describe()))
     else:
         show(Console(), found)
+
+
+def run_selftest(parsed: argparse.Namespace) -> None:
+    machine = find_machine(share_gpu=parsed.share_gpu)
+    with ProgressLine("selftest") as progress:
+        checks = list(run_checks(machine, usual_effort(machine), parsed.minutes, parsed.row, progress))
+    if parsed.json:
+        about = {"machine": asdict(machine), "environment": dict(read_environment().rows())}
+        print(json.dumps(about | {"checks": [{"part": c.part, "name": c.name, **asdict(c.found)} for c in checks]}))
+    else:
+        show_checks(Console(), checks)
+    if failed := [check for check in checks if check.found.state is State.FAILED]:
+        first = f"{failed[0].part}, {failed[0].name}: {failed[0].found.line}"
+        raise UserError(f"{len(failed)} of {len(checks)} checks failed, first {first}")
+
+
+def show_checks(console: Console, checks: Sequence[Check]) -> None:
+    """A table in a terminal, lines anywhere else."""
+    if not console.is_terminal:
+        print_lines(*(f"{check.found.state}: {check.part}, {check.name}: {check.found.line}" for check in checks))
+        return
+    styles = {State.PASSED: "green", State.FAILED: "bold red", State.NOT_CHECKED: "yellow"}
+    table = plain_table("check", "", "found", left=("check", "", "found"), no_wrap=("",))
+    for check in checks:
+        state = plain(check.found.state, styles[check.found.state])
+        table.add_row(f"{check.part}: {check.name}", state, check.found.line)
+    console.print(table)
 
 
 def _progress(status: Status) -> Callable[[str], None]:
@@ -90,6 +123,8 @@ def run_inspect(parsed: argparse.Namespace) -> None:
             image=parsed.image,
             data=parsed.data,
             inputs=parsed.inputs,
+            init=parsed.init,
+            freeze=parsed.freeze,
             cut=parsed.cut,
             stages=parsed.stages,
             seed=parsed.seed,
@@ -102,23 +137,28 @@ def run_inspect(parsed: argparse.Namespace) -> None:
 
 def show_inspection(console: Console, found: Inspection) -> None:
     """Print the units as a table, and in lines how the model is cut and what is proven."""
-    columns = ("unit", "parameters", "MFLOPs", "MiB after it", "a stage can begin")
+    has_frozen = any(unit.frozen for unit in found.units)
+    columns = ["unit", "parameters", *(["frozen"] if has_frozen else []), "MFLOPs", "MiB after it", "a stage can begin"]
     table = plain_table(*columns, left=("unit", "a stage can begin"))
     for index, unit in enumerate(found.units):
         begins = "" if index == 0 else f"no: {unit.impossible}" if unit.impossible else "yes"
         table.add_row(
             unit.name,
             f"{unit.parameters:,}",
+            *([f"{unit.frozen:,}"] if has_frozen else []),
             f"{unit.flops / 1e6:,.2f}",
             f"{unit.bytes_across / MIB:,.3f}",
             begins if found.way != "whole" else "",
         )
     console.print(table)
-    total = sum(unit.parameters for unit in found.units)
+    total, frozen = (sum(numbers) for numbers in zip(*((u.parameters, u.frozen) for u in found.units), strict=True))
     shapes = {name: "x".join(map(str, shape)) or "one number" for name, shape in found.inputs.items()}
     samples = ", ".join(shapes.values() if len(shapes) == 1 else map(" ".join, shapes.items()))
     units = counted(len(found.units), "unit")
-    say(console, f"{found.model}: {units}, {total:,} trained parameters, samples of {samples}")
+    shown = f"{total:,} trained parameters{f' and {frozen:,} frozen ones' if frozen else ''}"
+    say(console, f"{found.model}: {units}, {shown}, samples of {samples}")
+    if found.weights is not None:
+        say(console, f"starts from {found.weights}", *found.weights.remarks)
     why = f" ({found.why})" if found.why else ""
     say(console, f"cut {_WAYS[found.way]}{why}; at most {counted(found.most_stages, 'stage')}")
     for name, reason in list(found.whole.items())[:5]:

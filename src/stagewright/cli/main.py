@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import platform
 import re
 import signal
 import sys
@@ -18,9 +19,11 @@ from typing import NoReturn
 
 from stagewright.cli.parser import USER_ERROR, make_parser, one_line
 from stagewright.errors import DISK_FULL, RunFailed, UserError
+from stagewright.hardware.versions import untested_versions
 from stagewright.run.folder import is_run, newest
 
 _SEPARATOR = re.compile(r"(--[^=]*=|-\w=?)--")
+_COMPUTED = ("simulate", "value", "schedule", "cluster list")  # commands that only compute; so does plan --cluster
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -29,16 +32,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # file names and files may hold what is no text
     parser = make_parser()
-    _require_usable(parser, sys.argv[1:] if arguments is None else arguments)
+    arguments, rest = _split(sys.argv[1:] if arguments is None else arguments)
+    _require_usable(parser, arguments)
     parsed, unknown = parser.parse_known_args(arguments)
+    parsed.rest = rest
     if unknown:
-        _require_one_run(sys.argv[1:] if arguments is None else arguments, parsed)
+        _require_one_run(arguments, parsed)
         if not unknown[0].startswith("-"):
             parsed.parser.error(f"unexpected argument {unknown[0]}")
         parsed.parser.refuse_option(unknown[0])
     try:
         with _terminated():
             parsed.command.complete(parsed)
+            _require_linux(parsed)
+            for line in untested_versions():
+                sys.stderr.write(f"warning: {line}\n")
             _handler(parsed.command.run)(parsed)
     except (UserError, RunFailed) as error:
         _fail(str(error))
@@ -52,6 +60,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if error.filename is None:
             raise
         _fail(f"{error.filename}: {error.strerror}; give another path")
+
+
+def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """The arguments of the command, and those behind `--`, which are of the script that `run` runs."""
+    if not arguments or arguments[0] != "run" or "--" not in arguments:
+        return arguments, ()
+    place = list(arguments).index("--")
+    return arguments[:place], arguments[place + 1 :]
+
+
+def _require_linux(parsed: argparse.Namespace) -> None:
+    """An error on another system, but for commands that only compute; on Windows for every command."""
+    system, name = platform.system(), parsed.command.name
+    is_computed = name in _COMPUTED or (name == "plan" and parsed.cluster is not None)
+    if system == "Linux" or (is_computed and system == "Darwin"):
+        return
+    instead = "use WSL2" if system == "Windows" else "use a Linux machine or container"
+    shown = "macOS" if system == "Darwin" else system
+    raise UserError(
+        f"stagewright {name} needs Linux and this is {shown}: ranks rely on its signals, sockets and /proc; {instead} "
+        "(docs/install.md)"
+    )
 
 
 def _require_usable(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:

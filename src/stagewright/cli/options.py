@@ -8,10 +8,12 @@ pydantic, so that `stagewright --help` starts quickly.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields
+import os
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from stagewright.config.sections import MOST_RUNS, Option, options
+from stagewright.errors import UserError, did_you_mean
 
 _MOST = 10**6  # of whatever a number counts that has no bound of its own
 
@@ -81,6 +83,12 @@ _OWN = (
     ),
     _number("--images", "images per repeat (default: 64)", least=16),
     # Of commands about runs
+    Option(
+        "--weights",
+        "the newest weights, or their average (default: the average, where --ema made one)",
+        "",
+        choices=("raw", "ema"),
+    ),
     _switch("--once", "show the current state and exit"),
     _number("--serve", "serve the report to browsers on this machine", metavar="PORT", least=0, most=65535),
     _text("--only", "TEXT", "only configurations or cases whose name contains this"),
@@ -108,7 +116,6 @@ class Taken(Option):
 
     group: str = ""  # a heading in --help
     short: str = ""
-    is_repeated: bool = False
     is_required: bool = False
     has_negation: bool = False  # of a switch: --no-... as well
     bare: Any = None  # the value of an option that is given without one
@@ -119,10 +126,24 @@ class Taken(Option):
         """Every spelling in full."""
         return [self.flag, *([f"--no-{self.flag.removeprefix('--')}"] if self.has_negation else [])]
 
+    def converted(self, value: Any) -> Any:
+        """A value that Python code gives, as a command line would have it; an error for one of another kind."""
+        if self.is_repeated and isinstance(value, list | tuple):
+            return [replace(self, is_repeated=False).converted(one) for one in value]
+        text = os.fspath(value) if isinstance(value, os.PathLike) else value
+        is_right = isinstance(text, (int, float) if self.type is float else self.type)
+        if not is_right or isinstance(text, bool) != (self.type is bool):
+            raise UserError(
+                f"{self.keyword} is {value!r:.80}, of type {type(value).__name__}; give {self.type.__name__}"
+            )
+        if self.choices and text not in self.choices:
+            raise UserError(f"{self.keyword} is '{text}'; {did_you_mean(text, self.choices)}")
+        return [text] if self.is_repeated else text
+
     def add_to(self, group: Any) -> None:
         """Add it to a parser or a group of one; only what the user gives is in the parsed arguments."""
         shown = ("on" if self.default else "") if self.type is bool else self.default
-        is_shown = shown not in (None, "", []) and "(default:" not in self.help
+        is_shown = shown not in (None, "", [], ()) and "(default:" not in self.help
         declared: dict[str, Any] = {
             "help": f"{self.help}{f' (default: {shown})' if is_shown else ''}".replace("%", "%%")
         }
@@ -149,8 +170,7 @@ def take_sections(*sections: str) -> tuple[Taken, ...]:
             entry,
             {
                 "group": entry.key.partition(".")[0],
-                "has_negation": entry.type is bool,
-                "is_repeated": entry.is_joined,
+                "has_negation": entry.type is bool and not entry.flag.startswith("--no-"),
                 "dest": entry.key,
             },
         )
@@ -160,4 +180,4 @@ def take_sections(*sections: str) -> tuple[Taken, ...]:
 
 def _taken(option: Option, changes: dict[str, Any]) -> Taken:
     known = {entry.name: getattr(option, entry.name) for entry in fields(Option)}
-    return Taken(**known | {"dest": option.flag.removeprefix("--").replace("-", "_")} | changes)
+    return Taken(**known | {"dest": option.keyword} | changes)

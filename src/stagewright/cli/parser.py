@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from argparse import ArgumentParser
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ from stagewright import __version__
 from stagewright.cli.options import Taken, take, take_sections
 from stagewright.config.rules import check_rules
 from stagewright.config.sections import RENAMED
-from stagewright.errors import printable
+from stagewright.errors import UserError, did_you_mean, printable
 
 USER_ERROR = 2  # the exit code of every error that a user can fix
 _MOST_SHOWN = 800  # characters of an error
@@ -144,6 +145,25 @@ class Command:
         check_rules({option.flag: getattr(parsed, option.dest) for option in own}, given, self.name)
 
 
+def completed(name: str, given: Mapping[str, Any]) -> argparse.Namespace:
+    """What a command would run with: its arguments, and options by their keywords, which are checked as it does.
+
+    For `stagewright.plan` and the other functions of the API; None stands for an option that was not given.
+    """
+    command = next(command for command in COMMANDS if command.name == name)
+    taken = {option.keyword: option for option in command.takes}
+    arguments = {argument.name for argument in command.arguments}
+    parsed = argparse.Namespace()
+    for keyword, value in given.items():
+        if keyword not in arguments and keyword not in taken:
+            raise UserError(f"stagewright.{name} has no option '{keyword}'; {did_you_mean(keyword, taken)}")
+        if value is not None:
+            option = taken.get(keyword)
+            setattr(parsed, option.dest if option else keyword, option.converted(value) if option else value)
+    command.complete(parsed)
+    return parsed
+
+
 def make_parser() -> ArgumentParser:
     """The parser of the whole command line."""
     parser = _Parser(
@@ -177,13 +197,14 @@ def _setting(**of_cluster: Any) -> tuple[Taken, ...]:
         *take("--software"),
         *take("--data", choices=("synthetic", "imagenet"), metavar="", help="data to load"),
         *take("--optimizer", help="optimizer, for its memory"),
-        *take("--image --classes"),
+        *take("--ema", help="count averaged weights too"),
+        *take("--image --classes --freeze"),
         *take("--profile", help="measured units, instead of the catalog's figures"),
     )
 
 
 _CONFIGURED = (*take("--config"), *take("--set", is_repeated=True))
-_MODEL = Argument("model", "MODEL", "a zoo name, or package.module:factory")
+_MODEL = Argument("model", "MODEL", "a zoo name, timm:NAME, torchvision:NAME, hf:CONFIG, or package.module:factory")
 _RUN = Argument("path", "RUN", "a run folder, or one of its checkpoints")
 _DATA = "folder:DIR, tar:GLOB, ofrecord:DIR, or a path"
 _SHEET_SIDE = {"least": 0, "most": 2048}  # pixels of a sample; 0: the default
@@ -199,6 +220,16 @@ COMMANDS = (
         ),
     ),
     Command(
+        *("selftest", "machine:run_selftest", "train on this machine's devices, and compare with plain PyTorch"),
+        "Check in a few minutes that this machine's devices compute and reach each other as they should: links, small "
+        "models against plain PyTorch, rates beside predictions, and a row of them to send.",
+        options=(
+            *take("--share-gpu", help="put two ranks on this machine's only GPU"),
+            *take("--minutes", default=5.0, help="begin no further check after so many minutes"),
+            *take("--row", default="selftest-row.toml", help="append the measured rate to this file, to send"),
+        ),
+    ),
+    Command(
         *("profile", "machine:run_profile", "measure every unit of a model on this device"),
         "Measure the time and bytes of every unit of a model, and the speed of the device and its links.",
         "MODEL [-o FILE]",
@@ -207,7 +238,7 @@ COMMANDS = (
             *take("--output", short="-o", help="write the profile as JSON"),
             *take("--samples", type=str, default="8,16", bounds={}, metavar="N,N", help="microbatch sizes"),
             *take("--precision", metavar="NAMES", help="fp64, fp32, ieee, tf32, bf16 or fp16, or several: fp32,bf16"),
-            *take("--device --threads --together --image --classes --pipedream"),
+            *take("--device --threads --together --image --classes --freeze --pipedream"),
         ),
     ),
     Command(
@@ -219,7 +250,7 @@ COMMANDS = (
             *take("--stages"),
             *take("--cut", default=None, help="prove this cut: the first unit or module of each later stage"),
             *take("--data", default=None, metavar="SOURCE", help="take samples from this data"),
-            *take("--inputs --image --classes --seed"),
+            *take("--inputs --image --classes --init --freeze --seed"),
         ),
     ),
     Command(
@@ -275,6 +306,13 @@ COMMANDS = (
         options=(*_CONFIGURED, *take_sections()),
     ),
     Command(
+        *("run", "train:run_script", "run a script whose stagewright.Engine trains over stages"),
+        usage="SCRIPT [-- ARGUMENT ...]",
+        arguments=(Argument("script", "SCRIPT", "a Python file; its own arguments follow --"),),
+        options=(*_CONFIGURED, *take_sections("plan", "checkpoint", "run", "nodes")),
+        has_json=False,
+    ),
+    Command(
         *("watch", "runs:run_watch", "follow a run in the terminal, or in a browser with --serve"),
         "Follow a run until it ends: as a live screen in a terminal, as lines anywhere else.",
         "[RUN]",
@@ -304,8 +342,12 @@ COMMANDS = (
         "Write the weights as one safetensors file that the plain model loads.",
         "RUN FILE",
         (
-            Argument("path", "RUN", "a run folder (its newest checkpoint), or one checkpoint"),
+            Argument("path", "RUN", "a run folder (its newest checkpoint), RUN/best, or one checkpoint"),
             Argument("target", "FILE", "the .safetensors file to write"),
+        ),
+        (
+            *take("--weights"),
+            *take("--best", type=bool, default=False, help="its best checkpoint, not its newest (as RUN/best)"),
         ),
     ),
     Command(

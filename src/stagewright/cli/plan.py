@@ -12,61 +12,47 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from stagewright.cluster.catalog import open_cluster, price_source, shipped
+from stagewright.cluster.catalog import price_source
 from stagewright.cluster.placement import format_placement
 from stagewright.cluster.specs import Catalog, calibration_note
 from stagewright.cluster.topology import Cluster
-from stagewright.errors import UserError, counted
+from stagewright.errors import UserError
 from stagewright.files import write_text
 from stagewright.metrics import GIB, MIB
 from stagewright.plan.estimate import Setting
-from stagewright.plan.make import PLAN_FORMAT, require_divisible
+from stagewright.plan.make import PLAN_FORMAT
 from stagewright.plan.plan import Mode, Plan
 from stagewright.plan.stability import Motion, stability_warning, stable_limit
 from stagewright.planning.build import BUBBLE_GOAL, idle_warning
 from stagewright.planning.compare import Comparison, compare, interval, setting_evidence
 from stagewright.planning.planner import Choice, choose, explain
 from stagewright.planning.predict import IMAGENET, link_use, predict, stage_costs
-from stagewright.planning.setting import make_setting
-from stagewright.planning.traced import TracedModel, rate_of, trace_model
-from stagewright.profile.profile import Profile, read_profile
-from stagewright.profile.shapes import Shape
+from stagewright.planning.traced import rate_of
 from stagewright.report.live.terminal import plain_table, say
 from stagewright.report.page import Page, Table
-from stagewright.run.here import profile_here
+from stagewright.run.plan import Asked, Progress, ask, read_setting, search
 from stagewright.run.report import make_prediction_page, write_page
 
-Progress = Callable[[str], None]
-_USUAL_SAMPLES = 32  # of a batch, a device
 _LEAST_STEPS = 12  # that a plan is trained to be timed
 _HOURS = 24 * 365
 _REST_WATTS = 150.0  # of a machine beside its cards, where nobody says
 
 
 def run(parsed: argparse.Namespace) -> None:
-    if parsed.microbatches is not None and parsed.batch is not None:
-        require_divisible(parsed.batch, parsed.microbatches)
     if parsed.try_ and parsed.cluster is not None:
         raise UserError(f"--try trains on this machine but --cluster is {parsed.cluster}; leave --cluster out")
     errors = Console(stderr=True)
     with errors.status("planning") as status:
         progress: Progress = status.update if errors.is_terminal else lambda text: None
-        asked = _asked(parsed, progress)
-        choice = choose(
-            asked.setting,
-            asked.batch,
-            modes=tuple(Mode(mode) for mode in parsed.mode or ("stale", "sync")),
-            microbatches=parsed.microbatches,
-            staleness=parsed.staleness,
-            progress=progress,
-        )
+        asked = ask(parsed, progress)
+        choice = search(parsed, asked, progress)
         comparison = compare(choice, asked.setting, asked.catalog, measured=asked.is_measured)
         tried = _try(parsed, asked, choice, progress) if parsed.try_ else ()
     if tried:
@@ -82,52 +68,6 @@ def run(parsed: argparse.Namespace) -> None:
         print(json.dumps(found))
         return
     show(Console(), parsed, asked, choice, comparison, explained, tried)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the command line asks about, with everything that it leaves out filled in."""
-
-    setting: Setting
-    catalog: Catalog
-    batch: int
-    device: str  # to train on
-    is_measured: bool  # by a profile of the machine itself
-    profile: str | None  # file
-    note: str = ""  # how what was left out was filled in
-
-
-def _asked(parsed: argparse.Namespace, progress: Progress) -> Asked:
-    if parsed.cluster is None and parsed.profile is None:
-        # What is wrong with a model is said before it is profiled.
-        model = trace_model(parsed.model, parsed.classes, parsed.image)
-        here = profile_here(parsed.model, parsed, progress)
-        setting = make_setting(
-            here.profile,
-            here.cluster,
-            parsed.precision,
-            optimizer=parsed.optimizer,
-            catalog=here.catalog,
-            tied=model.tied,
-        )
-        catalog = here.catalog or shipped()
-        batch = parsed.batch or here.profile.covered(parsed.precision)[1] * len(setting.cluster.devices)
-        note = (
-            f"this machine: {counted(len(setting.cluster.devices), here.device.upper() + ' rank')}, profile {here.file}"
-        )
-        return Asked(setting, catalog, batch, here.device, True, str(here.file), note)
-    catalog, setting = read_setting(parsed, parsed.cluster)[1:]
-    batch = parsed.batch or _suitable_batch(setting)
-    kinds = {machine.kind for machine in setting.cluster.machines}
-    is_measured = parsed.profile is not None and parsed.cluster is None
-    return Asked(setting, catalog, batch, "cpu" if kinds == {"cpu"} else "cuda", is_measured, parsed.profile)
-
-
-def _suitable_batch(setting: Setting) -> int:
-    """Thirty-two samples a device, or as many as a profile covers."""
-    devices = len(setting.cluster.devices)
-    most = _USUAL_SAMPLES if setting.covered is None else min(_USUAL_SAMPLES, setting.covered[1])
-    return most * devices
 
 
 # --- Training the best few --------------------------------------------------------------------------------------------
@@ -192,7 +132,7 @@ def decide(choice: Choice, tried: Sequence[Tried]) -> Choice:
 def _train_words(parsed: argparse.Namespace, asked: Asked) -> list[str]:
     """The options of `train` that a plan does not hold."""
     words = ["train", "--model", parsed.model, "--device", asked.device, "--precision", parsed.precision]
-    for flag, value in (("--image", parsed.image), ("--classes", parsed.classes)):
+    for flag, value in (("--image", parsed.image), ("--classes", parsed.classes), ("--freeze", parsed.freeze)):
         words += [flag, str(value)] if value is not None else []
     if parsed.optimizer != "sgd":
         words += ["--optimizer", parsed.optimizer]
@@ -224,6 +164,7 @@ def _plan_file(parsed: argparse.Namespace, asked: Asked, choice: Choice, found: 
             "model": parsed.model,
             "image": parsed.image,
             "classes": parsed.classes,
+            "freeze": parsed.freeze,
             "device": asked.device,
             "precision": parsed.precision,
             "optimizer": parsed.optimizer,
@@ -636,60 +577,6 @@ def _usual_parts(devices: int) -> dict[str, float]:
         "case": 150.0 if large else 100.0,
         "drives": 150.0,
     }
-
-
-# --- The setting that the options describe, also for simulate ---------------------------------------------------------
-
-
-def read_setting(parsed: argparse.Namespace, cluster: str | None) -> tuple[TracedModel | None, Catalog, Setting]:
-    """The model, the catalog, and the setting that the options describe.
-
-    There is no model where the profile has its own names for its units.
-    """
-    model = trace_model(parsed.model, parsed.classes, parsed.image)
-    if cluster is None and parsed.profile is None:
-        raise UserError(f"no cluster: give --cluster NAME ({', '.join(sorted(shipped().clusters))}) or --profile FILE")
-    catalog, where = open_cluster(cluster) if cluster is not None else (shipped(), None)
-    if where is not None and parsed.devices is not None:
-        where = where.first(parsed.devices)
-    traced: TracedModel | None = model
-    units: Sequence[Shape] | Profile = model.shapes
-    if parsed.profile is not None:
-        units = read_profile(parsed.profile)
-        if units.is_imported:
-            _require_own_names(parsed, units)
-            traced = None
-        else:
-            units.require(parsed.model, model.chain.units)
-    return (
-        traced,
-        catalog,
-        make_setting(
-            units,
-            where,
-            parsed.precision,
-            optimizer=parsed.optimizer,
-            catalog=catalog,
-            software=parsed.software,
-            loads=parsed.data != "synthetic",
-            tied=None if traced is None else traced.tied,
-        ),
-    )
-
-
-def _require_own_names(parsed: argparse.Namespace, profile: Profile) -> None:
-    """Raise for options with units of the model: an imported profile has its own names for units."""
-    if profile.model != parsed.model:
-        raise UserError(
-            f"the profile was imported as {profile.model} but the model is {parsed.model}; "
-            f"import one with stagewright profile {parsed.model} --pipedream FILE"
-        )
-    for name in ("shares", "cut", "plan", "output"):
-        if (value := getattr(parsed, name, None)) is not None:
-            raise UserError(
-                f"--{name} {value} needs the units of {parsed.model} but the imported profile has PipeDream's nodes; "
-                "leave it out"
-            )
 
 
 def device_note(parsed: argparse.Namespace, settings: Sequence[Setting]) -> str | None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,12 @@ from rich.table import Table
 
 from stagewright.cli.config import read_layers
 from stagewright.config.toml import make_config
-from stagewright.errors import RunFailed, counted
-from stagewright.metrics import speed_words
+from stagewright.errors import RunFailed, UserError, counted
+from stagewright.metrics import format_metric, metric_label, speed_words
 from stagewright.report.live.terminal import PipeSafeConsole, say
 from stagewright.run.report import make_page, write_page
 from stagewright.run.resume import resumed_config
+from stagewright.run.script import OPTIONS
 from stagewright.run.train import Result
 from stagewright.run.train import run as train
 
@@ -40,6 +44,12 @@ def run(parsed: argparse.Namespace) -> None:
     unit = result.unit
     words = speed_words(speed, result.summary["steady_steps"], unit)
     lines = [f"done: {counted(result.summary['batches'], 'step')}, {words}"]
+    if early := result.summary["stopped_early"]:
+        lines.append(early)
+    if best := result.summary["best"]:
+        words = f"{metric_label(best['metric'])} {format_metric(best['metric'], best['value'])}"
+        kept = f", checkpoint {best['checkpoint']}" if best["checkpoint"] else ""
+        lines.append(f"best: {words} after step {best['batch']}{kept}")
     if speed and (predicted := result.summary["predicted_images_per_second"]):
         lines.append(f"predicted: {unit.of(predicted):.0f} {unit.rate}, {predicted / speed - 1:+.1%}")
     if result.exported:
@@ -55,6 +65,26 @@ def _require_learnt(result: Result) -> None:
     """Fail after the results of a run that diverged, as one fails whose loss is not finite."""
     if diverged := result.summary.get("diverged"):
         raise RunFailed(diverged)
+
+
+def run_script(parsed: argparse.Namespace) -> None:
+    """Run a script whose `stagewright.Engine` takes these options, once per rank."""
+    layers, _ = read_layers(parsed)
+    tables: dict[str, dict[str, Any]] = {}
+    for layer in layers:
+        for section, values in layer.items():
+            tables.setdefault(section, {}).update(values)
+    os.environ[OPTIONS] = json.dumps(tables)
+    script = Path(parsed.script)
+    if not script.is_file():
+        raise UserError(f"{script}: no such script; give a Python file")
+    sys.argv = [str(script), *parsed.rest]
+    sys.path.insert(0, str(script.parent.absolute()))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except Exception as error:  # the script's code may raise anything; its engine knows what to do on a rank
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
 
 
 # --- The demo ---------------------------------------------------------------------------------------------------------

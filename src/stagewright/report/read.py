@@ -173,11 +173,12 @@ def is_emulated(config: dict[str, Any]) -> bool:
 
 
 def evaluated_on(config: dict[str, Any]) -> str:
-    """What a configuration evaluates on: without --val, the data that it trains on."""
-    data = config.get("data")
+    """What a configuration evaluates on: without --val, the data that it trains on; and whether with --ema."""
+    data, optimizer = config.get("data"), config.get("optimizer")
     if not isinstance(data, dict):
         return "unknown data"
-    return "training data" if data.get("val") in (None, data.get("source")) else "validation data"
+    averaged = ", averaged weights" if isinstance(optimizer, dict) and optimizer.get("ema") else ""
+    return f"{'training' if data.get('val') in (None, data.get('source')) else 'validation'} data{averaged}"
 
 
 def read_run(folder: Path, rank_map: RankMap) -> Run:

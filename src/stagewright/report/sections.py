@@ -28,6 +28,7 @@ _CONFIGURED = (
     ("learning rate", "optimizer", "lr"),
     ("momentum", "optimizer", "momentum"),
     ("weight decay", "optimizer", "weight_decay"),
+    ("decay of averaged weights", "optimizer", "ema"),
     ("schedule", "schedule", "kind"),
     ("seed", "run", "seed"),
     ("machines", "nodes", "list"),

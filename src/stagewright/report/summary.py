@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from stagewright.errors import printable
+from stagewright.events import fits
 from stagewright.metrics import MIB, format_metric, is_lower_better, metric_label, metric_words, speed_words
 from stagewright.report.charts import format_number, format_seconds
 from stagewright.report.page import Summary
@@ -12,6 +15,7 @@ from stagewright.report.read import Run
 from stagewright.report.timeline import busy_shares
 
 _MOST_METRICS = 6  # in a sentence
+_BEST_FIELDS: dict[str, Any] = {"metric": str, "value": float, "batch": int}
 _BOTTLENECK = 0.85  # a rank that computes for this share of the time is what the others wait for
 
 
@@ -104,7 +108,16 @@ def _learning(run: Run) -> Iterator[str]:
 
 
 def _best(run: Run) -> Iterator[str]:
-    """The best value of the first metric, where a later one is worse."""
+    """The best value of what the run compares (--best), else of the first metric where a later one is worse."""
+    summary = run.summary or {}
+    if isinstance(early := summary.get("stopped_early"), str):
+        yield f"{upper_first(printable(early))}."
+    best = summary.get("best")
+    if isinstance(best, dict) and all(fits(best.get(name), kind) for name, kind in _BEST_FIELDS.items()):
+        kept = " Its checkpoint is kept: RUN/best." if best.get("checkpoint") else ""
+        name = printable(best["metric"])
+        yield f"Best: {metric_label(name)} {format_metric(name, best['value'])} after step {best['batch']:,}.{kept}"
+        return
     metric = run.metric
     found = [(e.metrics[metric], e.batch) for e in run.evaluations if metric in e.metrics] if metric else []
     if metric and found:

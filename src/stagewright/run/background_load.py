@@ -17,9 +17,12 @@ from typing import Any
 
 import torch
 
+from stagewright import objects
 from stagewright.errors import UserError
 from stagewright.model.call import differentiable
 from stagewright.profile.measure import Workload, build_workload, make_example
+from stagewright.runtime.process.children import start_process
+from stagewright.runtime.process.object_pipe import pack, receive_objects
 from stagewright.runtime.process.torch_flags import set_fast_flags
 from stagewright.runtime.stage.precision import make_precision
 
@@ -35,6 +38,7 @@ def background_load(workload: Workload, processes: int) -> Iterator[Callable[[in
     state where one is killed while its kernels run, and these then fail with illegal memory accesses.
     """
     command = [sys.executable, "-m", "stagewright.run.background_load", json.dumps(asdict(workload))]
+    content = pack([workload.model]) if processes and objects.is_given(workload.model) else None
     started: list[subprocess.Popen[str]] = []
 
     def use(samples: int) -> None:
@@ -50,7 +54,7 @@ def background_load(workload: Workload, processes: int) -> Iterator[Callable[[in
 
     try:
         for _ in range(processes):
-            started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            started.append(start_process(command, content, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
         yield use
     finally:
         with ExitStack() as stack:
@@ -107,4 +111,5 @@ def _wait_for(before: torch.cuda.Event | None, device: str) -> torch.cuda.Event 
 
 
 if __name__ == "__main__":
+    receive_objects()
     run_load(sys.argv[1])

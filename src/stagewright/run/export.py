@@ -16,15 +16,21 @@ from stagewright.config.toml import make_config
 from stagewright.errors import UserError
 from stagewright.model.cut import Piece
 from stagewright.runtime.checkpoint.folder import Checkpoint
-from stagewright.runtime.checkpoint.format import MASTER
+from stagewright.runtime.checkpoint.format import EMA, FROZEN, MASTER
 from stagewright.runtime.process.assemble import open_model
+
+RAW = "raw"
 
 
 def export_states(config: Config, states: Sequence[dict[str, Tensor]], path: Path) -> Path:
-    """Write the whole model to one file; what no state holds keeps its initial value."""
+    """Write the whole model to one file; what no state holds keeps its first value."""
     model = open_model(config)
-    buffers = {name for name, _ in model.named_buffers()}
     initial = model.state_dict(keep_vars=True)
+    held = {id(initial[name]) for state in states for name in state if name in initial}
+    if config.model.init is not None and any(id(tensor) not in held for tensor in initial.values()):
+        model = open_model(config, init=config.model.init)
+        initial = model.state_dict(keep_vars=True)
+    buffers = {name for name, _ in model.named_buffers()}
     weights = {name: tensor.detach().clone() for name, tensor in initial.items()}
     for state in states:
         for name, tensor in state.items():
@@ -82,7 +88,14 @@ def require_target(path: Path) -> None:
         raise UserError(f"weights can't be written to {path}: {there} {kind}; give another file")
 
 
-def export_checkpoint(checkpoint: Checkpoint, path: Path) -> Path:
-    """Export a checkpoint: its newest weights, and the mean of its replicas' buffers."""
-    config = make_config(checkpoint.manifest.config, given=())
-    return export_states(config, [checkpoint.read(MASTER), checkpoint.mean_buffers()], path)
+def export_checkpoint(checkpoint: Checkpoint, path: Path, weights: str | None = None) -> Path:
+    """Export a checkpoint: its averaged weights, or where it has none its newest, and the mean buffers.
+
+    `weights` asks for one of them: `RAW` or `EMA`.
+    """
+    if weights == EMA and not checkpoint.has(EMA):
+        raise UserError(f"checkpoint {checkpoint.folder} has no averaged weights; train with --ema, or export raw ones")
+    config, held = make_config(checkpoint.manifest.config, given=()), checkpoint.read(MASTER)
+    if weights != RAW:
+        held |= {name: average.to(held[name].dtype) for name, average in checkpoint.read(EMA).items() if name in held}
+    return export_states(config, [held, checkpoint.read(FROZEN), checkpoint.mean_buffers()], path)

@@ -3,12 +3,13 @@
 Imports nothing of ours, so that the command line can look for runs before it imports anything large.
 
 A run leaves config.toml, env.json, plan.json, job.json, metrics.jsonl, monitor.jsonl, summary.json, trace.json,
-memory.json, proof.json, report.html, report.md, log.txt, logs/ and checkpoints/; runs/<id> by default.
+memory.json, proof.json, weights.safetensors, report.html, report.md, log.txt, logs/ and checkpoints/; runs/<id> by
+default.
 """
 
 from __future__ import annotations
 
-import fcntl
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,11 @@ from pathlib import Path
 
 from stagewright.errors import UserError, is_text
 
+if sys.platform != "win32":  # where the command line says that nothing runs there
+    import fcntl
+
 PLAN_FILE = "plan.json"  # every run folder has one
+WEIGHTS_FILE = "weights.safetensors"  # of a model that a script has given as an object
 PROOF_FILE = "proof.json"  # what was proven of the cut; only a run that is cut has one
 _LOCK_FILE = ".lock"
 

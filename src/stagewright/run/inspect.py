@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from stagewright.config.sections import Config
 from stagewright.config.toml import make_config
 from stagewright.data.sources import cast
 from stagewright.errors import UserError, counted
-from stagewright.model.call import Inputs
+from stagewright.model.call import Form, Inputs
 from stagewright.model.cut import Chain, Way
-from stagewright.model.load import build_model
+from stagewright.model.load import start_model
 from stagewright.model.probe import Given
 from stagewright.model.prove import SAMPLES, Differs, Proof, first_proven, prove
 from stagewright.model.walk import Walk, model_errors
-from stagewright.model.zoo import ZOO
+from stagewright.model.weights import Start
+from stagewright.planning.traced import form_of
 from stagewright.profile.shapes import run_units
+from stagewright.run.prepare import resolve_model
 from stagewright.run.samples import bind
-from stagewright.runtime.process.assemble import open_data
+from stagewright.runtime.process.assemble import open_data, open_model
 
 _SAMPLES = 2
 _STAGES = 4  # of the cut that is proven, unless the model has fewer units or another number is asked for
@@ -34,13 +37,14 @@ class UnitFacts:
     """One unit, for one sample."""
 
     name: str
-    parameters: int
+    parameters: int  # that are trained
     flops: float  # of forward; a multiply-add counts as two
     bytes_across: int  # a cut after it
     impossible: str | None  # why no stage can begin with it
+    frozen: int = 0  # parameters that are not trained
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Inspection:
     """What is known of a model before it is trained."""
 
@@ -54,6 +58,15 @@ class Inspection:
     cuts: tuple[str, ...]
     proof: Proof | None
     refused: str | None  # why the cut is not proven
+    weights: Start | None = None  # where its first weights came from, if they are not new
+
+    def __repr__(self) -> str:
+        parameters = sum(unit.parameters for unit in self.units)
+        proven = f"proven before {', '.join(self.cuts)}" if self.proof else self.refused or "not cut"
+        return (
+            f"Inspection({self.model}: {counted(len(self.units), 'unit')}, {parameters:,} parameters, at most "
+            f"{counted(self.most_stages, 'stage')}, {proven})"
+        )
 
 
 def inspect_model(
@@ -63,6 +76,8 @@ def inspect_model(
     image: int | None = None,
     data: str | None = None,
     inputs: str | None = None,
+    init: str | None = None,
+    freeze: str | None = None,
     cut: str | None = None,
     stages: int | None = None,
     seed: int = 0,
@@ -71,13 +86,16 @@ def inspect_model(
 
     `inputs` says which fields of the data the model takes, as `--inputs` of a run does.
     """
-    build = partial(build_model, name, seed, classes)
-    given = _given(name, build, classes, image, data, inputs)
+    config = _config(name, data, image, seed, classes=classes, inputs=inputs, init=init, freeze=freeze)
+    name, classes = config.model.name, config.model.classes
+    build = partial(open_model, config)
+    model, weights = start_model(name, seed, classes, image=config.data.image, init=config.model.init, frozen=freeze)
+    given = _given(config, model, has_data=data is not None)
     example = given.inputs
     shapes = {field: tuple(tensor.shape[1:]) for field, tensor in zip(given.names, example.tensors, strict=True)}
     few = example.repeated(_SAMPLES)
     with model_errors(name, example.form):
-        few.call(build().train())
+        few.call(build())
     tried: list[Chain] = []
 
     def attempt(chain: Chain) -> tuple[Chain, tuple[str, ...], Proof | None]:
@@ -87,13 +105,29 @@ def inspect_model(
 
     refused: str | None = None
     try:
-        chain, cuts, proof = first_proven(lambda way: Chain(build(), example, way=way, build=build), attempt)
+        chain, cuts, proof = first_proven(lambda way: Chain(model, example, way=way, build=build), attempt)
     except Differs as error:
         chain, cuts, proof, refused = tried[0], _cuts(tried[0], cut, stages), None, str(error)
     whole = dict(chain.trace.training.whole) if chain.trace else {}
     units = _units(chain, few)
     most = 1 if chain.way is Way.WHOLE else len(chain.units) - len(chain.impossible)
-    return Inspection(name, shapes, str(chain.way), chain.trace_error, whole, units, most, cuts, proof, refused)
+    return Inspection(
+        name, shapes, str(chain.way), chain.trace_error, whole, units, most, cuts, proof, refused, weights
+    )
+
+
+def sample_form(name: str, data: str, classes: int | None = None, image: int | None = None) -> Form:
+    """What a model takes of samples of the data."""
+    config = _config(name, data, image, 0, classes=classes)
+    return _given(config, open_model(config), has_data=True).inputs.form
+
+
+def _config(name: str, data: str | None, image: int | None, seed: int, **model: Any) -> Config:
+    """A run of the model, with what its name tells filled in."""
+    sources = {"source": data or "synthetic", "image": image}
+    return resolve_model(
+        make_config({"model": {"name": name, **model}, "data": sources, "run": {"seed": seed}}, given=())
+    )
 
 
 def _cuts(chain: Chain, cut: str | None, stages: int | None) -> tuple[str, ...]:
@@ -108,27 +142,17 @@ def _cuts(chain: Chain, cut: str | None, stages: int | None) -> tuple[str, ...]:
     return chain.by_shares([1] * (stages or min(_STAGES, most)))
 
 
-def _given(
-    name: str,
-    build: Callable[[], nn.Module],
-    classes: int | None,
-    image: int | None,
-    data: str | None,
-    inputs: str | None,
-) -> Given:
+def _given(config: Config, model: nn.Module, *, has_data: bool) -> Given:
     """What the model is called with: samples of the data, or a random image or text."""
-    entry = ZOO.get(name)
-    side = image or (entry.image if entry else 32)
-    if data is None:
-        generator = torch.Generator().manual_seed(0)
-        if entry is not None and entry.tokens is not None:
-            return Given(Inputs((torch.randint(2, (1, entry.tokens), generator=generator),)), ("input_ids",))
-        return Given(Inputs((torch.randn(1, 3, side, side, generator=generator),)), ("image",))
-    table = {"model": {"name": name, "classes": classes or (entry.classes if entry else 10), "inputs": inputs}}
-    config = make_config(table | {"data": {"source": data, "image": side}}, given=())
-    source = open_data(config, data)
+    if not has_data:
+        form, generator = form_of(config.model.name, config.data.image), torch.Generator().manual_seed(0)
+        (shape,), is_text = form.shapes, form.dtypes == ("int64",)
+        if is_text:
+            return Given(Inputs((torch.randint(2, (1, *shape), generator=generator),)), ("input_ids",))
+        return Given(Inputs((torch.randn(1, *shape, generator=generator),)), ("image",))
+    source = open_data(config, config.data.source)
     fields = cast(source.batch(np.arange(SAMPLES) % len(source)), source.targets, torch.float32)
-    return bind(build(), tuple(fields), source.targets, config).given(fields)
+    return bind(model, tuple(fields), source, config).given(fields)
 
 
 def _units(chain: Chain, example: Inputs) -> tuple[UnitFacts, ...]:
@@ -141,6 +165,7 @@ def _units(chain: Chain, example: Inputs) -> tuple[UnitFacts, ...]:
             crossing = sum(value.nbytes for value in unit.live) // len(example)
             name = unit.visit.name
             flops = (total - before) / len(example)
-            facts.append(UnitFacts(name, unit.parameters, flops, crossing, chain.impossible.get(name)))
+            impossible = chain.impossible.get(name)
+            facts.append(UnitFacts(name, unit.parameters, flops, crossing, impossible, unit.frozen))
             before = total
     return tuple(facts)

@@ -13,7 +13,7 @@ import torch
 
 from stagewright.config.sections import Config
 from stagewright.errors import UserError
-from stagewright.events import Usage
+from stagewright.events import Record, Usage
 from stagewright.hardware.gpu import Nvml, read_gpus, visible
 from stagewright.hardware.meters import RankProcess
 from stagewright.hardware.monitor import Monitor
@@ -21,6 +21,7 @@ from stagewright.runtime.comm.device import gpu_of
 from stagewright.runtime.job import Job
 from stagewright.runtime.status_file import read_process, status_path
 
+Callback = Callable[[Record], object]
 _SHORTEST = 0.05  # seconds; sampling more often would itself load the machine
 
 
@@ -54,6 +55,23 @@ def fan_out(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:
             listen(record)
 
     return call_all
+
+
+class Callbacks:
+    """A script's functions, called with every record; the run stops where one returns True, or raises."""
+
+    def __init__(self, functions: Sequence[Callback] = ()) -> None:
+        self._functions = functions
+        self.is_stopping = False
+        self.error: Exception | None = None  # what one raised
+
+    def __call__(self, record: Record) -> None:
+        for function in () if self.error else self._functions:
+            try:
+                self.is_stopping = function(record) is True or self.is_stopping
+            except Exception as error:  # the script's code may raise anything; its weights are saved first
+                self.error, self.is_stopping = error, True
+                return
 
 
 def usage_totals(monitor: Monitor | None) -> dict[str, Any] | None:

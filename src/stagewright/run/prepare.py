@@ -21,18 +21,24 @@ import torch
 from torch import nn
 
 from stagewright.cluster.topology import ANYWHERE, Cluster
-from stagewright.config.sections import Config
+from stagewright.config.sections import MOST_STEPS, Config
+from stagewright.data.datasets import names_images
 from stagewright.data.order import Indices, Order
 from stagewright.data.sources import Fields, Source, cast
-from stagewright.errors import UserError, counted, first_line, is_out_of_memory
+from stagewright.errors import UserError, counted, did_you_mean, first_line, is_out_of_memory
+from stagewright.events import Score
 from stagewright.hardware.host import num_cores
+from stagewright.metrics import Criterion, metric_values
 from stagewright.model.call import Form, Inputs
+from stagewright.model.configured import Task, saved_weights, suited_model
 from stagewright.model.cut import Chain, Piece, Way, tied_parameters
-from stagewright.model.load import build_model
+from stagewright.model.libraries import Package, package_of
+from stagewright.model.load import find_entry, start_model
 from stagewright.model.loss import IGNORED, Loss, LossOptions, Measured, Watched, logits_of
 from stagewright.model.probe import Given, Measure, Probe, probe
 from stagewright.model.prove import SAMPLES, Proof, first_proven, keeps_state, prove
-from stagewright.model.zoo import ZOO
+from stagewright.model.weights import Start, count_frozen
+from stagewright.objects import load_callable
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
 from stagewright.planning.build import Warn, build_plan, resolved_options, warn_about_lag, with_agreement
@@ -40,7 +46,8 @@ from stagewright.planning.predict import Prediction, predict
 from stagewright.planning.setting import memory_setting, planning_setting, prediction_setting
 from stagewright.planning.simulate import balanced_costs
 from stagewright.run.export import rehearse
-from stagewright.run.folder import new_folder
+from stagewright.run.folder import WEIGHTS_FILE, new_folder
+from stagewright.run.groups import resolve_groups
 from stagewright.run.resume import (
     Resume,
     find_checkpoint,
@@ -53,16 +60,19 @@ from stagewright.run.resume import (
 )
 from stagewright.run.samples import Binding, bind, loss_options
 from stagewright.runtime.comm.device import gpu_of
-from stagewright.runtime.job import Evaluation, Job
+from stagewright.runtime.job import Evaluation, Job, criterion_of
 from stagewright.runtime.multinode.nodes import cluster_of
-from stagewright.runtime.process.assemble import has_channels_last, open_data, open_model
+from stagewright.runtime.process.assemble import has_channels_last, open_data, open_model, open_pieces
+from stagewright.runtime.process.object_pipe import require_portable
+from stagewright.runtime.stage.optimizer import OPTIMIZERS, require_factory
 from stagewright.runtime.stage.precision import Precision, make_precision
-from stagewright.runtime.stage.scores import load_metrics, scoring
+from stagewright.runtime.stage.scores import load_metrics, make_scorer
 from stagewright.schedule.check import check
 
 _MPS_FOLDER = "/tmp/nvidia-mps"
 _MOST_EVALUATIONS = 10**6
 _MOST_PER_CORE = 2  # threads
+_OF_CLASSES = ("folder", "tar", "ofrecord")  # data with one class per sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,31 +102,48 @@ class _Task:
 
 
 def prepare(
-    config: Config, warn: Warn = lambda warning: None, *, is_host: bool = True, world: int | None = None
+    config: Config,
+    warn: Warn = lambda warning: None,
+    *,
+    is_host: bool = True,
+    world: int | None = None,
+    is_scripted: bool = False,
+    keeps_weights: bool = False,
 ) -> Prepared:
     """The job of a configuration; `world` processes have been started for it, unless it is None.
 
-    Only the host resumes in the folder of the run it resumes; other machines always get a new one.
+    `keeps_weights`: without --export the trained weights are left in the run folder, where a file can hold them.
+    Only the host resumes in the folder of the run it resumes; other machines always get a new one. The job of a
+    script's own loop has no end.
     """
     if config.run.device == "cuda":
         require_cuda()
+    if not (config.run.emulate or is_scripted):  # a script makes its objects on every rank
+        require_portable(config)
     load_metrics(config.run.metrics)  # reports an unknown one at once
-    config = _resolve_model(config)
-    task, chain = _open_task(config)
+    criterion_of(config)  # so does this
+    config = resolve_model(config, warn)
+    task, chain, weights = _open_task(config)
+    groups = resolve_groups(chain.model, config.optimizer)
     resume = find_checkpoint(config.run.resume) if config.run.resume else None
     config = replace(config, run=replace(config.run, resume=None))
     cluster = cluster_of(config) if world is None else ANYWHERE  # the launcher has chosen the machines
     chain, config, plan, proof = _proven_plan(config, chain, cluster, resume, warn)
     _require_ranks(config, plan, world, warn)
     order = Order(len(task.source), plan.batch, config.run.seed, config.data.shuffle)
-    batches = _num_batches(config, order)
-    plan, start = _starting(config, plan, task.source, order, resume, warn)
-    pauses = _pauses(config, batches, order.batches)
-    training, evaluation = _study(config, task, chain, plan, order, warn, evaluates=bool(pauses))
+    batches = MOST_STEPS if is_scripted else _num_batches(config, order)
+    plan, start = _starting(config, plan, task.source, order, resume, batches, warn)
+    pauses = () if is_scripted else _pauses(config, batches, order.batches)
+    _require_checkpoints(config, plan, pauses)
+    pieces = chain.cut(plan.cuts)
+    exports = not is_scripted and _exports(config, chain.model, pieces, keeps_weights)
+    require_optimizer(config, chain.model, pieces)
+    training, evaluation = _study(config, task, chain, pieces, plan, order, warn, evaluates=bool(pauses))
     if resume is not None:
         require_model(resume, chain.model, training.reached)
     unit, per_sample = task.source.unit
     prediction = predict_job(config, plan)  # reports an unsuitable profile before a folder is made
+    folder = _run_folder(config, plan, resume if is_host else None)
     job = Job(
         config,
         plan,
@@ -124,34 +151,75 @@ def prepare(
         pauses,
         training,
         evaluation,
-        str(_run_folder(config, plan, resume if is_host else None)),
+        str(folder),
         task.loss,
+        groups,
         channels_last=has_channels_last(config, chain.model),
         draws=chain.draws,
         is_conditional=chain.is_conditional,
         way=chain.way,
         proof=proof,
+        weights=weights,
+        frozen=count_frozen(chain.model),
         samples=len(task.source),
         fingerprint=task.source.fingerprint,
         start=start,
         resume=None if resume is None else str(resume.checkpoint.folder),
+        export=(config.run.export or str(folder / WEIGHTS_FILE)) if exports else None,
         unit=unit,
         per_sample=per_sample,
+        is_scripted=is_scripted,
     )
     return Prepared(job, prediction)
 
 
-def _open_task(config: Config) -> tuple[_Task, Chain]:
-    """Open the data and build the model, traced on a few samples."""
+def _open_task(config: Config) -> tuple[_Task, Chain, Start | None]:
+    """Open the data and build the model, traced on a few samples; with where its first weights came from."""
     precision = make_precision(config.run.precision, config.run.device)
     with within_memory(**_asked(config), samples=config.data.samples):
         source = open_data(config, config.data.source)
         val = open_data(config, config.data.val) if config.data.val else source
-        model = build_model(config.model.name, config.run.seed, config.model.classes, precision.weights)
+        model, weights = start_model(
+            config.model.name,
+            config.run.seed,
+            config.model.classes,
+            precision.weights,
+            image=config.data.image,
+            init=None if config.run.resume else config.model.init,  # a checkpoint has all weights
+            frozen=config.model.freeze,
+        )
         few = cast(source.batch(np.arange(SAMPLES) % len(source)), source.targets, precision.weights)
-        binding = bind(model, tuple(few), source.targets, config)
+        binding = bind(model, tuple(few), source, config)
         task = _Task(source, val, binding, loss_options(config, source, val, few), precision)
-        return task, _chain(config, model, binding.given(few).inputs)
+        return task, _chain(config, model, binding.given(few).inputs), weights
+
+
+def require_optimizer(config: Config, model: nn.Module, pieces: Sequence[Piece]) -> None:
+    """An error where a user's optimizer can't train a model in these pieces."""
+    if ":" not in config.optimizer.name:
+        if config.optimizer.name not in OPTIMIZERS:
+            raise UserError(
+                f"--optimizer '{config.optimizer.name}' is unknown; {did_you_mean(config.optimizer.name, OPTIMIZERS)}, "
+                "or give package.module:factory"
+            )
+        return
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    held = [[name for name, _ in piece.training.named_parameters() if name in trained] for piece in pieces]
+    factory = load_callable(config.optimizer.name, "optimizer")
+    require_factory(config.optimizer, factory, trained, [names for names in held if names])
+
+
+def evaluation_of(job: Job, val: Source, measure: Measure) -> Evaluation:
+    """What an evaluation of a script's job computes on some data."""
+    config, plan, inputs = job.config, job.plan, job.training.inputs
+    precision = make_precision(config.run.precision, config.run.device)
+    pieces = open_pieces(config, plan.cuts, inputs, job.training.names, way=job.way)
+    binding = Binding(tuple(value.name for value in inputs), job.training.names)
+    few = {value.name: value.empty() for value in inputs}
+    given = _validation(config, binding, val, binding.given(few), plan.samples)
+    context = precision.forward_context
+    study = partial(_probe, pieces, job.is_conditional, context=context, device=config.run.device)
+    return _evaluation(plan, study, given, val, measure)
 
 
 def _asked(config: Config) -> dict[str, int | None]:
@@ -173,13 +241,14 @@ def _require_ranks(config: Config, plan: Plan, world: int | None, warn: Warn) ->
 
 
 def _starting(
-    config: Config, plan: Plan, source: Source, order: Order, resume: Resume | None, warn: Warn
+    config: Config, plan: Plan, source: Source, order: Order, resume: Resume | None, batches: int, warn: Warn
 ) -> tuple[Plan, int]:
     """The plan, from the batch that it starts at: 0, or where the run that is resumed has stopped."""
     if resume is None:
         return plan, 0
     start = start_batch(resume, order, source.fingerprint)
-    require_start(plan, start, _num_batches(config, order))
+    best = resume.checkpoint.manifest.best_by(criterion_of(config))
+    require_start(plan, start, batches, best, config.run.early_stop)
     if not plan.computes_as(resume.checkpoint.manifest.plan):
         plan = plan.starting_at(start)
     for remark in remarks(config, resume, plan):
@@ -188,17 +257,22 @@ def _starting(
 
 
 def _study(
-    config: Config, task: _Task, chain: Chain, plan: Plan, order: Order, warn: Warn, *, evaluates: bool
+    config: Config,
+    task: _Task,
+    chain: Chain,
+    pieces: Sequence[Piece],
+    plan: Plan,
+    order: Order,
+    warn: Warn,
+    *,
+    evaluates: bool,
 ) -> tuple[Probe, Evaluation | None]:
     """What crosses each cut, in training and in evaluation, and whether model, loss and data suit each other."""
     with within_memory(**_asked(config)):
         fields = task.fields(task.source, order.microbatch(0, plan.microbatches))
     given, loss = task.binding.given(fields), Loss(task.loss)
-    pieces = chain.cut(plan.cuts)
     tied = {parameter.names: parameter.homes for tie in plan.ties for parameter in tie.parameters}
     assert tied == {names: homes for names, homes, _ in tied_parameters(chain.model, pieces)}, "the plan has other ties"
-    if config.run.export:
-        rehearse(chain.model, pieces, Path(config.run.export))
     context = task.precision.forward_context
     study = partial(_probe, pieces, chain.is_conditional, context=context, device=config.run.device)
     logits: list[tuple[int, ...]] = []
@@ -211,7 +285,10 @@ def _study(
         return training, None
     if task.val is not task.source:
         given = _validation(config, task.binding, task.val, given, plan.samples)
-    return training, _evaluation(plan, study, given, task.val, scoring(config.run.metrics, task.loss))
+    scorer = make_scorer(config.run.metrics, task.loss)
+    evaluation = _evaluation(plan, study, given, task.val, scorer.probe)
+    _require_metric(criterion_of(config), scorer.score)
+    return training, evaluation
 
 
 def predict_job(config: Config, plan: Plan) -> Prediction | None:
@@ -285,12 +362,44 @@ def _require_all_machines(config: Config, cluster: Cluster, plan: Plan) -> None:
         )
 
 
-def _resolve_model(config: Config) -> Config:
-    """Fill in the classes and the image size of a zoo model; 10 and 32 of any other."""
-    entry = ZOO.get(config.model.name)
+def resolve_model(config: Config, warn: Warn = lambda warning: None) -> Config:
+    """Fill in what a model's name tells: classes, image size, normalization, and the weights beside its configuration.
+
+    Of any other model there are 10 classes and images of side 32.
+    """
+    data, name = config.data, config.model.name
+    if package_of(name) is Package.TRANSFORMERS and (task := _task_of(config)) is not None:
+        name = suited_model(name, task)
+        if name != config.model.name:
+            warn(f"the data has {task}, so {name.rpartition('@')[2]} is trained; choose by {config.model.name}@CLASS")
+    entry = find_entry(name, data.image)
     classes = config.model.classes or (entry.classes if entry else 10)
-    image = config.data.image or (entry.image if entry else 32)
-    return replace(config, model=replace(config.model, classes=classes), data=replace(config.data, image=image))
+    if entry is not None and not entry.has_classes and classes != entry.classes:
+        raise UserError(
+            f"--classes {classes} changes nothing with {name}, which has {entry.classes} outputs, its vocabulary; "
+            "leave it out"
+        )
+    if data.normalize == "auto" and any(map(names_images, filter(None, (data.source, data.val)))):
+        data = replace(data, normalize=entry.normalize if entry else "imagenet")
+    model = replace(config.model, name=name, classes=classes, init=config.model.init or saved_weights(name))
+    return replace(config, model=model, data=replace(data, image=data.image or (entry.image if entry else 32)))
+
+
+def _task_of(config: Config) -> Task | None:
+    """What data and loss ask of a model, where that is clear before there is a model."""
+    kind, loss = config.data.source.partition(":")[0], config.loss.name
+    if loss == "next-token" or (loss == "auto" and kind == "tokens"):
+        return Task.NEXT_TOKEN
+    if loss not in ("auto", "cross-entropy") or kind == "synthetic":
+        return None
+    if kind not in _OF_CLASSES:
+        data = replace(config.data, normalize="imagenet", image=config.data.image or 32)
+        source = open_data(replace(config, model=replace(config.model, classes=1), data=data), config.data.source)
+        fields = source.batch(np.arange(1))
+        targets = [fields[name] for name in source.targets]
+        if not targets or targets[0].dim() != 1 or targets[0].is_floating_point():
+            return None
+    return Task.CLASSES
 
 
 def _num_batches(config: Config, order: Order) -> int:
@@ -317,6 +426,26 @@ def _pauses(config: Config, batches: int, per_epoch: int) -> tuple[int, ...]:
             f"give at least {-(-batches // _MOST_EVALUATIONS)}"
         )
     return tuple(sorted({*(range(every, batches, every) if every else ()), batches}))
+
+
+def _require_checkpoints(config: Config, plan: Plan, pauses: Sequence[int]) -> None:
+    """An error where --best could not save what an evaluation has found: in the middle of a stage's round."""
+    bad = [batch for batch in pauses if batch % plan.pause_step]
+    if config.checkpoint.best is not None and bad:
+        raise UserError(
+            f"--best needs a checkpoint at every evaluation, but that after step {bad[0]} is not at a multiple of "
+            f"{plan.pause_step}, where rounds of mode {plan.mode} end together; change --eval-every and --steps"
+        )
+
+
+def _require_metric(criterion: Criterion | None, score: Score) -> None:
+    """An error where evaluations are compared by a metric that they do not measure."""
+    known = metric_values({name: (total, count or 1.0) for name, (total, count) in score.totals.items()})
+    if criterion is not None and criterion.metric not in known:
+        raise UserError(
+            f"--best names metric '{criterion.metric}', which the evaluations do not measure; "
+            f"{did_you_mean(criterion.metric, known)}, or add it with --metric"
+        )
 
 
 def _probe(
@@ -353,7 +482,7 @@ def _require_stateless(config: Config, plan: Plan, chain: Chain, training: Probe
             f"the model's forward changes its attribute '{name}', of which each of {most} replicas would have its own; "
             "register it as a buffer, or give every stage one device"
         )
-    if config.checkpoint.every or config.checkpoint.minutes:
+    if config.checkpoint.every or config.checkpoint.minutes or config.checkpoint.best:
         raise UserError(
             f"the model's forward changes its attribute '{name}', which no checkpoint holds; register it as a buffer, "
             "or train without checkpoints"
@@ -405,7 +534,7 @@ def _require_vocabulary(model: nn.Module, *sources: tuple[str, Source]) -> None:
 
 def _warn_about_means(loss: Loss, training: Probe, plan: Plan, warn: Warn) -> None:
     """Say that a user's mean is a mean of microbatches' means."""
-    if training.divisor is None and plan.microbatches > 1 and (not loss.is_builtin or loss.name == "model"):
+    if training.divisor is None and plan.microbatches > 1 and (not loss.counts_alike or loss.name == "model"):
         warn(
             f"--loss {loss.name} is a mean over each of {plan.microbatches} microbatches: where they count different "
             "numbers of targets, or compare samples, the result depends on --microbatches; return (total, count)"
@@ -443,8 +572,22 @@ def _run_folder(config: Config, plan: Plan, resume: Resume | None) -> Path:
     """A new folder, or on resume from a run's newest checkpoint with the same batch size, that run's folder."""
     if resume is not None and resume.is_newest and resume.checkpoint.manifest.plan.batch == plan.batch:
         return resume.run
-    model = config.model.name.rpartition(":")[2]
+    model = Path(config.model.name.rpartition(":")[2]).name  # hf: may have a path
     return new_folder(config.run.runs, f"{model}-{plan.mode}-{plan.shape}")
+
+
+def _exports(config: Config, model: nn.Module, pieces: Sequence[Piece], keeps_weights: bool) -> bool:
+    """Whether trained weights are written: to --export, or where they are kept and can be, to the run folder."""
+    if config.run.export:
+        rehearse(model, pieces, Path(config.run.export))
+        return True
+    if not keeps_weights:
+        return False
+    try:
+        rehearse(model, pieces, Path(config.run.runs) / WEIGHTS_FILE)
+    except UserError:
+        return False
+    return True
 
 
 @contextmanager

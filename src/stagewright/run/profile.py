@@ -1,23 +1,38 @@
-"""Make a profile: measure a model and the links between ranks on this machine, or import a profile of PipeDream."""
+"""Make a profile: measure a model and the links between ranks on this machine, or import a profile of PipeDream.
+
+Further down: this machine as it is, with a short profile that is measured once and kept in the user's cache, under a
+name with everything that it depends on, so that `stagewright plan MODEL` answers at once the second time.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
+from stagewright.cluster.catalog import open_cluster
+from stagewright.cluster.specs import Catalog
+from stagewright.cluster.topology import Cluster
 from stagewright.config.sections import require_within
 from stagewright.errors import UserError
+from stagewright.hardware.cluster_file import ImportOptions, checked_toml, import_this_machine
 from stagewright.hardware.host import num_cores
-from stagewright.model.zoo import build
-from stagewright.planning.traced import form_of
+from stagewright.model.call import Form
+from stagewright.model.configured import version_of
+from stagewright.model.libraries import package_of
+from stagewright.objects import is_given
+from stagewright.planning.traced import form_of, meta_model
 from stagewright.profile.measure import Workload, measure, sample_sizes
 from stagewright.profile.pipedream import read_pipedream
-from stagewright.profile.profile import Profile, Transfer
-from stagewright.profile.shapes import on_meta
+from stagewright.profile.profile import Profile, Transfer, read_profile
 from stagewright.run.background_load import background_load
 from stagewright.run.prepare import require_cuda, within_memory
 from stagewright.runtime.process.link_test import measure_links
@@ -25,18 +40,22 @@ from stagewright.runtime.process.torch_flags import preserved_state, set_fast_fl
 from stagewright.runtime.stage.precision import make_precision
 
 _MOST_PER_CORE = 16  # processes at once
+_CPU_SIZES, _GPU_SIZES = "4,16", "16,64"  # samples of a microbatch: a few quick ones
+_MOST_RANKS = 4  # on a CPU
 
 
-def measure_profile(options: Any, report: Callable[[str], None]) -> Profile:
-    """Measure a model on this machine."""
+def measure_profile(options: Any, report: Callable[[str], None], form: Form | None = None) -> Profile:
+    """Measure a model on this machine; `form` is what it takes, where that is neither the zoo's input nor an image."""
     require_within("--together", options.together, most=_MOST_PER_CORE * num_cores())
     if options.device == "cuda":
         require_cuda()
-    form = form_of(options.model, options.image)
+    form = form or form_of(options.model, options.image)
+    _require_one_input(form)
     sizes = sample_sizes(read_sizes(options.samples))
     names = [name.strip() for name in options.precision.split(",")]
     precisions = [make_precision(name, options.device) for name in names]
     profiles = []
+    is_text, side = form.dtypes == ("int64",), form.shapes[0][-1] if len(form.shapes[0]) == 3 else None
     for name, precision in zip(names, precisions, strict=True):
         on_gpu = options.device == "cuda"
         workload = Workload(
@@ -49,12 +68,11 @@ def measure_profile(options: Any, report: Callable[[str], None]) -> Profile:
             options.threads,
             sizes,
             on_gpu,
-            _vocabulary(options) if form.dtypes == ("int64",) else 0,
+            _vocabulary(options) if is_text else 0,
+            options.freeze,
         )
         with (
-            within_memory(
-                image=form.shapes[0][-1], classes=options.classes, samples=sizes[-1], together=options.together
-            ),
+            within_memory(image=side, classes=options.classes, samples=sizes[-1], together=options.together),
             preserved_state([torch.cuda.current_device()] if on_gpu else ()),
             background_load(workload, options.together - 1) as load,
         ):
@@ -68,10 +86,19 @@ def measure_profile(options: Any, report: Callable[[str], None]) -> Profile:
     return profile
 
 
+def _require_one_input(form: Form) -> None:
+    """An error for a model that a profile can't call: it takes one tensor, of real numbers or of tokens."""
+    if len(form.shapes) != 1 or form.dtypes[0] not in ("float32", "int64"):
+        raise UserError(
+            f"a profile is of a model with one input of float32 or int64, and this one takes {form}; give --cluster to "
+            "plan it without a profile"
+        )
+
+
 def _vocabulary(options: Any) -> int:
     """How many different tokens the embedding of a model of text takes."""
-    model = on_meta(lambda: build(options.model, options.classes))
-    return max(module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
+    model = meta_model(options.model, options.classes)
+    return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=2)
 
 
 def _merged(profiles: Sequence[Profile]) -> Profile:
@@ -109,3 +136,83 @@ def read_sizes(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise UserError(f"--samples must be comma-separated integers such as 8,16, got '{text}'") from None
+
+
+# --- This machine -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """This machine: the kind of its devices, how many, their cluster where it has GPUs, and the profile."""
+
+    device: str
+    devices: int
+    profile: Profile
+    catalog: Catalog | None
+    cluster: Cluster | None
+    file: Path  # of the profile
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def profile_here(model: str, options: Any, progress: Callable[[str], None], form: Form | None = None) -> Here:
+    """A short profile of a model on this machine, from the cache where it is there."""
+    device = default_device()
+    devices = torch.cuda.device_count() if device == "cuda" else max(2, min(num_cores(), _MOST_RANKS))
+    sizes = _GPU_SIZES if device == "cuda" else _CPU_SIZES
+    wanted = SimpleNamespace(
+        model=model,
+        together=1 if device == "cuda" else devices,
+        device=device,
+        samples=sizes,
+        precision=options.precision,
+        threads=1,
+        image=options.image,
+        classes=options.classes,
+        freeze=options.freeze,
+    )
+    file = cache_folder() / f"{_key(wanted)}.json"
+    if file.exists() and form is None and not is_given(model):  # an object of a script may be another one each time
+        try:
+            return _here(device, devices, read_profile(file), file)
+        except UserError:
+            file.unlink()  # of an older format
+    progress(f"profiling {model} on this machine, once")
+    profile = measure_profile(wanted, progress, form)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    profile.write(file)
+    return _here(device, devices, profile, file)
+
+
+def _here(device: str, devices: int, profile: Profile, file: Path) -> Here:
+    if device == "cpu":
+        return Here(device, devices, profile, None, None, file)
+    machine = import_this_machine(ImportOptions("here", None, None, None, None, 1, None))
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as text:
+        text.write(checked_toml(machine))
+        text.flush()
+        catalog, cluster = open_cluster(text.name)
+    return Here(device, devices, profile, catalog, cluster, file)
+
+
+def cache_folder() -> Path:
+    """Where profiles of this machine are kept."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "stagewright" / "profiles"
+
+
+def _key(wanted: SimpleNamespace) -> str:
+    """A name with the model, and a digest of what else a profile depends on."""
+    about = {**vars(wanted), "torch": torch.__version__, "cores": num_cores()}
+    if wanted.device == "cuda":
+        about["gpu"] = torch.cuda.get_device_name()
+    if package_of(wanted.model) is not None:
+        about["code"] = version_of(wanted.model)
+    elif ":" in wanted.model:
+        path = Path(wanted.model.partition(":")[0].replace(".", "/") + ".py")
+        about["code"] = path.stat().st_mtime_ns if path.exists() else 0
+    digest = hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()[:16]
+    name = "".join(letter if letter.isalnum() else "-" for letter in wanted.model)
+    return f"{name}-{digest}"

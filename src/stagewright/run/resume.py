@@ -13,13 +13,23 @@ from stagewright.config.sections import Config
 from stagewright.config.toml import Tables, config_within_bounds, keys_of, make_config
 from stagewright.data.order import Order
 from stagewright.errors import UserError
+from stagewright.events import Best
 from stagewright.plan.plan import Plan
-from stagewright.runtime.checkpoint.folder import Checkpoint, list_folders, newest_intact, open_checkpoint
-from stagewright.runtime.checkpoint.format import MANIFEST, CheckpointError
+from stagewright.runtime.checkpoint.folder import (
+    Checkpoint,
+    checkpoints_folder,
+    find_best,
+    list_folders,
+    newest_intact,
+    open_checkpoint,
+)
+from stagewright.runtime.checkpoint.format import EMA, FROZEN, MANIFEST, CheckpointError
+from stagewright.runtime.job import criterion_of
 
 # Where one of the first is given on resume, the checkpoint's values of the second no longer apply.
 _NEW_PLAN = ("placement", "mode", "file")
 _OF_OLD_PLAN = ("cut", "shares", "versions", "staleness", "depths", "microbatches", "policy", "file")
+BEST = "best"  # of a run: RUN/best
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +42,26 @@ class Resume:
     remarks: tuple[str, ...] = ()
 
 
+def named_folder(text: str) -> Path:
+    """The folder that a path names: a run, one of its checkpoints, or by RUN/best the best of these."""
+    folder = Path(text).absolute()
+    is_best = folder.name == BEST and not folder.exists() and checkpoints_folder(folder.parent).is_dir()
+    return find_best(folder.parent) if is_best else folder
+
+
 def resumed_run(text: str) -> Path:
     """The run folder of what `--resume` names: a run, or one of its checkpoints."""
-    folder = Path(text).absolute()
+    folder = named_folder(text)
     return folder.parent.parent if (folder / MANIFEST).is_file() else folder
 
 
 def find_checkpoint(text: str) -> Resume:
     """The checkpoint that `--resume` names, or the newest intact one of the run that it names."""
-    folder = Path(text).absolute()
+    folder = named_folder(text)
     if (folder / MANIFEST).is_file():
         checkpoint = open_checkpoint(folder)
         checkpoint.verify()
-        run = resumed_run(text)
+        run = folder.parent.parent
         return Resume(checkpoint, run, folder in list_folders(run)[-1:])
     if not folder.is_dir():
         raise UserError(f"{text}: no such folder; name a run folder, or one of its checkpoints")
@@ -65,7 +82,7 @@ def resumed_config(*layers: Tables, given: Collection[str] | None = None) -> Con
 
 def _options_of(text: str) -> Tables:
     """The options that a run last had, by the newest manifest that can be read; `prepare` verifies the files, once."""
-    folder = Path(text).absolute()
+    folder = named_folder(text)
     for checkpoint in [folder] if (folder / MANIFEST).is_file() else reversed(list_folders(folder)):
         with suppress(CheckpointError):
             return open_checkpoint(checkpoint).manifest.config
@@ -105,11 +122,18 @@ def start_batch(resume: Resume, order: Order, fingerprint: str) -> int:
     return manifest.position.in_batches_of(order, manifest.plan.batch).resume(order, fingerprint)
 
 
-def require_start(plan: Plan, start: int, batches: int) -> None:
-    """An error where nothing is left to train, or where the plan can't start at this batch."""
+def require_start(plan: Plan, start: int, batches: int, best: Best | None, early_stop: int | None) -> None:
+    """An error where nothing is left to train, or where the plan can't start at this batch.
+
+    `best` is the best evaluation before it, by what the run now compares.
+    """
     if start >= batches:
         raise UserError(
             f"the checkpoint is at batch {start} and the run ends at {batches}; give more with --steps or --epochs"
+        )
+    if best is not None and early_stop is not None and best.since >= early_stop:
+        raise UserError(
+            f"the run stopped early at batch {start}: {best.stall()}; give an --early-stop above {early_stop} to go on"
         )
     if start % plan.pause_step:
         raise UserError(
@@ -128,6 +152,11 @@ def require_model(resume: Resume, model: nn.Module, reached: Collection[str]) ->
             names.setdefault(id(parameter), []).append(name)
     for tied in names.values():
         held = next((name for name in tied if name in shapes), None)
+        if held is None and checkpoint.read(FROZEN, tied):
+            raise UserError(
+                f"checkpoint {checkpoint.folder} has parameter '{tied[0]}' frozen, and now it would be trained; resume "
+                "with the --freeze of that run, or start from an export of it by --init"
+            )
         if held is None:
             raise UserError(f"checkpoint {checkpoint.folder} has no parameter '{tied[0]}'; {made_with}")
         if shapes[held] != (wanted := list(model.get_parameter(held).shape)):
@@ -146,4 +175,9 @@ def remarks(config: Config, resume: Resume, plan: Plan) -> list[str]:
         said.append("the plan has changed: the run resumes from the newest weights, and lag builds up again")
     if old.optimizer.name != config.optimizer.name:
         said.append(f"the checkpoint has the state of {old.optimizer.name}; {config.optimizer.name} starts without any")
+    if config.optimizer.ema is not None and not resume.checkpoint.has(EMA):
+        said.append(f"the checkpoint has no averaged weights; --ema {config.optimizer.ema:g} starts from its weights")
+    criterion = criterion_of(config)
+    if criterion is not None and (manifest.best is None or manifest.best.criterion != criterion):
+        said.append(f"the checkpoint knows no best {criterion.metric}: evaluations are compared from here on")
     return said

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from stagewright.config.rules import LOSS_OPTIONS
 from stagewright.config.sections import Config
+from stagewright.data.own import DatasetSource
 from stagewright.data.sources import Source
 from stagewright.errors import UserError, did_you_mean
 from stagewright.model.call import Inputs
@@ -31,20 +32,24 @@ class Binding:
         return Given(Inputs(tuple(fields[name] for name in self.fields), self.names), self.fields, fields)
 
 
-def bind(model: nn.Module, fields: Sequence[str], targets: Sequence[str], config: Config) -> Binding:
+def bind(model: nn.Module, fields: Sequence[str], source: Source, config: Config) -> Binding:
     """How the model takes samples with these fields: as --inputs says, or all fields that are no targets.
 
-    One input goes by position. Several go by name, so that data names its fields as forward names its parameters. A
-    model that computes its own loss also gets the targets that it has parameters for.
+    One input goes by position, unless another parameter than the first has its name; so do those of tuples, which have
+    no names. Several named ones go by name, so that data names its fields as forward names its parameters. A model that
+    computes its own loss also gets the targets that it has parameters for.
     """
     parameters, takes_any = _parameters(model)
     if config.model.inputs is not None:
         return _as_asked(config.model.inputs, fields, parameters, takes_any=takes_any)
-    inputs = [name for name in fields if name not in targets]
-    if config.loss.name == _OWN_LOSS:
-        inputs += [name for name in fields if name in targets and name in parameters]
+    inputs = [name for name in fields if name not in source.targets]
+    own = [name for name in fields if name in source.targets and name in parameters]
+    own = own if config.loss.name == _OWN_LOSS else []
+    if has_pairs(source):
+        return Binding((*inputs, *own), tuple(own))
+    inputs += own
     if len(inputs) == 1:
-        return Binding((inputs[0],))
+        return Binding((inputs[0],), (inputs[0],) if inputs[0] in parameters[1:] else ())
     foreign = [name for name in inputs if name not in parameters and not takes_any]
     if foreign:
         raise UserError(
@@ -103,7 +108,12 @@ def loss_options(config: Config, source: Source, val: Source, fields: Mapping[st
     ignored = config.loss.ignore_index
     if ignored is None and (source.has_ignored or val.has_ignored):
         ignored = IGNORED
-    return LossOptions(name, config.optimizer.label_smoothing, ignored, _class_weights(config))
+    return LossOptions(name, config.optimizer.label_smoothing, ignored, _class_weights(config), has_pairs(source))
+
+
+def has_pairs(source: Source) -> bool:
+    """Whether samples are pairs or tuples that end with their target, without names of their own."""
+    return isinstance(source, DatasetSource) and source.is_paired
 
 
 def _require_used(name: str, config: Config) -> None:

@@ -10,39 +10,43 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn import Module
 
+from stagewright import objects
 from stagewright.cluster.placement import format_devices
 from stagewright.config.sections import Config
 from stagewright.config.toml import as_tables, as_toml
 from stagewright.errors import Interrupted, RunFailed, UserError, counted, first_line, printable
-from stagewright.events import Evaluated, Step
+from stagewright.events import Best, Evaluated, Step
 from stagewright.hardware.environment import read_environment
-from stagewright.metrics import IMAGES, Unit
+from stagewright.metrics import IMAGES, Unit, metric_words
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
 from stagewright.planning.setting import memory_setting
 from stagewright.report.live.terminal import RunConsole, say
 from stagewright.report.read import evaluated_on
 from stagewright.report.run import run_page
-from stagewright.run.export import export_states, require_target
-from stagewright.run.folder import PLAN_FILE, PROOF_FILE, run_lock
-from stagewright.run.observe import check_monitor_rate, fan_out, monitored, usage_totals
+from stagewright.run.export import export_checkpoint, export_states, require_target
+from stagewright.run.folder import PLAN_FILE, PROOF_FILE, WEIGHTS_FILE, run_lock
+from stagewright.run.observe import Callback, Callbacks, check_monitor_rate, fan_out, monitored, usage_totals
 from stagewright.run.prepare import Prepared, memory_advice, predict_job, prepare
 from stagewright.run.report import open_run, write_page
 from stagewright.run.resume import resumed_run
 from stagewright.run.trackers import require_tracker, tracked
-from stagewright.runtime.checkpoint.folder import list_folders
+from stagewright.runtime.checkpoint.folder import best_folder, list_folders, newest_intact
 from stagewright.runtime.faults import append_log, traceback_in_log
 from stagewright.runtime.job import Job
 from stagewright.runtime.multinode.nodes import Site, find_site
@@ -50,6 +54,7 @@ from stagewright.runtime.process.emulate import Emulation
 from stagewright.runtime.process.external import ExternalGroup, find_rank
 from stagewright.runtime.process.launch import launch
 from stagewright.runtime.process.log import Ledger
+from stagewright.runtime.process.object_pipe import given_names
 from stagewright.runtime.process.rank import state_file
 from stagewright.runtime.process.signals import stop_on_signal
 from stagewright.runtime.process.supervisor import NewestCheckpoint
@@ -59,7 +64,7 @@ _DIVERGED = 1e3  # times the first loss, and at least that loss: no run recovers
 _LAST_LOSSES = 5  # all of which are that large: a single bad batch is none
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """A finished run: its folder, and the steps, evaluations and summary that its files hold."""
 
@@ -76,26 +81,96 @@ class Result:
         return Unit(self.summary.get("unit", IMAGES.name), self.summary.get("per_sample", 1))
 
     def weights(self) -> dict[str, Tensor]:
-        """The trained weights by the parameter names of the whole model; needs `export`."""
+        """The trained weights by the parameter names of the whole model.
+
+        A model that was given by name needs `export`; one that was given as an object leaves them in the run folder.
+        """
         if self.exported is None:
             raise UserError("the run exported no weights; train with export='FILE.safetensors'")
-        return load_file(self.exported)
+        try:
+            return load_file(self.exported)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"the weights of the run can't be read from {self.exported}: {error}") from error
+
+    def load_into(self, model: Module) -> Module:
+        """Load the trained weights into a model, which is returned; it stays on its device and in its types."""
+        try:
+            model.load_state_dict(self.weights())
+        except RuntimeError as error:
+            lines = [line.strip() for line in str(error).splitlines()[1:]]
+            raise UserError(
+                f"the weights of {self.exported} are of another model than this {type(model).__name__}: "
+                f"{lines[0] if lines else first_line(error, 200)}"
+            ) from error
+        return model
+
+    def __repr__(self) -> str:
+        return f"Result({', '.join(f'{name} {value}' for name, value in self._facts())})"
+
+    def _repr_html_(self) -> str:
+        """A small table, as notebooks show it."""
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>{escape(value)}</td></tr>"
+            for name, value in self._facts()
+        )
+        return f"<table>{rows}</table>"
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        """What a person wants to know first."""
+        if "model" in self.summary:
+            yield "model", printable(self.summary["model"].rpartition(":")[2])
+        yield "plan", f"{self.plan.mode} {self.plan.shape}"
+        if self.steps:
+            yield "steps", str(len(self.steps))
+            yield "loss", f"{self.steps[-1].loss:.4g}"
+        if self.evaluations:
+            last = self.evaluations[-1]
+            yield "evaluated", " ".join((f"loss {last.loss:.4g}", *metric_words(last.metrics, 2)))
+            if best := self.summary.get("best"):
+                words = metric_words({best["metric"]: best["value"]}, 2) or [f"{best['metric']} {best['value']:.4g}"]
+                yield "best", f"{words[0]} after step {best['batch']}"
+        if rate := self.summary.get("images_per_second"):
+            yield "speed", f"{self.unit.of(rate):,.0f} {self.unit.rate}"
+        yield "folder", printable(str(self.folder))
 
 
-def run(config: Config, console: Console | None = None) -> Result:
-    """Train a configuration; the console shows its progress, and its folder holds the rest."""
+def run(
+    config: Config,
+    console: Console | None = None,
+    callbacks: Sequence[Callback] = (),
+    script: Sequence[str] | None = None,
+    *,
+    keeps_weights: bool = False,
+) -> Result:
+    """Train a configuration; the console shows its progress, and its folder holds the rest.
+
+    `script`: the command of a script that drives every rank by a loop of its own. `keeps_weights`: without --export the
+    folder holds the trained weights as well.
+
+    The host calls the callbacks with every record. Where one returns True the run stops after a checkpoint, and its
+    result is that of the steps so far; what one raises is raised after the same.
+    """
     console = console or Console(quiet=True)
     check_monitor_rate(config)
     require_tracker(config)
     site = find_site(config.nodes)
     place = find_rank(config)
     if place is None:
-        return _run(config, console, site)
+        return _run(config, console, site, callbacks, script, keeps_weights)
     with ExternalGroup(place, config.nodes.join_timeout) as group:
-        return _run_other_rank(group) if place.rank else _run(config, console, group)
+        if place.rank:
+            return _run_other_rank(group, script)
+        return _run(config, console, group, callbacks, script, keeps_weights)
 
 
-def _run(config: Config, console: Console, site: Site | ExternalGroup | None) -> Result:
+def _run(
+    config: Config,
+    console: Console,
+    site: Site | ExternalGroup | None,
+    callbacks: Sequence[Callback],
+    script: Sequence[str] | None,
+    keeps_weights: bool,
+) -> Result:
     """Prepare and run this machine's part of a configuration, or rank 0's."""
     warnings: list[str] = []
     group = site if isinstance(site, ExternalGroup) else None
@@ -113,7 +188,9 @@ def _run(config: Config, console: Console, site: Site | ExternalGroup | None) ->
             resumed = resumed_run(config.run.resume) if config.run.resume and is_host else None
             if resumed is not None:
                 locks.enter_context(run_lock(resumed))  # before it is read: a run in training deletes its checkpoints
-            prepared = prepare(config, warn, is_host=is_host, world=group.place.world if group else None)
+            world = group.place.world if group else None
+            modes = {"is_scripted": script is not None, "keeps_weights": keeps_weights}
+            prepared = prepare(config, warn, is_host=is_host, world=world, **modes)
         else:
             resumed, prepared = None, Prepared(job, predict_job(job.config, job.plan))
         job = prepared.job
@@ -121,10 +198,10 @@ def _run(config: Config, console: Console, site: Site | ExternalGroup | None) ->
             locks.close()
             locks.enter_context(run_lock(Path(job.folder)))
         locks.enter_context(traceback_in_log(Path(job.folder)))
-        _write_start(job, warnings)
-        say(console, *_headline(job), soft_wrap=True)
+        write_start(job, warnings)
+        say(console, *headline(job), soft_wrap=True)
         if isinstance(site, Site) and not site.is_host:
-            return _run_other_machine(job, site, console)
+            return _run_other_machine(job, site, console, script)
         if group is not None:
             group.publish(job)
         predicted = None if prepared.prediction is None else prepared.prediction.images_per_second
@@ -132,41 +209,86 @@ def _run(config: Config, console: Console, site: Site | ExternalGroup | None) ->
             unit = job.throughput_unit
             say(console, f"predicted: {unit.of(predicted):.0f} {unit.rate}")
         try:
-            return _run_host(job, console, site, predicted)
+            return _run_host(job, console, site, predicted, Callbacks(callbacks), script)
         finally:
-            _write_report(job, warn)
+            write_report(job, warn)
 
 
-def _run_host(job: Job, console: Console, site: Site | ExternalGroup | None, predicted: float | None) -> Result:
+def _run_host(
+    job: Job,
+    console: Console,
+    site: Site | ExternalGroup | None,
+    predicted: float | None,
+    callbacks: Callbacks,
+    script: Sequence[str] | None,
+) -> Result:
     """Run a job's ranks, collect their events, and write the trace and the summary."""
+    with hosted(job, console, predicted, callbacks) as host:
+        host.exported = _execute(job, host.ledger, site, host.say, script)
+    assert host.result is not None
+    return host.result
+
+
+@dataclass
+class Host:
+    """A run while its ranks train."""
+
+    ledger: Ledger
+    say: Callable[[str], None]
+    exported: Path | None = None  # the weights, once they are written
+    result: Result | None = None  # once the run is over
+
+
+@contextmanager
+def hosted(
+    job: Job, console: Console, predicted: float | None = None, callbacks: Callbacks | None = None
+) -> Iterator[Host]:
+    """Within, the events of a job's ranks are collected; then its trace and summary are written."""
+    callbacks = callbacks or Callbacks()
     folder, began, data = Path(job.folder), time.monotonic(), evaluated_on(as_tables(job.config))
     try:
         with (
             RunConsole(
-                console, job.batches, job.plan.batch, job.config.run.log_every, data, job.throughput_unit
+                console,
+                None if job.is_scripted else job.batches,
+                job.plan.batch,
+                job.config.run.log_every,
+                data,
+                job.throughput_unit,
             ) as progress,
             tracked(job.config, folder, progress.warn, job.throughput_unit) as track,
-            Ledger(job, fan_out(track, progress.show), progress.warn) as ledger,
+            Ledger(
+                job, fan_out(track, progress.show, callbacks), progress.warn, lambda: callbacks.is_stopping
+            ) as ledger,
             monitored(job, track, progress.warn) as monitor,
         ):
-            exported = _execute(job, ledger, site, progress.say)
+            host = Host(ledger, progress.say)
+            yield host
     except Interrupted as error:
-        raise Interrupted(error.when, _how_to_resume(folder)) from None
+        raise Interrupted(error.when, _how_to_resume(job)) from None
     except RunFailed as error:
         short = ledger.collector.shortage
         advice = None
         if short is not None:
             advice = memory_advice(job.config, job.plan, short.rank, short.room, job.training.form)
-        raise RunFailed("; ".join(filter(None, (str(error), advice, _how_to_resume(folder))))) from error
+        raise RunFailed("; ".join(filter(None, (str(error), advice, _how_to_resume(job))))) from error
     collector = ledger.collector
     if collector.stopped_at is not None:
-        raise Interrupted(f"after step {collector.stopped_at}", _how_to_resume(folder, collector.stopped_at))
+        how = _how_to_resume(job, collector.stopped_at)
+        if not callbacks.is_stopping:
+            raise Interrupted(f"after step {collector.stopped_at}", how)
+        if callbacks.error is not None:
+            callbacks.error.add_note(f"raised by a callback; the run stopped after step {collector.stopped_at}; {how}")
+        host.exported = _export_stopped(job, collector.stopped_at)
+    if callbacks.error is not None:
+        raise callbacks.error
     if not (folder / PLAN_FILE).exists():
         folder.mkdir(0o700, parents=True, exist_ok=True)
-        _write_start(job, [f"{folder} was deleted while the run trained; what was in it is lost"])
+        write_start(job, [f"{folder} was deleted while the run trained; what was in it is lost"])
     (folder / "trace.json").write_text(json.dumps(collector.timeline.chrome_trace()))
     summary = {
         "folder": str(folder),
+        "model": job.config.model.name,
         "plan": job.plan.describe(),
         "batches": len(collector.steps),
         "images_per_second": speed.rate if (speed := collector.speed()) else None,  # samples, whatever the unit
@@ -179,15 +301,27 @@ def _run_host(job: Job, console: Console, site: Site | ExternalGroup | None, pre
         "loss_scale": collector.steps[-1].loss_scale if collector.steps else None,
         "skipped_updates": collector.skipped,  # by stage
         "bad_records": len(collector.replaced),
+        "best": _best(folder, collector.best),
+        "stopped_early": collector.stopped_early,
         "evaluations": [asdict(evaluated) for evaluated in collector.evaluations],
         "evaluated_on": data if collector.evaluations else None,
         "seconds": time.monotonic() - began,
         "use": usage_totals(monitor),
         "machine": 0,
-        "exported": None if exported is None else str(exported),
+        "exported": None if host.exported is None else str(host.exported),
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=1))
-    return Result(folder, job.plan, tuple(collector.steps), tuple(collector.evaluations), summary, exported)
+    host.result = Result(folder, job.plan, tuple(collector.steps), tuple(collector.evaluations), summary, host.exported)
+
+
+def _best(folder: Path, best: Best | None) -> dict[str, Any] | None:
+    """The best evaluation as the summary has it, and the checkpoint of its weights if there is one."""
+    if best is None or best.value is None:
+        return None
+    kept = best_folder(list_folders(folder))
+    is_kept = kept is not None and int(kept.name) == best.batch
+    found = {"metric": best.criterion.metric, "value": best.value, "batch": best.batch}
+    return found | {"checkpoint": str(kept) if is_kept else None}
 
 
 def _divergence(steps: Sequence[Step], lr: float) -> str | None:
@@ -199,29 +333,33 @@ def _divergence(steps: Sequence[Step], lr: float) -> str | None:
     return f"{grew}, so the run diverged; try a lower --lr than {lr:g}, a --warmup or --clip 1"
 
 
-def _how_to_resume(folder: Path, done: int = 0) -> str:
+def _how_to_resume(job: Job, done: int = 0) -> str:
     """The last part of an error about a run that stopped: which steps are lost, and how to resume."""
-    kept = max((int(path.name) for path in list_folders(folder)), default=0)
+    kept = max((int(path.name) for path in list_folders(Path(job.folder))), default=0)
     lost = f"steps after {kept} could not be saved; " if kept < done else ""
-    return lost.rstrip("; ") if not kept else f"{lost}resume with stagewright train --resume {folder}"
+    if not kept:
+        return lost.rstrip("; ")
+    if given_names(job.config):  # which the script alone has
+        return f"{lost}resume with resume='{job.folder}' in the same script"
+    return f"{lost}resume with stagewright train --resume {job.folder}"
 
 
-def _run_other_machine(job: Job, site: Site, console: Console) -> Result:
+def _run_other_machine(job: Job, site: Site, console: Console, script: Sequence[str] | None) -> Result:
     """Run the ranks of a machine that is not the host; the host collects their events."""
     show = partial(say, console, soft_wrap=True)
     with monitored(job, lambda use: None, lambda warning: show(f"warning: {warning}"), site.index) as monitor:
-        is_stopping = launch(job, None, NewestCheckpoint(job), site, show)
+        is_stopping = launch(job, None, NewestCheckpoint(job), site, show, script)
     if is_stopping:
         raise Interrupted("with the other machines")
     summary = {"folder": job.folder, "plan": job.plan.describe(), "machine": site.index, "use": usage_totals(monitor)}
     return Result(Path(job.folder), job.plan, (), (), summary, None)
 
 
-def _run_other_rank(group: ExternalGroup) -> Result:
+def _run_other_rank(group: ExternalGroup, script: Sequence[str] | None) -> Result:
     """Run a rank that torchrun or srun has started; rank 0 collects its events and reports what goes wrong."""
     job = group.receive()
     try:
-        if job is None or launch(job, None, NewestCheckpoint(job), group):
+        if job is None or launch(job, None, NewestCheckpoint(job), group, script=script):
             sys.exit(1)  # rank 0 failed, or all ranks were asked to stop
     except (RunFailed, Interrupted):
         sys.exit(1)
@@ -229,19 +367,25 @@ def _run_other_rank(group: ExternalGroup) -> Result:
     return Result(Path(job.folder), job.plan, (), (), summary, None)
 
 
-def _execute(job: Job, ledger: Ledger, site: Site | ExternalGroup | None, say: Callable[[str], None]) -> Path | None:
+def _execute(
+    job: Job,
+    ledger: Ledger,
+    site: Site | ExternalGroup | None,
+    say: Callable[[str], None],
+    script: Sequence[str] | None,
+) -> Path | None:
     """Run the ranks of this machine; return the file of exported weights, if the options ask for one."""
     if job.config.run.emulate:
         job.save(Path(job.folder) / "job.json")
         with preserved_state([0] if job.config.run.device == "cuda" else []):
             torch.set_num_threads(job.config.run.threads)
-            emulation = Emulation(job, ledger.handle, ledger.settled)
+            emulation = Emulation(job, ledger.handle, ledger.settled, ledger.wants_stop)
             with stop_on_signal(emulation.pauses.stop):
                 emulation.run()
             is_finished = ledger.collector.stopped_at is None
             return _export(job, [emulation.weights()]) if is_finished else None
-    launch(job, ledger, NewestCheckpoint(job), site, say)
-    if not job.config.run.export or ledger.collector.stopped_at is not None:
+    launch(job, ledger, NewestCheckpoint(job), site, say, script)
+    if not job.export or ledger.collector.stopped_at is not None:
         return None
     files = [state_file(Path(job.folder), stage.index) for stage in job.plan.stages]
     exported = _export(job, [load_file(file) for file in files])
@@ -251,18 +395,26 @@ def _execute(job: Job, ledger: Ledger, site: Site | ExternalGroup | None, say: C
 
 
 def _export(job: Job, states: Sequence[dict[str, Tensor]]) -> Path | None:
-    """Write the weights to --export; where that fails after all, to the run folder, and say so."""
-    if not job.config.run.export:
+    """Write the weights to the job's file; where that fails after all, to the run folder, and say so."""
+    if job.export is None:
         return None
-    path = Path(job.config.run.export)
+    path = Path(job.export)
     try:
         return export_states(job.config, states, path)
     except UserError as error:
-        kept = export_states(job.config, states, Path(job.folder) / "weights.safetensors")
+        kept = export_states(job.config, states, Path(job.folder) / WEIGHTS_FILE)
         raise UserError(f"{error} (they are in {kept})") from error
 
 
-def _write_start(job: Job, warnings: Sequence[str] = ()) -> None:
+def _export_stopped(job: Job, batch: int) -> Path | None:
+    """Export the weights of a run that a callback has stopped, from the checkpoint that it left, if it has one."""
+    newest, _ = newest_intact(Path(job.folder))
+    if job.export is None or newest is None or newest.batch != batch:
+        return None
+    return export_checkpoint(newest, Path(job.export))
+
+
+def write_start(job: Job, warnings: Sequence[str] = ()) -> None:
     """Write the files that describe a run before it starts: configuration, plan, environment, warnings so far."""
     folder = Path(job.folder)
     for name in ("summary.json", "trace.json"):  # of the run that this one resumes
@@ -274,7 +426,8 @@ def _write_start(job: Job, warnings: Sequence[str] = ()) -> None:
     (folder / PROOF_FILE).unlink(missing_ok=True)
     if job.proof is not None:
         (folder / PROOF_FILE).write_text(json.dumps(asdict(job.proof)))
-    append_log(folder, "".join(f"{printable(line)}\n" for line in (*(f"warning: {w}" for w in warnings), *_proof(job))))
+    lines = (*(f"warning: {warning}" for warning in warnings), *_weights(job), *_proof(job))
+    append_log(folder, "".join(f"{printable(line)}\n" for line in lines))
 
 
 def _proof(job: Job) -> tuple[str, ...]:
@@ -284,7 +437,7 @@ def _proof(job: Job) -> tuple[str, ...]:
     return (f"proven: {job.proof}",) if job.proof else ("not proven: the stages may compute what the model does not",)
 
 
-def _headline(job: Job) -> tuple[str, ...]:
+def headline(job: Job) -> tuple[str, ...]:
     """What is about to run, in two lines, and what is proven of it."""
     plan = job.plan
     parts = []
@@ -294,13 +447,20 @@ def _headline(job: Job) -> tuple[str, ...]:
         parts.append(f"stage {stage.index} on {format_devices(devices)}{first}{lag}")
     microbatches, steps = counted(plan.microbatches, "microbatch", "es"), counted(job.batches, "step")
     return (
-        f"{job.config.model.name}, mode {plan.mode}: {'; '.join(parts)}",
-        f"batch {plan.batch} in {microbatches}, {steps}, files in {job.folder}",
+        f"{job.config.model.name.removeprefix(objects.MODULE)}, mode {plan.mode}: {'; '.join(parts)}",
+        f"batch {plan.batch} in {microbatches}, {'' if job.is_scripted else f'{steps}, '}files in {job.folder}",
+        *_weights(job),
         *_proof(job),
     )
 
 
-def _write_report(job: Job, warn: Callable[[str], None]) -> None:
+def _weights(job: Job) -> tuple[str, ...]:
+    """Where the first weights came from, if they are not new, and how many are not trained."""
+    started = () if job.weights is None else (f"starts from {job.weights}", *job.weights.remarks)
+    return (*started, f"frozen: {job.frozen:,} parameters") if job.frozen else started
+
+
+def write_report(job: Job, warn: Callable[[str], None]) -> None:
     """Write the report of a run, however it ended; what goes wrong here is a warning, never the failure of the run."""
     folder = Path(job.folder)
     try:

@@ -21,12 +21,14 @@ from typing import Any, NoReturn
 import pytest
 
 from stagewright.bench.learning import study
-from stagewright.cli import bench, runs
+from stagewright.cli import bench, machine, runs
+from stagewright.cli import train as train_command
 from stagewright.cli.main import main
 from stagewright.cli.parser import COMMANDS
 from stagewright.hardware.doctor import check
 from stagewright.profile import measure
 from stagewright.run import profile, train
+from stagewright.run.script import OPTIONS
 from tests.limits import cpu_time, more_memory
 from tests.made_runs import make_run
 from tests.models import CLASSES, SIDE
@@ -73,6 +75,7 @@ _TRAIN = f"train --model tests.models:plain --classes {CLASSES} --image {SIDE} -
 _TWO = "--placement 0:0.0:1"
 LINES: dict[str, tuple[str, ...]] = {
     "doctor": ("doctor",),
+    "selftest": ("selftest",),
     "profile": (f"profile tests.models:plain --samples 2 --image {SIDE}",),
     "inspect": (f"inspect tests.models:plain --image {SIDE}",),
     "plan": ("plan vgg-small --cluster {cluster} --devices 2 --batch 8 --lr 0.1",),
@@ -91,6 +94,7 @@ LINES: dict[str, tuple[str, ...]] = {
         "--versions --batch --data --model --seed --optimizer --precision --microbatches --classes --image "
         "--set --config",
     ),
+    "run": (f"run {{binary}} {_TWO}",),
     "watch": ("watch {run} --once",),
     "report": ("report {run} -o {dir}/page.html",),
     "checkpoint list": ("checkpoint list {kept}",),
@@ -139,6 +143,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.chdir(tmp_path / "dir")
     monkeypatch.setenv("STAGEWRIGHT_TOKEN", "sixteen letters or more")
     monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv(OPTIONS, "{}")  # which `run` sets
     for module, name in STARTERS:
         monkeypatch.setattr(module, name, start)
     names = ("missing", "dir", "pipe", "binary", "deep", "cluster", "topo", "images", "run")
@@ -154,6 +159,8 @@ STARTERS: tuple[tuple[Any, str], ...] = (
     (study, "train_runs"),
     (runs.PageServer, "serve_forever"),
     (check, "_measured"),
+    (machine, "run_checks"),
+    (train_command.runpy, "run_path"),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from stagewright.cli import schedule
 from stagewright.cli.main import main
 from stagewright.errors import Interrupted, RunFailed, UserError
-from tests.commands import fails
+from tests.commands import fails, prints
 from tests.made_runs import make_run
 
 
@@ -132,3 +133,22 @@ def test_what_a_user_can_fix_is_one_line(
 
     monkeypatch.setattr(schedule, "run", run)
     assert "wrong" in fails(capsys, "schedule", "--placement", "0:0")
+
+
+@pytest.mark.parametrize(
+    ("system", "shown", "instead"), [("Windows", "Windows", "WSL2"), ("Darwin", "macOS", "Linux machine or container")]
+)
+def test_another_system_than_linux_is_one_line(
+    system: str, shown: str, instead: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(platform, "system", lambda: system)
+    for command in (["train"], ["plan", "vgg-small"], ["selftest"]):
+        line = fails(capsys, *command)
+        assert f"stagewright {command[0]} needs Linux and this is {shown}" in line and instead in line
+
+
+def test_macos_computes_plans(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert "images/s" in prints(capsys, "simulate", "vgg-small", "--cluster", "titan-v-8", "--batch", "32")
+    assert "dp 2" in prints(capsys, "plan", "vgg-small", "--cluster", "titan-v-8", "--devices", "2", "--batch", "8")

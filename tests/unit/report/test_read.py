@@ -44,6 +44,7 @@ MAY_BE = {
     "lr": (-1,),
     "images_per_second": (-1,),
     "loss_scale": (None, -1),
+    "best": (None,),
 }
 MAY_BE |= {"metrics": ({},), "cores": (-1,), "torch_memory": (None,), "memory": ()}
 FILES: dict[str, dict[str, Any]] = {

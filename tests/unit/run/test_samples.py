@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stagewright
+from stagewright.config.toml import make_config
+from stagewright.data.own import DatasetSource
+from stagewright.run.samples import Binding, bind
 from tests.commands import fails
 from tests.tasks import Perceptron
 
@@ -178,7 +181,7 @@ def test_labels_that_do_not_count_leave_the_mean_of_the_others(ignored: int, tmp
     labels[:4] = ignored
     data = _data(tmp_path, numbers=_NUMBERS, label=labels)
     given = {} if ignored == -100 else {"ignore_index": ignored}
-    run = _train(tmp_path, data, eval_every=0, metric="top1,iou,perplexity", **given)
+    run = _train(tmp_path, data, eval_every=0, metrics="top1,iou,perplexity", **given)
 
     torch.manual_seed(0)
     model = classifier().double()
@@ -199,3 +202,19 @@ def test_labels_that_do_not_count_leave_the_mean_of_the_others(ignored: int, tmp
     assert evaluated.loss == pytest.approx(float(expected), rel=1e-9)
     assert evaluated.metrics["top1"] == pytest.approx(float((outputs.argmax(1) == labels)[kept].double().mean()))
     assert evaluated.metrics["perplexity"] == pytest.approx(float(expected.exp()))
+
+
+def test_tuples_are_taken_by_position_and_named_fields_by_name() -> None:
+    config, one = make_config({}), torch.ones(2)
+    triples = DatasetSource([(one, one, 1)], "triples")
+    named = DatasetSource([{"numbers": one, "other": one, "target": 1}], "named")
+    assert bind(two_inputs(), ("input0", "input1", "target"), triples, config) == Binding(("input0", "input1"))
+    names = ("numbers", "other")
+    assert bind(two_inputs(), (*names, "target"), named, config) == Binding(names, names)
+
+
+def test_a_single_field_goes_to_the_parameter_of_its_name() -> None:
+    """As `pixel_values` of a model whose first parameter is a text."""
+    for field, names in (("other", ("other",)), ("numbers", ()), ("images", ())):
+        source = DatasetSource([{field: torch.ones(2), "target": 1}], "one")
+        assert bind(two_inputs(), (field, "target"), source, make_config({})) == Binding((field,), names)

@@ -123,8 +123,15 @@ class RunConsole:
     """Shows the events of a run as they come."""
 
     def __init__(
-        self, console: Console, batches: int, batch_size: int, log_every: int, evaluated_on: str, unit: Unit = IMAGES
+        self,
+        console: Console,
+        batches: int | None,
+        batch_size: int,
+        log_every: int,
+        evaluated_on: str,
+        unit: Unit = IMAGES,
     ) -> None:
+        """Without a number of batches, what drives the run shows its steps itself."""
         self._unit = unit
         self._evaluated_on = evaluated_on  # training data, validation data
         self._console = console
@@ -137,7 +144,7 @@ class RunConsole:
             TextColumn("{task.completed}/{task.total}"),
             TimeRemainingColumn(compact=True),
             console=console,
-            disable=not console.is_terminal,
+            disable=not console.is_terminal or batches is None,
             transient=True,
         )
         self._task = self._progress.add_task("training", total=batches)
@@ -158,6 +165,8 @@ class RunConsole:
         self.say(f"warning: {warning}")
 
     def show(self, record: Step | Evaluated | Replaced | Saved | Unsaved | Restarted | Resumed) -> None:
+        if self._batches is None and isinstance(record, Step | Evaluated):
+            return
         if isinstance(record, Step):
             self._show_step(record)
         elif isinstance(record, Restarted | Resumed):
@@ -168,7 +177,7 @@ class RunConsole:
             self.warn(f"bad record replaced by the next: {record.reason}")
         elif isinstance(record, Saved):
             self.say(
-                f"checkpoint after step {record.batch}: {record.bytes / MIB:.1f} MiB, "
+                f"checkpoint after step {record.batch}{_as_best(record)}: {record.bytes / MIB:.1f} MiB, "
                 f"training paused for {record.seconds * 1e3:.0f} ms{_reason_for(record)}"
             )
         else:
@@ -190,6 +199,11 @@ class RunConsole:
                 f"epoch {step.epoch + 1}  step {done}/{self._batches}  loss {step.loss:.4f}  lr {step.lr:.4g}{rate}"
             )
             self._since = [step]
+
+
+def _as_best(saved: Saved) -> str:
+    """Of the best checkpoint so far, by what."""
+    return f", the best so far ({saved.best.words()})" if saved.best is not None else ""
 
 
 def _reason_for(saved: Saved) -> str:

@@ -1,0 +1,253 @@
+"""A run that a script drives by its own loop: who this process is, and what it does for the script.
+
+    launcher     prepares the job, then runs the same script once per rank and watches the ranks; it never trains
+    rank         a process that the launcher has started: it trains its stage
+    alone        one process that trains everything: one device, or all ranks emulated
+
+`Ranks` is what the script's engine uses of any of the last two.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Protocol
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from stagewright.config.sections import Config
+from stagewright.data.formats.tensors import is_target
+from stagewright.data.loader import Loader, make_loaders
+from stagewright.data.order import AugmentSeed, EvaluationSampler, Indices, Order, ReplicaSlice
+from stagewright.data.sources import Source
+from stagewright.errors import Interrupted, RunFailed, UserError, printable
+from stagewright.events import Score, Scored
+from stagewright.report.live.terminal import say
+from stagewright.run.folder import run_lock
+from stagewright.run.prepare import prepare
+from stagewright.run.resume import resumed_run
+from stagewright.run.train import Host, headline, hosted, run, write_report, write_start
+from stagewright.runtime.checkpoint.folder import open_checkpoint
+from stagewright.runtime.checkpoint.history import History, read_history
+from stagewright.runtime.checkpoint.load import restore
+from stagewright.runtime.checkpoint.save import DiskSaver
+from stagewright.runtime.comm.device import Device, open_device
+from stagewright.runtime.comm.memory import Memory, MemoryNetwork
+from stagewright.runtime.job import Job
+from stagewright.runtime.process.assemble import ScriptParts, assemble, loader_options
+from stagewright.runtime.process.external import find_rank
+from stagewright.runtime.process.torch_flags import preserved_flags, set_flags
+from stagewright.runtime.script.feed import Batches, BatchLoader
+from stagewright.runtime.script.session import Session
+from stagewright.runtime.stage.precision import make_precision
+
+WriteStates = Callable[[list[dict[str, Tensor]]], object]
+OPTIONS = "STAGEWRIGHT_OPTIONS"  # environment variable: tables of options that `stagewright run` was given
+USER_ERROR = 2  # the exit code
+
+
+class Ranks(Protocol):
+    """The ranks of this process, and how they reach those of others."""
+
+    job: Job
+    history: History
+
+    @property
+    def is_main(self) -> bool: ...
+    def open(self, script: ScriptParts) -> Session: ...
+    def call(self, what: str, where: str) -> None: ...
+    def exchange(self, batch: int, scores: Mapping[int, Score]) -> Mapping[int, Score]: ...
+    def save(self, write: WriteStates) -> None: ...
+    def close(self, *, is_stopped: bool = False) -> None: ...
+
+
+def launch_script(config: Config) -> NoReturn:
+    """Run the script that called this once per rank, to its end; this process ends with it."""
+    console = Console(stderr=True)
+    try:
+        run(config, _Quiet(stderr=True), script=script_command())
+    except (UserError, RunFailed, Interrupted) as error:
+        say(console, f"stagewright: {printable(str(error))}", soft_wrap=True)
+        sys.exit(USER_ERROR)
+    sys.exit(0)
+
+
+class _Quiet(Console):
+    """Shows what is said, but no progress: the script prints its own."""
+
+    @property
+    def is_terminal(self) -> bool:
+        return False
+
+
+def script_command() -> tuple[str, ...]:
+    """The command that runs this script again."""
+    main = sys.modules["__main__"]
+    if getattr(main, "__file__", None) is None or hasattr(sys, "ps1"):
+        raise UserError(
+            "an Engine with several ranks runs its script once per rank, and this is no script; save it as a file, or "
+            "in a notebook use stagewright.train(...)"
+        )
+    return (sys.executable, *sys.orig_argv[1:])
+
+
+def is_launched(config: Config) -> bool:
+    """Whether torchrun or srun has started this process, one of several."""
+    return find_rank(config) is not None
+
+
+class Alone:
+    """All ranks in this process."""
+
+    def __init__(self, config: Config) -> None:
+        self._stack = ExitStack()
+        self._console = _Quiet(stderr=True)
+        warnings: list[str] = []
+
+        def warn(warning: str) -> None:
+            warnings.append(warning)
+            say(self._console, f"warning: {warning}", soft_wrap=True)
+
+        self._warn = warn
+        resumed = resumed_run(config.run.resume) if config.run.resume else None
+        if resumed is not None:
+            self._stack.enter_context(run_lock(resumed))
+        self.job = job = prepare(config, warn, is_scripted=True).job
+        if Path(job.folder) != resumed:
+            self._stack.close()
+            self._stack.enter_context(run_lock(Path(job.folder)))
+        self.history = read_history(job)
+        write_start(job, warnings)
+        say(self._console, *headline(job), soft_wrap=True)
+        job.save(Path(job.folder) / "job.json")
+        self._host: Host = self._stack.enter_context(hosted(job, Console(quiet=True)))
+
+    @property
+    def is_main(self) -> bool:
+        return True
+
+    def open(self, script: ScriptParts) -> Session:
+        job, memory = self.job, Memory()
+        self._stack.enter_context(preserved_flags([0] if job.config.run.device == "cuda" else []))
+        device: Device = open_device(job.config.run.device, job.plan.devices[0].index, share=True)
+        set_flags(job.config)
+        script = replace(script, keeps_model=job.plan.world == 1)
+        workers = [
+            assemble(job, rank, MemoryNetwork(memory, rank, device), self._host.ledger.handle, None, device, script)
+            for rank in range(job.plan.world)
+        ]
+        self._session = session = Session(job, workers)
+        for worker in workers:
+            worker.saver = DiskSaver(job, worker, self._host.ledger.handle, self._host.ledger.settled)
+            if job.resume is not None:
+                restore(worker, open_checkpoint(Path(job.resume)))
+        session.begin()
+        return session
+
+    def call(self, what: str, where: str) -> None:
+        """Nobody else could do anything different."""
+
+    def exchange(self, batch: int, scores: Mapping[int, Score]) -> Mapping[int, Score]:
+        for rank, score in scores.items():
+            self._host.ledger.handle(Scored(rank, batch, score))
+        return scores
+
+    def save(self, write: WriteStates) -> None:
+        write([self._session.states()])
+
+    def close(self, *, is_stopped: bool = False) -> None:
+        self._session.close()
+        self._host.ledger.drain()
+        self._stack.close()
+        write_report(self.job, self._warn)
+
+    def abandon(self, error: BaseException) -> None:
+        """End without a result, because of an error."""
+        with suppress(BaseException):  # it is raised where it came from
+            self._stack.__exit__(type(error), error, error.__traceback__)
+
+
+@dataclass(frozen=True, slots=True)
+class EpochSampler:
+    """The microbatches of one epoch of a script, in the order that `stagewright train` would have for it."""
+
+    order: Order
+    epoch: int
+    first: int  # the number of its first batch in the whole run
+    microbatches: int
+
+    @property
+    def size(self) -> int:
+        return self.order.batch // self.microbatches
+
+    def indices(self, number: int) -> Indices:
+        within = number - self.first * self.microbatches
+        return self.order.microbatch(self.epoch * self.order.batches * self.microbatches + within, self.microbatches)
+
+    def augment_seed(self, number: int) -> AugmentSeed:
+        return AugmentSeed(self.order.seed, self.epoch)
+
+
+def loads_samples(session: Session) -> bool:
+    """Whether a rank of this process is of the first stage."""
+    return any(worker.rank in session.plan.stages[0].ranks for worker in session.workers)
+
+
+def epoch_loader(session: Session, source: Source, sampler: EpochSampler, last: int) -> Loader | None:
+    """What loads an epoch of a source up to batch `last`; None where no rank of this process does."""
+    plan = session.plan
+    # One loader serves every emulated rank, so it takes each microbatch, not each r-th.
+    step = plan.stages[0].replicas if len(session.workers) == 1 else 1
+    return _loader(session, source, ReplicaSlice(sampler, step, plan.boundary(last)))
+
+
+def evaluation_loader(session: Session, source: Source) -> Loader | None:
+    """What loads every sample of a source once."""
+    plan = session.plan
+    step = plan.stages[0].replicas if len(session.workers) == 1 else 1
+    pieces = EvaluationSampler(len(source), plan.samples)
+    return _loader(session, source, ReplicaSlice(pieces, step, -(-len(source) // plan.samples)))
+
+
+def batch_loader(session: Session, batches: Batches) -> Loader | None:
+    """What loads a script's own batches."""
+    if not loads_samples(session):
+        return None
+    config = session.job.config
+    dtype = make_precision(config.run.precision, config.run.device).weights
+    targets = tuple(value.name for value in session.job.training.fields if is_target(value.name))
+    return BatchLoader(batches, targets, dtype, _device_of(session))
+
+
+def _loader(session: Session, source: Source, numbers: ReplicaSlice) -> Loader | None:
+    if not loads_samples(session):
+        return None
+    worker = next(worker for worker in session.workers if worker.rank in session.plan.stages[0].ranks)
+    options = loader_options(session.job, worker.emit, _device_of(session))
+    return make_loaders(options, (source, numbers))[0]
+
+
+def _device_of(session: Session) -> torch.device:
+    return next(iter(session.workers[0].replicas.values())).device.device
+
+
+@dataclass(frozen=True, slots=True)
+class OneLineErrors:
+    """A `sys.excepthook` that shows errors of the user's in one line, as commands do; a rank reports any error."""
+
+    previous: Callable[..., object]
+    report: Callable[[BaseException, TracebackType | None], object] | None = None
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if self.report is not None:
+            self.report(error, trace)
+        elif isinstance(error, UserError | RunFailed):
+            sys.stderr.write(f"stagewright: {printable(str(error))}\n")
+        else:
+            self.previous(kind, error, trace)
