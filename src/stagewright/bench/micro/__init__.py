@@ -1,4 +1,4 @@
 """Benchmarks of single parts: data loading, checkpoints, the monitor, the planner, and how accurate predictions are.
 
-Each module's `measure` returns an `Outcome`. Only `cli` imports this folder.
+Each module's `measure` returns an `Outcome`; `selftest` checks a machine instead. Only `cli` imports this folder.
 """

@@ -5,10 +5,9 @@ With `--rows FILE` it predicts the rows of a file by the shipped calibration ins
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from stagewright.planning.calibrate import (
 )
 from stagewright.planning.published import published_runs
 from stagewright.planning.reading import Reading, Unknown, find_device, read_row
-from stagewright.planning.rows import Row, read_rows
+from stagewright.planning.rows import Row, as_toml, read_rows
 from stagewright.report.live.terminal import plain_table, say
 
 FILE = "calibration.toml"
@@ -79,42 +78,54 @@ def make_outcome(whole: Fit, splits: Sequence[Split], pairs: Sequence[Pair]) -> 
 
 def append_rows(outcome: Outcome, path: str) -> int:
     """Append what a bench measured of plain data parallel to a file of rows; returns how many rows those are."""
-    rows = [text for row in outcome.rows if (text := _row_text(outcome, row)) is not None]
+    rows = [row for measured in outcome.rows if (row := _row_of(outcome, measured)) is not None]
     if not rows:
         raise UserError(
             f"--row {path}: none of the {len(outcome.rows)} configurations was measured in mode dp; rows are of those"
         )
+    append_to_file(rows, path)
+    return len(rows)
+
+
+def append_to_file(rows: Sequence[Row], path: str) -> None:
+    """Append rows to a file that `read_rows` reads."""
     try:
         before = read_text(path)
     except FileNotFoundError:
         before = ""
     except OSError as error:
         raise UserError(f"--row {path}: {error.strerror}; give a file that can be written") from error
-    write_text(path, before + "".join(rows))
-    return len(rows)
+    write_text(path, before + "".join(map(as_toml, rows)))
 
 
-def _row_text(outcome: Outcome, row: Measured) -> str | None:
+def _row_of(outcome: Outcome, row: Measured) -> Row | None:
     if row.kind != "measured" or row.rate is None or row.mode != "dp" or not row.placement:
         return None
     devices = [device for stage in parse_placement(row.placement) for device in stage]
-    card = next((text for what, text in outcome.machine.items() if "gpu" in what.lower()), None)
-    known = None if card is None or row.device == "cpu" else find_device(re.sub(r"^\d+ ?x ?", "", card), shipped())
-    values = {
-        "hardware": "cpu" if row.device == "cpu" else known or card or "not stated",
-        "gpus": len(devices),
-        "nodes": len({device.machine for device in devices}),
-        "link": "not stated",
-        "software": f"Stagewright {__version__}, torch {outcome.machine.get('torch', 'not stated')}",
-        "model": row.model,
-        "precision": row.precision,
-        "batch_per_gpu": max(1, row.batch // len(devices)),
-        "images_per_second": round(row.rate.value, 2),
-        "source": f"{outcome.command}, {outcome.date}",
-        "note": f"{row.data or 'synthetic'} data, median of {len(row.repeats)}",
-    }
-    lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
-    return f"\n[[row]]\n{lines}"
+    return Row(
+        hardware=hardware_of(outcome.machine, row.device),
+        gpus=len(devices),
+        nodes=len({device.machine for device in devices}),
+        software=software_of(outcome.machine),
+        model=row.model,
+        precision=row.precision,
+        batch_per_gpu=max(1, row.batch // len(devices)),
+        images_per_second=round(row.rate.value, 2),
+        source=f"{outcome.command}, {outcome.date}",
+        note=f"{row.data or 'synthetic'} data, median of {len(row.repeats)}",
+    )
+
+
+def hardware_of(machine: Mapping[str, str], device: str) -> str:
+    """The catalog's name of a machine's cards, by the rows of its environment, or else their own name."""
+    card = next((text for what, text in machine.items() if "gpu" in what.lower()), None)
+    if device == "cpu" or card is None:
+        return "cpu" if device == "cpu" else "not stated"
+    return find_device(re.sub(r"^\d+ ?x ?", "", card), shipped()) or card
+
+
+def software_of(machine: Mapping[str, str]) -> str:
+    return f"Stagewright {__version__}, torch {machine.get('torch', 'not stated')}"
 
 
 # --- Rows of a file ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,10 @@ from rich.console import Console
 from stagewright.bench.micro.published import append_rows, as_json, predict_file, show_rows
 from stagewright.bench.result import measured_row, new_outcome
 from stagewright.cli.bench import Request, run_bench
+from stagewright.cluster.catalog import shipped
 from stagewright.errors import UserError
+from stagewright.planning.reading import Reading, read_row
+from stagewright.planning.rows import read_rows
 
 pytestmark = pytest.mark.xdist_group("published")  # the models of all known rows are traced once
 ROWS = """
@@ -73,6 +76,8 @@ def test_a_row_that_a_bench_appends_is_read_back_and_predicted(tmp_path: Path) -
     outcome = replace(outcome, machine={"torch": "2.11", "GPU 0": "NVIDIA H200, 140.4 GiB, 700 W, PCIe 5.0 x16"})
     path = str(tmp_path / "mine.toml")
     assert append_rows(outcome, path) == 1 and append_rows(outcome, path) == 1  # rows of plain data parallel
+    (reading, _) = (read_row(row, shipped()) for row in read_rows(path))
+    assert isinstance(reading, Reading) and reading.software == "stagewright"
     found = as_json(*predict_file(path))
     assert [(row["hardware"], row["gpus"], row["measured"]) for row in found["rows"]] == [("h200", 8, 2050.0)] * 2
     assert not found["skipped"] and all(row["predicted"] > 0 for row in found["rows"])
