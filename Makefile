@@ -43,11 +43,14 @@ soak: $(READY)
 	$(BIN)/python -m tests.soak --faults 20 --seed $(SEED)
 	$(BIN)/python -m tests.soak --minutes 60 --plan stale
 
-# Every command of README and docs that takes too long for every day, 500 cases of the planner's laws, and the five splits
-# of the measured rows.
+# Every command of README and docs that takes too long for every day, 500 cases of the planner's laws, the five splits
+# of the measured rows, the demo from the wheel, and the self-test with real ranks.
 nightly: $(READY) demo
 	STAGEWRIGHT_NIGHTLY=1 $(BIN)/python -m pytest -s tests/unit/test_docs.py tests/unit/planning/test_laws.py \
-		tests/unit/planning/test_calibrate.py tests/unit/model/test_traits.py
+		tests/unit/planning/test_calibrate.py tests/unit/model/test_traits.py tests/unit/runtime/stage/test_groups.py \
+		tests/unit/runtime/stage/test_own_optimizer.py tests/unit/test_wheel.py \
+		tests/unit/bench/micro/test_selftest.py tests/distributed/test_engine.py tests/distributed/test_script.py \
+		tests/distributed/test_examples.py tests/unit/integrations
 	$(BIN)/stagewright bench models
 
 bench: $(READY)
@@ -64,7 +67,8 @@ $(READY): pyproject.toml
 
 # Models that nobody here wrote. This torchvision belongs to torch 2.13.0, so that pip leaves torch as it is.
 .venv/.libraries: $(READY)
-	$(BIN)/pip install --quiet --no-compile torchvision==0.28.0 timm==1.0.30 transformers==5.22.2 peft==0.21.2
+	$(BIN)/pip install --quiet --no-compile torchvision==0.28.0 timm==1.0.30 transformers==5.22.2 peft==0.21.2 \
+		accelerate==1.15.0
 	touch $@
 
 # Reports are tested in the system's Chromium; where there is none and no way to install it, those tests say so.

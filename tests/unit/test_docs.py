@@ -13,8 +13,8 @@ import torch
 
 from stagewright.cli.main import main
 from tests.docs import COMMANDS, FILES, ROOT, Block, blocks, commands, differs, filled
+from tests.marks import nightly
 
-nightly = pytest.mark.skipif("STAGEWRIGHT_NIGHTLY" not in os.environ, reason="takes long: make nightly")
 HERE = [file for file in FILES if any(block.kind == "run" for block in blocks(file))]
 NIGHTLY = [file for file in FILES if any(block.kind in ("nightly", "gpu") for block in blocks(file))]
 

@@ -25,12 +25,12 @@ from tests.waiting import LONG
 ROOT = Path(stagewright.__file__).parent
 Source = Mapping[str, str]  # the text of every file, by its path below the package
 
-TOP_LEVEL = {"__init__", "__main__", "errors", "events", "files", "metrics"}
+TOP_LEVEL = {"__init__", "__main__", "errors", "events", "files", "metrics", "objects"}
 MOST_FILES = 16  # of one folder
-BASICS = {"errors", "events", "files", "metrics"}
+BASICS = {"errors", "events", "files", "metrics", "objects"}
 TRAINING = {*BASICS, "cluster", "config", "data", "model", "plan.plan", "schedule", "runtime"}
 RUNTIME = {f"runtime.{folder}" for folder in ("comm", "stage", "checkpoint", "multinode", "process")}
-BELOW_RUN = {*TRAINING, *RUNTIME, "plan", "profile", "planning", "hardware", "report", "report.live"}
+BELOW_RUN = {*TRAINING, *RUNTIME, "runtime.script", "plan", "profile", "planning", "hardware", "report", "report.live"}
 BENCH = {*BELOW_RUN, "run", "bench"}
 # What each folder may import of ours beside itself: a folder without its subfolders, or a single module.
 ALLOWED: dict[str, set[str]] = {
@@ -39,9 +39,10 @@ ALLOWED: dict[str, set[str]] = {
     "events": {"errors", "metrics"},
     "files": set(),
     "metrics": {"errors"},
+    "objects": {"errors"},
     "config": {"errors", "files"},
     "cluster": {"errors", "files", "metrics"},
-    "model": {"errors", "files", "metrics", "model.networks"},
+    "model": {"errors", "files", "metrics", "objects", "model.networks"},
     "model.networks": set(),
     "data": {*BASICS, "data.formats"},
     "data.formats": BASICS,
@@ -55,23 +56,25 @@ ALLOWED: dict[str, set[str]] = {
     "runtime.checkpoint": {*TRAINING, "runtime.comm", "runtime.stage"},
     "runtime.multinode": {*TRAINING, "runtime.comm", "runtime.stage", "runtime.checkpoint"},
     "runtime.process": {*TRAINING, *RUNTIME},
+    "runtime.script": {*TRAINING, *RUNTIME, "data.formats"},
     "hardware": {*BASICS, "cluster", "config"},
     "hardware.doctor": {*BASICS, "cluster", "hardware", "runtime.multinode", "runtime.process"},
     "report": BASICS,
     "report.live": {*BASICS, "report"},
-    "run": BELOW_RUN,
+    "run": {*BELOW_RUN, "data.formats"},
     "bench": {*BELOW_RUN, "run"},
     "bench.peers": BENCH,
-    "bench.micro": {*BENCH, "data.formats"},
+    "bench.micro": {*BENCH, "bench.models", "data.formats"},
     "bench.learning": {*BENCH, "data.formats.tokens"},
     "bench.models": BENCH,
-    "api": {"config", "errors", "run"},
+    "api": {*BELOW_RUN, "run", "cli.parser", "data.formats"},
+    "integrations": {"errors", "api", "model", "run", "runtime.script"},
     "cli": {*BENCH, "bench.peers", "bench.micro", "bench.learning", "bench.models", "hardware.doctor", "data.formats"},
 }
 # Modules that import less than their folder.
 ALONE = {"plan.plan": {"cluster", "errors"}, "profile.profile": {"errors", "files"}, "run.folder": {"errors"}}
 WITH_TORCH = {
-    *("model", "data", "runtime", "run", "bench"),
+    *("api", "model", "data", "runtime", "run", "bench", "integrations"),
     *(
         "profile.shapes",
         "profile.measure",
