@@ -111,6 +111,8 @@ def test_stages_on_two_machines_train_as_one_process_and_strangers_are_refused(p
     first = runs.start(0)
     stranger = pair.run(2, [sys.executable, "-c", JOIN, pair.address(0)])
     thief = runs.start(1, token="some other token, as long as it")
+    wait_until(lambda: stranger.poll() is not None or first.poll() is not None)
+    assert first.poll() is None, end(first)  # else nobody would ever listen
     _, out, error = end(stranger)
     assert "refused" in out and "joined" not in out
     code, out, error = end(thief)

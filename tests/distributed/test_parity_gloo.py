@@ -43,6 +43,7 @@ CASES = [
     Case("normed", "0:0.0:0-1.0:1", "second,third", microbatches=3, optimizer={"clip": 0.3}, eval_every=4),
     Case("dropping", "0:0.0:0-1.0:1", "second,third", mode="stale", staleness=2),
     Case("frozen_first", "0:0-1.0:2", "second", mode="stale", staleness=1, microbatches=3),
+    Case("normed_residual", "0:0-1.0:2", "head", freeze="stem,block", mode="stale", staleness=1, eval_every=4),
     Case("tokens", "0:0-1.0:2", "mix", mode="stale", staleness=1, microbatches=3, eval_every=4),
     Case("in_place", "0:0-1.0:2", "relu", mode="stale", staleness=1, microbatches=3),
     Case("recurrent", "0:0-1.0:2", "lstm", mode="stale", staleness=1, microbatches=3, eval_every=4),
