@@ -331,7 +331,7 @@ class StageSeeds:
     def _start(self, stage: int, module: nn.Module, args: object) -> None:
         if stage in self.waiting:
             self.waiting.remove(stage)
-            torch.manual_seed(stage_seed(self.seed, self.microbatch, stage))
+            torch.default_generator.manual_seed(stage_seed(self.seed, self.microbatch, stage))
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:

@@ -135,14 +135,17 @@ def test_wrong_options_are_one_line(options: list[str], pieces: list[str], capsy
 def test_names_of_packages_resolve_size_classes_and_normalization() -> None:
     if not is_installed("timm"):
         pytest.skip("timm is not installed")
-    given = make_config({"model": {"name": "timm:test_vit"}})
+    images = {"source": "folder:photos"}
+    given = make_config({"model": {"name": "timm:test_vit"}, "data": images})
     config = resolve_model(given)
     assert (config.data.image, config.model.classes) == (160, 1000)
     assert config.data.normalize == "127.5,127.5,127.5/127.5,127.5,127.5"
     asked = make_config(
-        {"model": {"name": "timm:test_vit", "classes": 5}, "data": {"image": 64, "normalize": "published"}}, given=()
+        {"model": {"name": "timm:test_vit", "classes": 5}, "data": {**images, "image": 64, "normalize": "published"}},
+        given=(),
     )
     config = resolve_model(asked)
     assert (config.data.image, config.model.classes, config.data.normalize) == (64, 5, "published")
-    zoo = resolve_model(make_config({"model": {"name": "resnet8"}}))
+    zoo = resolve_model(make_config({"model": {"name": "resnet8"}, "data": images}))
     assert (zoo.data.image, zoo.model.classes, zoo.data.normalize) == (32, 10, "imagenet")
+    assert resolve_model(make_config({"model": {"name": "resnet8"}})).data.normalize == "auto"  # nothing to normalize
