@@ -43,14 +43,12 @@ soak: $(READY)
 	$(BIN)/python -m tests.soak --faults 20 --seed $(SEED)
 	$(BIN)/python -m tests.soak --minutes 60 --plan stale
 
-# Every command of README and docs that takes too long for every day, 500 cases of the planner's laws, the five splits
-# of the measured rows, the demo from the wheel, and the self-test with real ranks.
+# Every case of the tests that take some each day, every command of README and docs, 500 cases of the planner's laws, the
+# five splits of the measured rows, the demo from the wheel, and the self-test with real ranks.
 nightly: $(READY) demo
-	STAGEWRIGHT_NIGHTLY=1 $(BIN)/python -m pytest -s tests/unit/test_docs.py tests/unit/planning/test_laws.py \
-		tests/unit/planning/test_calibrate.py tests/unit/model/test_traits.py tests/unit/runtime/stage/test_groups.py \
-		tests/unit/runtime/stage/test_own_optimizer.py tests/unit/test_wheel.py \
-		tests/unit/bench/micro/test_selftest.py tests/distributed/test_engine.py tests/distributed/test_script.py \
-		tests/distributed/test_examples.py tests/unit/integrations
+	STAGEWRIGHT_NIGHTLY=1 $(BIN)/python -m pytest -s -n 2 --dist loadgroup tests/unit tests/schedule
+	STAGEWRIGHT_NIGHTLY=1 $(BIN)/python -m pytest -s tests/distributed/test_engine.py tests/distributed/test_script.py \
+		tests/distributed/test_examples.py
 	$(BIN)/stagewright bench models
 
 bench: $(READY)

@@ -21,8 +21,9 @@ from stagewright.plan.plan import Mode, Plan, TiedParameter
 from stagewright.schedule.action import Action, Op
 from stagewright.schedule.check import check
 from stagewright.schedule.lower import program
+from tests.marks import IS_NIGHTLY
 
-many = settings(max_examples=250, derandomize=True, deadline=None)
+many = settings(max_examples=250 if IS_NIGHTLY else 100, derandomize=True, deadline=None)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from stagewright.data.order import Order
 from stagewright.run.train import prepare, run
 from stagewright.runtime.process.emulate import Emulation
 from tests.commands import fails
+from tests.marks import nightly
 from tests.pictures import bytes_feature, jpeg, make_ofrecord, message, write_parts
 from tests.shared import shared_file
 
@@ -176,6 +177,7 @@ def test_limit_and_learnable_change_the_data(tmp_path: Path) -> None:
     assert losses(shown) != losses(train(root, tmp_path / "runs", **synthetic, data__learnable=False))
 
 
+@nightly
 def test_learns_some_cifar10_in_a_few_steps(tmp_path: Path) -> None:
     root = shared_file("data/cifar10")
     result = train(

@@ -15,6 +15,7 @@ from stagewright.cli.main import main
 from stagewright.config.sections import OptimizerConfig, ScheduleConfig
 from stagewright.plan.stability import Motion, stability_warning, stable_limit
 from stagewright.runtime.stage.optimizer import Rates, Weights, make_optimizer
+from tests.marks import daily
 
 
 def weights_of(motion: Motion, product: float) -> Iterator[float]:
@@ -147,7 +148,7 @@ def test_no_warning_for_a_stable_rate_or_without_lag() -> None:
     assert stability_warning(Motion(0.9, 0), 5.0) is None
 
 
-@pytest.mark.parametrize("given", [("--nesterov",), ("--predict", "--nesterov")])
+@pytest.mark.parametrize("given", daily([("--predict", "--nesterov"), ("--nesterov",)], 2))
 def test_plan_takes_the_optimizer_options(given: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     plan = ("plan", "vgg-small", "--cluster", "titan-v-8", "--batch", "64", "--mode", "stale", "--staleness", "1")
     main([*plan, "--lr", "0.3", "--momentum", "0.8", "--json", *given])

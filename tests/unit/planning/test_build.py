@@ -345,7 +345,7 @@ def test_an_emulated_placement_may_name_any_machine(tmp_path: Path) -> None:
         assert json.loads((result.folder / "plan.json").read_text())["placement"] == placement
         return result.weights()
 
-    one, two = trained("0:0-15.0:0-15"), trained("0:0-7,1:0-7.0:0-7,1:0-7")
+    one, two = trained("0:0-3.0:0-3"), trained("0:0-1,1:0-1.0:0-1,1:0-1")
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 

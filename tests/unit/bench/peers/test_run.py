@@ -17,6 +17,8 @@ from stagewright.bench.result import Outcome, new_outcome, read_outcome
 from stagewright.cli.bench import Request, run_bench
 from stagewright.report.page import Table
 
+pytestmark = pytest.mark.xdist_group("peers")  # which are trained once
+
 
 @pytest.fixture(scope="module")
 def overhead(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -16,6 +16,7 @@ from stagewright.runtime.job import Job
 from stagewright.runtime.process.emulate import Emulation, take_turns
 from stagewright.runtime.process.log import Journal, Ledger
 from tests.keeping import KILLS, emulate_job, emulate_keeping, keeping, losses_from, resumed, same_bits, saved_at
+from tests.marks import daily
 from tests.parity import Case, EmulatedRun, emulate, make_job
 
 ADAMW = {"name": "adamw", "lr": 0.01}
@@ -54,7 +55,7 @@ def buffers_of(run: EmulatedRun) -> list[torch.Tensor]:
     return [buffer for buffers in run.replica_statistics().values() for buffer in buffers.values()]
 
 
-@pytest.mark.parametrize("case", BOTH_WAYS, ids=str)
+@pytest.mark.parametrize("case", daily(BOTH_WAYS, 2), ids=str)
 def test_resuming_from_any_checkpoint_gives_the_same_bits(case: Case, tmp_path: Path) -> None:
     whole = emulate(case, tmp_path)
     kept = emulate_keeping(case, tmp_path, every=2, keep=0)

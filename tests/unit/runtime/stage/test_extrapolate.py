@@ -11,6 +11,7 @@ from stagewright.runtime.checkpoint.folder import Checkpoint
 from stagewright.runtime.process.emulate import Emulation
 from tests import reference
 from tests.keeping import emulate_job, keeping, saved_at
+from tests.marks import pairs
 from tests.parity import Case, assert_near, assert_parity, assert_same_bits, assert_statistics, emulate, make_job, refer
 
 CASES = {
@@ -32,8 +33,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIMIZERS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "options"), pairs(CASES, OPTIMIZERS))
 def test_extrapolated_runs_equal_the_reference(name: str, options: str, tmp_path: Path) -> None:
     case = replace(CASES[name], optimizer={"predict": True, **OPTIMIZERS[options]}, steps=10)
     run, result = emulate(case, tmp_path), refer(case)
@@ -58,8 +58,9 @@ def test_models_with_frozen_shared_and_unused_parameters_equal_the_reference(cas
     assert_parity(case, emulate(case, tmp_path), refer(case))
 
 
-@pytest.mark.parametrize("options", [{"lr": 1e-5}, {"name": "adamw", "lr": 1e-3}], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("name", ["2+1 stale", "four stages"])
+@pytest.mark.parametrize(
+    ("name", "options"), pairs(["2+1 stale", "four stages"], [{"lr": 1e-5}, {"name": "adamw", "lr": 1e-3}])
+)
 @pytest.mark.usefixtures("scaled")
 def test_skipped_updates_do_not_change_the_momentum(name: str, options: dict[str, object], tmp_path: Path) -> None:
     case = replace(CASES[name], model="steep", precision="fp16", loss_scale=2.0**124, growth_interval=2, loud=11)

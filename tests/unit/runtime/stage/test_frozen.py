@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from stagewright.model.load import build_model
+from tests.marks import daily
 from tests.parity import Case, EmulatedRun, assert_near, assert_parity, assert_scores, assert_statistics, emulate, refer
 from tests.reference import Group
 
@@ -49,7 +50,7 @@ def assert_frozen(case: Case, run: EmulatedRun) -> None:
     assert moved == {name for name in first if not name.startswith(trunk)} != set()
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", daily(cases(), 2), ids=str)
 def test_a_trained_head_on_a_frozen_trunk_equals_the_reference(case: Case, tmp_path: Path) -> None:
     run, result = emulate(case, tmp_path), refer(case)
     assert_parity(case, run, result)

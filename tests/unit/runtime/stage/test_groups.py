@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +17,12 @@ from stagewright.runtime.process.emulate import Emulation
 from stagewright.runtime.stage.optimizer import COUNTS, Rates
 from tests import reference
 from tests.keeping import emulate_job, keeping, resumed, same_bits, saved_at
+from tests.marks import IS_NIGHTLY, daily
 from tests.parity import Case, assert_near, assert_parity, build, emulate, make_job, refer
 
 _TOLERANCE = 1e-12
 _LR = 0.05
 _STEPS = 5
-_IS_NIGHTLY = bool(os.environ.get("STAGEWRIGHT_NIGHTLY"))
 
 
 def told(model: str, rule: Any) -> dict[str, reference.Group]:
@@ -89,7 +88,7 @@ _DAILY = {("sgd", "sync 1-1"), ("sgd", "pipedream"), ("adamw", "stale 2-1"), ("a
 
 
 @pytest.mark.parametrize(
-    ("kind", "plan"), [(kind, plan) for kind in KINDS for plan in PLANS if _IS_NIGHTLY or (kind, plan) in _DAILY]
+    ("kind", "plan"), [(kind, plan) for kind in KINDS for plan in PLANS if IS_NIGHTLY or (kind, plan) in _DAILY]
 )
 def test_groups_train_as_the_reference_does(kind: str, plan: str, tmp_path: Path) -> None:
     assert_equals_reference(case_of(kind, plan), tmp_path)
@@ -115,7 +114,7 @@ def test_a_group_without_momentum_stands_beside_one_with_it(tmp_path: Path) -> N
     assert_equals_reference(replace(case, optimizer={**case.optimizer, "predict": True}), tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["sync", "stale"] if _IS_NIGHTLY else ["stale"])
+@pytest.mark.parametrize("mode", daily(["stale", "sync"], 2))
 def test_a_tied_parameter_is_in_one_group_in_all_its_homes(mode: str, tmp_path: Path) -> None:
     case = Case("language", "0:0-1.0:2", "head", mode=mode, microbatches=3, steps=_STEPS)
     case = replace(case, staleness=1 if mode == "stale" else None)
@@ -135,7 +134,7 @@ def test_a_skipped_update_leaves_every_group_alone(tmp_path: Path) -> None:
     assert_near(emulate(case, tmp_path).weights, expected.weights | expected.buffers, 1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", daily(KINDS, 2))
 def test_a_run_with_groups_resumes_bit_for_bit_and_under_another_plan(kind: str, tmp_path: Path) -> None:
     case = replace(case_of(kind, "sync 1-1"), model="plain" if kind == "sgd" else "layered")
     if kind == "adamw":  # statistics depend on who runs which microbatch; a run of one rank has them all

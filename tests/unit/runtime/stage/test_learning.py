@@ -25,6 +25,7 @@ from stagewright.data.sources import ImageOptions, open_source
 from stagewright.errors import RunFailed
 from stagewright.runtime.stage import optimizer
 from stagewright.runtime.stage.versions import Slot, VersionRing
+from tests.marks import nightly
 from tests.shared import shared_file
 
 _SAMPLES = 2048
@@ -112,6 +113,7 @@ def wrong_sign() -> AbstractContextManager[object]:
     )
 
 
+@nightly
 @pytest.mark.parametrize("fault", [wrong_slot, no_stash, wrong_sign])
 def test_faults_change_the_losses(
     fault: Callable[[], AbstractContextManager[object]], without_lag: float, images: str, tmp_path: Path

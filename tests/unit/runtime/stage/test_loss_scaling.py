@@ -18,6 +18,7 @@ from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
 from stagewright.runtime.stage.loss_scaling import LossScale, ScalingOptions
 from stagewright.schedule.check import check
+from tests.marks import IS_NIGHTLY, pairs
 from tests.parity import Case, assert_near, emulate, refer
 
 
@@ -100,10 +101,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "options", [{"lr": 1e-5}, {"name": "adamw", "lr": 1e-3}, {"clip": 0.3, "lr": 1e-3}], ids=["sgd", "adamw", "clip"]
-)
-@pytest.mark.parametrize("name", CASES)
+OPTIMIZERS = [{"lr": 1e-5}, {"name": "adamw", "lr": 1e-3}, {"clip": 0.3, "lr": 1e-3}]
+
+
+@pytest.mark.parametrize(("name", "options"), pairs(CASES, OPTIMIZERS))
 @pytest.mark.usefixtures("scaled")
 def test_scaled_runs_equal_the_reference(name: str, options: dict[str, object], tmp_path: Path) -> None:
     case = replace(CASES[name], precision="fp16", loss_scale=2.0**124, growth_interval=2, loud=11, steps=14)
@@ -138,7 +139,7 @@ def _scales(events: Sequence[Event], microbatches: int) -> list[float]:
     return [scales[batch] for batch in sorted(scales)]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=100 if IS_NIGHTLY else 25)
 @given(
     st.lists(st.integers(1, 4), min_size=2, max_size=4),
     st.integers(1, 3),

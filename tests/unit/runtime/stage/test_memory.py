@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stagewright.runtime.process.emulate import Emulation
+from tests.marks import daily
 from tests.parity import Case, make_job
 
 
@@ -72,7 +73,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES, *(replace(case, dynamic=True) for case in CASES[2:5])], ids=str)
+@pytest.mark.parametrize("case", daily([*CASES, *(replace(case, dynamic=True) for case in CASES[2:5])], 3), ids=str)
 def test_four_times_the_microbatches_need_no_more_memory(case: Case, tmp_path: Path) -> None:
     few, _ = train(case, 5, 12, tmp_path)
     many, emulation = train(case, 6, 48, tmp_path)

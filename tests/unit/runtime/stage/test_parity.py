@@ -17,6 +17,7 @@ from stagewright.runtime.process.emulate import Emulation
 from stagewright.runtime.stage.replica import Replica
 from stagewright.schedule.lower import updates_in
 from stagewright.schedule.policy import overlapped_backward
+from tests.marks import daily, pairs
 from tests.parity import (
     Case,
     Drive,
@@ -88,7 +89,7 @@ def shape_cases() -> Iterator[Case]:
             yield Case("plain", placement, cut, microbatches=next(counts), mode="stale", staleness=0)
 
 
-@pytest.mark.parametrize("case", list(shape_cases()), ids=str)
+@pytest.mark.parametrize("case", daily(shape_cases(), 2), ids=str)
 def test_every_shape_and_mode_equals_the_reference(case: Case, tmp_path: Path) -> None:
     assert_equals_reference(case, tmp_path)
 
@@ -158,13 +159,14 @@ def model_cases() -> Iterator[Case]:
     yield Case("residual", two_to_one, "add", owners="head", microbatches=3, eval_every=5, **LAGGING)
 
 
-@pytest.mark.parametrize("case", list(model_cases()), ids=lambda case: f"{case}/{case.cut}")
+@pytest.mark.parametrize("case", daily(model_cases(), 2), ids=lambda case: f"{case}/{case.cut}")
 def test_every_model_equals_the_reference(case: Case, tmp_path: Path) -> None:
     assert_equals_reference(replace(case, optimizer={"weight_decay": 0.02}), tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["sync", "pipedream"])
-@pytest.mark.parametrize("model", ["dropping", "residual", "frozen_first", "tied", "recurrent"])
+@pytest.mark.parametrize(
+    ("model", "mode"), pairs(["dropping", "residual", "frozen_first", "tied", "recurrent"], ["sync", "pipedream"])
+)
 def test_models_equal_the_reference_in_other_modes(model: str, mode: str, tmp_path: Path) -> None:
     cut = {"frozen_first": "second", "tied": "second", "recurrent": "lstm"}.get(model, "third")
     assert_equals_reference(Case(model, "0:0-2.0:3-4", cut, mode=mode, eval_every=3), tmp_path)
@@ -199,8 +201,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIMIZERS, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "options"), pairs(CASES, OPTIMIZERS))
 def test_every_optimizer_equals_the_reference(name: str, options: dict[str, object], tmp_path: Path) -> None:
     assert_equals_reference(replace(CASES[name], optimizer=options), tmp_path)
 
@@ -216,17 +217,15 @@ def test_gradients_are_clipped_by_the_whole_norm_only_without_lag(name: str, tmp
     assert plan.agree is (name in ("sync", "shared"))
 
 
-@pytest.mark.parametrize("options", [{}, {"name": "adamw", "lr": 0.005}], ids=["sgd", "adamw"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("normed", "0:0-2.0:3", "third", mode="stale", staleness=1, dynamic=True),
-        Case("plain", "0:0-2.0:3-4.0:5-6.0:7", "second,third,head", mode="stale", staleness=3, microbatches=6),
-        Case("residual", "0:0-1.0:0-1", "third", microbatches=3, dynamic=True),
-        Case("dropping", "0:0.0:1-2", "second", mode="pipedream"),
-    ],
-    ids=str,
-)
+FP32 = [
+    Case("normed", "0:0-2.0:3", "third", mode="stale", staleness=1, dynamic=True),
+    Case("plain", "0:0-2.0:3-4.0:5-6.0:7", "second,third,head", mode="stale", staleness=3, microbatches=6),
+    Case("residual", "0:0-1.0:0-1", "third", microbatches=3, dynamic=True),
+    Case("dropping", "0:0.0:1-2", "second", mode="pipedream"),
+]
+
+
+@pytest.mark.parametrize(("case", "options"), pairs(FP32, [{}, {"name": "adamw", "lr": 0.005}]))
 def test_fp32_runs_equal_the_reference(case: Case, options: dict[str, object], tmp_path: Path) -> None:
     case = replace(case, precision="fp32", optimizer=options, eval_every=4)
     run = assert_equals_reference(case, tmp_path)
@@ -264,7 +263,7 @@ def in_random_order(seed: int) -> Drive:
     return drive
 
 
-@pytest.mark.parametrize("case", BITS, ids=str)
+@pytest.mark.parametrize("case", daily(BITS, 2), ids=str)
 def test_bits_do_not_depend_on_timing_scheduling_or_evaluation(case: Case, tmp_path: Path) -> None:
     run = emulate(case, tmp_path)
     assert_same_bits(run, emulate(case, tmp_path))
@@ -281,8 +280,7 @@ def test_dynamic_scheduling_equals_the_reference(case: Case, tmp_path: Path) -> 
     assert_equals_reference(replace(case, dynamic=True, eval_every=3), tmp_path)
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("case", BITS, ids=str)
+@pytest.mark.parametrize(("case", "dynamic"), pairs(BITS, [False, True]))
 def test_gpipe_equals_the_reference(case: Case, dynamic: bool, tmp_path: Path) -> None:
     assert_equals_reference(replace(case, policy="gpipe", dynamic=dynamic), tmp_path)
 
