@@ -48,7 +48,7 @@ soak: $(READY)
 nightly: $(READY) demo
 	STAGEWRIGHT_NIGHTLY=1 $(BIN)/python -m pytest -s -n 2 --dist loadgroup tests/unit tests/schedule
 	STAGEWRIGHT_NIGHTLY=1 $(BIN)/python -m pytest -s tests/distributed/test_engine.py tests/distributed/test_script.py \
-		tests/distributed/test_examples.py
+		tests/distributed/test_examples.py tests/distributed/test_kill.py tests/distributed/test_torchrun.py
 	$(BIN)/stagewright bench models
 
 bench: $(READY)

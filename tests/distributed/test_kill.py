@@ -23,6 +23,7 @@ from stagewright.run.train import Result, run
 from stagewright.runtime.process.log import Ledger
 from tests.distributed.test_command import ranks_of
 from tests.keeping import KILLS, same_bits
+from tests.marks import IS_NIGHTLY
 from tests.shared import shared_file
 
 STEPS = 300 if KILLS else 40
@@ -103,6 +104,7 @@ def records_of(result: Result, kind: str) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
+@pytest.mark.skipif(not (KILLS or IS_NIGHTLY), reason="takes long: make nightly")
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("placement", ["0:0-1.0:2-3", "0:0-2.0:3"] if KILLS else ["0:0-1.0:2-3"])
 def test_killed_ranks_do_not_change_the_result(placement: str, tmp_path: Path) -> None:

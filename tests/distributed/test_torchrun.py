@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from stagewright.runtime.checkpoint.folder import list_folders
 from tests.distributed.test_command import ROOT, command, ranks_of
-from tests.marks import soak
+from tests.marks import nightly, soak
 from tests.waiting import LONG, wait_until
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
@@ -32,6 +32,7 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
     return process.returncode, out, [line for line in error.splitlines() if line.startswith("stagewright: ")]
 
 
+@nightly
 def test_trains_the_same_weights_as_the_command_itself(tmp_path: Path) -> None:
     options = ("--steps", "6", "--samples", "64", "--eval-every", "3")
     weights = [tmp_path / "alone.safetensors", tmp_path / "torchrun.safetensors"]

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stagewright
 from stagewright import Engine
-from stagewright.data.order import permutation
+from stagewright.data.order import Order, TrainingSampler, permutation
 from stagewright.errors import UserError
+from stagewright.run.script import EpochSampler
 
 BATCH, SAMPLES, EPOCHS = 8, 44, 2  # five batches an epoch, and four samples that are dropped
 STAGES = {"placement": "0:0-1.0:2", "cut": "3", "mode": "stale", "staleness": 1, "emulate": True, "microbatches": 4}
@@ -247,6 +248,31 @@ def test_a_resumed_script_sees_its_steps_again_and_ends_with_the_same_bits(
     assert [one[:2] for one in seen] == [one[:2] for one in expected]
     assert [batch for batch, _, is_replayed in seen if is_replayed] == [0, 1, 2, 3]
     assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_rate_set_between_epochs_is_the_replayed_steps_rate_too(tmp_path: Path) -> None:
+    def rates(engine: Engine) -> list[float]:
+        seen = []
+        for _ in range(EPOCHS):
+            seen += [step.lr for step in engine.epoch(DATA, batch=BATCH)]
+            engine.optimizer.param_groups[0]["lr"] *= 0.5
+        return seen
+
+    with make_engine(tmp_path, checkpoint_every=4) as engine:
+        first, run = rates(engine), engine.folder
+    with make_engine(tmp_path, resume=run) as engine:
+        assert rates(engine) == first == [0.1] * 5 + [0.05] * 5
+        assert engine.done == 10
+
+
+def test_epochs_have_the_order_and_the_augmentation_of_a_run_of_the_command() -> None:
+    order = Order(SAMPLES, BATCH, seed=3, shuffle=True)
+    run = TrainingSampler(order, 2)
+    for epoch in range(3):
+        sampler = EpochSampler(order, epoch, first=order.batches * epoch, microbatches=2)
+        for number in range(2 * order.batches * epoch, 2 * order.batches * (epoch + 1)):
+            assert sampler.indices(number).tolist() == run.indices(number).tolist()
+            assert sampler.augment_seed(number) == run.augment_seed(number)
 
 
 def test_what_a_script_draws_does_not_depend_on_training(tmp_path: Path) -> None:
