@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import stagewright
@@ -248,6 +248,63 @@ def test_a_resumed_script_sees_its_steps_again_and_ends_with_the_same_bits(
     assert [one[:2] for one in seen] == [one[:2] for one in expected]
     assert [batch for batch, _, is_replayed in seen if is_replayed] == [0, 1, 2, 3, 4, 5]
     assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_checkpoint_and_a_save_in_a_loop_are_of_whole_batches_and_replayed_ones_write_nothing(tmp_path: Path) -> None:
+    """What is saved at step 1 has the batches that were begun; a resumed script does not write it anew."""
+    file = tmp_path / "best.safetensors"
+
+    def script(engine: Engine) -> dict[str, Tensor]:
+        for step in engine.epoch(DATA, batch=BATCH):
+            if step.batch == 1:
+                engine.save(file)
+                engine.checkpoint()
+        return load_file(engine.save(tmp_path / "last.safetensors"))
+
+    with make_engine(tmp_path, **STAGES) as engine:
+        last, run = script(engine), engine.folder
+        weights, when = load_file(file), file.stat().st_mtime_ns
+    with make_engine(tmp_path, **STAGES) as engine:
+        for step in engine.epoch(DATA, batch=BATCH):
+            if step.batch == 1:
+                break
+        assert_same(weights, load_file(engine.save(tmp_path / "three.safetensors")), 0)
+    with make_engine(tmp_path, resume=run, **STAGES) as engine:
+        again = script(engine)
+    assert file.stat().st_mtime_ns == when
+    assert_same(again, last, 0)
+
+
+def test_leaving_a_replayed_loop_leaves_it_at_the_same_batch(tmp_path: Path) -> None:
+    def script(engine: Engine) -> list[int]:
+        seen = []
+        for stop in (1, 8):
+            for step in engine.epoch(DATA, batch=BATCH):
+                seen.append(step.batch)
+                if step.batch == stop:
+                    break
+        return seen
+
+    with make_engine(tmp_path, checkpoint_every=5, **STAGES) as engine:
+        first, run = script(engine), engine.folder
+    with make_engine(tmp_path, resume=run, **STAGES) as engine:
+        assert script(engine) == first == [0, 1, 3, 4, 5, 6, 7]
+
+
+PIPEDREAM = {"placement": "0:0-2.0:3", "cut": "3", "mode": "pipedream", "emulate": True, "microbatches": 2}
+
+
+def test_pipedream_ends_epochs_with_its_rounds_and_takes_the_rate_of_their_first_batch(tmp_path: Path) -> None:
+    """A round of the first stage is three microbatches, a batch two: they end together every third batch."""
+    with make_engine(tmp_path, scheduler=lambda optimizer: StepLR(optimizer, 1), **PIPEDREAM) as engine:
+        batches = [step.batch for step in engine.epoch(DATA, batch=BATCH)]
+        weights = load_file(engine.save(tmp_path / "w.safetensors"))
+    assert batches == [0, 1, 2]  # of five, the most that is a multiple of three
+    expected = stagewright.train(
+        make_model(), DATA, loss=nn.CrossEntropyLoss(), optimizer="sgd", lr=0.1, precision="fp64", batch=BATCH,
+        steps=3, runs=tmp_path, lr_schedule="step", lr_steps="1,2", lr_gamma=0.1, **PIPEDREAM,
+    )  # fmt: skip
+    assert_same(weights, expected.weights())
 
 
 def test_a_rate_set_between_epochs_is_the_replayed_steps_rate_too(tmp_path: Path) -> None:

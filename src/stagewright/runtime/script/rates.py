@@ -56,6 +56,9 @@ class Panel:
             found.append({key: value for key, value in now.items() if key in known or value != made.get(key)})
         if not self._changes or found != before:
             self._changes[batch] = found
+
+    def forget(self, batch: int) -> None:
+        """Drop what acts on no batch that some stage may still update when a rank has come to this one."""
         old = [number for number in self._changes if number < batch - self.kept]
         for number in old[:-1]:  # the newest of them still acts
             del self._changes[number]
@@ -84,6 +87,7 @@ class Rates:
         """What the panel says now acts from this batch on; a scheduler tells the rates of batches ahead as well."""
         with suppress(Exception):
             self.panel.optimizer.step()  # of no parameters: torch's schedulers want to see it
+        self.panel.forget(batch)
         if self._scheduler is None:
             self.panel.read(batch)
             return
