@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from stagewright.metrics import (
     IMAGES,
@@ -70,7 +71,11 @@ def _blocks(named: dict[str, Run]) -> Iterator[Block]:
     yield from _throughputs(real, unit, colours)
     for name, run in named.items():
         title = f"Timeline: {name}"
-        yield pipeline_of(run, title) or Note(title, f"No timeline: {no_timeline(run)}.")
+        pipeline = pipeline_of(run, title)
+        if pipeline is None:
+            yield Note(title, f"No timeline: {no_timeline(run)}.")
+        else:
+            yield replace(pipeline, colour=colours[name])
     peaks = tuple(
         Bar(name, max(peak.values()) / MIB, colour=colours[name])
         for name, run in real.items()
@@ -96,7 +101,9 @@ def _sentences(named: dict[str, Run], real: dict[str, Run]) -> Iterator[str]:
     if len(speeds) > 1:
         ordered = sorted(speeds, key=lambda name: -speeds[name])
         best = ordered[0]
-        others = [f"{speeds[best] / speeds[name]:.2f} x {name} ({format_rate(speeds[name])})" for name in ordered[1:]]
+        others = [
+            f"{speeds[best] / speeds[name]:.2f} times {name} ({format_rate(speeds[name])})" for name in ordered[1:]
+        ]
         yield f"{best} is the fastest: {format_rate(speeds[best])} {unit.rate}, {', '.join(others)}."
     if emulated := [name for name in named if name not in real]:
         yield f"Emulated: {', '.join(emulated)}. {_NOT_RANKED}"

@@ -148,7 +148,9 @@ def _section(block: Block, number: int, is_half: bool) -> str:
     if isinstance(block, Summary):
         lines = "".join(f"<p>{escape(line)}</p>" for line in block.lines)
         return f'<section id="{part}" class="summary" aria-label="Summary">{lines}</section>'
-    title = f'<h2 id="{part}-title">{escape(block.title)}</h2>'
+    colour = block.colour if isinstance(block, Pipeline) else None
+    swatch = "" if colour is None else _swatch(f"p{colour % COLOURS}")
+    title = f'<h2 id="{part}-title">{swatch}{escape(block.title)}</h2>'
     half = ' class="half"' if is_half else ""
     return f'<section id="{part}"{half} aria-labelledby="{part}-title">{title}{_body(block, part)}</section>'
 
@@ -209,9 +211,10 @@ def _table(table: Table, name: str = "") -> str:
     )
     note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
     label = f' id="{name}"' if name else ""
+    named = ' class="runs"' if table.colours else ""
     return (
         f'<div class="scroll" tabindex="0" role="group" aria-label="{escape(table.title)}, table">'
-        f"<table{label}><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{note}"
+        f"<table{label}{named}><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{note}"
     )
 
 

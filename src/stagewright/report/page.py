@@ -154,6 +154,7 @@ class Pipeline:
     shares: tuple[float, ...] = ()  # of the time that each rank computes, by the one definition of the page
     marks: tuple[Mark, ...] = ()
     note: str = ""
+    colour: int | None = None  # of its run, in a comparison
 
     def since(self, moment: float) -> Pipeline:
         """The part that begins at a moment, which becomes zero."""

@@ -31,7 +31,8 @@ async function refresh() {
     fresh.querySelectorAll(CONTROLS)[place]?.focus();
   }
   for (const old of [...main.children]) if (!parts.some((part) => part.id === old.id)) old.remove();
-  document.querySelector("nav").replaceWith(document.importNode(news.querySelector("nav"), true));
+  const nav = document.querySelector("nav"), links = news.querySelector("nav");
+  if (nav.textContent !== links.textContent) nav.replaceWith(document.importNode(links, true));
   document.documentElement.dataset.updates = Number(document.documentElement.dataset.updates || 0) + 1;
   const poll = Number(news.documentElement.dataset.poll || 0);
   if (poll) setTimeout(refresh, poll * 1000); // a finished run has no more updates
