@@ -193,7 +193,7 @@ def test_hovering_shows_action_version_and_duration(report: Path, visit: Visit) 
         assert all(word in text for word in words), text
     x, y = bar_at(opened, 0, 0.07)
     opened.page.mouse.move(x, y + 0.52 * ROW)
-    assert "0RG0<2: waiting for receive gradients of microbatch 0 at stage 0 from rank 2" in tip.inner_text()
+    assert "0RG0<2: waiting to start: receive gradients of microbatch 0 at stage 0 from rank 2" in tip.inner_text()
     opened.page.mouse.move(5, 5)
     assert not tip.is_visible()
 

@@ -33,7 +33,9 @@ _SHAPES = (  # circle, square, triangle, diamond
     "M0 -5L5 0L0 5L-5 0z",
 )
 _EVALUATED = re.compile(r"[0-9]+F[0-9]+")
-_NUMBER = re.compile(r"[-+~<>]?[\d][\d.,]*(e[-+]?\d+)?( ?(%|x|s|ms|µs|ns|[KMGT]iB))?( to [-+]?[\d.,]+)?")
+_NUMBER = re.compile(
+    r"[-+~<>]?[\d][\d.,]*(e[-+]?\d+)?( ?(%|x|s|ms|µs|ns|[KMGT]iB))?( to [-+]?[\d.,]+)?|\d+ min \d+ s|[\d,]+ h \d+ min"
+)
 
 
 def escape(text: str) -> str:
@@ -271,6 +273,7 @@ def encode_curves(curves: Curves) -> str:
     data = {
         "x": printable(curves.x),
         "y": printable(curves.y),
+        "fromZero": curves.from_zero,
         "curves": found,
         "marks": [(mark.kind, _rounded(mark.start), _rounded(mark.end)) for mark in curves.marks],
     }

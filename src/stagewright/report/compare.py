@@ -92,7 +92,7 @@ def _throughputs(real: dict[str, Run], unit: Unit, colours: dict[str, int]) -> I
     marks = tuple(training_pauses(real[next(iter(found))])) if len(found) == 1 else ()
     curves = tuple(Curve(name, points, colour=colours[name]) for name, points in found.items())
     if curves:
-        yield Curves("Throughput", "seconds of training", unit.rate, curves, marks=marks)
+        yield Curves("Throughput", "seconds of training", unit.rate, curves, marks=marks, from_zero=True)
 
 
 def _sentences(named: dict[str, Run], real: dict[str, Run]) -> Iterator[str]:

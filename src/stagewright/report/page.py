@@ -140,6 +140,7 @@ class Curves:
     is_small: bool = False  # two of them, one after the other, share the width
     marks: tuple[Mark, ...] = ()
     note: str = ""
+    from_zero: bool = False  # its y axis: of rates, whose noise would look large on a short axis
 
 
 @dataclass(frozen=True, slots=True)

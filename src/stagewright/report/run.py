@@ -58,7 +58,7 @@ def _speed(run: Run) -> Block:
         curves.append(Curve("predicted", ends, Look.REFERENCE, colour=0))
     note = "All ranks ran in one process: this is no speed of real devices." if run.is_emulated else ""
     marks = tuple(training_pauses(run))
-    return Curves("Throughput", "seconds of training", rate, tuple(curves), marks=marks, note=note)
+    return Curves("Throughput", "seconds of training", rate, tuple(curves), marks=marks, note=note, from_zero=True)
 
 
 def losses(runs: dict[str, Run]) -> Iterator[Block]:

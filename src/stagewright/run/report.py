@@ -171,8 +171,9 @@ def live_page(folder: Path) -> str:
     if not is_locked(folder):
         return as_html(page)
     rows = tuple(
-        (label, _decoded(action), action)
+        (label, words, "" if action == words else action)
         for label, action in zip(run.rank_map.labels, current_actions(folder), strict=True)
+        for words in (_decoded(action),)
     )
     now = Table("Now", ("rank", "action", "code"), rows, "The page updates every two seconds.")
     after = 1 + next(number for number, block in enumerate(page.blocks) if isinstance(block, Summary))
@@ -181,8 +182,8 @@ def live_page(folder: Path) -> str:
 
 def _decoded(action: str) -> str:
     """What a rank does now, in words."""
-    before, waits, code = action.rpartition("waits for ")
-    return f"{before}{waits}{action_words(code)}"
+    _, waits, code = action.rpartition("waits for ")
+    return f"{'waits to start: ' if waits else ''}{action_words(code)}"
 
 
 def write_page(page: Page, target: Path) -> tuple[Path, Path]:

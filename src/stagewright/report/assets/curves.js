@@ -127,7 +127,7 @@ class Plot {
       [low, high] = low === high ? [low / 2, high * 2] : [low / 1.02, high * 1.02];
       this.up = logTicks(low, high);
     } else {
-      this.up = ticks(low > 0 && low < 0.75 * high ? 0 : low, high); // from zero, unless that would flatten the curves
+      this.up = ticks(low > 0 && (this.data.fromZero || low < 0.75 * high) ? 0 : low, high); // from zero, unless that would flatten curves
       [low, high] = [this.up[0], this.up.at(-1)];
     }
     [this.low, this.high] = [low, high];

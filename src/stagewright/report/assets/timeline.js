@@ -280,7 +280,7 @@ class Timeline {
       else if (mark === "F") words.push("in an evaluation");
       if (peer >= 0) words.push(`${mark[0] === "S" ? "to" : "from"} rank ${peer}`);
     }
-    const waits = lane.lane === 2 ? "waiting for " : "";
+    const waits = lane.lane === 2 ? "waiting to start: " : "";
     return `${this.nameOf(lane, bar)}: ${waits}${words.join(" ").trim()}\n` +
       `${inUnits(lane.end[bar] - lane.start[bar])}, from ${inUnits(lane.start[bar])} on; ${this.data.ranks[lane.rank] || `rank ${lane.rank}`}`;
   }
