@@ -337,10 +337,14 @@ def test_a_served_page_updates_with_the_run(tmp_path: Path, visit: Visit) -> Non
                 first = opened.page.locator(".summary p").first
                 assert "5 of 20 steps" in first.inner_text()
                 opened.page.locator("summary").first.click()
-                opened.page.evaluate("document.activeElement.blur()")  # a part that is being read is left alone
+                log = figure(opened, "Loss").get_by_role("button", name="Log axis")
+                log.click()  # and keeps the focus
                 append(folder, *steps(9)[5:])
                 opened.page.locator(".summary p", has_text="9 of 20 steps").wait_for()
                 assert opened.page.locator("details[open]").count() == 1, "what was open stays open"
+                assert log.get_attribute("aria-pressed") == "true", "and the axis as it was chosen"
+                assert log.evaluate("(button) => button === document.activeElement")
+                assert path_of(figure(opened, "Loss"), 0).count("L") == 8, "of the new steps"
             opened.page.get_by_role("heading", name="Now").wait_for(state="detached")
             assert set(opened.requests) == {server.url} and opened.messages == []
         finally:
