@@ -44,7 +44,7 @@ from stagewright.report.page import (
     Table,
     Tiles,
 )
-from stagewright.report.timeline import MOST_BARS, encode, first_view, start_of_last
+from stagewright.report.timeline import ACTION_WORDS, MOST_BARS, encode, first_view, start_of_last
 
 _MOST_POINTS = 400  # per curve: a screen can't show more
 _ALL_POINTS = 5000  # of all curves of a page: with the bars of its timelines it stays below a megabyte
@@ -273,10 +273,11 @@ def _key(curve: Curve, number: int) -> str:
 def _pipeline(block: Pipeline, part: str) -> str:
     timeline = block.timeline
     encoded = encode(timeline)
-    codes = dict.fromkeys((mark, words) for mark, _, words in encoded["operations"] if words)
+    found = {mark for mark, _, _ in encoded["operations"]}
+    codes = [(mark, words) for mark, words in ACTION_WORDS.items() if mark in found]
     marks = [(mark.kind, mark.start, mark.end) for mark in block.marks]
-    found = {**encoded, "ranks": block.ranks, "marks": marks, "view": first_view(block)}
-    data = json.dumps(found, ensure_ascii=True).replace("<", "\\u003c")
+    shown = {**encoded, "ranks": block.ranks, "marks": marks, "view": first_view(block)}
+    data = json.dumps(shown, ensure_ascii=True).replace("<", "\\u003c")
     keys = "".join(f"<li>{_swatch(f'k-{kind}')}{kind}</li>" for kind in kinds_of(block))
     keys += _mark_keys([mark for mark in block.marks if mark.kind not in kinds_of(block)])
     how = "Predicted" if block.is_predicted else "Measured"

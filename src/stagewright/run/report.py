@@ -104,7 +104,7 @@ def make_prediction_page(name: str, prediction: Prediction) -> Page:
                 shares=tuple(prediction.steady.busy),
                 note="What each rank would do while the pipeline fills, runs and drains.",
             ),
-            Stacks("Memory", "MiB", stacks, "Predicted, by part; a dashed line is the limit of the device."),
+            Stacks("Memory by part", "MiB", stacks, "Predicted; a dashed line is the limit of the device."),
             Table("Plan", ("what", "value"), rows),
         ),
     )

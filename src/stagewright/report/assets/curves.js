@@ -180,7 +180,7 @@ class Plot {
       let pen = "M", text = "";
       values.forEach((y, at) => {
         if (!drawable(y)) { pen = "M"; return; }
-        if (at && this.data.marks.some(([kind, start, end]) => kind === "evaluation" && start >= curve.x[at - 1] && end <= curve.x[at])) pen = "M";
+        if (curve.look === "line" && at && this.isPaused(curve.x[at - 1], curve.x[at])) pen = "M";
         text += `${pen}${this.x(curve.x[at]).toFixed(1)} ${this.y(y).toFixed(1)}`;
         pen = "L";
       });
@@ -202,6 +202,10 @@ class Plot {
       make("path", { class: `line ${colour}${dashed}`, d: path(curve.smooth ?? curve.y) }, group);
       if (curve.y.filter(drawable).length === 1) curve.y.forEach((y, at) => { if (drawable(y)) this.drawPoint(curve, curve.x[at], y, group); });
     }
+  }
+
+  isPaused(from, to) {
+    return this.data.marks.some(([kind, start, end]) => kind === "evaluation" && start >= from && end <= to);
   }
 
   drawPoint(curve, x, y, group) {
@@ -244,7 +248,7 @@ class Plot {
         }
       }
       const range = curve.low?.[place] == null ? "" : ` (${short(curve.low[place])} to ${short(curve.high[place])})`;
-      rows.push([curve, short(value) + range + (curve.smooth ? ` smoothed, ${short(raw)} measured` : "")]);
+      rows.push([curve, short(value) + range + (curve.smooth ? ` (not smoothed: ${short(raw)})` : "")]);
     }
     for (const [kind, start, end] of this.data.marks) {
       if (at >= start && at <= end || this.x(start) <= x + 3 && this.x(end) >= x - 3) rows.push([null, `${kind}, ${inUnits(end - start)}`]);
@@ -278,7 +282,8 @@ class Plot {
     this.tip.replaceChildren(head, ...lines);
     this.tip.hidden = false;
     const wide = this.tip.offsetWidth, left = x + 14 + wide < this.width ? x + 14 : Math.max(0, x - 14 - wide);
-    this.tip.style.transform = `translate(${left}px, ${this.margin.top + 4}px)`;
+    const above = this.width < 520 ? -this.tip.offsetHeight : 4; // on a phone it would cover the curves
+    this.tip.style.transform = `translate(${left}px, ${this.margin.top + above}px)`;
   }
 
   pressKey(event) {
