@@ -138,6 +138,7 @@ def take(browser: Any, address: str, target: Path) -> None:
             page = context.new_page()
             page.goto(address)
             page.wait_for_load_state()
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{address} scrolls sideways"
             path = target.with_name(f"{target.name}-{screen}-{scheme}.png")
             page.screenshot(path=path)
             context.close()

@@ -102,9 +102,9 @@ def headlines(outcome: Outcome) -> Iterator[str]:
                 best = next(row for row in others if row.speedup and row.speedup.value >= most * (1 - _CLOSE))
                 yield _comparison(best, base, f"{name} on {data} data" if len(kinds) > 1 and data else name)
     for ratio in outcome.ratios[:_MOST_RATIOS]:
-        as_long = f"times as {'fast' if outcome.is_rate else 'long'} as {_said(ratio.theirs)} ({ratio.group})"
-        verb = "is" if outcome.is_rate else "takes"
-        yield f"{upper_first(_said(ratio.ours))} {verb} {_times(ratio.ratio)} {as_long}{_ends(ratio.ratio)}."
+        verb, way = ("is", "fast") if outcome.is_rate else ("takes", "long")
+        times = f"{_times(ratio.ratio)} times as {way} as {_said(ratio.theirs)}{_ends(ratio.ratio)}"
+        yield f"{upper_first(ratio.group)}: {_said(ratio.ours)} {verb} {times}."
 
 
 def _circumstances(outcome: Outcome) -> Iterator[str]:
