@@ -31,7 +31,7 @@ from stagewright.report.read import Run
 from stagewright.report.run import losses
 from stagewright.report.sections import configuration
 from stagewright.report.summary import busy_sentences, resume_sentence
-from stagewright.report.timeline import pipeline_of
+from stagewright.report.timeline import busy_shares, pipeline_of
 
 _MOST_METRICS = 4  # columns of the overview
 _NOT_RANKED = (
@@ -151,7 +151,7 @@ def _overview(named: dict[str, Run], unit: Unit) -> Table:
     rows = []
     for name, run in named.items():
         speed, last = run.images_per_second, run.evaluations[-1] if run.evaluations else None
-        share = None if run.is_emulated else waiting(run)
+        shares = None if run.is_emulated else busy_shares(run)
         rows.append(
             (
                 name,
@@ -162,7 +162,7 @@ def _overview(named: dict[str, Run], unit: Unit) -> Table:
                 f"{run.steps[-1].loss:.4g}" if run.steps else NONE,
                 str(run.steps[-1].batch + 1) if run.steps else "0",
                 format_duration(run.seconds) if run.steps else NONE,
-                NONE if share is None else format_share(share),
+                NONE if shares is None else format_share(waiting(shares)),
                 run.name,
             )
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from stagewright.metrics import MIB, Unit, batch_seconds, format_metric, format_rate, metric_label
@@ -16,10 +16,9 @@ ONE_PROCESS = "all ranks ran in one process (--emulate)"
 _MOST_POINTS = 400  # of a curve of throughput
 
 
-def waiting(run: Run) -> float | None:
-    """The share of the ranks' time that is not spent computing; None without a timeline."""
-    shares = busy_shares(run)
-    return None if shares is None else 1 - sum(shares) / len(shares)
+def waiting(shares: Sequence[float]) -> float:
+    """The share of the ranks' time that is not spent computing, by `busy_shares`."""
+    return 1 - sum(shares) / len(shares)
 
 
 def prediction_error(run: Run) -> str | None:
@@ -152,21 +151,21 @@ def _memory_tile(run: Run) -> Tile:
 
 
 def _waiting_tile(run: Run) -> Tile:
-    shares, share = busy_shares(run), waiting(run)
-    if shares is None or share is None:
+    shares = busy_shares(run)
+    if shares is None:
         return Tile("Waiting", NONE, "", f"no timeline: {no_timeline(run)}")
     busiest = f"; {busiest_rank(run, shares)} computes most: {format_share(max(shares))}" if len(shares) > 1 else ""
-    return Tile("Waiting", format_share(share), "", f"of the ranks' time{busiest}")
+    return Tile("Waiting", format_share(waiting(shares)), "", f"of the ranks' time{busiest}")
 
 
-def busiest_rank(run: Run, shares: tuple[float, ...]) -> str:
+def busiest_rank(run: Run, shares: Sequence[float]) -> str:
     return run.rank_map.labels[shares.index(max(shares))]
 
 
 def throughput(run: Run, unit: Unit) -> tuple[Point, ...]:
     """Throughput over groups of consecutive steps; steps that a pause delayed are left out."""
-    took = batch_seconds(run.steps)
-    steps = [step for step in run.steps if step.batch in took and step.batch not in run.interrupted]
+    took, delayed = batch_seconds(run.steps), run.interrupted
+    steps = [step for step in run.steps if step.batch in took and step.batch not in delayed]
     size = max(1, -(-len(steps) // _MOST_POINTS))
     groups = [steps[first : first + size] for first in range(0, len(steps), size)]
     return tuple(

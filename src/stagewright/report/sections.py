@@ -115,7 +115,8 @@ def memory(run: Run) -> Iterator[Block]:
 
 def epochs(run: Run) -> Table | None:
     """How long each epoch took, without steps that a pause delayed."""
-    took = {batch: time for batch, time in batch_seconds(run.steps).items() if batch not in run.interrupted}
+    delayed = run.interrupted
+    took = {batch: time for batch, time in batch_seconds(run.steps).items() if batch not in delayed}
     grouped: dict[int, list[Any]] = {}
     for step in run.steps:
         grouped.setdefault(step.epoch, []).append(step)

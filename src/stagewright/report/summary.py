@@ -69,9 +69,10 @@ def busy_sentences(run: Run) -> Iterator[str]:
     if run.is_emulated:
         yield "All ranks ran in one process (--emulate): the speed says nothing about real devices."
         return
-    shares, share = busy_shares(run), waiting(run)
-    if shares is None or share is None:
+    shares = busy_shares(run)
+    if shares is None:
         return
+    share = waiting(shares)
     if len(shares) == 1:
         yield f"The only rank computes {format_share(shares[0])} of the time."
         return
