@@ -183,14 +183,21 @@ def time_bars(browser: Any, folder: Path) -> None:
     print(f"{BARS:,} bars: a page of {path.stat().st_size:,} bytes, ready in {ready} ms")
 
 
+def address_of(file: str) -> str:
+    """The address of a page: of a file, or one that is served."""
+    return file if file.startswith("http://127.0.0.1:") else Path(file).resolve().as_uri()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.make_pictures")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--page", action="append", default=[], metavar="NAME=FILE", help="a page to render as well")
+    parser.add_argument(
+        "--page", action="append", default=[], metavar="NAME=FILE", help="a file or a served page to render as well"
+    )
     parser.add_argument("--only", nargs="*", help="names of pages")
     parsed = parser.parse_args()
     parsed.out.mkdir(parents=True, exist_ok=True)
-    given = {name: Path(file).resolve().as_uri() for name, _, file in (text.partition("=") for text in parsed.page)}
+    given = {name: address_of(file) for name, _, file in (text.partition("=") for text in parsed.page)}
     root = ["--no-sandbox"] if os.geteuid() == 0 else []
     with tempfile.TemporaryDirectory() as made, sync_playwright() as driver, live(Path(made)) as address:
         pages = {name: path.as_uri() for name, path in make_pages(Path(made)).items()} | {"live": address} | given

@@ -261,11 +261,12 @@ def _curves(block: Curves, part: str) -> str:
 
 def _key(curve: Curve, number: int) -> str:
     """The sign of a curve in its legend: a line, a point, or a dashed line."""
-    colour = f"c{(number if curve.colour is None else curve.colour) % COLOURS}"
+    numbered = number if curve.colour is None else curve.colour
+    colour = f"c{numbered % COLOURS}"
     if curve.look is Look.POINTS:
         inner = f'<path class="dot {colour}" d="{shape_of(curve)}" transform="translate(9 7)"/>'
     else:
-        dash = " dashed" if curve.look is Look.REFERENCE else ""
+        dash = " dashed" if curve.look is Look.REFERENCE or numbered >= COLOURS else ""
         inner = f'<line class="line {colour}{dash}" x1="0" x2="18" y1="7" y2="7"/>'
     return f'<svg class="swatch" width="18" height="14" aria-hidden="true">{inner}</svg>'
 

@@ -131,8 +131,7 @@ class Plot {
       [low, high] = [this.up[0], this.up.at(-1)];
     }
     [this.low, this.high] = [low, high];
-    this.first = steps[0];
-    this.last = steps.at(-1) > steps[0] ? steps.at(-1) : steps[0] + 1;
+    [this.first, this.last] = steps.length > 1 ? [steps[0], steps.at(-1)] : [steps[0] - 1, steps[0] + 1];
     const longest = Math.max(...this.up.map((value) => short(value).length));
     this.margin = { left: 12 + 7 * longest, right: 14, top: 24, bottom: 38 };
   }
