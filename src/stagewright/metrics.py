@@ -74,12 +74,16 @@ class Unit:
 IMAGES = Unit()
 
 
+def format_rate(speed: float) -> str:
+    """A throughput for people: four digits, or all of those before the point."""
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.4g}"
+
+
 def speed_words(rate: float | None, steady: int | None, unit: Unit = IMAGES) -> str:
     """A run's speed for people: how many steps it counts (None: not known), or that none was steady."""
     if rate is None:
         return "speed not known: no step was timed"
-    speed = unit.of(rate)
-    shown = f"{speed:,.0f} {unit.rate}" if speed >= 100 else f"{speed:.3g} {unit.rate}"
+    shown = f"{format_rate(unit.of(rate))} {unit.rate}"
     if steady == 0:
         return f"speed not known: no step was steady (about {shown} in the later half)"
     return f"{shown} over the last {steady}" if steady else shown

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from stagewright.events import Evaluated, Saved
 from stagewright.metrics import Span, Timeline
 from stagewright.report.html import as_html
 from stagewright.report.live.serve import PageServer
@@ -42,6 +45,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a run with every kind of section."""
     folder = make_run(
         tmp_path_factory.mktemp("page") / "run",
+        [*steps(20), Evaluated(10, 512, 0.9), Saved(10, 9, 0.1), Evaluated(20, 512, 0.5, {"top1": 0.75, "top5": 0.99})],
         summary={"predicted_images_per_second": 336.0},
         monitor=usage(gpus=2),
         trace=timeline(10),
@@ -112,7 +116,7 @@ def test_the_wheel_zooms_around_the_pointer(report: Path, visit: Visit) -> None:
     assert after["to"] - after["from"] == pytest.approx(
         (before["to"] - before["from"]) * 2.718 ** (-5 * 120 / 300), rel=0.02
     )
-    assert after["from"] < 0.2 < after["to"] and bar_at(opened, 1, 0.2)[0] == pytest.approx(x, abs=3)
+    assert after["from"] < 0.2 < after["to"] and bar_at(opened, 1, 0.2)[0] == pytest.approx(x, abs=7)
     assert opened.page.evaluate("scrollY") == scrolled, "the page stays where it is"
     opened.page.mouse.wheel(0, 3000)
     opened.page.mouse.wheel(0, 3000)
@@ -167,14 +171,14 @@ def test_touch_moves_and_zooms(report: Path, visit: Visit) -> None:
     opened.page.get_by_role("button", name="Show all").click()
     opened.page.locator(".range", has_text="0 s to 2.05 s").wait_for()
     opened.page.locator("canvas").scroll_into_view_if_needed()
-    opened.page.touchscreen.tap(*bar_at(opened, 2, 0.71, labels=44))
-    opened.page.locator(".tip:visible", has_text="1F14@3: forward of microbatch 14").wait_for()
+    opened.page.touchscreen.tap(*bar_at(opened, 2, 0.71, labels=52))
+    opened.page.locator(".timeline .tip:visible", has_text="1F14@3: forward of microbatch 14").wait_for()
 
 
 def test_hovering_shows_action_version_and_duration(report: Path, visit: Visit) -> None:
     opened = visit(report)
     opened.page.locator("canvas").scroll_into_view_if_needed()
-    tip = opened.page.locator(".tip")
+    tip = opened.page.locator(".timeline .tip")
     for rank, seconds, words in (
         (
             0,
@@ -189,7 +193,7 @@ def test_hovering_shows_action_version_and_duration(report: Path, visit: Visit) 
         assert all(word in text for word in words), text
     x, y = bar_at(opened, 0, 0.07)
     opened.page.mouse.move(x, y + 0.52 * ROW)
-    assert "0RG0<2: waiting for receive gradient of microbatch 0 at stage 0 from rank 2" in tip.inner_text()
+    assert "0RG0<2: waiting to start: receive gradients of microbatch 0 at stage 0 from rank 2" in tip.inner_text()
     opened.page.mouse.move(5, 5)
     assert not tip.is_visible()
 
@@ -197,7 +201,7 @@ def test_hovering_shows_action_version_and_duration(report: Path, visit: Visit) 
 def test_the_keyboard_reaches_everything(report: Path, visit: Visit) -> None:
     opened = visit(report)
     keyboard, seen = opened.page.keyboard, []
-    for _ in range(60):
+    for _ in range(120):
         keyboard.press("Tab")
         tag = opened.page.evaluate("document.activeElement.tagName")
         seen.append(tag)
@@ -213,7 +217,7 @@ def test_the_keyboard_reaches_everything(report: Path, visit: Visit) -> None:
     assert opened.timeline["from"] == pytest.approx(near["from"] + END / 10)
     keyboard.press("0")
     keyboard.press("Enter")
-    status = opened.page.locator(".live")
+    status = opened.page.locator(".timeline .live")
     announced = [status.inner_text()]
     assert announced[0].startswith("0") and "rank 0" in announced[0]
     for key, words in (
@@ -246,12 +250,13 @@ def test_the_keyboard_reaches_everything(report: Path, visit: Visit) -> None:
 def test_numbers_can_be_copied(report: Path, visit: Visit) -> None:
     opened = visit(report)
     opened.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    opened.page.locator("summary").first.click()
+    opened.page.locator("summary", has_text="Numbers").first.click()
     button = opened.page.locator("details .copy").first
     button.click()
     button.get_by_text("Copied").or_(button.filter(has_text="Copied")).wait_for()
-    copied = opened.page.evaluate("navigator.clipboard.readText()")
-    assert copied.splitlines() == ["\timages/s\thow", "measured\t320\tmeasured", "predicted\t336\tpredicted"]
+    copied = opened.page.evaluate("navigator.clipboard.readText()").splitlines()
+    assert copied[0] == "curve\tseconds of training\timages/s"
+    assert copied[1] == "measured\t0.2\t320" and copied[-1] == "predicted\t4\t336"
 
 
 def test_hostile_names_are_shown_as_text(tmp_path: Path, visit: Visit) -> None:
@@ -262,7 +267,7 @@ def test_hostile_names_are_shown_as_text(tmp_path: Path, visit: Visit) -> None:
     opened.page.mouse.move(*bar_at(opened, 0, 0.75))
     assert opened.messages == [] and opened.requests == [path.as_uri()]
     assert opened.page.locator("h1").inner_text() == EVIL
-    assert opened.page.locator(".tip").inner_text().startswith(EVIL)
+    assert opened.page.locator(".timeline .tip").inner_text().startswith(EVIL)
 
 
 def test_the_policy_blocks_scripts_styles_and_requests(report: Path, visit: Visit) -> None:
@@ -332,10 +337,14 @@ def test_a_served_page_updates_with_the_run(tmp_path: Path, visit: Visit) -> Non
                 first = opened.page.locator(".summary p").first
                 assert "5 of 20 steps" in first.inner_text()
                 opened.page.locator("summary").first.click()
-                opened.page.evaluate("document.activeElement.blur()")  # a part that is being read is left alone
+                log = figure(opened, "Loss").get_by_role("button", name="Log axis")
+                log.click()  # and keeps the focus
                 append(folder, *steps(9)[5:])
                 opened.page.locator(".summary p", has_text="9 of 20 steps").wait_for()
                 assert opened.page.locator("details[open]").count() == 1, "what was open stays open"
+                assert log.get_attribute("aria-pressed") == "true", "and the axis as it was chosen"
+                assert log.evaluate("(button) => button === document.activeElement")
+                assert path_of(figure(opened, "Loss"), 0).count("L") == 8, "of the new steps"
             opened.page.get_by_role("heading", name="Now").wait_for(state="detached")
             assert set(opened.requests) == {server.url} and opened.messages == []
         finally:
@@ -361,8 +370,148 @@ def names(element: Any) -> str:
 
 def test_every_control_has_an_accessible_name(report: Path, visit: Visit) -> None:
     opened = visit(report)
-    for element in opened.page.locator("button, a, summary, canvas").all():
+    for element in opened.page.locator("button, a, summary, canvas, .plot svg[tabindex]").all():
         assert names(element).strip()
     for figure in opened.page.locator("figure").all():
         caption = figure.get_attribute("aria-describedby")
-        assert opened.page.locator(f"#{caption}").inner_text().strip()
+        about = opened.page.locator(f"#{caption}")
+        assert about.inner_text().strip() and about.bounding_box()["width"] <= 1, "for screen readers only"
+
+
+def figure(opened: Opened, title: str) -> Any:
+    """The section with a title."""
+    return opened.page.locator("section", has=opened.page.get_by_role("heading", name=title, exact=True))
+
+
+def path_of(section: Any, number: int) -> str:
+    """The line of a curve, as SVG draws it."""
+    return str(section.locator(f"g[data-number='{number}'] .line").last.get_attribute("d"))
+
+
+def test_curves_are_read_out_smoothed_and_hidden(tmp_path: Path, visit: Visit) -> None:
+    """By pointer first, then the same by keyboard alone."""
+    records = [*steps(60), *(Evaluated(batch, 64, 1.5, {"top1": batch / 100}) for batch in (20, 40)), Saved(30, 9, 0.3)]
+    folder = make_run(tmp_path / "run", records, summary={"predicted_images_per_second": 336.0})
+    opened = visit(write_page(make_page([folder]), folder / "report.html")[0])
+    keyboard, loss = opened.page.keyboard, figure(opened, "Loss")
+    svg, tip = loss.locator("svg[tabindex]"), loss.locator(".tip")
+    svg.scroll_into_view_if_needed()
+    box = svg.bounding_box()
+
+    def point_at(share: float) -> str:
+        opened.page.mouse.move(box["x"] + 33 + share * (box["width"] - 47), box["y"] + 60)
+        return str(tip.inner_text())
+
+    assert "step 60" in point_at(0.999) and "training: 0.03" in point_at(0.999)
+    at_evaluation = point_at(39 / 59)
+    assert "step 40" in at_evaluation and "evaluation on training data: 1.5" in at_evaluation
+    assert loss.locator(".crosshair").count() == 2 and loss.locator(".dot").count() == 2 + 1, "one more in the legend"
+    opened.page.mouse.move(5, 5)
+    assert not tip.is_visible()
+
+    plain, ticks = path_of(loss, 0), loss.locator(".tick").all_text_contents()
+    slider, log = loss.get_by_label("Smoothing"), loss.get_by_role("button", name="Log axis")
+    slider.focus()
+    for _ in range(10):
+        keyboard.press("ArrowRight")
+    assert float(slider.input_value()) == pytest.approx(0.5) and path_of(loss, 0) != plain
+    assert loss.locator(".raw").get_attribute("d") == plain, "what was measured stays in sight"
+    keyboard.press("Home")
+    keyboard.press("Tab")
+    assert log.evaluate("(button) => button === document.activeElement")
+    keyboard.press("Space")
+    assert log.get_attribute("aria-pressed") == "true" and path_of(loss, 0) != plain
+    ys = [float(part.split(" ")[1]) for part in re.split("[ML]", path_of(loss, 0))[1:]]
+    middle = sum(ys[29:31]) / 2
+    assert middle == pytest.approx((ys[0] + ys[-1]) / 2, abs=2), "halving every ten steps is a straight line"
+    assert {"1", "0.1"} <= set(loss.locator(".tick").all_text_contents())
+    keyboard.press("Space")
+    assert path_of(loss, 0) == plain and loss.locator(".tick").all_text_contents() == ticks
+
+    toggle = loss.get_by_role("button", name="training", exact=True)
+    toggle.focus()
+    keyboard.press("Enter")
+    assert toggle.get_attribute("aria-pressed") == "false" and loss.locator("g[data-number='0']").count() == 0
+    keyboard.press("Enter")
+    svg.focus()
+    for key, words in (("End", "step 60"), ("ArrowLeft", "step 59"), ("Home", "step 1"), ("ArrowRight", "step 2")):
+        keyboard.press(key)
+        assert words in tip.inner_text() and words in loss.locator(".live").inner_text()
+    keyboard.press("Escape")
+    assert not tip.is_visible()
+    keyboard.press("Tab")
+    assert not svg.evaluate("(svg) => svg === document.activeElement"), "the chart lets the keyboard go"
+
+    speed = figure(opened, "Throughput")
+    assert speed.locator(".mark.k-checkpoint").count() == 1 and "checkpoint" in speed.locator(".legend").inner_text()
+    assert speed.locator(".reference").count() == 1
+    assert opened.messages == []
+
+
+def test_a_pause_is_marked_and_explained_on_the_timeline(report: Path, visit: Visit, tmp_path: Path) -> None:
+    gap = tuple(
+        replace(span, start=span.start + 1, end=span.end + 1)
+        if int(re.findall(r"[A-Z]+(\d+)", span.name)[0]) >= 120
+        else span
+        for span in timeline(60).spans
+    )
+    folder = make_run(tmp_path / "run", [*steps(60), Evaluated(30, 64, 1.0)], trace=Timeline(gap))
+    opened = visit(write_page(make_page([folder]), folder / "report.html")[0])
+    shown = opened.timeline
+    assert 7.0 < shown["from"] < shown["to"] < 13.05 or shown["to"] < 6.0, "the first view is between pauses"
+    opened.page.locator("canvas").focus()
+    opened.page.keyboard.press("m")
+    opened.wait_drawn()
+    assert "evaluation: training paused" in opened.page.locator(".timeline .tip").inner_text()
+    assert opened.timeline["from"] < 6.0 < 7.0 < opened.timeline["to"]
+    (violet,) = colours(opened, "evaluation")
+    assert opened.page.evaluate(COUNT, violet) > 100
+    opened.page.get_by_role("button", name="Show the first view").click()
+    opened.wait_drawn()
+    assert opened.timeline["from"] == pytest.approx(shown["from"])
+    codes = opened.page.locator(".codes").inner_text()
+    assert all(words in " ".join(codes.split()) for words in ("F forward", "B backward", "RG receive gradients"))
+
+
+CONTRAST = """() => {
+    const levels = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).map(Number).map((value) => value / 255)
+        .map((value) => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
+    const light = (colour) => { const [r, g, b] = levels(colour); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+    const behind = (element) => {
+        for (let at = element; at; at = at.parentElement) {
+            const colour = getComputedStyle(at).backgroundColor;
+            if (!colour.endsWith(", 0)")) return colour;
+        }
+        return getComputedStyle(document.body).backgroundColor;
+    };
+    const found = [];
+    for (const element of document.querySelectorAll("body *")) {
+        const text = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+        if (!text || !element.checkVisibility() || element.closest("script, style, noscript, .hidden, .skip")) continue;
+        const style = getComputedStyle(element), colour = element.closest("svg") ? style.fill : style.color;
+        const [low, high] = [light(colour), light(behind(element))].sort((one, other) => one - other);
+        found.push([(high + 0.05) / (low + 0.05), element.outerHTML.slice(0, 80)]);
+    }
+    return found.sort((one, other) => one[0] - other[0]).slice(0, 3);
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_page_has_contrast_a_sticky_nav_and_prints_in_light(report: Path, visit: Visit, scheme: str) -> None:
+    opened = visit(report, 1400, scheme)
+    opened.page.get_by_role("button", name="Log axis").first.click()
+    for least, *where in opened.page.evaluate(CONTRAST):
+        assert least >= 4.5, where
+    opened.page.get_by_role("link", name="Stages", exact=True).click()
+    nav, heading = opened.page.locator("nav"), opened.page.get_by_role("heading", name="Stages")
+    assert nav.bounding_box()["y"] == pytest.approx(0, abs=1), "it stays"
+    assert heading.bounding_box()["y"] >= nav.bounding_box()["height"], "and does not cover where it leads"
+    opened.page.emulate_media(media="print")
+    opened.wait_drawn()
+    assert not nav.is_visible() and not opened.page.get_by_role("button", name="Log axis").first.is_visible()
+    (back,) = colours(opened, "surface")
+    assert back == "#ffffff"
+    pixel = opened.page.evaluate("[...document.querySelector('canvas').getContext('2d').getImageData(1, 1, 1, 1).data]")
+    assert pixel[:3] == [255, 255, 255], "the timeline is drawn again for paper"
+    assert opened.page.locator(".plot .tick").first.is_visible() and opened.page.locator(".tile").first.is_visible()
+    assert opened.messages == []

@@ -1,12 +1,13 @@
 """Figures of a page: their numbers as tables, and their drawings as HTML.
 
-Bars, stacks and curves need no script; sizes are percentages, so that they fit any screen. The page's policy forbids
-styles in elements, so positions are attributes of SVG. `html` draws the timeline of a pipeline with a script.
+Bars and stacks need no script; sizes are percentages, so that they fit any screen. The page's policy forbids styles in
+elements, so positions are attributes of SVG. Scripts draw curves, from what `encode_curves` gives them, and timelines.
 """
 
 from __future__ import annotations
 
 import html
+import json
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -14,16 +15,27 @@ from dataclasses import replace
 
 from stagewright.errors import printable
 from stagewright.metrics import Span
-from stagewright.report.page import Bar, Bars, Curve, Curves, Pipeline, Point, Stack, Stacks, Table
+from stagewright.report.page import Bar, Bars, Curve, Curves, Look, Pipeline, Point, Stack, Stacks, Table
 
 Figure = Bars | Stacks | Curves | Pipeline
-KINDS = ("forward", "backward", "update", "transfer", "reduce", "waiting")
-_COLOURS = 8
-_NEAR_ZERO = 0.75  # of the highest value: an axis starts at zero if the lowest value is below this, not to exaggerate
-_WIDE, _HIGH = 1000, 300  # units of a plot, which is then stretched
+KINDS = ("forward", "backward", "update", "evaluation", "transfer", "reduce", "waiting")
+COLOURS = 8  # that figures tell apart
+_DIGITS = 6  # of a point that a script draws
+_NOISY = 100  # points from which a line is smoothed at first
+_SMOOTHING = 0.6
+_CAN_SMOOTH = 20  # points that a line needs to be smoothed at all
 _OPTIONAL = ("95 % interval", "limit", "note")  # columns of tables that are left out where no row uses them
 _KIND_OF_ACTION = {"F": "forward", "B": "backward", "U": "update", "R": "reduce", "T": "reduce", "A": "reduce"}
-_NUMBER = re.compile(r"[-+~<>]?[\d][\d.,]*(e[-+]?\d+)?( ?(%|x|s|ms|µs|ns|[KMGT]iB))?( to [-+]?[\d.,]+)?")
+_SHAPES = (  # circle, square, triangle, diamond
+    "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0",
+    "M-3.5 -3.5h7v7h-7z",
+    "M0 -4.6L4.6 3.4H-4.6z",
+    "M0 -5L5 0L0 5L-5 0z",
+)
+_EVALUATED = re.compile(r"[0-9]+F[0-9]+")
+_NUMBER = re.compile(
+    r"[-+~<>]?[\d][\d.,]*(e[-+]?\d+)?( ?(%|x|s|ms|µs|ns|[KMGT]iB))?( to [-+]?[\d.,]+)?|\d+ min \d+ s|[\d,]+ h \d+ min"
+)
 
 
 def escape(text: str) -> str:
@@ -32,11 +44,11 @@ def escape(text: str) -> str:
 
 
 def format_number(value: float) -> str:
-    """A number with four significant digits."""
+    """A number with four significant digits, or all of those before the point."""
     if value != value or value in (float("inf"), float("-inf")):
         return str(value)
     size = abs(value)
-    if size >= 1000 or value == int(value):
+    if size >= 100 or value == int(value):
         return f"{value:,.0f}" if size < 1e15 else f"{value:.4g}"
     if size >= 0.001:
         return f"{value:.4g}"
@@ -51,15 +63,31 @@ def format_seconds(value: float) -> str:
     return "0 s" if value == 0 else f"{format_number(value * 1e9)} ns"
 
 
+def format_duration(seconds: float) -> str:
+    """A long duration as people say it: `3 h 26 min`; a short one in seconds."""
+    whole = round(seconds)
+    if whole < 120:
+        return format_seconds(float(f"{seconds:.3g}"))
+    hours, minutes = whole // 3600, whole % 3600 // 60
+    return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"
+
+
 def is_numeric(values: list[str]) -> bool:
     """Whether a column holds only numbers, so that it is right-justified."""
-    known = [value for value in values if value not in ("", "-")]
+    known = [value for value in values if value not in ("", "-", "\N{EN DASH}")]
     return bool(known) and all(_NUMBER.fullmatch(value) for value in known)
 
 
 def kind_of(span: Span) -> str:
-    """Which of `KINDS` a span belongs to."""
-    return "waiting" if span.lane == "wait" else _KIND_OF_ACTION.get(span.kind, "transfer")
+    """Which of `KINDS` a span belongs to; a forward without a version is one of an evaluation."""
+    if span.lane == "wait":
+        return "waiting"
+    return "evaluation" if is_evaluation(span) else _KIND_OF_ACTION.get(span.kind, "transfer")
+
+
+def is_evaluation(span: Span) -> bool:
+    """Whether a span is a forward of an evaluation, which uses the newest weights and has no version."""
+    return span.kind == "F" and span.lane == "compute" and _EVALUATED.fullmatch(span.name) is not None
 
 
 def table_of(figure: Figure) -> Table:
@@ -73,11 +101,11 @@ def table_of(figure: Figure) -> Table:
 
 def thinned(curves: Curves, most: int) -> Curves:
     """The curves with at most so many points each."""
-    return replace(curves, curves=tuple(Curve(one.label, _thinned(one.points, most)) for one in curves.curves))
+    return replace(curves, curves=tuple(replace(one, points=_thinned(one.points, most)) for one in curves.curves))
 
 
 def _thinned(points: Sequence[Point], most: int) -> tuple[Point, ...]:
-    """The ends, and the lowest and highest of each interval, so that no peak is lost."""
+    """The ends, and the lowest and highest of each interval with its mean, so that no peak is lost."""
     if len(points) <= most:
         return tuple(points)
     inner, intervals = points[1:-1], max(1, (most - 2) // 2)
@@ -88,7 +116,8 @@ def _thinned(points: Sequence[Point], most: int) -> tuple[Point, ...]:
             min(range(len(interval)), key=lambda at: interval[at].y),
             max(range(len(interval)), key=lambda at: interval[at].y),
         }
-        kept += [interval[at] for at in sorted(ends)]
+        mean = sum(point.y for point in interval) / len(interval)
+        kept += [replace(interval[at], mean=mean) for at in sorted(ends)]
     return (*kept, points[-1])
 
 
@@ -137,20 +166,33 @@ def _interval(value: Bar | Point) -> str:
 
 
 def _of_pipeline(pipeline: Pipeline) -> Table:
-    """How each rank spent the time of the timeline."""
+    """How each rank spent the time of the timeline; the share that it computes is the one of the whole page."""
     spans = pipeline.timeline.spans
-    end = pipeline.timeline.end
+    kinds = kinds_of(pipeline)
     rows = []
     for rank, label in enumerate(pipeline.ranks):
         own = [span for span in spans if span.rank == rank]
-        by_kind = {kind: sum(span.end - span.start for span in own if kind_of(span) == kind) for kind in KINDS}
-        busy = pipeline.timeline.busy(rank, 0.0, end) / end if end else 0.0
-        rows.append((label, f"{busy:.1%}", *(format_seconds(by_kind[kind]) for kind in KINDS), str(len(own))))
-    return Table(pipeline.title, ("rank", "computes", *KINDS, "spans"), tuple(rows))
+        by_kind = {kind: sum(span.end - span.start for span in own if kind_of(span) == kind) for kind in kinds}
+        share = (format_share(pipeline.shares[rank]),) if rank < len(pipeline.shares) else ()
+        rows.append((label, *share, *(format_seconds(by_kind[kind]) for kind in kinds), str(len(own))))
+    computes = ("computes",) if len(pipeline.shares) >= len(pipeline.ranks) > 0 else ()
+    note = "Seconds are of all bars shown; the share leaves out start-up, evaluations and checkpoints." * bool(computes)
+    return Table(pipeline.title, ("rank", *computes, *kinds, "spans"), tuple(rows), note)
+
+
+def kinds_of(pipeline: Pipeline) -> list[str]:
+    """The kinds of spans that a timeline has, in the order of `KINDS`."""
+    found = {kind_of(span) for span in pipeline.timeline.spans}
+    return [kind for kind in KINDS if kind in found]
+
+
+def format_share(share: float) -> str:
+    """A share of the time, as every part of a page writes it."""
+    return f"{share:.0%}"
 
 
 def draw_bars(bars: Bars) -> str:
-    """Bars from zero, one below the other; a line shows the interval, and predicted bars are hatched."""
+    """Bars from zero, one below the other; a line shows the interval, and predicted bars are outlined."""
     most = max((max(bar.value, bar.high or 0.0) for bar in bars.bars if math.isfinite(bar.value)), default=0.0)
     whole = max(most, 100.0) if bars.unit.startswith("%") else most or 1.0
     return f'<div class="bars" role="list">{"".join(_bar(bar, whole, bars.unit) for bar in bars.bars)}</div>'
@@ -168,7 +210,7 @@ def _bar(bar: Bar, whole: float, unit: str) -> str:
             f'<line class="whisker" x1="{low}" x2="{low}" y1="5" y2="15"/>'
             f'<line class="whisker" x1="{high}" x2="{high}" y1="5" y2="15"/>'
         )
-    fill = "predicted" if bar.is_predicted else "measured"
+    fill = f"{'predicted' if bar.is_predicted else 'measured'} p{bar.colour % COLOURS}"
     return (
         f'<div class="bar" role="listitem"><span class="label">{escape(bar.label)}{tag}</span>'
         f'<svg width="100%" height="20" aria-hidden="true"><rect class="track" width="100%" height="20"/>'
@@ -184,14 +226,14 @@ def draw_stacks(stacks: Stacks) -> str:
     limits = [stack.limit for stack in stacks.stacks if stack.limit is not None]
     whole = max([most, *(limit for limit in limits if limit < 4 * most)]) or 1.0
     rows = "".join(_stack(stack, names, whole, stacks.unit) for stack in stacks.stacks)
-    return f'{_legend(names, "p")}<div class="bars" role="list">{rows}</div>'
+    return f'{_legend(names) if len(names) > 1 else ""}<div class="bars" role="list">{rows}</div>'
 
 
 def _stack(stack: Stack, names: Sequence[str], whole: float, unit: str) -> str:
     rects, at = [], 0.0
     for name, value in stack.parts:
         rects.append(
-            f'<rect class="p{names.index(name) % _COLOURS}" x="{_share(at, whole)}" '
+            f'<rect class="p{names.index(name) % COLOURS}" x="{_share(at, whole)}" '
             f'width="{_share(value, whole)}" height="20">'
             f"<title>{escape(name)}: {format_number(value)} {escape(unit)}</title></rect>"
         )
@@ -210,82 +252,62 @@ def _stack(stack: Stack, names: Sequence[str], whole: float, unit: str) -> str:
     )
 
 
-def draw_curves(curves: Curves) -> str:
-    """Lines on shared axes, with a band where points have intervals."""
-    drawn = [Curve(curve.label, _finite(curve.points)) for curve in curves.curves]
-    points = [point for curve in drawn for point in curve.points]
-    if not points:
-        return '<p class="note">No points to draw.</p>'
-    across = ticks(min(point.x for point in points), max(point.x for point in points))
-    values = [value for point in points for value in (point.y, point.low, point.high) if value is not None]
-    low, high = min(values), max(values)
-    up = ticks(0.0 if 0 < low < _NEAR_ZERO * high else low, high)
-    frame = _Frame(across[0], across[-1], up[0], up[-1])
-    grid = "".join(f'<line class="grid" x1="0" x2="{_WIDE}" y1="{frame.y(y):.1f}" y2="{frame.y(y):.1f}"/>' for y in up)
-    shapes = "".join(_curve(curve, frame, number) for number, curve in enumerate(drawn))
-    legend = _legend([curve.label for curve in drawn], "c") if len(drawn) > 1 else ""
-    labels_up = "".join(f"<span>{format_number(y)}</span>" for y in reversed(up))
-    labels_across = "".join(f"<span>{format_number(x)}</span>" for x in across)
-    return (
-        f'{legend}<p class="axis">{escape(curves.y)}</p><div class="plot">'
-        f'<div class="up" aria-hidden="true">{labels_up}</div>'
-        f'<svg viewBox="0 0 {_WIDE} {_HIGH}" preserveAspectRatio="none" aria-hidden="true">{grid}{shapes}</svg>'
-        f'<div class="across" aria-hidden="true">{labels_across}</div></div>'
-        f'<p class="axis below">{escape(curves.x)}</p>'
-    )
+def encode_curves(curves: Curves) -> str:
+    """What the script that draws curves needs, as JSON for an element; values that are not finite become null."""
+    found = []
+    for number, curve in enumerate(curves.curves):
+        points = curve.points
+        known = {
+            "label": printable(curve.label),
+            "look": curve.look,
+            "colour": number if curve.colour is None else curve.colour,
+            "shape": shape_of(curve),
+            "x": [_rounded(point.x) for point in points],
+            "y": [_rounded(point.y) for point in points],
+        }
+        for name in ("low", "high", "mean"):
+            values = [getattr(point, name) for point in points]
+            if any(value is not None for value in values):
+                known[name] = [_rounded(value) for value in values]
+        found.append(known)
+    data = {
+        "x": printable(curves.x),
+        "y": printable(curves.y),
+        "fromZero": curves.from_zero,
+        "curves": found,
+        "marks": [(mark.kind, _rounded(mark.start), _rounded(mark.end)) for mark in curves.marks],
+    }
+    return json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
 
 
-class _Frame:
-    """Maps values to positions in a plot."""
-
-    def __init__(self, left: float, right: float, bottom: float, top: float) -> None:
-        self._left, self._right, self._bottom, self._top = left, right, bottom, top
-
-    def x(self, value: float) -> float:
-        return _WIDE * (value - self._left) / (self._right - self._left)
-
-    def y(self, value: float) -> float:
-        return _HIGH * (1 - (value - self._bottom) / (self._top - self._bottom))
+def shape_of(curve: Curve) -> str:
+    """The outline of a curve's points around zero, as SVG writes it."""
+    return _SHAPES[curve.shape % len(_SHAPES)]
 
 
-def _curve(curve: Curve, frame: _Frame, number: int) -> str:
-    colour = f"c{number % _COLOURS}"
-    shapes = ""
-    banded = [point for point in curve.points if point.low is not None and point.high is not None]
-    if len(banded) > 1:
-        outline = [(point.x, point.high) for point in banded] + [(point.x, point.low) for point in reversed(banded)]
-        shapes += f'<polygon class="band {colour}" points="{_path(frame, outline)}"/>'
-    if len(curve.points) == 1:
-        x, y = frame.x(curve.points[0].x), frame.y(curve.points[0].y)
-        return f'{shapes}<line class="line dot {colour}" x1="{x:.1f}" x2="{x:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
-    dash = " dashed" if number >= _COLOURS else ""
-    path = _path(frame, [(point.x, point.y) for point in curve.points])
-    return f'{shapes}<polyline class="line {colour}{dash}" points="{path}"/>'
+def _rounded(value: float | None) -> float | int | None:
+    if value is None or not math.isfinite(value):
+        return None
+    rounded = float(f"{value:.{_DIGITS}g}")
+    return int(rounded) if rounded == int(rounded) else rounded
 
 
-def _path(frame: _Frame, points: Iterable[tuple[float, float | None]]) -> str:
-    return " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points if y is not None)
+def smoothing_of(curves: Curves) -> float | None:
+    """How much lines are smoothed at first; None where none has enough points to be smoothed."""
+    most = max((len(curve.points) for curve in curves.curves if curve.look is Look.LINE), default=0)
+    return None if most < _CAN_SMOOTH else _SMOOTHING if most >= _NOISY else 0.0
 
 
-def _finite(points: Iterable[Point]) -> tuple[Point, ...]:
-    return tuple(point for point in points if math.isfinite(point.x) and math.isfinite(point.y))
+def has_log_axis(curves: Curves) -> bool:
+    """Whether values can be shown on a logarithmic axis: not shares, and none below or at zero."""
+    values = [point.y for curve in curves.curves for point in curve.points if math.isfinite(point.y)]
+    return bool(values) and min(values) > 0 and "%" not in curves.y
 
 
-def ticks(low: float, high: float) -> list[float]:
-    """A few evenly spaced round numbers, from at most the lowest value to at least the highest."""
-    if high <= low:
-        low, high = (low - 1, high + 1) if low == 0 else (low - abs(low) / 2, high + abs(high) / 2)
-    rough = (high - low) / 5
-    size = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * size for factor in (1, 2, 2.5, 5, 10) if factor * size >= rough)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [number * step for number in range(first, last + 1)]
-
-
-def _legend(names: Iterable[str], prefix: str) -> str:
+def _legend(names: Iterable[str]) -> str:
     keys = "".join(
-        f'<li><svg width="14" height="14" aria-hidden="true"><rect class="{prefix}{number % _COLOURS} key" '
-        f'width="14" height="14"/></svg>{escape(name)}</li>'
+        f'<li><svg width="14" height="14" aria-hidden="true"><rect class="p{number % COLOURS}" width="14" '
+        f'height="14" rx="3"/></svg>{escape(name)}</li>'
         for number, name in enumerate(names)
     )
     return f'<ul class="legend">{keys}</ul>'

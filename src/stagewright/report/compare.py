@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from stagewright.metrics import IMAGES, LOSS, MIB, Unit, format_metric, headline_metrics, is_lower_better, metric_label
-from stagewright.report.charts import format_number, format_seconds
-from stagewright.report.page import Bar, Bars, Block, Curve, Curves, Page, Pipeline, Summary, Table
+from stagewright.metrics import (
+    IMAGES,
+    LOSS,
+    MIB,
+    Unit,
+    format_metric,
+    format_rate,
+    headline_metrics,
+    is_lower_better,
+    metric_label,
+)
+from stagewright.report.charts import format_duration, format_share
+from stagewright.report.figures import (
+    NONE,
+    measured_on,
+    no_timeline,
+    peak_memory,
+    throughput,
+    training_pauses,
+    waiting,
+)
+from stagewright.report.page import Bar, Bars, Block, Curve, Curves, Note, Page, Summary, Table
 from stagewright.report.read import Run
-from stagewright.report.run import losses, throughput
+from stagewright.report.run import losses
 from stagewright.report.sections import configuration
-from stagewright.report.summary import busy_sentences, peak_memory, resume_sentence
-from stagewright.report.timeline import common_window
+from stagewright.report.summary import busy_sentences, resume_sentence
+from stagewright.report.timeline import busy_shares, pipeline_of
 
 _MOST_METRICS = 4  # columns of the overview
+_NOT_RANKED = (
+    "Emulated runs are not ranked by speed or memory: all their ranks ran in one process, one after the other, which "
+    "says nothing about real devices."
+)
 
 
 def comparison_page(runs: Sequence[Run], names: Sequence[str] = ()) -> Page:
@@ -34,23 +58,41 @@ def _names(runs: Sequence[Run]) -> list[str]:
 
 
 def _blocks(named: dict[str, Run]) -> Iterator[Block]:
-    real = {name: run for name, run in named.items() if not run.is_emulated}  # the others say nothing about devices
-    yield Summary(tuple(_sentences(named, real)))
+    real = {name: run for name, run in named.items() if not run.is_emulated}
+    colours = {name: number for number, name in enumerate(named)}
     unit = _common_unit(real)
-    if bars := tuple(_bars(real, unit)):
-        yield Bars("Throughput", unit.rate, bars)
+    yield Summary(tuple(_sentences(named, real)))
     yield _overview(named, unit)
+    if bars := tuple(_bars(real, unit, colours)):
+        yield Bars("Speed", unit.rate, bars, _NOT_RANKED if len(real) < len(named) else "")
+    else:
+        yield Note("Speed", f"{'No step was timed.' if real else _NOT_RANKED}")
     yield from losses(named)
-    curves = tuple(Curve(name, points) for name, run in real.items() if len(points := throughput(run, unit)) > 1)
-    if curves:
-        yield Curves("Throughput over time", "seconds of training", unit.rate, curves)
+    yield from _throughputs(real, unit, colours)
     for name, run in named.items():
-        if run.timeline and run.timeline.spans:
-            yield Pipeline(f"What each rank did: {name}", common_window(run.timeline), run.rank_map.labels)
-    peaks = tuple(Bar(name, max(peak.values()) / MIB) for name, run in real.items() if (peak := peak_memory(run)))
+        title = f"Timeline: {name}"
+        pipeline = pipeline_of(run, title)
+        if pipeline is None:
+            yield Note(title, f"No timeline: {no_timeline(run)}.")
+        else:
+            yield replace(pipeline, colour=colours[name])
+    peaks = tuple(
+        Bar(name, max(peak.values()) / MIB, colour=colours[name])
+        for name, run in real.items()
+        if (peak := peak_memory(run))
+    )
     if peaks:
-        yield Bars("Measured peak memory of the rank that used most", "MiB", peaks)
+        yield Bars("Memory", "MiB", peaks, "Measured peak of the rank that used most.")
     yield _configurations(named)
+
+
+def _throughputs(real: dict[str, Run], unit: Unit, colours: dict[str, int]) -> Iterator[Block]:
+    """Throughput over time; pauses only of a single run, because those of several would cover each other."""
+    found = {name: points for name, run in real.items() if len(points := throughput(run, unit)) > 1}
+    marks = tuple(training_pauses(real[next(iter(found))])) if len(found) == 1 else ()
+    curves = tuple(Curve(name, points, colour=colours[name]) for name, points in found.items())
+    if curves:
+        yield Curves("Throughput", "seconds of training", unit.rate, curves, marks=marks, from_zero=True)
 
 
 def _sentences(named: dict[str, Run], real: dict[str, Run]) -> Iterator[str]:
@@ -59,13 +101,12 @@ def _sentences(named: dict[str, Run], real: dict[str, Run]) -> Iterator[str]:
     if len(speeds) > 1:
         ordered = sorted(speeds, key=lambda name: -speeds[name])
         best = ordered[0]
-        others = [f"{speeds[best] / speeds[name]:.2f} x {name} ({format_number(speeds[name])})" for name in ordered[1:]]
-        yield f"{best} is the fastest: {format_number(speeds[best])} {unit.rate}, {', '.join(others)}."
+        others = [
+            f"{speeds[best] / speeds[name]:.2f} times {name} ({format_rate(speeds[name])})" for name in ordered[1:]
+        ]
+        yield f"{best} is the fastest: {format_rate(speeds[best])} {unit.rate}, {', '.join(others)}."
     if emulated := [name for name in named if name not in real]:
-        yield (
-            f"Emulated, with all ranks in one process: {', '.join(emulated)}. "
-            "Their speed and memory say nothing about real devices and are not compared."
-        )
+        yield f"Emulated: {', '.join(emulated)}. {_NOT_RANKED}"
     yield from _best(named)
     for name, run in named.items():
         if text := " ".join((*resume_sentence(run), *(busy_sentences(run) if name in real else ()))):
@@ -96,12 +137,12 @@ def _common_unit(runs: dict[str, Run]) -> Unit:
     return units.pop() if len(units) == 1 else Unit("samples") if units else IMAGES
 
 
-def _bars(named: dict[str, Run], unit: Unit) -> Iterator[Bar]:
-    for name, run in named.items():
+def _bars(real: dict[str, Run], unit: Unit, colours: dict[str, int]) -> Iterator[Bar]:
+    for name, run in real.items():
         if speed := run.images_per_second:
-            yield Bar(name, unit.of(speed))
+            yield Bar(name, unit.of(speed), colour=colours[name])
         if run.predicted:
-            yield Bar(name, unit.of(run.predicted), is_predicted=True)
+            yield Bar(name, unit.of(run.predicted), is_predicted=True, colour=colours[name])
 
 
 def _overview(named: dict[str, Run], unit: Unit) -> Table:
@@ -110,22 +151,24 @@ def _overview(named: dict[str, Run], unit: Unit) -> Table:
     rows = []
     for name, run in named.items():
         speed, last = run.images_per_second, run.evaluations[-1] if run.evaluations else None
+        shares = None if run.is_emulated else busy_shares(run)
         rows.append(
             (
                 name,
+                f"{format_rate(unit.of(speed))}{_unsteady(run)}" if speed and not run.is_emulated else NONE,
+                *(format_metric(name, last.metrics[name]) if last and name in last.metrics else NONE for name in names),
+                f"{last.loss:.4g}" if last else NONE,
+                measured_on(run) if last else NONE,
+                f"{run.steps[-1].loss:.4g}" if run.steps else NONE,
                 str(run.steps[-1].batch + 1) if run.steps else "0",
-                format_seconds(run.steps[-1].seconds) if run.steps else "-",
-                f"{format_number(unit.of(speed))}{_unsteady(run)}" if speed and not run.is_emulated else "-",
-                f"{run.steps[-1].loss:.4g}" if run.steps else "-",
-                f"{last.loss:.4g}" if last else "-",
-                *(format_metric(name, last.metrics[name]) if last and name in last.metrics else "-" for name in names),
-                f"{last.samples:,} samples of the {run.evaluated_on}" if last else "-",
+                format_duration(run.seconds) if run.steps else NONE,
+                NONE if shares is None else format_share(waiting(shares)),
                 run.name,
             )
         )
-    learnt = ("training loss", "evaluation loss", *map(metric_label, names))
-    columns = ("run", "steps", "time", unit.rate, *learnt, "measured on", "folder")
-    return Table("Overview", columns, tuple(rows))
+    learnt = (*map(metric_label, names), "evaluation loss", "measured on", "training loss")
+    columns = ("run", unit.rate, *learnt, "steps", "time", "waiting", "folder")
+    return Table("Overview", columns, tuple(rows), colours=tuple(range(len(rows))))
 
 
 def _unsteady(run: Run) -> str:

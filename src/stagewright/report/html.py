@@ -12,38 +12,61 @@ from importlib.resources import files
 from itertools import pairwise
 
 from stagewright.report.charts import (
-    KINDS,
+    COLOURS,
     draw_bars,
-    draw_curves,
     draw_stacks,
+    encode_curves,
     escape,
     format_number,
     format_seconds,
+    has_log_axis,
     is_numeric,
+    kinds_of,
+    shape_of,
+    smoothing_of,
     table_of,
     thinned,
 )
-from stagewright.report.page import Bars, Block, Curve, Curves, Listing, Page, Pipeline, Stacks, Summary, Table
-from stagewright.report.timeline import MOST_BARS, encode, last_bars
+from stagewright.report.page import (
+    MARKS,
+    Bars,
+    Block,
+    Curve,
+    Curves,
+    Listing,
+    Look,
+    Mark,
+    Note,
+    Page,
+    Pipeline,
+    Stacks,
+    Summary,
+    Table,
+    Tiles,
+)
+from stagewright.report.timeline import ACTION_WORDS, MOST_BARS, encode, first_view, start_of_last
 
 _MOST_POINTS = 400  # per curve: a screen can't show more
 _ALL_POINTS = 5000  # of all curves of a page: with the bars of its timelines it stays below a megabyte
 _NARROW = 5  # columns of a table that takes half the width
 _HINTS = (
     "Drag to move, pinch or turn the wheel to zoom, touch or point at a bar to read it. By keyboard: arrows to move, "
-    "+ and - to zoom, 0 to show all; full stop and comma go from bar to bar, up and down from rank to rank."
+    "+ and - to zoom, 0 to show all, m to the next evaluation or checkpoint; full stop and comma go from bar to bar, "
+    "up and down from rank to rank."
 )
-_HATCH = (  # what predicted bars are filled with
-    '<svg width="0" height="0" class="defined" aria-hidden="true"><pattern id="hatch" width="8" height="8" '
-    'patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect class="hatch-back" width="8" height="8"/>'
-    '<line class="hatch-line" x1="0" x2="0" y1="0" y2="8"/></pattern></svg>'
+_CURVE_HINTS = (
+    "Point at it, or use the arrow keys, to read values; Home and End go to the ends, Escape hides the readout."
+)
+_CODE = (
+    "A bar's code is stage, action, microbatch and @version of the weights: 0F3@2 is stage 0, forward, microbatch 3, "
+    "version 2. A message also names the other rank: 0SA3>2."
 )
 
 
 def as_html(page: Page, *, poll: float | None = None) -> str:
     """The whole page; with `poll`, one that asks its own server for updates every so many seconds."""
     style = _asset("page.css")
-    scripts = [_asset("timeline.js"), _asset("page.js"), *([_asset("live.js")] if poll else [])]
+    scripts = [_asset("timeline.js"), _asset("curves.js"), _asset("page.js"), *([_asset("live.js")] if poll else [])]
     script = "\n".join(scripts)
     policy = content_policy(style, script, is_live=poll is not None)
     halves = _halves(page.blocks)
@@ -51,7 +74,7 @@ def as_html(page: Page, *, poll: float | None = None) -> str:
     links = "".join(
         f'<a href="#part-{number}">{escape(block.title)}</a>'
         for number, block in enumerate(page.blocks)
-        if not isinstance(block, Summary)
+        if not isinstance(block, Summary | Tiles)
     )
     wait = f' data-poll="{poll:g}"' if poll else ""
     requests = "It requests updates from this machine only." if poll else "It is one file and loads nothing."
@@ -61,8 +84,8 @@ def as_html(page: Page, *, poll: float | None = None) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n<meta name="referrer" content="no-referrer">\n'
         f'<link rel="icon" href="data:,">\n<title>{escape(page.title)}</title>\n<style>{style}</style>\n</head>\n'
-        f'<body>\n{_HATCH}<a class="skip" href="#main">Skip to the report</a>\n<header><h1>{escape(page.title)}</h1>'
-        f'<nav aria-label="Parts of this report">{links}</nav></header>\n<main id="main">\n'
+        f'<body>\n<a class="skip" href="#main">Skip to the report</a>\n<header><h1>{escape(page.title)}</h1></header>\n'
+        f'<nav aria-label="Parts of this report">{links}</nav>\n<main id="main">\n'
         + "\n".join(sections)
         + f"\n</main>\n<footer>Stagewright made this page. {requests}</footer>\n"
         f"<script>{script}</script>\n</body>\n</html>\n"
@@ -78,7 +101,8 @@ def _sized(blocks: Sequence[Block]) -> Iterator[Block]:
         if isinstance(block, Curves):
             yield thinned(block, points)
         elif isinstance(block, Pipeline):
-            yield replace(block, timeline=last_bars(block.timeline, bars), total=len(block.timeline.spans))
+            shown = block.since(start_of_last(block.timeline, bars))
+            yield replace(shown, total=len(block.timeline.spans))
         else:
             yield block
 
@@ -119,17 +143,33 @@ def _is_small(block: Block) -> bool:
 
 def _section(block: Block, number: int, is_half: bool) -> str:
     part = f"part-{number}"
+    if isinstance(block, Tiles):
+        return f'<section id="{part}" class="tiles" aria-label="Figures">{_tiles(block)}</section>'
     if isinstance(block, Summary):
         lines = "".join(f"<p>{escape(line)}</p>" for line in block.lines)
         return f'<section id="{part}" class="summary" aria-label="Summary">{lines}</section>'
-    title = f'<h2 id="{part}-title">{escape(block.title)}</h2>'
+    colour = block.colour if isinstance(block, Pipeline) else None
+    swatch = "" if colour is None else _swatch(f"p{colour % COLOURS}")
+    title = f'<h2 id="{part}-title">{swatch}{escape(block.title)}</h2>'
     half = ' class="half"' if is_half else ""
     return f'<section id="{part}"{half} aria-labelledby="{part}-title">{title}{_body(block, part)}</section>'
 
 
-def _body(block: Table | Bars | Stacks | Curves | Pipeline | Listing, part: str) -> str:
+def _tiles(block: Tiles) -> str:
+    tiles = (
+        f'<div class="tile"><dt>{escape(tile.label)}</dt>'
+        f'<dd class="figure">{escape(tile.value)} <small>{escape(tile.unit)}</small></dd>'
+        f'<dd class="note">{escape(tile.detail)}</dd></div>'
+        for tile in block.tiles
+    )
+    return f"<dl>{''.join(tiles)}</dl>"
+
+
+def _body(block: Table | Bars | Stacks | Curves | Pipeline | Listing | Note, part: str) -> str:
     if isinstance(block, Table):
         return _table(block)
+    if isinstance(block, Note):
+        return f'<p class="empty">{escape(block.text)}</p>'
     if isinstance(block, Listing):
         text = "\n".join(map(escape, block.text.rstrip().split("\n")))
         return (
@@ -142,14 +182,15 @@ def _body(block: Table | Bars | Stacks | Curves | Pipeline | Listing, part: str)
         return _figure(draw_bars(block), block, part, _about_bars(block))
     if isinstance(block, Stacks):
         return _figure(draw_stacks(block), block, part, f"{len(block.stacks)} bars, {block.unit}, by part.")
-    return _figure(draw_curves(block), block, part, _about_curves(block))
+    return _curves(block, part)
 
 
 def _figure(drawn: str, block: Bars | Stacks | Curves | Pipeline, part: str, about: str) -> str:
-    """A drawing, its description in words, and its numbers."""
+    """A drawing, its description for screen readers, and its numbers."""
+    note = f'<p class="note lead">{escape(block.note)}</p>' if block.note else ""
     return (
-        f'<figure role="group" aria-labelledby="{part}-title" aria-describedby="{part}-about">{drawn}'
-        f'<figcaption id="{part}-about">{escape(about)}</figcaption></figure>'
+        f'<figure role="group" aria-labelledby="{part}-title" aria-describedby="{part}-about">{note}{drawn}'
+        f'<figcaption id="{part}-about" class="hidden">{escape(about)}</figcaption></figure>'
         f'<details><summary>Numbers</summary><button type="button" class="copy" data-copies="{part}-numbers">Copy'
         f"</button>{_table(table_of(block), f'{part}-numbers')}</details>"
     )
@@ -161,26 +202,85 @@ def _table(table: Table, name: str = "") -> str:
     head = "".join(
         f'<th scope="col"{kind}>{escape(column)}</th>' for column, kind in zip(table.columns, kinds, strict=True)
     )
+    swatches = [_swatch(f"p{colour % COLOURS}") for colour in table.colours] or [""] * len(table.rows)
     rows = "".join(
-        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
-        for row in table.rows
+        f"<tr><td{kinds[0]}>{swatch}{escape(row[0])}</td>"
+        + "".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(row[1:], kinds[1:], strict=True))
+        + "</tr>"
+        for row, swatch in zip(table.rows, swatches, strict=True)
     )
     note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
     label = f' id="{name}"' if name else ""
+    named = ' class="runs"' if table.colours else ""
     return (
         f'<div class="scroll" tabindex="0" role="group" aria-label="{escape(table.title)}, table">'
-        f"<table{label}><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{note}"
+        f"<table{label}{named}><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{note}"
     )
+
+
+def _swatch(name: str) -> str:
+    return (
+        f'<svg class="swatch" width="12" height="12" aria-hidden="true">'
+        f'<rect class="{name}" width="12" height="12" rx="3"/></svg>'
+    )
+
+
+def _mark_keys(marks: Sequence[Mark]) -> str:
+    """The legend of the marks that a figure has."""
+    found = {mark.kind for mark in marks}
+    return "".join(f"<li>{_swatch(f'k-{kind}')}{kind}</li>" for kind in MARKS if kind in found)
+
+
+def _curves(block: Curves, part: str) -> str:
+    """A plot that a script draws, with a button for every curve, and what lines can be changed by."""
+    keys = "".join(
+        f'<li><button type="button" class="toggle" aria-pressed="true" data-curve="{number}">'
+        f"{_key(curve, number)}{escape(curve.label)}</button></li>"
+        for number, curve in enumerate(block.curves)
+    )
+    legend = f'<ul class="legend">{keys}{_mark_keys(block.marks)}</ul>' if len(block.curves) > 1 or block.marks else ""
+    smoothing, tools = smoothing_of(block), ""
+    if smoothing is not None:
+        tools += (
+            '<label class="smooth">Smoothing <input type="range" min="0" max="0.95" step="0.05" '
+            f'value="{smoothing:g}"></label>'
+        )
+    if has_log_axis(block):
+        tools += '<button type="button" class="log" aria-pressed="false">Log axis</button>'
+    about = _about_curves(block)
+    drawn = (
+        f'<div class="curves"><div class="controls">{legend}<div class="tools">{tools}</div></div>'
+        f'<div class="plot"><svg tabindex="0" role="application" aria-roledescription="chart" '
+        f'aria-label="{escape(block.title)}. {_CURVE_HINTS}"></svg><div class="tip" hidden></div></div>'
+        f'<noscript><p class="note">This chart needs a script; its numbers are below.</p></noscript>'
+        f'<p class="live hidden" role="status" aria-live="polite"></p>'
+        f'<script type="application/json">{encode_curves(block)}</script></div>'
+    )
+    return _figure(drawn, block, part, about)
+
+
+def _key(curve: Curve, number: int) -> str:
+    """The sign of a curve in its legend: a line, a point, or a dashed line."""
+    numbered = number if curve.colour is None else curve.colour
+    colour = f"c{numbered % COLOURS}"
+    if curve.look is Look.POINTS:
+        inner = f'<path class="dot {colour}" d="{shape_of(curve)}" transform="translate(9 7)"/>'
+    else:
+        dash = " dashed" if curve.look is Look.REFERENCE or numbered >= COLOURS else ""
+        inner = f'<line class="line {colour}{dash}" x1="0" x2="18" y1="7" y2="7"/>'
+    return f'<svg class="swatch" width="18" height="14" aria-hidden="true">{inner}</svg>'
 
 
 def _pipeline(block: Pipeline, part: str) -> str:
     timeline = block.timeline
-    data = json.dumps({**encode(timeline), "ranks": block.ranks}, ensure_ascii=True).replace("<", "\\u003c")
-    keys = "".join(
-        f'<li><svg width="14" height="14" aria-hidden="true"><rect class="k-{kind} key" width="14" height="14"/></svg>'
-        f"{kind}</li>"
-        for kind in KINDS
-    )
+    encoded = encode(timeline)
+    found = {mark for mark, _, _ in encoded["operations"]}
+    codes = [(mark, words) for mark, words in ACTION_WORDS.items() if mark in found]
+    marks = [(mark.kind, mark.start, mark.end) for mark in block.marks]
+    shown = {**encoded, "ranks": block.ranks, "marks": marks, "view": first_view(block)}
+    data = json.dumps(shown, ensure_ascii=True).replace("<", "\\u003c")
+    keys = "".join(f"<li>{_swatch(f'k-{kind}')}{kind}</li>" for kind in kinds_of(block))
+    keys += _mark_keys([mark for mark in block.marks if mark.kind not in kinds_of(block)])
     how = "Predicted" if block.is_predicted else "Measured"
     bars = f"{len(timeline.spans):,} bars"
     if block.total > len(timeline.spans):
@@ -194,15 +294,20 @@ def _pipeline(block: Pipeline, part: str) -> str:
             ("left", "Earlier", "◀"),
             ("right", "Later", "▶"),
             ("whole", "Show all", "All"),
+            ("first", "Show the first view", "Steady part"),
         )
     )
+    words = "".join(f"<li><b>{escape(mark)}</b> {escape(text)}</li>" for mark, text in codes)
     drawn = (
-        f'<div class="timeline" id="{part}-timeline"><ul class="legend">{keys}</ul><div class="buttons">{buttons}'
-        f'<span class="range" data-shows="range"></span></div><div class="canvas">'
+        f'<div class="timeline" id="{part}-timeline"><div class="controls"><ul class="legend">{keys}</ul>'
+        f'<div class="buttons">{buttons}<span class="range" data-shows="range"></span></div></div><div class="canvas">'
         f'<canvas tabindex="0" role="application" aria-roledescription="timeline" '
         f'aria-label="{escape(block.title)}. {escape(about)} {_HINTS}"></canvas>'
         f'<div class="tip" hidden></div></div><p class="live" role="status" aria-live="polite"></p>'
-        f'<p class="note">{_HINTS}</p><script type="application/json">{data}</script></div>'
+        f'<ul class="codes" aria-label="Codes of actions">{words}</ul>'
+        f'<details class="how"><summary>How to read and move it</summary><p class="note">{_HINTS}</p>'
+        f'<p class="note">{escape(_CODE)} {escape(about)}</p></details>'
+        f'<script type="application/json">{data}</script></div>'
     )
     return _figure(drawn, block, part, about)
 
@@ -216,7 +321,7 @@ def _about_bars(bars: Bars) -> str:
     if any(bar.low is not None for bar in bars.bars):
         parts.append("Lines are 95 % intervals.")
     if any(bar.is_predicted for bar in bars.bars):
-        parts.append("Hatched bars are predicted.")
+        parts.append("Outlined bars are predicted.")
     return " ".join(parts)
 
 

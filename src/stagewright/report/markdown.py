@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from stagewright.errors import printable, printable_lines
 from stagewright.report.charts import format_seconds, is_numeric, table_of, thinned
-from stagewright.report.page import Block, Curves, Listing, Page, Pipeline, Summary, Table
+from stagewright.report.page import Block, Curves, Listing, Note, Page, Pipeline, Summary, Table, Tiles
 
 _MOST_POINTS = 12  # per curve: the HTML page has them all
 _SPECIAL = re.compile(r"[\\`*\[\]<>|&#~$]|(?<!\w)_|_(?!\w)")
@@ -20,18 +21,27 @@ def as_markdown(page: Page) -> str:
 def _block(block: Block) -> str:
     if isinstance(block, Summary):
         return "\n".join(f"- {_plain(line)}" for line in block.lines)
+    if isinstance(block, Tiles):
+        rows = tuple((tile.label, f"{tile.value} {tile.unit}".rstrip(), tile.detail) for tile in block.tiles)
+        return _table(Table("Figures", ("figure", "value", "about it"), rows))
+    if isinstance(block, Note):
+        return f"## {_plain(block.title)}\n\n{_plain(block.text)}"
     if isinstance(block, Listing):
         fence = "`" * max(3, 1 + max((len(ticks) for ticks in re.findall("`+", block.text)), default=0))
         return f"## {_plain(block.title)}\n\n{fence}text\n{printable_lines(block.text.rstrip())}\n{fence}"
     if isinstance(block, Table):
         return _table(block)
     if isinstance(block, Curves):
-        return _table(table_of(thinned(block, _MOST_POINTS)))
+        return _table(_with_note(table_of(thinned(block, _MOST_POINTS)), block.note))
     if isinstance(block, Pipeline):
         how = "Predicted" if block.is_predicted else "Measured"
         about = f"{how} over {format_seconds(block.timeline.end)}; the HTML page beside this file draws it."
         return f"{_table(table_of(block))}\n\n{about}"
-    return _table(table_of(block))
+    return _table(_with_note(table_of(block), block.note))
+
+
+def _with_note(table: Table, note: str) -> Table:
+    return replace(table, note=" ".join(filter(None, (note, table.note))))
 
 
 def _table(table: Table) -> str:

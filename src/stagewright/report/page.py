@@ -1,10 +1,32 @@
-"""A page: the blocks of a report in reading order, as values that `markdown` and `html` both draw."""
+"""A page: the blocks of a report in reading order, as values that `markdown` and `html` both draw.
+
+A colour is a number: equal numbers have the same colour in every figure of a page, which is how a comparison shows one
+run everywhere.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from stagewright.metrics import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One figure to see first: `310` of `images/s`, and what a reader must know about it."""
+
+    label: str
+    value: str
+    unit: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The figures that a page begins with."""
+
+    tiles: tuple[Tile, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +44,7 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+    colours: tuple[int, ...] = ()  # of the rows, where they are runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +57,7 @@ class Bar:
     high: float | None = None
     is_predicted: bool = False
     note: str = ""
+    colour: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +67,7 @@ class Bars:
     title: str
     unit: str
     bars: tuple[Bar, ...]
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +86,7 @@ class Stacks:
     title: str
     unit: str
     stacks: tuple[Stack, ...]
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +97,36 @@ class Point:
     y: float
     low: float | None = None
     high: float | None = None
+    mean: float | None = None  # of the points that this one stands for, in a curve that was thinned
+
+
+class Look(StrEnum):
+    """How a curve is drawn."""
+
+    LINE = "line"  # what training reports with every step
+    POINTS = "points"  # what is known at a few moments: evaluations
+    REFERENCE = "reference"  # a level to compare with: a prediction
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
     label: str
     points: tuple[Point, ...]
+    look: Look = Look.LINE
+    colour: int | None = None  # None: its place among the curves
+    shape: int = 0  # of its points: evaluations of several metrics in one colour
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A stretch of time in which training paused."""
+
+    kind: str  # one of MARKS
+    start: float
+    end: float
+
+
+MARKS = ("evaluation", "checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +138,9 @@ class Curves:
     y: str
     curves: tuple[Curve, ...]
     is_small: bool = False  # two of them, one after the other, share the width
+    marks: tuple[Mark, ...] = ()
+    note: str = ""
+    from_zero: bool = False  # its y axis: of rates, whose noise would look large on a short axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +152,21 @@ class Pipeline:
     ranks: tuple[str, ...]  # one label per rank
     is_predicted: bool = False
     total: int = 0  # bars of the whole timeline, where only the last are shown
+    shares: tuple[float, ...] = ()  # of the time that each rank computes, by the one definition of the page
+    marks: tuple[Mark, ...] = ()
+    note: str = ""
+    colour: int | None = None  # of its run, in a comparison
+
+    def since(self, moment: float) -> Pipeline:
+        """The part that begins at a moment, which becomes zero."""
+        if moment <= 0:
+            return self
+        marks = tuple(
+            Mark(mark.kind, max(0.0, mark.start - moment), mark.end - moment)
+            for mark in self.marks
+            if mark.end > moment
+        )
+        return replace(self, timeline=self.timeline.since(moment), marks=marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +177,15 @@ class Listing:
     text: str
 
 
-Block = Summary | Table | Bars | Stacks | Curves | Pipeline | Listing
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Why a section is empty."""
+
+    title: str
+    text: str
+
+
+Block = Tiles | Summary | Table | Bars | Stacks | Curves | Pipeline | Listing | Note
 
 
 @dataclass(frozen=True, slots=True)

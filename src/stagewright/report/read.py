@@ -71,7 +71,7 @@ class Run:
     restarts: tuple[Restarted, ...]
     resumes: tuple[Resumed, ...]  # one for each time that it was resumed
     replaced: int
-    saved: tuple[int, ...]  # batches after which a checkpoint was saved
+    saved: tuple[Saved, ...]
     usage: tuple[tuple[Usage, ...], ...]  # samples of each machine that has a monitor's file
     timeline: Timeline | None
     memory: tuple[dict[str, float], ...] | None  # bytes by part, of each rank, as the planner predicts
@@ -115,11 +115,22 @@ class Run:
         return tuple(sample for samples in self.usage for sample in samples if sample.start == self.start)
 
     @property
+    def interrupted(self) -> frozenset[int]:
+        """The batches right after an evaluation, a restart or a resume: their times include the pause."""
+        records: Iterable[Evaluated | Restarted | Resumed] = (*self.evaluations, *self.restarts, *self.resumes)
+        return frozenset(record.batch for record in records)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the steps since it was last resumed took, with their pauses."""
+        before = len(self.steps) - len(self.own_steps)
+        begun = self.steps[before - 1].seconds if before else 0.0
+        return self.steps[-1].seconds - begun if self.own_steps else 0.0
+
+    @property
     def speed(self) -> SteadyRate | None:
         """Of the steps since it was last resumed."""
-        records: Iterable[Evaluated | Restarted | Resumed] = (*self.evaluations, *self.restarts, *self.resumes)
-        pauses = {record.batch for record in records}
-        return steady_rate(self.own_steps, self.batch, pauses)
+        return steady_rate(self.own_steps, self.batch, self.interrupted)
 
     @property
     def images_per_second(self) -> float | None:
@@ -153,6 +164,15 @@ class Run:
     @property
     def evaluated_on(self) -> str:
         return evaluated_on(self.config)
+
+    @property
+    def validation(self) -> str | None:
+        """The validation data by its name, as in `folder:val`; None where it evaluates on the training data."""
+        source, val = self.section("data").get("source"), self.section("data").get("val")
+        if not isinstance(val, str) or val == source:
+            return None
+        kind, colon, path = val.rpartition(":")
+        return printable(f"{kind}{colon}{Path(path).name or path}")
 
     def label(self, rank: int) -> str:
         """The name of a process that the monitor saw: its rank, or all ranks of an emulated run."""
@@ -197,7 +217,7 @@ def read_run(folder: Path, rank_map: RankMap) -> Run:
         restarts=tuple(record for record in records if isinstance(record, Restarted)),
         resumes=tuple(record for record in records if isinstance(record, Resumed)),
         replaced=sum(isinstance(record, Replaced) for record in records),
-        saved=tuple(record.batch for record in records if isinstance(record, Saved)),
+        saved=tuple(record for record in records if isinstance(record, Saved)),
         usage=tuple(
             filter(None, (tuple(read_usage(read_lines(path))) for path in sorted(folder.glob("monitor*.jsonl"))))
         ),

@@ -7,16 +7,16 @@ out. A failure to make it never fails a run.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from stagewright.metrics import Unit, batch_seconds, format_metric, headline_metrics, is_percentage, metric_label
-from stagewright.report.page import Bar, Bars, Block, Curve, Curves, Page, Pipeline, Point, Table
+from stagewright.metrics import format_metric, headline_metrics, is_percentage, metric_label
+from stagewright.report.figures import no_timeline, throughput, tiles, training_pauses, upper_first
+from stagewright.report.page import Block, Curve, Curves, Look, Note, Page, Point, Table
 from stagewright.report.read import Run
 from stagewright.report.sections import configuration, environment, epochs, memory, stages, usage_blocks
-from stagewright.report.summary import summarize_run, upper_first
-from stagewright.report.timeline import busy_over_time, common_window
+from stagewright.report.summary import summarize_run
+from stagewright.report.timeline import busy_over_time, pipeline_of
 
-_MOST_POINTS = 200  # of a curve of throughput
 _MOST_PLOTS = 12  # of metrics
 
 
@@ -26,15 +26,17 @@ def run_page(run: Run) -> Page:
 
 
 def _blocks(run: Run) -> Iterator[Block]:
+    yield tiles(run)
     yield summarize_run(run)
-    yield from _speed(run)
+    yield _speed(run)
     yield from losses({"": run})
     yield from _by_class(run)
-    if run.timeline and run.timeline.spans:
-        timeline = common_window(run.timeline)
-        yield Pipeline("What each rank did", timeline, run.rank_map.labels)
-        if computing := busy_over_time(timeline, run.rank_map.labels):
+    if pipeline := pipeline_of(run, "Timeline"):
+        yield pipeline
+        if computing := busy_over_time(pipeline):
             yield computing
+    else:
+        yield Note("Timeline", f"No timeline: {no_timeline(run)}.")
     yield from memory(run)
     yield from usage_blocks(run)
     yield stages(run)
@@ -44,30 +46,19 @@ def _blocks(run: Run) -> Iterator[Block]:
     yield from environment(run)
 
 
-def _speed(run: Run) -> Iterator[Block]:
-    """Predicted and measured throughput, and throughput over time."""
-    speed, predicted = run.images_per_second, run.predicted
-    if speed and predicted and not run.is_emulated:
-        unit = run.unit
-        bars = (Bar("measured", unit.of(speed)), Bar("predicted", unit.of(predicted), is_predicted=True))
-        yield Bars("Predicted and measured", unit.rate, bars)
-    points = throughput(run, run.unit)
-    if len(points) > 1:
-        rate = run.unit.rate
-        yield Curves("Throughput over time", "seconds of training", rate, (Curve(rate, points),))
-
-
-def throughput(run: Run, unit: Unit) -> tuple[Point, ...]:
-    """Throughput over groups of consecutive steps; whatever delays a step shows as a dip."""
-    took = batch_seconds(run.steps)
-    steps = [step for step in run.steps if step.batch in took]
-    size = max(1, -(-len(steps) // _MOST_POINTS))
-    groups = [steps[first : first + size] for first in range(0, len(steps), size)]
-    return tuple(
-        Point(group[-1].seconds, unit.of(len(group) * run.batch) / spent)
-        for group in groups
-        if (spent := sum(took[step.batch] for step in group)) > 0
-    )
+def _speed(run: Run) -> Block:
+    """Throughput over time beside what was predicted."""
+    points, rate = throughput(run, run.unit), run.unit.rate
+    if len(points) < 2:
+        return Note("Throughput", "No curve: fewer than two steps were timed.")
+    curves = [Curve("measured", points)]
+    if run.predicted and not run.is_emulated:
+        level = run.unit.of(run.predicted)
+        ends = (Point(points[0].x, level), Point(points[-1].x, level))
+        curves.append(Curve("predicted", ends, Look.REFERENCE, colour=0))
+    note = "All ranks ran in one process: this is no speed of real devices." if run.is_emulated else ""
+    marks = tuple(training_pauses(run))
+    return Curves("Throughput", "seconds of training", rate, tuple(curves), marks=marks, note=note, from_zero=True)
 
 
 def losses(runs: dict[str, Run]) -> Iterator[Block]:
@@ -75,10 +66,24 @@ def losses(runs: dict[str, Run]) -> Iterator[Block]:
 
     Accuracies share a plot; every other metric has its own. Those after the first are small.
     """
-    curves = [(name, *curve) for name, run in runs.items() for curve in (*_losses(run), *_metrics(run)) if curve[-1]]
-    plots = list(dict.fromkeys(plot for _, plot, _, _ in curves if plot.is_metric))[:_MOST_PLOTS]
+    found = [
+        (plot, name, replace(curve, colour=number if name else None))
+        for number, (name, run) in enumerate(runs.items())
+        for plot, curve in (*_losses(run), *_metrics(run))
+        if curve.points
+    ]
+    plots = list(dict.fromkeys(plot for plot, _, _ in found if plot.is_metric))[:_MOST_PLOTS]
     for plot in (_LOSS, *plots, _SCALE):
-        drawn = tuple(Curve(f"{n}: {label}" if n else label, points) for n, of, label, points in curves if of == plot)
+        own = [(name, curve) for of, name, curve in found if of == plot]
+        shapes = list(dict.fromkeys(curve.label for _, curve in own if curve.look is Look.POINTS))
+        drawn = tuple(
+            replace(
+                curve,
+                label=f"{name}: {curve.label}" if name else curve.label,
+                shape=shapes.index(curve.label) if curve.label in shapes else 0,
+            )
+            for name, curve in own
+        )
         if drawn:
             yield Curves(plot.title, "step", plot.axis, drawn, is_small=plot in plots[1:])
 
@@ -94,16 +99,16 @@ _LOSS, _SCALE = _Plot("Loss", "loss", False), _Plot("Loss scale", "scale of the 
 _ACCURACY = _Plot("Accuracy", "%")
 
 
-def _losses(run: Run) -> Iterator[tuple[_Plot, str, tuple[Point, ...]]]:
-    """The losses of a run over its steps: the plot, the label and the points of each curve."""
-    yield _LOSS, "training", tuple(Point(step.batch + 1, step.loss) for step in run.steps)
-    scored = run.evaluations
-    yield _LOSS, f"evaluation on {run.evaluated_on}", tuple(Point(found.batch, found.loss) for found in scored)
+def _losses(run: Run) -> Iterator[tuple[_Plot, Curve]]:
+    """The losses of a run over its steps, each with its plot."""
+    yield _LOSS, Curve("training", tuple(Point(step.batch + 1, step.loss) for step in run.steps))
+    scored = tuple(Point(found.batch, found.loss) for found in run.evaluations)
+    yield _LOSS, Curve(f"evaluation on {run.evaluated_on}", scored, Look.POINTS)
     scales = tuple(Point(step.batch + 1, step.loss_scale) for step in run.steps if step.loss_scale)
-    yield _SCALE, "loss scale", scales
+    yield _SCALE, Curve("loss scale", scales)
 
 
-def _metrics(run: Run) -> Iterator[tuple[_Plot, str, tuple[Point, ...]]]:
+def _metrics(run: Run) -> Iterator[tuple[_Plot, Curve]]:
     """The same of its metrics, where there are two evaluations."""
     names = dict.fromkeys(name for found in run.evaluations for name in headline_metrics(found.metrics))
     for name in names if len(run.evaluations) > 1 else ():
@@ -112,7 +117,7 @@ def _metrics(run: Run) -> Iterator[tuple[_Plot, str, tuple[Point, ...]]]:
         is_share = is_percentage(name)
         plot = _ACCURACY if is_share and name != "iou" else _Plot(upper_first(label), "%" if is_share else label)
         points = tuple(Point(batch, 100 * value if is_share else value) for batch, value in known)
-        yield plot, f"{label} on {run.evaluated_on}", points
+        yield plot, Curve(f"{label} on {run.evaluated_on}", points, Look.POINTS)
 
 
 def _by_class(run: Run) -> Iterator[Table]:

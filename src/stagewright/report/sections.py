@@ -10,9 +10,9 @@ from typing import Any
 from stagewright.events import Usage
 from stagewright.metrics import GIB, MIB, batch_seconds
 from stagewright.report.charts import format_number, format_seconds
-from stagewright.report.page import Block, Curve, Curves, Listing, Point, Stack, Stacks, Table
+from stagewright.report.figures import memory_kind, no_memory, peak_memory
+from stagewright.report.page import Block, Curve, Curves, Listing, Note, Point, Stack, Stacks, Table
 from stagewright.report.read import Run
-from stagewright.report.summary import peak_memory
 
 _MOST_EPOCHS = 100
 _MOST_CURVES = 16
@@ -105,21 +105,18 @@ def memory(run: Run) -> Iterator[Block]:
             Stack(label, tuple((name, size / MIB) for name, size in parts.items() if size))
             for label, parts in zip(run.rank_map.labels, run.memory, strict=False)
         )
-        yield Stacks("Memory by part, predicted", "MiB", stacks)
-    if peaks:
-        held = any(rank.torch_memory is not None for sample in run.own_usage for rank in sample.ranks)
-        title = (
-            "Memory, measured peak: allocated by torch"
-            if held
-            else "Memory, measured peak: resident, including Python and torch"
-        )
-        stacks = tuple(Stack(run.label(rank), (("peak", size / MIB),)) for rank, size in sorted(peaks.items()))
-        yield Stacks(title, "MiB", stacks)
+        yield Stacks("Memory by part", "MiB", stacks, "Predicted by the planner.")
+    if not peaks:
+        yield Note("Memory", f"No measured memory: {no_memory(run)}.")
+        return
+    stacks = tuple(Stack(run.label(rank), (("peak", size / MIB),)) for rank, size in sorted(peaks.items()))
+    yield Stacks("Memory", "MiB", stacks, f"Measured peak of each process: {memory_kind(run)}.")
 
 
 def epochs(run: Run) -> Table | None:
-    """How long each epoch took, without pauses."""
-    took = batch_seconds(run.steps)
+    """How long each epoch took, without steps that a pause delayed."""
+    delayed = run.interrupted
+    took = {batch: time for batch, time in batch_seconds(run.steps).items() if batch not in delayed}
     grouped: dict[int, list[Any]] = {}
     for step in run.steps:
         grouped.setdefault(step.epoch, []).append(step)
@@ -142,7 +139,7 @@ def environment(run: Run) -> Iterator[Block]:
         _flat("", {name: value for name, value in run.environment.items() if name not in ("command", "topology")})
     )
     if rows:
-        yield Table("Environment", ("what", "value"), rows)
+        yield Table("Machine", ("what", "value"), rows)
     matrix = run.environment.get("topology")
     if isinstance(matrix, list) and matrix and all(isinstance(row, list) for row in matrix):
         names = [f"GPU{index}" for index in range(len(matrix))]
@@ -184,7 +181,7 @@ def usage_blocks(run: Run) -> Iterator[Block]:
             cores.append(Curve(run.label(rank), tuple(Point(*point) for point in seen)))
         whole = Curve("everything on the machine", tuple(Point(sample.seconds, sample.cores) for sample in samples))
         if len(samples) > 1:
-            yield Curves(f"Cores kept busy{where}", "seconds", "cores", (*cores, whole))
+            yield Curves(f"Cores{where}", "seconds", "cores kept busy", (*cores, whole))
         yield from _gpu_blocks(samples, where)
         if any(sample.gpus for sample in every):
             yield _gpu_table(every, where)
@@ -194,7 +191,7 @@ def _gpu_blocks(samples: Sequence[Usage], where: str) -> Iterator[Block]:
     indices = sorted({gpu.index for sample in samples for gpu in sample.gpus})
     for title, unit, name, scale in (
         ("GPU utilisation", "% of the time", "utilisation", 100),
-        ("GPU memory in sample", "MiB", "memory", 1 / MIB),
+        ("GPU memory", "MiB", "memory", 1 / MIB),
         ("GPU power", "watts", "power", 1),
     ):
         curves = tuple(
@@ -216,7 +213,7 @@ def _gpu_points(samples: Sequence[Usage], index: int, name: str, scale: float) -
 def _gpu_table(samples: Sequence[Usage], where: str) -> Table:
     indices = sorted({gpu.index for sample in samples for gpu in sample.gpus})
     return Table(
-        f"GPUs over the run{where}",
+        f"GPUs{where}",
         ("GPU", "utilisation", "peak MiB", "watts", "kJ", "hottest", "throttled by", "others"),
         tuple(_gpu_row(samples, index) for index in indices),
         "Utilisation and watts are means over the monitor's samples; others: processes that are not of this run.",

@@ -8,8 +8,17 @@ from typing import Any
 
 from stagewright.errors import printable
 from stagewright.events import fits
-from stagewright.metrics import MIB, format_metric, is_lower_better, metric_label, metric_words, speed_words
-from stagewright.report.charts import format_number, format_seconds
+from stagewright.metrics import format_metric, format_rate, is_lower_better, metric_label, metric_words, speed_words
+from stagewright.report.charts import format_duration, format_share
+from stagewright.report.figures import (
+    busiest_rank,
+    fullest_rank,
+    measured_on,
+    prediction_error,
+    steps_words,
+    upper_first,
+    waiting,
+)
 from stagewright.report.page import Summary
 from stagewright.report.read import Run
 from stagewright.report.timeline import busy_shares
@@ -28,24 +37,12 @@ def summarize_run(run: Run) -> Summary:
 def _outcome(run: Run) -> str:
     if not run.steps:
         return "No step was trained." if run.summary is None else "The run had no steps to train."
-    done = run.steps[-1].batch + 1
-    own = run.own_steps
     rate = f", {speed_words(run.images_per_second, run.steady_steps, run.unit)}"
     size = f"{run.unit.of(run.batch):,} {run.unit.name}"
-    what = f"{run.model}, {run.mode} {run.shape}"
-    if run.summary is not None and own:
-        first = own[0].batch + 1
-        after = f"step {done:,}" if first == done else f"steps {first:,}-{done:,}"
-        which = _count(done, "step") if first == 1 else after
-        return f"{what}: {which} of {size}{rate}, in {format_seconds(_spent(run))}."
-    steps = f"{done:,} of {_count(run.batches, 'step')}" if run.batches else _count(done, "step")
+    what, steps = f"{run.model}, {run.mode} {run.shape}", steps_words(run)
+    if run.summary is not None and run.own_steps:
+        return f"{what}: {steps} of {size}{rate}, in {format_duration(run.seconds)}."
     return f"{what}: not finished; {steps} of {size} so far{rate}."
-
-
-def _spent(run: Run) -> float:
-    """Seconds that the steps since the last resume took."""
-    before = len(run.steps) - len(run.own_steps)
-    return run.steps[-1].seconds - (run.steps[before - 1].seconds if before else 0.0)
 
 
 def resume_sentence(run: Run) -> Iterator[str]:
@@ -59,15 +56,12 @@ def resume_sentence(run: Run) -> Iterator[str]:
 
 
 def _prediction(run: Run) -> Iterator[str]:
-    speed, predicted = run.images_per_second, run.predicted
-    if speed and predicted:
-        shown = f"{format_number(run.unit.of(predicted))} {run.unit.rate}"
+    if run.predicted:
+        shown = f"{format_rate(run.unit.of(run.predicted))} {run.unit.rate}"
         if run.is_emulated:
             yield f"On real devices, {shown} are predicted."
-            return
-        off = predicted / speed - 1
-        word = "above" if off > 0 else "below"
-        yield f"The prediction was {shown}, {abs(off):.1%} {word} the measured speed."
+        elif off := prediction_error(run):
+            yield f"The prediction was {shown}, {off} the measured speed."
 
 
 def busy_sentences(run: Run) -> Iterator[str]:
@@ -78,17 +72,17 @@ def busy_sentences(run: Run) -> Iterator[str]:
     shares = busy_shares(run)
     if shares is None:
         return
+    share = waiting(shares)
     if len(shares) == 1:
-        yield f"The only rank computes {shares[0]:.0%} of the time."
+        yield f"The only rank computes {format_share(shares[0])} of the time."
         return
-    most, bubble = max(shares), 1 - sum(shares) / len(shares)
     yield (
-        f"The busiest is {run.rank_map.labels[shares.index(most)]}: it computes {most:.0%} of the time. Over all "
-        f"ranks, {bubble:.0%} of the time is not spent computing."
+        f"The busiest is {busiest_rank(run, shares)}: it computes {format_share(max(shares))} of the time. Over all "
+        f"ranks, {format_share(share)} of the time is not spent computing."
     )
-    if most < _BOTTLENECK:
+    if max(shares) < _BOTTLENECK:
         yield "No rank is busy all the time: messages, data or other processes delay the pipeline."
-    elif bubble > 0.2:
+    elif share > 0.2:
         yield "The other ranks wait for it: give its stage more devices or fewer layers."
 
 
@@ -102,8 +96,7 @@ def _learning(run: Run) -> Iterator[str]:
         words = metric_words(last.metrics)
         more = len(words) - _MOST_METRICS
         values = ", ".join((f"loss {last.loss:.4g}", *words[:_MOST_METRICS], *([f"{more} more"] if more > 0 else ())))
-        on = f"{last.samples:,} samples of the {run.evaluated_on}"
-        yield f"Evaluated after step {last.batch:,} on {on}: {values}."
+        yield f"Evaluated after step {last.batch:,} on {measured_on(run)}: {values}."
         yield from _best(run)
 
 
@@ -143,38 +136,18 @@ def _faults(run: Run) -> Iterator[str]:
 def _machine(run: Run) -> Iterator[str]:
     """What the monitor saw that a reader should know before trusting the numbers."""
     samples = run.own_usage
-    peaks = peak_memory(run)
-    if peaks:
-        rank = max(peaks, key=lambda rank: peaks[rank])
-        most = f"{format_number(peaks[rank] / MIB)} MiB"
+    if found := fullest_rank(run):
+        rank, size = found
         if run.is_emulated:
-            yield f"The process with all ranks used at most {most}."
+            yield f"The process with all ranks used at most {size} MiB."
         else:
-            yield f"{upper_first(run.label(rank))} used the most memory: {most}."
+            yield f"{upper_first(run.label(rank))} used the most memory: {size} MiB."
     throttled = {(gpu.index, reason) for sample in samples for gpu in sample.gpus for reason in gpu.throttled}
     if throttled:
         parts = [f"GPU {index} ({reason})" for index, reason in sorted(throttled)]
         yield f"Throttled: {', '.join(parts)}."
     if any(gpu.foreign for sample in samples for gpu in sample.gpus):
         yield "Other processes used the same GPUs meanwhile: repeat on an idle machine."
-
-
-def peak_memory(run: Run) -> dict[int, int]:
-    """The peak bytes of each rank: what torch held on its device where known, else resident memory.
-
-    An emulated run is one process, which counts as rank 0.
-    """
-    peaks: dict[int, int] = {}
-    for sample in run.own_usage:
-        for rank in sample.ranks:
-            held = rank.memory if rank.torch_memory is None else rank.torch_memory
-            peaks[rank.rank] = max(peaks.get(rank.rank, 0), held)
-    return peaks
-
-
-def upper_first(text: str) -> str:
-    """The text as the start of a sentence."""
-    return f"{text[:1].upper()}{text[1:]}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,4 +1,5 @@
-"""Timelines of a run: which share of the time each rank computes, and the compact encoding that a page's script reads.
+"""Timelines of a run: when it paused, which share of the time each rank computes, what a page shows of it at first,
+and the compact encoding that a page's script reads.
 
 The encoding takes a few bytes per bar. Every bar is seven numbers: start since the bar before, duration, operation, and
 stage, microbatch, version and peer, each as the difference to the bar before in its lane. A name that is not an action
@@ -11,12 +12,13 @@ import base64
 import math
 import re
 from bisect import bisect_left
+from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from typing import Any
 
 from stagewright.metrics import Span, Timeline
-from stagewright.report.charts import KINDS, kind_of
-from stagewright.report.page import Curve, Curves, Point
+from stagewright.report.charts import is_evaluation, kind_of
+from stagewright.report.page import Curve, Curves, Mark, Pipeline, Point
 from stagewright.report.read import Run
 
 MOST_BARS = 30_000  # of a page: half a megabyte of text
@@ -27,59 +29,120 @@ _ABSENT = -1
 _ACTION = re.compile(r"([0-9]{1,9})([A-Z]{1,2})([0-9]{1,15})?(?:@([0-9]{1,15}))?(?:[<>]([0-9]{1,9}))?")
 _MICROBATCH = re.compile(r"[0-9]+[FB]([0-9]{1,15})@")
 _MOST_CURVES = 16
+_FEW_BARS = 80  # of a rank: a timeline with no more is shown whole at first
+_FIRST_BARS = 40  # of the busiest rank in the first view of a longer one
+ACTION_WORDS = {  # of every action's mark, as its text has it
+    "F": "forward",
+    "B": "backward",
+    "U": "update",
+    "R": "reduce gradients",
+    "T": "sum gradients of tied weights",
+    "A": "agree on gradient norms",
+    "SA": "send activations",
+    "SG": "send gradients",
+    "RA": "receive activations",
+    "RG": "receive gradients",
+}
+
+
+def action_words(text: str) -> str:
+    """An action in words, as in `forward of microbatch 3 at stage 0 on version 2` for `0F3@2`; other text as it is."""
+    match = _ACTION.fullmatch(text)
+    if match is None or match[2] not in ACTION_WORDS:
+        return text
+    stage, mark, microbatch, version, peer = match.groups()
+    words = [ACTION_WORDS[mark]]
+    if microbatch is not None:
+        words.append(f"of microbatch {microbatch}")
+    words.append(f"at stage {stage}")
+    if version is not None:
+        words.append(f"{'on' if mark in 'FB' else 'of'} version {version}")
+    elif mark == "F":
+        words.append("in an evaluation")
+    if peer is not None:
+        words.append(f"{'to' if mark.startswith('S') else 'from'} rank {peer}")
+    return " ".join(words)
 
 
 def busy_shares(run: Run) -> tuple[float, ...] | None:
     """The share of the time that each rank computes while all ranks are training; None without a timeline.
 
-    Measured from the last rank's start to the first rank's end, without pauses.
+    Measured from the last rank's start to the first rank's end, without pauses. Every part of a report that tells how
+    much ranks compute or wait has it from here.
     """
-    ranks = len(run.rank_map.labels)
-    by_rank: list[list[Span]] = [[] for _ in range(ranks)]
-    for span in run.timeline.spans if run.timeline else ():
-        is_training = span.kind != "F" or "@" in span.name  # the forwards of an evaluation have no version
-        if 0 <= span.rank < ranks and span.lane == "compute" and is_training:
-            by_rank[span.rank].append(span)
+    by_rank = _training(run)
     if not by_rank or not all(by_rank):
         return None
     first = max(min(span.start for span in spans) for spans in by_rank)
     last = min(max(span.end for span in spans) for spans in by_rank)
-    trained = last - first - _paused(run, [span for spans in by_rank for span in spans], first, last)
+    paused = sum(max(0.0, min(mark.end, last) - max(mark.start, first)) for mark in pauses(run))
+    trained = last - first - paused
     if trained <= 0:
         return None
     busy = [sum(max(0.0, min(span.end, last) - max(span.start, first)) for span in spans) for spans in by_rank]
     return tuple(min(1.0, seconds / trained) for seconds in busy)
 
 
-def _paused(run: Run, spans: list[Span], first: float, last: float) -> float:
-    """Seconds for which the pipeline was drained for an evaluation or a checkpoint."""
+def _training(run: Run) -> list[list[Span]]:
+    """What each rank computed of the training."""
+    by_rank: list[list[Span]] = [[] for _ in run.rank_map.labels]
+    for span in run.timeline.spans if run.timeline else ():
+        if 0 <= span.rank < len(by_rank) and span.lane == "compute" and not is_evaluation(span):
+            by_rank[span.rank].append(span)
+    return by_rank
+
+
+def pauses(run: Run) -> tuple[Mark, ...]:
+    """When the pipeline was drained for an evaluation or a checkpoint, in seconds of the timeline."""
     microbatches = int(run.plan.get("microbatches") or 0)
     numbered = sorted(
-        (int(match[1]), span.start, span.end) for span in spans if (match := _MICROBATCH.match(span.name))
+        (int(match[1]), span.start, span.end)
+        for spans in _training(run)
+        for span in spans
+        if (match := _MICROBATCH.match(span.name))
     )
+    if not numbered:
+        return ()
     numbers = [number for number, _, _ in numbered]
     ended = list(accumulate((end for _, _, end in numbered), max))  # when all up to this one had ended
-    later = list(accumulate((start for _, start, _ in reversed(numbered)), min))
-    begun = later[::-1]  # when the first from this one on began
-    total = 0.0
-    for batch in {evaluated.batch for evaluated in run.evaluations} | set(run.saved):
+    begun = list(accumulate((start for _, start, _ in reversed(numbered)), min))[
+        ::-1
+    ]  # when the first from it on began
+    scored = [span for span in run.timeline.spans if is_evaluation(span)] if run.timeline else []
+    evaluated, saved = {record.batch for record in run.evaluations}, {record.batch for record in run.saved}
+    found = []
+    for batch in sorted(evaluated | saved):
         at = bisect_left(numbers, batch * microbatches)
-        if 0 < at < len(numbers):
-            total += max(0.0, min(begun[at], last) - max(ended[at - 1], first))
-    return total
+        if at == 0:
+            continue
+        start = ended[at - 1]
+        end = begun[at] if at < len(numbers) else max((span.end for span in scored), default=start)
+        if batch in evaluated and batch in saved:
+            middle = max((span.end for span in scored if start <= span.end <= end), default=end)
+            found += [Mark("evaluation", start, middle), Mark("checkpoint", middle, end)]
+        else:
+            found.append(Mark("evaluation" if batch in evaluated else "checkpoint", start, end))
+    return tuple(mark for mark in found if mark.end > mark.start)
 
 
-def common_window(timeline: Timeline) -> Timeline:
-    """The part that covers all ranks: each rank keeps its last actions, and those of busy ranks reach back less far."""
+def pipeline_of(run: Run, title: str) -> Pipeline | None:
+    """The part of a run's timeline that covers all ranks, with its pauses; None without one.
+
+    Each rank keeps its last actions, and those of busy ranks reach back less far.
+    """
+    if run.timeline is None or not run.timeline.spans:
+        return None
     begun: dict[int, float] = {}
-    for span in timeline.spans:
+    for span in run.timeline.spans:
         begun[span.rank] = min(span.start, begun.get(span.rank, span.start))
-    since = max(begun.values(), default=0.0)
-    return timeline.since(since) if since > _LATE * timeline.end else timeline
+    since = max(begun.values())
+    whole = Pipeline(title, run.timeline, run.rank_map.labels, shares=busy_shares(run) or (), marks=pauses(run))
+    return whole.since(since) if since > _LATE * run.timeline.end else whole
 
 
-def busy_over_time(timeline: Timeline, labels: tuple[str, ...]) -> Curves | None:
+def busy_over_time(pipeline: Pipeline) -> Curves | None:
     """The share of each window that ranks compute; the mean over all ranks where there are too many curves."""
+    timeline, labels = pipeline.timeline, pipeline.ranks
     end = timeline.end
     if not end:
         return None
@@ -96,7 +159,7 @@ def busy_over_time(timeline: Timeline, labels: tuple[str, ...]) -> Curves | None
         Curve(label, tuple(Point(x, 100 * min(1.0, y)) for x, y in zip(middles, row, strict=True)))
         for label, row in zip(labels, shares, strict=True)
     )
-    return Curves("Computing over time", "seconds of the timeline", "% of the time", curves)
+    return Curves("Computing", "seconds of the timeline", "% of the time", curves, marks=pipeline.marks)
 
 
 def _spread(row: list[float], span: Span, end: float) -> None:
@@ -107,12 +170,40 @@ def _spread(row: list[float], span: Span, end: float) -> None:
         row[window] += max(0.0, covered) / width
 
 
-def last_bars(timeline: Timeline, most: int) -> Timeline:
-    """The last bars of a timeline, from the same moment on for all ranks; that moment becomes zero."""
+def start_of_last(timeline: Timeline, most: int) -> float:
+    """The moment from which on a timeline has so many bars; zero where it has no more."""
     spans = timeline.spans
-    if len(spans) <= most:
-        return timeline
-    return timeline.since(sorted(span.start for span in spans)[len(spans) - most])
+    return 0.0 if len(spans) <= most else sorted(span.start for span in spans)[len(spans) - most]
+
+
+def first_view(pipeline: Pipeline) -> tuple[float, float]:
+    """The stretch to show first: of steady training, in which single bars can be seen; everything, if there are few.
+
+    It is the middle of the longest stretch without a pause, so neither start-up nor the end.
+    """
+    by_rank: dict[int, list[Span]] = {}
+    for span in pipeline.timeline.spans:
+        if span.lane == "compute" and not is_evaluation(span):
+            by_rank.setdefault(span.rank, []).append(span)
+    lengths = {rank: len(spans) for rank, spans in by_rank.items()}
+    busiest = max(lengths, key=lambda rank: lengths[rank], default=0)
+    fullest = sorted(by_rank.get(busiest, []), key=lambda span: span.start)
+    end = pipeline.timeline.end
+    if len(fullest) <= _FEW_BARS:
+        return 0.0, end
+    start, stop = max(_between(pipeline.marks, end), key=lambda stretch: stretch[1] - stretch[0])
+    own = [span for span in fullest if start <= span.start and span.end <= stop] or fullest
+    first = max(0, (len(own) - _FIRST_BARS) // 2)
+    shown = own[first : first + _FIRST_BARS]
+    return shown[0].start, max(span.end for span in shown)
+
+
+def _between(marks: tuple[Mark, ...], end: float) -> Iterator[tuple[float, float]]:
+    at = 0.0
+    for mark in sorted(marks, key=lambda mark: mark.start):
+        yield at, mark.start
+        at = max(at, mark.end)
+    yield at, end
 
 
 def encode(timeline: Timeline) -> dict[str, Any]:
@@ -138,8 +229,7 @@ def encode(timeline: Timeline) -> dict[str, Any]:
     return {
         "tick": tick,
         "end": timeline.end,
-        "kinds": KINDS,
-        "operations": list(operations),
+        "operations": [(mark, kind, ACTION_WORDS.get(mark, "")) for mark, kind in operations],
         "names": list(names),
         "lanes": lanes,
         "bars": base64.b64encode(_varints(numbers)).decode(),

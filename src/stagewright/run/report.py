@@ -18,18 +18,19 @@ from stagewright.cluster.placement import format_devices
 from stagewright.cluster.topology import Cluster, Machine
 from stagewright.errors import UserError
 from stagewright.files import read_text
-from stagewright.metrics import MIB
+from stagewright.metrics import MIB, format_rate
 from stagewright.plan.make import read_plan
 from stagewright.plan.plan import Plan
-from stagewright.report.charts import format_number
+from stagewright.report.charts import format_number, format_share
 from stagewright.report.compare import comparison_page
+from stagewright.report.figures import upper_first
 from stagewright.report.html import as_html
 from stagewright.report.live.watch import Snapshot, Watch
 from stagewright.report.markdown import as_markdown
-from stagewright.report.page import Bar, Bars, Page, Pipeline, Stack, Stacks, Summary, Table
+from stagewright.report.page import Page, Pipeline, Stack, Stacks, Summary, Table, Tile, Tiles
 from stagewright.report.read import RankMap, Run, read_run
 from stagewright.report.run import run_page
-from stagewright.report.summary import upper_first
+from stagewright.report.timeline import action_words
 from stagewright.run.folder import is_locked
 from stagewright.runtime.status_file import State, read_status, status_path
 
@@ -85,31 +86,55 @@ def make_prediction_page(name: str, prediction: Prediction) -> Page:
         Stack(label, tuple((part, size / MIB) for part, size in asdict(memory).items() if size), limit / MIB)
         for label, memory, limit in zip(ranks, prediction.memory, prediction.limits, strict=True)
     )
-    busy = tuple(
-        Bar(label, 100 * share, is_predicted=True) for label, share in zip(ranks, prediction.steady.busy, strict=True)
-    )
     rows = tuple(
         (field, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
         for field, value in plan.items()
         if not isinstance(value, bool)
     )
-    doing = "What each rank would do while the pipeline fills, runs and drains"
     return Page(
         f"{name}: {plan['mode']} {plan['placement']}, predicted",
         (
+            _prediction_tiles(prediction, ranks),
             Summary(tuple(_summarize_prediction(prediction, ranks))),
-            Pipeline(doing, prediction.steady.timeline, ranks, is_predicted=True),
-            Bars("Computing once the pipeline is full", "% of the time", busy),
-            Stacks("Memory by part", "MiB", stacks),
+            Pipeline(
+                "Timeline",
+                prediction.steady.timeline,
+                ranks,
+                is_predicted=True,
+                shares=tuple(prediction.steady.busy),
+                note="What each rank would do while the pipeline fills, runs and drains.",
+            ),
+            Stacks("Memory by part", "MiB", stacks, "Predicted; a dashed line is the limit of the device."),
             Table("Plan", ("what", "value"), rows),
         ),
     )
 
 
+def _prediction_tiles(prediction: Prediction, ranks: Sequence[str]) -> Tiles:
+    """The figures that the page of a prediction begins with."""
+    totals, busy = [memory.total for memory in prediction.memory], prediction.steady.busy
+    most = max(range(len(ranks)), key=lambda rank: totals[rank])
+    fullest = f"{ranks[most]}, of {format_number(prediction.limits[most] / MIB)} MiB"
+    busiest = max(range(len(ranks)), key=lambda rank: busy[rank])
+    return Tiles(
+        (
+            Tile("Throughput", format_rate(prediction.images_per_second), "images/s", "predicted, not measured"),
+            Tile("Batch", f"{1e3 * prediction.plan.batch / prediction.images_per_second:,.0f}", "ms", "per step"),
+            Tile("Memory", format_number(totals[most] / MIB), "MiB", fullest),
+            Tile(
+                "Waiting",
+                format_share(prediction.steady.bubble),
+                "",
+                f"of the ranks' time; {ranks[busiest]} computes most: {format_share(busy[busiest])}",
+            ),
+        )
+    )
+
+
 def _summarize_prediction(prediction: Prediction, ranks: Sequence[str]) -> Iterator[str]:
     yield (
-        f"Predicted: {format_number(prediction.images_per_second)} images/s; "
-        f"devices wait {prediction.steady.bubble:.1%} of the time; bound by {prediction.bound}."
+        f"Predicted: {format_rate(prediction.images_per_second)} images/s; "
+        f"devices wait {format_share(prediction.steady.bubble)} of the time; bound by {prediction.bound}."
     )
     totals, limits = [memory.total for memory in prediction.memory], prediction.limits
     if prediction.fits:
@@ -145,9 +170,20 @@ def live_page(folder: Path) -> str:
     page = run_page(run)
     if not is_locked(folder):
         return as_html(page)
-    rows = tuple(zip(run.rank_map.labels, current_actions(folder), strict=True))
-    now = Table("Now", ("rank", "action"), rows, "The page updates every two seconds.")
-    return as_html(replace(page, blocks=(page.blocks[0], now, *page.blocks[1:])), poll=_POLL)
+    rows = tuple(
+        (label, words, "" if action == words else action)
+        for label, action in zip(run.rank_map.labels, current_actions(folder), strict=True)
+        for words in (_decoded(action),)
+    )
+    now = Table("Now", ("rank", "action", "code"), rows, "The page updates every two seconds.")
+    after = 1 + next(number for number, block in enumerate(page.blocks) if isinstance(block, Summary))
+    return as_html(replace(page, blocks=(*page.blocks[:after], now, *page.blocks[after:])), poll=_POLL)
+
+
+def _decoded(action: str) -> str:
+    """What a rank does now, in words."""
+    _, waits, code = action.rpartition("waits for ")
+    return f"{'waits to start: ' if waits else ''}{action_words(code)}"
 
 
 def write_page(page: Page, target: Path) -> tuple[Path, Path]:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from stagewright.bench.pages import outcome_page, show, summary
-from stagewright.bench.result import Outcome, PublishedRow, Repeat, measured_row
+from stagewright.bench.result import Outcome, PublishedRow, Repeat, Row, measured_row
 from stagewright.bench.run import with_speedups
 from stagewright.bench.statistics import Interval
 from stagewright.report.markdown import as_markdown
@@ -57,3 +57,39 @@ def test_a_group_of_token_runs_is_in_tokens_and_shows_its_metrics() -> None:
     assert bars == {"GPT: throughput": "tokens/s", "VGG: throughput": "images/s"}
     text = as_markdown(page)
     assert "| 5,000.0 tokens/s |" in text and "| 25.00% |" in text and "perplexity" in text
+
+
+@pytest.mark.parametrize(
+    ("factor", "noise", "said"),
+    [
+        (8.0, 0.03, "Stale 7+1 trains VGG-16 8.0 times as fast as data parallel (7.8 to 8.2)."),
+        (
+            0.8,
+            0.02,
+            "Data parallel is the fastest way to train VGG-16: the best other, stale 7+1, is only 0.80 times as",
+        ),
+        (1.0, 0.10, "No significant difference for VGG-16: stale 7+1 is 1.00 ("),
+    ],
+)
+def test_a_bench_begins_with_a_sentence_to_say_aloud(factor: float, noise: float, said: str) -> None:
+    spread = [1 - noise, 1 - noise / 2, 1.0, 1 + noise / 2, 1 + noise]
+    rows = [
+        measured_row("VGG-16", "dp", [100.0] * 5, is_baseline=True, data="synthetic"),
+        measured_row("VGG-16", "stale 7+1", [100 * factor * part for part in spread], data="synthetic"),
+    ]
+    first = next(summary(Outcome("own", "Own", "bench own", "today", 5, 1, {}, tuple(with_speedups(rows)))))
+    assert first.startswith(said)
+
+
+def test_a_predicted_bench_says_so_in_its_headline() -> None:
+    point = Interval(1.5, 1.5, 1.5)
+    rows = [
+        Row("VGG-16", name, kind="predicted", cluster="titan-v-8", rate=Interval(900, 900, 900), speedup=point)
+        for name in ("dp", "stale 7+1")
+    ]
+    rows[0] = replace(rows[0], is_baseline=True)
+    first = next(summary(Outcome("own", "Own", "bench own", "today", 1, 1, {}, tuple(rows))))
+    assert (
+        first
+        == "Stale 7+1 is predicted to train VGG-16 on titan-v-8 1.50 times as fast as data parallel, at 900 images/s."
+    )

@@ -8,7 +8,7 @@ from importlib.resources import files
 
 import pytest
 
-KINDS = ("forward", "backward", "update", "transfer", "reduce", "waiting")
+KINDS = ("forward", "backward", "update", "evaluation", "transfer", "reduce", "waiting", "checkpoint")
 SEEN = {  # what is left of linear red, green and blue: Machado, Oliveira and Fernandes, 2009, severity 1
     "all": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
     "no red": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),

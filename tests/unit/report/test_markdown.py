@@ -69,7 +69,7 @@ def test_a_long_curve_keeps_its_ends_and_its_peak() -> None:
 
 
 def test_a_pipeline_becomes_a_table_of_ranks() -> None:
-    rows = lines_of(Pipeline("P", timeline(), ("r0", "r1", "r2")))
-    assert rows[6].startswith("| r0 | 36.9% | 90 ms | 150 ms | 0 s | 30 ms | 0 s | 360 ms |")
-    assert rows[8].startswith("| r2 | 92.3% | 240 ms | 360 ms |")
+    rows = lines_of(Pipeline("P", timeline(), ("r0", "r1", "r2"), shares=(0.4, 0.4, 1.0)))
+    assert rows[6].startswith("| r0 | 40% | 90 ms | 150 ms | 30 ms | 360 ms |")
+    assert rows[8].startswith("| r2 | 100% | 240 ms | 360 ms | 0 s | 0 s | 24 |")
     assert rows[-1] == "Measured over 650 ms; the HTML page beside this file draws it."

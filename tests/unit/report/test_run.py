@@ -12,9 +12,10 @@ import pytest
 
 from stagewright.events import Evaluated, Replaced, Restarted, Resumed, Saved, Step
 from stagewright.metrics import Span, Timeline
+from stagewright.report.charts import table_of
 from stagewright.report.html import as_html
 from stagewright.report.markdown import as_markdown
-from stagewright.report.page import Bars, Curves, Page, Pipeline, Stacks, Summary, Table
+from stagewright.report.page import Bars, Curves, Look, Note, Page, Pipeline, Stacks, Summary, Table
 from stagewright.run.report import make_page, open_run
 from tests.made_runs import make_run, steps, timeline, usage
 
@@ -50,29 +51,95 @@ def test_the_page_of_a_finished_run(tmp_path: Path) -> None:
         "Evaluated after step 20 on 512 samples of the training data: loss 0.5, top-1 75.0%, top-5 99.0%.",
         "Rank 2 (stage 1) used the most memory: 106 MiB.",
     ]
-    assert titles(made)[1:] == [
-        "Predicted and measured",
-        "Throughput over time",
+    assert titles(made)[2:] == [
+        "Throughput",
         "Loss",
-        "What each rank did",
-        "Computing over time",
-        "Memory, measured peak: resident, including Python and torch",
-        "Cores kept busy",
+        "Timeline",
+        "Computing",
+        "Memory",
+        "Cores",
         "Stages",
         "Epochs",
         "Configuration",
-        "Environment",
+        "Machine",
         "Command",
     ]
-    assert [bar.is_predicted for bar in block(made, "Predicted and measured", Bars).bars] == [False, True]
+    measured, predicted = block(made, "Throughput", Curves).curves
+    assert (measured.look, predicted.look, predicted.points[-1].y) == (Look.LINE, Look.REFERENCE, 336.0)
+    assert [curve.look for curve in block(made, "Loss", Curves).curves] == [Look.LINE, Look.POINTS]
     assert block(made, "Epochs", Table).rows[0] == ("1", "8", "1.6 s", "320", "1.589")
     assert block(made, "Stages", Table).rows == (
         ("0", "0:0-1", "", "2", "3", "105"),
         ("1", "0:2", "classifier.0", "1", "1", "106"),
     )
     assert "stagewright train --steps 20" in as_markdown(made)
-    shares = block(made, "Computing over time", Curves).curves
+    shares = block(made, "Computing", Curves).curves
     assert {round(point.y) for point in shares[2].points[:50]} == {100}
+
+
+def test_tiles_sentences_and_tables_show_the_same_numbers(tmp_path: Path) -> None:
+    """An evaluation in the timeline once made a rank 98 % busy in the sentence and 89 % in the table."""
+    late = tuple(
+        replace(span, start=span.start + 9, end=span.end + 9)
+        if int(re.findall(r"[A-Z]+(\d+)", span.name)[0]) >= 8
+        else span
+        for span in timeline(4).spans
+    )
+    records = [*steps(2), Evaluated(2, 512, 0.5, {"top1": 0.75}), *steps(4)[2:]]
+    folder = make_run(
+        tmp_path / "run", records, trace=Timeline(late), monitor=usage(), summary={"predicted_images_per_second": 336.0}
+    )
+    made = page(folder)
+    assert [(tile.label, tile.value, tile.unit) for tile in made.blocks[0].tiles] == [
+        ("Throughput", "320", "images/s"),
+        ("Top-1", "75.0%", ""),
+        ("Time", "800 ms", ""),
+        ("Memory", "106", "MiB"),
+        ("Waiting", "40%", ""),
+    ]
+    text = summary(made)
+    assert (
+        "it computes 100% of the time. Over all ranks, 40%" in text and "320 images/s" in text and ": 106 MiB" in text
+    )
+    shown = block(made, "Timeline", Pipeline)
+    numbers = table_of(shown)
+    assert numbers.columns[1] == "computes" and [row[1] for row in numbers.rows] == ["41%", "41%", "100%"]
+    assert [(mark.kind, round(mark.start, 2), round(mark.end, 2)) for mark in shown.marks] == [("evaluation", 0.4, 9.4)]
+    both = make_page([folder, make_run(tmp_path / "b")])
+    row = dict(zip(block(both, "Overview", Table).columns, block(both, "Overview", Table).rows[0], strict=True))
+    assert (row["images/s"], row["top-1"], row["time"], row["waiting"]) == ("320", "75.0%", "800 ms", "40%")
+    details = [tile.detail for tile in made.blocks[0].tiles]
+    assert (
+        details[0] == "predicted 336, 5.0% above" and details[1] == "on 512 samples of the training data, after step 2"
+    )
+
+
+def test_tiles_name_the_validation_data_or_why_there_is_no_figure(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", monitor=usage())
+    config = (
+        (folder / "config.toml")
+        .read_text()
+        .replace('source = "synthetic"', 'source = "folder:a"\nval = "folder:/x/val"')
+    )
+    (folder / "config.toml").write_text(config)
+    assert page(folder).blocks[0].tiles[1].detail.startswith("on 512 samples of the validation data (folder:val)")
+    bare = make_run(tmp_path / "bare", steps(3), is_finished=False)
+    tiles = page(bare).blocks[0].tiles
+    assert [tile.value for tile in tiles][1:] == ["\N{EN DASH}", "600 ms", "\N{EN DASH}", "\N{EN DASH}"]
+    assert "no evaluation yet" in tiles[1].detail and "when the run ends" in tiles[4].detail
+    assert "when the run ends" in block(page(bare), "Timeline", Note).text
+
+
+def test_evaluations_and_checkpoints_are_marked_on_throughput(tmp_path: Path) -> None:
+    delayed = [replace(step, seconds=step.seconds + (3.0 if step.batch >= 8 else 0.0)) for step in steps(20)]
+    records = [*delayed, Evaluated(8, 512, 0.5), Saved(8, 10, 0.5), Saved(12, 10, 0.25)]
+    shown = block(page(make_run(tmp_path / "run", records)), "Throughput", Curves)
+    assert [(mark.kind, round(mark.start, 2), round(mark.end, 2)) for mark in shown.marks] == [
+        ("evaluation", 1.6, 4.1),
+        ("checkpoint", 4.1, 4.6),
+        ("checkpoint", 5.4, 5.65),
+    ]
+    assert len(shown.curves[0].points) == 19 and {round(point.y) for point in shown.curves[0].points} == {320}
 
 
 def test_the_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
@@ -104,7 +171,7 @@ def test_a_resumed_run_reports_the_memory_of_its_current_plan(tmp_path: Path) ->
     made = page(make_run(tmp_path / "run", records, monitor=[*usage(50), *own]))
     assert "Rank 2 (stage 1) used the most memory: 103 MiB." in summary(made)
     assert [row[-1] for row in block(made, "Stages", Table).rows] == ["102", "103"]
-    curves = block(made, "Cores kept busy", Curves).curves
+    curves = block(made, "Cores", Curves).curves
     assert len(curves[0].points) == 52, "time continues over both parts"
 
 
@@ -116,7 +183,7 @@ def test_an_interrupted_run_is_not_finished(tmp_path: Path) -> None:
     assert summary(made).startswith(
         "vgg-small, stale 2-1: not finished; 7 of 20 steps of 64 images so far, 320 images/s over the last 7."
     )
-    assert "What each rank did" not in titles(made)
+    assert isinstance(block(made, "Timeline", Note), Note)
 
 
 def test_a_run_without_steps_says_so(tmp_path: Path) -> None:
@@ -148,10 +215,11 @@ def test_an_emulated_run_claims_no_speed_of_devices(tmp_path: Path) -> None:
     text = summary(made)
     assert "nothing about real devices" in text and "busiest" not in text
     assert "900 images/s are predicted" in text and "above" not in text
-    assert "Predicted and measured" not in titles(made)
+    assert [curve.label for curve in block(made, "Throughput", Curves).curves] == ["measured"]
     assert "used at most 104 MiB" in text and "rank 0" not in text
-    (stack,) = block(made, "Memory, measured peak: resident, including Python and torch", Stacks).stacks
-    assert stack.label == block(made, "Cores kept busy", Curves).curves[0].label == "all ranks, one process"
+    (stack,) = block(made, "Memory", Stacks).stacks
+    assert stack.label == block(made, "Cores", Curves).curves[0].label == "all ranks, one process"
+    assert made.blocks[0].tiles[0].value == "\N{EN DASH}" and "--emulate" in block(made, "Timeline", Note).text
     assert "peak MiB, measured" not in block(made, "Stages", Table).columns
 
 
@@ -163,13 +231,14 @@ def test_emulated_runs_are_not_compared_by_speed(tmp_path: Path) -> None:
     ]
     made = make_page(folders)
     text = summary(made)
-    assert "in one process: stale 2-1, dp 1." in text and "are not compared" in text
-    assert not re.search(r"fastest|images/s|\d x ", text)
-    assert not [title for title in titles(made) if "hroughput" in title or "memory" in title]
-    assert [row[3] for row in block(made, "Overview", Table).rows] == ["-", "-"]
+    assert "Emulated: stale 2-1, dp 1." in text and "not ranked by speed" in text
+    assert not re.search(r"fastest|images/s|\d times ", text)
+    assert "not ranked by speed" in block(made, "Speed", Note).text
+    assert not {"Throughput", "Memory"} & set(titles(made))
+    assert [row[1] for row in block(made, "Overview", Table).rows] == ["\N{EN DASH}", "\N{EN DASH}"]
     real = make_page([*folders, make_run(tmp_path / "c"), make_run(tmp_path / "d")])
-    assert re.search(r"^c is the fastest: 320 images/s, 1.00 x d", summary(real))
-    assert [bar.label for bar in block(real, "Throughput", Bars).bars] == ["c", "d"]
+    assert re.search(r"^c is the fastest: 320 images/s, 1.00 times d", summary(real))
+    assert [bar.label for bar in block(real, "Speed", Bars).bars] == ["c", "d"]
 
 
 def test_reports_gpus_of_several_machines(tmp_path: Path) -> None:
@@ -178,7 +247,7 @@ def test_reports_gpus_of_several_machines(tmp_path: Path) -> None:
     (folder / "env.json").write_text(json.dumps({"topology": [["X", "NV4"], ["NV4", "X"]], "gpus": [{"name": "H200"}]}))
     made = page(folder)
     assert "Throttled: GPU 1 (power)." in summary(made)
-    rows = block(made, "GPUs over the run, machine 1", Table).rows
+    rows = block(made, "GPUs, machine 1", Table).rows
     assert rows[1] == ("1", "90%", "2,000", "250", "1.00", "61 °C", "power", "0")
     text = as_markdown(made)
     assert "| GPU0 | X | NV4 |" in text and "| gpus 0, name | H200 |" in text
@@ -189,7 +258,7 @@ def test_reports_predicted_memory_by_part(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     parts = {"weights": 3 * 2**20, "context": 0.0, "buffers": 2**20}
     (folder / "memory.json").write_text(json.dumps({"ranks": [parts, parts, parts]}))
-    stack = block(page(folder), "Memory by part, predicted", Stacks).stacks[2]
+    stack = block(page(folder), "Memory by part", Stacks).stacks[2]
     assert stack.label == "rank 2 (stage 1)" and stack.parts == (("weights", 3.0), ("buffers", 1.0))
 
 
@@ -209,7 +278,7 @@ def test_pauses_do_not_count_as_waiting(tmp_path: Path) -> None:
 
 def test_the_timeline_begins_where_all_ranks_have_actions(tmp_path: Path) -> None:
     spans = tuple(span for span in timeline(10).spans if span.rank != 2 or span.start > 0.9)
-    shown = block(page(make_run(tmp_path / "run", trace=Timeline(spans))), "What each rank did", Pipeline).timeline
+    shown = block(page(make_run(tmp_path / "run", trace=Timeline(spans))), "Timeline", Pipeline).timeline
     assert min(span.start for span in shown.spans if span.rank == 2) == 0
     assert shown.end == pytest.approx(Timeline(spans).end - 0.95, abs=0.06)
 
@@ -296,13 +365,13 @@ def test_runs_are_compared_by_their_first_common_metric_and_in_one_unit(tmp_path
         (folder / "job.json").write_text(json.dumps({"batches": 20, "unit": unit, "per_sample": 256}))
     made = make_page([a, b])
     assert "b has the best perplexity on training data at the end: 20 (others: a 40)." in summary(made)
-    assert "81,920 tokens/s" in summary(made) and block(made, "Throughput", Bars).unit == "tokens/s"
+    assert "81,920 tokens/s" in summary(made) and block(made, "Speed", Bars).unit == "tokens/s"
     overview = block(made, "Overview", Table)
-    assert overview.columns[3] == "tokens/s" and overview.columns[6:8] == ("perplexity", "top-1")
-    assert [row[6:8] for row in overview.rows] == [("40", "20.0%"), ("20", "-")]
+    assert overview.columns[1:4] == ("tokens/s", "perplexity", "top-1")
+    assert [row[2:4] for row in overview.rows] == [("40", "20.0%"), ("20", "\N{EN DASH}")]
     (b / "job.json").write_text(json.dumps({"batches": 20}))
     mixed = make_page([a, b])
-    assert block(mixed, "Throughput", Bars).unit == "samples/s" and "320 samples/s" in summary(mixed)
+    assert block(mixed, "Speed", Bars).unit == "samples/s" and "320 samples/s" in summary(mixed)
     c = make_run(tmp_path / "c", [*steps(20), *evaluations(20)])
     assert "has the best loss on training data at the end: 0.5" in summary(make_page([a, c]))
 
@@ -318,14 +387,16 @@ def test_compares_several_runs(tmp_path: Path) -> None:
     made = make_page(folders)
     assert as_html(made) and as_markdown(made)
     text = summary(made)
-    assert "stale 2-1 is the fastest: 320 images/s, 2.00 x dp 1 (160)." in text
+    assert "stale 2-1 is the fastest: 320 images/s, 2.00 times dp 1 (160)." in text
     assert (
         "stale 2-1 has the best top-1 on training data at the end: 75.0% (others: dp 1 50.0%)." in text
         and "may be chance" in text
     )
     assert "dp 1: the only rank computes 100% of the time." in text
-    assert [bar.label for bar in block(made, "Throughput", Bars).bars] == ["stale 2-1", "dp 1"]
-    assert len(block(made, "Loss", Curves).curves) == 4
+    assert [(bar.label, bar.colour) for bar in block(made, "Speed", Bars).bars] == [("stale 2-1", 0), ("dp 1", 1)]
+    assert [curve.colour for curve in block(made, "Loss", Curves).curves] == [0, 0, 1, 1], "one colour per run"
+    assert [curve.colour for curve in block(made, "Throughput", Curves).curves] == [0, 1]
+    assert block(made, "Timeline: dp 1", Pipeline).colour == 1 and block(made, "Overview", Table).colours == (0, 1)
     overview = block(made, "Overview", Table)
     assert [dict(zip(overview.columns, row, strict=True)) for row in overview.rows] == [
         {
@@ -338,15 +409,15 @@ def test_compares_several_runs(tmp_path: Path) -> None:
             "top-1": top1,
             "top-5": top5,
             "measured on": "512 samples of the training data",
+            "waiting": waiting,
             "folder": folder,
         }
-        for run, time, speed, loss, top1, top5, folder in [
-            ("stale 2-1", "4 s", "320", "0.5", "75.0%", "99.0%", "a"),
-            ("dp 1", "8 s", "160", "0.6", "50.0%", "90.0%", "b"),
+        for run, time, speed, loss, top1, top5, waiting, folder in [
+            ("stale 2-1", "4 s", "320", "0.5", "75.0%", "99.0%", "39%", "a"),
+            ("dp 1", "8 s", "160", "0.6", "50.0%", "90.0%", "0%", "b"),
         ]
     ]
     assert block(made, "Configurations", Table).rows[0] == ("mode", "stale", "dp")
-    assert titles(made).count("What each rank did: dp 1") == 1
 
 
 def test_runs_of_one_shape_are_named_by_their_folders(tmp_path: Path) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import random
+from dataclasses import replace
 
 import pytest
 
 from stagewright.metrics import Span, Timeline
 from stagewright.report.charts import kind_of
-from stagewright.report.timeline import encode, last_bars
+from stagewright.report.page import Mark, Pipeline
+from stagewright.report.timeline import ACTION_WORDS, action_words, encode, first_view, start_of_last
+from stagewright.schedule.action import Op
 from tests.made_runs import timeline
 
 
@@ -35,7 +38,7 @@ def decoded(encoded: dict[str, object]) -> list[tuple[int, str, str, str, float,
                 part + (delta // 2 if delta % 2 == 0 else -(delta + 1) // 2)
                 for part, delta in zip(parts, deltas, strict=True)
             ]
-            mark, kind = encoded["operations"][operation]  # type: ignore[index]
+            mark, kind, _ = encoded["operations"][operation]  # type: ignore[index]
             stage, microbatch, version, peer = parts
             if mark == "?":
                 name = encoded["names"][stage]  # type: ignore[index]
@@ -104,12 +107,33 @@ def test_a_bar_takes_few_bytes() -> None:
     assert len(str(encode(Timeline(spans))["bars"])) < 16 * len(spans)
 
 
-def test_the_last_bars_of_all_ranks_begin_together() -> None:
-    whole = timeline(100)
-    cut = last_bars(whole, 1000)
-    assert 990 <= len(cut.spans) <= 1001 and min(span.start for span in cut.spans) == 0
-    assert cut.end == pytest.approx(
-        whole.end - min(s.start for s in whole.spans if s.name == cut.spans[0].name), abs=0.06
+def test_the_last_bars_of_all_ranks_begin_together_and_keep_their_marks() -> None:
+    whole = Pipeline(
+        "p", timeline(100), ("a", "b", "c"), marks=(Mark("evaluation", 1, 2), Mark("checkpoint", 19.5, 19.6))
     )
-    assert {span.rank for span in cut.spans} == {0, 1, 2}
-    assert last_bars(whole, 10**6) is whole
+    moment = start_of_last(whole.timeline, 1000)
+    cut = whole.since(moment)
+    spans = cut.timeline.spans
+    assert 990 <= len(spans) <= 1001 and min(span.start for span in spans) == 0
+    assert {span.rank for span in spans} == {0, 1, 2}
+    assert cut.marks == (Mark("checkpoint", 19.5 - moment, 19.6 - moment),)
+    assert whole.since(start_of_last(whole.timeline, 10**6)) is whole
+
+
+def test_the_first_view_is_steady_training() -> None:
+    """Start-up of 4 s, then training with an evaluation and a checkpoint in it."""
+    slow = (Span(2, "compute", "F", "1F900@0", 0.0, 4.0),)
+    spans = (*slow, *(replace(span, start=span.start + 4, end=span.end + 4) for span in timeline(100).spans))
+    marks = (Mark("evaluation", 9.0, 12.0), Mark("checkpoint", 13.0, 13.1))
+    start, end = first_view(Pipeline("p", Timeline(spans), ("a", "b", "c"), marks=marks))
+    assert 13.1 < start < end < 24 and (start + end) / 2 == pytest.approx((13.1 + 24) / 2, abs=0.2)
+    assert end - start == pytest.approx(1.0, abs=0.1), "forty bars of the busiest rank"
+    assert first_view(Pipeline("few", timeline(10), ("a", "b", "c"))) == (0, timeline(10).end)
+
+
+def test_every_action_has_words() -> None:
+    assert set(ACTION_WORDS) == {op.value for op in Op}
+    assert action_words("0F3@2") == "forward of microbatch 3 at stage 0 on version 2"
+    assert action_words("0F3") == "forward of microbatch 3 at stage 0 in an evaluation"
+    assert action_words("1RA3<0") == "receive activations of microbatch 3 at stage 1 from rank 0"
+    assert action_words("0U@4") == "update at stage 0 of version 4" and action_words("starting") == "starting"

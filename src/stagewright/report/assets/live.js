@@ -1,5 +1,6 @@
 
 // Asks the page's own server for updates and replaces the sections that changed; details that are open stay open.
+const CONTROLS = "button, input, svg[tabindex]";
 async function refresh() {
   let text;
   try {
@@ -20,13 +21,18 @@ async function refresh() {
     const open = old ? [...old.querySelectorAll("details")].map((item) => item.open) : [];
     const fresh = document.importNode(part, true);
     [...fresh.querySelectorAll("details")].forEach((item, at) => { item.open = Boolean(open[at]); });
-    if (old && old.contains(document.activeElement)) continue;
+    const active = old && old.contains(document.activeElement) ? document.activeElement : null;
+    if (active && !active.closest(".curves")) continue; // what is being read is left alone
+    const place = active ? [...old.querySelectorAll(CONTROLS)].indexOf(active) : -1;
     if (old) old.replaceWith(fresh); else main.append(fresh);
     fresh.arrived = arriving;
     start(fresh);
+    reading.observe(fresh);
+    fresh.querySelectorAll(CONTROLS)[place]?.focus();
   }
   for (const old of [...main.children]) if (!parts.some((part) => part.id === old.id)) old.remove();
-  document.querySelector("nav").replaceWith(document.importNode(news.querySelector("nav"), true));
+  const nav = document.querySelector("nav"), links = news.querySelector("nav");
+  if (nav.textContent !== links.textContent) nav.replaceWith(document.importNode(links, true));
   document.documentElement.dataset.updates = Number(document.documentElement.dataset.updates || 0) + 1;
   const poll = Number(news.documentElement.dataset.poll || 0);
   if (poll) setTimeout(refresh, poll * 1000); // a finished run has no more updates

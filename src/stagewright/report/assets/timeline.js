@@ -1,10 +1,6 @@
 
 "use strict";
 // Draws a pipeline's timeline on a canvas: one row per rank, compute as tall bars, transfers and waiting as strips below.
-const ACTIONS = {
-  F: "forward", B: "backward", U: "update", R: "reduce", A: "agree", SA: "send activation", SG: "send gradient",
-  RA: "receive activation", RG: "receive gradient",
-};
 const AXIS = 22, STRIPS = [[0, 0.6], [0.64, 0.18], [0.85, 0.13]]; // per lane: where its strip begins in a row, and its height
 
 function readBars(data) {
@@ -65,21 +61,14 @@ class Timeline {
     this.from = 0;
     this.to = this.end;
     this.chosen = null;
+    this.shownMark = -1;
     this.row = Math.max(20, Math.min(60, 1600 / Math.max(1, data.ranks.length)));
     this.pointers = new Map();
     this.moved = false;
     this.listen();
     this.readColours();
-    this.showSome();
+    [this.from, this.to] = data.view[1] > data.view[0] ? data.view : [0, this.end];
     this.draw();
-  }
-
-  // Shows a window from the middle where single bars can be seen; everything, if there are few bars.
-  showSome() {
-    const fullest = this.lanes.reduce((most, lane) => lane.lane === 0 && lane.count > most.count ? lane : most, { count: 0 });
-    if (fullest.count <= 80) return;
-    const first = (fullest.count >> 1) - 20;
-    [this.from, this.to] = [fullest.start[first], fullest.end[first + 40]];
   }
 
   listen() {
@@ -99,7 +88,9 @@ class Timeline {
     on(canvas, "keydown", (event) => this.pressKey(event));
     on(canvas, "blur", () => this.hideTip());
     on(box, "click", (event) => { const does = event.target.dataset.does; if (does) this.act(does); });
-    on(matchMedia("(prefers-color-scheme: dark)"), "change", () => { this.readColours(); this.later(); });
+    for (const query of ["(prefers-color-scheme: dark)", "print"]) {
+      on(matchMedia(query), "change", () => { this.readColours(); this.draw(); });
+    }
     new ResizeObserver(() => this.later()).observe(canvas);
   }
 
@@ -107,6 +98,7 @@ class Timeline {
     const style = getComputedStyle(document.documentElement);
     const colour = (name) => style.getPropertyValue(`--${name}`).trim();
     this.colours = this.data.operations.map(([, kind]) => colour(kind));
+    this.marks = this.data.marks.map(([kind, start, end]) => ({ kind, start, end, colour: colour(kind) }));
     this.paint = { ink: colour("ink"), soft: colour("soft"), line: colour("line"), track: colour("track"), back: colour("surface") };
   }
 
@@ -117,6 +109,7 @@ class Timeline {
     else if (what === "left") this.pan(-step);
     else if (what === "right") this.pan(step);
     else if (what === "whole") this.show(0, this.end);
+    else if (what === "first") this.show(...this.data.view);
   }
 
   show(from, to) {
@@ -135,7 +128,7 @@ class Timeline {
     if (!this.waits) { this.waits = true; requestAnimationFrame(() => { this.waits = false; this.draw(); }); }
   }
 
-  get left() { return this.width < 520 ? 44 : 150; }
+  get left() { return this.width < 520 ? 52 : 150; }
   timeAt(x) { return this.from + (x - this.left) / (this.width - this.left) * (this.to - this.from); }
   xOf(time) { return this.left + (time - this.from) / (this.to - this.from) * (this.width - this.left); }
 
@@ -156,6 +149,7 @@ class Timeline {
     pen.rect(this.left, 0, this.width - this.left, height);
     pen.clip();
     this.drawn = 0;
+    this.drawMarks(height);
     for (const lane of this.lanes) this.drawLane(lane);
     this.drawChosen();
     pen.restore();
@@ -170,7 +164,7 @@ class Timeline {
   drawAxis(height) {
     const { pen } = this, rough = (this.to - this.from) / Math.max(2, (this.width - this.left) / 110);
     const size = 10 ** Math.floor(Math.log10(rough)), step = [1, 2, 5, 10].find((factor) => factor * size >= rough) * size;
-    pen.font = "11px system-ui, 'DejaVu Sans', sans-serif";
+    pen.font = "12px system-ui, 'DejaVu Sans', sans-serif";
     pen.textBaseline = "middle";
     pen.textAlign = "left";
     for (let number = Math.ceil(this.from / step); number * step <= this.to; number++) {
@@ -188,12 +182,26 @@ class Timeline {
     });
   }
 
+  // When training paused: a tint behind the bars of all ranks, solid at the top.
+  drawMarks(height) {
+    const { pen } = this;
+    for (const { start, end, colour } of this.marks) {
+      if (end < this.from || start > this.to) continue;
+      const x = this.xOf(start), width = Math.max(2, this.xOf(end) - x);
+      pen.fillStyle = colour;
+      pen.globalAlpha = 0.22;
+      pen.fillRect(x, 0, width, height);
+      pen.globalAlpha = 1;
+      pen.fillRect(x, 0, width, 4);
+    }
+  }
+
   drawLabels() {
     const { pen } = this;
     pen.fillStyle = this.paint.ink;
     pen.textAlign = "left";
     this.data.ranks.forEach((label, rank) => {
-      const short = this.left < 100 ? label.replace(/^rank /, "").split(/[ ,:]/)[0] : label;
+      const short = this.left < 100 ? label.replace(/ \(.*$/, "") : label;
       pen.fillText(short, 2, AXIS + (rank + 0.32) * this.row, this.left - 8);
     });
   }
@@ -264,7 +272,7 @@ class Timeline {
 
   describe({ lane, bar }) {
     const mark = this.data.operations[lane.operation[bar]][0], [stage, microbatch, version, peer] = lane.parts.map((part) => part[bar]);
-    const words = [ACTIONS[mark] || ""];
+    const words = [this.data.operations[lane.operation[bar]][2]];
     if (mark !== "?") {
       if (microbatch >= 0) words.push(`of microbatch ${microbatch}`);
       words.push(`at stage ${stage}`);
@@ -272,7 +280,7 @@ class Timeline {
       else if (mark === "F") words.push("in an evaluation");
       if (peer >= 0) words.push(`${mark[0] === "S" ? "to" : "from"} rank ${peer}`);
     }
-    const waits = lane.lane === 2 ? "waiting for " : "";
+    const waits = lane.lane === 2 ? "waiting to start: " : "";
     return `${this.nameOf(lane, bar)}: ${waits}${words.join(" ").trim()}\n` +
       `${inUnits(lane.end[bar] - lane.start[bar])}, from ${inUnits(lane.start[bar])} on; ${this.data.ranks[lane.rank] || `rank ${lane.rank}`}`;
   }
@@ -308,7 +316,30 @@ class Timeline {
 
   pointAt(event) {
     const bounds = this.canvas.getBoundingClientRect();
-    this.choose(this.find(event.clientX - bounds.left, event.clientY - bounds.top), event.clientX - bounds.left);
+    const x = event.clientX - bounds.left, found = this.find(x, event.clientY - bounds.top), time = this.timeAt(x);
+    this.choose(found, x);
+    const slack = 2 * (this.to - this.from) / this.width;
+    const mark = x > this.left && !found && this.marks.find(({ start, end }) => time >= start - slack && time <= end + slack);
+    if (mark) this.showMark(mark, x);
+  }
+
+  showMark({ kind, start, end }, x) {
+    this.tip.textContent = `${kind}: training paused\n${inUnits(end - start)}, from ${inUnits(start)} on`;
+    this.tip.hidden = false;
+    const left = Math.min(Math.max(0, x + 10), Math.max(0, this.width - this.tip.offsetWidth));
+    this.tip.style.transform = `translate(${left}px, ${AXIS + 4}px)`;
+    this.status.textContent = this.tip.textContent.replace("\n", " ");
+  }
+
+  // To the next evaluation or checkpoint, and from the last to the first.
+  nextMark() {
+    if (!this.marks.length) return;
+    const after = this.marks.find(({ start }) => start > this.shownMark) ?? this.marks[0];
+    this.shownMark = after.start;
+    const around = Math.max(after.end - after.start, (this.to - this.from) / 4);
+    this.show(after.start - around, after.end + around);
+    this.choose(null);
+    this.showMark(after, this.xOf(after.start));
   }
 
   pinch(before, now, other) {
@@ -331,6 +362,7 @@ class Timeline {
     const steps = { ".": [1, 0], ",": [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1], Enter: [0, 0] };
     if (event.key in acts) this.act(acts[event.key]);
     else if (event.key in steps) this.step(...steps[event.key]);
+    else if (event.key === "m") this.nextMark();
     else if (event.key === "Escape") this.choose(null);
     else return;
     event.preventDefault();

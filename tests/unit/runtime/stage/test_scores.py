@@ -306,7 +306,7 @@ def test_a_run_of_tokens_tells_tokens_per_second_everywhere(tmp_path: Path, caps
     shown = capsys.readouterr().out
     assert "4 steps of 40 tokens" in shown and "tokens/s" in shown and "images" not in shown
     page = make_page([folder])
-    (over_time,) = [b for b in page.blocks if isinstance(b, Curves) and b.title == "Throughput over time"]
+    (over_time,) = [b for b in page.blocks if isinstance(b, Curves) and b.title == "Throughput"]
     (epochs,) = [block for block in page.blocks if isinstance(block, Table) and block.title == "Epochs"]
     assert over_time.y == "tokens/s" and epochs.columns[3] == "tokens/s"
     main(["watch", "--json", str(folder)])
