@@ -195,7 +195,18 @@ def _exclusive(first: str, second: str, commands: tuple[str, ...] = ()) -> tuple
     )
 
 
-_CUDA = _is("--device", "cuda")
+_CUDA = Condition(  # auto is checked again once it is known
+    lambda values: values.get("--device") in (None, "auto", "cuda"),
+    lambda values: f"with --device {values['--device']}; it needs --device cuda",
+)
+_CPU = Condition(
+    lambda values: values.get("--device") in (None, "auto", "cpu"),
+    lambda values: f"with --device {values['--device']}; it needs --device cpu",
+)
+_PLACED = Condition(
+    lambda values: values.get("--placement") != "auto",
+    lambda values: "with --placement auto, which chooses it; give the devices of each stage as well",
+)
 _EVALUATES = Condition(
     lambda values: "--eval-every" not in values or is_set(values.get("--val")) or is_set(values["--eval-every"]),
     lambda values: "without an evaluation; give --val or --eval-every as well",
@@ -241,6 +252,8 @@ RULES: tuple[Rule, ...] = (
     # Plan
     *_unused(_without("--plan"), *_OF_PLAN_FILE, "--batch", "--microbatch", "--microbatches"),
     *_unused(_STAGES, "--cut", "--shares", "--dynamic"),
+    *_unused(_PLACED, "--cut", "--shares", "--versions", "--depths"),
+    *_unused(_PLACED, "--policy", off="1f1b"),
     *_unused(_STALE, "--staleness", "--versions"),
     *_unused(_is("--policy", "1f1b"), "--depths"),
     *_exclusive("--cut", "--shares"),
@@ -272,7 +285,7 @@ RULES: tuple[Rule, ...] = (
     *_unused(_CUDA, "--cuda-graph", off="off"),
     *_unused(_is("--precision", "fp16"), "--loss-scale", "--growth-interval"),
     Rule("--precision", _CUDA, ("tf32", "fp16")),
-    Rule("--precision", _is("--device", "cpu"), ("fp64",)),
+    Rule("--precision", _CPU, ("fp64",)),
     Rule("--backend", _CUDA, ("nccl",)),
     Rule("--backend", _without("--share-gpu"), ("nccl",)),
     Rule("--cuda-graph", _without("--compile"), ("on",)),
