@@ -80,9 +80,7 @@ def _explain(config: Config, console: Console) -> None:
         if (lagging := searched.lagging) is not None:
             lags = ",".join(str(stage.versions - 1) for stage in lagging.plan.stages)
             rate = lagging.prediction.images_per_second
-            show(
-                f"with --mode stale: {lagging.plan.shape} at {rate:,.0f} with lag {lags} (docs/learning.md)"
-            )
+            show(f"with --mode stale: {lagging.plan.shape} at {rate:,.0f} with lag {lags} (docs/learning.md)")
     show(layout_line(layout))
 
 

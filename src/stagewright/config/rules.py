@@ -203,10 +203,6 @@ _CPU = Condition(
     lambda values: values.get("--device") in (None, "auto", "cpu"),
     lambda values: f"with --device {values['--device']}; it needs --device cpu",
 )
-_PLACED = Condition(
-    lambda values: values.get("--placement") != "auto",
-    lambda values: "with --placement auto, which chooses it; give the devices of each stage as well",
-)
 _EVALUATES = Condition(
     lambda values: "--eval-every" not in values or is_set(values.get("--val")) or is_set(values["--eval-every"]),
     lambda values: "without an evaluation; give --val or --eval-every as well",
@@ -252,8 +248,6 @@ RULES: tuple[Rule, ...] = (
     # Plan
     *_unused(_without("--plan"), *_OF_PLAN_FILE, "--batch", "--microbatch", "--microbatches"),
     *_unused(_STAGES, "--cut", "--shares", "--dynamic"),
-    *_unused(_PLACED, "--cut", "--shares", "--versions", "--depths"),
-    *_unused(_PLACED, "--policy", off="1f1b"),
     *_unused(_STALE, "--staleness", "--versions"),
     *_unused(_is("--policy", "1f1b"), "--depths"),
     *_exclusive("--cut", "--shares"),

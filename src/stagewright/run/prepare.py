@@ -23,7 +23,7 @@ from torch import nn
 
 from stagewright.cluster.topology import ANYWHERE, Cluster
 from stagewright.config.groups import Group
-from stagewright.config.sections import AUTO, DEFAULT_BATCH, MOST_STEPS, Config
+from stagewright.config.sections import AUTO, DEFAULT_BATCH, MOST_STEPS, Config, PlanConfig
 from stagewright.data.datasets import list_classes, names_images
 from stagewright.data.decode import Decoder
 from stagewright.data.order import Indices, Order
@@ -254,6 +254,7 @@ def _is_open(config: Config) -> bool:
 def _layout(opened: _Opened, world: int | None, note: Note, *, always: bool = False) -> Layout:
     """What auto comes to on this machine."""
     _require_one_machine(opened.config, world)
+    _require_unstaged(opened.config.plan)
     if world is not None:
         return one_device(opened.config, "one process was started")
     chain = opened.chain
@@ -306,6 +307,18 @@ def planned(config: Config, warn: Warn, note: Note) -> Config:
     resume = config.run.resume  # which opening has taken out
     found = with_layout(opened.config, layout)
     return replace(found, run=replace(found.run, resume=resume))
+
+
+def _require_unstaged(plan: PlanConfig) -> None:
+    """An error for options about stages, which auto chooses."""
+    asked = {"cut": plan.cut, "shares": plan.shares, "versions": plan.versions, "depths": plan.depths}
+    asked["policy"] = plan.policy if plan.policy != PlanConfig().policy else None
+    for name, value in asked.items():
+        if value is not None:
+            raise UserError(
+                f"--{name} {value} is of the stages of a placement, and --placement is auto; give the devices of each "
+                "stage as well, such as --placement 0:0.0:1"
+            )
 
 
 def _require_one_machine(config: Config, world: int | None) -> None:
