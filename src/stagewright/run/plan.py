@@ -92,12 +92,13 @@ def ask(options: Any, progress: Progress, form: Form | None = None, announce: Pr
     return Asked(setting, catalog, batch, "cpu" if kinds == {"cpu"} else "cuda", is_measured, options.profile)
 
 
-def search(options: Any, asked: Asked, progress: Progress) -> Choice:
-    """The best plans in the setting that is asked about."""
+def search(options: Any, asked: Asked, progress: Progress, modes: Sequence[str] | None = None) -> Choice:
+    """The best plans in the setting that is asked about; `modes` beside dp, instead of those of the options."""
+    tried = options.mode or ("stale", "sync") if modes is None else modes
     return choose(
         asked.setting,
         asked.batch,
-        modes=tuple(Mode(mode) for mode in options.mode or ("stale", "sync")),
+        modes=tuple(Mode(mode) for mode in tried),
         microbatches=options.microbatches,
         staleness=options.staleness,
         progress=progress,
@@ -300,7 +301,7 @@ def _searched(config: Config, form: Form, units: Collection[str], announce: Prog
     options = _search_options(config)
     known = None if form == form_of(config.model.name, config.data.image) else form
     asked = ask(options, _quiet, known, announce)
-    choice = _cuttable(search(options, asked, _quiet), units)
+    choice = _cuttable(search(options, asked, _quiet, options.mode), units)
     threads = {id(candidate): asked.threads for candidate in choice.candidates}
     if asked.device == "cpu" and config.run.threads is None and options.mode != ("pipedream",):
         alone = _alone(options, asked, choice, known)
@@ -310,8 +311,7 @@ def _searched(config: Config, form: Form, units: Collection[str], announce: Prog
     comparison = compare(choice, asked.setting, asked.catalog, measured=asked.is_measured)
     lagging = None
     if config.plan.mode is None and options.mode == ("sync",):
-        free = SimpleNamespace(**{**vars(options), "mode": ("stale",)})
-        found = _cuttable(search(free, asked, _quiet), units).best
+        found = _cuttable(search(options, asked, _quiet, ("stale",)), units).best
         if found.prediction.images_per_second > _GAIN * choice.best.prediction.images_per_second:
             lagging = found
     searched = Searched(options, asked, choice, comparison, lagging)
@@ -383,6 +383,7 @@ def _reason(searched: Searched) -> str:
         return candidate.plan.world == 1, len(candidate.plan.stages) > 1
 
     others = [one for one in choice.candidates if kind(one) != kind(best)]
+    others.sort(key=lambda one: len(one.plan.stages))  # the plain ones first, each kind by its speed
     words = [
         f"{_plan_words(one.plan, searched.asked.device)} would reach {one.prediction.images_per_second:,.0f} {unit}"
         for one in others[:1]
