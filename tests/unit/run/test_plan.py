@@ -1,4 +1,4 @@
-"""What `--placement auto` comes to: which profile it makes, which plan it chooses, what it says, and what it never does."""
+"""What `--placement auto` comes to: which profiles it makes, which plan it chooses, and what it never does."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def test_auto_is_the_gpus_in_bf16_where_all_have_it(monkeypatch: pytest.MonkeyPa
     run = with_devices(make_config()).run
     assert (run.device, run.precision) == ("cuda", "bf16")
     assert with_devices(make_config({"run": {"precision": "fp16"}})).run.precision == "fp16"
-    with pytest.raises(UserError, match="fp64.*with --device cuda"):
+    with pytest.raises(UserError, match=r"fp64.*with --device cuda"):
         with_devices(make_config({"run": {"precision": "fp64"}}))
     fake_gpus(monkeypatch, 8, 7)
     assert default_precision("cuda") == "fp32"
     fake_gpus(monkeypatch)
     run = with_devices(make_config()).run
     assert (run.device, run.precision) == ("cpu", "fp32")
-    with pytest.raises(UserError, match="fp16.*with --device cpu; it needs --device cuda"):
+    with pytest.raises(UserError, match=r"fp16.*with --device cpu; it needs --device cuda"):
         with_devices(make_config({"run": {"precision": "fp16"}}))
 
 
@@ -200,7 +200,7 @@ def test_classes_and_the_batch_are_those_of_the_data(tmp_path: Path) -> None:
 
 
 def test_stages_need_a_placement(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--cut classifier.*--placement is auto"):
+    with pytest.raises(UserError, match=r"--cut classifier.*--placement is auto"):
         prepare(make_config({"plan": {"cut": "classifier"}, "run": {"steps": 1, "runs": str(tmp_path)}}))
     with pytest.raises(UserError, match=r"--nodes names 10\.0\.0\.1"):
         prepare(make_config({"nodes": {"list": "10.0.0.1,10.0.0.2"}, "run": {"runs": str(tmp_path)}}))
