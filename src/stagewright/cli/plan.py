@@ -268,8 +268,10 @@ def show(
     comparison: Comparison,
     explained: dict[str, Any] | None,
     tried: Sequence[Tried] = (),
+    *,
+    has_command: bool = True,
 ) -> None:
-    """Print the candidates, the plan to run, the warnings about it and the command that runs it."""
+    """Print the candidates, the plan to run, the warnings about it and, with `has_command`, the one that runs it."""
     setting = asked.setting
     say(console, f"{parsed.model} on {setting.cluster.name}, {setting.precision}, batch {asked.batch}")
     if asked.note:
@@ -321,7 +323,8 @@ def show(
     _show_choice(console, parsed, asked, choice, comparison)
     if explained:
         _show_unit(console, explained)
-    say(console, f"train it: {train_command(parsed, asked, choice.best.plan)}", soft_wrap=True)
+    if has_command:
+        say(console, f"train it: {train_command(parsed, asked, choice.best.plan)}", soft_wrap=True)
 
 
 def _name(choice: Choice, one: Tried) -> str:

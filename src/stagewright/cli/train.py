@@ -76,7 +76,8 @@ def _explain(config: Config, console: Console) -> None:
     layout = explained(config, lambda warning: show(f"warning: {warning}"), show)
     if layout.searched is not None:
         searched = layout.searched
-        show_candidates(console, searched.options, searched.asked, searched.choice, searched.comparison, None)
+        shown = (searched.options, searched.asked, searched.choice, searched.comparison, None)
+        show_candidates(console, *shown, has_command=False)
         if (lagging := searched.lagging) is not None:
             lags = ",".join(str(stage.versions - 1) for stage in lagging.plan.stages)
             rate = lagging.prediction.images_per_second

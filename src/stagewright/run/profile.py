@@ -31,7 +31,7 @@ from stagewright.model.call import Form
 from stagewright.model.configured import version_of
 from stagewright.model.libraries import package_of
 from stagewright.model.load import find_entry
-from stagewright.objects import is_given
+from stagewright.objects import MODULE, is_given
 from stagewright.planning.traced import form_of, meta_model, trace_model
 from stagewright.profile.measure import Workload, measure, sample_sizes
 from stagewright.profile.pipedream import read_pipedream
@@ -205,7 +205,8 @@ def profile_here(
         except UserError:
             file.unlink()  # of an older format
     if not is_alone:
-        (announce or progress)(f"profiling {model} on this machine, once; kept in {cache_folder()}")
+        kept = "" if is_given(model) else f", once; kept in {cache_folder()}"
+        (announce or progress)(f"profiling {model.removeprefix(MODULE)} on this machine{kept}")
     profile = _short_profile(wanted, form, progress, is_alone=is_alone)
     file.parent.mkdir(parents=True, exist_ok=True)
     profile.write(file)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from stagewright.cluster.catalog import open_cluster
 from stagewright.config.sections import Config
 from stagewright.config.toml import make_config, read_toml
 from stagewright.errors import UserError
@@ -44,7 +45,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Made:
         found.append((options.together, options.threads))
         tables = tuple(
             Table(
-                "fp32",
+                options.precision,
                 samples,
                 tuple(
                     Unit(unit.name, str(unit.kind), 1e-4 * samples, 2e-4 * samples, 10, 4, 4, 4, 4, frozen=0)
@@ -54,8 +55,8 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Made:
             for samples in map(int, options.samples.split(","))
         )
         links = tuple(Transfer(a, 1 - a, 1e9, 1e-5) for a in range(options.together) if options.together == 2)
-        ceilings = Ceilings({"fp32": 1e11}, 1e10, 1e9, 1e9 if links else None, links)
-        return Profile(MODEL, "cpu", "stagewright", (3, 32, 32), options.together, ceilings, tables)
+        ceilings = Ceilings({options.precision: 1e11}, 1e10, 1e9, 1e9 if links else None, links)
+        return Profile(MODEL, options.device, "stagewright", (3, 32, 32), options.together, ceilings, tables)
 
     fake_gpus(monkeypatch)
     monkeypatch.setattr(profiles, "measure_profile", measured)
@@ -106,6 +107,22 @@ def test_profiles_once_and_says_what_was_chosen_why_and_how_to_keep_it(made: Mad
     assert layout.interval.low < layout.prediction.images_per_second < layout.interval.high
     assert layout_line(layout_of(resolved(), said.append)) == line
     assert len(made) == 2 and len(said) == 1, "the second time both are in the cache"
+
+
+def test_gpus_that_sum_gradients_through_the_host_get_the_plan_that_is_fastest_there(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_gpus(monkeypatch, 8, 8, 8, 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 3090")
+    monkeypatch.setattr(profiles, "import_this_machine", lambda options: None)
+    monkeypatch.setattr(profiles, "checked_toml", lambda machine: "")
+    monkeypatch.setattr(profiles, "open_cluster", lambda path: open_cluster("rtx-2080ti-4"))
+    monkeypatch.setattr(layouts, "num_devices", lambda device: 4)
+    config = resolved(batch=128)
+    layout = layout_of(config)
+    assert (config.run.device, config.run.precision, made) == ("cuda", "bf16", [(1, 1)])
+    assert layout.searched is not None and len(layout.searched.asked.setting.cluster.devices) == 4
+    assert layout.plan.is_synchronous and "--device cuda --precision bf16" in layout_line(layout)
 
 
 def test_weights_lag_only_where_that_was_asked_for(made: Made) -> None:
