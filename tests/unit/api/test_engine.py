@@ -302,7 +302,7 @@ def test_a_plan_brings_its_own_batch(tmp_path: Path) -> None:
 
 
 def test_trains_on_a_gpu_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagewright.api.engine.default_device", lambda: "cuda")
+    monkeypatch.setattr("stagewright.hardware.devices.default_device", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="cuda"):
         next(iter(make_engine(tmp_path).epoch(DATA, batch=BATCH)))
