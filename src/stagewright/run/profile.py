@@ -155,11 +155,11 @@ class Here:
 
     device: str
     devices: int
-    threads: int  # of each rank on a CPU
     profile: Profile
     catalog: Catalog | None
     cluster: Cluster | None
     file: Path  # of the profile
+    threads: int = 1  # of each rank on a CPU
 
 
 def ranks_here(device: str, threads: int | None = None) -> tuple[int, int]:
@@ -238,13 +238,13 @@ def _joined(sizes: Sequence[int]) -> str:
 
 def _here(device: str, devices: int, threads: int, profile: Profile, file: Path) -> Here:
     if device == "cpu":
-        return Here(device, devices, threads, profile, None, None, file)
+        return Here(device, devices, profile, None, None, file, threads)
     machine = import_this_machine(ImportOptions("here", None, None, None, None, 1, None))
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as text:
         text.write(checked_toml(machine))
         text.flush()
         catalog, cluster = open_cluster(text.name)
-    return Here(device, devices, threads, profile, catalog, cluster, file)
+    return Here(device, devices, profile, catalog, cluster, file)
 
 
 def cache_folder() -> Path:

@@ -187,17 +187,6 @@ def test_a_resumed_run_has_the_layout_that_was_chosen_and_searches_nothing(
     assert run(make_config(first, from_there, given=())).summary["batches"] == 2
 
 
-def test_more_ranks_than_cores_are_a_warning_with_both_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "num_cores", lambda: 2)
-    warnings: list[str] = []
-    common = {"plan": {"placement": "0:0-2", "batch": 9}, "run": {"steps": 1, "runs": str(tmp_path), "device": "cpu"}}
-    prepare(make_config(common), warnings.append)
-    assert [warning for warning in warnings if "3 CPU ranks" in warning and "2 cores" in warning]
-    warnings.clear()
-    prepare(make_config(common, {"plan": {"placement": "0:0-1"}}), warnings.append)
-    assert not [warning for warning in warnings if "core" in warning]
-
-
 def test_classes_and_the_batch_are_those_of_the_data(tmp_path: Path) -> None:
     file = tmp_path / "data.safetensors"
     save_file({"images": torch.zeros(20, 3, 32, 32), "labels": torch.arange(20) % 3}, file)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from stagewright.config.sections import DEFAULT_BATCH, Config
-from stagewright.config.toml import make_config, read_toml
+from stagewright.config.toml import FIXED, make_config, read_toml
 from stagewright.data.formats.tokens import TokenSource
 from stagewright.data.order import EvaluationSampler, Order
 from stagewright.errors import UserError
@@ -143,7 +143,7 @@ def _evaluate(model: nn.Module, source: TokenSource, batch: int, size: int, devi
 
 def main(path: str) -> None:
     """Train the trial of a file; metrics.jsonl is in its folder of runs, as that of a run."""
-    config = make_config(read_toml(path), given=())
+    config = make_config(FIXED, read_toml(path), given=())
     torch.set_num_threads(config.run.threads or 1)
     folder = Path(config.run.runs) / "plain"
     folder.mkdir(parents=True)
