@@ -24,7 +24,7 @@ from typing import Literal, TypedDict
 _PATHS = ("FILE", "DIR", "RUN", "NAME|FILE")  # metavars
 # Options that a function takes by name, as objects too, or that only print or write what it returns.
 _OWN = {
-    "train": "model data val loss metric optimizer plan profile config set json",
+    "train": "model data val loss metric optimizer plan profile config set json explain",
     "plan": "data profile output report json lr momentum nesterov predict try minutes explain",
     "simulate": "data profile plan trace report json",
     "profile": "output json",

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import difflib
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is, or what this user may use of it
 _MOST_NAMES = 20  # in a list of known names
@@ -54,6 +55,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed: Python and numpy raise a MemoryError, torch a RuntimeError that says so."""
     reason = str(error)
     return isinstance(error, MemoryError) or "allocate memory" in reason or "out of memory" in reason
+
+
+@contextmanager
+def within_memory(**asked: int | None) -> Iterator[None]:
+    """Turn a failed allocation into an error that names the options that decide its size."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        options = ", ".join(f"--{name} {value}" for name, value in asked.items() if value is not None)
+        raise UserError(f"not enough memory for {options}; reduce the largest of these options") from error
 
 
 def printable(text: str) -> str:

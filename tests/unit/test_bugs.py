@@ -341,7 +341,7 @@ def test_a_run_whose_loss_exploded_fails_after_its_results(tmp_path: Path, capsy
     assert "The run diverged" in (folder / "report.md").read_text()
 
 
-def test_far_more_cpu_ranks_than_cores_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_cpu_ranks_than_cores_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparing, "num_cores", lambda: 2)
     tables = {
         "model": {"name": f"{__name__}:make_net"},
@@ -355,9 +355,9 @@ def test_far_more_cpu_ranks_than_cores_are_a_warning(tmp_path: Path, monkeypatch
         prepare(make_config(tables, {"plan": {"placement": f"0:0-{ranks - 1}"}, "run": run}), said.append)
         return [warning for warning in said if "core" in warning]
 
-    (warning,) = warnings(8)
-    assert "8 ranks" in warning and "2 cores" in warning
-    assert not warnings(4) and not warnings(8, emulate=True) and len(warnings(4, threads=2)) == 1
+    (warning,) = warnings(3)
+    assert "3 CPU ranks" in warning and "2 cores" in warning
+    assert not warnings(2) and not warnings(8, emulate=True) and len(warnings(2, threads=2)) == 1
 
 
 def test_names_that_a_terminal_or_a_file_can_not_encode_are_shown_as_escapes(tmp_path: Path) -> None:

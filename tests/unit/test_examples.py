@@ -51,7 +51,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_trains_what_plain_pytorch_does(example: Example, tmp_path: Path) -> None:
     example.require()
     plain = example.plain(tmp_path)
-    alone = train(example, tmp_path, *EXACT)
+    alone = train(example, tmp_path, *EXACT, "--placement", "0:0")
     stages = train(example, tmp_path, *EXACT, *SYNC, *example.stages)
     print(f"{example.name}: one process {alone.difference(plain):.1e}, sync 1-1 {stages.difference(plain):.1e}")
     assert alone.difference(plain) < ROUNDING and stages.difference(plain) < ROUNDING

@@ -78,6 +78,7 @@ WITH_TORCH = {
     *(
         "profile.shapes",
         "profile.measure",
+        "hardware.devices",
         "hardware.environment",
         "hardware.doctor.measure",
     ),

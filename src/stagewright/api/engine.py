@@ -21,7 +21,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -35,24 +34,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from stagewright import objects
 from stagewright.api.given import Criterion, Data, Given, Metrics
 from stagewright.api.options import TrainOptions
-from stagewright.api.planning import plan as find_plan
 from stagewright.api.steps import OneBatch, Step, batches_of, chained, where_called
 from stagewright.api.training import known_options, tables_of
 from stagewright.cluster.placement import parse_placement
 from stagewright.cluster.topology import ANYWHERE
-from stagewright.config.sections import MOST_STEPS, Config
+from stagewright.config.sections import AUTO, MOST_STEPS, Config
 from stagewright.data.order import Order
 from stagewright.data.own import Collate
 from stagewright.data.sources import Source
 from stagewright.errors import RunFailed, UserError
 from stagewright.events import Evaluated
 from stagewright.plan.plan import Plan
+from stagewright.planning.build import FIRST_DEVICE
 from stagewright.planning.planner import Choice
 from stagewright.report.live.terminal import say
 from stagewright.run.export import export_states, require_target
 from stagewright.run.folder import WEIGHTS_FILE
-from stagewright.run.prepare import evaluation_of
-from stagewright.run.profile import default_device
+from stagewright.run.prepare import evaluation_of, planned
 from stagewright.run.resume import resumed_config
 from stagewright.run.script import (
     OPTIONS,
@@ -95,8 +93,9 @@ class Engine:
     loss: a name, a function or a criterion: (outputs, target) where samples are pairs, (outputs, sample) of dicts.
     optimizer: a function of parameters that makes a torch optimizer, or a name (sgd, adamw) with lr= and so on.
     scheduler: a function of that optimizer that makes one of torch's schedulers; the engine steps it with each batch.
-    plan: "auto" (the fastest that is found for this machine), a plan file, or what `stagewright.plan` returned; else
-    the options placement=, mode= and so on, by default one device. Devices are GPUs where there are any (device=).
+    plan: "auto" (the fastest that is found for this machine, as `stagewright train` finds it), a plan file, or what
+    `stagewright.plan` returned; else the options placement=, mode= and so on, by default one device, and by
+    `stagewright run` auto. Devices are GPUs where there are any (device=), and the precision is fp32 (precision=).
     resume: a run folder to continue: the script sees the steps that are trained already again, from the record.
     """
 
@@ -117,14 +116,16 @@ class Engine:
         self._given = Given()
         weakref.finalize(self, self._given.close).atexit = False  # what the script gave is forgotten with the engine
         self._model = model
-        self._is_auto = isinstance(plan, str) and plan == "auto"
+        is_auto = isinstance(plan, str) and plan == AUTO
         self._names = {
             "model": self._given.model(model),
             "loss": None if loss is None else self._given.loss(loss),
             "optimizer": self._optimizer_name(optimizer),
-            "plan": None if self._is_auto else self._given.file(plan),
+            "plan": None if is_auto else self._given.file(plan),
         }
         self._options = dict(known_options(options, Engine))
+        if is_auto:
+            self._options["placement"] = AUTO
         self._batch: int | None = self._options.pop("batch", None)
         for keyword, instead in _OF_THE_LOOP.items():
             section, (name, *_) = next(iter(tables_of({keyword: None}).items()))
@@ -517,8 +518,8 @@ class Engine:
             if batch is None:
                 raise UserError("the size of a batch is not known yet; give batch= to Engine or to the first epoch")
             config = self._config(source, batch)
-            if self._is_auto and not is_launched(config):
-                config = self._planned(source, batch)
+            if not is_launched(config):
+                config = planned(config, self._say_once, self._say_once)
             if self._will_launch(config):
                 launch_script(config)
             self._ranks = Alone(config)
@@ -561,20 +562,14 @@ class Engine:
         given = _given_to_run()
         if "plan" not in named and "file" not in given.get("plan", {}):  # a plan file has its own batch
             named["batch"] = batch
-        if "resume" not in self._options and "resume" not in given.get("run", {}):
-            named["device"] = default_device()  # as scripts do; a resumed run has its own
-        config = resumed_config(tables_of({**named, **self._options, "data": source}), given)
-        if _num_ranks(config) == 1 and not config.plan.file:  # one stage never lags
-            config = replace(config, plan=replace(config.plan, mode="dp"))
-        return config
-
-    def _planned(self, source: str, batch: int) -> Config:
-        """The configuration with the fastest plan that is found for this machine."""
-        data = objects.load_object(source.partition(":")[2], "data") if objects.is_given(source) else None
-        precision = self._options.get("precision", "fp32")
-        choice = find_plan(self._model, data=data, batch=batch, precision=precision)
-        self._names["plan"] = self._given.file(choice)
-        return self._config(source, batch)
+        if "resume" not in self._options and "resume" not in given.get("run", {}):  # a resumed run has its own
+            named["precision"] = "fp32"  # as scripts compute, unless they say
+            if OPTIONS not in os.environ and "plan" not in named:  # `stagewright run` places ranks as `train` does
+                named["placement"] = FIRST_DEVICE
+        options = dict(self._options)
+        if "file" in given.get("plan", {}) and options.get("placement") == AUTO:
+            del options["placement"]  # the plan file of `stagewright run` has one
+        return resumed_config(tables_of({**named, **options, "data": source}), given)
 
     def _opened(self) -> Session:
         if self._session is None:
@@ -630,7 +625,7 @@ def _given_to_run() -> dict[str, dict[str, Any]]:
 
 
 def _num_ranks(config: Config) -> int:
-    text = config.plan.placement
+    text = FIRST_DEVICE if config.plan.placement == AUTO else config.plan.placement
     if config.plan.file is not None:
         with suppress(OSError, ValueError, KeyError, TypeError):
             text = json.loads(Path(config.plan.file).read_text())["placement"]

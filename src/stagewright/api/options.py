@@ -11,7 +11,7 @@ class TrainOptions(TypedDict, total=False):
     """Those of `stagewright train`, as keywords of `stagewright.train`."""
 
     classes: int | None
-    """outputs of a model by name (default: the model's)"""
+    """outputs of a model by name (default: the data's classes)"""
 
     init: str | PathLike[str] | None
     """start from the weights of a .safetensors file, or of a folder with shards"""
@@ -26,7 +26,7 @@ class TrainOptions(TypedDict, total=False):
     """samples of synthetic data (default: 4096)"""
 
     image: int | None
-    """side of the images in pixels (default: the model's)"""
+    """side of the images in pixels (default: the model's, or that of smaller data)"""
 
     shuffle: bool
     """shuffle the samples anew in every epoch (default: True)"""
@@ -71,7 +71,7 @@ class TrainOptions(TypedDict, total=False):
     """bad records that a rank replaces before the run stops (default: 100)"""
 
     placement: str
-    """devices of each stage: 0:0-6.0:7 (default: '0:0')"""
+    """devices of each stage, such as 0:0-6.0:7; auto: what is fastest on this machine (default: 'auto')"""
 
     shares: str | None
     """each stage's share of the operations: 11:7"""
@@ -79,8 +79,8 @@ class TrainOptions(TypedDict, total=False):
     cut: str | None
     """first unit of each later stage (default: the planner's choice)"""
 
-    mode: Literal["dp", "sync", "stale", "pipedream"]
-    """how far weights may lag (default: 'stale')"""
+    mode: Literal["dp", "sync", "stale", "pipedream"] | None
+    """how far weights may lag (default: one stage dp, a given --placement stale, else sync or dp)"""
 
     staleness: int | None
     """most updates that a stage may lag in mode stale"""
@@ -94,8 +94,8 @@ class TrainOptions(TypedDict, total=False):
     policy: Literal["1f1b", "gpipe"]
     """order of forwards and backwards (default: '1f1b')"""
 
-    batch: int
-    """samples per update (the global batch) (default: 64)"""
+    batch: int | None
+    """samples per update (the global batch) (default: 64, fewer of little data, more on many GPUs)"""
 
     microbatches: int | None
     """microbatches per batch (default: 2 x most replicas)"""
@@ -194,13 +194,13 @@ class TrainOptions(TypedDict, total=False):
     """batches to train"""
 
     epochs: int | None
-    """epochs to train (default: 1)"""
+    """epochs to train (default: 1, of few images as many as 100 steps have)"""
 
     seed: int
     """seed of weights, sample order and dropout (default: 0)"""
 
     precision: str
-    """fp64, fp32, ieee, tf32, bf16 or fp16 (default: 'fp32')"""
+    """fp64, fp32, ieee, tf32, bf16 or fp16; auto: bf16 on GPUs that have it, else fp32 (default: 'auto')"""
 
     loss_scale: float
     """fp16: initial scale of the loss (default: 65536.0)"""
@@ -208,8 +208,8 @@ class TrainOptions(TypedDict, total=False):
     growth_interval: int
     """fp16: batches without overflow until the scale doubles (default: 2000)"""
 
-    device: Literal["cpu", "cuda"]
-    """kind of device (default: 'cpu')"""
+    device: Literal["auto", "cpu", "cuda"]
+    """kind of device (auto: GPUs where there are any) (default: 'auto')"""
 
     share_gpu: bool
     """let devices beyond the last GPU share the existing ones (default: False)"""
@@ -229,8 +229,8 @@ class TrainOptions(TypedDict, total=False):
     deterministic: bool
     """on GPUs: compute the same bits every time (default: False)"""
 
-    threads: int
-    """threads per CPU rank (default: 1)"""
+    threads: int | None
+    """threads per CPU rank (default: 1, with --placement auto what is fastest)"""
 
     unproven: bool
     """train a cut without proof that its stages compute what the model does (default: False)"""
@@ -303,7 +303,7 @@ class PlanOptions(TypedDict, total=False):
     """use only the first N devices of the cluster"""
 
     precision: Literal["fp64", "fp32", "ieee", "tf32", "bf16", "fp16"]
-    """fp64, fp32, ieee, tf32, bf16 or fp16 (default: 'fp32')"""
+    """fp64, fp32, ieee, tf32, bf16, fp16 (default: 'fp32')"""
 
     software: str
     """whose efficiency to assume: stagewright, pytorch, oneflow or pipedream (default: 'stagewright')"""
@@ -315,10 +315,10 @@ class PlanOptions(TypedDict, total=False):
     """count averaged weights too"""
 
     image: int | None
-    """side of the images in pixels (default: the model's)"""
+    """side of the images in pixels (default: the model's, or that of smaller data)"""
 
     classes: int | None
-    """outputs of a model by name (default: the model's)"""
+    """outputs of a model by name (default: the data's classes)"""
 
     freeze: str | None
     """parameters that are not trained: 'trunk.*,stem', or all but some: '!head'"""
@@ -346,7 +346,7 @@ class SimulateOptions(TypedDict, total=False):
     """use only the first N devices of the cluster"""
 
     precision: Literal["fp64", "fp32", "ieee", "tf32", "bf16", "fp16"]
-    """fp64, fp32, ieee, tf32, bf16 or fp16 (default: 'fp32')"""
+    """fp64, fp32, ieee, tf32, bf16, fp16 (default: 'fp32')"""
 
     software: str
     """whose efficiency to assume: stagewright, pytorch, oneflow or pipedream (default: 'stagewright')"""
@@ -358,10 +358,10 @@ class SimulateOptions(TypedDict, total=False):
     """count averaged weights too"""
 
     image: int | None
-    """side of the images in pixels (default: the model's)"""
+    """side of the images in pixels (default: the model's, or that of smaller data)"""
 
     classes: int | None
-    """outputs of a model by name (default: the model's)"""
+    """outputs of a model by name (default: the data's classes)"""
 
     freeze: str | None
     """parameters that are not trained: 'trunk.*,stem', or all but some: '!head'"""
@@ -379,7 +379,7 @@ class SimulateOptions(TypedDict, total=False):
     """first unit of each later stage (default: the planner's choice)"""
 
     batch: int | None
-    """samples per update (the global batch)"""
+    """samples per update (the global batch) (default: 64, fewer of little data, more on many GPUs)"""
 
     microbatch: int | None
     """samples per microbatch, instead of --batch"""
@@ -398,7 +398,7 @@ class ProfileOptions(TypedDict, total=False):
     """microbatch sizes (default: '8,16')"""
 
     precision: str
-    """fp64, fp32, ieee, tf32, bf16 or fp16, or several: fp32,bf16 (default: 'fp32')"""
+    """fp64, fp32, ieee, tf32, bf16, fp16, or several: fp32,bf16 (default: 'fp32')"""
 
     device: Literal["cpu", "cuda"]
     """kind of device (default: 'cpu')"""
@@ -410,10 +410,10 @@ class ProfileOptions(TypedDict, total=False):
     """processes at once, as ranks would run (default: 1)"""
 
     image: int | None
-    """side of the images in pixels (default: the model's)"""
+    """side of the images in pixels (default: the model's, or that of smaller data)"""
 
     classes: int | None
-    """outputs of a model by name (default: the model's)"""
+    """outputs of a model by name (default: the data's classes)"""
 
     freeze: str | None
     """parameters that are not trained: 'trunk.*,stem', or all but some: '!head'"""
@@ -435,10 +435,10 @@ class InspectOptions(TypedDict, total=False):
     """fields that the model takes: image, or input_ids,labels=input_ids (default: all but targets)"""
 
     image: int | None
-    """side of the images in pixels (default: the model's)"""
+    """side of the images in pixels (default: the model's, or that of smaller data)"""
 
     classes: int | None
-    """outputs of a model by name (default: the model's)"""
+    """outputs of a model by name (default: the data's classes)"""
 
     init: str | PathLike[str] | None
     """start from the weights of a .safetensors file, or of a folder with shards"""

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from stagewright.cluster.placement import format_placement, parse_placement
 from stagewright.cluster.topology import ANYWHERE, Cluster, Device
 from stagewright.config.sections import MOST_RUNS, MOST_STEPS, Config, Section, require_within
-from stagewright.config.toml import keys_of, make_config, merged, read_toml, refuse_unused, without_unused
+from stagewright.config.toml import FIXED, keys_of, make_config, merged, read_toml, refuse_unused, without_unused
 from stagewright.errors import UserError, did_you_mean
 
 Tables = dict[str, dict[str, Any]]
@@ -145,7 +145,7 @@ def configurations_of(suite: Suite, options: SuiteOptions) -> list[Configuration
                 own: Tables = {"run": {"steps": options.steps}}
                 if is_real and options.real is not None:
                     own["data"] = {"source": options.real}
-                tables = merged(suite.options, group.options, trial.options, own, *options.overrides)
+                tables = merged(FIXED, suite.options, group.options, trial.options, own, *options.overrides)
                 found.append(Configuration(group, trial, is_real, tables))
     refuse_unused([entry.tables for entry in found], keys_of(*options.overrides))
     selected = [entry for entry in found if options.only is None or options.only.lower() in str(entry).lower()]

@@ -23,6 +23,7 @@ from stagewright.errors import UserError, did_you_mean, printable
 USER_ERROR = 2  # the exit code of every error that a user can fix
 _MOST_SHOWN = 800  # characters of an error
 _RENAMED_FLAGS = {f"--{old.partition('.')[2]}": f"--{new.partition('.')[2]}" for old, new in RENAMED.items()}
+_PRECISIONS = "fp64, fp32, ieee, tf32, bf16, fp16"
 _GROUPS = {  # the help and the description of commands that have actions
     "checkpoint": (
         "list, show, verify and export checkpoints",
@@ -193,7 +194,7 @@ def _setting(**of_cluster: Any) -> tuple[Taken, ...]:
     return (
         *take("--cluster", **of_cluster),
         *take("--devices"),
-        *take("--precision", choices=("fp64", "fp32", "ieee", "tf32", "bf16", "fp16"), metavar="NAME"),
+        *take("--precision", default="fp32", help=_PRECISIONS, choices=tuple(_PRECISIONS.split(", ")), metavar="NAME"),
         *take("--software"),
         *take("--data", choices=("synthetic", "imagenet"), metavar="", help="data to load"),
         *take("--optimizer", help="optimizer, for its memory"),
@@ -204,6 +205,9 @@ def _setting(**of_cluster: Any) -> tuple[Taken, ...]:
 
 
 _CONFIGURED = (*take("--config"), *take("--set", is_repeated=True))
+_EXPLAIN = take(
+    "--explain", type=bool, default=False, metavar="", help="show what --placement auto chooses from, and train nothing"
+)
 _MODEL = Argument("model", "MODEL", "a zoo name, timm:NAME, torchvision:NAME, hf:CONFIG, or package.module:factory")
 _RUN = Argument("path", "RUN", "a run folder, or one of its checkpoints")
 _DATA = "folder:DIR, tar:GLOB, ofrecord:DIR, or a path"
@@ -237,8 +241,10 @@ COMMANDS = (
         (
             *take("--output", short="-o", help="write the profile as JSON"),
             *take("--samples", type=str, default="8,16", bounds={}, metavar="N,N", help="microbatch sizes"),
-            *take("--precision", metavar="NAMES", help="fp64, fp32, ieee, tf32, bf16 or fp16, or several: fp32,bf16"),
-            *take("--device --threads --together --image --classes --freeze --pipedream"),
+            *take("--precision", default="fp32", metavar="NAMES", help=f"{_PRECISIONS}, or several: fp32,bf16"),
+            *take("--device", default="cpu", choices=("cpu", "cuda"), help="kind of device"),
+            *take("--threads", default=1, help="threads per CPU rank"),
+            *take("--together --image --classes --freeze --pipedream"),
         ),
     ),
     Command(
@@ -289,7 +295,7 @@ COMMANDS = (
         (_MODEL,),
         (
             *_setting(),
-            *take("--mode", default=None, help="how far weights may lag (default: stale; dp for one stage)"),
+            *take("--mode", help="how far weights may lag (default: stale; dp for one stage)"),
             *take("--placement", default=None, help="devices of each stage: 0:0-6.0:7 (default: one stage on all)"),
             *take("--shares --cut"),
             *take("--batch", default=None),
@@ -303,7 +309,7 @@ COMMANDS = (
     Command(
         *("train", "train:run", "train a model over stages"),
         "Train a model over stages. Every option is also a key of a TOML file for --config.",
-        options=(*_CONFIGURED, *take_sections()),
+        options=(*_CONFIGURED, *_EXPLAIN, *take_sections()),
     ),
     Command(
         *("run", "train:run_script", "run a script whose stagewright.Engine trains over stages"),

@@ -37,7 +37,7 @@ from stagewright.planning.predict import IMAGENET, link_use, predict, stage_cost
 from stagewright.planning.traced import rate_of
 from stagewright.report.live.terminal import plain_table, say
 from stagewright.report.page import Page, Table
-from stagewright.run.plan import Asked, Progress, ask, read_setting, search
+from stagewright.run.plan import Asked, Progress, ask, layout_words, read_setting, search
 from stagewright.run.report import make_prediction_page, write_page
 
 _LEAST_STEPS = 12  # that a plan is trained to be timed
@@ -92,7 +92,8 @@ def _try(parsed: argparse.Namespace, asked: Asked, choice: Choice, progress: Pro
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "plan.json"
             file.write_text(json.dumps(plan.describe()))
-            words = [*_train_words(parsed, asked), "--plan", str(file)]
+            words = [*_train_words(parsed, asked), "--device", asked.device, "--precision", parsed.precision]
+            words += ["--plan", str(file), "--threads", str(asked.threads)]
             command = [
                 sys.executable,
                 "-m",
@@ -131,7 +132,7 @@ def decide(choice: Choice, tried: Sequence[Tried]) -> Choice:
 
 def _train_words(parsed: argparse.Namespace, asked: Asked) -> list[str]:
     """The options of `train` that a plan does not hold."""
-    words = ["train", "--model", parsed.model, "--device", asked.device, "--precision", parsed.precision]
+    words = ["train", "--model", parsed.model]
     for flag, value in (("--image", parsed.image), ("--classes", parsed.classes), ("--freeze", parsed.freeze)):
         words += [flag, str(value)] if value is not None else []
     if parsed.optimizer != "sgd":
@@ -142,15 +143,10 @@ def _train_words(parsed: argparse.Namespace, asked: Asked) -> list[str]:
 def train_command(parsed: argparse.Namespace, asked: Asked, plan: Plan) -> str:
     """The command that trains a plan, in one line; without a plan file the plan is spelled out."""
     words = ["stagewright", *_train_words(parsed, asked)]
+    device = ["--device", asked.device, "--precision", parsed.precision]
     if parsed.output:
-        return shlex.join([*words, "--plan", parsed.output])
-    words += ["--mode", str(plan.mode), "--placement", format_placement(plan.placement), "--batch", str(plan.batch)]
-    words += ["--microbatches", str(plan.microbatches)]
-    if len(plan.stages) > 1:
-        words += ["--cut", ",".join(plan.cuts), "--depths", ",".join(str(stage.depth) for stage in plan.stages)]
-    if plan.mode is Mode.STALE:
-        words += ["--versions", ",".join(str(stage.versions) for stage in plan.stages)]
-    return shlex.join(words)
+        return shlex.join([*words, *device, "--plan", parsed.output])
+    return shlex.join([*words, *layout_words(plan, asked.device, parsed.precision, asked.threads)])
 
 
 def _plan_file(parsed: argparse.Namespace, asked: Asked, choice: Choice, found: dict[str, Any]) -> dict[str, Any]:
@@ -272,8 +268,10 @@ def show(
     comparison: Comparison,
     explained: dict[str, Any] | None,
     tried: Sequence[Tried] = (),
+    *,
+    has_command: bool = True,
 ) -> None:
-    """Print the candidates, the plan to run, the warnings about it and the command that runs it."""
+    """Print the candidates, the plan to run, the warnings about it and, with `has_command`, the one that runs it."""
     setting = asked.setting
     say(console, f"{parsed.model} on {setting.cluster.name}, {setting.precision}, batch {asked.batch}")
     if asked.note:
@@ -325,7 +323,8 @@ def show(
     _show_choice(console, parsed, asked, choice, comparison)
     if explained:
         _show_unit(console, explained)
-    say(console, f"train it: {train_command(parsed, asked, choice.best.plan)}", soft_wrap=True)
+    if has_command:
+        say(console, f"train it: {train_command(parsed, asked, choice.best.plan)}", soft_wrap=True)
 
 
 def _name(choice: Choice, one: Tried) -> str:

@@ -7,6 +7,7 @@ import json
 import os
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from stagewright.cli.config import read_layers
-from stagewright.config.toml import make_config
+from stagewright.cli.plan import show as show_candidates
+from stagewright.config.sections import Config
+from stagewright.config.toml import FIXED, make_config
 from stagewright.errors import RunFailed, UserError, counted
 from stagewright.metrics import format_metric, metric_label, speed_words
 from stagewright.report.live.terminal import PipeSafeConsole, say
+from stagewright.run.plan import layout_line
+from stagewright.run.prepare import explained
 from stagewright.run.report import make_page, write_page
 from stagewright.run.resume import resumed_config
 from stagewright.run.script import OPTIONS
@@ -29,7 +34,11 @@ def run(parsed: argparse.Namespace) -> None:
     """Train, then print where the results are."""
     console = PipeSafeConsole(stderr=parsed.json)
     layers, given = read_layers(parsed)
-    result = train(resumed_config(*layers, given=given), console)
+    config = resumed_config(*layers, given=given)
+    if parsed.explain:
+        _explain(config, PipeSafeConsole())
+        return
+    result = train(config, console)
     if "rank" in result.summary:
         return  # rank 0 prints
     if parsed.json:
@@ -59,6 +68,21 @@ def run(parsed: argparse.Namespace) -> None:
         lines.append(f"report: {report}")
     say(console, *lines, soft_wrap=True)
     _require_learnt(result)
+
+
+def _explain(config: Config, console: Console) -> None:
+    """Print every candidate for this machine, and the line that training would begin with."""
+    show = partial(say, console, soft_wrap=True)
+    layout = explained(config, lambda warning: show(f"warning: {warning}"), show)
+    if layout.searched is not None:
+        searched = layout.searched
+        shown = (searched.options, searched.asked, searched.choice, searched.comparison, None)
+        show_candidates(console, *shown, has_command=False)
+        if (lagging := searched.lagging) is not None:
+            lags = ",".join(str(stage.versions - 1) for stage in lagging.plan.stages)
+            rate = lagging.prediction.images_per_second
+            show(f"with --mode stale: {lagging.plan.shape} at {rate:,.0f} with lag {lags} (docs/learning.md)")
+    show(layout_line(layout))
 
 
 def _require_learnt(result: Result) -> None:
@@ -106,7 +130,8 @@ PLANS: dict[str, dict[str, Any]] = {
 def run_demo(parsed: argparse.Namespace) -> None:
     """Train twice, print both results, and write a page that compares them."""
     console = Console()
-    results = {name: train(make_config(COMMON, {"plan": plan}), console) for name, plan in PLANS.items()}
+    configs = {name: make_config(FIXED, COMMON, {"plan": plan}, given=()) for name, plan in PLANS.items()}
+    results = {name: train(config, console) for name, config in configs.items()}
     console.print()
     console.print(_table(results))
     console.print("Stale weights learn a little more slowly at first; docs/learning.md shows how much of that remains.")

@@ -195,7 +195,14 @@ def _exclusive(first: str, second: str, commands: tuple[str, ...] = ()) -> tuple
     )
 
 
-_CUDA = _is("--device", "cuda")
+_CUDA = Condition(  # auto is checked again once it is known
+    lambda values: values.get("--device") in (None, "auto", "cuda"),
+    lambda values: f"with --device {values['--device']}; it needs --device cuda",
+)
+_CPU = Condition(
+    lambda values: values.get("--device") in (None, "auto", "cpu"),
+    lambda values: f"with --device {values['--device']}; it needs --device cpu",
+)
 _EVALUATES = Condition(
     lambda values: "--eval-every" not in values or is_set(values.get("--val")) or is_set(values["--eval-every"]),
     lambda values: "without an evaluation; give --val or --eval-every as well",
@@ -272,7 +279,7 @@ RULES: tuple[Rule, ...] = (
     *_unused(_CUDA, "--cuda-graph", off="off"),
     *_unused(_is("--precision", "fp16"), "--loss-scale", "--growth-interval"),
     Rule("--precision", _CUDA, ("tf32", "fp16")),
-    Rule("--precision", _is("--device", "cpu"), ("fp64",)),
+    Rule("--precision", _CPU, ("fp64",)),
     Rule("--backend", _CUDA, ("nccl",)),
     Rule("--backend", _without("--share-gpu"), ("nccl",)),
     Rule("--cuda-graph", _without("--compile"), ("on",)),

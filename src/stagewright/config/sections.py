@@ -26,6 +26,8 @@ MOST_RUNS = 1000  # of one configuration
 _MOST_EPOCHS = 10**6
 _MOST_SEED = 2**63 - 1
 _MOST_SCALE = 2.0**127  # of fp32
+AUTO = "auto"  # chosen when a run starts, by its machine, model and data
+DEFAULT_BATCH = 64
 RENAMED = {"plan.weights": "plan.shares"}  # keys of older versions, which old run folders still have
 
 
@@ -67,7 +69,7 @@ class ModelConfig(Section):
         "MODEL",
     )
     classes: int | None = option(
-        None, "--classes", "outputs of a model by name (default: the model's)", least=1, most=_MOST_CLASSES
+        None, "--classes", "outputs of a model by name (default: the data's classes)", least=1, most=_MOST_CLASSES
     )
     init: str | None = option(
         None, "--init", "start from the weights of a .safetensors file, or of a folder with shards", "FILE"
@@ -100,7 +102,11 @@ class DataConfig(Section):
     val: str | None = option(None, "--val", "data to evaluate on (default: the training data)", "SOURCE")
     samples: int = option(4096, "--samples", "samples of synthetic data", least=1, most=_MOST_SAMPLES)
     image: int | None = option(
-        None, "--image", "side of the images in pixels (default: the model's)", least=1, most=_MOST_SIDE
+        None,
+        "--image",
+        "side of the images in pixels (default: the model's, or that of smaller data)",
+        least=1,
+        most=_MOST_SIDE,
     )
     shuffle: bool = option(True, "--shuffle", "shuffle the samples anew in every epoch")
     context: int = option(256, "--context", "tokens per sample of tokens:FILE", least=1, most=_MOST_CONTEXT)
@@ -136,19 +142,29 @@ class DataConfig(Section):
 class PlanConfig(Section):
     """Which devices run which stage, and in which order."""
 
-    placement: str = option("0:0", "--placement", "devices of each stage: 0:0-6.0:7")
+    placement: str = option(
+        AUTO, "--placement", "devices of each stage, such as 0:0-6.0:7; auto: what is fastest on this machine"
+    )
     shares: str | None = option(None, "--shares", "each stage's share of the operations: 11:7")
     cut: str | None = option(None, "--cut", "first unit of each later stage (default: the planner's choice)", "NAMES")
     file: str | None = option(None, "--plan", "a plan file of stagewright plan, instead of the options above", "FILE")
     profile: str | None = option(
         None, "--profile", "a profile of this machine, to plan with and to predict the speed", "FILE"
     )
-    mode: Literal["dp", "sync", "stale", "pipedream"] = option("stale", "--mode", "how far weights may lag")
+    mode: Literal["dp", "sync", "stale", "pipedream"] | None = option(
+        None, "--mode", "how far weights may lag (default: one stage dp, a given --placement stale, else sync or dp)"
+    )
     staleness: int | None = option(None, "--staleness", "most updates that a stage may lag in mode stale", least=0)
     versions: str | None = option(None, "--versions", "weight versions per stage: 3,1", "N,N")
     depths: str | None = option(None, "--depths", "microbatches in flight per replica, by stage: 3,1", "N,N")
     policy: Literal["1f1b", "gpipe"] = option("1f1b", "--policy", "order of forwards and backwards")
-    batch: int = option(64, "--batch", "samples per update (the global batch)", least=1, most=_MOST_BATCH)
+    batch: int | None = option(
+        None,
+        "--batch",
+        "samples per update (the global batch) (default: 64, fewer of little data, more on many GPUs)",
+        least=1,
+        most=_MOST_BATCH,
+    )
     microbatches: int | None = option(
         None, "--microbatches", "microbatches per batch (default: 2 x most replicas)", least=1
     )
@@ -267,14 +283,18 @@ class RunConfig(Section):
     """How long a run takes, where it runs, and what it writes."""
 
     steps: int | None = option(None, "--steps", "batches to train", most=MOST_STEPS)
-    epochs: int | None = option(None, "--epochs", "epochs to train (default: 1)", most=_MOST_EPOCHS)
+    epochs: int | None = option(
+        None, "--epochs", "epochs to train (default: 1, of few images as many as 100 steps have)", most=_MOST_EPOCHS
+    )
     seed: int = option(0, "--seed", "seed of weights, sample order and dropout", least=-_MOST_SEED, most=_MOST_SEED)
-    precision: str = option("fp32", "--precision", "fp64, fp32, ieee, tf32, bf16 or fp16")
+    precision: str = option(
+        AUTO, "--precision", "fp64, fp32, ieee, tf32, bf16 or fp16; auto: bf16 on GPUs that have it, else fp32"
+    )
     loss_scale: float = option(65536.0, "--loss-scale", "fp16: initial scale of the loss", least=1, most=_MOST_SCALE)
     growth_interval: int = option(
         2000, "--growth-interval", "fp16: batches without overflow until the scale doubles", least=1
     )
-    device: Literal["cpu", "cuda"] = option("cpu", "--device", "kind of device")
+    device: Literal["auto", "cpu", "cuda"] = option(AUTO, "--device", "kind of device (auto: GPUs where there are any)")
     share_gpu: bool = option(False, "--share-gpu", "let devices beyond the last GPU share the existing ones")
     backend: Literal["auto", "gloo", "nccl"] = option(
         "auto", "--backend", "auto: nccl on GPUs, gloo where ranks share one"
@@ -285,7 +305,13 @@ class RunConfig(Section):
         "off", "--cuda-graph", "replay stages as CUDA graphs (auto: where faster)"
     )
     deterministic: bool = option(False, "--deterministic", "on GPUs: compute the same bits every time")
-    threads: int = option(1, "--threads", "threads per CPU rank", least=1, most=_MOST_THREADS)
+    threads: int | None = option(
+        None,
+        "--threads",
+        "threads per CPU rank (default: 1, with --placement auto what is fastest)",
+        least=1,
+        most=_MOST_THREADS,
+    )
     unproven: bool = option(
         False, "--unproven", "train a cut without proof that its stages compute what the model does"
     )
@@ -401,7 +427,7 @@ def options(*sections: str) -> tuple[Option, ...]:
 
 def _as_option(section: str, entry: Field[Any], hint: Any) -> Option:
     alternatives = get_args(hint)
-    choices = tuple(choice for choice in alternatives if isinstance(choice, str))
+    choices = tuple(choice for part in (hint, *alternatives) for choice in get_args(part) if isinstance(choice, str))
     about = entry.metadata
     is_text = bool(choices) or about["is_repeated"]
     kind = str if is_text else next((kind for kind in alternatives if kind is not type(None)), hint)

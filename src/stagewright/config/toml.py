@@ -15,12 +15,17 @@ from pydantic import TypeAdapter, ValidationError
 
 from stagewright.config.groups import read_groups, require_used
 from stagewright.config.rules import check_rules, replaced_options, unused_options
-from stagewright.config.sections import RENAMED, Config, options
+from stagewright.config.sections import DEFAULT_BATCH, RENAMED, Config, options
 from stagewright.errors import UserError, did_you_mean, is_text
 from stagewright.files import read_text
 
 Tables = Mapping[str, Mapping[str, Any]]  # options by section and name
 _OPTIONS = {option.flag: option for option in options()}
+# One CPU process in fp32: what a benchmark or a demo trains where it does not say, whatever the machine has.
+FIXED: Tables = {
+    "plan": {"placement": "0:0", "mode": "stale", "batch": DEFAULT_BATCH},
+    "run": {"device": "cpu", "precision": "fp32", "threads": 1},
+}
 
 
 def make_config(*layers: Tables, given: Collection[str] | None = None) -> Config:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from stagewright.cluster.placement import Placement, format_placement, parse_placement
 from stagewright.cluster.topology import Cluster
-from stagewright.config.sections import Config, PlanConfig
+from stagewright.config.sections import AUTO, DEFAULT_BATCH, Config, PlanConfig
 from stagewright.errors import UserError, counted
 from stagewright.files import read_text
 from stagewright.plan.estimate import Setting
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 BUBBLE_GOAL = 0.05
 _MOST_TRIALS = 8
+FIRST_DEVICE = "0:0"
 Warn = Callable[[str], None]
 Bubble = Callable[[Plan], float]  # the share of time that a plan's ranks wait
 SettingOf = Callable[[Placement], Setting | None]  # None: the model's shapes can't be traced
@@ -68,9 +69,7 @@ def build_plan(
     if options.file is not None:
         plan = _read_file(options, cluster, chain)
     else:
-        mode, placement = Mode(options.mode), parse_placement(options.placement, cluster)
-        if mode is Mode.DP:
-            placement = as_one_stage(placement)
+        mode, placement = _mode_and_placement(options, cluster)
         batch, microbatches = _sizes(options, [len(devices) for devices in placement], microbatch, one_each)
         setting = cache(setting)
         plan = make_plan(
@@ -79,9 +78,9 @@ def build_plan(
             microbatches=microbatches,
             mode=mode,
             staleness=options.staleness,
-            versions=stage_numbers(options.versions, "versions", ","),
+            versions=stage_numbers(options.versions, "versions", ",") if mode is Mode.STALE else None,
             depths=stage_numbers(options.depths, "depths", ","),
-            cuts=(cuts := _cuts(options, placement, chain, setting, batch, microbatches)),
+            cuts=(cuts := _cuts(options, mode, placement, chain, setting, batch, microbatches)),
             tied=[] if chain is None else [TiedParameter(*tied) for tied in chain.tied(cuts)],
         )
         if options.policy == "gpipe":
@@ -95,6 +94,16 @@ def build_plan(
     if warning := idle_warning(plan):
         warn(warning)
     return plan
+
+
+def _mode_and_placement(options: PlanConfig, cluster: Cluster) -> tuple[Mode, Placement]:
+    """The devices of each stage, the first one where nobody has chosen; and the mode: of one stage without lag, dp."""
+    text = FIRST_DEVICE if options.placement == AUTO else options.placement
+    placement, mode = parse_placement(text, cluster), Mode(options.mode or Mode.STALE)
+    is_lagging = mode is Mode.PIPEDREAM or stage_numbers(options.versions, "versions", ",") not in (None, [1])
+    if mode is Mode.DP or (len(placement) == 1 and not is_lagging):
+        return Mode.DP, as_one_stage(placement)
+    return mode, placement
 
 
 # --- Plan files -------------------------------------------------------------------------------------------------------
@@ -133,7 +142,7 @@ def resolved_options(options: PlanConfig, plan: Plan) -> PlanConfig:
         cut=",".join(plan.cuts) or None,
         mode=plan.mode.value,
         versions=",".join(str(stage.versions) for stage in plan.stages) if plan.mode is Mode.STALE else None,
-        depths=",".join(str(stage.depth) for stage in plan.stages),
+        depths=",".join(str(stage.depth) for stage in plan.stages) if plan.cuts else None,
         batch=plan.batch,
         microbatches=plan.microbatches,
     )
@@ -158,7 +167,7 @@ def _sizes(options: PlanConfig, replicas: Sequence[int], microbatch: int | None,
     count = options.microbatches
     if count is None and (one_each or microbatch is not None):
         count = max(replicas)
-    batch = options.batch if microbatch is None or count is None else microbatch * count
+    batch = (options.batch or DEFAULT_BATCH) if microbatch is None or count is None else microbatch * count
     if count is None or (options.microbatches is None and batch % count):
         count = default_microbatches(batch, replicas)
     require_divisible(batch, count)
@@ -167,6 +176,7 @@ def _sizes(options: PlanConfig, replicas: Sequence[int], microbatch: int | None,
 
 def _cuts(
     options: PlanConfig,
+    mode: Mode,
     placement: Placement,
     chain: Chain | None,
     setting: SettingOf,
@@ -185,7 +195,7 @@ def _cuts(
         return ()
     found = setting(placement)
     if found is not None:
-        cuts = best_cuts(found, placement, Mode(options.mode), batch, microbatches)
+        cuts = best_cuts(found, placement, mode, batch, microbatches)
         if chain is None or set(cuts) <= set(chain.units):
             return cuts
     return () if chain is None else chain.by_shares([len(devices) for devices in placement])

@@ -151,14 +151,14 @@ def planning_setting(config: Config, chain: Chain, placement: Placement) -> Sett
         profile.require(config.model.name, chain.units)
         return replace(config_setting(config, None, profile), tied=tied_by(chain))
     try:
-        setting = config_setting(config, _local_cluster(placement), form=_in_single(chain.example.form))
+        setting = config_setting(config, _local_cluster(placement), form=in_single(chain.example.form))
     except UserError:
         return None
     names = [unit.name for unit in setting.tables("cpu", 1).units]
     return setting if set(names) <= set(chain.units) else None  # traced without storage it has other units
 
 
-def _in_single(form: Form) -> Form:
+def in_single(form: Form) -> Form:
     """The form with real numbers in single precision, in which models are traced."""
     return replace(form, dtypes=tuple("float32" if "float" in kind else kind for kind in form.dtypes))
 
@@ -195,6 +195,6 @@ def memory_setting(config: Config, plan: Plan, form: Form | None = None) -> Sett
     on_cpu = config.run.device == "cpu"
     machine = Machine(1 + max(device.index for device in plan.devices), "cpu" if on_cpu else _ANY_GPU)
     cluster = Cluster((machine,) * (1 + max(device.machine for device in plan.devices)))
-    setting = config_setting(config, cluster, form=None if form is None else _in_single(form))
+    setting = config_setting(config, cluster, form=None if form is None else in_single(form))
     software = replace(setting.software, context=0, workspace=0) if on_cpu else setting.software  # those are of CUDA
     return replace(setting, software=software)

@@ -84,21 +84,23 @@ def measure(
     together: int = 1,
     report: Callable[[str], None] = lambda text: None,
     load: Callable[[int], None] = lambda samples: None,
+    repeats: int = _REPEATS,
 ) -> Profile:
     """Profile a model here, while `together` - 1 other processes train it.
 
     `load` is called with each microbatch size before it is measured, to make those processes train on the same size.
+    `repeats`: passes that are counted.
     """
     torch.set_num_threads(workload.threads)
     model = build_workload(workload)
     chain = Chain(model, make_example(workload, 1), context=context, device=workload.device)
     is_shared = together > 1 and workload.device == "cuda"
-    alone = _table(workload, chain, workload.samples[-1], context).seconds if is_shared else None
+    alone = _table(workload, chain, workload.samples[-1], context, repeats).seconds if is_shared else None
     tables = []
     for samples in workload.samples:
         report(f"{workload.model}: microbatch of {samples}")
         load(samples)
-        tables.append(_table(workload, chain, samples, context))
+        tables.append(_table(workload, chain, samples, context, repeats))
     report("ceilings of the device")
     ceilings = measure_ceilings(workload.device, workload.precision)
     if alone is not None:
@@ -119,12 +121,12 @@ def build_workload(workload: Workload) -> nn.Module:
     return model.train()
 
 
-def _table(workload: Workload, chain: Chain, samples: int, context: Context) -> Table:
+def _table(workload: Workload, chain: Chain, samples: int, context: Context, repeats: int) -> Table:
     example = make_example(workload, samples)
     with model_errors(workload.model, Inputs.of(example).form):
         units = _untimed_units(chain, example, context)
     clock = Clock(workload.device)
-    passes = [time_units(chain, example, context, clock) for _ in range(_WARM_UP + _REPEATS)][_WARM_UP:]
+    passes = [time_units(chain, example, context, clock) for _ in range(_WARM_UP + repeats)][_WARM_UP:]
     forward, backward = (
         _typical([{name: times[way] for name, times in one.items()} for one in passes]) for way in (0, 1)
     )

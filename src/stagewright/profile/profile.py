@@ -138,6 +138,18 @@ class Profile:
             )
         return _between(sizes[below], sizes[above], samples)
 
+    def reaching(self, samples: int) -> Profile:
+        """The same with tables of larger microbatches where it has none: units take as much more a sample as measured.
+
+        No unit gets faster than at the largest size that was measured.
+        """
+        added = []
+        for precision in dict.fromkeys(table.precision for table in self.tables):
+            *lower, largest = (table for _, table in sorted(self._sizes(precision).items()))
+            if largest.samples < samples:
+                added.append(_between(lower[-1] if lower else largest, largest, samples))
+        return replace(self, tables=(*self.tables, *added)) if added else self
+
     def covered(self, precision: str) -> tuple[int, int]:
         """The smallest and the largest microbatch size that `at` accepts."""
         sizes = self._sizes(precision)
@@ -215,11 +227,14 @@ def _check(profile: Profile, path: str | Path) -> None:
 
 
 def _between(below: Table, above: Table, samples: int) -> Table:
-    share = (samples - below.samples) / (above.samples - below.samples)
+    """The units at another size than two others: in proportion from one to the other, or beyond the larger."""
 
     def mix(low: Unit, high: Unit, name: str) -> float:
         at_low, at_high = getattr(low, name), getattr(high, name)
-        return float(at_low + share * (at_high - at_low))
+        if below.samples == above.samples:
+            return float(at_high * samples / above.samples)
+        mixed = at_low + (samples - below.samples) / (above.samples - below.samples) * (at_high - at_low)
+        return float(mixed if samples <= above.samples else max(mixed, at_high))
 
     units = []
     for low, high in zip(below.units, above.units, strict=True):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from stagewright.config.sections import Config
-from stagewright.config.toml import make_config
+from stagewright.config.toml import FIXED, make_config
 from stagewright.data.sources import cast
 from stagewright.errors import UserError, counted
 from stagewright.model.call import Form, Inputs
@@ -126,7 +126,7 @@ def _config(name: str, data: str | None, image: int | None, seed: int, **model: 
     """A run of the model, with what its name tells filled in."""
     sources = {"source": data or "synthetic", "image": image}
     return resolve_model(
-        make_config({"model": {"name": name, **model}, "data": sources, "run": {"seed": seed}}, given=())
+        make_config(FIXED, {"model": {"name": name, **model}, "data": sources, "run": {"seed": seed}}, given=())
     )
 
 

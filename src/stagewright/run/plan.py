@@ -2,36 +2,47 @@
 
 The options are those of `stagewright plan`, `value` and `simulate`, as their commands and `stagewright.plan` and
 `simulate` have them. `form` is what a model takes, where that is neither the zoo's input nor an image.
+
+Further down: `find_layout`, what `--placement auto` comes to for `train`, `run`, `stagewright.train` and `Engine`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+import shlex
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 from stagewright.cluster.catalog import open_cluster, shipped
 from stagewright.cluster.placement import format_placement
 from stagewright.cluster.specs import Catalog
-from stagewright.config.sections import PlanConfig
+from stagewright.cluster.topology import Cluster, Device, Machine
+from stagewright.config.sections import Config, PlanConfig
 from stagewright.config.toml import make_config
-from stagewright.errors import UserError, counted
+from stagewright.errors import UserError, counted, first_line
+from stagewright.hardware.devices import num_devices
+from stagewright.hardware.host import num_cores
 from stagewright.model.call import Form
 from stagewright.model.cut import Chain
 from stagewright.plan.estimate import Setting
-from stagewright.plan.make import require_divisible
+from stagewright.plan.make import make_plan, require_divisible
 from stagewright.plan.plan import Mode, Plan
 from stagewright.planning.build import Warn, build_plan
-from stagewright.planning.planner import Choice, choose
+from stagewright.planning.compare import Comparison, Interval, compare
+from stagewright.planning.planner import Candidate, Choice, choose
 from stagewright.planning.predict import Prediction, predict
-from stagewright.planning.setting import make_setting
-from stagewright.planning.traced import TracedModel, trace_model
+from stagewright.planning.setting import in_single, make_setting
+from stagewright.planning.traced import TracedModel, form_of, rate_of, trace_model
 from stagewright.profile.profile import Profile, read_profile
 from stagewright.profile.shapes import Shape
-from stagewright.run.profile import profile_here
+from stagewright.run.profile import CORE_RATE, profile_here
 
 Progress = Callable[[str], None]
-_USUAL_SAMPLES = 32  # of a batch, a device
+USUAL_SAMPLES = 32  # of a batch, a device
+_WORTH_PROFILING = 30.0  # seconds of work: a shorter run is over before a profile of it has paid
+_GAIN = 1.05  # a lagging plan that is faster by less is not mentioned
 
 
 @dataclass(frozen=True)
@@ -45,18 +56,23 @@ class Asked:
     is_measured: bool  # by a profile of the machine itself
     profile: str | None  # file
     note: str = ""  # how what was left out was filled in
+    threads: int = 1  # of each rank on a CPU
 
 
-def ask(options: Any, progress: Progress, form: Form | None = None) -> Asked:
-    """The setting and the batch to search plans for: of a cluster, of a profile, or of this machine, profiled once."""
+def ask(options: Any, progress: Progress, form: Form | None = None, announce: Progress | None = None) -> Asked:
+    """The setting and the batch to search plans for: of a cluster, of a profile, or of this machine, profiled once.
+
+    `announce`: is told instead of `progress` that a profile is made.
+    """
     if options.microbatches is not None and options.batch is not None:
         require_divisible(options.batch, options.microbatches)
     if options.cluster is None and options.profile is None:
         # What is wrong with a model is said before it is profiled.
         model = trace_model(options.model, options.classes, options.image, form, options.freeze)
-        here = profile_here(options.model, options, progress, form)
+        here = profile_here(options.model, options, progress, form, announce=announce)
+        batch = options.batch or here.profile.covered(options.precision)[1] * here.devices
         setting = make_setting(
-            here.profile,
+            here.profile.reaching(batch),
             here.cluster,
             options.precision,
             optimizer=options.optimizer,
@@ -65,11 +81,10 @@ def ask(options: Any, progress: Progress, form: Form | None = None) -> Asked:
             tied=model.tied,
         )
         catalog = here.catalog or shipped()
-        batch = options.batch or here.profile.covered(options.precision)[1] * len(setting.cluster.devices)
         note = (
             f"this machine: {counted(len(setting.cluster.devices), here.device.upper() + ' rank')}, profile {here.file}"
         )
-        return Asked(setting, catalog, batch, here.device, True, str(here.file), note)
+        return Asked(setting, catalog, batch, here.device, True, str(here.file), note, here.threads)
     catalog, setting = read_setting(options, options.cluster, form)[1:]
     batch = options.batch or _suitable_batch(setting)
     kinds = {machine.kind for machine in setting.cluster.machines}
@@ -77,12 +92,13 @@ def ask(options: Any, progress: Progress, form: Form | None = None) -> Asked:
     return Asked(setting, catalog, batch, "cpu" if kinds == {"cpu"} else "cuda", is_measured, options.profile)
 
 
-def search(options: Any, asked: Asked, progress: Progress) -> Choice:
-    """The best plans in the setting that is asked about."""
+def search(options: Any, asked: Asked, progress: Progress, modes: Sequence[str] | None = None) -> Choice:
+    """The best plans in the setting that is asked about; `modes` beside dp, instead of those of the options."""
+    tried = options.mode or ("stale", "sync") if modes is None else modes
     return choose(
         asked.setting,
         asked.batch,
-        modes=tuple(Mode(mode) for mode in options.mode or ("stale", "sync")),
+        modes=tuple(Mode(mode) for mode in tried),
         microbatches=options.microbatches,
         staleness=options.staleness,
         progress=progress,
@@ -123,7 +139,7 @@ def _asked_plan(options: Any, chain: Chain | None, setting: Setting, warn: Warn)
 def _suitable_batch(setting: Setting) -> int:
     """Thirty-two samples a device, or as many as a profile covers."""
     devices = len(setting.cluster.devices)
-    most = _USUAL_SAMPLES if setting.covered is None else min(_USUAL_SAMPLES, setting.covered[1])
+    most = USUAL_SAMPLES if setting.covered is None else min(USUAL_SAMPLES, setting.covered[1])
     return most * devices
 
 
@@ -179,3 +195,236 @@ def _require_own_names(options: Any, profile: Profile) -> None:
                 f"--{name} {value} needs the units of {options.model} but the imported profile has PipeDream's nodes; "
                 "leave it out"
             )
+
+
+# --- What --placement auto comes to -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """The candidates on this machine, and the fastest plan whose weights lag, where none was asked for."""
+
+    options: Any
+    asked: Asked
+    choice: Choice
+    comparison: Comparison
+    lagging: Candidate | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A plan that was chosen for this machine, how many threads its ranks have, and why it was chosen."""
+
+    plan: Plan
+    device: str
+    precision: str
+    threads: int
+    why: str
+    searched: Searched | None = None
+
+    @property
+    def prediction(self) -> Prediction | None:
+        return None if self.searched is None else self.searched.choice.best.prediction
+
+    @property
+    def interval(self) -> Interval | None:
+        if self.searched is None:
+            return None
+        candidates = self.searched.choice.candidates
+        return self.searched.comparison.intervals[candidates.index(self.searched.choice.best)]
+
+
+def find_layout(
+    config: Config, form: Form, units: Collection[str], steps: int | None, announce: Progress, *, always: bool = False
+) -> Layout:
+    """The fastest plan for this machine, of a configuration whose device, precision and batch are resolved.
+
+    `units`: of the model as it will be cut; a plan with other cuts is none. `steps`: batches to train, if known: a run
+    of seconds on a CPU is not worth a profile, unless `always`. Where no profile can be made: data parallel on all
+    GPUs, or one process on a CPU.
+    """
+    run = config.run
+    if run.emulate:
+        return _unmeasured(config, 1, 1, "emulated ranks take turns, so more of them are not faster")
+    if num_devices(run.device) == 1 or _own_ranks(config) == 1:
+        kind = "GPU" if run.device == "cuda" else "core"
+        why = f"this machine has one {kind}" if run.threads is None else f"--threads {run.threads} takes its cores"
+        return _unmeasured(config, 1, run.threads or 1, why)
+    form = in_single(form)
+    try:
+        seconds = _guessed_seconds(config, form, steps)
+        if run.device == "cpu" and not always and seconds is not None and seconds < _WORTH_PROFILING:
+            why = f"about {max(1, round(seconds))} s of work is not worth a profile (--explain makes one)"
+            return _unmeasured(config, 1, run.threads or 1, why)
+        return _searched(config, form, units, announce)
+    except UserError as error:
+        if always:
+            raise
+        why = f"not profiled: {first_line(error, 200)}"
+        if run.device == "cuda":
+            return _unmeasured(config, num_devices("cuda"), 1, why)
+        return _unmeasured(config, 1, run.threads or num_cores(), why)
+
+
+def one_device(config: Config, why: str) -> Layout:
+    """The layout of a model that can't be trained by more than one rank."""
+    return _unmeasured(config, 1, config.run.threads or num_cores(), why)
+
+
+def _own_ranks(config: Config) -> int:
+    """Ranks of a CPU with the threads that were asked for."""
+    asked = config.run.threads
+    return 2 if config.run.device == "cuda" or asked is None else max(1, num_cores() // asked)
+
+
+def _guessed_seconds(config: Config, form: Form, steps: int | None) -> float | None:
+    """How long a run would take on one core, by its operations; None where it has no end."""
+    if steps is None or config.plan.batch is None:
+        return None
+    traced = trace_model(config.model.name, config.model.classes, config.data.image, form, config.model.freeze)
+    operations = 3 * sum(shape.operations for shape in traced.shapes) * config.plan.batch * steps
+    return operations / CORE_RATE
+
+
+def _unmeasured(config: Config, ranks: int, threads: int, why: str) -> Layout:
+    """Data parallel on the first ranks."""
+    devices = tuple(Device(0, index) for index in range(ranks))
+    batch = config.plan.batch
+    assert batch is not None
+    plan = make_plan((devices,), batch=batch, microbatches=config.plan.microbatches, mode=Mode.DP)
+    threads = threads if config.run.device == "cpu" else 1
+    return Layout(plan, config.run.device, config.run.precision, threads, why)
+
+
+def _searched(config: Config, form: Form, units: Collection[str], announce: Progress) -> Layout:
+    """The best plan by a search in a short profile of this machine."""
+    options = _search_options(config)
+    known = None if form == form_of(config.model.name, config.data.image) else form
+    asked = ask(options, _quiet, known, announce)
+    choice = _cuttable(search(options, asked, _quiet, options.mode), units)
+    threads = {id(candidate): asked.threads for candidate in choice.candidates}
+    if asked.device == "cpu" and config.run.threads is None and options.mode != ("pipedream",):
+        alone = _alone(options, asked, choice, known)
+        staying = tuple(one for one in choice.candidates if one.plan.world > 1)
+        ordered = sorted((*staying, alone), key=lambda one: -one.prediction.images_per_second)
+        choice, threads[id(alone)] = replace(choice, candidates=tuple(ordered)), num_cores()
+    comparison = compare(choice, asked.setting, asked.catalog, measured=asked.is_measured)
+    lagging = None
+    if config.plan.mode is None and options.mode == ("sync",):
+        found = _cuttable(search(options, asked, _quiet, ("stale",)), units).best
+        if found.prediction.images_per_second > _GAIN * choice.best.prediction.images_per_second:
+            lagging = found
+    searched = Searched(options, asked, choice, comparison, lagging)
+    best = choice.best
+    return Layout(best.plan, asked.device, options.precision, threads[id(best)], _reason(searched), searched)
+
+
+def _search_options(config: Config) -> SimpleNamespace:
+    """The options of `stagewright plan` that a configuration stands for: without lag, unless it asks for some."""
+    lags = config.plan.staleness is not None or config.optimizer.predict
+    mode = config.plan.mode or ("stale" if lags else "sync")
+    return SimpleNamespace(
+        model=config.model.name,
+        classes=config.model.classes,
+        image=config.data.image,
+        freeze=config.model.freeze,
+        device=config.run.device,
+        threads=config.run.threads,
+        precision=config.run.precision,
+        optimizer=config.optimizer.name,
+        ema=config.optimizer.ema,
+        batch=config.plan.batch,
+        microbatches=config.plan.microbatches,
+        staleness=config.plan.staleness if mode == "stale" else None,
+        mode={"dp": (), "stale": ("stale", "sync")}.get(mode, (mode,)),
+        profile=config.plan.profile,
+        cluster=None,
+        devices=None,
+        software="stagewright",
+        data="synthetic",
+        output=None,
+        lr=None,
+    )
+
+
+def _cuttable(choice: Choice, units: Collection[str]) -> Choice:
+    """The choice without plans that cut the model where it can't be cut; plain data parallel always stays."""
+    kept = tuple(one for one in choice.candidates if set(one.plan.cuts) <= set(units))
+    return choice if len(kept) == len(choice.candidates) else replace(choice, candidates=kept, lags=())
+
+
+def _alone(options: Any, asked: Asked, choice: Choice, form: Form | None) -> Candidate:
+    """One process with all cores of a CPU, as a candidate beside those of several ranks."""
+    here = profile_here(options.model, options, _quiet, form, is_alone=True)
+    setting = make_setting(
+        here.profile.reaching(asked.batch),
+        Cluster((Machine(1, "cpu"),), "one process"),
+        options.precision,
+        optimizer=options.optimizer,
+        is_averaged=options.ema is not None,
+        tied=asked.setting.tied,
+    )
+    best = choose(setting, asked.batch, modes=(), microbatches=options.microbatches).best.prediction
+    plain = [one for one in choice.candidates if one.plan.mode is Mode.DP and one.plan.world > 1]
+    speedup = best.images_per_second / plain[0].prediction.images_per_second if plain else math.nan
+    return Candidate(best, speedup, f"one process with {counted(num_cores(), 'thread')}")
+
+
+def _quiet(text: str) -> None:
+    """Progress that nobody sees."""
+
+
+def _reason(searched: Searched) -> str:
+    """Why the best candidate was chosen: what the next best kind of plan would reach."""
+    choice, unit = searched.choice, rate_of(searched.options.model)
+    best = choice.best
+
+    def kind(candidate: Candidate) -> tuple[bool, bool]:
+        return candidate.plan.world == 1, len(candidate.plan.stages) > 1
+
+    others = [one for one in choice.candidates if kind(one) != kind(best)]
+    others.sort(key=lambda one: len(one.plan.stages))  # the plain ones first, each kind by its speed
+    words = [
+        f"{_plan_words(one.plan, searched.asked.device)} would reach {one.prediction.images_per_second:,.0f} {unit}"
+        for one in others[:1]
+    ]
+    if searched.lagging is not None:
+        plan, rate = searched.lagging.plan, searched.lagging.prediction.images_per_second
+        lag = max(stage.versions for stage in plan.stages) - 1
+        words.append(f"--mode stale {rate:,.0f} {unit} with weights {counted(lag, 'update')} behind")
+    return ", ".join(words) or "nothing else fits"
+
+
+def _plan_words(plan: Plan, device: str) -> str:
+    """A plan in a few words: `dp on 2 CPU ranks`."""
+    if plan.world == 1:
+        return "one GPU" if device == "cuda" else "one process"
+    kind = "GPUs" if device == "cuda" else "CPU ranks"
+    return f"{plan.mode}{'' if len(plan.stages) == 1 else f' {plan.shape}'} on {plan.world} {kind}"
+
+
+def layout_line(layout: Layout) -> str:
+    """What was chosen, why, and the options that ask for the same, in one line."""
+    plan, device = layout.plan, layout.device
+    what = _plan_words(plan, device)
+    if device == "cpu" and layout.threads > 1:
+        what += f", {counted(layout.threads, 'thread')}{' each' if plan.world > 1 else ''}"
+    cuts = f", cut before {', '.join(plan.cuts)}" if plan.cuts else ""
+    rate = ""
+    if layout.searched is not None and layout.interval is not None and layout.prediction is not None:
+        evidence, unit = layout.searched.comparison.evidence, rate_of(layout.searched.options.model)
+        rate = f": {layout.prediction.images_per_second:,.0f} {unit} predicted ({layout.interval}, {evidence})"
+    words = shlex.join(layout_words(plan, device, layout.precision, layout.threads))
+    return f"placement auto: {what}{cuts}{rate}; {layout.why}; to keep it: {words}"
+
+
+def layout_words(plan: Plan, device: str, precision: str, threads: int = 1) -> list[str]:
+    """The options of `train` that ask for a plan on this device."""
+    words = ["--device", device, "--precision", precision, "--mode", str(plan.mode)]
+    words += ["--placement", format_placement(plan.placement), "--batch", str(plan.batch)]
+    words += ["--microbatches", str(plan.microbatches)]
+    if len(plan.stages) > 1:
+        words += ["--cut", ",".join(plan.cuts), "--depths", ",".join(str(stage.depth) for stage in plan.stages)]
+    if plan.mode is Mode.STALE:
+        words += ["--versions", ",".join(str(stage.versions) for stage in plan.stages)]
+    return words + (["--threads", str(threads)] if device == "cpu" and threads > 1 else [])

@@ -1,7 +1,8 @@
 """Prepare a run: from a configuration to the `Job` that ranks execute.
 
-`prepare` resolves the defaults, opens the data and the model, builds the plan, checks its schedule, probes the cuts
-and makes the run folder. Whatever is wrong with the options is an error here, before a folder exists or a rank starts.
+`prepare` resolves the defaults, opens the data and the model, finds a layout where the placement is auto, builds the
+plan, checks its schedule, probes the cuts and makes the run folder. Whatever is wrong with the options is an error
+here, before a folder exists or a rank starts.
 Further down: whether this machine has the devices and the memory that the options ask for.
 """
 
@@ -9,8 +10,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +22,15 @@ import torch
 from torch import nn
 
 from stagewright.cluster.topology import ANYWHERE, Cluster
-from stagewright.config.sections import MOST_STEPS, Config
-from stagewright.data.datasets import names_images
+from stagewright.config.groups import Group
+from stagewright.config.sections import AUTO, DEFAULT_BATCH, MOST_STEPS, Config, PlanConfig
+from stagewright.data.datasets import list_classes, names_images
+from stagewright.data.decode import Decoder
 from stagewright.data.order import Indices, Order
-from stagewright.data.sources import Fields, Source, cast
-from stagewright.errors import UserError, counted, did_you_mean, first_line, is_out_of_memory
+from stagewright.data.sources import Fields, ImageSource, Source, cast
+from stagewright.errors import UserError, counted, did_you_mean, first_line, within_memory
 from stagewright.events import Score
+from stagewright.hardware.devices import num_devices, with_devices
 from stagewright.hardware.host import num_cores
 from stagewright.metrics import Criterion, metric_values
 from stagewright.model.call import Form, Inputs
@@ -42,12 +46,15 @@ from stagewright.objects import load_callable
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
 from stagewright.planning.build import Warn, build_plan, resolved_options, warn_about_lag, with_agreement
+from stagewright.planning.compare import Interval
 from stagewright.planning.predict import Prediction, predict
 from stagewright.planning.setting import memory_setting, planning_setting, prediction_setting
 from stagewright.planning.simulate import balanced_costs
+from stagewright.planning.traced import trace_model
 from stagewright.run.export import rehearse
 from stagewright.run.folder import WEIGHTS_FILE, new_folder
 from stagewright.run.groups import resolve_groups
+from stagewright.run.plan import USUAL_SAMPLES, Layout, find_layout, layout_line, one_device
 from stagewright.run.resume import (
     Resume,
     find_checkpoint,
@@ -71,8 +78,14 @@ from stagewright.schedule.check import check
 
 _MPS_FOLDER = "/tmp/nvidia-mps"
 _MOST_EVALUATIONS = 10**6
-_MOST_PER_CORE = 2  # threads
+_LEAST_BATCHES = 8  # of an epoch, where the batch was not given
+_USUAL_STEPS = 100  # that few images are trained for, where neither steps nor epochs were given
+_LEAST_SIDE, _SIDE_STEP = 64, 32  # of images that are smaller than the model's
+_MOST_SEEN = 16  # images that are decoded to know their size
+_SPLITS = ("val", "valid", "validation", "test")  # folders beside train/, the first that there is is evaluated on
 _OF_CLASSES = ("folder", "tar", "ofrecord")  # data with one class per sample
+_COUNTED = (*_OF_CLASSES, "table", "tensors", "segmentation")  # data that knows all its classes
+Note = Callable[[str], None]  # tells the user something that is no warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +94,7 @@ class Prepared:
 
     job: Job
     prediction: Prediction | None
+    interval: Interval | None = None  # of the predicted speed, where it was measured here
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,68 +123,216 @@ def prepare(
     world: int | None = None,
     is_scripted: bool = False,
     keeps_weights: bool = False,
+    note: Note = lambda line: None,
 ) -> Prepared:
     """The job of a configuration; `world` processes have been started for it, unless it is None.
 
-    `keeps_weights`: without --export the trained weights are left in the run folder, where a file can hold them.
+    `note` is told what was assumed and chosen. `keeps_weights`: without --export the trained weights are left in the
+    run folder, where a file can hold them.
     Only the host resumes in the folder of the run it resumes; other machines always get a new one. The job of a
     script's own loop has no end.
     """
-    if config.run.device == "cuda":
-        require_cuda()
-    if not (config.run.emulate or is_scripted):  # a script makes its objects on every rank
-        require_portable(config)
-    load_metrics(config.run.metrics)  # reports an unknown one at once
-    criterion_of(config)  # so does this
-    config = resolve_model(config, warn)
-    task, chain, weights = _open_task(config)
-    groups = resolve_groups(chain.model, config.optimizer)
-    resume = find_checkpoint(config.run.resume) if config.run.resume else None
-    config = replace(config, run=replace(config.run, resume=None))
+    opened = _open(config, warn, note, is_scripted=is_scripted)
+    config, task, resume = opened.config, opened.task, opened.resume
     cluster = cluster_of(config) if world is None else ANYWHERE  # the launcher has chosen the machines
-    chain, config, plan, proof = _proven_plan(config, chain, cluster, resume, warn)
-    _require_ranks(config, plan, world, warn)
-    order = Order(len(task.source), plan.batch, config.run.seed, config.data.shuffle)
-    batches = MOST_STEPS if is_scripted else _num_batches(config, order)
-    plan, start = _starting(config, plan, task.source, order, resume, batches, warn)
-    pauses = () if is_scripted else _pauses(config, batches, order.batches)
-    _require_checkpoints(config, plan, pauses)
-    pieces = chain.cut(plan.cuts)
-    exports = not is_scripted and _exports(config, chain.model, pieces, keeps_weights)
-    require_optimizer(config, chain.model, pieces)
-    training, evaluation = _study(config, task, chain, pieces, plan, order, warn, evaluates=bool(pauses))
-    if resume is not None:
-        require_model(resume, chain.model, training.reached)
+
+    def attempt(config: Config, warn: Warn) -> _Planned:
+        chain, resolved, plan, proof = _proven_plan(config, opened.chain, cluster, resume, warn)
+        _require_ranks(resolved, plan, world, warn)
+        order = Order(len(task.source), plan.batch, resolved.run.seed, resolved.data.shuffle)
+        batches = MOST_STEPS if is_scripted else _num_batches(resolved, order)
+        plan, start = _starting(resolved, plan, task.source, order, resume, batches, warn)
+        pauses = () if is_scripted else _pauses(resolved, batches, order.batches)
+        _require_checkpoints(resolved, plan, pauses)
+        pieces = chain.cut(plan.cuts)
+        exports = not is_scripted and _exports(resolved, chain.model, pieces, keeps_weights)
+        require_optimizer(resolved, chain.model, pieces)
+        training, evaluation = _study(resolved, task, chain, pieces, plan, order, warn, evaluates=bool(pauses))
+        if resume is not None:
+            require_model(resume, chain.model, training.reached)
+        return _Planned(chain, resolved, plan, proof, batches, start, pauses, exports, training, evaluation)
+
+    layout = _layout(opened, world, note) if _is_open(config) else None
+    made, layout = _attempted(attempt, config, layout, warn)
+    if layout is not None:
+        note(layout_line(layout))
+    config, plan, chain = made.config, made.plan, made.chain
     unit, per_sample = task.source.unit
-    prediction = predict_job(config, plan)  # reports an unsuitable profile before a folder is made
+    if layout is None or layout.prediction is None:
+        prediction, interval = predict_job(config, plan), None  # reports an unsuitable profile before a folder is made
+    else:
+        prediction, interval = layout.prediction, layout.interval
     folder = _run_folder(config, plan, resume if is_host else None)
     job = Job(
         config,
         plan,
-        batches,
-        pauses,
-        training,
-        evaluation,
+        made.batches,
+        made.pauses,
+        made.training,
+        made.evaluation,
         str(folder),
         task.loss,
-        groups,
+        opened.groups,
         channels_last=has_channels_last(config, chain.model),
         draws=chain.draws,
         is_conditional=chain.is_conditional,
         way=chain.way,
-        proof=proof,
-        weights=weights,
+        proof=made.proof,
+        weights=opened.weights,
         frozen=count_frozen(chain.model),
         samples=len(task.source),
         fingerprint=task.source.fingerprint,
-        start=start,
+        start=made.start,
         resume=None if resume is None else str(resume.checkpoint.folder),
-        export=(config.run.export or str(folder / WEIGHTS_FILE)) if exports else None,
+        export=(config.run.export or str(folder / WEIGHTS_FILE)) if made.exports else None,
         unit=unit,
         per_sample=per_sample,
         is_scripted=is_scripted,
     )
-    return Prepared(job, prediction)
+    return Prepared(job, prediction, interval)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A configuration with everything resolved but its plan, its data and its model."""
+
+    config: Config
+    task: _Task
+    chain: Chain
+    weights: Start | None
+    groups: tuple[Group, ...]
+    resume: Resume | None
+    steps: int | None  # to train; None where a script decides that
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A plan, and what follows from it."""
+
+    chain: Chain
+    config: Config
+    plan: Plan
+    proof: Proof | None
+    batches: int
+    start: int
+    pauses: tuple[int, ...]
+    exports: bool
+    training: Probe
+    evaluation: Evaluation | None
+
+
+def _open(config: Config, warn: Warn, note: Note, *, is_scripted: bool) -> _Opened:
+    """Resolve the device, the data, the model and the batch, and open data and model."""
+    config = with_devices(config)
+    if not (config.run.emulate or is_scripted):  # a script makes its objects on every rank
+        require_portable(config)
+    load_metrics(config.run.metrics)  # reports an unknown one at once
+    criterion_of(config)  # so does this
+    assumed: list[str] = []
+    config = resolve_model(_with_split(config, assumed), warn, assumed)
+    task, chain, weights = _open_task(config)
+    groups = resolve_groups(chain.model, config.optimizer)
+    resume = find_checkpoint(config.run.resume) if config.run.resume else None
+    config = replace(config, run=replace(config.run, resume=None))
+    if not is_scripted:
+        config = _with_sizes(config, len(task.source), assumed)
+    if assumed:
+        note(f"assumed: {'; '.join(assumed)}")
+    threads = config.run.threads if config.run.threads or _is_open(config) else 1
+    config = replace(config, run=replace(config.run, threads=threads))
+    steps = None if is_scripted or config.plan.batch is None else config.run.steps
+    if steps is None and not is_scripted and config.plan.batch is not None:
+        steps = (config.run.epochs or 1) * (len(task.source) // config.plan.batch)
+    return _Opened(config, task, chain, weights, groups, resume, steps)
+
+
+def _is_open(config: Config) -> bool:
+    """Whether the placement is left to the planner."""
+    return config.plan.placement == AUTO and config.plan.file is None
+
+
+def _layout(opened: _Opened, world: int | None, note: Note, *, always: bool = False) -> Layout:
+    """What auto comes to on this machine."""
+    _require_one_machine(opened.config, world)
+    _require_unstaged(opened.config.plan)
+    if world is not None:
+        return one_device(opened.config, "one process was started")
+    chain = opened.chain
+    units = [] if chain.way is Way.WHOLE else [name for name in chain.units if name not in chain.impossible]
+    return find_layout(opened.config, chain.example.form, units, opened.steps, note, always=always)
+
+
+def _attempted(
+    attempt: Callable[[Config, Warn], _Planned], config: Config, layout: Layout | None, warn: Warn
+) -> tuple[_Planned, Layout | None]:
+    """What follows from the layout; where its plan can't be trained, from that of one device."""
+    if layout is None:
+        return attempt(config, warn), None
+    warnings: list[str] = []
+    try:
+        made = attempt(with_layout(config, layout), warnings.append)
+    except UserError as error:
+        if layout.plan.world == 1:
+            raise
+        layout, warnings = one_device(config, f"more can't train it: {first_line(error, 200)}"), []
+        made = attempt(with_layout(config, layout), warnings.append)
+    for warning in warnings:
+        warn(warning)
+    return made, layout
+
+
+def with_layout(config: Config, layout: Layout) -> Config:
+    """The configuration with the options that stand for a layout, as its run and a resumed one have them."""
+    plan = resolved_options(config.plan, layout.plan)
+    return replace(config, plan=plan, run=replace(config.run, threads=layout.threads))
+
+
+def explained(config: Config, warn: Warn, note: Note) -> Layout:
+    """The layout that a run would have, with every candidate; nothing is trained."""
+    if not _is_open(config):
+        raise UserError(
+            f"--explain shows what --placement auto chooses from, but the placement is "
+            f"{config.plan.file or config.plan.placement}; leave it out"
+        )
+    return _layout(_open(config, warn, note, is_scripted=False), None, note, always=True)
+
+
+def planned(config: Config, warn: Warn, note: Note) -> Config:
+    """The configuration of a script with the layout that auto comes to; the script's own loop trains it."""
+    if not _is_open(config):
+        return config
+    opened = _open(config, warn, note, is_scripted=True)
+    layout = _layout(opened, None, note)
+    note(layout_line(layout))
+    resume = config.run.resume  # which opening has taken out
+    found = with_layout(opened.config, layout)
+    return replace(found, run=replace(found.run, resume=resume))
+
+
+def _require_unstaged(plan: PlanConfig) -> None:
+    """An error for options about stages, which auto chooses."""
+    asked = {"cut": plan.cut, "shares": plan.shares, "versions": plan.versions, "depths": plan.depths}
+    asked["policy"] = plan.policy if plan.policy != PlanConfig().policy else None
+    for name, value in asked.items():
+        if value is not None:
+            raise UserError(
+                f"--{name} {value} is of the stages of a placement, and --placement is auto; give the devices of each "
+                "stage as well, such as --placement 0:0.0:1"
+            )
+
+
+def _require_one_machine(config: Config, world: int | None) -> None:
+    """An error where auto would have to plan for other machines than this one."""
+    if config.nodes.list is not None:
+        raise UserError(
+            f"--placement auto plans for this machine, but --nodes names {config.nodes.list}; give the devices of each "
+            "stage: --placement 0:0-3.1:0-3"
+        )
+    if world is not None and world > 1:
+        raise UserError(
+            f"--placement auto starts its own ranks, but {world} processes were started; give the devices of each "
+            f"stage, such as --placement 0:0-{world - 1}"
+        )
 
 
 def _open_task(config: Config) -> tuple[_Task, Chain, Start | None]:
@@ -280,6 +442,7 @@ def _study(
     _warn_about_means(loss, training, plan, warn)
     _require_stateless(config, plan, chain, training)
     _require_classes(task.loss, logits[-1], *task.named_sources(config))
+    _warn_about_classes(config, task, logits[-1], warn)
     _require_vocabulary(chain.model, *task.named_sources(config))
     if not evaluates:
         return training, None
@@ -345,6 +508,7 @@ def _plan_for(config: Config, chain: Chain, cluster: Cluster, resume: Resume | N
         )
         if config.plan.file is not None:
             config = replace(config, plan=resolved_options(config.plan, plan))
+        config = replace(config, plan=replace(config.plan, mode=plan.mode.value, batch=plan.batch))
         _require_all_machines(config, cluster, plan)
         plan = plan if resume is None else resumed_plan(plan, resume)
     warn_about_lag(config, plan, warn)
@@ -362,18 +526,73 @@ def _require_all_machines(config: Config, cluster: Cluster, plan: Plan) -> None:
         )
 
 
-def resolve_model(config: Config, warn: Warn = lambda warning: None) -> Config:
+def _with_split(config: Config, assumed: list[str]) -> Config:
+    """The configuration whose folder of images has train/ and val/ as two sets of data, not as two classes."""
+    kind, _, where = config.data.source.partition(":")
+    found: set[str] = set()
+    with suppress(OSError):  # reported when it is opened
+        found = set(list_classes(Path(where))) if kind == "folder" and where else found
+        if not list_classes(Path(where) / "train"):
+            found = set()
+    if "train" not in found or not found <= {"train", *_SPLITS}:
+        return config
+    data = replace(config.data, source=f"folder:{Path(where) / 'train'}")
+    held = next((name for name in _SPLITS if name in found), None)
+    words = f"trains on {Path(where) / 'train'}"
+    if data.val is None and held is not None:
+        data = replace(data, val=f"folder:{Path(where) / held}")
+        words += f", evaluates on {held}"
+    assumed.append(words)
+    return replace(config, data=data)
+
+
+def _with_sizes(config: Config, samples: int, assumed: list[str]) -> Config:
+    """The configuration with a batch and a number of epochs that suit its data, where these are left open."""
+    plan, run, is_real = config.plan, config.run, config.data.source != "synthetic"
+    if plan.file is not None:
+        return config  # it has its own batch
+    if plan.batch is None:
+        is_wide = _is_open(config) and run.device == "cuda" and not run.emulate
+        usual = max(DEFAULT_BATCH, USUAL_SAMPLES * num_devices("cuda")) if is_wide else DEFAULT_BATCH
+        most = max(samples // _LEAST_BATCHES, min(samples, _LEAST_BATCHES))
+        batch = usual if usual <= most else 1 << (most.bit_length() - 1)
+        count = plan.microbatches or 1
+        plan = replace(plan, batch=count * max(1, batch // count))
+        if is_real:
+            assumed.append(f"batch {plan.batch}")
+    if run.steps is None and run.epochs is None and names_images(config.data.source):
+        epochs = -(-_USUAL_STEPS // max(1, samples // (plan.batch or 1)))
+        if epochs > 1:
+            run = replace(run, epochs=epochs)
+            assumed.append(f"{epochs} epochs")
+    return replace(config, plan=plan, run=run)
+
+
+def resolve_model(config: Config, warn: Warn = lambda warning: None, assumed: list[str] | None = None) -> Config:
     """Fill in what a model's name tells: classes, image size, normalization, and the weights beside its configuration.
 
-    Of any other model there are 10 classes and images of side 32.
+    Classes are the data's where it knows them, and images as large as the data's where these are smaller than the
+    model's; what was filled in from the data is added to `assumed`. Of any other model there are 10 classes and images
+    of side 32.
     """
+    assumed = [] if assumed is None else assumed
     data, name = config.data, config.model.name
     if package_of(name) is Package.TRANSFORMERS and (task := _task_of(config)) is not None:
         name = suited_model(name, task)
         if name != config.model.name:
             warn(f"the data has {task}, so {name.rpartition('@')[2]} is trained; choose by {config.model.name}@CLASS")
-    entry = find_entry(name, data.image)
+    entry, init = find_entry(name, data.image), config.model.init or saved_weights(name)
+    source = _glance(config) if data.source.partition(":")[0] in _COUNTED and config.run.resume is None else None
     classes = config.model.classes or (entry.classes if entry else 10)
+    takes_classes = entry is None or (entry.has_classes and saved_weights(name) is None)
+    if config.model.classes is None and takes_classes and source is not None and source.classes:
+        classes = max(2, source.classes) if config.loss.name in ("auto", "cross-entropy") else classes
+        assumed.append(f"{classes} classes")
+    if data.image is None and init is None and isinstance(source, ImageSource) and entry is not None:
+        side = _side_of(name, classes, entry.image, source)
+        if side < entry.image:
+            data = replace(data, image=side)
+            assumed.append(f"images of side {side}, as they are small (the model's is {entry.image})")
     if entry is not None and not entry.has_classes and classes != entry.classes:
         raise UserError(
             f"--classes {classes} changes nothing with {name}, which has {entry.classes} outputs, its vocabulary; "
@@ -381,8 +600,32 @@ def resolve_model(config: Config, warn: Warn = lambda warning: None) -> Config:
         )
     if data.normalize == "auto" and any(map(names_images, filter(None, (data.source, data.val)))):
         data = replace(data, normalize=entry.normalize if entry else "imagenet")
-    model = replace(config.model, name=name, classes=classes, init=config.model.init or saved_weights(name))
+    model = replace(config.model, name=name, classes=classes, init=init)
     return replace(config, model=model, data=replace(data, image=data.image or (entry.image if entry else 32)))
+
+
+def _glance(config: Config) -> Source:
+    """The training data before there is a model, to know what it has."""
+    data = config.data
+    data = replace(data, normalize="imagenet", image=data.image or 32, decode="cpu", cutout=0)
+    return open_data(replace(config, model=replace(config.model, classes=1), data=data), config.data.source)
+
+
+def _side_of(name: str, classes: int, side: int, source: ImageSource) -> int:
+    """The side that a zoo model gets its images in: its own, or a smaller one where the images are and it takes it."""
+    if ":" in name:
+        return side
+    decoder = Decoder()
+    spread = np.linspace(0, len(source) - 1, min(_MOST_SEEN, len(source))).astype(int)
+    largest = max(max(source.first_good(int(index), decoder)[1].shape[:2]) for index in spread)
+    smaller = max(_LEAST_SIDE, -(-largest // _SIDE_STEP) * _SIDE_STEP)
+    if smaller >= side:
+        return side
+    try:
+        trace_model(name, classes, smaller)
+    except UserError:
+        return side
+    return int(smaller)
 
 
 def _task_of(config: Config) -> Task | None:
@@ -393,8 +636,7 @@ def _task_of(config: Config) -> Task | None:
     if loss not in ("auto", "cross-entropy") or kind == "synthetic":
         return None
     if kind not in _OF_CLASSES:
-        data = replace(config.data, normalize="imagenet", image=config.data.image or 32)
-        source = open_data(replace(config, model=replace(config.model, classes=1), data=data), config.data.source)
+        source = _glance(config)
         fields = source.batch(np.arange(1))
         targets = [fields[name] for name in source.targets]
         if not targets or targets[0].dim() != 1 or targets[0].is_floating_point():
@@ -521,6 +763,14 @@ def _require_classes(options: LossOptions, logits: tuple[int, ...], *sources: tu
             )
 
 
+def _warn_about_classes(config: Config, task: _Task, logits: tuple[int, ...], warn: Warn) -> None:
+    """Warn where the model has outputs for classes that the data does not have."""
+    text, found = config.data.source, task.source.classes
+    if task.loss.name == "cross-entropy" and text.partition(":")[0] in _COUNTED and 1 < found < logits[1]:
+        advice = f"--classes {found} would fit" if ":" not in config.model.name else "the others are never right"
+        warn(f"the model has {logits[1]} outputs but data {text} has {found} classes; {advice}")
+
+
 def _require_vocabulary(model: nn.Module, *sources: tuple[str, Source]) -> None:
     """An error where text has a token that the model has no embedding for."""
     sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
@@ -590,24 +840,6 @@ def _exports(config: Config, model: nn.Module, pieces: Sequence[Piece], keeps_we
     return True
 
 
-@contextmanager
-def within_memory(**asked: int | None) -> Iterator[None]:
-    """Turn a failed allocation into an error that names the options that decide its size."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        options = ", ".join(f"--{name} {value}" for name, value in asked.items() if value is not None)
-        raise UserError(f"not enough memory for {options}; reduce the largest of these options") from error
-
-
-def require_cuda() -> None:
-    """An error where torch sees no GPU."""
-    if not torch.cuda.is_available():
-        raise UserError(f"--device cuda was asked for, but torch {torch.__version__} sees no GPU; use --device cpu")
-
-
 def require_devices(config: Config, plan: Plan, warn: Callable[[str], None]) -> None:
     """An error where the placement names GPUs that this machine lacks, or shares one that can't be shared."""
     run = config.run
@@ -635,13 +867,14 @@ def require_devices(config: Config, plan: Plan, warn: Callable[[str], None]) -> 
 
 
 def _warn_about_cores(config: Config, plan: Plan, warn: Warn) -> None:
-    """Warn where the CPU ranks of this machine have far more threads than it has cores."""
-    run, cores = config.run, num_cores()
+    """Warn where the CPU ranks of this machine have more threads than it has cores."""
+    run, cores, threads = config.run, num_cores(), config.run.threads or 1
     is_one_machine = len({device.machine for device in plan.devices}) == 1
-    if run.device == "cpu" and not run.emulate and is_one_machine and plan.world * run.threads > _MOST_PER_CORE * cores:
+    if run.device == "cpu" and not run.emulate and is_one_machine and plan.world * threads > cores:
+        each = f" with {threads} threads each" if threads > 1 else ""
         warn(
-            f"{counted(plan.world, 'rank')} with {counted(run.threads, 'thread')} each share {counted(cores, 'core')}, "
-            "so they are slow and their speed says nothing; use fewer ranks, or --emulate to try a plan"
+            f"{counted(plan.world, 'CPU rank')}{each} share {counted(cores, 'core')} and take turns, so their speed "
+            "says little; use fewer ranks, or --emulate to try a plan"
         )
 
 

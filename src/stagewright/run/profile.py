@@ -18,30 +18,37 @@ from typing import Any
 import torch
 from torch import nn
 
+from stagewright import __version__
 from stagewright.cluster.catalog import open_cluster
 from stagewright.cluster.specs import Catalog
 from stagewright.cluster.topology import Cluster
 from stagewright.config.sections import require_within
-from stagewright.errors import UserError
+from stagewright.errors import UserError, is_out_of_memory, within_memory
 from stagewright.hardware.cluster_file import ImportOptions, checked_toml, import_this_machine
+from stagewright.hardware.devices import default_device, require_cuda
 from stagewright.hardware.host import num_cores
 from stagewright.model.call import Form
 from stagewright.model.configured import version_of
 from stagewright.model.libraries import package_of
-from stagewright.objects import is_given
-from stagewright.planning.traced import form_of, meta_model
+from stagewright.model.load import find_entry
+from stagewright.objects import MODULE, is_given
+from stagewright.planning.traced import form_of, meta_model, trace_model
 from stagewright.profile.measure import Workload, measure, sample_sizes
 from stagewright.profile.pipedream import read_pipedream
 from stagewright.profile.profile import Profile, Transfer, read_profile
 from stagewright.run.background_load import background_load
-from stagewright.run.prepare import require_cuda, within_memory
 from stagewright.runtime.process.link_test import measure_links
 from stagewright.runtime.process.torch_flags import preserved_state, set_fast_flags
 from stagewright.runtime.stage.precision import make_precision
 
 _MOST_PER_CORE = 16  # processes at once
-_CPU_SIZES, _GPU_SIZES = "4,16", "16,64"  # samples of a microbatch: a few quick ones
 _MOST_RANKS = 4  # on a CPU
+# Of a short profile: samples of its microbatches, the largest that take about so long, and how often each is counted.
+_GPU_SIZES = ((16, 64), (4, 16), (1, 4))
+_CPU_SIZES = ((8, 32), (4, 16), (2, 8), (1, 4), (1, 2))
+_SHORT_SECONDS, _SHORT_REPEATS = 3.0, 3
+_PASSES = 3 * (_SHORT_REPEATS + 2)  # in forwards: a backward takes two
+CORE_RATE = 3e10  # operations per second of a usual core, to guess how long something takes before it is measured
 
 
 def measure_profile(options: Any, report: Callable[[str], None], form: Form | None = None) -> Profile:
@@ -78,7 +85,8 @@ def measure_profile(options: Any, report: Callable[[str], None], form: Form | No
         ):
             if on_gpu:
                 set_fast_flags(precision)
-            profiles.append(measure(workload, precision.forward_context, options.together, report, load))
+            repeats = {"repeats": options.repeats} if hasattr(options, "repeats") else {}
+            profiles.append(measure(workload, precision.forward_context, options.together, report, load, **repeats))
     profile = _merged(profiles)
     if options.together > 1:
         report("links between ranks")
@@ -151,44 +159,86 @@ class Here:
     catalog: Catalog | None
     cluster: Cluster | None
     file: Path  # of the profile
+    threads: int = 1  # of each rank on a CPU
 
 
-def default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def ranks_here(device: str, threads: int | None = None) -> tuple[int, int]:
+    """Ranks that this machine has a device for, and the threads of each: its GPUs, or a few that share its cores."""
+    if device == "cuda":
+        return torch.cuda.device_count(), 1
+    ranks = max(2, min(num_cores() // (threads or 1), _MOST_RANKS))
+    return ranks, threads or max(1, num_cores() // ranks)
 
 
-def profile_here(model: str, options: Any, progress: Callable[[str], None], form: Form | None = None) -> Here:
-    """A short profile of a model on this machine, from the cache where it is there."""
-    device = default_device()
-    devices = torch.cuda.device_count() if device == "cuda" else max(2, min(num_cores(), _MOST_RANKS))
-    sizes = _GPU_SIZES if device == "cuda" else _CPU_SIZES
+def profile_here(
+    model: str,
+    options: Any,
+    progress: Callable[[str], None],
+    form: Form | None = None,
+    *,
+    is_alone: bool = False,
+    announce: Callable[[str], None] | None = None,
+) -> Here:
+    """A short profile of a model on this machine, from the cache where it is there.
+
+    `is_alone`: of one process with all of a CPU's cores, beside which none other runs. `announce`: is told instead of
+    `progress` that a profile is made.
+    """
+    device = getattr(options, "device", None) or default_device()
+    devices, threads = (1, num_cores()) if is_alone else ranks_here(device, getattr(options, "threads", None))
     wanted = SimpleNamespace(
         model=model,
         together=1 if device == "cuda" else devices,
         device=device,
-        samples=sizes,
         precision=options.precision,
-        threads=1,
+        threads=threads,
         image=options.image,
         classes=options.classes,
         freeze=options.freeze,
+        repeats=_SHORT_REPEATS,
     )
-    file = cache_folder() / f"{_key(wanted)}.json"
-    if file.exists() and form is None and not is_given(model):  # an object of a script may be another one each time
+    form = form or form_of(model, options.image)
+    file = cache_folder() / f"{_key(wanted, form)}.json"
+    if file.exists() and not is_given(model):  # an object of a script may be another one each time
         try:
-            return _here(device, devices, read_profile(file), file)
+            return _here(device, devices, threads, read_profile(file), file)
         except UserError:
             file.unlink()  # of an older format
-    progress(f"profiling {model} on this machine, once")
-    profile = measure_profile(wanted, progress, form)
+    if not is_alone:
+        kept = "" if is_given(model) else f", once; kept in {cache_folder()}"
+        (announce or progress)(f"profiling {model.removeprefix(MODULE)} on this machine{kept}")
+    profile = _short_profile(wanted, form, progress, is_alone=is_alone)
     file.parent.mkdir(parents=True, exist_ok=True)
     profile.write(file)
-    return _here(device, devices, profile, file)
+    return _here(device, devices, threads, profile, file)
 
 
-def _here(device: str, devices: int, profile: Profile, file: Path) -> Here:
+def _short_profile(wanted: SimpleNamespace, form: Form, progress: Callable[[str], None], *, is_alone: bool) -> Profile:
+    """Measure microbatches that take a few seconds; smaller ones where a GPU has not the memory for these."""
+    if wanted.device == "cpu":
+        traced = trace_model(wanted.model, wanted.classes, wanted.image, form, wanted.freeze)
+        operations = sum(shape.operations for shape in traced.shapes)
+        most = _SHORT_SECONDS * CORE_RATE * wanted.threads / (_PASSES * max(operations, 1.0))
+        quick = next((sizes for sizes in _CPU_SIZES if sum(sizes) <= most), _CPU_SIZES[-1])
+        sizes = quick[1:] if is_alone else quick
+        return measure_profile(SimpleNamespace(**vars(wanted), samples=_joined(sizes)), progress, form)
+    for sizes in _GPU_SIZES[:-1]:
+        try:
+            return measure_profile(SimpleNamespace(**vars(wanted), samples=_joined(sizes)), progress, form)
+        except UserError as error:
+            if error.__cause__ is None or not is_out_of_memory(error.__cause__):
+                raise
+            torch.cuda.empty_cache()
+    return measure_profile(SimpleNamespace(**vars(wanted), samples=_joined(_GPU_SIZES[-1])), progress, form)
+
+
+def _joined(sizes: Sequence[int]) -> str:
+    return ",".join(map(str, sizes))
+
+
+def _here(device: str, devices: int, threads: int, profile: Profile, file: Path) -> Here:
     if device == "cpu":
-        return Here(device, devices, profile, None, None, file)
+        return Here(device, devices, profile, None, None, file, threads)
     machine = import_this_machine(ImportOptions("here", None, None, None, None, 1, None))
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as text:
         text.write(checked_toml(machine))
@@ -203,9 +253,12 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "stagewright" / "profiles"
 
 
-def _key(wanted: SimpleNamespace) -> str:
+def _key(wanted: SimpleNamespace, form: Form) -> str:
     """A name with the model, and a digest of what else a profile depends on."""
-    about = {**vars(wanted), "torch": torch.__version__, "cores": num_cores()}
+    entry = find_entry(wanted.model)
+    classes = wanted.classes or (entry.classes if entry else None)
+    about = {**vars(wanted), "image": None, "form": str(form), "classes": classes}
+    about |= {"torch": torch.__version__, "stagewright": __version__, "cores": num_cores()}
     if wanted.device == "cuda":
         about["gpu"] = torch.cuda.get_device_name()
     if package_of(wanted.model) is not None:

@@ -189,8 +189,15 @@ def _run(
             if resumed is not None:
                 locks.enter_context(run_lock(resumed))  # before it is read: a run in training deletes its checkpoints
             world = group.place.world if group else None
-            modes = {"is_scripted": script is not None, "keeps_weights": keeps_weights}
-            prepared = prepare(config, warn, is_host=is_host, world=world, **modes)
+            prepared = prepare(
+                config,
+                warn,
+                is_host=is_host,
+                world=world,
+                is_scripted=script is not None,
+                keeps_weights=keeps_weights,
+                note=partial(say, console, soft_wrap=True),
+            )
         else:
             resumed, prepared = None, Prepared(job, predict_job(job.config, job.plan))
         job = prepared.job
@@ -205,7 +212,7 @@ def _run(
         if group is not None:
             group.publish(job)
         predicted = None if prepared.prediction is None else prepared.prediction.images_per_second
-        if predicted is not None:
+        if predicted is not None and prepared.interval is None:  # else the line about the layout has said it
             unit = job.throughput_unit
             say(console, f"predicted: {unit.of(predicted):.0f} {unit.rate}")
         try:
@@ -378,7 +385,7 @@ def _execute(
     if job.config.run.emulate:
         job.save(Path(job.folder) / "job.json")
         with preserved_state([0] if job.config.run.device == "cuda" else []):
-            torch.set_num_threads(job.config.run.threads)
+            torch.set_num_threads(job.config.run.threads or 1)
             emulation = Emulation(job, ledger.handle, ledger.settled, ledger.wants_stop)
             with stop_on_signal(emulation.pauses.stop):
                 emulation.run()

@@ -257,8 +257,8 @@ def test_a_checkpoint_and_a_save_in_a_loop_are_of_whole_batches_and_replayed_one
     def script(engine: Engine) -> dict[str, Tensor]:
         for step in engine.epoch(DATA, batch=BATCH):
             if step.batch == 1:
-                engine.save(file)
                 engine.checkpoint()
+                engine.save(file)
         return load_file(engine.save(tmp_path / "last.safetensors"))
 
     with make_engine(tmp_path, **STAGES) as engine:
@@ -385,7 +385,7 @@ def test_a_plan_brings_its_own_batch(tmp_path: Path) -> None:
 
 
 def test_trains_on_a_gpu_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagewright.api.engine.default_device", lambda: "cuda")
+    monkeypatch.setattr("stagewright.hardware.devices.default_device", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="cuda"):
         next(iter(make_engine(tmp_path).epoch(DATA, batch=BATCH)))

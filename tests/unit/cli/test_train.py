@@ -32,7 +32,8 @@ from tests.commands import fails
         (["--batch", "10", "--microbatches", "3"], ["10", "3", "1, 2, 5"]),
         (["--batch", "64", "--samples", "10"], ["10 samples", "64", "--batch 10"]),
         (["--versions", "2", "--mode", "sync"], ["versions 2", "mode sync"]),
-        (["--versions", "2,1"], ["2 stages", "has 1"]),
+        (["--versions", "2,1", "--placement", "0:0"], ["2 stages", "has 1"]),
+        (["--versions", "2,1"], ["--versions 2,1", "--placement is auto"]),
         (["--staleness", "-1"], ["staleness is -1"]),
         (["--model", "vgg61"], ["vgg61", "vgg19", "package.module:factory"]),
         (["--model", "no.such:thing"], ["no.such", "PYTHONPATH"]),
@@ -114,7 +115,7 @@ def test_a_wrong_tensors_file_is_one_line(
 ) -> None:
     path = tmp_path / "data.safetensors"
     save_file(tensors, path)
-    message = fails(capsys, "train", "--steps", "1", "--batch", "8", "--data", f"tensors:{path}")
+    message = fails(capsys, "train", "--classes", "10", "--steps", "1", "--batch", "8", "--data", f"tensors:{path}")
     assert all(word in message for word in words), message
 
 
@@ -200,7 +201,9 @@ def test_refuses_options_that_the_plan_would_ignore(tmp_path: Path, capsys: pyte
     two = [*train, "--placement", "0:0.0:1"]
     assert "--cut flatten changes nothing with --mode dp" in fails(capsys, *two, "--mode", "dp", "--cut", "flatten")
     assert "--shares 1:1 changes nothing with --mode dp" in fails(capsys, *two, "--mode", "dp", "--shares", "1:1")
-    assert "--shares 1:2 names 2 stages but the placement has 1" in fails(capsys, *train, "--shares", "1:2")
+    assert "--shares 1:2 names 2 stages but the placement has 1" in fails(
+        capsys, *train, "--placement", "0:0", "--shares", "1:2"
+    )
     depths = ["--mode", "sync", "--policy", "gpipe", "--depths", "1,1"]
     assert "--depths 1,1 changes nothing with --policy gpipe" in fails(capsys, *two, *depths)
     assert not list(tmp_path.iterdir())

@@ -13,6 +13,7 @@ from stagewright.config.toml import as_tables, changed_keys, make_config, refuse
 from stagewright.errors import UserError
 
 _OPTIONS = {option.flag: option for option in options()}
+_MACHINE = {"--device": "cpu", "--precision": "fp32"}  # of the cases below: auto is checked once it is known
 
 # Options of a run that change nothing: as keywords by flag, with what the error says about the reason.
 _UNUSED = [
@@ -148,7 +149,7 @@ _COMMANDS = [
 
 def tables(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for flag, value in values.items():
+    for flag, value in (_MACHINE | values).items():
         section, _, name = _OPTIONS[flag].key.partition(".")
         found.setdefault(section, {})[name] = value
     return found
@@ -185,7 +186,7 @@ def test_refuses_options_of_other_commands_by_the_same_table(
 def test_every_row_has_a_case() -> None:
     cases = [*(("train", values) for values, _ in (*_UNUSED, *_IMPOSSIBLE))]
     cases += [(command, values) for command, values, _ in _COMMANDS]
-    defaults = {flag: option.default for flag, option in _OPTIONS.items()}
+    defaults = {flag: option.default for flag, option in _OPTIONS.items()} | _MACHINE
     for rule in RULES:
         filled = (
             (command, (defaults if command == "train" else {}) | values, values)
@@ -262,7 +263,7 @@ def test_a_given_option_replaces_the_one_that_it_excludes() -> None:
 
 def test_options_that_several_runs_share_are_refused_where_no_run_uses_them() -> None:
     fp16 = {"run": {"device": "cuda", "precision": "fp16", "loss_scale": 8.0}}
-    fp32 = {"run": {"loss_scale": 8.0}}
+    fp32 = {"run": {"precision": "fp32", "loss_scale": 8.0}}
     refuse_unused([fp32, fp16], {"run.loss_scale"})
     assert without_unused(make_config(fp16, given=())).run.loss_scale == 8.0
     assert without_unused(make_config(fp32, given=())).run.loss_scale == 65536.0

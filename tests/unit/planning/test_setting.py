@@ -12,7 +12,7 @@ from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import parse_placement
 from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.config.sections import Config
-from stagewright.config.toml import make_config
+from stagewright.config.toml import FIXED, make_config
 from stagewright.errors import UserError
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
@@ -40,7 +40,7 @@ def profile_of(*names: str, together: int = 2, has_links: bool = True) -> Profil
 
 def config_of(profile: Profile, path: Path) -> Config:
     profile.write(path)
-    return make_config({"model": {"name": "resnet8"}, "data": {"image": 16}, "plan": {"profile": str(path)}})
+    return make_config(FIXED, {"model": {"name": "resnet8"}, "data": {"image": 16}, "plan": {"profile": str(path)}})
 
 
 def test_a_configuration_with_averaged_weights_counts_them(tmp_path: Path) -> None:
@@ -101,13 +101,15 @@ def test_a_run_is_planned_by_its_profile_or_by_the_catalog(tmp_path: Path) -> No
     assert measured is not None and measured.covered == (8, 8)
     with pytest.raises(UserError, match="the model is resnet8"):
         planning_setting(config_of(profile_of("a", "b"), tmp_path / "p.json"), chain, placement)
-    computed = planning_setting(make_config({"model": {"name": "resnet8"}, "data": {"image": 16}}), chain, placement)
+    computed = planning_setting(
+        make_config(FIXED, {"model": {"name": "resnet8"}, "data": {"image": 16}}), chain, placement
+    )
     assert computed is not None and len(computed.cluster.devices) == 4 and computed.covered is None
-    assert planning_setting(make_config({"model": {"name": "no.such:net"}}), chain, placement) is None
+    assert planning_setting(make_config(FIXED, {"model": {"name": "no.such:net"}}), chain, placement) is None
 
 
 def test_a_run_is_predicted_only_by_a_profile_of_as_many_processes(tmp_path: Path) -> None:
-    assert prediction_setting(make_config({}), TWO) is None
+    assert prediction_setting(make_config(FIXED), TWO) is None
     found = prediction_setting(config_of(profile_of("a", "b"), tmp_path / "p.json"), TWO)
     assert found is not None and len(found.cluster.devices) == 2
     single = config_of(profile_of("a", together=1, has_links=False), tmp_path / "p.json")
@@ -120,7 +122,7 @@ def test_a_run_is_predicted_only_by_a_profile_of_as_many_processes(tmp_path: Pat
 def test_memory_on_cpus_has_no_share_of_cuda() -> None:
     tables = {"model": {"name": "resnet8"}, "data": {"image": 16}}
     on_cpu, on_gpu = (
-        memory_setting(make_config(tables | {"run": {"device": device}}), TWO) for device in ("cpu", "cuda")
+        memory_setting(make_config(FIXED, tables | {"run": {"device": device}}), TWO) for device in ("cpu", "cuda")
     )
     assert on_cpu.software.context == on_cpu.software.workspace == 0 < on_gpu.software.context
     assert on_cpu.cluster.kind_of(TWO.devices[1]) == "cpu" != on_gpu.cluster.kind_of(TWO.devices[1])

@@ -10,12 +10,13 @@ import torch
 
 from stagewright.cluster.placement import parse_placement
 from stagewright.config.toml import make_config
-from stagewright.errors import UserError
+from stagewright.errors import UserError, within_memory
+from stagewright.hardware.devices import require_cuda
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
 from stagewright.planning.traced import trace_model
 from stagewright.profile.profile import Profile, Table, Unit
-from stagewright.run.prepare import memory_advice, prepare, require_cuda, require_devices, within_memory
+from stagewright.run.prepare import memory_advice, prepare, require_devices
 from stagewright.runtime.comm.device import gpu_of
 from stagewright.runtime.comm.nccl import uses_nccl
 from stagewright.runtime.stage.precision import make_precision

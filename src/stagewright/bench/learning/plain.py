@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from stagewright.config.sections import Config
-from stagewright.config.toml import make_config, read_toml
+from stagewright.config.sections import DEFAULT_BATCH, Config
+from stagewright.config.toml import FIXED, make_config, read_toml
 from stagewright.data.formats.tokens import TokenSource
 from stagewright.data.order import EvaluationSampler, Order
 from stagewright.errors import UserError
@@ -73,7 +73,7 @@ def train_plain(config: Config, write: Write) -> float | None:
         TokenSource(str(place).removeprefix(_TEXT), config.data.context)
         for place in (config.data.source, config.data.val)
     )
-    order = Order(len(training), config.plan.batch, config.run.seed, config.data.shuffle)
+    order = Order(len(training), (config.plan.batch or DEFAULT_BATCH), config.run.seed, config.data.shuffle)
     batches = order.batches * (1 if config.run.epochs is None else config.run.epochs)
     every = order.batches if config.run.eval_every is None else config.run.eval_every or batches
     dtype = _DTYPES[config.run.precision]
@@ -96,8 +96,8 @@ def train_plain(config: Config, write: Write) -> float | None:
         steps.append(Step(batch, batch // order.batches, value, rate, seconds, 0.0))
         write(steps[-1])
         if (batch + 1) % every == 0 or batch + 1 == batches:
-            write(_evaluate(model, validation, batch + 1, config.plan.batch, device))
-    speed = steady_rate(steps, config.plan.batch)
+            write(_evaluate(model, validation, batch + 1, (config.plan.batch or DEFAULT_BATCH), device))
+    speed = steady_rate(steps, (config.plan.batch or DEFAULT_BATCH))
     return None if speed is None else speed.rate
 
 
@@ -143,8 +143,8 @@ def _evaluate(model: nn.Module, source: TokenSource, batch: int, size: int, devi
 
 def main(path: str) -> None:
     """Train the trial of a file; metrics.jsonl is in its folder of runs, as that of a run."""
-    config = make_config(read_toml(path), given=())
-    torch.set_num_threads(config.run.threads)
+    config = make_config(FIXED, read_toml(path), given=())
+    torch.set_num_threads(config.run.threads or 1)
     folder = Path(config.run.runs) / "plain"
     folder.mkdir(parents=True)
     with (folder / "metrics.jsonl").open("w") as file:

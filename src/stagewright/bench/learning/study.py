@@ -75,7 +75,7 @@ def make_study(
     per_epoch: dict[tuple[str, str], int] = {}
     for run in trained:  # the maximum: one that diverged early has not seen a whole epoch
         per_epoch[run.key] = max(run.per_epoch, per_epoch.get(run.key, 0))
-    samples = {trial_run.key: per_epoch.get(trial_run.key, 0) * trial_run.config.plan.batch for trial_run in trial_runs}
+    samples = {one.key: per_epoch.get(one.key, 0) * (one.config.plan.batch or 0) for one in trial_runs}
     for trial_run in trial_runs:  # --only may exclude the baseline
         baselines.setdefault(trial_run.key[0], "")
     findings = findings_of(trained, baselines, samples, speeds)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stagewright.bench.result import Outcome, measured_row, new_outcome, ratio_of
 from stagewright.bench.statistics import at_most
-from stagewright.config.toml import make_config
+from stagewright.config.toml import FIXED, make_config
 from stagewright.events import Record, Saved
 from stagewright.metrics import MIB
 from stagewright.run.prepare import prepare
@@ -35,13 +35,14 @@ def measure(progress: Callable[[str], None]) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
         job = prepare(
             make_config(
+                FIXED,
                 {
                     "model": {"name": MODEL, "classes": 10},
                     "data": {"image": 32, "samples": 64},
                     "plan": {"placement": "0:0", "mode": "stale", "versions": "2", "batch": 4, "microbatches": 1},
                     "checkpoint": {"every": 1, "keep": 1},
                     "run": {"steps": 1000, "runs": folder},
-                }
+                },
             )
         ).job
         saved: list[Record] = []

@@ -18,7 +18,7 @@ import torch
 
 import stagewright
 from stagewright.bench.result import Outcome, measured_row, new_outcome, ratio_of
-from stagewright.config.toml import make_config
+from stagewright.config.toml import FIXED, make_config
 from stagewright.model.load import build_model
 from stagewright.run.train import run
 
@@ -98,7 +98,7 @@ def _by_command(case: Case, folder: str) -> float:
         "optimizer": {"lr": 0.01, "momentum": 0.9},
         "run": {"steps": _STEPS, "runs": folder, "unproven": True, "monitor_every": 0.0, **dict(case.options)},
     }
-    return float(run(make_config(tables, given=())).summary["images_per_second"])
+    return float(run(make_config(FIXED, tables, given=())).summary["images_per_second"])
 
 
 def _by_script(case: Case, folder: str) -> float:

@@ -13,7 +13,7 @@ import torch
 
 from stagewright.bench.result import Outcome, measured_row, new_outcome, ratio_of
 from stagewright.bench.statistics import not_slower
-from stagewright.config.toml import make_config
+from stagewright.config.toml import FIXED, make_config
 from stagewright.events import Record, Step
 from stagewright.hardware.monitor import Monitor
 from stagewright.run.observe import make_monitor
@@ -95,11 +95,12 @@ def _prepare(folder: str, steps: int) -> Job:
     device: dict[str, Any] = {"device": "cuda", "share_gpu": True} if torch.cuda.is_available() else {}
     return prepare(
         make_config(
+            FIXED,
             {
                 "data": {"samples": 1024},
                 "plan": {"placement": "0:0.0:1", "mode": "stale", "batch": _BATCH, "microbatches": 4},
                 "run": {"steps": steps, "runs": folder} | device,
-            }
+            },
         )
     ).job
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.bench.result import Outcome, measured_row, new_outcome, ratio_of
-from stagewright.config.toml import make_config
+from stagewright.config.toml import FIXED, make_config
 from stagewright.run.train import run
 
 Progress = Callable[[str], None]
@@ -57,7 +57,7 @@ def _run(
         "plan": {"mode": mode, "placement": placement, "batch": batch, "microbatches": microbatches, "profile": file},
         "run": {"steps": _STEPS, "runs": folder},
     }
-    summary = run(make_config(tables)).summary
+    summary = run(make_config(FIXED, tables)).summary
     return summary["predicted_images_per_second"], summary["images_per_second"]
 
 

@@ -25,7 +25,7 @@ import torch
 from stagewright.bench.micro.published import append_to_file, hardware_of, software_of
 from stagewright.bench.models.plain import UNCUT, Cut, Outcome, Task, difference, train
 from stagewright.bench.models.run import BAR, options_of
-from stagewright.config.toml import make_config
+from stagewright.config.toml import FIXED, make_config
 from stagewright.errors import UserError, counted, first_line
 from stagewright.hardware.environment import read_environment
 from stagewright.hardware.topology import LinkKind, Topology
@@ -215,7 +215,7 @@ def _parity(machine: Machine, effort: Effort, network: str, mode: Mode, folder: 
     tables["run"] |= machine.options | {"export": str(folder / "weights.safetensors")}
     if machine.device == "cuda":
         tables["run"]["precision"] = "ieee"  # fp64 is for CPUs, and tf32 rounds to three digits
-    result = run(make_config(tables, given=()))
+    result = run(make_config(FIXED, tables, given=()))
     with torch.backends.cudnn.flags(allow_tf32=False, deterministic=True):
         expected = train(task, cut)
     plain = replace(expected, state={name: tensor.cpu() for name, tensor in expected.state.items()})
@@ -308,7 +308,7 @@ class Rates:
             "plan": plan,
             "run": self.machine.options | {"precision": effort.precision, "steps": steps, "runs": runs},
         }
-        result = run(make_config(tables, given=()))
+        result = run(make_config(FIXED, tables, given=()))
         rate = result.summary["images_per_second"]
         if rate is None:
             return Found(State.NOT_CHECKED, f"no steady speed in {len(result.steps)} steps; stop other programs")

@@ -37,7 +37,7 @@ from stagewright.bench.models.plain import (
     train,
 )
 from stagewright.bench.models.stock import stock_pipeline
-from stagewright.config.toml import make_config
+from stagewright.config.toml import FIXED, make_config
 from stagewright.errors import UserError, did_you_mean, first_line
 from stagewright.events import BatchLosses, Event, Scored
 from stagewright.metrics import LOSS
@@ -282,7 +282,7 @@ def options_of(task: Task, cut: Cut, folder: Path) -> dict[str, dict[str, Any]]:
 def run(task: Task, cut: Cut, folder: Path) -> Outcome:
     """Train as a pipeline, with every rank in this process."""
     tables = options_of(task, cut, folder)
-    job = prepare(make_config(tables, given=())).job
+    job = prepare(make_config(FIXED, tables, given=())).job
     events: list[Event] = []
     emulation = Emulation(job, events.append)
     emulation.run()

@@ -49,7 +49,7 @@ def main() -> None:
     kind, path, rank, meeting = sys.argv[1:]
     commands, send = _read_commands(), _open_output()
     job = Job.load(Path(path))
-    torch.set_num_threads(job.config.run.threads)
+    torch.set_num_threads(job.config.run.threads or 1)
     runner = _RUNNERS[Kind(kind)](job, int(rank), Path(meeting))
     send({"kind": "ready"})
     while True:

@@ -19,7 +19,7 @@ from stagewright.bench.peers.cases import Case, Measure, PeerSuite, Side, Worklo
 from stagewright.bench.peers.launch import Segment, compile_together, open_ranks, take_turns
 from stagewright.bench.result import Outcome, Repeat, Row, measured_row, new_outcome, ratio_of
 from stagewright.config.sections import Config
-from stagewright.config.toml import make_config
+from stagewright.config.toml import FIXED, make_config
 from stagewright.run.prepare import prepare
 
 Progress = Callable[[str], None]
@@ -136,6 +136,7 @@ def _config(workload: Workload, side: Side, data: str, folder: Path) -> Config:
     if side.mode == "dp":
         staged = {}
     return make_config(
+        FIXED,
         {
             "model": {"name": workload.model},
             "data": {"source": data, "shuffle": False, **({"context": workload.input_shape[0]} if is_text else {})},
@@ -152,5 +153,5 @@ def _config(workload: Workload, side: Side, data: str, folder: Path) -> Config:
                 "cuda_graph": setting.graph,
                 "unproven": setting.device == "cuda",  # what is timed is the same, and large models take minutes
             },
-        }
+        },
     )

@@ -60,7 +60,7 @@ def main() -> None:
     rank, keys = int(os.environ["RANK"]), os.environ[KEYS]
     logging.basicConfig(format="%(message)s")  # to stderr.log of this rank
     logging.getLogger("stagewright").setLevel(logging.INFO)
-    torch.set_num_threads(job.config.run.threads)
+    torch.set_num_threads(job.config.run.threads or 1)
     address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     store, events = (
         PrefixStore(keys, TCPStore(*address, is_master=False, timeout=timedelta(seconds=job.patience)))

@@ -72,7 +72,7 @@ class ScriptRank:
         self.job = job = Job.load(Path(os.environ[JOB]))
         self.rank = int(os.environ["RANK"])
         self._folder = Path(job.folder)
-        torch.set_num_threads(job.config.run.threads)
+        torch.set_num_threads(job.config.run.threads or 1)
         address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         self._store, self._control = (
             PrefixStore(os.environ[KEYS], TCPStore(*address, is_master=False, timeout=timedelta(seconds=job.patience)))

@@ -15,7 +15,7 @@ from stagewright.bench.learning.runs import TrainedRun, batches_per_epoch, earli
 from stagewright.bench.learning.trials import StudyOptions, TrialRun, open_study, trial_runs_of
 from stagewright.bench.suite import SuiteOptions, configurations_of, read_suite
 from stagewright.cli.main import main as command
-from stagewright.config.toml import as_toml, make_config
+from stagewright.config.toml import FIXED, as_toml, make_config
 from stagewright.errors import UserError
 from stagewright.events import Evaluated, Step
 from stagewright.run.train import run
@@ -108,7 +108,7 @@ def test_a_run_is_not_reused_for_a_plain_one(text: Path) -> None:
 def test_the_plain_loop_refuses_what_it_does_not_do(tables: dict[str, dict[str, Any]], line: str) -> None:
     data = {"source": "tokens:a", "val": "tokens:b"} | tables.get("data", {})
     with pytest.raises(UserError, match=line):
-        require_plain(make_config(tables, {"data": data}, given=()))
+        require_plain(make_config(FIXED, tables, {"data": data}, given=()))
 
 
 def test_an_infinite_loss_ends_the_plain_loop_as_it_ends_a_run(text: Path) -> None:

@@ -1,0 +1,212 @@
+"""What `--placement auto` comes to: which profiles it makes, which plan it chooses, and what it never does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from stagewright.cluster.catalog import open_cluster
+from stagewright.config.sections import Config
+from stagewright.config.toml import make_config, read_toml
+from stagewright.errors import UserError
+from stagewright.hardware.devices import default_precision, with_devices
+from stagewright.planning.traced import trace_model
+from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
+from stagewright.run import plan as layouts
+from stagewright.run import prepare as preparing
+from stagewright.run import profile as profiles
+from stagewright.run.plan import find_layout, layout_line
+from stagewright.run.prepare import prepare
+from stagewright.run.train import run
+from tests.commands import prints
+
+MODEL = "vgg-small"
+Made = list[tuple[int, int]]  # processes at once and threads of each profile that was made
+
+
+def fake_gpus(monkeypatch: pytest.MonkeyPatch, *majors: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(majors))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(majors))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (majors[index], 0))
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Made:
+    """A machine of two cores whose profiles are made up: two ranks are faster than one process with both cores."""
+    found: Made = []
+    units = trace_model(MODEL).shapes
+
+    def measured(options: Any, report: object, form: object) -> Profile:
+        found.append((options.together, options.threads))
+        tables = tuple(
+            Table(
+                options.precision,
+                samples,
+                tuple(
+                    Unit(unit.name, str(unit.kind), 1e-4 * samples, 2e-4 * samples, 10, 4, 4, 4, 4, frozen=0)
+                    for unit in units
+                ),
+            )
+            for samples in map(int, options.samples.split(","))
+        )
+        links = tuple(Transfer(a, 1 - a, 1e9, 1e-5) for a in range(options.together) if options.together == 2)
+        ceilings = Ceilings({options.precision: 1e11}, 1e10, 1e9, 1e9 if links else None, links)
+        return Profile(MODEL, options.device, "stagewright", (3, 32, 32), options.together, ceilings, tables)
+
+    fake_gpus(monkeypatch)
+    monkeypatch.setattr(profiles, "measure_profile", measured)
+    for module in (profiles, layouts, preparing):
+        monkeypatch.setattr(module, "num_cores", lambda: 2)
+    monkeypatch.setattr(layouts, "num_devices", lambda device: 2)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return found
+
+
+def resolved(**plan: Any) -> Config:
+    plan = {"batch": 32} | plan
+    model = {"name": MODEL, "classes": 10}
+    return with_devices(make_config({"model": model, "data": {"image": 32}, "plan": plan}))
+
+
+def layout_of(config: Config, announce: Callable[[str], None] = lambda line: None, **more: Any) -> layouts.Layout:
+    traced = trace_model(MODEL)
+    return find_layout(config, traced.chain.example.form, traced.chain.units, None, announce, **more)
+
+
+def test_auto_is_the_gpus_in_bf16_where_all_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus(monkeypatch, 8, 9)
+    run = with_devices(make_config()).run
+    assert (run.device, run.precision) == ("cuda", "bf16")
+    assert with_devices(make_config({"run": {"precision": "fp16"}})).run.precision == "fp16"
+    with pytest.raises(UserError, match=r"fp64.*with --device cuda"):
+        with_devices(make_config({"run": {"precision": "fp64"}}))
+    fake_gpus(monkeypatch, 8, 7)
+    assert default_precision("cuda") == "fp32"
+    fake_gpus(monkeypatch)
+    run = with_devices(make_config()).run
+    assert (run.device, run.precision) == ("cpu", "fp32")
+    with pytest.raises(UserError, match=r"fp16.*with --device cpu; it needs --device cuda"):
+        with_devices(make_config({"run": {"precision": "fp16"}}))
+
+
+def test_profiles_once_and_says_what_was_chosen_why_and_how_to_keep_it(made: Made) -> None:
+    said: list[str] = []
+    layout = layout_of(resolved(), said.append)
+    assert sorted(made) == [(1, 2), (2, 1)], "two ranks of a thread, and one process with two"
+    assert len(said) == 1 and "profiling" in said[0]
+    line = layout_line(layout)
+    assert (str(layout.plan.mode), layout.plan.shape, layout.threads) == ("dp", "2", 1)
+    assert "dp on 2 CPU ranks" in line and "measured here" in line and "one process would reach" in line
+    assert line.endswith("--device cpu --precision fp32 --mode dp --placement 0:0-1 --batch 32 --microbatches 2")
+    assert layout.interval is not None and layout.prediction is not None
+    assert layout.interval.low < layout.prediction.images_per_second < layout.interval.high
+    assert layout_line(layout_of(resolved(), said.append)) == line
+    assert len(made) == 2 and len(said) == 1, "the second time both are in the cache"
+
+
+def test_gpus_that_sum_gradients_through_the_host_get_the_plan_that_is_fastest_there(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_gpus(monkeypatch, 8, 8, 8, 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 3090")
+    monkeypatch.setattr(profiles, "import_this_machine", lambda options: None)
+    monkeypatch.setattr(profiles, "checked_toml", lambda machine: "")
+    monkeypatch.setattr(profiles, "open_cluster", lambda path: open_cluster("rtx-2080ti-4"))
+    monkeypatch.setattr(layouts, "num_devices", lambda device: 4)
+    config = resolved(batch=128)
+    layout = layout_of(config)
+    assert (config.run.device, config.run.precision, made) == ("cuda", "bf16", [(1, 1)])
+    assert layout.searched is not None and len(layout.searched.asked.setting.cluster.devices) == 4
+    assert layout.plan.is_synchronous and "--device cuda --precision bf16" in layout_line(layout)
+
+
+def test_weights_lag_only_where_that_was_asked_for(made: Made) -> None:
+    assert layout_of(resolved()).plan.is_synchronous
+    assert {str(c.plan.mode) for c in candidates(resolved())} == {"dp", "sync"}
+    assert "stale" in {str(c.plan.mode) for c in candidates(resolved(mode="stale"))}
+    assert "stale" in {str(c.plan.mode) for c in candidates(resolved(staleness=1))}
+    assert {str(c.plan.mode) for c in candidates(resolved(mode="dp"))} == {"dp"}
+
+
+def candidates(config: Config) -> tuple[Any, ...]:
+    searched = layout_of(config).searched
+    assert searched is not None
+    return searched.choice.candidates
+
+
+def test_what_needs_no_search_has_none(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = trace_model(MODEL)
+    short = find_layout(resolved(), traced.chain.example.form, traced.chain.units, 2, lambda line: None)
+    emulated = make_config({"model": {"name": MODEL}, "plan": {"batch": 32}, "run": {"emulate": True}})
+    alone = layout_of(with_devices(emulated))
+    monkeypatch.setattr(layouts, "num_devices", lambda device: 1)
+    single = layout_of(resolved(), always=True)
+    assert {layout.plan.world for layout in (short, alone, single)} == {1} and not made
+    assert "not worth a profile" in layout_line(short) and "one core" in layout_line(single)
+
+
+def test_a_model_that_no_profile_can_call_is_trained_by_one_process(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*given: Any) -> Profile:
+        raise UserError("a profile is of a model with one input")
+
+    monkeypatch.setattr(profiles, "measure_profile", refused)
+    layout = layout_of(resolved())
+    assert (layout.plan.world, layout.threads) == (1, 2) and "one input" in layout_line(layout)
+
+
+def test_explain_prints_the_candidates_and_trains_nothing(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = prints(capsys, "train", "--batch", "32", "--steps", "1", "--explain", "--runs", str(tmp_path / "runs"))
+    assert "dp 2" in printed and "sync 1-1" in printed and "--placement 0:0-1" in printed
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_resumed_run_has_the_layout_that_was_chosen_and_searches_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_gpus(monkeypatch)
+    first = {"checkpoint": {"every": 1}, "run": {"steps": 1, "emulate": True, "runs": str(tmp_path)}}
+    folder = run(make_config({"plan": {"batch": 8}}, first)).folder
+    kept = read_toml(str(folder / "config.toml"))
+    assert (kept["plan"]["placement"], kept["plan"]["mode"], kept["run"]["device"]) == ("0:0", "dp", "cpu")
+    assert folder.name.endswith("-dp-1"), "one stage is never stale"
+
+    def searched(*given: Any, **more: Any) -> None:
+        raise AssertionError("a resumed run has a layout")
+
+    monkeypatch.setattr(preparing, "find_layout", searched)
+    from_there = {"plan": kept["plan"], "run": kept["run"] | {"steps": 2, "resume": str(folder)}}
+    assert run(make_config(first, from_there, given=())).summary["batches"] == 2
+
+
+def test_classes_and_the_batch_are_those_of_the_data(tmp_path: Path) -> None:
+    file = tmp_path / "data.safetensors"
+    save_file({"images": torch.zeros(20, 3, 32, 32), "labels": torch.arange(20) % 3}, file)
+    warnings: list[str] = []
+    said: list[str] = []
+    common = {
+        "data": {"source": f"tensors:{file}"},
+        "run": {"steps": 1, "emulate": True, "device": "cpu", "runs": str(tmp_path)},
+    }
+    job = prepare(make_config(common), warnings.append, note=said.append).job
+    assert (job.config.model.classes, job.plan.batch) == (3, 8) and not warnings
+    assert "3 classes" in said[0] and "batch 8" in said[0]
+    prepare(make_config(common, {"model": {"classes": 10}}), warnings.append)
+    assert len(warnings) == 1 and "10 outputs" in warnings[0] and "3 classes" in warnings[0]
+    with pytest.raises(UserError, match="labels up to 2 but the model has 2 outputs"):
+        prepare(make_config(common, {"model": {"classes": 2}}))
+
+
+def test_stages_need_a_placement(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--cut classifier.*--placement is auto"):
+        prepare(make_config({"plan": {"cut": "classifier"}, "run": {"steps": 1, "runs": str(tmp_path)}}))
+    with pytest.raises(UserError, match=r"--nodes names 10\.0\.0\.1"):
+        prepare(make_config({"nodes": {"list": "10.0.0.1,10.0.0.2"}, "run": {"runs": str(tmp_path)}}))
