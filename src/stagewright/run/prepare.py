@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,21 +23,17 @@ from torch import nn
 
 from stagewright.cluster.topology import ANYWHERE, Cluster
 from stagewright.config.groups import Group
-from stagewright.config.sections import AUTO, DEFAULT_BATCH, MOST_STEPS, Config, PlanConfig
-from stagewright.data.datasets import list_classes, names_images
-from stagewright.data.decode import Decoder
+from stagewright.config.sections import MOST_STEPS, Config, PlanConfig
 from stagewright.data.order import Indices, Order
-from stagewright.data.sources import Fields, ImageSource, Source, cast
+from stagewright.data.sources import Fields, Source, cast
 from stagewright.errors import UserError, counted, did_you_mean, first_line, within_memory
 from stagewright.events import Score
-from stagewright.hardware.devices import num_devices, with_devices
+from stagewright.hardware.devices import with_devices
 from stagewright.hardware.host import num_cores
 from stagewright.metrics import Criterion, metric_values
 from stagewright.model.call import Form, Inputs
-from stagewright.model.configured import Task, saved_weights, suited_model
 from stagewright.model.cut import Chain, Piece, Way, tied_parameters
-from stagewright.model.libraries import Package, package_of
-from stagewright.model.load import find_entry, start_model
+from stagewright.model.load import start_model
 from stagewright.model.loss import IGNORED, Loss, LossOptions, Measured, Watched, logits_of
 from stagewright.model.probe import Given, Measure, Probe, probe
 from stagewright.model.prove import SAMPLES, Proof, first_proven, keeps_state, prove
@@ -50,11 +46,11 @@ from stagewright.planning.compare import Interval
 from stagewright.planning.predict import Prediction, predict
 from stagewright.planning.setting import memory_setting, planning_setting, prediction_setting
 from stagewright.planning.simulate import balanced_costs
-from stagewright.planning.traced import trace_model
+from stagewright.run.defaults import COUNTED, is_open, resolve_model, with_sizes, with_split
 from stagewright.run.export import rehearse
 from stagewright.run.folder import WEIGHTS_FILE, new_folder
 from stagewright.run.groups import resolve_groups
-from stagewright.run.plan import USUAL_SAMPLES, Layout, find_layout, layout_line, one_device
+from stagewright.run.plan import Layout, find_layout, layout_line, one_device
 from stagewright.run.resume import (
     Resume,
     find_checkpoint,
@@ -78,13 +74,6 @@ from stagewright.schedule.check import check
 
 _MPS_FOLDER = "/tmp/nvidia-mps"
 _MOST_EVALUATIONS = 10**6
-_LEAST_BATCHES = 8  # of an epoch, where the batch was not given
-_USUAL_STEPS = 100  # that few images are trained for, where neither steps nor epochs were given
-_LEAST_SIDE, _SIDE_STEP = 64, 32  # of images that are smaller than the model's
-_MOST_SEEN = 16  # images that are decoded to know their size
-_SPLITS = ("val", "valid", "validation", "test")  # folders beside train/, the first that there is is evaluated on
-_OF_CLASSES = ("folder", "tar", "ofrecord")  # data with one class per sample
-_COUNTED = (*_OF_CLASSES, "table", "tensors", "segmentation")  # data that knows all its classes
 Note = Callable[[str], None]  # tells the user something that is no warning
 
 
@@ -152,7 +141,7 @@ def prepare(
             require_model(resume, chain.model, training.reached)
         return _Planned(chain, resolved, plan, proof, batches, start, pauses, exports, training, evaluation)
 
-    layout = _layout(opened, world, note) if _is_open(config) else None
+    layout = _layout(opened, world, note) if is_open(config) else None
     made, layout = _attempted(attempt, config, layout, warn)
     if layout is not None:
         note(layout_line(layout))
@@ -229,26 +218,21 @@ def _open(config: Config, warn: Warn, note: Note, *, is_scripted: bool) -> _Open
     load_metrics(config.run.metrics)  # reports an unknown one at once
     criterion_of(config)  # so does this
     assumed: list[str] = []
-    config = resolve_model(_with_split(config, assumed), warn, assumed)
+    config = resolve_model(with_split(config, assumed), warn, assumed)
     task, chain, weights = _open_task(config)
     groups = resolve_groups(chain.model, config.optimizer)
     resume = find_checkpoint(config.run.resume) if config.run.resume else None
     config = replace(config, run=replace(config.run, resume=None))
     if not is_scripted:
-        config = _with_sizes(config, len(task.source), assumed)
+        config = with_sizes(config, len(task.source), assumed)
     if assumed:
         note(f"assumed: {'; '.join(assumed)}")
-    threads = config.run.threads if config.run.threads or _is_open(config) else 1
+    threads = config.run.threads if config.run.threads or is_open(config) else 1
     config = replace(config, run=replace(config.run, threads=threads))
     steps = None if is_scripted or config.plan.batch is None else config.run.steps
     if steps is None and not is_scripted and config.plan.batch is not None:
         steps = (config.run.epochs or 1) * (len(task.source) // config.plan.batch)
     return _Opened(config, task, chain, weights, groups, resume, steps)
-
-
-def _is_open(config: Config) -> bool:
-    """Whether the placement is left to the planner."""
-    return config.plan.placement == AUTO and config.plan.file is None
 
 
 def _layout(opened: _Opened, world: int | None, note: Note, *, always: bool = False) -> Layout:
@@ -289,7 +273,7 @@ def with_layout(config: Config, layout: Layout) -> Config:
 
 def explained(config: Config, warn: Warn, note: Note) -> Layout:
     """The layout that a run would have, with every candidate; nothing is trained."""
-    if not _is_open(config):
+    if not is_open(config):
         raise UserError(
             f"--explain shows what --placement auto chooses from, but the placement is "
             f"{config.plan.file or config.plan.placement}; leave it out"
@@ -299,7 +283,7 @@ def explained(config: Config, warn: Warn, note: Note) -> Layout:
 
 def planned(config: Config, warn: Warn, note: Note) -> Config:
     """The configuration of a script with the layout that auto comes to; the script's own loop trains it."""
-    if not _is_open(config):
+    if not is_open(config):
         return config
     opened = _open(config, warn, note, is_scripted=True)
     layout = _layout(opened, None, note)
@@ -526,124 +510,6 @@ def _require_all_machines(config: Config, cluster: Cluster, plan: Plan) -> None:
         )
 
 
-def _with_split(config: Config, assumed: list[str]) -> Config:
-    """The configuration whose folder of images has train/ and val/ as two sets of data, not as two classes."""
-    kind, _, where = config.data.source.partition(":")
-    found: set[str] = set()
-    with suppress(OSError):  # reported when it is opened
-        found = set(list_classes(Path(where))) if kind == "folder" and where else found
-        if not list_classes(Path(where) / "train"):
-            found = set()
-    if "train" not in found or not found <= {"train", *_SPLITS}:
-        return config
-    data = replace(config.data, source=f"folder:{Path(where) / 'train'}")
-    held = next((name for name in _SPLITS if name in found), None)
-    words = f"trains on {Path(where) / 'train'}"
-    if data.val is None and held is not None:
-        data = replace(data, val=f"folder:{Path(where) / held}")
-        words += f", evaluates on {held}"
-    assumed.append(words)
-    return replace(config, data=data)
-
-
-def _with_sizes(config: Config, samples: int, assumed: list[str]) -> Config:
-    """The configuration with a batch and a number of epochs that suit its data, where these are left open."""
-    plan, run, is_real = config.plan, config.run, config.data.source != "synthetic"
-    if plan.file is not None:
-        return config  # it has its own batch
-    if plan.batch is None:
-        is_wide = _is_open(config) and run.device == "cuda" and not run.emulate
-        usual = max(DEFAULT_BATCH, USUAL_SAMPLES * num_devices("cuda")) if is_wide else DEFAULT_BATCH
-        most = max(samples // _LEAST_BATCHES, min(samples, _LEAST_BATCHES))
-        batch = usual if usual <= most else 1 << (most.bit_length() - 1)
-        count = plan.microbatches or 1
-        plan = replace(plan, batch=count * max(1, batch // count))
-        if is_real:
-            assumed.append(f"batch {plan.batch}")
-    if run.steps is None and run.epochs is None and names_images(config.data.source):
-        epochs = -(-_USUAL_STEPS // max(1, samples // (plan.batch or 1)))
-        if epochs > 1:
-            run = replace(run, epochs=epochs)
-            assumed.append(f"{epochs} epochs")
-    return replace(config, plan=plan, run=run)
-
-
-def resolve_model(config: Config, warn: Warn = lambda warning: None, assumed: list[str] | None = None) -> Config:
-    """Fill in what a model's name tells: classes, image size, normalization, and the weights beside its configuration.
-
-    Classes are the data's where it knows them, and images as large as the data's where these are smaller than the
-    model's; what was filled in from the data is added to `assumed`. Of any other model there are 10 classes and images
-    of side 32.
-    """
-    assumed = [] if assumed is None else assumed
-    data, name = config.data, config.model.name
-    if package_of(name) is Package.TRANSFORMERS and (task := _task_of(config)) is not None:
-        name = suited_model(name, task)
-        if name != config.model.name:
-            warn(f"the data has {task}, so {name.rpartition('@')[2]} is trained; choose by {config.model.name}@CLASS")
-    entry, init = find_entry(name, data.image), config.model.init or saved_weights(name)
-    source = _glance(config) if data.source.partition(":")[0] in _COUNTED and config.run.resume is None else None
-    classes = config.model.classes or (entry.classes if entry else 10)
-    takes_classes = entry is None or (entry.has_classes and saved_weights(name) is None)
-    if config.model.classes is None and takes_classes and source is not None and source.classes:
-        classes = max(2, source.classes) if config.loss.name in ("auto", "cross-entropy") else classes
-        assumed.append(f"{classes} classes")
-    if data.image is None and init is None and isinstance(source, ImageSource) and entry is not None:
-        side = _side_of(name, classes, entry.image, source)
-        if side < entry.image:
-            data = replace(data, image=side)
-            assumed.append(f"images of side {side}, as they are small (the model's is {entry.image})")
-    if entry is not None and not entry.has_classes and classes != entry.classes:
-        raise UserError(
-            f"--classes {classes} changes nothing with {name}, which has {entry.classes} outputs, its vocabulary; "
-            "leave it out"
-        )
-    if data.normalize == "auto" and any(map(names_images, filter(None, (data.source, data.val)))):
-        data = replace(data, normalize=entry.normalize if entry else "imagenet")
-    model = replace(config.model, name=name, classes=classes, init=init)
-    return replace(config, model=model, data=replace(data, image=data.image or (entry.image if entry else 32)))
-
-
-def _glance(config: Config) -> Source:
-    """The training data before there is a model, to know what it has."""
-    data = config.data
-    data = replace(data, normalize="imagenet", image=data.image or 32, decode="cpu", cutout=0)
-    return open_data(replace(config, model=replace(config.model, classes=1), data=data), config.data.source)
-
-
-def _side_of(name: str, classes: int, side: int, source: ImageSource) -> int:
-    """The side that a zoo model gets its images in: its own, or a smaller one where the images are and it takes it."""
-    if ":" in name:
-        return side
-    decoder = Decoder()
-    spread = np.linspace(0, len(source) - 1, min(_MOST_SEEN, len(source))).astype(int)
-    largest = max(max(source.first_good(int(index), decoder)[1].shape[:2]) for index in spread)
-    smaller = max(_LEAST_SIDE, -(-largest // _SIDE_STEP) * _SIDE_STEP)
-    if smaller >= side:
-        return side
-    try:
-        trace_model(name, classes, smaller)
-    except UserError:
-        return side
-    return int(smaller)
-
-
-def _task_of(config: Config) -> Task | None:
-    """What data and loss ask of a model, where that is clear before there is a model."""
-    kind, loss = config.data.source.partition(":")[0], config.loss.name
-    if loss == "next-token" or (loss == "auto" and kind == "tokens"):
-        return Task.NEXT_TOKEN
-    if loss not in ("auto", "cross-entropy") or kind == "synthetic":
-        return None
-    if kind not in _OF_CLASSES:
-        source = _glance(config)
-        fields = source.batch(np.arange(1))
-        targets = [fields[name] for name in source.targets]
-        if not targets or targets[0].dim() != 1 or targets[0].is_floating_point():
-            return None
-    return Task.CLASSES
-
-
 def _num_batches(config: Config, order: Order) -> int:
     """How many batches to train, from --steps or --epochs."""
     epochs = 1 if config.run.epochs is None else config.run.epochs
@@ -766,7 +632,7 @@ def _require_classes(options: LossOptions, logits: tuple[int, ...], *sources: tu
 def _warn_about_classes(config: Config, task: _Task, logits: tuple[int, ...], warn: Warn) -> None:
     """Warn where the model has outputs for classes that the data does not have."""
     text, found = config.data.source, task.source.classes
-    if task.loss.name == "cross-entropy" and text.partition(":")[0] in _COUNTED and 1 < found < logits[1]:
+    if task.loss.name == "cross-entropy" and text.partition(":")[0] in COUNTED and 1 < found < logits[1]:
         advice = f"--classes {found} would fit" if ":" not in config.model.name else "the others are never right"
         warn(f"the model has {logits[1]} outputs but data {text} has {found} classes; {advice}")
 

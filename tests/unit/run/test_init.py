@@ -12,15 +12,18 @@ from safetensors.torch import load_file
 
 import stagewright
 from stagewright.cli.main import main
+from stagewright.config.sections import Config
 from stagewright.config.toml import make_config
 from stagewright.errors import UserError
 from stagewright.model.libraries import is_installed
-from stagewright.run.prepare import prepare, resolve_model
+from stagewright.run.defaults import resolve_model
+from stagewright.run.prepare import prepare
 from stagewright.runtime.checkpoint.folder import checkpoints_folder
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.emulate import Emulation
 from tests.commands import fails
 from tests.keeping import same_bits
+from tests.pictures import jpeg, make_folder
 
 OPTIONS: dict[str, Any] = {
     "image": 8, "classes": 7, "samples": 64, "batch": 16, "placement": "0:0-1.0:2", "cut": "head", "mode": "stale",
@@ -132,20 +135,19 @@ def test_wrong_options_are_one_line(options: list[str], pieces: list[str], capsy
     assert all(piece in line for piece in pieces)
 
 
-def test_names_of_packages_resolve_size_classes_and_normalization() -> None:
+def test_names_of_packages_resolve_size_classes_and_normalization(tmp_path: Path) -> None:
     if not is_installed("timm"):
         pytest.skip("timm is not installed")
-    images = {"source": "folder:photos"}
-    given = make_config({"model": {"name": "timm:test_vit"}, "data": images})
-    config = resolve_model(given)
-    assert (config.data.image, config.model.classes) == (160, 1000)
+    assert (resolve("timm:test_vit").data.image, resolve("timm:test_vit").model.classes) == (160, 1000)
+    images = {"source": make_folder(tmp_path, {f"{name}/0.jpg": jpeg(0, 200, 200) for name in "abc"})}
+    config = resolve("timm:test_vit", data=images)
+    assert (config.data.image, config.model.classes) == (160, 3)  # of the data
     assert config.data.normalize == "127.5,127.5,127.5/127.5,127.5,127.5"
-    asked = make_config(
-        {"model": {"name": "timm:test_vit", "classes": 5}, "data": {**images, "image": 64, "normalize": "published"}},
-        given=(),
-    )
-    config = resolve_model(asked)
+    config = resolve("timm:test_vit", {"classes": 5}, {**images, "image": 64, "normalize": "published"})
     assert (config.data.image, config.model.classes, config.data.normalize) == (64, 5, "published")
-    zoo = resolve_model(make_config({"model": {"name": "resnet8"}, "data": images}))
-    assert (zoo.data.image, zoo.model.classes, zoo.data.normalize) == (32, 10, "imagenet")
-    assert resolve_model(make_config({"model": {"name": "resnet8"}})).data.normalize == "auto"  # nothing to normalize
+    assert resolve("resnet8", data=images).data.normalize == "imagenet"
+    assert resolve("resnet8").data.normalize == "auto"  # nothing to normalize
+
+
+def resolve(name: str, model: dict[str, Any] | None = None, data: dict[str, Any] | None = None) -> Config:
+    return resolve_model(make_config({"model": {"name": name, **(model or {})}, "data": data or {}}, given=()))
