@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from stagewright.cli.config import read_layers
 from stagewright.config.toml import make_config
 from stagewright.errors import RunFailed, UserError, counted
 from stagewright.metrics import format_metric, metric_label, speed_words
-from stagewright.report.live.terminal import PipeSafeConsole, say
+from stagewright.report.live.progress import ProgressLine
+from stagewright.report.live.terminal import open_console, say
 from stagewright.run.report import make_page, write_page
 from stagewright.run.resume import resumed_config
 from stagewright.run.script import OPTIONS
@@ -27,9 +27,10 @@ from stagewright.run.train import run as train
 
 def run(parsed: argparse.Namespace) -> None:
     """Train, then print where the results are."""
-    console = PipeSafeConsole(stderr=parsed.json)
+    console = open_console(stderr=parsed.json)
     layers, given = read_layers(parsed)
-    result = train(resumed_config(*layers, given=given), console)
+    with ProgressLine() as progress:
+        result = train(resumed_config(*layers, given=given), console, progress=progress)
     if "rank" in result.summary:
         return  # rank 0 prints
     if parsed.json:
@@ -105,7 +106,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 def run_demo(parsed: argparse.Namespace) -> None:
     """Train twice, print both results, and write a page that compares them."""
-    console = Console()
+    console = open_console()
     results = {name: train(make_config(COMMON, {"plan": plan}), console) for name, plan in PLANS.items()}
     console.print()
     console.print(_table(results))

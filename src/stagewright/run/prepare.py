@@ -38,7 +38,7 @@ from stagewright.model.loss import IGNORED, Loss, LossOptions, Measured, Watched
 from stagewright.model.probe import Given, Measure, Probe, probe
 from stagewright.model.prove import SAMPLES, Proof, first_proven, keeps_state, prove
 from stagewright.model.weights import Start, count_frozen
-from stagewright.objects import load_callable
+from stagewright.objects import MODULE, load_callable
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
 from stagewright.planning.build import Warn, build_plan, resolved_options, warn_about_lag, with_agreement
@@ -104,6 +104,7 @@ class _Task:
 def prepare(
     config: Config,
     warn: Warn = lambda warning: None,
+    progress: Callable[[str], None] = lambda text: None,
     *,
     is_host: bool = True,
     world: int | None = None,
@@ -123,12 +124,14 @@ def prepare(
     load_metrics(config.run.metrics)  # reports an unknown one at once
     criterion_of(config)  # so does this
     config = resolve_model(config, warn)
-    task, chain, weights = _open_task(config)
+    task, chain, weights = _open_task(config, progress)
     groups = resolve_groups(chain.model, config.optimizer)
     resume = find_checkpoint(config.run.resume) if config.run.resume else None
     config = replace(config, run=replace(config.run, resume=None))
     cluster = cluster_of(config) if world is None else ANYWHERE  # the launcher has chosen the machines
+    progress("making the plan and proving its cut")
     chain, config, plan, proof = _proven_plan(config, chain, cluster, resume, warn)
+    progress("trying the stages on a few samples")
     _require_ranks(config, plan, world, warn)
     order = Order(len(task.source), plan.batch, config.run.seed, config.data.shuffle)
     batches = MOST_STEPS if is_scripted else _num_batches(config, order)
@@ -173,12 +176,14 @@ def prepare(
     return Prepared(job, prediction)
 
 
-def _open_task(config: Config) -> tuple[_Task, Chain, Start | None]:
+def _open_task(config: Config, progress: Callable[[str], None]) -> tuple[_Task, Chain, Start | None]:
     """Open the data and build the model, traced on a few samples; with where its first weights came from."""
     precision = make_precision(config.run.precision, config.run.device)
     with within_memory(**_asked(config), samples=config.data.samples):
+        progress(f"opening {config.data.source}")
         source = open_data(config, config.data.source)
         val = open_data(config, config.data.val) if config.data.val else source
+        progress(f"building and tracing {config.model.name.removeprefix(MODULE)}")
         model, weights = start_model(
             config.model.name,
             config.run.seed,
