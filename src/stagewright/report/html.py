@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from itertools import pairwise
+from urllib.parse import quote
 
 from stagewright.report.charts import (
     KINDS,
@@ -161,9 +162,12 @@ def _table(table: Table, name: str = "") -> str:
     head = "".join(
         f'<th scope="col"{kind}>{escape(column)}</th>' for column, kind in zip(table.columns, kinds, strict=True)
     )
+    lines = [[escape(cell) for cell in row] for row in table.rows]
+    for line, link in zip(lines, table.links, strict=False):
+        line[0] = f'<a href="{escape(quote(link))}">{line[0]}</a>'
     rows = "".join(
-        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
-        for row in table.rows
+        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(line, kinds, strict=True)) + "</tr>"
+        for line in lines
     )
     note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
     label = f' id="{name}"' if name else ""

@@ -22,6 +22,7 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+    links: tuple[str, ...] = ()  # where the first cell of each row leads, on a page that a server shows
 
 
 @dataclass(frozen=True, slots=True)
