@@ -69,10 +69,20 @@ ALLOWED: dict[str, set[str]] = {
     "bench.models": BENCH,
     "api": {*BELOW_RUN, "run", "cli.parser", "data.formats"},
     "integrations": {"errors", "api", "model", "run", "runtime.script"},
-    "cli": {*BENCH, "bench.peers", "bench.micro", "bench.learning", "bench.models", "hardware.doctor", "data.formats"},
+    "cli.command": {"errors", "config"},
+    "cli": {
+        *BENCH,
+        "cli.command",
+        "bench.peers",
+        "bench.micro",
+        "bench.learning",
+        "bench.models",
+        "hardware.doctor",
+        "data.formats",
+    },
 }
 # Modules that import less than their folder.
-ALONE = {"plan.plan": {"cluster", "errors"}, "profile.profile": {"errors", "files"}, "run.folder": {"errors"}}
+ALONE = {"plan.plan": {"cluster", "errors"}, "profile.profile": {"errors", "files"}, "run.folder": {"errors", "files"}}
 WITH_TORCH = {
     *("api", "model", "data", "runtime", "run", "bench", "integrations"),
     *(
@@ -95,6 +105,7 @@ WITHOUT_TORCH = {
     "planning.build",
     "cli.cluster",
     "cli.main",
+    "cli.command",
     "cli.parser",
     "cli.runs",
     "cli.schedule",
