@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 _MOST_STAGES_NAMED = 3
 _EVALUATES = (Op.FORWARD, Op.RECV_ACT, Op.SEND_ACT)  # what ranks do while they evaluate
 _BETWEEN_READS = 0.005  # seconds
+_POLL_LIST = 5.0  # of the list of runs, whose sizes take longer to add up
 _POLL = 2.0  # seconds between updates of a live page
 
 
@@ -206,7 +207,7 @@ def _shape(folder: Path) -> str:
 def runs_page(runs: Path, path: str) -> str | None:
     """What a server of all runs shows: their list, or below it by its id the page of one; None for another path."""
     if path == "/":
-        return as_html(listing_page(select(list_runs(runs), (), "started"), f"{runs}/"), poll=_POLL)
+        return as_html(listing_page(select(list_runs(runs), (), "started"), f"{runs}/"), poll=_POLL_LIST)
     known = {f"/{quote(folder.name)}/": folder for folder in all_runs(runs)}
     return live_page(known[path]) if path in known else None
 
