@@ -14,6 +14,7 @@ from stagewright.errors import RunFailed
 from stagewright.run.folder import failure_recorded, find_in_run, find_run, run_lock
 from tests.commands import fails, prints, prints_in_terminal
 from tests.made_runs import make_run
+from tests.models import CLASSES, SIDE
 
 
 @pytest.fixture
@@ -49,6 +50,18 @@ def test_lists_sorts_and_filters(runs: Path, capsys: pytest.CaptureFixture[str])
     assert "unknown key 'modell'; did you mean 'model'?" in fails(capsys, "runs", "--filter", "modell=x")
     with run_lock(runs / "20260202-b"):
         assert listed(capsys, "--filter", "state=running") == ["b"]
+
+
+def test_a_run_that_fails_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = f"train --model tests.models:plain --classes {CLASSES} --image {SIDE} --batch 8 --emulate --steps 4"
+    with pytest.raises(SystemExit):
+        main([*words.split(), "--placement", "0:0", "--mode", "dp", "--lr", "1e30"])
+    error = capsys.readouterr().err
+    (run,) = json.loads(prints(capsys, "runs", "--json"))["runs"]
+    assert run["state"] == "failed" and run["fault"] and run["fault"] in error
 
 
 def test_a_terminal_gets_the_columns_that_fit_and_a_pipe_all(
