@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from stagewright.cli.main import main
@@ -15,6 +17,16 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert ended.value.code == 2
     assert captured.err.count("\n") == 1 and "Traceback" not in captured.err
     return captured.err
+
+
+def prints_in_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int, *arguments: str
+) -> str:
+    """What a command prints in a terminal of so many columns, without styles."""
+    with monkeypatch.context() as patch:
+        for name, value in {"TTY_COMPATIBLE": "1", "TERM": "xterm", "COLUMNS": str(columns)}.items():
+            patch.setenv(name, value)
+        return re.sub(r"\x1b\[[0-9;]*m", "", prints(capsys, *arguments))
 
 
 def prints(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,9 +125,19 @@ def filled(words: list[str]) -> list[str]:
     return found
 
 
-def differs(expected: list[str], printed: str) -> str | None:
-    """The first expected line that is not where it should be; `...` matches any lines."""
-    lines, position, may_skip = [line.rstrip() for line in printed.splitlines()], 0, False
+def differs(expected: list[str], printed: str, columns: str = "") -> str | None:
+    """The first expected line that is not where it should be; `...` matches any lines.
+
+    A pipe gets lines whole. The documentation may show them as a terminal of `columns` wraps them, between words.
+    """
+    if columns and _differs(expected, printed.splitlines()) is None:
+        return None
+    wide = (textwrap.wrap(line, int(columns or 10**6), break_on_hyphens=False) for line in printed.splitlines())
+    return _differs(expected, [line for lines in wide for line in lines or [""]])
+
+
+def _differs(expected: list[str], printed: list[str]) -> str | None:
+    lines, position, may_skip = [line.rstrip() for line in printed], 0, False
     for line in expected:
         if line.strip() == "...":
             may_skip = True

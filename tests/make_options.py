@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from stagewright.cli.options import Taken
+from stagewright.cli.command.options import Taken
 from stagewright.cli.parser import COMMANDS
 
 FILE = Path(__file__).parents[1] / "src/stagewright/api/options.py"

@@ -20,7 +20,7 @@ from stagewright.report.html import as_html
 from stagewright.report.live.serve import PageServer
 from stagewright.report.page import Page, Pipeline, Table
 from stagewright.run.folder import run_lock
-from stagewright.run.report import live_page, make_page, write_page
+from stagewright.run.report import live_page, make_page, runs_page, write_page
 from tests.browser.conftest import Opened
 from tests.made_runs import append, make_run, steps, timeline, usage
 from tests.unit.report.test_html import EVIL, whole
@@ -328,7 +328,7 @@ def test_ten_thousand_bars_make_a_small_page_and_are_all_drawn(tmp_path: Path, v
 
 def test_a_served_page_updates_with_the_run(tmp_path: Path, visit: Visit) -> None:
     folder = make_run(tmp_path / "run", steps(5), is_finished=False)
-    with PageServer(0, lambda: live_page(folder)) as server:
+    with PageServer(0, lambda path: live_page(folder)) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -347,6 +347,27 @@ def test_a_served_page_updates_with_the_run(tmp_path: Path, visit: Visit) -> Non
                 assert path_of(figure(opened, "Loss"), 0).count("L") == 8, "of the new steps"
             opened.page.get_by_role("heading", name="Now").wait_for(state="detached")
             assert set(opened.requests) == {server.url} and opened.messages == []
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_the_list_of_runs_follows_them_and_leads_to_each(tmp_path: Path, visit: Visit) -> None:
+    folder = make_run(tmp_path / "runs" / "20260101-120000-vgg-small-stale-2-1", steps(5), is_finished=False)
+    with PageServer(0, lambda path: runs_page(tmp_path / "runs", path)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            for scheme in ("light", "dark"):
+                opened = visit(server.url, width=390, scheme=scheme)
+                assert opened.page.evaluate("document.documentElement.scrollWidth") <= 390
+            opened.page.get_by_role("cell", name="stopped").wait_for()
+            with run_lock(folder):
+                opened.page.get_by_role("cell", name="running").wait_for()
+            opened.page.get_by_role("link", name=folder.name).click()
+            opened.page.get_by_role("heading", name="vgg-small, stale 2-1").wait_for()
+            assert {url.removeprefix(server.url) for url in opened.requests} == {"", f"{folder.name}/"}
+            assert opened.messages == []
         finally:
             server.shutdown()
             thread.join()

@@ -25,8 +25,8 @@ from torch import nn
 import stagewright
 from stagewright import __main__ as entry
 from stagewright.bench.learning.runs import DIVERGED
+from stagewright.cli.command.options import OPTIONS
 from stagewright.cli.main import main
-from stagewright.cli.options import OPTIONS
 from stagewright.config.toml import make_config
 from stagewright.errors import UserError
 from stagewright.events import Record, Step

@@ -58,7 +58,7 @@ def run_here(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
         except SystemExit as error:
             assert not error.code, f"{block}: {' '.join(words)}: {capsys.readouterr().err}"
         printed = capsys.readouterr().out
-        missing = differs(expected, printed)
+        missing = differs(expected, printed, block.columns)
         assert missing is None, f"{block}: {' '.join(words)} does not print {missing!r} there, but:\n{printed}"
 
 
@@ -86,7 +86,7 @@ def test_nightly_commands_of_the_documentation_work(file: Path, tmp_path: Path) 
                     [*program, text], cwd=work, env=environment | columns, capture_output=True, text=True, timeout=1800
                 )
                 assert done.returncode == 0, f"{block}:\n{text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-                missing = differs(expected, done.stdout)
+                missing = differs(expected, done.stdout, block.columns)
                 assert missing is None, f"{block}: {text} does not print {missing!r} there, but:\n{done.stdout}"
 
 

@@ -29,7 +29,7 @@ from stagewright.bench.learning.runs import earlier_runs
 from stagewright.bench.learning.trials import StudyOptions, TrialRun, open_study, trial_runs_of
 from stagewright.bench.suite import SuiteOptions, configurations_of, read_suite
 from stagewright.cli import main as cli
-from stagewright.cli.parser import one_line
+from stagewright.cli.command.command import one_line
 from stagewright.cluster.catalog import open_cluster
 from stagewright.cluster.placement import parse_placement
 from stagewright.cluster.topology import Cluster, Machine

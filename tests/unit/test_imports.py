@@ -61,18 +61,29 @@ ALLOWED: dict[str, set[str]] = {
     "hardware.doctor": {*BASICS, "cluster", "hardware", "runtime.multinode", "runtime.process"},
     "report": BASICS,
     "report.live": {*BASICS, "report"},
-    "run": {*BELOW_RUN, "data.formats"},
+    "run": {*BELOW_RUN, "run.observe", "data.formats"},
+    "run.observe": BELOW_RUN,
     "bench": {*BELOW_RUN, "run"},
     "bench.peers": BENCH,
-    "bench.micro": {*BENCH, "bench.models", "data.formats"},
+    "bench.micro": {*BENCH, "run.observe", "bench.models", "data.formats"},
     "bench.learning": {*BENCH, "data.formats.tokens"},
     "bench.models": BENCH,
-    "api": {*BELOW_RUN, "run", "cli.parser", "data.formats"},
+    "api": {*BELOW_RUN, "run", "run.observe", "cli.parser", "data.formats"},
     "integrations": {"errors", "api", "model", "run", "runtime.script"},
-    "cli": {*BENCH, "bench.peers", "bench.micro", "bench.learning", "bench.models", "hardware.doctor", "data.formats"},
+    "cli.command": {"errors", "config"},
+    "cli": {
+        *BENCH,
+        "cli.command",
+        "bench.peers",
+        "bench.micro",
+        "bench.learning",
+        "bench.models",
+        "hardware.doctor",
+        "data.formats",
+    },
 }
 # Modules that import less than their folder.
-ALONE = {"plan.plan": {"cluster", "errors"}, "profile.profile": {"errors", "files"}, "run.folder": {"errors"}}
+ALONE = {"plan.plan": {"cluster", "errors"}, "profile.profile": {"errors", "files"}, "run.folder": {"errors", "files"}}
 WITH_TORCH = {
     *("api", "model", "data", "runtime", "run", "bench", "integrations"),
     *(
@@ -96,6 +107,7 @@ WITHOUT_TORCH = {
     "planning.build",
     "cli.cluster",
     "cli.main",
+    "cli.command",
     "cli.parser",
     "cli.runs",
     "cli.schedule",

@@ -20,7 +20,7 @@ from stagewright.errors import UserError, did_you_mean
 from stagewright.plan.plan import Plan
 from stagewright.planning.planner import Choice
 from stagewright.profile.profile import Profile
-from stagewright.run.observe import Callback
+from stagewright.run.observe.monitor import Callback
 from stagewright.run.resume import resumed_config
 from stagewright.run.train import Result, run
 

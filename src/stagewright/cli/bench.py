@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from stagewright.bench.learning.pages import describe_study, show_study
 from stagewright.bench.learning.study import run_study
 from stagewright.bench.learning.trials import StudyOptions
@@ -32,7 +30,8 @@ from stagewright.bench.suite import REPEATS, SuiteOptions, read_suite, shipped_n
 from stagewright.cluster.catalog import open_cluster
 from stagewright.config.toml import parse_assignment
 from stagewright.errors import UserError, counted, did_you_mean
-from stagewright.report.live.terminal import ProgressLine, say
+from stagewright.report.live.progress import ProgressLine
+from stagewright.report.live.terminal import open_console, say
 
 Measure = Callable[[Path, Keep, ProgressLine], Outcome]
 _PARTS: dict[str, Callable[[Callable[[str], None]], Outcome]] = {
@@ -202,17 +201,17 @@ def run_measure(
     row: str | None = None,
 ) -> None:
     """Measure into a folder, print the tables or one JSON object, and fail at the end if a configuration failed."""
-    with ProgressLine(name) as progress:
+    with ProgressLine(name, patience=0) as progress:
         outcome, folder = run_to_folder(
             name, runs, command, lambda logs, keep: measure(logs, keep, progress), anonymise=anonymise
         )
     if as_json:
         print(json.dumps(asdict(outcome) | {"folder": str(folder)}))
     else:
-        show(Console(), outcome, folder)
+        show(open_console(), outcome, folder)
     if row is not None:
         appended = counted(published.append_rows(outcome, row), "row")
-        say(Console(stderr=True), f"{appended} appended to {row}")
+        say(open_console(stderr=True), f"{appended} appended to {row}")
     if failed := [one for one in outcome.rows if one.kind == "failed"]:
         first, count = failed[0], f"{len(failed)} of {len(outcome.rows)} configurations"
         raise UserError(f"{count} failed, first {first.group}, {first.label}: {first.reason}; the rest is in {folder}")
@@ -234,7 +233,7 @@ def _run_rows(request: Request) -> None:
     if request.as_json:
         print(json.dumps(published.as_json(rows, skipped)))
     else:
-        published.show_rows(Console(), rows, skipped)
+        published.show_rows(open_console(), rows, skipped)
 
 
 def _suite_options(request: Request) -> SuiteOptions:
@@ -268,25 +267,25 @@ def _run_study(request: Request) -> None:
         request.overrides,
         request.reuse,
     )
-    with ProgressLine(request.suite) as progress:
+    with ProgressLine(request.suite, patience=0) as progress:
         study, folder = run_study(
             options, request.runs, request.command, anonymise=request.anonymise, progress=progress
         )
     if request.as_json:
         print(json.dumps(describe_study(study) | {"folder": str(folder)}))
     else:
-        show_study(Console(), study, folder)
+        show_study(open_console(), study, folder)
 
 
 def _try_models(request: Request) -> None:
     """Cut, prove and train models of libraries, and compare with plain PyTorch."""
     entries = select(request.only, quick=request.quick)
-    with ProgressLine(request.suite) as progress:
+    with ProgressLine(request.suite, patience=0) as progress:
         tries = try_models(entries, progress)
     if request.as_json:
         print(json.dumps(as_json(tries)))
     else:
-        show_tries(Console(), tries)
+        show_tries(open_console(), tries)
     if wrong := [tried for tried in tries.models if tried.largest is not None and not tried.is_equal]:
         raise UserError(
             f"{len(wrong)} of {len(tries.models)} models differ from plain PyTorch, first {wrong[0].name} "

@@ -10,6 +10,7 @@ from typing import Any
 
 from stagewright.errors import UserError
 from stagewright.metrics import MIB
+from stagewright.report.live.progress import ProgressLine
 from stagewright.report.live.terminal import print_lines
 from stagewright.run.export import export_checkpoint
 from stagewright.run.resume import BEST, find_checkpoint, named_folder
@@ -77,7 +78,8 @@ def run_verify(parsed: argparse.Namespace) -> None:
     for folder in _folders(parsed.path):
         try:
             checkpoint = open_checkpoint(folder)
-            checkpoint.verify()
+            with ProgressLine(f"reading {folder}"):
+                checkpoint.verify()
             whole.append(checkpoint.batch)
         except CheckpointGone:
             gone.append(int(folder.name))
@@ -95,7 +97,8 @@ def run_verify(parsed: argparse.Namespace) -> None:
 def run_export(parsed: argparse.Namespace) -> None:
     """Write the weights of a checkpoint as one safetensors file."""
     checkpoint = find_checkpoint(f"{parsed.path}/{BEST}" if parsed.best else parsed.path).checkpoint
-    path = export_checkpoint(checkpoint, Path(parsed.target), parsed.weights)
+    with ProgressLine(f"writing {parsed.target}"):
+        path = export_checkpoint(checkpoint, Path(parsed.target), parsed.weights)
     if parsed.json:
         print(json.dumps({"file": str(path), "batch": checkpoint.batch, "checkpoint": str(checkpoint.folder)}))
     else:

@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from stagewright.cluster.catalog import shipped
@@ -24,7 +23,7 @@ from stagewright.errors import UserError
 from stagewright.files import write_text
 from stagewright.hardware.cluster_file import ImportOptions, checked_toml, import_texts, import_this_machine
 from stagewright.metrics import GIB
-from stagewright.report.live.terminal import plain_table, print_lines
+from stagewright.report.live.terminal import open_console, plain_table, print_lines
 
 _DEVICE_COLUMNS = ("device", "GiB", "GB/s", "fp32 T", "fp16 T", "W", "USD", "calibrated")
 _CLUSTER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -69,7 +68,7 @@ def run_list(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps({"clusters": clusters, "devices": devices, "links": links}))
         return
-    console = Console()
+    console = open_console()
     console.print(_clusters_table(clusters))
     console.print()
     console.print(_devices_table(devices))

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from rich.console import Console
 
 from stagewright.bench.compare import Comparison, compare, describe
 from stagewright.bench.pages import format_figure, format_span
-from stagewright.report.live.terminal import plain_table, say
+from stagewright.report.live.terminal import open_console, plain_table, say
+from stagewright.run.folder import find_run
 
 
 def run_compare(parsed: argparse.Namespace) -> None:
-    comparison = compare(Path(parsed.first), Path(parsed.second))
+    comparison = compare(find_run(parsed.first), find_run(parsed.second))
     if parsed.json:
         print(json.dumps(describe(comparison)))
     else:
-        show_comparison(Console(), comparison)
+        show_comparison(open_console(), comparison)
 
 
 def show_comparison(console: Console, comparison: Comparison) -> None:

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from stagewright.data.convert import convert
@@ -21,7 +20,8 @@ from stagewright.data.segmentation import open_segmentation
 from stagewright.data.sources import ImageOptions, with_transforms
 from stagewright.data.survey import Survey, draw_sheet, survey
 from stagewright.errors import UserError, counted
-from stagewright.report.live.terminal import print_lines
+from stagewright.report.live.progress import ProgressLine
+from stagewright.report.live.terminal import open_console, print_lines
 
 _TEXT = "text:"
 _PER_PART = 5000  # records of a part or shard
@@ -128,9 +128,13 @@ def _size(records: int, classes: int) -> str:
 
 @contextmanager
 def _progress(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """A progress bar on a terminal, nothing elsewhere; yields the function that takes the count."""
-    console = Console(stderr=True)
+    """A progress bar on a terminal, else a line where it takes long; yields the function that takes the count."""
+    console = open_console(stderr=True)
+    if not console.is_terminal:
+        with ProgressLine(what):
+            yield lambda done: None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(what, total=total)
         yield lambda done: progress.update(task, completed=done)

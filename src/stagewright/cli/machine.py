@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.status import Status
 
 from stagewright.bench.micro.selftest import Check, State, find_machine, run_checks, usual_effort
 from stagewright.errors import UserError, counted
 from stagewright.hardware.doctor.check import check_machine, show
 from stagewright.hardware.environment import read_environment
 from stagewright.metrics import MIB
-from stagewright.report.live.terminal import ProgressLine, plain, plain_table, print_lines, say
+from stagewright.report.live.progress import ProgressLine
+from stagewright.report.live.terminal import open_console, plain, plain_table, print_lines, say
 from stagewright.run.inspect import Inspection, inspect_model
 from stagewright.run.profile import import_profile, measure_profile
 
@@ -33,23 +33,23 @@ _WAYS = {
 
 
 def run_doctor(parsed: argparse.Namespace) -> None:
-    with Console(stderr=True).status("checking") as status:
-        found = check_machine(parsed.data, measures=not parsed.fast, progress=_progress(status))
+    with ProgressLine("checking this machine") as progress:
+        found = check_machine(parsed.data, measures=not parsed.fast, progress=progress)
     if parsed.json:
         print(json.dumps(found.describe()))
     else:
-        show(Console(), found)
+        show(open_console(), found)
 
 
 def run_selftest(parsed: argparse.Namespace) -> None:
     machine = find_machine(share_gpu=parsed.share_gpu)
-    with ProgressLine("selftest") as progress:
+    with ProgressLine("selftest", patience=0) as progress:
         checks = list(run_checks(machine, usual_effort(machine), parsed.minutes, parsed.row, progress))
     if parsed.json:
         about = {"machine": asdict(machine), "environment": dict(read_environment().rows())}
         print(json.dumps(about | {"checks": [{"part": c.part, "name": c.name, **asdict(c.found)} for c in checks]}))
     else:
-        show_checks(Console(), checks)
+        show_checks(open_console(), checks)
     if failed := [check for check in checks if check.found.state is State.FAILED]:
         first = f"{failed[0].part}, {failed[0].name}: {failed[0].found.line}"
         raise UserError(f"{len(failed)} of {len(checks)} checks failed, first {first}")
@@ -68,19 +68,15 @@ def show_checks(console: Console, checks: Sequence[Check]) -> None:
     console.print(table)
 
 
-def _progress(status: Status) -> Callable[[str], None]:
-    return lambda text: status.update(plain(text))
-
-
 def run_profile(parsed: argparse.Namespace) -> None:
-    with Console(stderr=True).status("profiling") as status:
-        profile = import_profile(parsed) if parsed.pipedream else measure_profile(parsed, _progress(status))
+    with ProgressLine(f"profiling {parsed.model}") as progress:
+        profile = import_profile(parsed) if parsed.pipedream else measure_profile(parsed, progress)
     if parsed.output:
         profile.write(parsed.output)
     if parsed.json:
         print(json.dumps(asdict(profile)))
         return
-    show_profile(Console(), profile)
+    show_profile(open_console(), profile)
     if parsed.output:
         print_lines(f"written to {parsed.output}")
 
@@ -116,7 +112,7 @@ def show_profile(console: Console, profile: Any) -> None:
 
 
 def run_inspect(parsed: argparse.Namespace) -> None:
-    with Console(stderr=True).status(f"tracing and proving {parsed.model}"):
+    with ProgressLine(f"tracing {parsed.model} and proving its cut"):
         found = inspect_model(
             parsed.model,
             classes=parsed.classes,
@@ -132,7 +128,7 @@ def run_inspect(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps(asdict(found)))
     else:
-        show_inspection(Console(), found)
+        show_inspection(open_console(), found)
 
 
 def show_inspection(console: Console, found: Inspection) -> None:

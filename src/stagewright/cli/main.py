@@ -17,12 +17,15 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from stagewright.cli.parser import USER_ERROR, make_parser, one_line
+from stagewright.cli.command.command import USER_ERROR, Parser, one_line
+from stagewright.cli.parser import make_parser
 from stagewright.errors import DISK_FULL, RunFailed, UserError
 from stagewright.hardware.versions import untested_versions
+from stagewright.report.live.progress import ProgressLine
 from stagewright.run.folder import is_run, newest
 
 _SEPARATOR = re.compile(r"(--[^=]*=|-\w=?)--")
+_TAG = re.compile(r"\+|-[^-]")
 _COMPUTED = ("simulate", "value", "schedule", "cluster list")  # commands that only compute; so does plan --cluster
 
 
@@ -32,8 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # file names and files may hold what is no text
     parser = make_parser()
-    arguments, rest = _split(sys.argv[1:] if arguments is None else arguments)
+    arguments, rest = _split(_with_action(sys.argv[1:] if arguments is None else arguments))
+    if not arguments:
+        sys.stdout.write(parser.screen())
+        sys.exit(USER_ERROR)
     _require_usable(parser, arguments)
+    _require_known(parser, arguments)
     parsed, unknown = parser.parse_known_args(arguments)
     parsed.rest = rest
     if unknown:
@@ -47,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _require_linux(parsed)
             for line in untested_versions():
                 sys.stderr.write(f"warning: {line}\n")
-            _handler(parsed.command.run)(parsed)
+            with ProgressLine(f"loading stagewright {parsed.command.name}"):
+                handler = _handler(parsed.command.run)
+            handler(parsed)
     except (UserError, RunFailed) as error:
         _fail(str(error))
     except KeyboardInterrupt as error:
@@ -62,8 +71,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(f"{error.filename}: {error.strerror}; give another path")
 
 
+def _with_action(arguments: Sequence[str]) -> Sequence[str]:
+    """`runs` alone lists runs."""
+    is_bare = list(arguments[:1]) == ["runs"] and (len(arguments) == 1 or arguments[1].startswith("-"))
+    asks_for_help = bool({"-h", "--help", "--help-all"} & set(arguments[1:2]))
+    return ["runs", "list", *arguments[1:]] if is_bare and not asks_for_help else arguments
+
+
 def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """The arguments of the command, and those behind `--`, which are of the script that `run` runs."""
+    """The arguments of the command, and those of something else.
+
+    Behind `--` they are of the script that `run` runs; of `runs tag`, +TAG and -TAG would look like options.
+    """
+    if list(arguments[:2]) == ["runs", "tag"]:
+        tags = [word for word in arguments[2:] if _TAG.match(word) and word != "-h"]
+        return [word for word in arguments if word not in tags], tags
     if not arguments or arguments[0] != "run" or "--" not in arguments:
         return arguments, ()
     place = list(arguments).index("--")
@@ -82,6 +104,21 @@ def _require_linux(parsed: argparse.Namespace) -> None:
         f"stagewright {name} needs Linux and this is {shown}: ranks rely on its signals, sockets and /proc; {instead} "
         "(docs/install.md)"
     )
+
+
+def _require_known(parser: Parser, arguments: Sequence[str]) -> None:
+    """An error about a command, an action or an option that there is not, before one about what is missing."""
+    words = list(arguments)
+    for what in ("command", "action"):
+        if not parser.parsers:
+            break
+        if not words or words[0].startswith("-"):
+            break
+        parser.require_name(words[0], what)
+        parser = parser.parsers[words.pop(0)]
+    for word in words[:1] if parser.parsers else words:
+        if word.startswith("--") and word != "--" and word.partition("=")[0] not in parser.flags:
+            parser.refuse_option(word)
 
 
 def _require_usable(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:

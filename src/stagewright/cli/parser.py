@@ -1,30 +1,27 @@
 """Every command: its options, its arguments and the function that runs it, without importing any of them.
 
-A `Command` names the function that runs it, such as `plan:run`: `main` imports it once the command line is parsed. That
-is the one lazy import of the package: `stagewright --help` starts without torch, numpy or pydantic. The options are in
-`options`; bounds and rules hold for every command, before it runs.
+`command` says what a command is; its options are in `command/options`. Bounds and rules hold for every command, before
+it runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
-from argparse import ArgumentParser
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from stagewright import __version__
-from stagewright.cli.options import Taken, take, take_sections
-from stagewright.config.rules import check_rules
-from stagewright.config.sections import RENAMED
-from stagewright.errors import UserError, did_you_mean, printable
+from stagewright.cli.command.command import MODEL, RUN, Argument, Command, Parser
+from stagewright.cli.command.options import Taken, take, take_sections
+from stagewright.cli.command.screen import first_screen
+from stagewright.errors import UserError, did_you_mean
 
-USER_ERROR = 2  # the exit code of every error that a user can fix
-_MOST_SHOWN = 800  # characters of an error
-_RENAMED_FLAGS = {f"--{old.partition('.')[2]}": f"--{new.partition('.')[2]}" for old, new in RENAMED.items()}
 _PRECISIONS = "fp64, fp32, ieee, tf32, bf16, fp16"
 _GROUPS = {  # the help and the description of commands that have actions
+    "runs": (
+        "list runs; name, tag and delete them",
+        "List the runs in a folder, newest first; name, tag and delete them. Without an action: list.",
+    ),
     "checkpoint": (
         "list, show, verify and export checkpoints",
         "List, show, verify and export the checkpoints of a run.",
@@ -38,6 +35,22 @@ _GROUPS = {  # the help and the description of commands that have actions
         "List the clusters, devices and links that the planner knows, or describe a machine in a file.",
     ),
 }
+AREAS = {  # of the first screen, with the commands of each
+    "train": "train run demo",
+    "plan": "plan simulate value schedule inspect",
+    "look at runs": "runs watch report compare checkpoint",
+    "measure": "doctor selftest profile bench",
+    "set up": "data cluster completion",
+}
+_USAGE = "stagewright COMMAND [options]"
+_EXAMPLES = (
+    "demo",
+    "train --model resnet18 --data folder:pictures --epochs 10",
+    "plan resnet50 --cluster titan-v-8 --batch 256",
+    "watch last",
+    "report last",
+    "runs --sort speed --filter model=resnet18",
+)
 _SUITES = """suites of configurations, measured in turns; all leave a folder with reports:
   quick       small VGG on CPU, two ranks, under two minutes
   stages      dp, sync, stale and pipedream: VGG-16, AlexNet, ResNet-50
@@ -52,98 +65,6 @@ comparisons with stock PyTorch:
   overhead, peers, gpu, transformers, shared
 parts of Stagewright:
   published, planner, own, checkpoint, monitor, data"""
-
-
-def one_line(message: str) -> str:
-    """A message as one readable line, without control characters that a terminal would obey."""
-    line = " ".join(message.split())
-    if len(line) > _MOST_SHOWN:
-        line = f"{line[: _MOST_SHOWN // 2]} ... {line[-_MOST_SHOWN // 2 :]}"
-    return printable(line)
-
-
-class _Parser(ArgumentParser):
-    """Reports errors in one line; takes options only in full, never abbreviated."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**(options | {"allow_abbrev": False}))
-        self.set_defaults(parser=self)  # the parser of the command, which `main` asks about unknown options
-        self.flags = ["--help"]
-
-    def refuse_option(self, flag: str) -> NoReturn:
-        """End with an error about an option that this command does not have; suggest the nearest that it has."""
-        name = flag.partition("=")[0]
-        if (new := _RENAMED_FLAGS.get(name)) in self.flags:
-            self.error(f"option {name} is now {new}")
-        near = difflib.get_close_matches(name, self.flags, 1)
-        self.error(f"unknown option {name}" + (f", did you mean {near[0]}?" if near else ""))
-
-    def error(self, message: str) -> NoReturn:
-        help = "" if message.endswith("?") else f"; see {self.prog} --help"
-        self.exit(USER_ERROR, f"{self.prog}: {one_line(message)}{help}\n")
-
-
-@dataclass(frozen=True, slots=True)
-class Argument:
-    """A positional argument of a command."""
-
-    name: str
-    metavar: str
-    help: str
-    count: str | None = None  # argparse's nargs
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A command, or an action of a group of commands."""
-
-    name: str  # of an action: with its group, such as "data index"
-    run: str  # the function that runs it, as "module:function"
-    help: str
-    description: str = ""  # if empty: the help
-    usage: str = ""  # what precedes the options in its usage
-    arguments: tuple[Argument, ...] = ()
-    options: tuple[Taken, ...] = ()
-    epilog: str = ""
-    has_json: bool = True
-
-    @property
-    def takes(self) -> tuple[Taken, ...]:
-        """All options."""
-        return (*self.options, *(take("--json") if self.has_json else ()))
-
-    def add_to(self, commands: Any) -> None:
-        """Add this command to what `add_subparsers` returned."""
-        parser = commands.add_parser(
-            self.name.split()[-1],
-            help=self.help,
-            usage=" ".join(filter(None, ("stagewright", self.name, self.usage, "[options]" * bool(self.takes)))),
-            description=self.description or f"{self.help[0].upper()}{self.help[1:]}.",
-            epilog=self.epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter if self.epilog else argparse.HelpFormatter,
-        )
-        parser.set_defaults(command=self)
-        for argument in self.arguments:
-            parser.add_argument(argument.name, metavar=argument.metavar, help=argument.help, nargs=argument.count)
-        groups: dict[str, Any] = {"": parser}
-        for option in self.takes:
-            if option.group not in groups:
-                groups[option.group] = parser.add_argument_group(option.group)
-            option.add_to(groups[option.group])
-            parser.flags += option.flags
-
-    def complete(self, parsed: argparse.Namespace) -> None:
-        """Fill in the defaults of options that were not given, and check bounds and rules.
-
-        Options of a configuration stay as they were given: it has their defaults, and checks them with its files.
-        """
-        own = [option for option in self.takes if option.dest != option.key]
-        given = {option.flag for option in own if option.dest in parsed}
-        for option in own:
-            if option.flag not in given:
-                setattr(parsed, option.dest, [] if option.is_repeated else option.default)
-            option.check(getattr(parsed, option.dest))
-        check_rules({option.flag: getattr(parsed, option.dest) for option in own}, given, self.name)
 
 
 def completed(name: str, given: Mapping[str, Any]) -> argparse.Namespace:
@@ -165,15 +86,11 @@ def completed(name: str, given: Mapping[str, Any]) -> argparse.Namespace:
     return parsed
 
 
-def make_parser() -> ArgumentParser:
+def make_parser() -> Parser:
     """The parser of the whole command line."""
-    parser = _Parser(
-        prog="stagewright",
-        usage="stagewright COMMAND [options]",
-        description="Plan, run and measure training over unequal pipeline stages.",
-        epilog="stagewright COMMAND --help shows the options of a command.",
-    )
-    parser.add_argument("--version", action="version", version=f"stagewright {__version__}")
+    parser = Parser(prog="stagewright", usage=_USAGE)
+    parser.screen = lambda: first_screen(_USAGE, _areas(), _EXAMPLES)
+    parser.add_argument("--version", action="version", version=f"stagewright {__version__}", help=argparse.SUPPRESS)
     parser.flags += ["--version"]
     groups: dict[str, Any] = {}
     groups[""] = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", prog=parser.prog)
@@ -181,12 +98,18 @@ def make_parser() -> ArgumentParser:
         name = command.name.rpartition(" ")[0]
         if name not in groups:
             help, description = _GROUPS[name]
-            group = groups[""].add_parser(
+            parser.parsers[name] = group = groups[""].add_parser(
                 name, help=help, usage=f"stagewright {name} ACTION [options]", description=description
             )
             groups[name] = group.add_subparsers(title="actions", required=True, metavar="ACTION", prog=group.prog)
-        command.add_to(groups[name])
+        command.add_to(groups[name], parser.parsers[name] if name else parser)
     return parser
+
+
+def _areas() -> dict[str, dict[str, str]]:
+    """The help of every command, by area."""
+    helps = {command.name: command.help for command in COMMANDS} | {name: help for name, (help, _) in _GROUPS.items()}
+    return {area: {name: helps[name] for name in names.split()} for area, names in AREAS.items()}
 
 
 def _setting(**of_cluster: Any) -> tuple[Taken, ...]:
@@ -208,8 +131,12 @@ _CONFIGURED = (*take("--config"), *take("--set", is_repeated=True))
 _EXPLAIN = take(
     "--explain", type=bool, default=False, metavar="", help="show what --placement auto chooses from, and train nothing"
 )
-_MODEL = Argument("model", "MODEL", "a zoo name, timm:NAME, torchvision:NAME, hf:CONFIG, or package.module:factory")
-_RUN = Argument("path", "RUN", "a run folder, or one of its checkpoints")
+_FOLDER = take("--runs")
+_MODEL = Argument(
+    "model", "MODEL", "a zoo name, timm:NAME, torchvision:NAME, hf:CONFIG, or package.module:factory", kind=MODEL
+)
+_NAMED = "a run: its name or id in runs/, the beginning of one, 'last', or a path"
+_RUN = Argument("path", "RUN", "a run by name, id or path; RUN/best; or one of its checkpoints", kind=RUN)
 _DATA = "folder:DIR, tar:GLOB, ofrecord:DIR, or a path"
 _SHEET_SIDE = {"least": 0, "most": 2048}  # pixels of a sample; 0: the default
 _RECORDS = Argument("path", "PATH", _DATA)
@@ -287,6 +214,12 @@ COMMANDS = (
             *take("--minutes"),
             *take("--explain"),
         ),
+        first="--cluster --devices --batch --precision --mode --profile --output --report --try --explain --json",
+        examples=(
+            "plan resnet50",
+            "plan vgg16 --cluster rtx-4090-4 --batch 256 -o plan.json",
+            "plan resnet50 --try 3",
+        ),
     ),
     Command(
         *("simulate", "simulate:run", "predict the speed and memory of a plan on a cluster"),
@@ -305,11 +238,24 @@ COMMANDS = (
             *take("--plan", help="a plan file, instead of the options above"),
             *take("--trace --report"),
         ),
+        first="--cluster --devices --batch --precision --mode --placement --cut --microbatches --plan --report --json",
+        examples=(
+            "simulate vgg16 --cluster titan-v-8 --batch 256",
+            "simulate vgg16 --cluster titan-v-8 --placement 0:0-6.0:7",
+        ),
     ),
     Command(
         *("train", "train:run", "train a model over stages"),
         "Train a model over stages. Every option is also a key of a TOML file for --config.",
         options=(*_CONFIGURED, *_EXPLAIN, *take_sections()),
+        first="--model --data --val --epochs --steps --batch --lr --device --precision --placement --mode --plan "
+        "--checkpoint-every --resume --config --runs --explain",
+        examples=(
+            "train --model resnet18 --data folder:pictures --epochs 10",
+            "train --model vgg16 --placement 0:0-2.0:3 --mode stale --batch 256",
+            "train --plan plan.json --data folder:pictures",
+            "train --resume last --epochs 20",
+        ),
     ),
     Command(
         *("run", "train:run_script", "run a script whose stagewright.Engine trains over stages"),
@@ -317,20 +263,57 @@ COMMANDS = (
         arguments=(Argument("script", "SCRIPT", "a Python file; its own arguments follow --"),),
         options=(*_CONFIGURED, *take_sections("plan", "checkpoint", "run", "nodes")),
         has_json=False,
+        first="--placement --mode --batch --microbatches --plan --device --precision --checkpoint-every --resume "
+        "--config --runs",
+        examples=("run train.py --placement 0:0.0:1 --batch 64", "run train.py --device cuda -- --lr 0.1"),
     ),
     Command(
         *("watch", "runs:run_watch", "follow a run in the terminal, or in a browser with --serve"),
         "Follow a run until it ends: as a live screen in a terminal, as lines anywhere else.",
         "[RUN]",
-        (Argument("folder", "RUN", "a run folder (default: the newest in runs/)", "?"),),
+        (Argument("folder", "RUN", f"{_NAMED} (default: the newest; of --serve: all)", "?", RUN),),
         (*take("--once"), *take("--serve", bare=0)),
+        examples=("watch", "watch baseline --once", "watch --serve 8000"),
     ),
     Command(
         *("report", "runs:run_report", "write the report of a run, or one that compares several"),
         "Write report.html (one file, works offline) and report.md of a run, or of several side by side.",
         "RUN... [-o FILE]",
-        (Argument("runs", "RUN", "run folders", "+"),),
+        (Argument("runs", "RUN", _NAMED, "+", RUN),),
         take("--output", short="-o", help="the .html file (default: in the run folder; for several, in .)"),
+        examples=("report last", "report baseline wider -o both.html"),
+    ),
+    Command(
+        *("runs list", "runs:run_list", "list runs, newest first, with their disk use"),
+        options=(
+            *take("--sort", choices=("started", "name", "model", "state", "speed", "metric", "size"), metavar=""),
+            *take("--filter", is_repeated=True, default=None),
+            *_FOLDER,
+        ),
+        examples=("runs", "runs --sort size", "runs --filter model=vgg16 --filter state=finished"),
+    ),
+    Command(
+        *("runs name", "runs:run_name", "give a run a name"),
+        "Give a run a name that commands take in its place; '' takes it away. Its folder keeps its id.",
+        "RUN NAME",
+        (Argument("run", "RUN", _NAMED, kind=RUN), Argument("name", "NAME", "1 to 64 of a-z, A-Z, 0-9, . _ -")),
+        _FOLDER,
+        examples=("runs name last baseline", "runs name baseline ''"),
+    ),
+    Command(
+        *("runs tag", "runs:run_tag", "add tags to a run, or remove some"),
+        usage="RUN [+TAG ...] [-TAG ...]",
+        arguments=(Argument("run", "RUN", _NAMED, kind=RUN),),
+        options=_FOLDER,
+        examples=("runs tag last +paper +vgg", "runs tag baseline -paper"),
+    ),
+    Command(
+        *("runs delete", "runs:run_delete", "delete runs and all that is in their folders"),
+        "Delete runs and all that is in their folders, checkpoints too. It asks first, and refuses runs in training.",
+        "RUN...",
+        (Argument("run", "RUN", _NAMED, "+", RUN),),
+        (*take("--yes"), *_FOLDER),
+        examples=("runs delete 20260314-0926", "runs delete baseline wider --yes"),
     ),
     Command(
         *("checkpoint list", "checkpoint:run_list", "list the checkpoints of a run"), usage="RUN", arguments=(_RUN,)
@@ -348,7 +331,7 @@ COMMANDS = (
         "Write the weights as one safetensors file that the plain model loads.",
         "RUN FILE",
         (
-            Argument("path", "RUN", "a run folder (its newest checkpoint), RUN/best, or one checkpoint"),
+            Argument("path", "RUN", "a run (its newest checkpoint), RUN/best, or one checkpoint", kind=RUN),
             Argument("target", "FILE", "the .safetensors file to write"),
         ),
         (
@@ -363,6 +346,11 @@ COMMANDS = (
             *_CONFIGURED,
             *take_sections("plan"),
             *take("--batches --forward --backward --transfer --programs"),
+        ),
+        first="--placement --mode --batch --microbatches --batches --forward --backward --programs --config",
+        examples=(
+            "schedule --placement 0:0.0:1 --mode sync",
+            "schedule --placement 0:0-2.0:3 --mode stale --programs",
         ),
     ),
     Command(
@@ -429,6 +417,8 @@ COMMANDS = (
             *take("--reuse", group="learning", is_repeated=True),
         ),
         _SUITES,
+        first="--repeats --steps --only --data --set --simulate --cluster --runs --json",
+        examples=("bench quick", "bench stages --repeats 5", "bench stages --simulate --cluster titan-v-8"),
     ),
     Command(
         *("compare", "compare:run_compare", "say whether two runs or two benches differ in speed"),
@@ -436,8 +426,8 @@ COMMANDS = (
         "why they can't be compared.",
         "A B",
         (
-            Argument("first", "A", "a run folder or a bench folder"),
-            Argument("second", "B", "another folder of the same kind"),
+            Argument("first", "A", "a run by name, id or path, or a bench folder", kind=RUN),
+            Argument("second", "B", "another one of the same kind", kind=RUN),
         ),
     ),
     Command(
@@ -450,6 +440,11 @@ COMMANDS = (
             *take("--batch", default=256),
             *take("--price", is_repeated=True),
             *take("--kwh"),
+        ),
+        first="--cluster --devices --precision --batch --price --kwh --json",
+        examples=(
+            "value resnet50 --cluster rtx-4090-4 --cluster titan-v-8",
+            "value vgg16 --cluster rtx-4090-4 --kwh 0.3",
         ),
     ),
     Command(
@@ -472,6 +467,18 @@ COMMANDS = (
                 help="the catalog's name of the GPUs (default: by theirs)",
             ),
             *take("--gpus --pcie --cores --count --network"),
+        ),
+    ),
+    Command(
+        *("completion", "completion:run", "print a script that completes commands in a shell"),
+        "Print a script by which bash, zsh or fish complete commands, options, their choices, models and runs.",
+        "SHELL",
+        (Argument("shell", "SHELL", "bash, zsh or fish", choices=("bash", "zsh", "fish")),),
+        has_json=False,
+        examples=(
+            "completion bash > ~/.stagewright.bash  # source it in ~/.bashrc",
+            "completion zsh > ~/.zfunc/_stagewright  # a folder of $fpath",
+            "completion fish > ~/.config/fish/completions/stagewright.fish",
         ),
     ),
     Command(

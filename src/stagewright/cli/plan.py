@@ -35,7 +35,8 @@ from stagewright.planning.compare import Comparison, compare, interval, setting_
 from stagewright.planning.planner import Choice, choose, explain
 from stagewright.planning.predict import IMAGENET, link_use, predict, stage_costs
 from stagewright.planning.traced import rate_of
-from stagewright.report.live.terminal import plain_table, say
+from stagewright.report.live.progress import ProgressLine
+from stagewright.report.live.terminal import open_console, plain_table, say
 from stagewright.report.page import Page, Table
 from stagewright.run.plan import Asked, Progress, ask, layout_words, read_setting, search
 from stagewright.run.report import make_prediction_page, write_page
@@ -48,9 +49,7 @@ _REST_WATTS = 150.0  # of a machine beside its cards, where nobody says
 def run(parsed: argparse.Namespace) -> None:
     if parsed.try_ and parsed.cluster is not None:
         raise UserError(f"--try trains on this machine but --cluster is {parsed.cluster}; leave --cluster out")
-    errors = Console(stderr=True)
-    with errors.status("planning") as status:
-        progress: Progress = status.update if errors.is_terminal else lambda text: None
+    with ProgressLine(f"planning {parsed.model}") as progress:
         asked = ask(parsed, progress)
         choice = search(parsed, asked, progress)
         comparison = compare(choice, asked.setting, asked.catalog, measured=asked.is_measured)
@@ -67,7 +66,7 @@ def run(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps(found))
         return
-    show(Console(), parsed, asked, choice, comparison, explained, tried)
+    show(open_console(), parsed, asked, choice, comparison, explained, tried)
 
 
 # --- Training the best few --------------------------------------------------------------------------------------------
@@ -408,17 +407,21 @@ def run_value(parsed: argparse.Namespace) -> None:
     if not parsed.cluster:
         raise UserError("no cluster: give --cluster once for each to compare")
     prices = dict(_price(text) for text in parsed.price)
-    read = [read_setting(parsed, text)[1:] for text in parsed.cluster]
-    settings = [setting for _, setting in read]
-    _require_priced(prices, settings)
-    rows = [_value_row(parsed, setting, catalog, prices) for catalog, setting in read]
+    with ProgressLine(f"reading {parsed.model}") as progress:
+        read = [read_setting(parsed, text)[1:] for text in parsed.cluster]
+        settings = [setting for _, setting in read]
+        _require_priced(prices, settings)
+        rows = []
+        for catalog, setting in read:
+            progress(f"planning {parsed.model} on {setting.cluster.name}")
+            rows.append(_value_row(parsed, setting, catalog, prices))
     even = _break_even(rows[0], rows[1]) if len(rows) == 2 else None
     note = device_note(parsed, settings)
     if parsed.json:
         found = {"model": parsed.model, "precision": parsed.precision, "clusters": rows, "calibration": note}
         print(json.dumps(found | {"kwh": parsed.kwh, "break_even": even}))
         return
-    console = Console()
+    console = open_console()
     say(console, f"{parsed.model}, {parsed.precision}, batch {parsed.batch}")
     columns = ("cluster", "plan", "lag", "images/s", "90 %", "GiB")
     table = plain_table(*columns, left=("cluster", "plan"), no_wrap={*columns} - {"plan"})

@@ -1,32 +1,46 @@
-"""`stagewright report` and `watch`: finished runs as pages, and a running one in a terminal or a browser.
+"""Commands about runs: `report` and `watch` show one, `runs` lists, names, tags and deletes them.
 
-Neither imports torch, numpy or pydantic, so that both start at once beside a run that keeps the machine busy.
+None of them imports torch, numpy or pydantic, so that they start at once beside a run that keeps the machine busy.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
 
-from stagewright.errors import UserError
+from stagewright.errors import UserError, counted, printable
+from stagewright.report.live.listing import TEXTS, format_bytes, rows, select, total_words
 from stagewright.report.live.serve import PageServer
-from stagewright.report.live.terminal import has_blocks, plain, print_lines, say
+from stagewright.report.live.terminal import drawing_width, has_blocks, open_console, plain_table, print_lines, say
 from stagewright.report.live.watch import Snapshot, Watch, as_line, as_screen
 from stagewright.report.page import Summary
-from stagewright.run.folder import is_run, newest
-from stagewright.run.report import live_page, make_page, read_rank_map, take_snapshot, write_page
+from stagewright.run.folder import (
+    LAST,
+    RUNS,
+    Label,
+    delete_run,
+    find_run,
+    is_locked,
+    is_run,
+    name_run,
+    read_label,
+    size_on_disk,
+    tag_run,
+)
+from stagewright.run.report import list_runs, live_page, make_page, read_rank_map, runs_page, take_snapshot, write_page
 
 _EVERY = 1.0  # seconds between snapshots
 
 
 def run_report(parsed: argparse.Namespace) -> None:
-    folders = [Path(text) for text in dict.fromkeys(parsed.runs)]
+    folders = list(dict.fromkeys(find_run(text) for text in parsed.runs))
     default = folders[0] / "report.html" if len(folders) == 1 else Path("comparison.html")
     target = Path(parsed.output) if parsed.output else default
     if target.suffix not in (".html", ".md", ""):
@@ -42,30 +56,29 @@ def run_report(parsed: argparse.Namespace) -> None:
     print_lines(*lines, f"report: {html}", f"as text: {markdown}")
 
 
+# --- A run while it trains --------------------------------------------------------------------------------------------
+
+
 def run_watch(parsed: argparse.Namespace) -> None:
-    folder = Path(parsed.folder) if parsed.folder else _newest()
     if parsed.serve is not None:
-        _serve(folder, parsed.serve)
+        _serve(parsed.serve, find_run(parsed.folder) if parsed.folder else None)
         return
+    folder = find_run(parsed.folder or LAST)
     watch = Watch(folder, read_rank_map(folder))
-    console = Console()
+    console = open_console()
     if parsed.json:
         print(json.dumps(take_snapshot(watch, folder).describe()))
     elif parsed.once:
         snapshot = take_snapshot(watch, folder)
-        console.print(as_screen(snapshot, console.width) if has_blocks(console) else plain(as_line(snapshot)))
+        if has_blocks(console):
+            console.print(as_screen(snapshot, drawing_width(console)))
+        else:
+            print_lines(as_line(snapshot))
     else:
         try:
             (_live if console.is_terminal and has_blocks(console) else _lines)(console, watch, folder)
         except KeyboardInterrupt:
             print_lines("stopped watching; the run continues")
-
-
-def _newest() -> Path:
-    found = [folder for folder in Path("runs").glob("*") if is_run(folder)]
-    if not found:
-        raise UserError("there are no runs in runs/; give a run folder: stagewright watch RUN")
-    return newest(found)
 
 
 def _live(console: Console, watch: Watch, folder: Path) -> None:
@@ -77,10 +90,10 @@ def _live(console: Console, watch: Watch, folder: Path) -> None:
 
 def _lines(console: Console, watch: Watch, folder: Path) -> None:
     """One line whenever there are new steps, for a pipe or a file."""
-    last: tuple[int, str] | None = None
+    last: tuple[int, str, str] | None = None
     for snapshot in _snapshots(watch, folder):
-        if (snapshot.done, snapshot.state) != last:
-            last = (snapshot.done, snapshot.state)
+        if (snapshot.done, snapshot.state, snapshot.doing) != last:
+            last = (snapshot.done, snapshot.state, snapshot.doing)
             say(console, as_line(snapshot), soft_wrap=True)
 
 
@@ -92,11 +105,95 @@ def _snapshots(watch: Watch, folder: Path) -> Iterator[Snapshot]:
     yield snapshot
 
 
-def _serve(folder: Path, port: int) -> None:
-    read_rank_map(folder)  # fails here, and not in the browser, if this is not a run
-    with PageServer(port, lambda: live_page(folder)) as server:
-        print_lines(f"{server.url} shows {folder} to browsers on this machine; Ctrl-C stops")
+def _serve(port: int, folder: Path | None) -> None:
+    """Serve the page of a run, or the list of all runs with a page for each."""
+    make: Callable[[str], str | None]
+    if folder is None:
+        what, make = f"all runs in {RUNS}/", lambda path: runs_page(Path(RUNS), path)
+    else:
+        read_rank_map(folder)  # fails here, and not in the browser, if this is not a run
+        what, make = str(folder), lambda path: live_page(folder) if path == "/" else None
+    with PageServer(port, make) as server:
+        print_lines(f"{server.url} shows {what} to browsers on this machine; Ctrl-C stops")
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            print_lines("stopped serving; the run continues")
+            print_lines("stopped serving; runs continue")
+
+
+# --- All runs ---------------------------------------------------------------------------------------------------------
+
+
+def run_list(parsed: argparse.Namespace) -> None:
+    entries = select(list_runs(Path(parsed.runs)), parsed.filter, parsed.sort)
+    if parsed.json:
+        total = sum(entry.bytes for entry in entries)
+        print(json.dumps({"runs": [entry.describe() for entry in entries], "bytes": total}))
+        return
+    if not entries:
+        why = f" with {' '.join(parsed.filter)}" if parsed.filter else "; stagewright train makes one"
+        print_lines(f"no runs in {parsed.runs}/{why}")
+        return
+    console = open_console()
+    columns, cells = rows(entries, console.width if console.is_terminal else None)
+    table = plain_table(*columns, left=TEXTS, no_wrap=columns)
+    for row in cells:
+        table.add_row(*row)
+    console.print(table)
+    print_lines(total_words(entries))
+
+
+def run_name(parsed: argparse.Namespace) -> None:
+    run = _find(parsed.run, parsed.runs)
+    _show_label(parsed, run, name_run(run, parsed.name))
+
+
+def run_tag(parsed: argparse.Namespace) -> None:
+    run = _find(parsed.run, parsed.runs)
+    added, removed = ([word[1:] for word in parsed.rest if word.startswith(sign)] for sign in "+-")
+    _show_label(parsed, run, tag_run(run, added, removed) if parsed.rest else read_label(run))
+
+
+def _show_label(parsed: argparse.Namespace, run: Path, label: Label) -> None:
+    if parsed.json:
+        print(json.dumps({"id": run.name, "name": label.name or None, "tags": list(label.tags)}))
+    else:
+        tags = f"tags {' '.join(label.tags)}" if label.tags else "no tags"
+        print_lines(f"{run.name}: {f'named {label.name}' if label.name else 'no name'}, {tags}")
+
+
+def run_delete(parsed: argparse.Namespace) -> None:
+    """Delete runs, all of them or, where one can't be deleted, none."""
+    folders = list(dict.fromkeys(_find(text, parsed.runs) for text in parsed.run))
+    for folder in folders:
+        if is_locked(folder):
+            raise UserError(f"run {folder.name} is being trained, so nothing is deleted; stop it, or leave it out")
+    size = sum(map(size_on_disk, folders))
+    what = f"{counted(len(folders), 'run')}, {format_bytes(size)}"
+    if not parsed.yes:
+        if not sys.stdin.isatty():
+            raise UserError(f"nobody can be asked whether to delete {what}; give --yes to delete without a question")
+        lines = [f"{printable(str(folder))}{_named(folder)}\n" for folder in folders]
+        sys.stderr.write(f"{''.join(lines)}delete {what}, for good? [y/N] ")
+        sys.stderr.flush()
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            print_lines("nothing is deleted")
+            return
+    for folder in folders:
+        delete_run(folder)
+    if parsed.json:
+        print(json.dumps({"deleted": [folder.name for folder in folders], "bytes": size}))
+    else:
+        print_lines(f"deleted {what}")
+
+
+def _named(folder: Path) -> str:
+    return f" ({name})" if (name := read_label(folder).name) else ""
+
+
+def _find(text: str, runs: str) -> Path:
+    """A run to change, which must be one."""
+    folder = find_run(text, Path(runs))
+    if not is_run(folder):
+        raise UserError(f"{text} is not a run folder; see stagewright runs")
+    return folder.absolute()

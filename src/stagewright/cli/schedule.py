@@ -6,8 +6,6 @@ import argparse
 import json
 from functools import partial
 
-from rich.console import Console
-
 from stagewright.cli.config import read_layers
 from stagewright.config.sections import require_within
 from stagewright.config.toml import make_config
@@ -15,7 +13,7 @@ from stagewright.errors import UserError
 from stagewright.plan.plan import Plan
 from stagewright.planning.build import build_plan, warn_about_lag, with_agreement
 from stagewright.planning.simulate import StageCosts, balanced_costs, simulate
-from stagewright.report.live.terminal import draw_timeline, has_blocks, say
+from stagewright.report.live.terminal import draw_timeline, drawing_width, has_blocks, open_console, say
 from stagewright.runtime.multinode.nodes import cluster_of
 from stagewright.schedule.check import check
 from stagewright.schedule.lower import program
@@ -29,7 +27,7 @@ def run(parsed: argparse.Namespace) -> None:
     def warn(warning: str) -> None:
         say(console, f"warning: {warning}")
 
-    console = Console(soft_wrap=True, stderr=parsed.json)
+    console = open_console(stderr=parsed.json)
     layers, given = read_layers(parsed)
     config = make_config(*layers, given=given)
     if config.run.resume is not None:
@@ -56,8 +54,8 @@ def run(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps({"plan": plan.describe(), "programs": programs, "time": timeline.end, "bubble": bubble}))
         return
-    for row in draw_timeline(timeline, plan.world, console.width, "·" if has_blocks(console) else "."):
-        console.print(row)
+    for row in draw_timeline(timeline, plan.world, drawing_width(console), "·" if has_blocks(console) else "."):
+        console.print(row, soft_wrap=True)
     say(console, f"time {timeline.end:g}, bubble {bubble:.1%} with fill and drain")
     if parsed.programs:
         console.print()

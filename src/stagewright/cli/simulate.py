@@ -16,16 +16,18 @@ from stagewright.plan.estimate import Estimate, Setting
 from stagewright.planning.compare import interval, setting_evidence
 from stagewright.planning.predict import Prediction
 from stagewright.planning.traced import rate_of
-from stagewright.report.live.terminal import plain_table, say
+from stagewright.report.live.progress import ProgressLine
+from stagewright.report.live.terminal import open_console, plain_table, say
 from stagewright.run.plan import simulate
 from stagewright.run.report import make_prediction_page, write_page
 
 
 def run(parsed: argparse.Namespace) -> None:
-    console = Console(stderr=parsed.json)
-    prediction, catalog, setting = simulate(
-        parsed, lambda warning: say(console, f"warning: {warning}"), draws=bool(parsed.trace or parsed.report)
-    )
+    console = open_console(stderr=parsed.json)
+    warnings: list[str] = []
+    with ProgressLine(f"simulating {parsed.model}"):
+        prediction, catalog, setting = simulate(parsed, warnings.append, draws=bool(parsed.trace or parsed.report))
+    say(console, *(f"warning: {warning}" for warning in warnings))
     measured = parsed.profile is not None and parsed.cluster is None
     own, evidence = (
         interval(prediction, setting, catalog, measured=measured),

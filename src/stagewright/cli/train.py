@@ -20,7 +20,8 @@ from stagewright.config.sections import Config
 from stagewright.config.toml import FIXED, make_config
 from stagewright.errors import RunFailed, UserError, counted
 from stagewright.metrics import format_metric, metric_label, speed_words
-from stagewright.report.live.terminal import PipeSafeConsole, say
+from stagewright.report.live.progress import ProgressLine
+from stagewright.report.live.terminal import open_console, say
 from stagewright.run.plan import layout_line
 from stagewright.run.prepare import explained
 from stagewright.run.report import make_page, write_page
@@ -32,13 +33,14 @@ from stagewright.run.train import run as train
 
 def run(parsed: argparse.Namespace) -> None:
     """Train, then print where the results are."""
-    console = PipeSafeConsole(stderr=parsed.json)
+    console = open_console(stderr=parsed.json)
     layers, given = read_layers(parsed)
     config = resumed_config(*layers, given=given)
     if parsed.explain:
-        _explain(config, PipeSafeConsole())
+        _explain(config, open_console())
         return
-    result = train(config, console)
+    with ProgressLine() as progress:
+        result = train(config, console, progress=progress)
     if "rank" in result.summary:
         return  # rank 0 prints
     if parsed.json:
@@ -129,7 +131,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 def run_demo(parsed: argparse.Namespace) -> None:
     """Train twice, print both results, and write a page that compares them."""
-    console = Console()
+    console = open_console()
     configs = {name: make_config(FIXED, COMMON, {"plan": plan}, given=()) for name, plan in PLANS.items()}
     results = {name: train(config, console) for name, config in configs.items()}
     console.print()

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from itertools import pairwise
+from urllib.parse import quote
 
 from stagewright.report.charts import (
     COLOURS,
@@ -202,12 +203,14 @@ def _table(table: Table, name: str = "") -> str:
     head = "".join(
         f'<th scope="col"{kind}>{escape(column)}</th>' for column, kind in zip(table.columns, kinds, strict=True)
     )
-    swatches = [_swatch(f"p{colour % COLOURS}") for colour in table.colours] or [""] * len(table.rows)
+    lines = [[escape(cell) for cell in row] for row in table.rows]
+    for line, link in zip(lines, table.links, strict=False):
+        line[0] = f'<a href="{escape(quote(link))}">{line[0]}</a>'
+    for line, colour in zip(lines, table.colours, strict=False):
+        line[0] = _swatch(f"p{colour % COLOURS}") + line[0]
     rows = "".join(
-        f"<tr><td{kinds[0]}>{swatch}{escape(row[0])}</td>"
-        + "".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(row[1:], kinds[1:], strict=True))
-        + "</tr>"
-        for row, swatch in zip(table.rows, swatches, strict=True)
+        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(line, kinds, strict=True)) + "</tr>"
+        for line in lines
     )
     note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
     label = f' id="{name}"' if name else ""

@@ -45,6 +45,7 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
     colours: tuple[int, ...] = ()  # of the rows, where they are runs
+    links: tuple[str, ...] = ()  # where the first cell of each row leads, on a page that a server shows
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from stagewright.model.loss import IGNORED, Loss, LossOptions, Measured, Watched
 from stagewright.model.probe import Given, Measure, Probe, probe
 from stagewright.model.prove import SAMPLES, Proof, first_proven, keeps_state, prove
 from stagewright.model.weights import Start, count_frozen
-from stagewright.objects import load_callable
+from stagewright.objects import MODULE, load_callable
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
 from stagewright.planning.build import Warn, build_plan, resolved_options, warn_about_lag, with_agreement
@@ -77,6 +77,10 @@ _MOST_EVALUATIONS = 10**6
 Note = Callable[[str], None]  # tells the user something that is no warning
 
 
+def _say_nothing(line: str) -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A job in a folder that exists, and the speed that its profile predicts, if it has one."""
@@ -107,12 +111,13 @@ class _Task:
 def prepare(
     config: Config,
     warn: Warn = lambda warning: None,
+    progress: Note = _say_nothing,
     *,
     is_host: bool = True,
     world: int | None = None,
     is_scripted: bool = False,
     keeps_weights: bool = False,
-    note: Note = lambda line: None,
+    note: Note = _say_nothing,
 ) -> Prepared:
     """The job of a configuration; `world` processes have been started for it, unless it is None.
 
@@ -121,12 +126,14 @@ def prepare(
     Only the host resumes in the folder of the run it resumes; other machines always get a new one. The job of a
     script's own loop has no end.
     """
-    opened = _open(config, warn, note, is_scripted=is_scripted)
+    opened = _open(config, warn, note, progress, is_scripted=is_scripted)
     config, task, resume = opened.config, opened.task, opened.resume
     cluster = cluster_of(config) if world is None else ANYWHERE  # the launcher has chosen the machines
 
     def attempt(config: Config, warn: Warn) -> _Planned:
+        progress("making the plan and proving its cut")
         chain, resolved, plan, proof = _proven_plan(config, opened.chain, cluster, resume, warn)
+        progress("trying the stages on a few samples")
         _require_ranks(resolved, plan, world, warn)
         order = Order(len(task.source), plan.batch, resolved.run.seed, resolved.data.shuffle)
         batches = MOST_STEPS if is_scripted else _num_batches(resolved, order)
@@ -210,7 +217,7 @@ class _Planned:
     evaluation: Evaluation | None
 
 
-def _open(config: Config, warn: Warn, note: Note, *, is_scripted: bool) -> _Opened:
+def _open(config: Config, warn: Warn, note: Note, progress: Note = _say_nothing, *, is_scripted: bool) -> _Opened:
     """Resolve the device, the data, the model and the batch, and open data and model."""
     config = with_devices(config)
     if not (config.run.emulate or is_scripted):  # a script makes its objects on every rank
@@ -219,7 +226,7 @@ def _open(config: Config, warn: Warn, note: Note, *, is_scripted: bool) -> _Open
     criterion_of(config)  # so does this
     assumed: list[str] = []
     config = resolve_model(with_split(config, assumed), warn, assumed)
-    task, chain, weights = _open_task(config)
+    task, chain, weights = _open_task(config, progress)
     groups = resolve_groups(chain.model, config.optimizer)
     resume = find_checkpoint(config.run.resume) if config.run.resume else None
     config = replace(config, run=replace(config.run, resume=None))
@@ -319,12 +326,14 @@ def _require_one_machine(config: Config, world: int | None) -> None:
         )
 
 
-def _open_task(config: Config) -> tuple[_Task, Chain, Start | None]:
+def _open_task(config: Config, progress: Note) -> tuple[_Task, Chain, Start | None]:
     """Open the data and build the model, traced on a few samples; with where its first weights came from."""
     precision = make_precision(config.run.precision, config.run.device)
     with within_memory(**_asked(config), samples=config.data.samples):
+        progress(f"opening {config.data.source}")
         source = open_data(config, config.data.source)
         val = open_data(config, config.data.val) if config.data.val else source
+        progress(f"building and tracing {config.model.name.removeprefix(MODULE)}")
         model, weights = start_model(
             config.model.name,
             config.run.seed,

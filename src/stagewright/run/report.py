@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from stagewright.cluster.placement import format_devices
 from stagewright.cluster.topology import Cluster, Machine
-from stagewright.errors import UserError
+from stagewright.errors import UserError, counted, printable
 from stagewright.files import read_text
 from stagewright.metrics import MIB, format_rate
 from stagewright.plan.make import read_plan
@@ -25,19 +27,24 @@ from stagewright.report.charts import format_number, format_share
 from stagewright.report.compare import comparison_page
 from stagewright.report.figures import upper_first
 from stagewright.report.html import as_html
+from stagewright.report.live.listing import Entry, listing_page, read_figures, read_state, select
 from stagewright.report.live.watch import Snapshot, Watch
 from stagewright.report.markdown import as_markdown
 from stagewright.report.page import Page, Pipeline, Stack, Stacks, Summary, Table, Tile, Tiles
-from stagewright.report.read import RankMap, Run, read_run
+from stagewright.report.read import RankMap, Run, as_number, read_object, read_plan_fields, read_run
 from stagewright.report.run import run_page
 from stagewright.report.timeline import action_words
-from stagewright.run.folder import is_locked
-from stagewright.runtime.status_file import State, read_status, status_path
+from stagewright.run.folder import all_runs, is_locked, read_fault, read_label, size_on_disk, started
+from stagewright.runtime.status_file import RankStatus, State, read_status, status_path
+from stagewright.schedule.action import TRANSFERS, Op
 
 if TYPE_CHECKING:
     from stagewright.planning.predict import Prediction  # imports torch
 
 _MOST_STAGES_NAMED = 3
+_EVALUATES = (Op.FORWARD, Op.RECV_ACT, Op.SEND_ACT)  # what ranks do while they evaluate
+_BETWEEN_READS = 0.005  # seconds
+_POLL_LIST = 5.0  # of the list of runs, whose sizes take longer to add up
 _POLL = 2.0  # seconds between updates of a live page
 
 
@@ -150,18 +157,84 @@ def _summarize_prediction(prediction: Prediction, ranks: Sequence[str]) -> Itera
 
 def take_snapshot(watch: Watch, folder: Path) -> Snapshot:
     """The state of a watched run, with the current action of each rank while it runs."""
-    is_running = is_locked(folder)
-    return watch.snapshot(is_running, current_actions(folder) if is_running else ())
+    if not is_locked(folder):
+        return watch.snapshot(False)
+    statuses = _read_statuses(folder)
+    return watch.snapshot(True, tuple(map(_action_of, statuses)), what_it_does(folder, statuses))
 
 
-def current_actions(folder: Path) -> tuple[str, ...]:
-    """The current action of each rank, from its status file."""
-    actions = []
-    for rank in range(len(read_rank_map(folder).labels)):
-        status = read_status(status_path(folder, rank), rank)
-        waits = "waits for " if status.state is State.WAITING else ""
-        actions.append(status.state.name.lower() if status.action is None else f"{waits}{status.action}")
-    return tuple(actions)
+def _read_statuses(folder: Path) -> list[RankStatus]:
+    """What every rank does; read again while all of them only transfer, which tells nothing of what the run does."""
+    ranks = range(len(read_rank_map(folder).labels))
+    for wait in (*(_BETWEEN_READS,) * 10, 0.0):
+        statuses = [read_status(status_path(folder, rank), rank) for rank in ranks]
+        actions = [status.action for status in statuses if status.action is not None]
+        if not actions or any(action.op not in TRANSFERS for action in actions):
+            break
+        time.sleep(wait)
+    return statuses
+
+
+def _action_of(status: RankStatus) -> str:
+    waits = "waits for " if status.state is State.WAITING else ""
+    return status.state.name.lower() if status.action is None else f"{waits}{status.action}"
+
+
+def what_it_does(folder: Path, statuses: Sequence[RankStatus]) -> str:
+    """What a run does now, in words: a forward without a version of the weights is one of an evaluation."""
+    if any(status.state is State.SAVING for status in statuses):
+        return "writing a checkpoint"
+    actions = [status.action for status in statuses if status.action is not None]
+    if not actions:
+        return f"starting {counted(len(statuses), 'rank')}"
+    scored = [a.microbatch for a in actions if a.op is Op.FORWARD and a.version is None and a.microbatch is not None]
+    if not scored or any(action.op not in _EVALUATES or action.version is not None for action in actions):
+        return "training"
+    plan, job = read_plan_fields(folder), read_object(folder / "job.json") or {}
+    evaluation = job.get("evaluation")
+    samples = as_number(evaluation.get("samples") if isinstance(evaluation, dict) else None)
+    per_microbatch = int(plan.get("batch") or 0) // max(1, int(plan.get("microbatches") or 1))
+    if not samples:
+        return "evaluating"
+    done = min(int(samples), (max(scored) + 1) * per_microbatch)
+    return f"evaluating {done:,} of {int(samples):,}"
+
+
+def list_runs(runs: Path) -> list[Entry]:
+    """Every run of a folder of runs, as the list of runs shows it."""
+    return [_entry(folder) for folder in all_runs(runs)]
+
+
+def _entry(folder: Path) -> Entry:
+    label, fault = read_label(folder), read_fault(folder)
+    return Entry(
+        folder,
+        label.name,
+        label.tags,
+        read_state(folder, is_running=is_locked(folder), has_failed=bool(fault)),
+        started(folder),
+        size_on_disk(folder),
+        mode=printable(str(read_plan_fields(folder).get("mode", ""))),
+        shape=_shape(folder),
+        fault=fault,
+        **read_figures(folder),
+    )
+
+
+def _shape(folder: Path) -> str:
+    """Replicas of each stage, as in 7-1; empty where the plan can't be read."""
+    try:
+        return "-".join(str(len(ranks)) for ranks in read_rank_map(folder).stages)
+    except UserError:
+        return ""
+
+
+def runs_page(runs: Path, path: str) -> str | None:
+    """What a server of all runs shows: their list, or below it by its id the page of one; None for another path."""
+    if path == "/":
+        return as_html(listing_page(select(list_runs(runs), (), "started"), f"{runs}/"), poll=_POLL_LIST)
+    known = {f"/{quote(folder.name)}/": folder for folder in all_runs(runs)}
+    return live_page(known[path]) if path in known else None
 
 
 def live_page(folder: Path) -> str:
@@ -170,12 +243,14 @@ def live_page(folder: Path) -> str:
     page = run_page(run)
     if not is_locked(folder):
         return as_html(page)
+    statuses = _read_statuses(folder)
     rows = tuple(
         (label, words, "" if action == words else action)
-        for label, action in zip(run.rank_map.labels, current_actions(folder), strict=True)
+        for label, action in zip(run.rank_map.labels, map(_action_of, statuses), strict=True)
         for words in (_decoded(action),)
     )
-    now = Table("Now", ("rank", "action", "code"), rows, "The page updates every two seconds.")
+    doing = what_it_does(folder, statuses)
+    now = Table("Now", ("rank", "action", "code"), rows, f"The run is {doing}. The page updates every two seconds.")
     after = 1 + next(number for number, block in enumerate(page.blocks) if isinstance(block, Summary))
     return as_html(replace(page, blocks=(*page.blocks[:after], now, *page.blocks[after:])), poll=_POLL)
 

@@ -15,6 +15,7 @@ from stagewright.data.order import Order
 from stagewright.errors import UserError
 from stagewright.events import Best
 from stagewright.plan.plan import Plan
+from stagewright.run.folder import find_in_run
 from stagewright.runtime.checkpoint.folder import (
     Checkpoint,
     checkpoints_folder,
@@ -43,8 +44,8 @@ class Resume:
 
 
 def named_folder(text: str) -> Path:
-    """The folder that a path names: a run, one of its checkpoints, or by RUN/best the best of these."""
-    folder = Path(text).absolute()
+    """The folder that a path or a run's name means: a run, one of its checkpoints, or RUN/best, the best of these."""
+    folder = find_in_run(text).absolute()
     is_best = folder.name == BEST and not folder.exists() and checkpoints_folder(folder.parent).is_dir()
     return find_best(folder.parent) if is_best else folder
 
@@ -75,9 +76,12 @@ def find_checkpoint(text: str) -> Resume:
 def resumed_config(*layers: Tables, given: Collection[str] | None = None) -> Config:
     """The configuration of the layers; where they name a run to resume, on top of that run's options."""
     new = keys_of(*layers)
-    run = config_within_bounds(*layers).run.resume  # reports wrong options before it reads any checkpoint
-    before = _without_replaced(_options_of(run), new) if run else {}
-    return make_config(before, *layers, given=new if given is None else given)
+    named = config_within_bounds(*layers).run.resume  # reports wrong options before it reads any checkpoint
+    if not named:
+        return make_config(*layers, given=new if given is None else given)
+    run = str(find_in_run(named))  # once: another run may be the last a moment later
+    before = _without_replaced(_options_of(run), new)
+    return make_config(before, *layers, {"run": {"resume": run}}, given=new if given is None else given)
 
 
 def _options_of(text: str) -> Tables:

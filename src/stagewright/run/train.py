@@ -36,16 +36,17 @@ from stagewright.metrics import IMAGES, Unit, metric_words
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
 from stagewright.planning.setting import memory_setting
+from stagewright.report.live.progress import Progress
 from stagewright.report.live.terminal import RunConsole, say
 from stagewright.report.read import evaluated_on
 from stagewright.report.run import run_page
 from stagewright.run.export import export_checkpoint, export_states, require_target
-from stagewright.run.folder import PLAN_FILE, PROOF_FILE, WEIGHTS_FILE, run_lock
-from stagewright.run.observe import Callback, Callbacks, check_monitor_rate, fan_out, monitored, usage_totals
+from stagewright.run.folder import PLAN_FILE, PROOF_FILE, WEIGHTS_FILE, failure_recorded, run_lock
+from stagewright.run.observe.monitor import Callback, Callbacks, check_monitor_rate, fan_out, monitored, usage_totals
+from stagewright.run.observe.trackers import require_tracker, tracked
 from stagewright.run.prepare import Prepared, memory_advice, predict_job, prepare
 from stagewright.run.report import open_run, write_page
 from stagewright.run.resume import resumed_run
-from stagewright.run.trackers import require_tracker, tracked
 from stagewright.runtime.checkpoint.folder import best_folder, list_folders, newest_intact
 from stagewright.runtime.faults import append_log, traceback_in_log
 from stagewright.runtime.job import Job
@@ -141,8 +142,11 @@ def run(
     script: Sequence[str] | None = None,
     *,
     keeps_weights: bool = False,
+    progress: Progress | None = None,
 ) -> Result:
     """Train a configuration; the console shows its progress, and its folder holds the rest.
+
+    `progress` is told what is done before the first step.
 
     `script`: the command of a script that drives every rank by a loop of its own. `keeps_weights`: without --export the
     folder holds the trained weights as well.
@@ -156,11 +160,11 @@ def run(
     site = find_site(config.nodes)
     place = find_rank(config)
     if place is None:
-        return _run(config, console, site, callbacks, script, keeps_weights)
+        return _run(config, console, site, callbacks, script, keeps_weights, progress or Progress())
     with ExternalGroup(place, config.nodes.join_timeout) as group:
         if place.rank:
             return _run_other_rank(group, script)
-        return _run(config, console, group, callbacks, script, keeps_weights)
+        return _run(config, console, group, callbacks, script, keeps_weights, progress or Progress())
 
 
 def _run(
@@ -170,14 +174,19 @@ def _run(
     callbacks: Sequence[Callback],
     script: Sequence[str] | None,
     keeps_weights: bool,
+    progress: Progress,
 ) -> Result:
     """Prepare and run this machine's part of a configuration, or rank 0's."""
     warnings: list[str] = []
     group = site if isinstance(site, ExternalGroup) else None
 
+    def note(line: str) -> None:
+        progress.clear()
+        say(console, line, soft_wrap=True)
+
     def warn(warning: str) -> None:
         warnings.append(warning)
-        say(console, f"warning: {warning}", soft_wrap=True)
+        note(f"warning: {warning}")
 
     if config.run.export:
         require_target(Path(config.run.export))
@@ -192,11 +201,12 @@ def _run(
             prepared = prepare(
                 config,
                 warn,
+                progress,
                 is_host=is_host,
                 world=world,
                 is_scripted=script is not None,
                 keeps_weights=keeps_weights,
-                note=partial(say, console, soft_wrap=True),
+                note=note,
             )
         else:
             resumed, prepared = None, Prepared(job, predict_job(job.config, job.plan))
@@ -204,8 +214,10 @@ def _run(
         if Path(job.folder) != resumed:
             locks.close()
             locks.enter_context(run_lock(Path(job.folder)))
+        locks.enter_context(failure_recorded(Path(job.folder)))
         locks.enter_context(traceback_in_log(Path(job.folder)))
         write_start(job, warnings)
+        progress.clear()
         say(console, *headline(job), soft_wrap=True)
         if isinstance(site, Site) and not site.is_host:
             return _run_other_machine(job, site, console, script)
@@ -216,7 +228,7 @@ def _run(
             unit = job.throughput_unit
             say(console, f"predicted: {unit.of(predicted):.0f} {unit.rate}")
         try:
-            return _run_host(job, console, site, predicted, Callbacks(callbacks), script)
+            return _run_host(job, console, site, predicted, Callbacks(callbacks), script, progress)
         finally:
             write_report(job, warn)
 
@@ -228,9 +240,10 @@ def _run_host(
     predicted: float | None,
     callbacks: Callbacks,
     script: Sequence[str] | None,
+    progress: Progress,
 ) -> Result:
     """Run a job's ranks, collect their events, and write the trace and the summary."""
-    with hosted(job, console, predicted, callbacks) as host:
+    with hosted(job, console, predicted, callbacks, progress) as host:
         host.exported = _execute(job, host.ledger, site, host.say, script)
     assert host.result is not None
     return host.result
@@ -248,7 +261,11 @@ class Host:
 
 @contextmanager
 def hosted(
-    job: Job, console: Console, predicted: float | None = None, callbacks: Callbacks | None = None
+    job: Job,
+    console: Console,
+    predicted: float | None = None,
+    callbacks: Callbacks | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[Host]:
     """Within, the events of a job's ranks are collected; then its trace and summary are written."""
     callbacks = callbacks or Callbacks()
@@ -262,14 +279,14 @@ def hosted(
                 job.config.run.log_every,
                 data,
                 job.throughput_unit,
-            ) as progress,
-            tracked(job.config, folder, progress.warn, job.throughput_unit) as track,
-            Ledger(
-                job, fan_out(track, progress.show, callbacks), progress.warn, lambda: callbacks.is_stopping
-            ) as ledger,
-            monitored(job, track, progress.warn) as monitor,
+                progress,
+                job.plan.world,
+            ) as shown,
+            tracked(job.config, folder, shown.warn, job.throughput_unit) as track,
+            Ledger(job, fan_out(track, shown.show, callbacks), shown.warn, lambda: callbacks.is_stopping) as ledger,
+            monitored(job, track, shown.warn) as monitor,
         ):
-            host = Host(ledger, progress.say)
+            host = Host(ledger, shown.say)
             yield host
     except Interrupted as error:
         raise Interrupted(error.when, _how_to_resume(job)) from None

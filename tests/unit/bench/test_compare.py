@@ -15,6 +15,7 @@ from stagewright.bench.compare import Pair, compare_benches
 from stagewright.bench.result import Outcome, Repeat, Row, write_json
 from stagewright.bench.statistics import Interval, median_interval
 from stagewright.cli.main import main
+from tests.commands import prints_in_terminal
 
 Make = Callable[..., Path]
 
@@ -95,14 +96,17 @@ def test_a_faster_run_differs_significantly(make_run: Make, capsys: pytest.Captu
     ids=lambda value: str(value),
 )
 def test_runs_of_different_work_are_not_comparable(
-    change: dict[str, Any], reason: str, make_run: Make, capsys: pytest.CaptureFixture[str]
+    change: dict[str, Any],
+    reason: str,
+    make_run: Make,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first, second = make_run("a", 500.0), make_run("b", 900.0, **change)
     assert reason in compared(capsys, first, second)["reasons"]
-    main(["compare", str(first), str(second)])
-    printed = capsys.readouterr().out
+    printed = prints_in_terminal(capsys, monkeypatch, 80, "compare", str(first), str(second))
     assert f"not comparable: {reason}" in printed and "faster" not in printed
-    assert max(map(len, printed.splitlines())) <= 80
+    assert max(len(line) for line in printed.splitlines() if "stagewright " not in line) <= 80
 
 
 def test_emulated_runs_are_compared_by_losses_only(make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import fails, prints
+from tests.commands import fails, prints, prints_in_terminal
 from tests.smi_texts import TITAN_8
 
 
 def test_lists_the_catalog(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    lines = prints(capsys, "cluster", "list").splitlines()
+    lines = prints_in_terminal(capsys, monkeypatch, 80, "cluster", "list").splitlines()
     assert max(map(len, lines)) <= 80
     for words in ("titan-v-16 16 2 x 8 titan-v", "rtx-2080ti-22 22 616", "net-10g 1.1"):
         assert any(" ".join(line.split()).startswith(words) for line in lines), words

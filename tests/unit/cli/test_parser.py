@@ -10,8 +10,10 @@ import pytest
 
 from stagewright.cli.config import read_layers
 from stagewright.cli.main import main
-from stagewright.cli.parser import make_parser
+from stagewright.cli.parser import AREAS, COMMANDS, make_parser
 from tests.commands import fails
+
+COMMANDS_BY_NAME = {command.name: command for command in COMMANDS}
 
 
 @pytest.mark.parametrize(
@@ -49,19 +51,60 @@ def test_help_of_every_command_fits_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
 
     def helps(*command: str) -> Iterator[tuple[str, str]]:
-        with pytest.raises(SystemExit):
-            main([*command, "--help"])
-        text = capsys.readouterr().out
-        yield " ".join(command), text
+        for flag in ("--help-all", "--help"):
+            with pytest.raises(SystemExit) as ended:
+                main([*command, flag])
+            text = capsys.readouterr().out
+            assert ended.value.code == 0
+            yield " ".join((*command, flag)), text
         for name in re.findall(r"^    ([a-z]+)", text, re.MULTILINE):
             yield from helps(*command, name)
 
     found = dict(helps())
-    assert {"train", "bench", "data convert", "cluster import"} <= found.keys()
+    assert {"train --help", "bench --help", "data convert --help", "cluster import --help"} <= found.keys()
     for command, text in found.items():
+        name, _, flag = command.rpartition("--help")
         usage, description, *_ = text.split("\n\n")
-        assert usage.startswith(f"usage: stagewright {command}".rstrip()) and description.endswith("."), command
+        assert usage.startswith(f"usage: stagewright {name}".rstrip()), command
+        assert description.rstrip().endswith(".") or (name, flag) == ("", "-all"), command
         assert max(map(len, text.splitlines())) <= 80, command
+        assert flag or len(text.splitlines()) <= 48, f"the first screen of {command} is long"
+
+
+def test_help_is_short_and_says_how_to_see_all(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*words: str) -> str:
+        with pytest.raises(SystemExit):
+            main(words)
+        return capsys.readouterr().out
+
+    first, whole = shown("train", "--help"), shown("train", "--help-all")
+    flags = {flag for option in COMMANDS_BY_NAME["train"].takes for flag in option.flags[:1]}
+    assert f"--help-all shows all {len(flags)} options" in first and "--nesterov" not in first
+    assert flags == {flag for flag in flags if re.search(rf"{flag}\b", whole)}
+    assert sorted(name for names in AREAS.values() for name in names.split()) == sorted(
+        {name.partition(" ")[0] for name in COMMANDS_BY_NAME}
+    )
+    for command in COMMANDS:
+        assert not set(command.first.split()) - {option.flag for option in command.takes} - {"--explain"}, command.name
+        for example in command.examples:
+            assert example.startswith(command.name.removesuffix(" list")), example
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["--hlep"], "unknown option --hlep, did you mean --help?"),
+        (["trian"], "unknown command 'trian', did you mean 'train'?"),
+        (["data", "inspct", "x"], "unknown action 'inspct', did you mean 'inspect'?"),
+        (["plan", "--clustr", "x"], "unknown option --clustr, did you mean --cluster?"),
+        (["train", "--mode", "stall"], "argument --mode: 'stall' is unknown, did you mean 'stale'?"),
+        (["runs", "--sort", "sizes"], "argument --sort: 'sizes' is unknown, did you mean 'size'?"),
+        (["completion", "bsh"], "'bsh' is unknown, did you mean 'bash'?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_near_names_are_suggested(words: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fails(capsys, *words).endswith(f"{meant}\n")
 
 
 @pytest.mark.parametrize(

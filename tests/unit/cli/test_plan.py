@@ -14,7 +14,7 @@ from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.plan.make import make_plan, read_plan
 from stagewright.planning.planner import choose
 from stagewright.profile.profile import Unit
-from tests.commands import fails, prints
+from tests.commands import fails, prints, prints_in_terminal
 from tests.unit.planning.laws import make_made_setting
 
 
@@ -93,8 +93,8 @@ def test_value_prices_whole_boxes_and_their_electricity(capsys: pytest.CaptureFi
 def test_value_and_plan_name_the_evidence_of_devices(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    shown = prints(capsys, "value", "vgg-small", "--cluster", "rtx-4090-4", "--cluster", "titan-v-8", "--batch", "64")
+    words = ("value", "vgg-small", "--cluster", "rtx-4090-4", "--cluster", "titan-v-8", "--batch", "64")
+    shown = prints_in_terminal(capsys, monkeypatch, 80, *words)
     _, header, first, *_ = shown.splitlines()
     assert header.split()[2] == "lag" and first[: header.index("lag") + 3].split()[-1].isdigit()
     assert "…" not in shown  # a long plan wraps before a number is cut

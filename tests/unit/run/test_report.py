@@ -36,7 +36,8 @@ def test_compares_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nowhere"], "nowhere is not a run folder: plan.json: No such file or directory"),
+        (["./nowhere"], "nowhere is not a run folder: plan.json: No such file or directory"),
+        (["nowhere"], "no run is named 'nowhere', and no folder; there are no runs in runs/"),
         (["run", "-o", "page.pdf"], "page.pdf ends in .pdf; give a name that ends in .html"),
         (["run", "-o", "run/plan.json/page.html"], "can't write run/plan.json/page.html"),
     ],

@@ -16,7 +16,7 @@ from stagewright.bench.statistics import not_slower
 from stagewright.config.toml import FIXED, make_config
 from stagewright.events import Record, Step
 from stagewright.hardware.monitor import Monitor
-from stagewright.run.observe import make_monitor
+from stagewright.run.observe.monitor import make_monitor
 from stagewright.run.prepare import prepare
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.launch import launch

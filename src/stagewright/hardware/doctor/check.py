@@ -112,7 +112,7 @@ def try_measuring(name: str, measure: Callable[[], Measured]) -> Measured:
 
 def show(console: Console, check: MachineCheck) -> None:
     """Print the findings, area by area, then the matrix of connections and the summary."""
-    width = max(min(console.width, _MOST_WIDTH), _LEAST_WIDTH)
+    width = max(min(console.width, _MOST_WIDTH), _LEAST_WIDTH) if console.is_terminal else console.width
     lines = list(finding_lines(check.findings, width))
     topology = check.environment.topology
     if topology is not None and len(topology) > 1:

@@ -1,4 +1,4 @@
-"""Serves one page to browsers on this machine, and to nobody else."""
+"""Serves the page of a run, or of all runs, to browsers on this machine, and to nobody else."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ _FRESH = 1.0  # seconds before a page is made again
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves one page on loopback; the page is made on request, but at most once per second."""
+    """Serves pages on loopback; each is made on request, but at most once per second.
+
+    `make_page` gets the path of a request, such as `/`, and returns its page, or None where there is none.
+    """
 
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, port: int, make_page: Callable[[], str]) -> None:
+    def __init__(self, port: int, make_page: Callable[[str], str | None]) -> None:
         self._make_page = make_page
         self._lock = threading.Lock()
-        self._page, self._made = b"", -_FRESH
+        self._pages: dict[str, tuple[float, bytes]] = {}  # when each was made
         try:
             super().__init__((_LOOPBACK, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -39,19 +42,23 @@ class PageServer(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://{_LOOPBACK}:{self.server_port}/"
 
-    def page(self) -> bytes:
+    def page(self, path: str) -> bytes | None:
         with self._lock:
-            if time.monotonic() - self._made > _FRESH:
-                self._page = self._make_page().encode(errors="backslashreplace")
-                self._made = time.monotonic()
-            return self._page
+            now = time.monotonic()
+            self._pages = {name: made for name, made in self._pages.items() if now - made[0] <= _FRESH}
+            if path not in self._pages:
+                page = self._make_page(path)
+                if page is None:
+                    return None
+                self._pages[path] = (time.monotonic(), page.encode(errors="backslashreplace"))
+            return self._pages[path][1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore browsers that close the connection."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET and HEAD of `/` if the request names this machine; another name may be DNS rebinding."""
+    """Answers GET and HEAD if the request names this machine; another name may be DNS rebinding."""
 
     server: PageServer
     protocol_version = "HTTP/1.1"
@@ -60,14 +67,15 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.headers.get("Host") not in self.server.hosts:
             self._send(HTTPStatus.MISDIRECTED_REQUEST, b"this page is only for this machine\n", "text/plain")
-        elif self.path != "/":
-            self._send(HTTPStatus.NOT_FOUND, b"there is only /\n", "text/plain")
+            return
+        try:
+            page = self.server.page(self.path)
+        except UserError as error:
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(), "text/plain")
+            return
+        if page is None:
+            self._send(HTTPStatus.NOT_FOUND, b"no such page; go to /\n", "text/plain")
         else:
-            try:
-                page = self.server.page()
-            except UserError as error:
-                self._send(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(), "text/plain")
-                return
             self._send(HTTPStatus.OK, page, "text/html")
 
     do_HEAD = do_GET

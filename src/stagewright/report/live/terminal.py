@@ -1,23 +1,31 @@
-"""What commands print to a terminal: timelines and curves as text, plain tables, and the progress of a run.
+"""What commands print: timelines and curves as text, plain tables, and the progress of a run.
 
-On a terminal progress is a bar or a changing line; anywhere else it is plain lines.
+`open_console` makes the console of every command: a terminal is used to its width, and in a pipe or a file nothing is
+wrapped or cut. On a terminal the progress of a run is a bar; anywhere else it is plain lines.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Collection, Sequence
+from typing import IO
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as ProgressBar
 from rich.style import StyleType
 from rich.table import Table
 from rich.text import Text
 
-from stagewright.errors import printable
+from stagewright.errors import counted, printable
 from stagewright.events import Evaluated, Replaced, Restarted, Resumed, Saved, Step, Unsaved
 from stagewright.metrics import IMAGES, MIB, Span, Timeline, Unit, metric_words, steady_rate
+from stagewright.report.live.progress import Progress
 
+_COMMAND = "stagewright "
+_UNBOUNDED = 10**6  # columns of what is no terminal: more than any table or sentence has
+_DRAWING = 120  # columns of a drawing where there is no terminal
 _LONG_PAUSE = 0.1  # seconds that are worth a word
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _STYLES = {"F": "black on bright_cyan", "B": "black on bright_green", "U": "black on bright_yellow"}
@@ -29,14 +37,27 @@ def plain(text: str, style: str = "") -> Text:
 
 
 def say(console: Console, *lines: str, style: str = "", soft_wrap: bool | None = None) -> None:
-    """Print lines as they are; a line end within one is shown as an escape."""
+    """Print lines as they are; a line end within one is shown as an escape.
+
+    A terminal wraps sentences between words. It gets a line with a command whole, which can then be copied as one.
+    """
     for line in lines:
-        console.print(plain(line, style), soft_wrap=soft_wrap)
+        console.print(plain(line, style), soft_wrap=_COMMAND in line if soft_wrap is None else soft_wrap)
 
 
 def print_lines(*lines: str) -> None:
-    """Print lines as they are to standard output, whatever its width."""
-    say(Console(), *lines, soft_wrap=True)
+    """Print lines as they are to standard output, whatever its width: a command to paste stays one line."""
+    say(open_console(), *lines, soft_wrap=True)
+
+
+def open_console(*, stderr: bool = False) -> PipeSafeConsole:
+    """The console of a command, on standard output or standard error."""
+    return PipeSafeConsole(stderr=stderr)
+
+
+def drawing_width(console: Console) -> int:
+    """The columns of a drawing that fills the width: of the terminal, else COLUMNS, else 120."""
+    return console.width if console.is_terminal else shutil.get_terminal_size((_DRAWING, 1)).columns
 
 
 def has_blocks(console: Console) -> bool:
@@ -110,7 +131,15 @@ def plot(values: Sequence[float], width: int, height: int = 6) -> list[str]:
 
 
 class PipeSafeConsole(Console):
-    """A console whose reader may close the pipe (`| head`): later output is dropped, and the command continues."""
+    """A console that a pipe can take the place of: there nothing is wrapped or cut.
+
+    Its reader may close the pipe (`| head`): later output is dropped, and the command continues.
+    """
+
+    def __init__(self, *, file: IO[str] | None = None, stderr: bool = False) -> None:
+        super().__init__(file=file, stderr=stderr, highlight=False)
+        if not self.is_terminal:
+            self.width = _UNBOUNDED
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -130,15 +159,21 @@ class RunConsole:
         log_every: int,
         evaluated_on: str,
         unit: Unit = IMAGES,
+        starting: Progress | None = None,
+        ranks: int = 1,
     ) -> None:
-        """Without a number of batches, what drives the run shows its steps itself."""
+        """Without a number of batches, what drives the run shows its steps itself.
+
+        Until its first line a terminal shows that ranks start; anywhere else `starting` is told.
+        """
+        self._starting, self._ranks = starting or Progress(), ranks
         self._unit = unit
         self._evaluated_on = evaluated_on  # training data, validation data
         self._console = console
         self._batches = batches
         self._batch_size = batch_size
         self._log_every = log_every
-        self._progress = Progress(
+        self._progress = ProgressBar(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
             TextColumn("{task.completed}/{task.total}"),
@@ -147,18 +182,21 @@ class RunConsole:
             disable=not console.is_terminal or batches is None,
             transient=True,
         )
-        self._task = self._progress.add_task("training", total=batches)
+        self._task = self._progress.add_task(f"starting {counted(ranks, 'rank')}", total=batches)
         self._since: list[Step] = []  # the last line, and the step of that line
         self._interrupted = {0}  # batches right after a pause, whose times are not training time
 
     def __enter__(self) -> RunConsole:
         self._progress.start()
+        if not self._console.is_terminal:
+            self._starting(f"starting {counted(self._ranks, 'rank')}")
         return self
 
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
     def say(self, line: str) -> None:
+        self._starting.clear()
         say(self._console, line, soft_wrap=True)
 
     def warn(self, warning: str) -> None:
@@ -211,27 +249,6 @@ def _reason_for(saved: Saved) -> str:
     if saved.waited < max(_LONG_PAUSE, saved.seconds / 2):
         return ""
     return ", most of it for earlier ones to reach the disk; raise --checkpoint-every"
-
-
-class ProgressLine:
-    """The progress of a command: one line that changes on a terminal, separate lines anywhere else."""
-
-    def __init__(self, name: str) -> None:
-        self._errors = Console(stderr=True)
-        self._status = self._errors.status(name)
-
-    def __enter__(self) -> ProgressLine:
-        self._status.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._status.stop()
-
-    def __call__(self, text: str) -> None:
-        if self._errors.is_terminal:
-            self._status.update(plain(text))
-        else:
-            say(self._errors, text, soft_wrap=True)
 
 
 class PlainTable(Table):

@@ -16,7 +16,7 @@ from stagewright.errors import counted, printable
 from stagewright.events import Evaluated, Restarted, Resumed, Step, Usage, read_records, read_usage
 from stagewright.files import open_regular
 from stagewright.metrics import IMAGES, MIB, Unit, metric_words, steady_rate
-from stagewright.report.charts import format_number, format_seconds
+from stagewright.report.charts import format_number
 from stagewright.report.live.terminal import plain_table, plot
 from stagewright.report.read import (
     RankMap,
@@ -31,6 +31,7 @@ from stagewright.report.read import (
 )
 
 _MOST_METRICS = 3  # in a line
+_SIDE_BY_SIDE = 120  # columns in which ranks and GPUs have room beside each other
 _RECENT = 20  # steps that the current speed is averaged over, after the one that they begin at
 
 
@@ -78,6 +79,7 @@ class Snapshot:
     restarts: int
     usage: Usage | None
     actions: tuple[str, ...]  # what each rank does now; empty where unknown
+    doing: str = ""  # what the run does now: training, evaluating 3,200 of 10,000, ...; empty where unknown
     unit: Unit = IMAGES  # of its throughput
 
     @property
@@ -91,6 +93,14 @@ class Snapshot:
             return self.speed
         recent = steady_rate(self.steps[-_RECENT - 1 :], self.batch, self.interrupted)
         return recent.rate if recent else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the current speed, without evaluations that are still to come; None where unknown."""
+        speed = self.images_per_second
+        if not (speed and self.is_running and self.batches):
+            return None
+        return max(0, self.batches - self.done) * self.batch / speed
 
     @property
     def state(self) -> str:
@@ -113,7 +123,9 @@ class Snapshot:
             "metrics": dict(evaluation.metrics) if evaluation else None,
             "evaluated_on": self.evaluated_on if evaluation else None,
             "restarts": self.restarts,
+            "now": self.doing or None,
             "doing": list(self.actions),
+            "seconds_left": self.seconds_left,
             "cores": self.usage.cores if self.usage else None,
             "memory": self.usage.memory if self.usage else None,
         }
@@ -134,7 +146,7 @@ class Watch:
         self._restarts = 0
         self._usage: Usage | None = None
 
-    def snapshot(self, is_running: bool, actions: Sequence[str] = ()) -> Snapshot:
+    def snapshot(self, is_running: bool, actions: Sequence[str] = (), doing: str = "") -> Snapshot:
         """Read what is new, and return the state of the run."""
         starts_over, lines = self._records.read()
         if starts_over:
@@ -169,6 +181,7 @@ class Watch:
             self._restarts,
             self._usage,
             () if self._is_emulated else tuple(actions),
+            "" if self._is_emulated else doing,
             read_unit(self._folder),
         )
 
@@ -176,11 +189,13 @@ class Watch:
 def as_line(snapshot: Snapshot) -> str:
     """A snapshot as one line, for a log."""
     of = f"/{snapshot.batches}" if snapshot.batches else ""
-    parts = [f"{snapshot.state}  step {snapshot.done}{of}"]
+    parts = [f"{snapshot.doing or snapshot.state}  step {snapshot.done}{of}"]
     if snapshot.steps:
         parts.append(f"loss {snapshot.steps[-1].loss:.4f}")
     if speed := snapshot.images_per_second:
         parts.append(f"{snapshot.unit.of(speed):.0f} {snapshot.unit.rate}")
+    if left := snapshot.seconds_left:
+        parts.append(f"{format_duration(left)} left")
     if snapshot.evaluation:
         parts.append(
             f"{_score(snapshot.evaluation, 2)} on {snapshot.evaluated_on} after step {snapshot.evaluation.batch}"
@@ -204,18 +219,38 @@ def _score(evaluation: Evaluated, digits: int) -> str:
 def as_screen(snapshot: Snapshot, width: int) -> RenderableType:
     """A snapshot as a screen of a terminal."""
     parts: list[RenderableType] = [
-        Text(printable(f"{snapshot.name}: {snapshot.state}"), style="bold", overflow="ellipsis", no_wrap=True)
+        Text(
+            printable(f"{snapshot.name}: {snapshot.doing or snapshot.state}"),
+            style="bold",
+            overflow="ellipsis",
+            no_wrap=True,
+        )
     ]
     if snapshot.batches:
-        parts.append(_progress(snapshot.done / snapshot.batches, min(width, 80) - 1))
-    parts.append(Text(_headline(snapshot)))
-    rows = plot([step.loss for step in snapshot.steps], min(width, 100) - 1)
+        parts.append(_progress(snapshot.done / snapshot.batches, width - 1))
+    parts += [Text(line) for line in _wrapped(_headline(snapshot), width)]
+    rows = plot([step.loss for step in snapshot.steps], width - 1)
     if rows:
         parts += [Text("loss", style="dim"), *(Text(row, style="cyan", no_wrap=True) for row in rows)]
-    parts.append(_ranks(snapshot))
-    if snapshot.usage and snapshot.usage.gpus:
-        parts.append(_gpus(snapshot.usage))
-    return Group(*parts)
+    ranks = _ranks(snapshot)
+    if not (snapshot.usage and snapshot.usage.gpus):
+        return Group(*parts, ranks)
+    gpus = _gpus(snapshot.usage)
+    if width < _SIDE_BY_SIDE:
+        return Group(*parts, ranks, gpus)
+    both = Table.grid(padding=(0, 4))
+    both.add_row(ranks, gpus)
+    return Group(*parts, both)
+
+
+def format_duration(seconds: float) -> str:
+    """A duration as people say it: 40 s, 5 min 10 s, 2 h 5 min, 3 days 4 h."""
+    whole = round(seconds)
+    for size, unit, lower, name in ((86_400, "day", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            many = f"{counted(whole // size, unit)}" if unit == "day" else f"{whole // size} {unit}"
+            return f"{many} {rest} {name}" if (rest := whole % size // lower) else many
+    return f"{whole} s"
 
 
 def _progress(share: float, width: int) -> Text:
@@ -223,21 +258,33 @@ def _progress(share: float, width: int) -> Text:
     return Text.assemble(("━" * done, "green"), ("─" * (width - done), "dim"))
 
 
-def _headline(snapshot: Snapshot) -> str:
+def _headline(snapshot: Snapshot) -> list[str]:
     of = f" of {snapshot.batches:,}" if snapshot.batches else ""
     parts = [f"step {snapshot.done:,}{of}"]
     speed = snapshot.images_per_second
     if snapshot.steps:
-        parts += [f"loss {snapshot.steps[-1].loss:.4f}", format_seconds(snapshot.steps[-1].seconds)]
+        parts += [f"loss {snapshot.steps[-1].loss:.4f}", format_duration(snapshot.steps[-1].seconds)]
     if speed:
         parts.append(f"{format_number(round(snapshot.unit.of(speed)))} {snapshot.unit.rate}")
-        if snapshot.is_running and snapshot.batches and snapshot.batches > snapshot.done:
-            parts.append(f"{format_seconds(round((snapshot.batches - snapshot.done) * snapshot.batch / speed))} left")
+    if left := snapshot.seconds_left:
+        parts.append(f"{format_duration(left)} left")
     if snapshot.evaluation:
         parts.append(f"{_score(snapshot.evaluation, 1)} on {snapshot.evaluated_on}")
     if snapshot.usage:
         parts.append(f"{snapshot.usage.cores:.1f} cores busy")
-    return "   ".join(parts)
+    return parts
+
+
+def _wrapped(parts: Sequence[str], width: int) -> list[str]:
+    """Figures in lines of this width, none of them on two lines."""
+    lines: list[str] = []
+    for part in parts:
+        longer = f"{lines[-1]} · {part}" if lines else part
+        if lines and len(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(part)
+    return lines
 
 
 def _ranks(snapshot: Snapshot) -> Table:

@@ -13,12 +13,13 @@ import pytest
 from stagewright.cli.main import main
 from stagewright.errors import UserError
 from stagewright.report.live.serve import PageServer
+from stagewright.run.report import runs_page
 from tests.made_runs import make_run
 from tests.waiting import LONG
 
 
 @contextmanager
-def serving(make_page: object = lambda: "<p>page") -> Iterator[PageServer]:
+def serving(make_page: object = lambda path: "<p>page" if path == "/" else None) -> Iterator[PageServer]:
     with PageServer(0, make_page) as server:  # type: ignore[arg-type]
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -66,7 +67,7 @@ def test_serves_only_requests_that_name_this_machine() -> None:
 def test_makes_a_page_at_most_once_per_second() -> None:
     made: list[int] = []
 
-    def make() -> str:
+    def make(path: str) -> str:
         made.append(1)
         return "page"
 
@@ -77,11 +78,25 @@ def test_makes_a_page_at_most_once_per_second() -> None:
 
 
 def test_an_error_of_the_page_is_a_503() -> None:
-    def lost() -> str:
+    def lost(path: str) -> str:
         raise UserError("it is gone")
 
     with serving(lost) as server:
         assert ask(server, f"localhost:{server.server_port}") == (503, "it is gone\n")
+
+
+def test_all_runs_are_a_list_with_a_page_for_each(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "20260101-<b>")
+    make_run(tmp_path / "runs" / ".deleted-x")
+    with serving(lambda path: runs_page(tmp_path / "runs", path)) as server:
+        host = f"localhost:{server.server_port}"
+        status, page = ask(server, host)
+        assert status == 200 and page.count("<td") == page.count("</td") and ".deleted" not in page
+        assert '<a href="20260101-%3Cb%3E/">20260101-&lt;b&gt;</a>' in page and "320" in page
+        status, page = ask(server, host, "/20260101-%3Cb%3E/")
+        assert status == 200 and "vgg-small, stale 2-1" in page
+        for path in ("/20260101/", "/.deleted-x/", "/../runs/20260101-%3Cb%3E/", "/20260101-%3Cb%3E/plan.json"):
+            assert ask(server, host, path)[0] == 404, path
 
 
 def test_a_port_in_use_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

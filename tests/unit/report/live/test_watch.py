@@ -13,9 +13,12 @@ from rich.console import Console
 from stagewright.cli.main import main
 from stagewright.events import Restarted
 from stagewright.report.live.terminal import plot
-from stagewright.report.live.watch import Tail, Watch, as_line, as_screen
+from stagewright.report.live.watch import Tail, Watch, as_line, as_screen, format_duration
 from stagewright.run.folder import is_locked, run_lock
 from stagewright.run.report import live_page, read_rank_map, take_snapshot
+from stagewright.runtime.stage.recorder import FlightRecorder
+from stagewright.runtime.status_file import status_path
+from stagewright.schedule.action import Action, Op
 from tests.made_runs import append, make_run, steps, usage
 from tests.waiting import LONG
 
@@ -51,8 +54,42 @@ def test_a_watch_follows_a_run_that_was_restarted(tmp_path: Path) -> None:
     append(folder, Restarted(4, "killed"))
     snapshot = watch.snapshot(True)
     assert (snapshot.done, snapshot.restarts) == (4, 1)
-    assert as_line(snapshot) == "running  step 4/20  loss 1.6245  320 images/s  2.0 cores, 1,000 MiB  1 restart"
+    assert (
+        as_line(snapshot) == "running  step 4/20  loss 1.6245  320 images/s  3 s left  2.0 cores, 1,000 MiB  1 restart"
+    )
     assert watch.snapshot(False).state == "stopped"
+
+
+def test_it_says_what_a_run_does_now(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps(5), is_finished=False)
+    (folder / "job.json").write_text(json.dumps({"batches": 20, "evaluation": {"samples": 1000}}))
+    (folder / "ranks").mkdir()
+    recorders = [FlightRecorder(status_path(folder, rank)) for rank in range(3)]
+
+    def now(*actions: Action) -> str:
+        for action in actions:
+            recorders[action.rank].begin(action)
+        with run_lock(folder):
+            return take_snapshot(Watch(folder, read_rank_map(folder)), folder).doing
+
+    assert now() == "starting 3 ranks"
+    assert now(Action(Op.FORWARD, 0, 0, 4, 1), Action(Op.RECV_GRAD, 1, 0, 3, None, 2)) == "training"
+    assert now(Action(Op.BACKWARD, 2, 1, 3, 1), Action(Op.FORWARD, 0, 0, 8, None)) == "training"
+    sends = Action(Op.SEND_ACT, 1, 0, 9, None, 2)
+    assert (
+        now(sends, Action(Op.FORWARD, 0, 0, 10, None), Action(Op.FORWARD, 2, 1, 9, None)) == "evaluating 176 of 1,000"
+    )
+    assert now(Action(Op.FORWARD, 2, 1, 62, None)) == "evaluating 1,000 of 1,000"
+    recorders[1].save()
+    assert now() == "writing a checkpoint"
+    (folder / "job.json").write_text(json.dumps({"evaluation": {"samples": "many"}}))
+    recorders[1].begin(sends)
+    assert now() == "evaluating"
+
+
+def test_durations_are_as_people_say_them() -> None:
+    shown = [format_duration(seconds) for seconds in (0.4, 59.6, 3600, 7505, 86_400 * 1.5)]
+    assert shown == ["0 s", "1 min", "1 h", "2 h 5 min", "1 day 12 h"]
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

@@ -17,7 +17,7 @@ from stagewright.cli.main import main
 from stagewright.config.toml import make_config
 from stagewright.events import Evaluated, GpuUsage, RankUsage, Saved, Step, Usage
 from stagewright.metrics import Unit
-from stagewright.run.trackers import require_tracker, tracked, values_of
+from stagewright.run.observe.trackers import require_tracker, tracked, values_of
 
 STEP = Step(4, 0, 2.5, 0.1, 1.0, 300.0)
 USE = Usage(1.0, 2.0, 900, (GpuUsage("GPU-a", 3, 80, 0.5, 250.0),), (RankUsage(1, 70, 0.5, 60),))
@@ -146,8 +146,8 @@ def test_warns_once_when_a_tracker_fails(log: Log, tmp_path: Path) -> None:
 
 def test_a_run_ends_although_its_tracker_hangs(log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     freed = threading.Event()
-    monkeypatch.setattr("stagewright.run.trackers.CLOSE_SECONDS", 0.1)
-    monkeypatch.setattr("stagewright.run.trackers.MOST_QUEUED", 2)
+    monkeypatch.setattr("stagewright.run.observe.trackers.CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("stagewright.run.observe.trackers.MOST_QUEUED", 2)
     log.on_log = lambda: freed.wait(30)
     warnings: list[str] = []
     with tracked(config("wandb"), tmp_path, warnings.append) as take:

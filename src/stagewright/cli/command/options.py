@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -89,8 +90,17 @@ _OWN = (
         "",
         choices=("raw", "ema"),
     ),
+    _text("--sort", "KEY", "order", "started"),
+    _text("--filter", "KEY=VALUE", "only runs that fit: model=vgg16, state=finished, tag=paper; may be repeated"),
+    _switch("--yes", "do not ask"),
     _switch("--once", "show the current state and exit"),
-    _number("--serve", "serve the report to browsers on this machine", metavar="PORT", least=0, most=65535),
+    _number(
+        "--serve",
+        "serve the page of a run, or without one of all runs, to browsers here",
+        metavar="PORT",
+        least=0,
+        most=65535,
+    ),
     _text("--only", "TEXT", "only configurations or cases whose name contains this"),
     _switch("--quick", "only the dozen models that every test run tries"),
     _switch("--simulate", "predict what does not fit on this machine"),
@@ -150,12 +160,25 @@ class Taken(Option):
         if self.type is bool:
             declared["action"] = argparse.BooleanOptionalAction if self.has_negation else "store_true"
         else:
-            declared |= {"type": self.type, "choices": self.choices or None, "metavar": self.metavar or None}
+            shown_choices = f"{{{','.join(self.choices)}}}" if self.choices else None
+            declared |= {"type": one_of(self.choices) if self.choices else self.type}
+            declared |= {"metavar": self.metavar or shown_choices}
             declared |= {"action": "append"} if self.is_repeated else {}
             declared |= {"required": True} if self.is_required else {}
             declared |= {"nargs": "?", "const": self.bare} if self.bare is not None else {}
         names = filter(None, (self.short, self.flag))
         group.add_argument(*names, dest=self.dest, default=argparse.SUPPRESS, **declared)
+
+
+def one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
+    """What argparse takes a value with that must be one of these; an error names the nearest."""
+
+    def converted(text: str) -> str:
+        if text not in choices:
+            raise argparse.ArgumentTypeError(f"'{text}' is unknown, {did_you_mean(text, choices)}")
+        return text
+
+    return converted
 
 
 def take(flags: str, **changes: Any) -> tuple[Taken, ...]:

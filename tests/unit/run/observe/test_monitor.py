@@ -13,7 +13,7 @@ from stagewright.cluster.placement import parse_placement
 from stagewright.cluster.topology import Cluster, Machine
 from stagewright.config.toml import make_config
 from stagewright.hardware.gpu import Nvml
-from stagewright.run.observe import check_monitor_rate, monitored, rank_processes, run_gpus
+from stagewright.run.observe.monitor import check_monitor_rate, monitored, rank_processes, run_gpus
 from stagewright.runtime.stage.recorder import FlightRecorder
 from stagewright.runtime.status_file import status_path
 from tests.nvml_like import Card, Library, uuid

@@ -1,0 +1,3 @@
+"""What a command is: its options (`options`), its arguments and parser (`command`), its help (`screen`), and how shells
+complete it (`shells`). The table of all commands is `cli.parser`. Imports config and errors, and nothing large.
+"""

@@ -1,0 +1,157 @@
+"""A command: its options, its arguments and the name of the function that runs it; and the parser of one.
+
+A `Command` names the function that runs it, such as `plan:run`: `cli.main` imports it once the command line is parsed.
+That is the one lazy import of the package: `stagewright --help` starts without torch, numpy, pydantic or rich.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from stagewright.cli.command.options import Taken, one_of, take
+from stagewright.cli.command.screen import command_screen, epilog, filled
+from stagewright.config.rules import check_rules
+from stagewright.config.sections import RENAMED
+from stagewright.errors import did_you_mean, printable
+
+USER_ERROR = 2  # the exit code of every error that a user can fix
+RUN, MODEL = "run", "model"  # kinds of arguments that a shell completes by name
+_MOST_SHOWN = 800  # characters of an error
+_RENAMED_FLAGS = {f"--{old.partition('.')[2]}": f"--{new.partition('.')[2]}" for old, new in RENAMED.items()}
+
+
+def one_line(message: str) -> str:
+    """A message as one readable line, without control characters that a terminal would obey."""
+    line = " ".join(message.split())
+    if len(line) > _MOST_SHOWN:
+        line = f"{line[: _MOST_SHOWN // 2]} ... {line[-_MOST_SHOWN // 2 :]}"
+    return printable(line)
+
+
+class Parser(ArgumentParser):
+    """Reports errors in one line; takes options only in full, never abbreviated.
+
+    `--help` prints `screen`, which is short where there is much to say; `--help-all` prints everything.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**(options | {"allow_abbrev": False, "add_help": False}))
+        self.set_defaults(parser=self)  # the parser of the command, which `main` asks about unknown options
+        self.flags = ["--help", "--help-all"]
+        self.parsers: dict[str, Parser] = {}  # of the commands or actions below this one, by name
+        self.screen: Callable[[], str] = self.format_help
+        hidden: dict[str, Any] = {"nargs": 0, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        self.add_argument("-h", "--help", action=_ShowScreen, dest="help", **hidden)
+        self.add_argument("--help-all", action="help", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+    def require_name(self, name: str, what: str) -> None:
+        """End with an error where no command, or action, below this one has this name."""
+        if name not in self.parsers:
+            self.error(f"unknown {what} '{name}', {did_you_mean(name, self.parsers)}")
+
+    def refuse_option(self, flag: str) -> NoReturn:
+        """End with an error about an option that this command does not have; suggest the nearest that it has."""
+        name = flag.partition("=")[0]
+        if (new := _RENAMED_FLAGS.get(name)) in self.flags:
+            self.error(f"option {name} is now {new}")
+        near = difflib.get_close_matches(name, self.flags, 1)
+        self.error(f"unknown option {name}" + (f", did you mean {near[0]}?" if near else ""))
+
+    def error(self, message: str) -> NoReturn:
+        help = "" if message.endswith("?") else f"; see {self.prog} --help"
+        self.exit(USER_ERROR, f"{self.prog}: {one_line(message)}{help}\n")
+
+
+class _ShowScreen(argparse.Action):
+    """Print the first screen of a parser, and exit."""
+
+    def __call__(self, parser: ArgumentParser, *arguments: Any) -> None:
+        assert isinstance(parser, Parser)
+        sys.stdout.write(parser.screen())
+        parser.exit()
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A positional argument of a command."""
+
+    name: str
+    metavar: str
+    help: str
+    count: str | None = None  # argparse's nargs
+    kind: str = ""  # RUN or MODEL, or empty: a file, or anything else
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command, or an action of a group of commands."""
+
+    name: str  # of an action: with its group, such as "data index"
+    run: str  # the function that runs it, as "module:function"
+    help: str
+    description: str = ""  # if empty: the help
+    usage: str = ""  # what precedes the options in its usage
+    arguments: tuple[Argument, ...] = ()
+    options: tuple[Taken, ...] = ()
+    epilog: str = ""
+    has_json: bool = True
+    first: str = ""  # flags of the options on its first screen; if empty: all
+    examples: tuple[str, ...] = ()  # what follows `stagewright` in them
+
+    @property
+    def takes(self) -> tuple[Taken, ...]:
+        """All options."""
+        return (*self.options, *(take("--json") if self.has_json else ()))
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What argparse shows beside the options."""
+        return {
+            "usage": " ".join(filter(None, ("stagewright", self.name, self.usage, "[options]" * bool(self.takes)))),
+            "description": self.description or f"{self.help[0].upper()}{self.help[1:]}.",
+        }
+
+    def add_to(self, commands: Any, above: Parser) -> None:
+        """Add this command to what `add_subparsers` of the parser above returned."""
+        name = self.name.split()[-1]
+        parser = commands.add_parser(
+            name,
+            help=self.help,
+            epilog=epilog(self),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **self.described | {"description": filled(self.described["description"])},
+        )
+        above.parsers[name] = parser
+        parser.set_defaults(command=self)
+        parser.screen = lambda: command_screen(self)
+        for argument in self.arguments:
+            argument_type = {"type": one_of(argument.choices)} if argument.choices else {}
+            parser.add_argument(
+                argument.name, metavar=argument.metavar, help=argument.help, nargs=argument.count, **argument_type
+            )
+        groups: dict[str, Any] = {"": parser}
+        for option in self.takes:
+            if option.group not in groups:
+                groups[option.group] = parser.add_argument_group(option.group)
+            option.add_to(groups[option.group])
+            parser.flags += option.flags
+
+    def complete(self, parsed: argparse.Namespace) -> None:
+        """Fill in the defaults of options that were not given, and check bounds and rules.
+
+        Options of a configuration stay as they were given: it has their defaults, and checks them with its files.
+        """
+        own = [option for option in self.takes if option.dest != option.key]
+        given = {option.flag for option in own if option.dest in parsed}
+        for option in own:
+            if option.flag not in given:
+                setattr(parsed, option.dest, [] if option.is_repeated else option.default)
+            option.check(getattr(parsed, option.dest))
+        check_rules({option.flag: getattr(parsed, option.dest) for option in own}, given, self.name)

@@ -1,0 +1,246 @@
+"""Runs as rows of a list: what each trained, how, how fast and how well, and whether it still does.
+
+`run.report` finds the runs; this reads their files, within bounds, and sorts, filters and words the rows.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from stagewright.errors import UserError, counted, did_you_mean, printable
+from stagewright.events import Evaluated, Step, read_records
+from stagewright.files import open_regular
+from stagewright.metrics import GIB, IMAGES, MIB, Unit, format_metric, headline_metrics, metric_label, steady_rate
+from stagewright.report.page import Page, Summary, Table
+from stagewright.report.read import as_number, read_object, read_tables, read_unit
+
+STATES = ("running", "finished", "failed", "stopped")
+_TAIL = 2**17  # bytes of the metrics of a run without a summary
+_DAY = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A run in the list; what its files do not tell is empty or None."""
+
+    folder: Path
+    name: str  # that a user gave it
+    tags: tuple[str, ...]
+    state: str  # one of STATES
+    started: float  # seconds since the epoch
+    bytes: int  # on the disk
+    model: str = ""
+    mode: str = ""
+    shape: str = ""  # replicas of each stage: 7-1
+    images_per_second: float | None = None  # samples, whatever the unit
+    metric: str = ""  # the first of its last evaluation
+    value: float | None = None
+    fault: str = ""  # why it failed
+    unit: Unit = IMAGES
+
+    @property
+    def id(self) -> str:
+        return self.folder.name
+
+    @property
+    def plan(self) -> str:
+        return f"{self.mode} {self.shape}".strip()
+
+    def describe(self) -> dict[str, Any]:
+        """The entry as JSON takes it."""
+        return {
+            "id": self.id,
+            "name": self.name or None,
+            "tags": list(self.tags),
+            "folder": str(self.folder),
+            "model": self.model,
+            "mode": self.mode,
+            "plan": self.plan,
+            "state": self.state,
+            "fault": self.fault or None,
+            "images_per_second": self.images_per_second,
+            "unit": self.unit.name,
+            "per_sample": self.unit.per_sample,
+            "metric": self.metric or None,
+            "value": self.value,
+            "started": self.started,
+            "bytes": self.bytes,
+        }
+
+
+def read_figures(folder: Path) -> dict[str, Any]:
+    """What the files of a run tell of its model, its speed and its last evaluation, as fields of an `Entry`."""
+    config, summary = read_tables(folder / "config.toml"), read_object(folder / "summary.json")
+    model = config.get("model")
+    name = model.get("name") if isinstance(model, dict) else None
+    if summary is not None:
+        made = summary.get("evaluations")
+        last = made[-1] if isinstance(made, list) and made and isinstance(made[-1], dict) else {}
+        metrics, rate = last.get("metrics"), as_number(summary.get("images_per_second"))
+    else:
+        records = [record for _, record in read_records(_last_lines(folder / "metrics.jsonl"))]
+        evaluated = [record for record in records if isinstance(record, Evaluated)]
+        steps = [record for record in records if isinstance(record, Step)]
+        batch = (read_object(folder / "plan.json") or {}).get("batch")
+        speed = steady_rate(steps, batch, {record.batch for record in evaluated}) if isinstance(batch, int) else None
+        metrics, rate = evaluated[-1].metrics if evaluated else None, speed.rate if speed else None
+    found = metrics.items() if isinstance(metrics, dict) else ()
+    numbers = {str(key): number for key, value in found if (number := as_number(value)) is not None}
+    first = next(iter(headline_metrics(numbers).items()), None)
+    return {
+        "model": printable(name.rpartition(":")[2]) if isinstance(name, str) else "",
+        "images_per_second": rate,
+        "metric": printable(first[0]) if first else "",
+        "value": first[1] if first else None,
+        "unit": read_unit(folder),
+    }
+
+
+def read_state(folder: Path, *, is_running: bool, has_failed: bool) -> str:
+    """What became of a run; one whose loss diverged has failed, though it came to its end."""
+    if is_running:
+        return "running"
+    summary = read_object(folder / "summary.json")
+    if summary is None:
+        return "failed" if has_failed else "stopped"
+    return "failed" if summary.get("diverged") else "finished"
+
+
+def _last_lines(path: Path) -> list[bytes]:
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL))
+            return file.read(_TAIL).splitlines()
+    except OSError:
+        return []
+
+
+# --- Sorting and filtering --------------------------------------------------------------------------------------------
+
+SORTS: dict[str, Callable[[Entry], Any]] = {  # the newest, the fastest and the largest come first
+    "started": lambda entry: -entry.started,
+    "name": lambda entry: (entry.name or entry.id).lower(),
+    "model": lambda entry: entry.model.lower(),
+    "state": lambda entry: STATES.index(entry.state),
+    "speed": lambda entry: -entry.unit.of(entry.images_per_second or 0.0),
+    "metric": lambda entry: (entry.metric, -(entry.value or 0.0)),
+    "size": lambda entry: -entry.bytes,
+}
+_FILTERS: dict[str, Callable[[Entry], Sequence[str]]] = {
+    "name": lambda entry: (entry.name, entry.id),
+    "model": lambda entry: (entry.model,),
+    "mode": lambda entry: (entry.mode,),
+    "plan": lambda entry: (entry.plan,),
+    "state": lambda entry: (entry.state,),
+    "tag": lambda entry: entry.tags,
+}
+
+
+def select(entries: Sequence[Entry], filters: Sequence[str], sort: str) -> list[Entry]:
+    """The runs that fit every `key=pattern`, in order."""
+    wanted = [_parse_filter(word) for text in filters for word in text.replace(",", " ").split()]
+    found = [
+        entry
+        for entry in entries
+        if all(any(fnmatchcase(value, pattern) for value in _FILTERS[key](entry)) for key, pattern in wanted)
+    ]
+    return sorted(found, key=lambda entry: (SORTS[sort](entry), -entry.started))
+
+
+def _parse_filter(text: str) -> tuple[str, str]:
+    key, equals, pattern = text.partition("=")
+    if not equals:
+        raise UserError(f"--filter '{text}' is not KEY=VALUE; give for example model=vgg16 or state=finished")
+    if key not in _FILTERS:
+        raise UserError(f"--filter {text}: unknown key '{key}'; {did_you_mean(key, _FILTERS)}")
+    if key == "state" and not any(fnmatchcase(state, pattern) for state in STATES):
+        raise UserError(f"--filter {text}: unknown state '{pattern}'; {did_you_mean(pattern, STATES)}")
+    return key, pattern
+
+
+# --- Words ------------------------------------------------------------------------------------------------------------
+
+_COLUMNS: dict[str, Callable[[Entry, float], str]] = {
+    "run": lambda entry, now: entry.name or entry.id,
+    "state": lambda entry, now: entry.state,
+    "speed": lambda entry, now: _speed(entry),
+    "metric": lambda entry, now: _metric(entry),
+    "model": lambda entry, now: entry.model,
+    "plan": lambda entry, now: entry.plan,
+    "started": lambda entry, now: ago(now - entry.started),
+    "size": lambda entry, now: format_bytes(entry.bytes),
+    "tags": lambda entry, now: " ".join(entry.tags),
+    "id": lambda entry, now: entry.id if entry.name else "",
+}
+TEXTS = ("run", "model", "plan", "state", "metric", "started", "tags", "id")  # columns that are left-justified
+# Left out first where width is short: an id tells when the run started, of which model, by which plan.
+_LEAST_NEEDED = ("id", "tags", "model", "started", "plan", "size", "metric", "speed")
+
+
+def rows(entries: Sequence[Entry], width: int | None = None) -> tuple[list[str], list[list[str]]]:
+    """The heads of the columns and the rows of cells; columns without any value, or beyond the width, are left out."""
+    now = time.time()
+    cells = {head: [cell(entry, now) for entry in entries] for head, cell in _COLUMNS.items()}
+    rates = {entry.unit.rate for entry in entries if entry.images_per_second is not None}
+    if len(rates) == 1:  # then it stands once, above the column
+        cells["speed"] = [cell.partition(" ")[0] for cell in cells["speed"]]
+    shown = [head for head, column in cells.items() if any(column)]
+    for head in _LEAST_NEEDED:
+        if width is None or sum(max(map(len, (other, *cells[other]))) + 2 for other in shown) + 1 <= width:
+            break
+        shown = [other for other in shown if other != head]
+    lines = [[cells[head][at] or "-" for head in shown] for at in range(len(entries))]
+    return [rates.pop() if head == "speed" and len(rates) == 1 else head for head in shown], lines
+
+
+def total_words(entries: Sequence[Entry]) -> str:
+    """`3 runs, 1.2 GiB on the disk`."""
+    return f"{counted(len(entries), 'run')}, {format_bytes(sum(entry.bytes for entry in entries))} on the disk"
+
+
+def format_bytes(size: float) -> str:
+    """Bytes in KiB, MiB or GiB."""
+    if size < MIB:
+        return f"{size / 1024:,.0f} KiB"
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
+
+
+def ago(seconds: float) -> str:
+    """How long ago something was, in one unit."""
+    if seconds < 60:
+        return "just now"
+    for limit, size, unit in ((3600.0, 60.0, "min"), (_DAY, 3600.0, "h")):
+        if seconds < limit:
+            return f"{int(seconds // size)} {unit} ago"
+    return f"{counted(int(seconds // _DAY), 'day')} ago"
+
+
+def _speed(entry: Entry) -> str:
+    if entry.images_per_second is None:
+        return ""
+    rate = entry.unit.of(entry.images_per_second)
+    return f"{rate:,.0f} {entry.unit.rate}" if rate >= 100 else f"{rate:.3g} {entry.unit.rate}"
+
+
+def _metric(entry: Entry) -> str:
+    return "" if entry.value is None else f"{metric_label(entry.metric)} {format_metric(entry.metric, entry.value)}"
+
+
+def listing_page(entries: Sequence[Entry], where: str) -> Page:
+    """A page that lists runs, each with a link to its own page below this one."""
+    running = sum(entry.state == "running" for entry in entries)
+    now = f"; {counted(running, 'run')} in training now" if running else ""
+    if not entries:
+        return Page("Runs", (Summary((f"There are no runs in {where} yet; stagewright train makes one.",)),))
+    columns, cells = rows(entries)
+    if columns[-1] == "id":  # the link leads there
+        columns, cells = columns[:-1], [line[:-1] for line in cells]
+    table = Table("Runs", tuple(columns), tuple(map(tuple, cells)), links=tuple(f"{entry.id}/" for entry in entries))
+    return Page(f"Runs in {where}", (Summary((f"{total_words(entries)}{now}.",)), table))

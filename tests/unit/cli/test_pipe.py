@@ -1,0 +1,32 @@
+"""Output in a pipe is whole, whatever COLUMNS says; one factory makes the console of every command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stagewright.cli import main
+from tests.commands import prints
+from tests.made_runs import make_run
+
+
+def test_nothing_in_a_pipe_is_wrapped_or_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = str(make_run(tmp_path / "runs" / "20260101-a"))
+    for command in (
+        ["cluster", "list"],
+        ["report", run],
+        ["runs", "--runs", str(tmp_path / "runs")],
+    ):
+        shown = []
+        for columns in ("20", "500"):
+            monkeypatch.setenv("COLUMNS", columns)
+            shown.append(prints(capsys, *command))
+        assert shown[0] == shown[1] and "…" not in shown[0], command
+
+
+def test_one_factory_makes_every_console() -> None:
+    for path in Path(main.__file__).parent.rglob("*.py"):
+        assert " Console(" not in path.read_text().replace("(Console(", " Console("), path
