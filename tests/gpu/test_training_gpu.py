@@ -47,6 +47,7 @@ def run(folder: Path, model: str = "resnet8", **settings: Any) -> Result:
         "microbatches": 6,
         "steps": 6,
         "lr": 0.05,
+        "placement": "0:0",
         "precision": "ieee",
         "device": "cuda",
         "share_gpu": not settings.get("emulate"),
