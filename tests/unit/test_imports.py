@@ -64,12 +64,22 @@ ALLOWED: dict[str, set[str]] = {
     "run": {*BELOW_RUN, "data.formats"},
     "bench": {*BELOW_RUN, "run"},
     "bench.peers": BENCH,
+    "bench.demo": {*BENCH, "bench.peers"},
     "bench.micro": {*BENCH, "bench.models", "data.formats"},
     "bench.learning": {*BENCH, "data.formats.tokens"},
     "bench.models": BENCH,
     "api": {*BELOW_RUN, "run", "cli.parser", "data.formats"},
     "integrations": {"errors", "api", "model", "run", "runtime.script"},
-    "cli": {*BENCH, "bench.peers", "bench.micro", "bench.learning", "bench.models", "hardware.doctor", "data.formats"},
+    "cli": {
+        *BENCH,
+        "bench.peers",
+        "bench.demo",
+        "bench.micro",
+        "bench.learning",
+        "bench.models",
+        "hardware.doctor",
+        "data.formats",
+    },
 }
 # Modules that import less than their folder.
 ALONE = {"plan.plan": {"cluster", "errors"}, "profile.profile": {"errors", "files"}, "run.folder": {"errors"}}
