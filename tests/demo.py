@@ -15,13 +15,13 @@ from stagewright.profile.profile import Ceilings, Profile, Table, Unit
 _UNITS = tuple(Unit(name, "linear", 0.01, 0.02, 9, 9, 9, 9, 9) for name in ("features.0", "classifier.0"))
 _CEILINGS = Ceilings({"fp32": 1e9}, 1e9, 5e8, 1e8, (), 0.25)
 _TABLES = tuple(Table("fp32", samples, _UNITS) for samples in (8, 32))
-_PROFILE = Profile("vgg-small", "cpu", "stagewright", (3, 32, 32), 2, _CEILINGS, _TABLES)
+PROFILE = Profile("vgg-small", "cpu", "stagewright", (3, 32, 32), 2, _CEILINGS, _TABLES)
 
 
 def make_demo(ours: float = 480.0, theirs: float = 160.0, accuracy: float = 0.99) -> Demo:
     """A demo of three turns in which stages and DDP reached these speeds."""
     machines = Machines((HERE, HERE), shipped().links["net-1g"])
-    setting = setting_on(_PROFILE, machines.link)
+    setting = setting_on(PROFILE, machines.link)
     one, two = setting.cluster.devices
     whole = make_plan(((one, two),), batch=64, microbatches=2, mode=Mode.DP)
     cut = make_plan(((one,), (two,)), batch=64, microbatches=2, mode=Mode.SYNC, cuts=("classifier.0",))

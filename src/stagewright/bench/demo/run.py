@@ -137,14 +137,13 @@ def run_demo(progress: Progress, length: Length | None = None, *, loopback: bool
         profile = take_profile(progress)
         setting = setting_on(profile, machines.link)
         theirs = predict(_data_parallel(setting, BATCH), setting)
-        ours = _best_stages(setting, BATCH)
+        ours = best_stages(setting, BATCH)
         progress(
             f"predicted: DDP {theirs.images_per_second:,.0f} images/s, "
             f"{ours.plan.shape} stages {ours.images_per_second:,.0f}; both train {length.total} steps of {BATCH} images"
         )
-        predictions = {_DDP: theirs, _STAGES: ours}
-        found = _train(machines, predictions, length, Path(folder), progress)
-        sweep = _sweep(profile)
+        sweep = predicted_ratios(profile)
+        found = _train(machines, {_DDP: theirs, _STAGES: ours}, length, Path(folder), progress)
     return Demo(machines, why, length, found[_STAGES], found[_DDP], sweep)
 
 
@@ -178,25 +177,26 @@ def _data_parallel(setting: Setting, batch: int) -> Plan:
     return make_plan((setting.cluster.devices,), batch=batch, microbatches=batch // _PROFILED[-1], mode=Mode.DP)
 
 
-def _best_stages(setting: Setting, batch: int) -> Prediction:
+def best_stages(setting: Setting, batch: int) -> Prediction:
     """The fastest plan of two stages that makes the same updates as data parallel."""
     choice = choose(setting, batch, modes=(Mode.SYNC,), whole=True)
     for candidate in choice.candidates:
         if len(candidate.plan.stages) == _RANKS:
             return candidate.prediction
     placement = format_placement(tuple((device,) for device in setting.cluster.devices))
-    options = make_config({"plan": {"placement": placement, "mode": "sync", "batch": batch}}).plan
+    given = {"placement": placement, "mode": "sync", "batch": batch, "microbatches": batch // _PROFILED[-1]}
+    options = make_config({"plan": given}).plan
     return predict(build_plan(options, setting.cluster, None, lambda placement: setting), setting)
 
 
-def _sweep(profile: Profile) -> dict[tuple[str, int], float]:
+def predicted_ratios(profile: Profile) -> dict[tuple[str, int], float]:
     """The predicted ratio on faster networks and at larger batches."""
     found = {}
     for name in LINKS:
         setting = setting_on(profile, shipped().links[name])
         for batch in BATCHES:
             parallel = predict(_data_parallel(setting, batch), setting).images_per_second
-            found[name, batch] = _best_stages(setting, batch).images_per_second / parallel
+            found[name, batch] = best_stages(setting, batch).images_per_second / parallel
     return found
 
 

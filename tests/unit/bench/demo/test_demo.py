@@ -11,8 +11,11 @@ import pytest
 from stagewright.bench.demo.digits import CLASSES, draw_digits, uncertainty
 from stagewright.bench.demo.machines import bytes_passed, two_machines
 from stagewright.bench.demo.page import demo_page, sentences, warnings
+from stagewright.bench.demo.run import BATCHES, LINKS, best_stages, predicted_ratios, setting_on
+from stagewright.cluster.catalog import shipped
+from stagewright.plan.plan import Mode
 from stagewright.report.markdown import as_markdown
-from tests.demo import make_demo
+from tests.demo import PROFILE, make_demo
 
 
 def test_three_sentences_say_what_was_measured_in_this_run() -> None:
@@ -37,6 +40,13 @@ def test_the_page_has_both_timelines_of_one_length_and_where_stages_stop_winning
     assert text.count("What each rank did in 1.0 s") == 2
     assert "| net-10g | 64 | 0.80 | data parallel |" in text
     assert "--cut classifier.0 --batch 64 --microbatches 2 --nodes" in text
+
+
+def test_stages_are_planned_also_where_data_parallel_is_faster() -> None:
+    ratios = predicted_ratios(PROFILE)
+    assert ratios.keys() == {(link, batch) for link in LINKS for batch in BATCHES}
+    found = best_stages(setting_on(PROFILE, shipped().links["net-25g"]), 256)
+    assert found.plan.shape == "1-1" and found.plan.cuts == ("classifier.0",) and found.plan.mode is Mode.SYNC
 
 
 def test_digits_are_the_same_for_a_seed_and_cover_all_classes() -> None:
