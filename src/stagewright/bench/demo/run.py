@@ -8,9 +8,11 @@ both are evaluated in one process of plain PyTorch.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +48,7 @@ from stagewright.run.profile import measure_profile
 Progress = Callable[[str], None]
 MODEL, BATCH, OPTIMIZER, LR = "vgg-small", 64, "adamw", 0.001
 HELD_OUT = 1000  # images that nobody trains on
+_SCRATCH = "stagewright-demo-"  # then the number of the process
 _RANKS = 2
 _TRAINING = 3072
 _PROFILED = (8, 32)  # samples of a microbatch; the last is what DDP runs at once
@@ -132,7 +135,7 @@ class Demo:
 def run_demo(progress: Progress, length: Length | None = None, *, loopback: bool = False) -> Demo:
     """Train both sides in turns; `loopback`: without network namespaces."""
     length = length or Length()
-    with two_machines(loopback) as (machines, why), tempfile.TemporaryDirectory(prefix="stagewright-demo-") as folder:
+    with two_machines(loopback) as (machines, why), scratch_folder() as folder:
         progress(machines.title + (f" ({why})" if why else ""))
         profile = take_profile(progress)
         setting = setting_on(profile, machines.link)
@@ -143,7 +146,7 @@ def run_demo(progress: Progress, length: Length | None = None, *, loopback: bool
             f"{ours.plan.shape} stages {ours.images_per_second:,.0f}; both train {length.total} steps of {BATCH} images"
         )
         sweep = predicted_ratios(profile)
-        found = _train(machines, {_DDP: theirs, _STAGES: ours}, length, Path(folder), progress)
+        found = _train(machines, {_DDP: theirs, _STAGES: ours}, length, folder, progress)
     return Demo(machines, why, length, found[_STAGES], found[_DDP], sweep)
 
 
@@ -215,6 +218,17 @@ def simulated_win() -> str:
 
 
 # --- Train ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder for data and weights, removed at the end; those of runs that were killed are removed first."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*-*"):
+        owner = left.name.removeprefix(_SCRATCH).partition("-")[0]
+        if left.lstat().st_uid == os.geteuid() and owner.isdecimal() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(left, ignore_errors=True)  # a link is left alone
+    with tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}-") as folder:
+        yield Path(folder)
 
 
 def _train(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from stagewright.bench.demo.digits import CLASSES, draw_digits, uncertainty
 from stagewright.bench.demo.machines import bytes_passed, two_machines
 from stagewright.bench.demo.page import demo_page, sentences, warnings
-from stagewright.bench.demo.run import BATCHES, LINKS, best_stages, predicted_ratios, setting_on
+from stagewright.bench.demo.run import BATCHES, LINKS, best_stages, predicted_ratios, scratch_folder, setting_on
 from stagewright.cluster.catalog import shipped
 from stagewright.plan.plan import Mode
 from stagewright.report.markdown import as_markdown
@@ -75,6 +76,18 @@ def test_two_machines_reach_each_other_and_are_gone_afterwards() -> None:
         )
         assert "tbf" in shape.stdout and "1Gbit" in shape.stdout
     assert not Path(f"/proc/{target}").exists()
+
+
+def test_what_a_killed_run_left_is_removed_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left, running, other = (tmp_path / f"stagewright-demo-{who}-x" for who in (ended.pid, os.getpid(), "me"))
+    for folder in (left, running, other):
+        folder.mkdir()
+    with scratch_folder() as mine:
+        assert not left.exists() and running.exists() and other.exists() and mine.parent == tmp_path
+    assert not mine.exists()
 
 
 def test_loopback_needs_no_namespaces() -> None:
