@@ -39,19 +39,17 @@ def sentences(demo: Demo) -> tuple[str, str, str]:
 def _speed(demo: Demo) -> str:
     ours, theirs, ratio = demo.ours, demo.theirs, demo.ratio
     figures = f"{ours.rate.value:,.0f} against {theirs.rate.value:,.0f} images/s"
-    turns = f"{_range(ratio, 2)} in {demo.length.turns} turns of each; predicted: {demo.predicted_ratio:.2f}"
+    turns = f"interval {_range(ratio, 2)} over {demo.length.turns} turns of each, predicted {demo.predicted_ratio:.2f}"
     if demo.wins:
-        return (
-            f"Two stages train {ratio.value:.2f} times as fast as stock DistributedDataParallel ({turns}): {figures}."
-        )
-    return f"No win here: two stages have {ratio.value:.2f} times the speed of stock DDP ({turns}), {figures}."
+        return f"Two stages train {ratio.value:.2f} times as fast as stock DDP: {figures} ({turns})."
+    return f"No win here: two stages have {ratio.value:.2f} times the speed of stock DDP, {figures} ({turns})."
 
 
 def _reason(demo: Demo) -> str:
     (cut,) = demo.ours.prediction.plan.cuts
     over = "over the link" if demo.machines.link else "between the processes"
     return (
-        f"DDP sums the gradient of every weight in every step, {_traffic(demo.theirs):,.1f} MB {over}, and its ranks "
+        f"In every step DDP sums the gradient of every weight, {_traffic(demo.theirs):,.1f} MB {over}, so its ranks "
         f"compute {_computing(demo.theirs):.0%} of the time; the stages, cut before {cut}, send only activations and "
         f"their gradients, {_traffic(demo.ours):,.1f} MB, and compute {_computing(demo.ours):.0%}."
     )
@@ -113,8 +111,8 @@ def warnings(demo: Demo) -> Iterator[str]:
 
 
 def demo_page(demo: Demo) -> Page:
-    title = f"{name_of(demo.ours)} beside stock DDP: {demo.machines.title}"
-    return Page(title, tuple(_blocks(demo)))
+    over = "over 1 Gb/s" if demo.machines.link else "over loopback"
+    return Page(f"Two stages beside stock DistributedDataParallel, {over}", tuple(_blocks(demo)))
 
 
 def _blocks(demo: Demo) -> Iterator[Block]:
@@ -135,8 +133,7 @@ def _blocks(demo: Demo) -> Iterator[Block]:
     seconds = min(side.timeline.end for side in sides)
     for side in sides:
         ranks = tuple(f"rank {rank}" for rank in range(side.prediction.plan.world))
-        shown = f"What each rank did in {seconds:.1f} s: {name_of(side)}"
-        yield Pipeline(shown, _until(side.timeline, seconds), ranks)
+        yield Pipeline(f"{seconds:.1f} s of {name_of(side)}", _until(side.timeline, seconds), ranks)
     curves = tuple(
         Curve(name_of(side), tuple(Point(x, 100 * y) for x, y in zip(side.seconds, side.accuracies, strict=True)))
         for side in sides
@@ -145,7 +142,7 @@ def _blocks(demo: Demo) -> Iterator[Block]:
     if demo.sweep:
         yield _sweep(demo)
     yield _setup(demo)
-    yield Listing("On your own two machines, the same command on each", _command(demo))
+    yield Listing("On your own two machines", _command(demo))
 
 
 def _until(timeline: Timeline, seconds: float) -> Timeline:
@@ -161,9 +158,7 @@ def _sweep(demo: Demo) -> Table:
         if (ratio := demo.sweep.get((link, batch))) is not None
     )
     note = "Predicted from the profile that this run took: faster links and larger batches leave less to gain."
-    return Table(
-        "Where stages stop winning, predicted", ("link", "batch", "stages / data parallel", "faster"), rows, note
-    )
+    return Table("Other links and batches", ("link", "batch", "stages / data parallel", "faster"), rows, note)
 
 
 def _setup(demo: Demo) -> Table:

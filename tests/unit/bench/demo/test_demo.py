@@ -38,7 +38,7 @@ def test_a_demo_that_does_not_win_says_so() -> None:
 
 def test_the_page_has_both_timelines_of_one_length_and_where_stages_stop_winning() -> None:
     text = as_markdown(demo_page(make_demo()))
-    assert text.count("What each rank did in 1.0 s") == 2
+    assert text.count("1.0 s of ") == 2
     assert "| net-10g | 64 | 0.80 | data parallel |" in text
     assert "--cut classifier.0 --batch 64 --microbatches 2 --nodes" in text
 
