@@ -60,8 +60,10 @@ def _learnt(demo: Demo) -> str:
     noise = hypot(uncertainty(ours, HELD_OUT), uncertainty(theirs, HELD_OUT))
     differ = "a difference within chance" if abs(ours - theirs) <= noise else f"more than chance ({noise:.1%}) apart"
     same = "equal" if ours == theirs else differ
+    versions = max(stage.versions for stage in demo.ours.prediction.plan.stages)
+    lag = ", the first stage with weights one update old" if versions > 1 else " without lag"
     return (
-        f"Both saw the same {demo.images:,} images with no lag, and name {ours:.1%} (stages) and {theirs:.1%} (DDP) of "
+        f"Both saw the same {demo.images:,} images{lag}, and name {ours:.1%} (stages) and {theirs:.1%} (DDP) of "
         f"{HELD_OUT:,} held-out digits: {same}."
     )
 

@@ -47,6 +47,8 @@ def test_stages_are_planned_also_where_data_parallel_is_faster() -> None:
     ratios = predicted_ratios(PROFILE)
     assert ratios.keys() == {(link, batch) for link in LINKS for batch in BATCHES}
     found = best_stages(setting_on(PROFILE, shipped().links["net-25g"]), 256)
+    stale = best_stages(setting_on(PROFILE, shipped().links["net-25g"]), 64, Mode.STALE).plan
+    assert [stage.versions for stage in stale.stages] == [2, 1]
     assert found.plan.shape == "1-1" and found.plan.cuts == ("classifier.0",) and found.plan.mode is Mode.SYNC
 
 
