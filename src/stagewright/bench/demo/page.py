@@ -18,6 +18,7 @@ from stagewright.report.live.terminal import plain_table
 from stagewright.report.page import Bar, Bars, Block, Curve, Curves, Listing, Page, Pipeline, Point, Summary, Table
 
 _MB = 1e6
+_SHOWN = 2.0  # seconds of a timeline: a few steps of each side
 _BUSY = 0.2  # cores of other programs from which the page says so
 _COLUMNS = ("side", "images/s", "95 %", "predicted", "accuracy", "MB/step")
 
@@ -130,9 +131,10 @@ def _blocks(demo: Demo) -> Iterator[Block]:
         "Result",
         (*_COLUMNS[:-1], "MB per step over the link"),
         tuple(_rows(demo)),
-        f"Median of {demo.length.turns} turns with its 95 % interval; accuracy on {HELD_OUT:,} held-out images.",
+        f"Median of {demo.length.turns} turns with its 95 % interval; "
+        f"accuracy on {HELD_OUT:,} held-out images; bytes of both directions together.",
     )
-    seconds = min(side.timeline.end for side in sides)
+    seconds = min(_SHOWN, *(side.timeline.end for side in sides))
     for side in sides:
         ranks = tuple(f"rank {rank}" for rank in range(side.prediction.plan.world))
         yield Pipeline(f"{seconds:.1f} s of {name_of(side)}", _until(side.timeline, seconds), ranks)
@@ -159,7 +161,7 @@ def _sweep(demo: Demo) -> Table:
         for batch in BATCHES
         if (ratio := demo.sweep.get((link, batch))) is not None
     )
-    note = "Predicted from the profile that this run took: faster links and larger batches leave less to gain."
+    note = "Predicted from the profile of this run: faster links and larger batches leave less to gain."
     return Table("Other links and batches", ("link", "batch", "stages / data parallel", "faster"), rows, note)
 
 

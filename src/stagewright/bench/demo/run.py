@@ -150,7 +150,7 @@ def run_demo(progress: Progress, length: Length | None = None, *, loopback: bool
             f"predicted: DDP {theirs.images_per_second:,.0f} images/s, "
             f"{ours.plan.shape} stages {ours.images_per_second:,.0f}; both train {length.total} steps of {BATCH} images"
         )
-        sweep = predicted_ratios(profile)
+        sweep = predicted_ratios(profile, ours.plan.mode)
         found = _train(machines, {_DDP: theirs, _STAGES: ours}, length, folder, progress)
     return Demo(machines, why, length, found[_STAGES], found[_DDP], sweep)
 
@@ -197,14 +197,14 @@ def best_stages(setting: Setting, batch: int, mode: Mode = Mode.SYNC) -> Predict
     return predict(build_plan(options, setting.cluster, None, lambda placement: setting), setting)
 
 
-def predicted_ratios(profile: Profile) -> dict[tuple[str, int], float]:
+def predicted_ratios(profile: Profile, mode: Mode) -> dict[tuple[str, int], float]:
     """The predicted ratio on faster networks and at larger batches."""
     found = {}
     for name in LINKS:
         setting = setting_on(profile, shipped().links[name])
         for batch in BATCHES:
             parallel = predict(_data_parallel(setting, batch), setting).images_per_second
-            found[name, batch] = best_stages(setting, batch).images_per_second / parallel
+            found[name, batch] = best_stages(setting, batch, mode).images_per_second / parallel
     return found
 
 

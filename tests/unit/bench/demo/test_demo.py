@@ -44,7 +44,7 @@ def test_the_page_has_both_timelines_of_one_length_and_where_stages_stop_winning
 
 
 def test_stages_are_planned_also_where_data_parallel_is_faster() -> None:
-    ratios = predicted_ratios(PROFILE)
+    ratios = predicted_ratios(PROFILE, Mode.SYNC)
     assert ratios.keys() == {(link, batch) for link in LINKS for batch in BATCHES}
     found = best_stages(setting_on(PROFILE, shipped().links["net-25g"]), 256)
     stale = best_stages(setting_on(PROFILE, shipped().links["net-25g"]), 64, Mode.STALE).plan
