@@ -321,9 +321,9 @@ def run_demo(parsed: argparse.Namespace) -> None:
     console.print(terminal_table(demo))
     for sentence in sentences(demo):
         console.print()
-        say(console, sentence)
+        say(console, sentence, soft_wrap=not console.is_terminal)
     console.print()
-    say(console, *warnings(demo), *(() if demo.wins else (simulated_win(),)))
+    say(console, *warnings(demo), *(() if demo.wins else (simulated_win(),)), soft_wrap=not console.is_terminal)
     say(console, f"page: {_shown(page)}", soft_wrap=True)
 
 

@@ -146,10 +146,8 @@ def run_demo(progress: Progress, length: Length | None = None, *, loopback: bool
             ours.images_per_second < _CLEAR * theirs.images_per_second
         ):  # a fast link: without lag there is little to gain
             ours = best_stages(setting, BATCH, Mode.STALE)
-        progress(
-            f"predicted: DDP {theirs.images_per_second:,.0f} images/s, "
-            f"{ours.plan.shape} stages {ours.images_per_second:,.0f}; both train {length.total} steps of {BATCH} images"
-        )
+        rates = f"DDP {theirs.images_per_second:,.0f}, {ours.plan.shape} stages {ours.images_per_second:,.0f}"
+        progress(f"predicted images/s: {rates}; {length.total} steps of {BATCH} images each")
         sweep = predicted_ratios(profile, ours.plan.mode)
         found = _train(machines, {_DDP: theirs, _STAGES: ours}, length, folder, progress)
     return Demo(machines, why, length, found[_STAGES], found[_DDP], sweep)
