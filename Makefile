@@ -58,6 +58,7 @@ bench: $(READY)
 
 # torch first and pinned: a range would bring the newest build and its GPU packages.
 $(READY): pyproject.toml
+	@echo "installing torch and stagewright into .venv, once: some minutes, most of them downloading"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/pip install --quiet --editable '.[dev]'

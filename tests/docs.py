@@ -1,15 +1,16 @@
 """Command blocks of the documentation, and how a test runs them.
 
-After its language, a fence says who runs it:
+Fences say only their language. Who runs a block is in `tests/docs.toml`, under its file and its key: the first line
+that is neither an import nor a comment, without a comment at its end. The marks there:
 
-    ```sh run                   `make test` runs every line
-    ```sh nightly               `make nightly` runs it in a shell
-    ```sh gpu                   `make nightly` runs it where there is a GPU
-    ```sh not run: REASON       nobody runs it, for this reason
-    ```console run              lines after `$` are commands, the others what they print; `...` stands for any lines
-    ```python run | nightly     runs as a program
-    <!-- not run: REASON -->    the same for the indented block after it
-    ```toml file: NAME          written to a file for later blocks; any language
+    run                   `make test` runs every line; `run columns=100` in a terminal of that width
+    nightly               `make nightly` runs it in a shell
+    gpu                   `make nightly` runs it where there is a GPU
+    not run: REASON       nobody runs it, for this reason
+    file: NAME            written to a file for later blocks; any language
+
+In ```console, lines after `$` are commands, the others what they print; `...` stands for any lines. ```python is a
+program.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ from __future__ import annotations
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = ("sh", "bash", "console", "python")
-_FENCE = re.compile(r"^(?P<ticks>`{3,})(?P<language>[\w-]*)[ \t]*(?P<mark>.*)$")
-_COMMENT = re.compile(r"^<!-- (.+) -->$")
+MARKS: dict[str, dict[str, str]] = tomllib.loads((ROOT / "tests" / "docs.toml").read_text())
+_FENCE = re.compile(r"^(?P<ticks>`{3,})(?P<language>[\w-]*)[ \t]*(?P<more>.*)$")
+_BEFORE_KEY = re.compile(r"\s*(#|import |from |$)")
+_AFTER_KEY = re.compile(r"\s{2,}#.*$|\s+\\$")
 _COMMAND = re.compile(r"^\s*(\$ |stagewright [a-z]|make [a-z]|pip install|python -m |srun |export )")
 
 
@@ -36,8 +40,19 @@ class Block:
     file: Path
     line: int
     language: str  # empty if the fence names none
-    mark: str
     text: str
+    more: str = ""  # that the fence says after its language
+    marks: Mapping[str, str] = field(default_factory=dict)  # of its file, by key
+
+    @property
+    def key(self) -> str:
+        """The first line that says what the block does."""
+        first = next((line for line in self.text.splitlines() if not _BEFORE_KEY.match(line)), "")
+        return _AFTER_KEY.sub("", first.strip().removeprefix("$ "))
+
+    @property
+    def mark(self) -> str:
+        return self.marks.get(self.key, "")
 
     @property
     def kind(self) -> str:
@@ -64,9 +79,10 @@ class Block:
         return f"{self.file.relative_to(ROOT)}:{self.line}"
 
 
-def blocks(file: Path) -> list[Block]:
-    """Every block of a file, fenced or indented."""
-    return list(_fenced(file)) + list(_indented(file))
+def blocks(file: Path, marks: Mapping[str, Mapping[str, str]] = MARKS) -> list[Block]:
+    """Every block of a file, fenced or indented, with the marks of the side file."""
+    of_file = marks.get(str(file.relative_to(ROOT)), {})
+    return [replace(block, marks=of_file) for block in (*_fenced(file), *_indented(file))]
 
 
 def _fenced(file: Path) -> Iterator[Block]:
@@ -78,13 +94,13 @@ def _fenced(file: Path) -> Iterator[Block]:
             opening = (number, found)
         elif opening is not None and line.strip() == opening[1]["ticks"]:
             text = "\n".join(lines[opening[0] : number - 1])
-            yield Block(file, opening[0], opening[1]["language"], opening[1]["mark"], text)
+            yield Block(file, opening[0], opening[1]["language"], text, opening[1]["more"])
             opening = None
 
 
 def _indented(file: Path) -> Iterator[Block]:
     """Lines indented by four after an empty line, outside fences and lists."""
-    is_fenced, in_list, before, kept, began, mark = False, False, "", [], 0, ""
+    is_fenced, in_list, before, kept, began = False, False, "", [], 0
     for number, line in enumerate([*file.read_text().splitlines(), ""], 1):
         if _FENCE.match(line):
             is_fenced = not is_fenced
@@ -94,13 +110,11 @@ def _indented(file: Path) -> Iterator[Block]:
             began = began or number
             kept.append(line[4:])
         elif kept and line.strip():
-            yield Block(file, began, "sh" if mark else "", mark, "\n".join(kept))
+            yield Block(file, began, "", "\n".join(kept))
             kept, began = [], 0
-        if line.strip() and not is_code:
-            mark = found[1] if (found := _COMMENT.match(line)) else ""
         before = line
     if kept:
-        yield Block(file, began, "sh" if mark else "", mark, "\n".join(kept))
+        yield Block(file, began, "", "\n".join(kept))
 
 
 def commands(block: Block) -> list[tuple[list[str], list[str]]]:

@@ -6,13 +6,14 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
 from stagewright.cli.main import main
-from tests.docs import COMMANDS, FILES, ROOT, Block, blocks, commands, differs, filled
+from tests.docs import FILES, MARKS, ROOT, Block, blocks, commands, differs, filled
 from tests.marks import nightly
 
 HERE = [file for file in FILES if any(block.kind == "run" for block in blocks(file))]
@@ -25,12 +26,26 @@ def name(file: Path) -> str:
 
 @pytest.mark.parametrize("file", FILES, ids=name)
 def test_every_command_block_is_run_or_says_why_not(file: Path) -> None:
-    for block in blocks(file):
-        if block.looks_like_commands:
-            assert block.language, f"{block}: commands without a fence; start with ```sh run, nightly or not run: WHY"
-            assert block.kind, f"{block}: say run, nightly, gpu or not run: WHY after ```{block.language}"
-            assert "`" not in block.mark, f"{block}: a backtick after ``` ends the fence"
-            assert block.kind != "not run" or block.reason, f"{block}: not run, and no reason given"
+    check(file)
+
+
+def check(file: Path, marks: Mapping[str, Mapping[str, str]] = MARKS) -> None:
+    """Every command block of a file is listed under its key, and every key of the file is that of one block."""
+    found = blocks(file, marks)
+    for block in found:
+        assert not block.more, f"{block}: a fence says only its language; move '{block.more}' to tests/docs.toml"
+        if block.looks_like_commands or block.mark:
+            assert block.mark, f"{block}: tests/docs.toml has no '{block.key}' under [\"{name(file)}\"]"
+            assert block.kind, f"{block}: '{block.mark}' is not run, nightly, gpu, file: NAME or not run: WHY"
+            assert block.kind not in ("not run", "file") or block.reason, f"{block}: {block.kind}, and nothing after it"
+            assert block.language or block.kind == "not run", f"{block}: commands without a fence; start with ```sh"
+    for key in marks.get(name(file), {}):
+        count = sum(block.key == key for block in found)
+        assert count == 1, f"{name(file)}: {count} blocks begin with '{key}', which tests/docs.toml has once"
+
+
+def test_the_side_file_lists_only_files_that_exist() -> None:
+    assert MARKS.keys() <= {name(file) for file in FILES}
 
 
 @pytest.mark.parametrize("file", HERE, ids=name)
@@ -97,36 +112,39 @@ def programs(block: Block) -> list[tuple[str, list[str]]]:
     return [(shlex.join(words), expected) for words, expected in commands(block)]
 
 
-def fence(language: str, mark: str, text: str) -> str:
-    return f"```{language} {mark}\n{text}\n```\n"
-
-
 @pytest.mark.parametrize(
-    "text",
+    ("text", "mark"),
     [
-        "Train:\n\n    stagewright train --steps 3\n",
-        "Train:\n\n    $ stagewright train\n    step 1\n",
-        fence("", "", "stagewright plan vgg16"),
-        fence("text", "", "make demo"),
-        fence("sh", "", "ls"),
-        fence("sh", "not run:", "ls"),
-        fence("python", "", "import stagewright"),
+        ("Train:\n\n    stagewright train --steps 3\n", "run"),
+        ("```\nstagewright train --steps 3\n```\n", ""),
+        ("```sh\nstagewright train --steps 3\n```\n", ""),
+        ("```sh run\nstagewright train --steps 3\n```\n", "run"),
+        ("```sh\nstagewright train --steps 3\n```\n", "not run:"),
+        ("```sh\nstagewright train --steps 3\n```\n", "sometimes"),
+        ("```sh\nstagewright train --steps 3\n```\n" * 2, "run"),
+        ("No block of that key\n", "run"),
     ],
 )
-def test_an_unmarked_command_block_is_an_error(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_is_not_listed_once_is_an_error(
+    text: str, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "x.md"
     file.write_text(text)
     monkeypatch.setattr("tests.docs.ROOT", tmp_path)
-    with pytest.raises(AssertionError, match=r"x\.md:"):
-        test_every_command_block_is_run_or_says_why_not(file)
+    monkeypatch.setattr("tests.unit.test_docs.ROOT", tmp_path)
+    with pytest.raises(AssertionError, match=r"x\.md"):
+        check(file, {"x.md": {"stagewright train --steps 3": mark} if mark else {}})
 
 
-def test_pictures_lists_and_marked_blocks_need_no_mark(tmp_path: Path) -> None:
+def test_pictures_lists_and_listed_blocks_are_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "x.md"
-    marked = fence("sh", "not run: needs two machines", "stagewright train --nodes a,b")
-    file.write_text(f"Picture:\n\n    a ──► b\n\n- item\n\n    stagewright is a word here\n\n{marked}")
-    test_every_command_block_is_run_or_says_why_not(file)
-    assert [block.kind for block in blocks(file) if block.language in COMMANDS] == ["not run"]
+    file.write_text(
+        "Picture:\n\n    a ──► b\n\n- item\n\n    stagewright is a word here\n\n"
+        "```python\nimport stagewright\n\n# why\nstagewright.train(  # a call\n)\n```\n"
+    )
+    monkeypatch.setattr("tests.docs.ROOT", tmp_path)
+    monkeypatch.setattr("tests.unit.test_docs.ROOT", tmp_path)
+    check(file, {"x.md": {"stagewright.train(": "nightly"}})
 
 
 def test_output_is_compared_line_by_line() -> None:
@@ -140,6 +158,6 @@ def test_a_backslash_continues_a_command_and_patterns_expand(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run-1").mkdir()
     text = "# first\nstagewright report run-* \\\n    --json  # the page\n\nstagewright --version"
-    first, second = commands(Block(tmp_path, 1, "sh", "run", text))
+    first, second = commands(Block(tmp_path, 1, "sh", text))
     assert filled(first[0]) == ["stagewright", "report", "run-1", "--json"] and filled(["no-*"]) == ["no-*"]
     assert second == (["stagewright", "--version"], [])

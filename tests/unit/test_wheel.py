@@ -73,7 +73,7 @@ def test_the_wheel_trains_outside_the_repository(installed: Path, tmp_path: Path
 @pytest.mark.skipif("STAGEWRIGHT_NIGHTLY" not in os.environ, reason="takes long: make nightly")
 def test_the_demo_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     printed = _run(tmp_path, str(installed / "stagewright"), "demo")
-    assert "2+1 stages, stale" in printed and "one process" in printed
+    assert "stock DDP" in printed and "1+1 stages, sync" in printed
     assert list(tmp_path.rglob("*.html"))
 
 

@@ -1,4 +1,4 @@
-"""`stagewright bench`: suites of configurations, comparisons with stock PyTorch, learning, and single parts.
+"""`stagewright bench`: suites of configurations, comparisons with stock PyTorch, learning, and single parts; `demo`.
 
 `Request` holds the options; `run_bench` finds out what the suite's name stands for, refuses options that it would
 ignore, runs it and prints its tables or one JSON object.
@@ -9,11 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from stagewright.bench.demo.page import demo_page, sentences, terminal_table, warnings
+from stagewright.bench.demo.run import run_demo as train_both
+from stagewright.bench.demo.run import simulated_win
 from stagewright.bench.learning.pages import describe_study, show_study
 from stagewright.bench.learning.study import run_study
 from stagewright.bench.learning.trials import StudyOptions
@@ -32,6 +36,8 @@ from stagewright.config.toml import parse_assignment
 from stagewright.errors import UserError, counted, did_you_mean
 from stagewright.report.live.progress import ProgressLine
 from stagewright.report.live.terminal import open_console, say
+from stagewright.run.folder import new_folder
+from stagewright.run.report import write_page
 
 Measure = Callable[[Path, Keep, ProgressLine], Outcome]
 _PARTS: dict[str, Callable[[Callable[[str], None]], Outcome]] = {
@@ -291,3 +297,36 @@ def _try_models(request: Request) -> None:
             f"{len(wrong)} of {len(tries.models)} models differ from plain PyTorch, first {wrong[0].name} "
             f"by {wrong[0].largest:.0e}; cut them elsewhere, and report it"
         )
+
+
+# --- The demo ---------------------------------------------------------------------------------------------------------
+
+
+def run_demo(parsed: argparse.Namespace) -> None:
+    """Train both sides, print what they did, and write the page."""
+    console, errors, began = open_console(), open_console(stderr=True), time.monotonic()
+
+    def progress(text: str) -> None:
+        say(errors if parsed.json else console, f"{time.monotonic() - began:4.0f} s  {text}", soft_wrap=True)
+
+    demo = train_both(progress, loopback=parsed.loopback)
+    folder = new_folder(parsed.runs, "demo")
+    (folder / "demo.json").write_text(json.dumps(demo.describe(), indent=1))
+    page = write_page(demo_page(demo), folder / "report.html")[0]
+    if parsed.json:
+        print(json.dumps(demo.describe() | {"report": str(page)}))
+        return
+    console.print()
+    console.print(terminal_table(demo))
+    for sentence in sentences(demo):
+        console.print()
+        say(console, sentence, soft_wrap=not console.is_terminal)
+    console.print()
+    say(console, *warnings(demo), *(() if demo.wins else (simulated_win(),)), soft_wrap=not console.is_terminal)
+    say(console, f"page: {_shown(page)}", soft_wrap=True)
+
+
+def _shown(path: Path) -> str:
+    """Relative to the current folder where it is below it."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

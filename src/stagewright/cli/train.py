@@ -1,4 +1,4 @@
-"""`stagewright train`: make a configuration of the options, train it, and print the result; `demo`: two small runs."""
+"""`stagewright train`: make a configuration of the options, train it, and print the result."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from stagewright.cli.config import read_layers
 from stagewright.cli.plan import show as show_candidates
 from stagewright.config.sections import Config
-from stagewright.config.toml import FIXED, make_config
 from stagewright.errors import RunFailed, UserError, counted
 from stagewright.metrics import format_metric, metric_label, speed_words
 from stagewright.report.live.progress import ProgressLine
 from stagewright.report.live.terminal import open_console, say
 from stagewright.run.plan import layout_line
 from stagewright.run.prepare import explained
-from stagewright.run.report import make_page, write_page
 from stagewright.run.resume import resumed_config
 from stagewright.run.script import OPTIONS
 from stagewright.run.train import Result
@@ -111,52 +108,3 @@ def run_script(parsed: argparse.Namespace) -> None:
     except Exception as error:  # the script's code may raise anything; its engine knows what to do on a rank
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
-
-
-# --- The demo ---------------------------------------------------------------------------------------------------------
-
-_STEPS = 100
-COMMON: dict[str, dict[str, Any]] = {
-    "model": {"name": "vgg-small"},
-    "data": {"source": "synthetic", "samples": 2048},
-    "plan": {"batch": 64, "microbatches": 8, "cut": "classifier"},
-    "optimizer": {"lr": 0.02},
-    "run": {"steps": _STEPS, "log_every": 20, "eval_every": 0},
-}
-PLANS: dict[str, dict[str, Any]] = {
-    "2+1 stages, stale": {"placement": "0:0-1.0:2", "mode": "stale", "staleness": 1},
-    "one process": {"placement": "0:0", "mode": "dp", "cut": None},
-}
-
-
-def run_demo(parsed: argparse.Namespace) -> None:
-    """Train twice, print both results, and write a page that compares them."""
-    console = open_console()
-    configs = {name: make_config(FIXED, COMMON, {"plan": plan}, given=()) for name, plan in PLANS.items()}
-    results = {name: train(config, console) for name, config in configs.items()}
-    console.print()
-    console.print(_table(results))
-    console.print("Stale weights learn a little more slowly at first; docs/learning.md shows how much of that remains.")
-    for name, result in results.items():
-        say(console, f"{name}: files in {result.folder}", soft_wrap=True)
-    say(console, f"open in a browser: {write_comparison(results)}", soft_wrap=True)
-
-
-def write_comparison(results: dict[str, Result]) -> Path:
-    """Write one page that compares all runs, beside their folders."""
-    folders = [result.folder for result in results.values()]
-    return write_page(make_page(folders, list(results)), folders[0].parent / "demo.html")[0]
-
-
-def _table(results: dict[str, Result]) -> Table:
-    table = Table(title=f"The same {_STEPS} steps, data and initial weights")
-    table.add_column("plan")
-    for figure in ("loss, training data", "top-1, training data", "images/s"):
-        table.add_column(figure, justify="right")
-    for name, result in results.items():
-        evaluated = result.evaluations[-1]
-        speed = result.summary["images_per_second"] if result.summary["steady_steps"] else None
-        table.add_row(
-            name, f"{evaluated.loss:.4f}", f"{evaluated.metrics['top1']:.1%}", f"{speed:.0f}" if speed else "not known"
-        )
-    return table

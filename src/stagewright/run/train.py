@@ -1,6 +1,6 @@
 """Train: prepare a configuration, run its ranks, and write the files of the run.
 
-`run` is what `stagewright train`, `stagewright demo` and `stagewright.train` call. The machine with index 0 is the
+`run` is what `stagewright train` and `stagewright.train` call. The machine with index 0 is the
 host: it collects the events of all ranks and writes metrics, weights and the report; the others only run their ranks.
 So it is with the processes that torchrun or srun has started, one per rank; of these only rank 0 prepares the job.
 """

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import IO, Any
@@ -32,6 +32,17 @@ _WARM_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
+class Where:
+    """Where a rank runs: what its command begins with, and variables of its environment."""
+
+    command: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=lambda: {"GLOO_SOCKET_IFNAME": "lo"})
+
+
+HERE = Where()
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """One side's turn: the time from the common start to the last rank's last update."""
 
@@ -44,20 +55,20 @@ class Segment:
 class Ranks:
     """The rank processes of one side; leaving the context ends them."""
 
-    def __init__(self, side: Side, job: Path, folder: Path, world: int) -> None:
+    def __init__(self, side: Side, job: Path, folder: Path, world: int, places: Sequence[Where] = ()) -> None:
         folder.mkdir()
         self.side = side
         self._folder = folder
         self._children = Children()
         self._events: queue.SimpleQueue[tuple[int, Event | None]] = queue.SimpleQueue()
-        self._ranks = [self._start(job, rank) for rank in range(world)]
+        self._ranks = [self._start(job, rank, place) for rank, place in enumerate(places or [HERE] * world)]
         self._trained = 0
 
-    def _start(self, job: Path, rank: int) -> subprocess.Popen[str]:
-        module = [sys.executable, "-m", "stagewright.bench.peers.process"]
+    def _start(self, job: Path, rank: int, place: Where) -> subprocess.Popen[str]:
+        module = [*place.command, sys.executable, "-m", "stagewright.bench.peers.process"]
         process = self._children.start(
             [*module, self.side.kind, str(job), str(rank), str(self._folder)],
-            {"GLOO_SOCKET_IFNAME": "lo"},
+            place.environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._folder / f"{rank}.err",
@@ -108,6 +119,14 @@ class Ranks:
         busy_shares = [event["busy"] for event in events if event["busy"] is not None]
         busiest = max(busy_shares, default=None)
         return Segment(seconds, fmean(losses), max(0.0, others / (seconds + _LEAD_SECONDS)), busiest)
+
+    def save(self, folder: Path) -> None:
+        """Make every rank write its weights (`RANK.safetensors`) and the spans of its last actions (`RANK.json`)."""
+        self._send({"save": str(folder)})
+        self._wait("saved", _SEGMENT_SECONDS)
+
+    def processes(self) -> list[int]:
+        return self._children.processes()
 
     def take_turn(self, steps: int, *, on_gpu: bool) -> Segment:
         """Train and time a segment; on a GPU warm up first, and give back memory that the next side may need."""

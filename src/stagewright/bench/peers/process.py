@@ -12,14 +12,18 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from stagewright.bench.peers.cases import Kind
 from stagewright.bench.peers.sides import Ddp, OneFOneB, Plain, Stagewright, Unconnected
+from stagewright.metrics import Span
 from stagewright.runtime.job import Job
 
 
@@ -32,6 +36,14 @@ class Runner(Protocol):
 
     def busy(self, start: float, end: float) -> float | None:
         """The share of a segment's middle in which this rank's GPU computed, where it is known."""
+        ...
+
+    def weights(self) -> dict[str, Tensor]:
+        """What this rank has of the trained weights, by the names of the whole model."""
+        ...
+
+    def spans(self) -> Sequence[Span]:
+        """Its last actions, where it records them."""
         ...
 
 
@@ -57,6 +69,12 @@ def main() -> None:
         if "rest" in command:
             torch.cuda.empty_cache()
             send({"kind": "rested"})
+            continue
+        if "save" in command:
+            folder = Path(command["save"])
+            save_file(runner.weights(), folder / f"{rank}.safetensors")
+            (folder / f"{rank}.json").write_text(json.dumps([asdict(span) for span in runner.spans()]))
+            send({"kind": "saved"})
             continue
         time.sleep(max(0.0, command["at"] - time.monotonic()))  # all ranks of a machine read the same clock
         used = time.process_time()

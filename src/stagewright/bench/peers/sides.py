@@ -5,6 +5,8 @@ Every class is a `Runner` of `peers.process`. All sides train the same model on 
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from stagewright.data.sources import Fields, only_pair
 from stagewright.events import BatchLosses, Event
+from stagewright.metrics import Span
 from stagewright.model.cut import Piece
 from stagewright.model.probe import Value
 from stagewright.runtime.comm.channel import ChannelName, Inbox, Network, Outbox
@@ -34,6 +38,8 @@ from stagewright.runtime.stage.recorder import make_recorder
 from stagewright.runtime.status_file import status_path
 
 _CPU = torch.device("cpu")
+_STEPS_KEPT = 512  # whose times DDP keeps
+_DDP_SPANS = (("compute", "F"), ("compute", "B"), ("wait", "R"), ("compute", "U"))
 _MIDDLE = (0.25, 0.85)  # of a segment: where the pipeline neither fills nor drains
 
 
@@ -66,6 +72,12 @@ class _Stock:
 
     def busy(self, start: float, end: float) -> float | None:
         return None
+
+    def weights(self) -> dict[str, Tensor]:
+        raise NotImplementedError(f"{type(self).__name__} does not save its weights")
+
+    def spans(self) -> Sequence[Span]:
+        return ()
 
 
 def open_store(meeting: Path, world: int) -> dist.Store:
@@ -122,16 +134,45 @@ class Ddp(_Stock):
         (piece,) = open_pieces(job.config, (), device=device)
         self._module = DistributedDataParallel(piece.training, gradient_as_bucket_view=True)
         self._optimizer = _optimizer(job, self._module)
+        is_cosine = job.config.schedule.kind == "cosine"
+        self._rates = CosineAnnealingLR(self._optimizer, job.batches) if is_cosine else None
+        self._rank = rank
+        self._moments: deque[tuple[int, tuple[float, ...]]] = deque(maxlen=_STEPS_KEPT)
+        self._computed = 0.0  # when backward had the last gradient: sums may still be under way
+        if device.type == "cpu":
+            first = next(piece.training.parameters())
+            first.register_post_accumulate_grad_hook(self._note_computed)  # type: ignore[no-untyped-call]
+
+    def _note_computed(self, parameter: Tensor) -> None:
+        self._computed = time.monotonic()
 
     def train(self, first: int, steps: int) -> None:
         for batch in range(first, first + steps):
             index = batch % len(self._inputs)
+            began = time.monotonic()
             self._optimizer.zero_grad()
             with self._precision.forward_context():
                 loss = _stock_loss(self._module(self._inputs[index]), self._labels[index])
+            forward = time.monotonic()
             loss.backward()  # type: ignore[no-untyped-call]
+            backward = time.monotonic()
             self._optimizer.step()
+            if self._rates is not None:
+                self._rates.step()
+            self._moments.append((batch, (began, forward, self._computed, backward, time.monotonic())))
         self.loss = float(loss.detach())
+
+    def weights(self) -> dict[str, Tensor]:
+        return {} if self._rank else dict(self._module.module.state_dict())
+
+    def spans(self) -> Sequence[Span]:
+        """On CPU: forward, backward, the sums that backward did not hide, and the update of the last batches."""
+        found: list[Span] = []
+        for batch, moments in self._moments:
+            names = f"0F{batch}@{batch}", f"0B{batch}@{batch}", f"0R@{batch}", f"0U@{batch}"
+            for (lane, kind), name, start, end in zip(_DDP_SPANS, names, moments, moments[1:], strict=False):
+                found.append(Span(self._rank, lane, kind, name, start, max(start, end)))
+        return found
 
 
 class Plain(_Stock):
@@ -189,6 +230,11 @@ def _boundaries(job: Job) -> list[Tensor]:
 def _optimizer(job: Job, module: nn.Module) -> torch.optim.Optimizer:
     """Fused, like Stagewright's: the fastest that torch has."""
     config = job.config.optimizer
+    if config.name == "adamw":
+        betas = (config.beta1, config.beta2)
+        return torch.optim.AdamW(
+            module.parameters(), config.lr, betas, config.eps, weight_decay=config.weight_decay, fused=True
+        )
     return torch.optim.SGD(module.parameters(), config.lr, config.momentum, fused=True)
 
 
@@ -224,10 +270,21 @@ class Stagewright:
         inside = sum(max(0.0, min(span.end, high) - max(span.start, low)) for span in spans)
         return inside / (high - low)
 
+    def weights(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for state in self._worker.states():
+            if isinstance(state, tuple):
+                found |= {name: tensor.clone() for name, tensor in state[1].items()}
+            else:
+                state.wait()
+        return found
+
+    def spans(self) -> Sequence[Span]:
+        return self.recorder.spans()
+
     def _network(self, job: Job, rank: int, meeting: Path, device: Device) -> Network:
-        return open_network(
-            job.config, open_store(meeting, job.plan.world), rank, Place(), job.config.run.timeout, device
-        )
+        store, place = open_store(meeting, job.plan.world), Place.of(job.plan, rank)
+        return open_network(job.config, store, rank, place, job.config.run.timeout, device)
 
     def _receive(self, event: Event) -> None:
         if isinstance(event, BatchLosses):

@@ -102,6 +102,7 @@ _OWN = (
         most=65535,
     ),
     _text("--only", "TEXT", "only configurations or cases whose name contains this"),
+    _switch("--loopback", "two processes of this machine, without network namespaces"),
     _switch("--quick", "only the dozen models that every test run tries"),
     _switch("--simulate", "predict what does not fit on this machine"),
     _text("--rows", "FILE.toml", "bench published: predict the measured rows of this file"),

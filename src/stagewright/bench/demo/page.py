@@ -1,0 +1,187 @@
+"""What the demo found, for people: three sentences, the table of the terminal, and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import hypot
+
+from rich.table import Table as TerminalTable
+
+from stagewright.bench.demo.digits import uncertainty
+from stagewright.bench.demo.run import BATCH, BATCHES, HELD_OUT, LINKS, LR, MODEL, OPTIMIZER, Demo, Measured
+from stagewright.bench.statistics import Interval
+from stagewright.cluster.catalog import shipped
+from stagewright.hardware.environment import read_environment
+from stagewright.metrics import Timeline
+from stagewright.plan.plan import Plan
+from stagewright.report.live.terminal import plain_table
+from stagewright.report.page import Bar, Bars, Block, Curve, Curves, Listing, Page, Pipeline, Point, Summary, Table
+
+_MB = 1e6
+_SHOWN = 2.0  # seconds of a timeline: a few steps of each side
+_BUSY = 0.2  # cores of other programs from which the page says so
+_COLUMNS = ("side", "images/s", "95 %", "predicted", "accuracy", "MB/step")
+
+
+def name_of(side: Measured) -> str:
+    plan = side.prediction.plan
+    return "stock DDP" if len(plan.stages) == 1 else f"{_shape(plan)} stages, {plan.mode}"
+
+
+def _shape(plan: Plan) -> str:
+    return "+".join(str(stage.replicas) for stage in plan.stages)
+
+
+def sentences(demo: Demo) -> tuple[str, str, str]:
+    """What happened, why, and what it cost."""
+    return _speed(demo), _reason(demo), _learnt(demo)
+
+
+def _speed(demo: Demo) -> str:
+    ours, theirs, ratio = demo.ours, demo.theirs, demo.ratio
+    figures = f"{ours.rate.value:,.0f} against {theirs.rate.value:,.0f} images/s"
+    turns = f"interval {_range(ratio, 2)} over {demo.length.turns} turns of each, predicted {demo.predicted_ratio:.2f}"
+    if demo.wins:
+        return f"Two stages train {ratio.value:.2f} times as fast as stock DDP: {figures} ({turns})."
+    return f"No win here: two stages have {ratio.value:.2f} times the speed of stock DDP, {figures} ({turns})."
+
+
+def _reason(demo: Demo) -> str:
+    (cut,) = demo.ours.prediction.plan.cuts
+    over = "over the link" if demo.machines.link else "between the processes"
+    return (
+        f"In every step DDP sums the gradient of every weight, {_traffic(demo.theirs):,.1f} MB {over}, so its ranks "
+        f"compute {_computing(demo.theirs):.0%} of the time; the stages, cut before {cut}, send only activations and "
+        f"their gradients, {_traffic(demo.ours):,.1f} MB, and compute {_computing(demo.ours):.0%}."
+    )
+
+
+def _learnt(demo: Demo) -> str:
+    ours, theirs = demo.ours.accuracies[-1], demo.theirs.accuracies[-1]
+    noise = hypot(uncertainty(ours, HELD_OUT), uncertainty(theirs, HELD_OUT))
+    differ = "a difference within chance" if abs(ours - theirs) <= noise else f"more than chance ({noise:.1%}) apart"
+    same = "equal" if ours == theirs else differ
+    versions = max(stage.versions for stage in demo.ours.prediction.plan.stages)
+    lag = ", the first stage with weights one update old" if versions > 1 else " without lag"
+    return (
+        f"Both saw the same {demo.images:,} images{lag}, and name {ours:.1%} (stages) and {theirs:.1%} (DDP) of "
+        f"{HELD_OUT:,} held-out digits: {same}."
+    )
+
+
+def _traffic(side: Measured) -> float:
+    """MB of a step in both directions, measured where that is possible."""
+    return (side.prediction.traffic if side.link_bytes is None else side.link_bytes) / _MB
+
+
+def _computing(side: Measured) -> float:
+    shares = side.timeline.busy_shares(side.prediction.plan.world, 0.0, side.timeline.end or 1.0)
+    return sum(shares) / len(shares)
+
+
+def _range(interval: Interval, digits: int) -> str:
+    return f"{interval.low:,.{digits}f} - {interval.high:,.{digits}f}"
+
+
+def _rows(demo: Demo) -> Iterator[tuple[str, ...]]:
+    for side in (demo.theirs, demo.ours):
+        yield (
+            name_of(side),
+            f"{side.rate.value:,.0f}",
+            _range(side.rate, 0),
+            f"{side.prediction.images_per_second:,.0f}",
+            f"{side.accuracies[-1]:.1%}",
+            f"{_traffic(side):,.1f}{'' if side.link_bytes is not None else ' (computed)'}",
+        )
+
+
+def terminal_table(demo: Demo) -> TerminalTable:
+    table = plain_table(*_COLUMNS, left=("side",))
+    for row in _rows(demo):
+        table.add_row(*row)
+    return table
+
+
+def warnings(demo: Demo) -> Iterator[str]:
+    """What a reader should know about these figures."""
+    if demo.why_local:
+        yield f"This is loopback ({demo.why_local}): a real network is slower, and stages gain more there."
+    if max(demo.ours.others, demo.theirs.others) > _BUSY:
+        yield (
+            f"Other programs kept {demo.ours.others:.1f} cores busy beside the stages and {demo.theirs.others:.1f} "
+            "beside DDP: run it again on a quiet machine."
+        )
+
+
+def demo_page(demo: Demo) -> Page:
+    over = "over 1 Gb/s" if demo.machines.link else "over loopback"
+    return Page(f"Two stages beside stock DistributedDataParallel, {over}", tuple(_blocks(demo)))
+
+
+def _blocks(demo: Demo) -> Iterator[Block]:
+    sides = (demo.ours, demo.theirs)
+    yield Summary((*sentences(demo), *warnings(demo)))
+    bars = []
+    for side in sides:
+        rate = side.rate
+        bars.append(Bar(name_of(side), rate.value, rate.low, rate.high))
+        bars.append(Bar(name_of(side), side.prediction.images_per_second, is_predicted=True))
+    yield Bars("Throughput", "images/s", tuple(bars))
+    yield Table(
+        "Result",
+        (*_COLUMNS[:-1], "MB per step over the link"),
+        tuple(_rows(demo)),
+        f"Median of {demo.length.turns} turns with its 95 % interval; "
+        f"accuracy on {HELD_OUT:,} held-out images; bytes of both directions together.",
+    )
+    seconds = min(_SHOWN, *(side.timeline.end for side in sides))
+    for side in sides:
+        ranks = tuple(f"rank {rank}" for rank in range(side.prediction.plan.world))
+        yield Pipeline(f"{seconds:.1f} s of {name_of(side)}", _until(side.timeline, seconds), ranks)
+    curves = tuple(
+        Curve(name_of(side), tuple(Point(x, 100 * y) for x, y in zip(side.seconds, side.accuracies, strict=True)))
+        for side in sides
+    )
+    yield Curves("Accuracy over time", "seconds of training", f"% of {HELD_OUT:,} held-out images", curves)
+    if demo.sweep:
+        yield _sweep(demo)
+    yield _setup(demo)
+    yield Listing("On your own two machines", _command(demo))
+
+
+def _until(timeline: Timeline, seconds: float) -> Timeline:
+    return Timeline(tuple(span for span in timeline.spans if span.end <= seconds))
+
+
+def _sweep(demo: Demo) -> Table:
+    titles = shipped().links
+    rows = tuple(
+        (titles[link].name, str(batch), f"{ratio:.2f}", "stages" if ratio > 1 else "data parallel")
+        for link in LINKS
+        for batch in BATCHES
+        if (ratio := demo.sweep.get((link, batch))) is not None
+    )
+    note = "Predicted from the profile of this run: faster links and larger batches leave less to gain."
+    return Table("Other links and batches", ("link", "batch", "stages / data parallel", "faster"), rows, note)
+
+
+def _setup(demo: Demo) -> Table:
+    plan = demo.ours.prediction.plan
+    rows = (
+        ("machines", demo.machines.title),
+        ("model", f"{MODEL}, fp32, batch {BATCH}, {OPTIMIZER}, learning rate {LR:g} that falls as a cosine"),
+        ("data", "digits drawn by the command; the same images in the same order for both"),
+        ("stages", f"cut before {', '.join(plan.cuts)}, {plan.microbatches} microbatches, chosen by the planner"),
+        ("DDP", "torch's DistributedDataParallel on gloo, half of the batch on each rank, its sums beside backward"),
+        ("turns", f"{demo.length.turns} of {demo.length.steps} steps each, in processes that stay alive"),
+        *read_environment().rows(),
+    )
+    return Table("How it was measured", ("what", "value"), rows)
+
+
+def _command(demo: Demo) -> str:
+    plan = demo.ours.prediction.plan
+    return (
+        f"stagewright train --model {MODEL} --placement 0:0.1:0 --mode {plan.mode} --cut {','.join(plan.cuts)} "
+        f"--batch {BATCH} --microbatches {plan.microbatches} --nodes 10.0.0.1,10.0.0.2"
+    )

@@ -1,0 +1,354 @@
+"""Plan, predict and train both sides of the demo: stages by Stagewright, and torch's DistributedDataParallel.
+
+Both have the same two ranks, the same initial weights, the same images in the same order, the same batch, optimizer and
+number of steps, and one thread a rank. Their processes stay alive and train in turns; after each turn the weights of
+both are evaluated in one process of plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from stagewright.bench.demo.digits import CLASSES, SIDE, draw_digits
+from stagewright.bench.demo.machines import Machines, bytes_passed, two_machines
+from stagewright.bench.peers.cases import Kind, Side
+from stagewright.bench.peers.launch import Ranks, Segment
+from stagewright.bench.statistics import Interval, median_interval, paired_ratio
+from stagewright.cluster.catalog import shipped
+from stagewright.cluster.placement import format_placement
+from stagewright.cluster.topology import Cluster, Link, Machine
+from stagewright.config.toml import make_config
+from stagewright.metrics import Span, Timeline
+from stagewright.model.zoo import ZOO
+from stagewright.plan.estimate import Setting
+from stagewright.plan.make import make_plan
+from stagewright.plan.plan import Mode, Plan
+from stagewright.planning.build import build_plan
+from stagewright.planning.planner import choose
+from stagewright.planning.predict import Prediction, predict
+from stagewright.planning.setting import make_setting
+from stagewright.planning.traced import trace_model
+from stagewright.profile.profile import Profile
+from stagewright.run.prepare import prepare
+from stagewright.run.profile import measure_profile
+
+Progress = Callable[[str], None]
+MODEL, BATCH, OPTIMIZER, LR = "vgg-small", 64, "adamw", 0.001
+HELD_OUT = 1000  # images that nobody trains on
+_SCRATCH = "stagewright-demo-"  # then the number of the process
+_RANKS = 2
+_TRAINING = 3072
+_PROFILED = (8, 32)  # samples of a microbatch; the last is what DDP runs at once
+_STAGES, _DDP = Side("stages", Kind.STAGEWRIGHT, ""), Side("DDP", Kind.DDP, "dp")
+_CLEAR = 1.1  # predicted ratio from which stages without lag are worth showing
+LINKS, BATCHES = ("net-1g", "net-10g", "net-25g"), (64, 256)  # of the table that says where stages stop winning
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How long the demo is: turns of both sides, the steps of each, and those before the first that are not timed."""
+
+    turns: int = 6
+    steps: int = 20
+    warm: int = 6
+
+    @property
+    def total(self) -> int:
+        return self.warm + self.turns * self.steps
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One side: what was predicted, and what it did."""
+
+    name: str
+    prediction: Prediction
+    rates: tuple[float, ...]  # images per second of each turn
+    seconds: tuple[float, ...]  # of training after each evaluation
+    accuracies: tuple[float, ...]  # on held-out images
+    link_bytes: float | None  # of a step over the link, both directions together; None where it is not known
+    timeline: Timeline
+    others: float  # cores that other programs kept busy
+
+    @property
+    def rate(self) -> Interval:
+        return median_interval(self.rates)
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """What the demo found."""
+
+    machines: Machines
+    why_local: str  # why there are no namespaces
+    length: Length
+    ours: Measured
+    theirs: Measured
+    sweep: dict[tuple[str, int], float] = field(default_factory=dict)  # predicted ratio by link and batch
+
+    @property
+    def ratio(self) -> Interval:
+        return paired_ratio(self.ours.rates, self.theirs.rates)
+
+    @property
+    def predicted_ratio(self) -> float:
+        return self.ours.prediction.images_per_second / self.theirs.prediction.images_per_second
+
+    @property
+    def wins(self) -> bool:
+        return self.ratio.low > 1
+
+    @property
+    def images(self) -> int:
+        return self.length.total * BATCH
+
+    def describe(self) -> dict[str, Any]:
+        """Everything that was measured, as demo.json has it."""
+        sides = {
+            side.name: {
+                "plan": side.prediction.plan.describe(),
+                "predicted": side.prediction.images_per_second,
+                "images_per_second": list(side.rates),
+                "seconds": list(side.seconds),
+                "accuracies": list(side.accuracies),
+                "link_bytes_per_step": side.link_bytes,
+            }
+            for side in (self.ours, self.theirs)
+        }
+        ratio = self.ratio
+        figures = {"ratio": ratio.value, "low": ratio.low, "high": ratio.high, "predicted": self.predicted_ratio}
+        return {"machines": self.machines.title, "images": self.images, **figures, "sides": sides}
+
+
+def run_demo(progress: Progress, length: Length | None = None, *, loopback: bool = False) -> Demo:
+    """Train both sides in turns; `loopback`: without network namespaces."""
+    length = length or Length()
+    with two_machines(loopback) as (machines, why), scratch_folder() as folder:
+        progress(machines.title + (f" ({why})" if why else ""))
+        profile = take_profile(progress)
+        setting = setting_on(profile, machines.link)
+        theirs = predict(_data_parallel(setting, BATCH), setting)
+        ours = best_stages(setting, BATCH)
+        if (
+            ours.images_per_second < _CLEAR * theirs.images_per_second
+        ):  # a fast link: without lag there is little to gain
+            ours = best_stages(setting, BATCH, Mode.STALE)
+        rates = f"DDP {theirs.images_per_second:,.0f}, {ours.plan.shape} stages {ours.images_per_second:,.0f}"
+        progress(f"predicted images/s: {rates}; {length.total} steps of {BATCH} images each")
+        sweep = predicted_ratios(profile, ours.plan.mode)
+        found = _train(machines, {_DDP: theirs, _STAGES: ours}, length, folder, progress)
+    return Demo(machines, why, length, found[_STAGES], found[_DDP], sweep)
+
+
+# --- Predict ----------------------------------------------------------------------------------------------------------
+
+
+def take_profile(progress: Progress) -> Profile:
+    """How long the model's units take on this machine with both cores at work, and the link between processes."""
+    progress(f"profiling {MODEL}: two processes at once, one thread each")
+    options = SimpleNamespace(
+        model=MODEL,
+        together=_RANKS,
+        device="cpu",
+        samples=",".join(map(str, _PROFILED)),
+        precision="fp32",
+        threads=1,
+        image=SIDE,
+        classes=CLASSES,
+        freeze=None,
+    )
+    return measure_profile(options, lambda text: None)
+
+
+def setting_on(profile: Profile, link: Link | None) -> Setting:
+    """Two machines with a link, or two processes of the machine that was profiled."""
+    cluster = None if link is None else Cluster((Machine(1, "cpu"),) * _RANKS, "two machines", link)
+    return make_setting(profile, cluster, "fp32", optimizer=OPTIMIZER)
+
+
+def _data_parallel(setting: Setting, batch: int) -> Plan:
+    return make_plan((setting.cluster.devices,), batch=batch, microbatches=batch // _PROFILED[-1], mode=Mode.DP)
+
+
+def best_stages(setting: Setting, batch: int, mode: Mode = Mode.SYNC) -> Prediction:
+    """The fastest plan of two stages: one that makes the same updates as data parallel, or one with lag 1."""
+    choice = choose(setting, batch, modes=(mode,), whole=True)
+    for candidate in choice.candidates:
+        if len(candidate.plan.stages) == _RANKS:
+            return candidate.prediction
+    placement = format_placement(tuple((device,) for device in setting.cluster.devices))
+    given = {"placement": placement, "mode": str(mode), "batch": batch, "microbatches": batch // _PROFILED[-1]}
+    options = make_config({"plan": given}).plan
+    return predict(build_plan(options, setting.cluster, None, lambda placement: setting), setting)
+
+
+def predicted_ratios(profile: Profile, mode: Mode) -> dict[tuple[str, int], float]:
+    """The predicted ratio on faster networks and at larger batches."""
+    found = {}
+    for name in LINKS:
+        setting = setting_on(profile, shipped().links[name])
+        for batch in BATCHES:
+            parallel = predict(_data_parallel(setting, batch), setting).images_per_second
+            found[name, batch] = best_stages(setting, batch, mode).images_per_second / parallel
+    return found
+
+
+def simulated_win() -> str:
+    """A case that would win, in one line, for a machine that can't show one."""
+    model, cluster, batch = "vgg16", "titan-v-8", 224
+    best = choose(make_setting(trace_model(model).shapes, shipped().cluster(cluster), "fp32"), batch).best
+    shape, command = (
+        f"{best.plan.mode} {best.plan.shape}",
+        f"stagewright plan {model} --cluster {cluster} --batch {batch}",
+    )
+    return (
+        f"By simulation, not measured here: {model} on {cluster} as {shape} has {best.speedup:.2f} times the speed of "
+        f"data parallel ({command})."
+    )
+
+
+# --- Train ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder for data and weights, removed at the end; those of runs that were killed are removed first."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*-*"):
+        owner = left.name.removeprefix(_SCRATCH).partition("-")[0]
+        if left.lstat().st_uid == os.geteuid() and owner.isdecimal() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(left, ignore_errors=True)  # a link is left alone
+    with tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}-") as folder:
+        yield Path(folder)
+
+
+def _train(
+    machines: Machines, predictions: dict[Side, Prediction], length: Length, folder: Path, progress: Progress
+) -> dict[Side, Measured]:
+    images, labels = draw_digits(_TRAINING, seed=0)
+    save_file({"images": images, "labels": labels}, folder / "data.safetensors")
+    held_out = draw_digits(HELD_OUT, seed=1)
+    progress("starting two ranks of each side")
+    with ExitStack() as stack:
+        sides = {}
+        for side, one in predictions.items():
+            job = _save_job(side, one.plan, machines, length.total, folder)
+            sides[side] = stack.enter_context(Ranks(side, job, folder / side.name, _RANKS, machines.places))
+        for ranks in sides.values():
+            ranks.wait_ready()
+            ranks.train(length.warm)
+        logs = {side: _Log(machines, ranks, held_out, folder) for side, ranks in sides.items()}
+        for turn in range(1, length.turns + 1):
+            words = [f"{side.name} {log.take_turn(length.steps)}" for side, log in logs.items()]
+            progress(f"turn {turn} of {length.turns}: {', '.join(words)}")
+        return {side: log.measured(predictions[side], length) for side, log in logs.items()}
+
+
+def _save_job(side: Side, plan: Plan, machines: Machines, steps: int, folder: Path) -> Path:
+    staged = {
+        "cut": ",".join(plan.cuts),
+        **({"versions": ",".join(str(stage.versions) for stage in plan.stages)} if plan.mode is Mode.STALE else {}),
+        "depths": ",".join(str(stage.depth) for stage in plan.stages),
+    }
+    job = prepare(
+        make_config(
+            {
+                "model": {"name": MODEL},
+                "data": {"source": f"tensors:{folder / 'data.safetensors'}", "shuffle": False},
+                "plan": {
+                    "placement": machines.placed(len(plan.stages)),
+                    "mode": str(plan.mode),
+                    "batch": BATCH,
+                    "microbatches": plan.microbatches,
+                    **(staged if len(plan.stages) > 1 else {}),
+                },
+                "optimizer": {"name": OPTIMIZER, "lr": LR},
+                "schedule": {"kind": "cosine"},
+                "run": {
+                    "threads": 1,
+                    "device": "cpu",
+                    "precision": "fp32",
+                    "steps": steps,
+                    "runs": str(folder / "runs"),
+                },
+                **({} if machines.nodes is None else {"nodes": {"list": machines.nodes, "index": 0}}),
+            }
+        )
+    ).job
+    job.save(folder / f"{side.name}.json")
+    return folder / f"{side.name}.json"
+
+
+class _Log:
+    """The turns of one side."""
+
+    def __init__(self, machines: Machines, ranks: Ranks, held_out: tuple[Tensor, Tensor], folder: Path) -> None:
+        self._machines, self._ranks, self._held_out = machines, ranks, held_out
+        self._folder = folder / f"{ranks.side.name}-weights"
+        self._folder.mkdir()
+        self._segments: list[Segment] = []
+        self._accuracies: list[float] = []
+        self._bytes = 0
+        self._timeline = Timeline(())
+
+    def take_turn(self, steps: int) -> str:
+        """Train, time and evaluate a segment; the words for it."""
+        before = self._passed()
+        self._segments.append(self._ranks.train(steps))
+        self._bytes += self._passed() - before
+        self._ranks.save(self._folder)
+        self._accuracies.append(_accuracy(self._folder, self._held_out))
+        seconds = self._segments[-1].seconds
+        return f"{steps * BATCH / seconds:,.0f} images/s, {self._accuracies[-1]:.1%}"
+
+    def _passed(self) -> int:
+        return bytes_passed(self._machines, self._ranks.processes()[0]) or 0
+
+    def measured(self, prediction: Prediction, length: Length) -> Measured:
+        times = [segment.seconds for segment in self._segments]
+        known = self._machines.link is not None
+        return Measured(
+            name=self._ranks.side.name,
+            prediction=prediction,
+            rates=tuple(length.steps * BATCH / seconds for seconds in times),
+            seconds=tuple(sum(times[: number + 1]) for number in range(len(times))),
+            accuracies=tuple(self._accuracies),
+            link_bytes=self._bytes / (length.turns * length.steps) if known else None,
+            timeline=_last_turn(_read_spans(self._folder), times[-1]),
+            others=sum(segment.others for segment in self._segments) / len(times),
+        )
+
+
+def _accuracy(folder: Path, held_out: tuple[Tensor, Tensor]) -> float:
+    """Of the weights that the ranks wrote, in the plain model."""
+    model = ZOO[MODEL].build(CLASSES)
+    state: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        state |= load_file(path)
+    model.load_state_dict(state)
+    model.eval()
+    images, labels = held_out
+    with torch.no_grad():
+        return float((model(images).argmax(1) == labels).float().mean())
+
+
+def _read_spans(folder: Path) -> Sequence[Span]:
+    return [Span(**entry) for path in sorted(folder.glob("*.json")) for entry in json.loads(path.read_text())]
+
+
+def _last_turn(spans: Sequence[Span], seconds: float) -> Timeline:
+    """The spans of the last turn, from its start."""
+    start = max((span.end for span in spans), default=0.0) - seconds
+    return Timeline(tuple(replace(s, start=s.start - start, end=s.end - start) for s in spans if s.start >= start))
