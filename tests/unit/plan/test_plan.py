@@ -9,7 +9,7 @@ import pytest
 
 from stagewright.cluster.placement import format_placement, parse_placement
 from stagewright.cluster.topology import Cluster, Machine
-from stagewright.config.sections import PlanConfig, RunConfig
+from stagewright.config.sections import AUTO, PlanConfig, RunConfig
 from stagewright.errors import UserError
 from stagewright.plan.make import default_depths, default_microbatches, make_plan, read_plan
 from stagewright.plan.plan import Mode, Plan, TiedParameter
@@ -280,8 +280,9 @@ def test_a_plan_in_more_microbatches_is_the_plan_made_with_so_many(mode: Mode) -
 
 
 def test_options_name_every_mode_and_every_kind_of_device() -> None:
-    assert set(get_args(get_type_hints(PlanConfig)["mode"])) == set(Mode)
-    assert set(get_args(get_type_hints(RunConfig)["device"])) == set(DEVICES)
+    modes, _ = get_args(get_type_hints(PlanConfig)["mode"])  # or None, for the default
+    assert set(get_args(modes)) == set(Mode)
+    assert set(get_args(get_type_hints(RunConfig)["device"])) == {AUTO, *DEVICES}
 
 
 def test_a_plan_file_keeps_its_ties_and_may_have_none() -> None:

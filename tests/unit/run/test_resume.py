@@ -71,7 +71,8 @@ def half(whole: Result, tmp_path: Path) -> Path:
 
 def summary_of(run: Path) -> list[str]:
     """The first two sentences of a run's report."""
-    return [line.removeprefix("- ") for line in (run / "report.md").read_text().splitlines()[2:4]]
+    lines = (run / "report.md").read_text().splitlines()
+    return [line.removeprefix("- ") for line in lines if line.startswith("- ")][:2]
 
 
 def steps_of(run: Path) -> list[int]:
