@@ -31,7 +31,7 @@ tests: $(READY) .venv/.libraries .venv/.browser
 # that can happen to them: each case by itself, then 20 faults of a seed under each of three plans, then an hour in which
 # nothing may grow.
 soak: $(READY)
-	STAGEWRIGHT_FUZZ=1000000 STAGEWRIGHT_EPOCH_SAMPLES=1000000 \
+	STAGEWRIGHT_NIGHTLY=1 STAGEWRIGHT_FUZZ=1000000 STAGEWRIGHT_EPOCH_SAMPLES=1000000 \
 		$(BIN)/python -m pytest -s tests/unit/data/test_fuzz.py tests/unit/data/test_loader.py
 	STAGEWRIGHT_KILLS=20 $(BIN)/python -m pytest -s tests/distributed/test_kill.py tests/distributed/test_stopping.py \
 		tests/distributed/test_pauses_gloo.py tests/unit/runtime/checkpoint

@@ -15,6 +15,8 @@ from stagewright.bench.statistics import Interval
 from stagewright.report.markdown import as_markdown
 from stagewright.report.page import Bars
 
+pytestmark = pytest.mark.xdist_group("suite")  # which is measured once
+
 
 def test_the_summary_warns_of_a_busy_machine_and_of_missing_repeats(outcome: Outcome) -> None:
     repeats = tuple(replace(repeat, others=1.5) for repeat in outcome.rows[0].repeats)

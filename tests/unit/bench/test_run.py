@@ -28,6 +28,8 @@ from tests.unit.cli.test_bench import fails
 
 CONFIGS = {name: make_config() for name in "ABC"}
 
+pytestmark = pytest.mark.xdist_group("suite")  # which is measured once
+
 
 def repeat(rate: float) -> Repeat:
     return Repeat(rate, 0, True, (1.0,), 2.0, "run")

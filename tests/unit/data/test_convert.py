@@ -12,6 +12,7 @@ from PIL import Image
 from stagewright.data.convert import convert
 from stagewright.data.datasets import Kind, open_records
 from stagewright.data.formats.records import DataError, Records
+from tests.marks import nightly
 from tests.pictures import (
     bytes_feature,
     encoded,
@@ -101,6 +102,7 @@ def test_refuses_a_target_that_is_not_empty_or_not_writable(tmp_path: Path) -> N
         convert(source, Kind.TAR, tmp_path / "new", per_part=0)
 
 
+@nightly
 def test_converting_cifar10_and_back_changes_nothing(tmp_path: Path) -> None:
     first = open_records(f"ofrecord:{shared_file('data/cifar10')}/test")
     convert(first, Kind.TAR, tmp_path / "tar", per_part=4000)

@@ -28,6 +28,7 @@ from stagewright.data.order import (
 from stagewright.data.pool import LoaderOptions, Pool
 from stagewright.data.sources import ImageSource
 from stagewright.metrics import MIB
+from tests.marks import nightly
 from tests.pictures import Faulty, make_ofrecord, threads_called, wait_until_idle
 
 SAMPLES, BATCH, MICROBATCHES, SEED = 53, 12, 4, 11
@@ -307,6 +308,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@nightly
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc/self/statm")
 @pytest.mark.timeout(1800)
 def test_memory_stays_flat_over_three_epochs() -> None:

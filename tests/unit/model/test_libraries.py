@@ -14,6 +14,7 @@ from stagewright.model import libraries
 from stagewright.model.libraries import Package, built, import_library, is_installed, package_of
 from stagewright.model.load import build_model, find_entry
 from stagewright.planning.traced import form_of, meta_model
+from tests.marks import nightly
 from tests.waiting import LONG
 
 needs_timm = pytest.mark.skipif(not is_installed("timm"), reason="timm is not installed")
@@ -42,6 +43,7 @@ def test_names_of_packages_are_known_by_the_word_in_front() -> None:
     assert found == [Package.TIMM, Package.TRANSFORMERS, None, None, None]
 
 
+@nightly
 def test_timm_imports_torchvision_in_a_new_process() -> None:
     if not is_installed("timm"):
         pytest.skip("timm is not installed")

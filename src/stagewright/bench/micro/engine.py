@@ -22,7 +22,7 @@ from stagewright.config.toml import FIXED, make_config
 from stagewright.model.load import build_model
 from stagewright.run.train import run
 
-_REPEATS = 3
+_REPEATS = 7
 _STEPS = 60
 _GOAL = 0.97
 
@@ -120,7 +120,8 @@ def _by_script(case: Case, folder: str) -> float:
 
 
 def main() -> None:
-    """The script."""
+    """The script; with as many threads as a rank of the command has."""
+    torch.set_num_threads(1)
     given = json.loads(sys.argv[1])
     engine = stagewright.Engine(
         build_model(given["model"], 0),

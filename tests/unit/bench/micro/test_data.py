@@ -10,6 +10,7 @@ import pytest
 from stagewright.bench.micro.data import HEIGHT, SIDE, WIDTH, make_jpegs, measure, stagewright_path, stock_paths
 from stagewright.cli.main import main
 from stagewright.data.augment import Augmentation, Cropping
+from tests.marks import nightly
 
 
 def as_array(picture: object) -> np.ndarray:
@@ -33,6 +34,7 @@ def test_every_side_makes_the_same_image() -> None:
             assert difference.mean() < (1 if "DALI" not in name else 6), name
 
 
+@nightly
 def test_the_outcome_has_speeds_ratios_overhead_and_index() -> None:
     outcome = measure(repeats=2, images=16, most_threads=1, indexed=1000)
     assert [row.name for row in outcome.rows][:3] == ["stagewright", "Pillow", "simplejpeg + torch"]

@@ -13,6 +13,7 @@ from stagewright.bench.models.run import BAR, build, compare, cut_for, example_o
 from stagewright.model.cut import Chain, Way
 from stagewright.model.libraries import is_installed
 from stagewright.model.load import build_model
+from tests.marks import nightly
 
 QUICK = [entry for entry in ENTRIES if entry.is_quick]
 
@@ -63,6 +64,7 @@ def test_a_model_is_cut_into_four_stages_and_proven(entry: Entry) -> None:
     assert len(cut.units) == 3 and chain.way is not Way.WHOLE
 
 
+@nightly
 @pytest.mark.skipif(not is_installed("transformers"), reason="transformers is not installed")
 def test_a_tied_model_with_masks_and_a_cache_trains_with_lag_as_plain_pytorch_does(tmp_path: Path) -> None:
     (entry,) = (entry for entry in ENTRIES if entry.name == "transformers_gpt2")

@@ -76,7 +76,7 @@ def read_all(checkpoint: Checkpoint) -> dict[str, bytes]:
     return {file.name: (checkpoint.folder / file.name).read_bytes() for file in checkpoint.manifest.files}
 
 
-@pytest.mark.parametrize("case", BOTH_WAYS[::-1] if KILLS else BOTH_WAYS[::2], ids=str)
+@pytest.mark.parametrize("case", BOTH_WAYS[::-1] if KILLS else daily(BOTH_WAYS[::2], 2), ids=str)
 def test_unplanned_pauses_change_no_bit(case: Case, tmp_path: Path) -> None:
     case = replace(case, steps=12)
     whole = emulate(case, tmp_path)
