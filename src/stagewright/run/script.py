@@ -42,7 +42,7 @@ from stagewright.runtime.comm.memory import Memory, MemoryNetwork
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.assemble import ScriptParts, assemble, loader_options
 from stagewright.runtime.process.external import find_rank
-from stagewright.runtime.process.torch_flags import preserved_flags, set_flags
+from stagewright.runtime.process.torch_flags import keep_freed_memory, preserved_flags, set_flags
 from stagewright.runtime.script.feed import Batches, BatchLoader
 from stagewright.runtime.script.session import Session
 from stagewright.runtime.stage.precision import make_precision
@@ -137,6 +137,7 @@ class Alone:
         self._stack.enter_context(preserved_flags([0] if job.config.run.device == "cuda" else []))
         device: Device = open_device(job.config.run.device, job.plan.devices[0].index, share=True)
         set_flags(job.config)
+        keep_freed_memory()
         script = replace(script, keeps_model=job.plan.world == 1)
         workers = [
             assemble(job, rank, MemoryNetwork(memory, rank, device), self._host.ledger.handle, None, device, script)

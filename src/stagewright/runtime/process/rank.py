@@ -38,7 +38,7 @@ from stagewright.runtime.job import NEVER, Job
 from stagewright.runtime.process.assemble import assemble
 from stagewright.runtime.process.object_pipe import receive_objects
 from stagewright.runtime.process.signals import exit_with_parent
-from stagewright.runtime.process.torch_flags import set_flags
+from stagewright.runtime.process.torch_flags import keep_freed_memory, set_flags
 from stagewright.runtime.stage.recorder import make_recorder
 from stagewright.runtime.stage.worker import Worker
 from stagewright.runtime.status_file import last_action, status_path
@@ -90,6 +90,7 @@ def run_rank(job: Job, rank: int, store: Store, emit: Emit, control: Store | Non
     """Build a rank's worker, run its job, and leave its weights and trace; pauses are requested through `control`."""
     folder = Path(job.folder)
     set_flags(job.config)
+    keep_freed_memory()
     device = open_device(job.config.run.device, job.plan.devices[rank].index, share=job.config.run.share_gpu)
     network = open_network(job.config, store, rank, Place.of(job.plan, rank), job.patience, device)
     recorder = make_recorder(status_path(folder, rank), device)

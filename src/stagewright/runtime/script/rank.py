@@ -48,7 +48,7 @@ from stagewright.runtime.process.rank import (
     wait_for,
 )
 from stagewright.runtime.process.signals import exit_with_parent
-from stagewright.runtime.process.torch_flags import set_flags
+from stagewright.runtime.process.torch_flags import keep_freed_memory, set_flags
 from stagewright.runtime.script.session import Session
 from stagewright.runtime.stage.recorder import make_recorder
 from stagewright.runtime.stage.scores import exchange_scores
@@ -95,6 +95,7 @@ class ScriptRank:
         """Build the rank's worker and connect it with the others."""
         job, rank = self.job, self.rank
         set_flags(job.config)
+        keep_freed_memory()
         device = open_device(job.config.run.device, job.plan.devices[rank].index, share=job.config.run.share_gpu)
         self._network = open_network(job.config, self._store, rank, Place.of(job.plan, rank), job.patience, device)
         self._recorder = recorder = make_recorder(status_path(self._folder, rank), device)

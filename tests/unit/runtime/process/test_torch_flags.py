@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -77,3 +81,28 @@ def test_flags_of_a_gpu_run_are_set_and_restored(before: dict[str, Any], precisi
         assert torch.backends.cuda.matmul.allow_tf32 is (precision == "tf32")
         assert torch.backends.cudnn.allow_tf32 is (precision != "ieee")
     assert state() == before
+
+
+FAULTS = """
+import resource, sys
+from stagewright.runtime.process.torch_flags import keep_freed_memory
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        b"x" * (48 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+first = faults()
+keep_freed_memory()
+faults()
+print(first, faults())
+"""
+
+
+@pytest.mark.parametrize("given", [{}, {"MALLOC_MMAP_MAX_": "9"}], ids=["by default", "unless the user says how"])
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc of another C library")
+def test_a_rank_keeps_the_memory_that_it_frees(given: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS], env={**os.environ, **given}, capture_output=True, text=True, check=True
+    )
+    before, after = map(int, done.stdout.split())
+    assert (after < before / 10) is not bool(given)
