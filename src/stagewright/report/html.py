@@ -50,6 +50,7 @@ from stagewright.report.timeline import ACTION_WORDS, MOST_BARS, encode, first_v
 _MOST_POINTS = 400  # per curve: a screen can't show more
 _ALL_POINTS = 5000  # of all curves of a page: with the bars of its timelines it stays below a megabyte
 _NARROW = 5  # columns of a table that takes half the width
+_SHORT = 16  # letters of cells that are never wrapped
 _HINTS = (
     "Drag to move, pinch or turn the wheel to zoom, touch or point at a bar to read it. By keyboard: arrows to move, "
     "+ and - to zoom, 0 to show all, m to the next evaluation or checkpoint; full stop and comma go from bar to bar, "
@@ -129,13 +130,17 @@ def _halves(blocks: Sequence[Block]) -> set[int]:
     """The numbers of narrow tables, or small figures, that follow each other: a wide screen shows two side by side."""
     halves: set[int] = set()
     for number, (block, following) in enumerate(pairwise(blocks)):
-        if number not in halves and any(all(map(is_half, (block, following))) for is_half in (_is_narrow, _is_small)):
+        if number not in halves and (_are_narrow(block, following) or (_is_small(block) and _is_small(following))):
             halves |= {number, number + 1}
     return halves
 
 
-def _is_narrow(block: Block) -> bool:
-    return isinstance(block, Table) and len(block.columns) <= _NARROW
+def _are_narrow(block: Block, following: Block) -> bool:
+    """Whether two tables fit beside each other, and the shorter one would not leave most of its half empty."""
+    if not isinstance(block, Table) or not isinstance(following, Table):
+        return False
+    few, many = sorted((len(block.rows), len(following.rows)))
+    return max(len(block.columns), len(following.columns)) <= _NARROW and many <= 2 * few
 
 
 def _is_small(block: Block) -> bool:
@@ -198,10 +203,14 @@ def _figure(drawn: str, block: Bars | Stacks | Curves | Pipeline, part: str, abo
 
 
 def _table(table: Table, name: str = "") -> str:
-    numeric = [is_numeric([row[at] for row in table.rows]) for at in range(len(table.columns))]
-    kinds = [' class="number"' if right else "" for right in numeric]
+    columns = [[row[at] for row in table.rows] for at in range(len(table.columns))]
+    kinds = ["number" if is_numeric(cells) else "short" if _is_short(*cells) else "text" for cells in columns]
+    own = [f' class="{kind}"' for kind in kinds]
+    if kinds[0] != "number":  # the table has it, because large tables would become much larger
+        own[0] = ""
     head = "".join(
-        f'<th scope="col"{kind}>{escape(column)}</th>' for column, kind in zip(table.columns, kinds, strict=True)
+        f'<th scope="col" class="{kind}{"" if _is_short(name) else " long"}">{escape(name)}</th>'
+        for name, kind in zip(table.columns, kinds, strict=True)
     )
     lines = [[escape(cell) for cell in row] for row in table.rows]
     for line, link in zip(lines, table.links, strict=False):
@@ -209,16 +218,20 @@ def _table(table: Table, name: str = "") -> str:
     for line, colour in zip(lines, table.colours, strict=False):
         line[0] = _swatch(f"p{colour % COLOURS}") + line[0]
     rows = "".join(
-        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(line, kinds, strict=True)) + "</tr>"
+        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(line, own, strict=True)) + "</tr>"
         for line in lines
     )
     note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
     label = f' id="{name}"' if name else ""
-    named = ' class="runs"' if table.colours else ""
+    named = " ".join(("runs",) * bool(table.colours) + (f"first-{kinds[0]}",))
     return (
         f'<div class="scroll" tabindex="0" role="group" aria-label="{escape(table.title)}, table">'
-        f"<table{label}{named}><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{note}"
+        f'<table{label} class="{named}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{note}'
     )
+
+
+def _is_short(*cells: str) -> bool:
+    return all(len(cell) <= _SHORT for cell in cells)
 
 
 def _swatch(name: str) -> str:

@@ -157,6 +157,7 @@ class Pipeline:
     marks: tuple[Mark, ...] = ()
     note: str = ""
     colour: int | None = None  # of its run, in a comparison
+    is_shown_whole: bool = False  # at first, however many bars it has
 
     def since(self, moment: float) -> Pipeline:
         """The part that begins at a moment, which becomes zero."""

@@ -6,6 +6,7 @@ out. A failure to make it never fails a run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -22,7 +23,13 @@ _MOST_PLOTS = 12  # of metrics
 
 def run_page(run: Run) -> Page:
     """Everything about a run, the most important first."""
-    return Page(f"{run.model}, {run.mode} {run.shape}: {run.name}", tuple(_blocks(run)))
+    return Page(f"{run.model}, {run.mode} {run.shape}: {_short_name(run)}", tuple(_blocks(run)))
+
+
+def _short_name(run: Run) -> str:
+    """The beginning of an id that repeats model and plan: when the run started. Any other name of a folder is whole."""
+    match = re.fullmatch(rf"(\d{{8}}-\d{{6}})-.*-{re.escape(f'{run.mode}-{run.shape}')}", run.name)
+    return match[1] if match else run.name
 
 
 def _blocks(run: Run) -> Iterator[Block]:

@@ -189,7 +189,7 @@ def first_view(pipeline: Pipeline) -> tuple[float, float]:
     busiest = max(lengths, key=lambda rank: lengths[rank], default=0)
     fullest = sorted(by_rank.get(busiest, []), key=lambda span: span.start)
     end = pipeline.timeline.end
-    if len(fullest) <= _FEW_BARS:
+    if pipeline.is_shown_whole or len(fullest) <= _FEW_BARS:
         return 0.0, end
     start, stop = max(_between(pipeline.marks, end), key=lambda stretch: stretch[1] - stretch[0])
     own = [span for span in fullest if start <= span.start and span.end <= stop] or fullest

@@ -122,11 +122,11 @@ def _prediction_tiles(prediction: Prediction, ranks: Sequence[str]) -> Tiles:
     totals, busy = [memory.total for memory in prediction.memory], prediction.steady.busy
     most = max(range(len(ranks)), key=lambda rank: totals[rank])
     fullest = f"{ranks[most]}, of {format_number(prediction.limits[most] / MIB)} MiB"
-    busiest = max(range(len(ranks)), key=lambda rank: busy[rank])
+    busiest, batch = max(range(len(ranks)), key=lambda rank: busy[rank]), prediction.plan.batch
     return Tiles(
         (
             Tile("Throughput", format_rate(prediction.images_per_second), "images/s", "predicted, not measured"),
-            Tile("Batch", f"{1e3 * prediction.plan.batch / prediction.images_per_second:,.0f}", "ms", "per step"),
+            Tile("Step", f"{1e3 * batch / prediction.images_per_second:,.0f}", "ms", f"a batch of {batch:,} images"),
             Tile("Memory", format_number(totals[most] / MIB), "MiB", fullest),
             Tile(
                 "Waiting",

@@ -427,6 +427,11 @@ def test_runs_of_one_shape_are_named_by_their_folders(tmp_path: Path) -> None:
     assert f"{tmp_path}/x/one" in made.title
 
 
+def test_a_title_does_not_repeat_what_an_id_says(tmp_path: Path) -> None:
+    for name, shown in (("20260101-120000-vgg-small-stale-2-1", "20260101-120000"), ("stale-2-1", "stale-2-1")):
+        assert make_page([make_run(tmp_path / name)]).title == f"vgg-small, stale 2-1: {shown}"
+
+
 def test_steps_without_duration_are_tolerated(tmp_path: Path) -> None:
     records = [Step(0, 0, float("nan"), 0.1, 0.0, 0.0), Step(1, 0, float("inf"), 0.1, 0.0, float("inf"))]
     page(make_run(tmp_path / "run", records, is_finished=False))

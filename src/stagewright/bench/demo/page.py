@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import hypot
 
 from rich.table import Table as TerminalTable
@@ -14,8 +15,25 @@ from stagewright.cluster.catalog import shipped
 from stagewright.hardware.environment import read_environment
 from stagewright.metrics import Timeline
 from stagewright.plan.plan import Plan
+from stagewright.report.charts import format_share
+from stagewright.report.figures import waiting
 from stagewright.report.live.terminal import plain_table
-from stagewright.report.page import Bar, Bars, Block, Curve, Curves, Listing, Page, Pipeline, Point, Summary, Table
+from stagewright.report.page import (
+    Bar,
+    Bars,
+    Block,
+    Curve,
+    Curves,
+    Listing,
+    Look,
+    Page,
+    Pipeline,
+    Point,
+    Summary,
+    Table,
+    Tile,
+    Tiles,
+)
 
 _MB = 1e6
 _SHOWN = 2.0  # seconds of a timeline: a few steps of each side
@@ -49,10 +67,11 @@ def _speed(demo: Demo) -> str:
 def _reason(demo: Demo) -> str:
     (cut,) = demo.ours.prediction.plan.cuts
     over = "over the link" if demo.machines.link else "between the processes"
+    ours, theirs = (format_share(1 - waiting(_shares(side))) for side in (demo.ours, demo.theirs))
     return (
         f"In every step DDP sums the gradient of every weight, {_traffic(demo.theirs):,.1f} MB {over}, so its ranks "
-        f"compute {_computing(demo.theirs):.0%} of the time; the stages, cut before {cut}, send only activations and "
-        f"their gradients, {_traffic(demo.ours):,.1f} MB, and compute {_computing(demo.ours):.0%}."
+        f"compute {theirs} of the time; the stages, cut before {cut}, send only activations and "
+        f"their gradients, {_traffic(demo.ours):,.1f} MB, and compute {ours}."
     )
 
 
@@ -74,9 +93,9 @@ def _traffic(side: Measured) -> float:
     return (side.prediction.traffic if side.link_bytes is None else side.link_bytes) / _MB
 
 
-def _computing(side: Measured) -> float:
-    shares = side.timeline.busy_shares(side.prediction.plan.world, 0.0, side.timeline.end or 1.0)
-    return sum(shares) / len(shares)
+def _shares(side: Measured) -> tuple[float, ...]:
+    """The share of the last turn that each rank computes."""
+    return tuple(side.timeline.busy_shares(side.prediction.plan.world, 0.0, side.timeline.end or 1.0))
 
 
 def _range(interval: Interval, digits: int) -> str:
@@ -118,39 +137,75 @@ def demo_page(demo: Demo) -> Page:
     return Page(f"Two stages beside stock DistributedDataParallel, {over}", tuple(_blocks(demo)))
 
 
+def _tiles(demo: Demo) -> Tiles:
+    """The figures of the stages, each beside that of DDP."""
+    ours, theirs, ratio = demo.ours, demo.theirs, demo.ratio
+    predicted = f"predicted {ours.prediction.images_per_second:,.0f}"
+    idle = [format_share(waiting(_shares(side))) for side in (ours, theirs)]
+    return Tiles(
+        (
+            Tile(
+                "Against DDP",
+                f"{ratio.value:.2f}",
+                "times",
+                f"{_range(ratio, 2)}, predicted {demo.predicted_ratio:.2f}",
+            ),
+            Tile("Throughput", f"{ours.rate.value:,.0f}", "images/s", f"{predicted}; DDP {theirs.rate.value:,.0f}"),
+            Tile(
+                "Accuracy",
+                f"{ours.accuracies[-1]:.1%}",
+                "",
+                f"on {HELD_OUT:,} held-out images; DDP {theirs.accuracies[-1]:.1%}",
+            ),
+            Tile("Sent per step", f"{_traffic(ours):,.1f}", "MB", f"by both ranks; DDP {_traffic(theirs):,.1f}"),
+            Tile("Waiting", idle[0], "", f"of the ranks' time; DDP {idle[1]}"),
+        )
+    )
+
+
 def _blocks(demo: Demo) -> Iterator[Block]:
-    sides = (demo.ours, demo.theirs)
+    sides = (demo.ours, demo.theirs)  # a side's place is its colour in every figure
+    yield _tiles(demo)
     yield Summary((*sentences(demo), *warnings(demo)))
     bars = []
-    for side in sides:
-        rate = side.rate
-        bars.append(Bar(name_of(side), rate.value, rate.low, rate.high))
-        bars.append(Bar(name_of(side), side.prediction.images_per_second, is_predicted=True))
+    for colour, side in enumerate(sides):
+        rate, predicted = side.rate, side.prediction.images_per_second
+        bars.append(Bar(name_of(side), rate.value, rate.low, rate.high, colour=colour))
+        bars.append(Bar(name_of(side), predicted, is_predicted=True, colour=colour))
     yield Bars("Throughput", "images/s", tuple(bars))
     yield Table(
         "Result",
-        (*_COLUMNS[:-1], "MB per step over the link"),
+        (*_COLUMNS[:-1], "MB per step"),
         tuple(_rows(demo)),
         f"Median of {demo.length.turns} turns with its 95 % interval; "
-        f"accuracy on {HELD_OUT:,} held-out images; bytes of both directions together.",
+        f"accuracy on {HELD_OUT:,} held-out images; MB over the link in both directions together.",
+        colours=(1, 0),
     )
     seconds = min(_SHOWN, *(side.timeline.end for side in sides))
-    for side in sides:
+    for colour, side in enumerate(sides):
         ranks = tuple(f"rank {rank}" for rank in range(side.prediction.plan.world))
-        yield Pipeline(f"{seconds:.1f} s of {name_of(side)}", _until(side.timeline, seconds), ranks)
+        note = f"The first {seconds:.1f} s of the last turn, both sides on one scale."
+        shown = _until(side.timeline, seconds)
+        title = f"Timeline: {name_of(side)}"
+        yield Pipeline(title, shown, ranks, note=note, colour=colour, is_shown_whole=True)
     curves = tuple(
-        Curve(name_of(side), tuple(Point(x, 100 * y) for x, y in zip(side.seconds, side.accuracies, strict=True)))
+        Curve(
+            name_of(side),
+            tuple(Point(x, 100 * y) for x, y in zip(side.seconds, side.accuracies, strict=True)),
+            Look.POINTS,
+        )
         for side in sides
     )
     yield Curves("Accuracy over time", "seconds of training", f"% of {HELD_OUT:,} held-out images", curves)
     if demo.sweep:
         yield _sweep(demo)
     yield _setup(demo)
-    yield Listing("On your own two machines", _command(demo))
+    yield Listing("On two machines", _command(demo))
 
 
 def _until(timeline: Timeline, seconds: float) -> Timeline:
-    return Timeline(tuple(span for span in timeline.spans if span.end <= seconds))
+    """The beginning of a timeline; a span that reaches beyond it is cut, so that both sides have one scale."""
+    return Timeline(tuple(replace(s, end=min(s.end, seconds)) for s in timeline.spans if s.start < seconds))
 
 
 def _sweep(demo: Demo) -> Table:

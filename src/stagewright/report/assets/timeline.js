@@ -242,7 +242,7 @@ class Timeline {
       pen.fillStyle = colours[lane.operation[bar]];
       pen.fillRect(x, top, width > 3 ? width - 0.75 : width, height);
       this.drawn++;
-      if (lane.lane === 0 && width > 26) this.drawName(lane, bar, Math.max(x, this.left), width - Math.max(0, this.left - x), top, height);
+      if (lane.lane === 0 && width > 26) this.drawName(lane, bar, Math.max(x, this.left), Math.min(x + width, this.width) - Math.max(x, this.left), top, height);
     }
     flush();
   }
@@ -414,6 +414,6 @@ class Timeline {
 }
 
 function isDark(colour) {
-  const [red, green, blue] = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
-  return 0.3 * red + 0.59 * green + 0.11 * blue < 125;
+  const [red, green, blue] = [1, 3, 5].map((at) => (parseInt(colour.slice(at, at + 2), 16) / 255) ** 2.2);
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.18; // below it white has more contrast than black
 }

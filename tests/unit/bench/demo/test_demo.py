@@ -14,8 +14,11 @@ from stagewright.bench.demo.machines import bytes_passed, two_machines
 from stagewright.bench.demo.page import demo_page, sentences, warnings
 from stagewright.bench.demo.run import BATCHES, LINKS, best_stages, predicted_ratios, scratch_folder, setting_on
 from stagewright.cluster.catalog import shipped
+from stagewright.metrics import Span, Timeline
 from stagewright.plan.plan import Mode
 from stagewright.report.markdown import as_markdown
+from stagewright.report.page import Pipeline
+from stagewright.report.timeline import first_view
 from tests.demo import PROFILE, make_demo
 
 
@@ -37,8 +40,17 @@ def test_a_demo_that_does_not_win_says_so() -> None:
 
 
 def test_the_page_has_both_timelines_of_one_length_and_where_stages_stop_winning() -> None:
-    text = as_markdown(demo_page(make_demo()))
-    assert text.count("1.0 s of ") == 2
+    page = demo_page(make_demo())
+    text = as_markdown(page)
+    assert text.count("## Timeline: ") == text.count("Measured over 1 s;") == 2
+    timelines = [block for block in page.blocks if isinstance(block, Pipeline)]
+    assert [(block.title, block.colour) for block in timelines] == [
+        ("Timeline: 1+1 stages, sync", 0),
+        ("Timeline: stock DDP", 1),
+    ]
+    long = Timeline(tuple(Span(0, "compute", "F", f"0F{at}@0", at / 50, (at + 1) / 50) for at in range(200)))
+    assert first_view(replace(timelines[0], timeline=long)) == (0.0, 4.0), "whole, so that both have one scale"
+    assert "| Waiting | 25% | of the ranks' time; DDP 75% |" in text and "| 480 images/s |" in text
     assert "| net-10g | 64 | 0.80 | data parallel |" in text
     assert "--cut classifier.0 --batch 64 --microbatches 2 --nodes" in text
 
