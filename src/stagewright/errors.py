@@ -40,10 +40,16 @@ def first_line(error: BaseException, most: int | None = None) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The last part of an error about an unknown name: the nearest known name, or if none is near, the known names."""
     names = list(known)
-    near = difflib.get_close_matches(name.lower(), names, 1, 0.5)
-    if near:
-        return f"did you mean '{near[0]}'?"
+    near = nearest(name.lower(), names, 0.5)
+    if near is not None:
+        return f"did you mean '{near}'?"
     return f"known: {', '.join(names[:_MOST_NAMES])}{f', ... ({len(names)} names)' if len(names) > _MOST_NAMES else ''}"
+
+
+def nearest(name: str, known: Iterable[str], least: float = 0.6) -> str | None:
+    """The known name that is most like this one, first those of the same letters (modle: model, not mode), or None."""
+    near = difflib.get_close_matches(name, list(known), 3, least)
+    return min(near, key=lambda other: sorted(other) != sorted(name), default=None)
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:

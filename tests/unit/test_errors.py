@@ -13,6 +13,7 @@ def test_first_line_is_the_first_line_or_the_type() -> None:
 
 def test_did_you_mean_names_the_nearest_or_the_known_names() -> None:
     assert did_you_mean("Bacth", ["batch", "steps"]) == "did you mean 'batch'?"
+    assert did_you_mean("modle", ["mode", "model", "nodes"]) == "did you mean 'model'?"
     assert did_you_mean("zzz", ["batch", "steps"]) == "known: batch, steps"
     many = did_you_mean("zzz", [f"name{number}" for number in range(100)])
     assert "name0" in many and "name99" not in many and "100 names" in many

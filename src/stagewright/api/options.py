@@ -95,7 +95,7 @@ class TrainOptions(TypedDict, total=False):
     """order of forwards and backwards (default: '1f1b')"""
 
     batch: int | None
-    """samples per update (the global batch) (default: 64, fewer of little data, more on many GPUs)"""
+    """samples per update (the global batch) (default: 64; less for little data, more on several GPUs)"""
 
     microbatches: int | None
     """microbatches per batch (default: 2 x most replicas)"""
@@ -194,7 +194,7 @@ class TrainOptions(TypedDict, total=False):
     """batches to train"""
 
     epochs: int | None
-    """epochs to train (default: 1, of few images as many as 100 steps have)"""
+    """epochs to train (default: 1, or as many as make 100 steps)"""
 
     seed: int
     """seed of weights, sample order and dropout (default: 0)"""
@@ -379,7 +379,7 @@ class SimulateOptions(TypedDict, total=False):
     """first unit of each later stage (default: the planner's choice)"""
 
     batch: int | None
-    """samples per update (the global batch) (default: 64, fewer of little data, more on many GPUs)"""
+    """samples per update (the global batch) (default: 64; less for little data, more on several GPUs)"""
 
     microbatch: int | None
     """samples per microbatch, instead of --batch"""

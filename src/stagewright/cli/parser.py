@@ -245,8 +245,8 @@ COMMANDS = (
         ),
     ),
     Command(
-        *("train", "train:run", "train a model over stages"),
-        "Train a model over stages. Every option is also a key of a TOML file for --config.",
+        *("train", "train:run", "train a model by the fastest plan for this machine, or by yours"),
+        "Train a model by the fastest plan for this machine, or by yours. Options are also keys of --config files.",
         options=(*_CONFIGURED, *_EXPLAIN, *take_sections()),
         first="--model --data --val --epochs --steps --batch --lr --device --precision --placement --mode --plan "
         "--checkpoint-every --resume --config --runs --explain",

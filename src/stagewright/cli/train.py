@@ -59,7 +59,8 @@ def run(parsed: argparse.Namespace) -> None:
         kept = f", checkpoint {best['checkpoint']}" if best["checkpoint"] else ""
         lines.append(f"best: {words} after step {best['batch']}{kept}")
     if speed and (predicted := result.summary["predicted_images_per_second"]):
-        lines.append(f"predicted: {unit.of(predicted):.0f} {unit.rate}, {predicted / speed - 1:+.1%}")
+        apart = f"{abs(predicted / speed - 1):.1%} {'above' if predicted > speed else 'below'} the measured speed"
+        lines.append(f"predicted: {unit.of(predicted):.0f} {unit.rate}, {apart}")
     if result.exported:
         lines.append(f"weights: {result.exported}")
     lines.append(f"files: {result.folder}")

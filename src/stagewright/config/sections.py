@@ -99,7 +99,9 @@ class DataConfig(Section):
         "python:package.module:dataset",
         "SOURCE",
     )
-    val: str | None = option(None, "--val", "data to evaluate on (default: the training data)", "SOURCE")
+    val: str | None = option(
+        None, "--val", "data to evaluate on (default: the val folder beside train, else the training data)", "SOURCE"
+    )
     samples: int = option(4096, "--samples", "samples of synthetic data", least=1, most=_MOST_SAMPLES)
     image: int | None = option(
         None,
@@ -161,7 +163,7 @@ class PlanConfig(Section):
     batch: int | None = option(
         None,
         "--batch",
-        "samples per update (the global batch) (default: 64, fewer of little data, more on many GPUs)",
+        "samples per update (the global batch) (default: 64; less for little data, more on several GPUs)",
         least=1,
         most=_MOST_BATCH,
     )
@@ -284,7 +286,7 @@ class RunConfig(Section):
 
     steps: int | None = option(None, "--steps", "batches to train", most=MOST_STEPS)
     epochs: int | None = option(
-        None, "--epochs", "epochs to train (default: 1, of few images as many as 100 steps have)", most=_MOST_EPOCHS
+        None, "--epochs", "epochs to train (default: 1, or as many as make 100 steps)", most=_MOST_EPOCHS
     )
     seed: int = option(0, "--seed", "seed of weights, sample order and dropout", least=-_MOST_SEED, most=_MOST_SEED)
     precision: str = option(

@@ -158,7 +158,7 @@ def find_run(text: str, runs: Path = Path(RUNS)) -> Path:
         return found[0]
     words = [name for own in names.values() for name in own if name]
     if not found:
-        near = did_you_mean(text, words) if words else f"there are no runs in {runs}/"
+        near = did_you_mean(text, [*words, LAST]) if words else f"there are no runs in {runs}/"
         shown = near if near.endswith("?") or not words else "stagewright runs lists all"
         raise UserError(f"no run is named '{text[:200]}', and no folder; {shown}")
     some = ", ".join(read_label(run).name or run.name for run in found[:_MOST_NAMED])

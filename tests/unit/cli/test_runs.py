@@ -103,6 +103,7 @@ def test_a_word_means_a_run(runs: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert find_in_run("nothing/best") == Path("nothing/best")
     capsys.readouterr()
     assert "did you mean 'base'?" in fails(capsys, "watch", "basse", "--once")
+    assert "did you mean 'last'?" in fails(capsys, "watch", "lsat", "--once")
     assert "'2026' begins 3 runs: 20260101-a, 20260202-b, base; give more" in fails(capsys, "report", "2026")
     assert json.loads(prints(capsys, "watch", "base", "--json"))["run"] == "20260303-c"
     assert "320" in prints(capsys, "report", "20260303")

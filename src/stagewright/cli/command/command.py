@@ -7,7 +7,6 @@ That is the one lazy import of the package: `stagewright --help` starts without 
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from stagewright.cli.command.options import Taken, one_of, take
 from stagewright.cli.command.screen import command_screen, epilog, filled
 from stagewright.config.rules import check_rules
 from stagewright.config.sections import RENAMED
-from stagewright.errors import did_you_mean, printable
+from stagewright.errors import did_you_mean, nearest, printable
 
 USER_ERROR = 2  # the exit code of every error that a user can fix
 RUN, MODEL = "run", "model"  # kinds of arguments that a shell completes by name
@@ -60,8 +59,8 @@ class Parser(ArgumentParser):
         name = flag.partition("=")[0]
         if (new := _RENAMED_FLAGS.get(name)) in self.flags:
             self.error(f"option {name} is now {new}")
-        near = difflib.get_close_matches(name, self.flags, 1)
-        self.error(f"unknown option {name}" + (f", did you mean {near[0]}?" if near else ""))
+        near = nearest(name, self.flags)
+        self.error(f"unknown option {name}" + (f", did you mean {near}?" if near else ""))
 
     def error(self, message: str) -> NoReturn:
         help = "" if message.endswith("?") else f"; see {self.prog} --help"
