@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from stagewright.errors import UserError, is_out_of_memory, within_memory
 from stagewright.hardware.cluster_file import ImportOptions, checked_toml, import_this_machine
 from stagewright.hardware.devices import default_device, require_cuda
 from stagewright.hardware.host import num_cores
+from stagewright.hardware.meters import busy_seconds
 from stagewright.model.call import Form
 from stagewright.model.configured import version_of
 from stagewright.model.libraries import package_of
@@ -43,6 +45,8 @@ from stagewright.runtime.stage.precision import make_precision
 
 _MOST_PER_CORE = 16  # processes at once
 _MOST_RANKS = 4  # on a CPU
+_BUSY = 0.2  # share of the cores: a profile beside programs that use more is not kept
+_LEAST_SECONDS = 0.5  # that use is counted over
 # Of a short profile: samples of its microbatches, the largest that take about so long, and how often each is counted.
 _GPU_SIZES = ((16, 64), (4, 16), (1, 4))
 _CPU_SIZES = ((8, 32), (4, 16), (2, 8), (1, 4), (1, 2))
@@ -207,10 +211,31 @@ def profile_here(
     if not is_alone:
         kept = "" if is_given(model) else f", once; kept in {cache_folder()}"
         (announce or progress)(f"profiling {model.removeprefix(MODULE)} on this machine{kept}")
+    since = _Cores()
     profile = _short_profile(wanted, form, progress, is_alone=is_alone)
+    others = since.used_by_others()
+    if device == "cpu" and others > _BUSY * num_cores():
+        file = file.with_suffix(".busy.json")  # which no later run takes
+        (announce or progress)(
+            f"other programs kept {others:.1f} of {num_cores()} cores busy during the profile, so what it predicts may "
+            "be far off; it is made anew next time"
+        )
     file.parent.mkdir(parents=True, exist_ok=True)
     profile.write(file)
     return _here(device, devices, threads, profile, file)
+
+
+class _Cores:
+    """How many cores other programs use, from now on."""
+
+    def __init__(self) -> None:
+        self._began, self._busy, self._own = time.monotonic(), busy_seconds(with_stolen=True), sum(os.times()[:4])
+
+    def used_by_others(self) -> float:
+        seconds = time.monotonic() - self._began
+        own = sum(os.times()[:4]) - self._own  # with those of processes that have ended
+        others = busy_seconds(with_stolen=True) - self._busy - own
+        return max(0.0, others / seconds) if seconds > _LEAST_SECONDS else 0.0
 
 
 def _short_profile(wanted: SimpleNamespace, form: Form, progress: Callable[[str], None], *, is_alone: bool) -> Profile:

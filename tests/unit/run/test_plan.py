@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Made:
         monkeypatch.setattr(module, "num_cores", lambda: 2)
     monkeypatch.setattr(layouts, "num_devices", lambda device: 2)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(profiles, "busy_seconds", lambda **_: 0.0)  # other tests run meanwhile
     return found
 
 
@@ -107,6 +109,16 @@ def test_profiles_once_and_says_what_was_chosen_why_and_how_to_keep_it(made: Mad
     assert layout.interval.low < layout.prediction.images_per_second < layout.interval.high
     assert layout_line(layout_of(resolved(), said.append)) == line
     assert len(made) == 2 and len(said) == 1, "the second time both are in the cache"
+
+
+def test_a_profile_of_a_busy_machine_is_not_kept(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy, said = count(step=1000.0), list[str]()
+    monkeypatch.setattr(profiles, "busy_seconds", lambda **_: next(busy))
+    monkeypatch.setattr(profiles, "_LEAST_SECONDS", 0.0)
+    layout_of(resolved(), said.append)
+    assert "of 2 cores busy during the profile" in said[-1]
+    layout_of(resolved(), said.append)
+    assert len(made) == 4, "both are made anew"
 
 
 def test_gpus_that_sum_gradients_through_the_host_get_the_plan_that_is_fastest_there(
