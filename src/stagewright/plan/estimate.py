@@ -263,7 +263,7 @@ class Estimate:
 
     @cached_property
     def floor(self) -> float:
-        """Seconds of a batch that no order of its actions beats: computes of each rank, and bytes over each edge.
+        """Seconds of a batch that no order of its actions beats: computes of ranks, bytes over edges, rounds of stages.
 
         Ranks that share a card compute in turns at the card's speed, or at once and slower; both take as long.
         """
@@ -284,7 +284,23 @@ class Estimate:
                 together = sum(busy[rank] for rank in own) / machine.devices
                 for rank in own:
                     busy[rank] = max(together, busy[rank] / machine.most_speedup)
-        return max(*busy, self._busiest_edge(), 0.0)
+        return max(*busy, *map(self._rounds, plan.stages), self._busiest_edge())
+
+    def _rounds(self, stage: Stage) -> float:
+        """Seconds of a batch's rounds on a stage with one version: each ends before the next begins.
+
+        A round is as long as its slowest replica, which runs whole microbatches, and the sum and update behind it.
+        """
+        machines = self.setting.cluster.machines
+        if stage.versions > 1 or any(machines[self.plan.devices[rank].machine].is_shared for rank in stage.ranks):
+            return 0.0
+        ranks = {self.kind(rank): rank for rank in stage.ranks}.values()
+        seconds = [self.forward(stage.index, rank) + self.backward(stage.index, rank) for rank in ranks]
+        least, most = stage.round // stage.replicas, -(-stage.round // stage.replicas)
+        computes = max(least * max(seconds), most * min(seconds))
+        exposed = self.exposed(stage.index) if stage.replicas > 1 else 0.0
+        update = min(self.update(stage.index, rank) for rank in ranks)
+        return (computes + exposed + update) * self.plan.microbatches / stage.round
 
     def _busiest_edge(self) -> float:
         """Seconds of messages per batch over the busiest edge."""

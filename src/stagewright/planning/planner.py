@@ -2,10 +2,10 @@
 
 `choose` does that for `stagewright plan`. The search (`plan.search`) gives first plans by a simple cost model, for
 several numbers of microbatches and stages, on all devices and on parts of them. What counts is the simulator: plans are
-simulated in the order of their lower bound (`Estimate.floor`), and the best are improved by small changes as long as
-one is faster: a cut, the microbatches, a device that moves or is left out, two stages that swap devices or merge. Lag
-and depth are chosen together, last. Machines are planned in an order of their own, so that theirs does not matter.
-`least_lag` also chooses the lag of plans that `build` makes.
+simulated in the order of their lower bound (`Estimate.floor`), those of other shapes too, and the best are improved by
+small changes as long as one is faster: a cut, the microbatches, a device that moves or is left out, two stages that
+swap devices or merge. Lag and depth are chosen together, last. Machines are planned in an order of their own, so that
+theirs does not matter. `least_lag` also chooses the lag of plans that `build` makes.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Effort:
     """How much is tried, by the number of devices."""
 
     seeds: int  # plans of the search that are simulated
+    shapes: int  # plans of other shapes that are simulated too
     moves: int  # changes that are simulated
     starts: int  # plans that are improved
     stages: int | None  # most stages; None: whatever is fastest
@@ -54,12 +55,12 @@ class Effort:
     @staticmethod
     def of(devices: int) -> Effort:
         if devices <= _SMALL:
-            return Effort(16, 100, 3, _MOST_STAGES, _COUNTS, 4)
+            return Effort(16, 8, 100, 3, _MOST_STAGES, _COUNTS, 4)
         if devices <= _FEW:
-            return Effort(5, 12, 1, 4, 2, 1)
+            return Effort(5, 2, 12, 1, 4, 2, 1)
         if devices <= _SOME:
-            return Effort(3, 6, 1, None, 2, 1)
-        return Effort(1, 0, 0, None, 1, 1)
+            return Effort(3, 0, 6, 1, None, 2, 1)
+        return Effort(1, 0, 0, 0, None, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +258,7 @@ class _Pool:
         self._progress("data parallel on all devices and on parts of them")
         parts = self._parallel()
         self._progress("searching stages")
-        seeds = sorted(self._seeds(parts), key=lambda estimate: estimate.floor)
-        for number, estimate in enumerate(seeds[: self._effort.seeds]):
+        for number, estimate in enumerate(_varied(self._seeds(parts), self._effort)):
             self._progress(f"simulating {estimate.plan.mode} {estimate.plan.shape} ({number + 1})")
             self._try(estimate)
         self._improve()
@@ -530,6 +530,22 @@ class _Pool:
         if not self._found:
             found += [plan for plan in self._refused if plan not in found][:1]
         return found
+
+
+def _varied(seeds: Iterable[Estimate], effort: Effort) -> list[Estimate]:
+    """The plans with the least lower bounds, and behind them the best of other modes and shapes.
+
+    Orders of machines and numbers of microbatches give many plans of one shape with almost the same bound.
+    """
+    ordered = sorted(seeds, key=lambda estimate: estimate.floor)
+    least = ordered[: effort.seeds]
+    seen = {(estimate.plan.mode, estimate.plan.shape) for estimate in least}
+    others: dict[object, Estimate] = {}
+    for estimate in ordered[effort.seeds :]:
+        kind = (estimate.plan.mode, estimate.plan.shape)
+        if kind not in seen:
+            others.setdefault(kind, estimate)
+    return [*least, *list(others.values())[: effort.shapes]]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from stagewright.cluster.placement import parse_placement
 from stagewright.cluster.specs import DeviceSpec
 from stagewright.cluster.topology import Cluster, Device, Level, Link, Machine
 from stagewright.metrics import MIB
-from stagewright.plan.estimate import Setting
+from stagewright.plan.estimate import Estimate, Setting
 from stagewright.plan.make import make_plan, read_plan
 from stagewright.plan.plan import Mode
 from stagewright.plan.search import best_cuts, make_search
@@ -289,3 +289,13 @@ def test_cut_and_microbatches_move_together() -> None:
     plan = make_plan(parse_placement("0:0-1.0:2"), batch=batch, microbatches=8, mode=Mode.STALE, cuts=["u5"])
     best = choose(where, batch).fastest.prediction
     assert best.images_per_second >= predict(plan, where).images_per_second * 0.99
+
+
+def test_the_bound_of_a_stage_without_lag_counts_whole_microbatches() -> None:
+    """Six microbatches on four replicas take two turns, and a sum, before the next round may begin."""
+    where = make_made_setting(on(box("fast", 5)), chain(1e-4, 1e-3, parameters=1_000_000))
+    plan = make_plan(parse_placement("0:0.0:1-4", where.cluster), batch=6, microbatches=6, mode=Mode.STALE, cuts=["u1"])
+    estimate = Estimate(plan, where)
+    each = estimate.forward(1, 1) + estimate.backward(1, 1)
+    assert estimate.floor == pytest.approx(2 * each + estimate.exposed(1) + estimate.update(1, 1))
+    assert estimate.floor <= predict(plan, where).steady.batch_seconds < 1.05 * estimate.floor
