@@ -303,7 +303,7 @@ class _Pool:
                 for plan in self._searched(order):
                     if plan not in seen:
                         seen.add(plan)
-                        yield Estimate(with_whole_batches(plan, self._setting.software), self._setting)
+                        yield self._estimate(plan)
 
     def _searched(self, order: _Part) -> Iterator[Plan]:
         setting = replace(self._setting, cluster=order.cluster)
@@ -340,9 +340,7 @@ class _Pool:
             while left > 0:
                 neighbours = [plan for plan in dict.fromkeys(self._neighbours(current.plan)) if plan not in tried]
                 tried |= set(neighbours)
-                estimates = [
-                    Estimate(with_whole_batches(plan, self._setting.software), self._setting) for plan in neighbours
-                ]
+                estimates = [self._estimate(plan) for plan in neighbours]
                 better = current
                 for estimate in sorted(estimates, key=lambda estimate: estimate.floor):
                     if left <= 0 or estimate.floor >= better.steady.batch_seconds:
@@ -442,6 +440,14 @@ class _Pool:
         return known[max(0, at - 2) : at] + known[at + 1 : at + 3]
 
     # --- One plan ---
+
+    def _estimate(self, plan: Plan) -> Estimate:
+        """A plan's estimate with its ties where its mode can have them: they raise versions, which lowers the bound."""
+        plan = with_whole_batches(plan, self._setting.software)
+        try:
+            return Estimate(with_own_ties(plan, self._setting), self._setting)
+        except UserError:
+            return Estimate(plan, self._setting)
 
     def _try(self, estimate: Estimate, *, always: bool = False, against: float | None = None) -> Prediction | None:
         """Simulate a plan that fits, unless its lower bound is above what it has to beat."""
