@@ -46,7 +46,7 @@ from stagewright.runtime.stage.precision import make_precision
 _MOST_PER_CORE = 16  # processes at once
 _MOST_RANKS = 4  # on a CPU
 _BUSY = 0.2  # share of the cores: a profile beside programs that use more is not kept
-_LEAST_SECONDS = 0.5  # that use is counted over
+LEAST_SECONDS = 0.5  # that use is counted over
 # Of a short profile: samples of its microbatches, the largest that take about so long, and how often each is counted.
 _GPU_SIZES = ((16, 64), (4, 16), (1, 4))
 _CPU_SIZES = ((8, 32), (4, 16), (2, 8), (1, 4), (1, 2))
@@ -235,7 +235,7 @@ class _Cores:
         seconds = time.monotonic() - self._began
         own = sum(os.times()[:4]) - self._own  # with those of processes that have ended
         others = busy_seconds(with_stolen=True) - self._busy - own
-        return max(0.0, others / seconds) if seconds > _LEAST_SECONDS else 0.0
+        return max(0.0, others / seconds) if seconds > LEAST_SECONDS else 0.0
 
 
 def _short_profile(wanted: SimpleNamespace, form: Form, progress: Callable[[str], None], *, is_alone: bool) -> Profile:

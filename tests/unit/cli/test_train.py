@@ -35,7 +35,7 @@ from tests.commands import fails
         (["--versions", "2,1", "--placement", "0:0"], ["2 stages", "has 1"]),
         (["--versions", "2,1"], ["--versions 2,1", "--placement is auto"]),
         (["--staleness", "-1"], ["staleness is -1"]),
-        (["--model", "vgg61"], ["vgg61", "vgg19", "package.module:factory"]),
+        (["--model", "vgg61"], ["vgg61", "vgg16", "package.module:factory"]),
         (["--model", "no.such:thing"], ["no.such", "PYTHONPATH"]),
         (["--model", "json:nothing"], ["json", "'nothing'"]),
         (["--model", "tests.unit.cli.test_train:broken_factory"], ["factory raised KeyError", "why"]),

@@ -466,7 +466,7 @@ def test_the_pool_of_vgg_small_is_the_identity_at_the_default_size() -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("vgg61", "did you mean 'vgg19'?"),
+        ("vgg61", "did you mean 'vgg16'?"),
         ("ResNet-50", "did you mean 'resnet50'?"),
         ("llama", ", ".join(list(zoo.ZOO)[:15])),
     ],

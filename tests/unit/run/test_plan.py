@@ -114,7 +114,7 @@ def test_profiles_once_and_says_what_was_chosen_why_and_how_to_keep_it(made: Mad
 def test_a_profile_of_a_busy_machine_is_not_kept(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     busy, said = count(step=1000.0), list[str]()
     monkeypatch.setattr(profiles, "busy_seconds", lambda **_: next(busy))
-    monkeypatch.setattr(profiles, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(profiles, "LEAST_SECONDS", 0.0)
     layout_of(resolved(), said.append)
     assert "of 2 cores busy during the profile" in said[-1]
     layout_of(resolved(), said.append)
