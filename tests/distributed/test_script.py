@@ -90,6 +90,7 @@ for cell in cells:
 """
 
 
+@nightly
 def test_a_script_trains_its_own_objects_over_two_ranks_and_after_a_restart(tmp_path: Path) -> None:
     """With the same bits as emulated, though a rank was lost, and with modules of the script's folder."""
     (tmp_path / "scripts").mkdir()

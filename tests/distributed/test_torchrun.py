@@ -68,6 +68,7 @@ def test_srun_starts_ranks_by_its_own_variables(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@nightly
 def test_names_both_numbers_where_processes_and_ranks_differ(tmp_path: Path) -> None:
     code, _, errors = end(torchrun(tmp_path, 2, "--steps", "4"))
     assert code and len(errors) == 1 and "the plan has 3 ranks but 2 processes were started" in errors[0]
