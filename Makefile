@@ -21,9 +21,9 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# Unit tests three at a time, since some wait; those of many ranks have the machine to themselves.
+# Unit tests two at a time; those of many ranks have the machine to themselves.
 tests: $(READY) .venv/.libraries .venv/.browser
-	$(BIN)/python -m pytest -n 3 --dist loadgroup tests/unit tests/schedule
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/unit tests/schedule
 	$(BIN)/python -m pytest --ignore=tests/unit --ignore=tests/schedule tests
 
 # What takes too long for every day: a million mutated inputs a reader, every bad value of every option, three epochs of
