@@ -51,6 +51,7 @@ Sample = Mapping[str, Tensor]
 Sums = Mapping[str, tuple[float, float]]  # total and count by name
 Metric = Callable[[Any, Sample], Sums]  # a user's may return less: see `_checked`
 _MOST_CLASSES = 256  # of iou
+_FIVE = 5  # of so many classes or fewer the right one is always among the first five
 _MOST_NAMES, _LONGEST_NAME = 512, 60
 
 
@@ -74,22 +75,22 @@ def _by_class(outputs: Any, sample: Sample) -> tuple[Tensor, Tensor, float]:
     return logits, target.long(), kept / max(1, target[:1].numel())
 
 
-def _hits(outputs: Any, sample: Sample) -> tuple[Tensor, float]:
-    """Per sample, how often each of the five largest logits is the right class; and how many samples count."""
+def _hits(outputs: Any, sample: Sample) -> tuple[Tensor, float, int]:
+    """Per sample, how often each of the five largest logits is the right class; how many samples count; classes."""
     logits, target, count = _by_class(outputs, sample)
-    best = (logits.topk(min(5, logits.shape[1]), 1).indices == target.unsqueeze(1)).double()
-    return (best.flatten(2).mean(2) if best.dim() > 2 else best), count
+    best = (logits.topk(min(_FIVE, logits.shape[1]), 1).indices == target.unsqueeze(1)).double()
+    return (best.flatten(2).mean(2) if best.dim() > 2 else best), count, logits.shape[1]
 
 
 def top1(outputs: Any, sample: Sample) -> Sums:
     """How often the class with the largest logit is right."""
-    hits, count = _hits(outputs, sample)
+    hits, count, _ = _hits(outputs, sample)
     return {"top1": (float(hits[:, 0].sum()), count)}
 
 
 def top5(outputs: Any, sample: Sample) -> Sums:
     """How often the right class is among the five largest logits."""
-    hits, count = _hits(outputs, sample)
+    hits, count, _ = _hits(outputs, sample)
     return {"top5": (float(hits.sum()), count)}
 
 
@@ -137,7 +138,7 @@ def perplexity(outputs: Any, sample: Sample) -> Sums:
 
 
 def automatic(outputs: Any, sample: Sample) -> Sums:
-    """Top-1 and top-5 where targets are class numbers; nothing otherwise."""
+    """Top-1 where targets are class numbers, and top-5 of more than five classes; nothing otherwise."""
     try:
         logits, target = logits_of(outputs), target_of(sample)
     except LossError:
@@ -145,8 +146,9 @@ def automatic(outputs: Any, sample: Sample) -> Sums:
     are_classes = not (target.is_floating_point() or target.is_complex() or target.dtype is torch.bool)
     if not are_classes or logits.dim() != target.dim() + 1:
         return {}
-    hits, count = _hits(outputs, sample)
-    return {"top1": (float(hits[:, 0].sum()), count), "top5": (float(hits.sum()), count)}
+    hits, count, num_classes = _hits(outputs, sample)
+    found = {"top1": (float(hits[:, 0].sum()), count)}
+    return found | {"top5": (float(hits.sum()), count)} if num_classes > _FIVE else found
 
 
 def _errors(outputs: Any, sample: Sample) -> Tensor:

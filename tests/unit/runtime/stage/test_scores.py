@@ -93,6 +93,13 @@ def test_top1_and_top5_and_the_loss_are_those_of_all_samples_at_once(shape: tupl
     assert found.metrics["top5"] == pytest.approx(float(ranked[:, :5].any(1).double().mean()), rel=1e-12)
 
 
+def test_top5_of_five_classes_is_measured_only_where_it_is_asked_for() -> None:
+    given = pieces_of(*classes(9, count=5), 4, 5)
+    assert list(evaluate("auto", given).metrics) == ["top1"], "it could only be 100 %"
+    assert evaluate("top5", given).metrics == {"top5": 1.0}
+    assert list(evaluate("auto", pieces_of(*classes(9, count=6), 4, 5)).metrics) == ["top1", "top5"]
+
+
 @pytest.mark.parametrize("is_last", [False, True], ids=["classes second", "classes last"])
 def test_ignored_targets_do_not_count_and_unequal_counts_are_exact(is_last: bool) -> None:
     logits, target = classes(9, 5, ignored=0.4)
