@@ -75,8 +75,10 @@ IMAGES = Unit()
 
 
 def format_rate(speed: float) -> str:
-    """A throughput for people: four digits, or all of those before the point."""
-    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.4g}"
+    """A throughput for people: the digits before the point, and where these are few, some behind it."""
+    if speed >= 100:
+        return f"{speed:,.0f}"
+    return f"{speed:.1f}" if speed >= 1 else f"{speed:.2g}"
 
 
 def speed_words(rate: float | None, steady: int | None, unit: Unit = IMAGES) -> str:

@@ -302,8 +302,9 @@ class PlanOptions(TypedDict, total=False):
     devices: int | None
     """use only the first N devices of the cluster"""
 
-    precision: Literal["fp64", "fp32", "ieee", "tf32", "bf16", "fp16"]
-    """fp64, fp32, ieee, tf32, bf16, fp16 (default: 'fp32')"""
+    precision: Literal["auto", "fp64", "fp32", "ieee", "tf32", "bf16", "fp16"]
+    """fp64, fp32, ieee, tf32, bf16, fp16; auto: bf16 on GPUs of this machine that have it, else fp32 (default:
+    'auto')"""
 
     software: str
     """whose efficiency to assume: stagewright, pytorch, oneflow or pipedream (default: 'stagewright')"""
@@ -345,8 +346,9 @@ class SimulateOptions(TypedDict, total=False):
     devices: int | None
     """use only the first N devices of the cluster"""
 
-    precision: Literal["fp64", "fp32", "ieee", "tf32", "bf16", "fp16"]
-    """fp64, fp32, ieee, tf32, bf16, fp16 (default: 'fp32')"""
+    precision: Literal["auto", "fp64", "fp32", "ieee", "tf32", "bf16", "fp16"]
+    """fp64, fp32, ieee, tf32, bf16, fp16; auto: bf16 on GPUs of this machine that have it, else fp32 (default:
+    'auto')"""
 
     software: str
     """whose efficiency to assume: stagewright, pytorch, oneflow or pipedream (default: 'stagewright')"""
@@ -379,7 +381,7 @@ class SimulateOptions(TypedDict, total=False):
     """first unit of each later stage (default: the planner's choice)"""
 
     batch: int | None
-    """samples per update (the global batch) (default: 64; less for little data, more on several GPUs)"""
+    """samples per update (or give --microbatch)"""
 
     microbatch: int | None
     """samples per microbatch, instead of --batch"""
@@ -398,7 +400,8 @@ class ProfileOptions(TypedDict, total=False):
     """microbatch sizes (default: '8,16')"""
 
     precision: str
-    """fp64, fp32, ieee, tf32, bf16, fp16, or several: fp32,bf16 (default: 'fp32')"""
+    """fp64, fp32, ieee, tf32, bf16, fp16; auto: bf16 on GPUs of this machine that have it, else fp32; or several:
+    fp32,bf16 (default: 'auto')"""
 
     device: Literal["cpu", "cuda"]
     """kind of device (default: 'cpu')"""

@@ -17,6 +17,7 @@ from stagewright.cli.command.screen import first_screen
 from stagewright.errors import UserError, did_you_mean
 
 _PRECISIONS = "fp64, fp32, ieee, tf32, bf16, fp16"
+_AUTO = f"{_PRECISIONS}; auto: bf16 on GPUs of this machine that have it, else fp32"
 _GROUPS = {  # the help and the description of commands that have actions
     "runs": (
         "list runs; name, tag and delete them",
@@ -117,7 +118,7 @@ def _setting(**of_cluster: Any) -> tuple[Taken, ...]:
     return (
         *take("--cluster", **of_cluster),
         *take("--devices"),
-        *take("--precision", default="fp32", help=_PRECISIONS, choices=tuple(_PRECISIONS.split(", ")), metavar="NAME"),
+        *take("--precision", default="auto", help=_AUTO, choices=("auto", *_PRECISIONS.split(", ")), metavar="NAME"),
         *take("--software"),
         *take("--data", choices=("synthetic", "imagenet"), metavar="", help="data to load"),
         *take("--optimizer", help="optimizer, for its memory"),
@@ -168,7 +169,7 @@ COMMANDS = (
         (
             *take("--output", short="-o", help="write the profile as JSON"),
             *take("--samples", type=str, default="8,16", bounds={}, metavar="N,N", help="microbatch sizes"),
-            *take("--precision", default="fp32", metavar="NAMES", help=f"{_PRECISIONS}, or several: fp32,bf16"),
+            *take("--precision", default="auto", metavar="NAMES", help=f"{_AUTO}; or several: fp32,bf16"),
             *take("--device", default="cpu", choices=("cpu", "cuda"), help="kind of device"),
             *take("--threads", default=1, help="threads per CPU rank"),
             *take("--together --image --classes --freeze --pipedream"),
@@ -231,7 +232,7 @@ COMMANDS = (
             *take("--mode", help="how far weights may lag (default: stale; dp for one stage)"),
             *take("--placement", default=None, help="devices of each stage: 0:0-6.0:7 (default: one stage on all)"),
             *take("--shares --cut"),
-            *take("--batch", default=None),
+            *take("--batch", default=None, help="samples per update (or give --microbatch)"),
             *take("--microbatch"),
             *take("--microbatches", help="microbatches per batch"),
             *take("--staleness"),
@@ -437,7 +438,7 @@ COMMANDS = (
         (_MODEL,),
         (
             *_setting(is_repeated=True, help="a cluster of the catalog, or a cluster file; may be repeated"),
-            *take("--batch", default=256),
+            *take("--batch", default=256, help="samples per update (default: 256)"),
             *take("--price", is_repeated=True),
             *take("--kwh"),
         ),

@@ -25,32 +25,47 @@ from stagewright.cluster.specs import Catalog, calibration_note
 from stagewright.cluster.topology import Cluster
 from stagewright.errors import UserError
 from stagewright.files import write_text
-from stagewright.metrics import GIB, MIB
+from stagewright.metrics import GIB, MIB, format_rate
 from stagewright.plan.estimate import Setting
 from stagewright.plan.make import PLAN_FORMAT
 from stagewright.plan.plan import Mode, Plan
 from stagewright.plan.stability import Motion, stability_warning, stable_limit
 from stagewright.planning.build import BUBBLE_GOAL, idle_warning
 from stagewright.planning.compare import Comparison, compare, interval, setting_evidence
-from stagewright.planning.planner import Choice, choose, explain
+from stagewright.planning.planner import Candidate, Choice, choose, explain
 from stagewright.planning.predict import IMAGENET, link_use, predict, stage_costs
 from stagewright.planning.traced import rate_of
 from stagewright.report.live.progress import ProgressLine
-from stagewright.report.live.terminal import open_console, plain_table, say
+from stagewright.report.live.terminal import open_console, plain_table, print_rows, say
 from stagewright.report.page import Page, Table
 from stagewright.run.plan import Asked, Progress, ask, layout_words, read_setting, search
 from stagewright.run.report import make_prediction_page, write_page
 
 _LEAST_STEPS = 12  # that a plan is trained to be timed
 _HOURS = 24 * 365
+_HOST = "by host"  # the column of an unknown host's speeds
+_LEGEND = {
+    "M": "microbatches",
+    "lag": "updates behind, by stage",
+    "90 %": "interval",
+    _HOST: "slow to fast",
+    "x dp": "over data parallel",
+    "MiB": "of the fullest rank",
+}
 _REST_WATTS = 150.0  # of a machine beside its cards, where nobody says
 
 
 def run(parsed: argparse.Namespace) -> None:
     if parsed.try_ and parsed.cluster is not None:
         raise UserError(f"--try trains on this machine but --cluster is {parsed.cluster}; leave --cluster out")
+    console = open_console(stderr=parsed.json)
     with ProgressLine(f"planning {parsed.model}") as progress:
-        asked = ask(parsed, progress)
+
+        def announce(text: str) -> None:
+            progress.clear()
+            say(console, text)
+
+        asked = ask(parsed, progress, announce=announce)
         choice = search(parsed, asked, progress)
         comparison = compare(choice, asked.setting, asked.catalog, measured=asked.is_measured)
         tried = _try(parsed, asked, choice, progress) if parsed.try_ else ()
@@ -66,7 +81,7 @@ def run(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps(found))
         return
-    show(open_console(), parsed, asked, choice, comparison, explained, tried)
+    show(console, parsed, asked, choice, comparison, explained, tried)
 
 
 # --- Training the best few --------------------------------------------------------------------------------------------
@@ -91,7 +106,7 @@ def _try(parsed: argparse.Namespace, asked: Asked, choice: Choice, progress: Pro
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "plan.json"
             file.write_text(json.dumps(plan.describe()))
-            words = [*_train_words(parsed, asked), "--device", asked.device, "--precision", parsed.precision]
+            words = [*_train_words(parsed, asked), "--device", asked.device, "--precision", asked.setting.precision]
             words += ["--plan", str(file), "--threads", str(asked.threads)]
             command = [
                 sys.executable,
@@ -142,10 +157,10 @@ def _train_words(parsed: argparse.Namespace, asked: Asked) -> list[str]:
 def train_command(parsed: argparse.Namespace, asked: Asked, plan: Plan) -> str:
     """The command that trains a plan, in one line; without a plan file the plan is spelled out."""
     words = ["stagewright", *_train_words(parsed, asked)]
-    device = ["--device", asked.device, "--precision", parsed.precision]
+    device = ["--device", asked.device, "--precision", asked.setting.precision]
     if parsed.output:
         return shlex.join([*words, *device, "--plan", parsed.output])
-    return shlex.join([*words, *layout_words(plan, asked.device, parsed.precision, asked.threads)])
+    return shlex.join([*words, *layout_words(plan, asked.device, asked.setting.precision, asked.threads)])
 
 
 def _plan_file(parsed: argparse.Namespace, asked: Asked, choice: Choice, found: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +176,7 @@ def _plan_file(parsed: argparse.Namespace, asked: Asked, choice: Choice, found: 
             "classes": parsed.classes,
             "freeze": parsed.freeze,
             "device": asked.device,
-            "precision": parsed.precision,
+            "precision": asked.setting.precision,
             "optimizer": parsed.optimizer,
             "cluster": cluster.name,
             "devices": [str(device) for device in cluster.devices],
@@ -181,10 +196,10 @@ def _page(parsed: argparse.Namespace, asked: Asked, choice: Choice, comparison: 
     page = make_prediction_page(name, drawn)
     rows = tuple(
         (
-            f"{c.plan.mode} {c.plan.shape}{' (chosen)' if c is best else ''}",
+            f"{c.plan.mode} {c.plan.shape}{_marks(choice, c)}",
             str(c.plan.microbatches),
             ",".join(str(stage.versions - 1) for stage in c.plan.stages),
-            f"{c.prediction.images_per_second:,.0f}",
+            format_rate(c.prediction.images_per_second),
             str(own),
             f"{c.speedup:.2f}",
             c.why,
@@ -199,6 +214,13 @@ def _page(parsed: argparse.Namespace, asked: Asked, choice: Choice, comparison: 
     if links:
         blocks.append(Table("Links, messages of one batch", ("link", "ms", "of the batch"), links))
     return replace(page, blocks=tuple(blocks))
+
+
+def _marks(choice: Choice, candidate: Candidate) -> str:
+    """On a page: which plan is chosen, and which `train` chooses by itself."""
+    marks = ["chosen"] if candidate is choice.best else []
+    marks += ["train's own choice"] if candidate is choice.without_lag else []
+    return f" ({', '.join(marks)})" if marks else ""
 
 
 def _as_json(
@@ -226,7 +248,8 @@ def _as_json(
         "best": choice.candidates.index(choice.best),
         "winner": choice.candidates.index(choice.best) if comparison.has_winner or choice.decided else None,
         "rivals": [choice.candidates.index(rival) for rival in comparison.rivals],
-        "measure": None if choice.decided else comparison.advice(choice, parsed.model),
+        "without_lag": None if (plain := choice.without_lag) is None else choice.candidates.index(plain),
+        "measure": None if choice.decided else "; ".join(comparison.advice(choice, parsed.model)) or None,
         "candidates": [
             {
                 **candidate.prediction.describe(),
@@ -276,35 +299,26 @@ def show(
     if asked.note:
         say(console, asked.note)
     by_host = any(own.slow_host is not None for own in comparison.intervals)
-    columns = (
-        "",
-        "plan",
-        "M",
-        "lag",
-        rate_of(parsed.model),
-        "90 %",
-        *(("slow host", "fast") if by_host else ()),
-        "x dp",
-        "waits",
-        "MiB",
-    )
-    table = plain_table(*columns, left=("", "plan", "lag"), no_wrap=columns)
+    rows = []
     for candidate, own in zip(choice.candidates, comparison.intervals, strict=True):
         prediction, plan = candidate.prediction, candidate.plan
-        hosts = ("-" if rate is None else f"{rate:,.0f}" for rate in (own.slow_host, own.fast_host))
-        table.add_row(
-            "*" if candidate is choice.best else "",
-            f"{plan.mode} {plan.shape}",
-            str(plan.microbatches),
-            ",".join(str(stage.versions - 1) for stage in plan.stages),
-            f"{prediction.images_per_second:,.0f}",
-            str(own),
-            *(hosts if by_host else ()),
-            f"{candidate.speedup:.2f}",
-            f"{prediction.steady.bubble:.0%}",
-            f"{max(memory.total for memory in prediction.memory) / MIB:,.0f}",
+        hosts = "-".join(format_rate(rate) for rate in (own.slow_host, own.fast_host) if rate is not None)
+        rows.append(
+            {
+                "": "*" if candidate is choice.best else "",
+                "plan": f"{plan.mode} {plan.shape}",
+                "M": str(plan.microbatches),
+                "lag": ",".join(str(stage.versions - 1) for stage in plan.stages),
+                rate_of(parsed.model): format_rate(prediction.images_per_second),
+                "90 %": str(own),
+                **({_HOST: hosts or "-"} if by_host else {}),
+                "x dp": f"{candidate.speedup:.2f}",
+                "waits": f"{prediction.steady.bubble:.0%}",
+                "MiB": f"{max(memory.total for memory in prediction.memory) / MIB:,.0f}",
+            }
         )
-    console.print(table)
+    shown = print_rows(console, rows, left=("", "plan", "lag"), least_needed=(_HOST, "M", "waits", "lag", "MiB"))
+    say(console, "; ".join(f"{name}: {words}" for name, words in _LEGEND.items() if name in shown), style="dim")
     for candidate in choice.candidates:
         mark = "*" if candidate is choice.best else " "
         say(console, f"{mark} {candidate.plan.mode} {candidate.plan.shape}: {candidate.why}")
@@ -317,19 +331,26 @@ def show(
             f"  not tried: microbatches of {sizes} samples; the profile does not cover them (profile --samples)",
         )
     for one in tried:
-        shown = f"failed: {one.why}" if one.measured is None else f"{one.measured:,.0f} {rate_of(parsed.model)}"
+        shown = f"failed: {one.why}" if one.measured is None else f"{format_rate(one.measured)} {rate_of(parsed.model)}"
         say(console, f"trained {_name(choice, one)}: {shown}")
     _show_choice(console, parsed, asked, choice, comparison)
     if explained:
         _show_unit(console, explained)
     if has_command:
-        say(console, f"train it: {train_command(parsed, asked, choice.best.plan)}", soft_wrap=True)
+        if not choice.best.plan.is_synchronous and choice.without_lag is not None:
+            rate = f"{format_rate(choice.without_lag.prediction.images_per_second)} {rate_of(parsed.model)}"
+            own = f"{_name_of(choice.without_lag)} ({rate})"
+            say(console, f"train alone takes no lag: of these {own}; the command below takes {_name_of(choice.best)}")
+        say(console, f"train it: {train_command(parsed, asked, choice.best.plan)}")
 
 
 def _name(choice: Choice, one: Tried) -> str:
     order = sorted(choice.candidates, key=lambda c: (-c.prediction.images_per_second, len(c.plan.stages)))
-    plan = order[one.index].plan
-    return f"{plan.mode} {plan.shape}"
+    return _name_of(order[one.index])
+
+
+def _name_of(candidate: Candidate) -> str:
+    return f"{candidate.plan.mode} {candidate.plan.shape}"
 
 
 def _show_choice(
@@ -344,8 +365,7 @@ def _show_choice(
     else:
         named = "run" if comparison.has_winner else "first choice"
         say(console, f"{named} {best.plan.mode} {format_placement(best.plan.placement)}{cuts}: {gain}{close}")
-        if advice := comparison.advice(choice, parsed.model):
-            say(console, advice)
+        say(console, *comparison.advice(choice, parsed.model))
     if choice.lags:
         say(console, _lag_line(choice, rate_of(parsed.model)))
     if not asked.is_measured and (note := device_note(parsed, [asked.setting])):
@@ -359,11 +379,11 @@ def _lag_line(choice: Choice, rate: str) -> str:
     """The speed of the plan to run at every lag."""
     own = max(stage.versions for stage in choice.best.plan.stages) - 1
     parts = [
-        f"{lag}{' (this plan)' if lag == own else ''}: {found.images_per_second:,.0f} {rate}, "
+        f"{lag}{' (this plan)' if lag == own else ''}: {format_rate(found.images_per_second)} {rate}, "
         f"waits {found.steady.bubble:.0%}"
         for lag, found in enumerate(choice.lags)
     ]
-    return f"by --staleness: {'; '.join(parts)}"
+    return f"at --staleness {'; '.join(parts)}"
 
 
 def _warnings(parsed: argparse.Namespace, choice: Choice) -> list[str]:
@@ -418,11 +438,11 @@ def run_value(parsed: argparse.Namespace) -> None:
     even = _break_even(rows[0], rows[1]) if len(rows) == 2 else None
     note = device_note(parsed, settings)
     if parsed.json:
-        found = {"model": parsed.model, "precision": parsed.precision, "clusters": rows, "calibration": note}
+        found = {"model": parsed.model, "precision": settings[0].precision, "clusters": rows, "calibration": note}
         print(json.dumps(found | {"kwh": parsed.kwh, "break_even": even}))
         return
     console = open_console()
-    say(console, f"{parsed.model}, {parsed.precision}, batch {parsed.batch}")
+    say(console, f"{parsed.model}, {settings[0].precision}, batch {parsed.batch}")
     columns = ("cluster", "plan", "lag", "images/s", "90 %", "GiB")
     table = plain_table(*columns, left=("cluster", "plan"), no_wrap={*columns} - {"plan"})
     money_columns = ("cluster", "USD", "W", "images/s/USD", "images/s/W", "epoch USD", "year USD")
@@ -432,8 +452,8 @@ def run_value(parsed: argparse.Namespace) -> None:
             row["cluster"],
             row["plan"],
             str(row["lag"]),
-            f"{row['images_per_second']:,.0f}",
-            f"{row['low']:,.0f}-{row['high']:,.0f}",
+            format_rate(row["images_per_second"]),
+            f"{format_rate(row['low'])}-{format_rate(row['high'])}",
             f"{row['memory_gib']:.0f}",
         )
         money.add_row(
@@ -586,4 +606,4 @@ def device_note(parsed: argparse.Namespace, settings: Sequence[Setting]) -> str 
     if parsed.profile is not None:
         return None
     kinds = [setting.devices(machine.kind) for setting in settings for machine in setting.cluster.machines]
-    return calibration_note(kinds, parsed.precision)
+    return calibration_note(kinds, settings[0].precision)

@@ -11,11 +11,12 @@ from rich.console import Console
 from stagewright.cluster.placement import format_devices
 from stagewright.errors import UserError
 from stagewright.files import write_text
-from stagewright.metrics import MIB
+from stagewright.metrics import MIB, format_rate
 from stagewright.plan.estimate import Estimate, Setting
 from stagewright.planning.compare import interval, setting_evidence
 from stagewright.planning.predict import Prediction
 from stagewright.planning.traced import rate_of
+from stagewright.report.charts import format_duration
 from stagewright.report.live.progress import ProgressLine
 from stagewright.report.live.terminal import open_console, plain_table, say
 from stagewright.run.plan import simulate
@@ -43,7 +44,7 @@ def run(parsed: argparse.Namespace) -> None:
         print(json.dumps({"model": parsed.model, "cluster": setting.cluster.name, **prediction.describe(), **bounds}))
         return
     show_prediction(console, parsed.model, prediction, setting)
-    say(console, f"nine of ten such predictions are within {own} {rate_of(parsed.model)} ({evidence})")
+    say(console, f"nine of ten such predictions are within {own} {rate_of(parsed.model)} (evidence: {evidence})")
 
 
 def show_prediction(console: Console, model: str, prediction: Prediction, setting: Setting) -> None:
@@ -68,10 +69,10 @@ def show_prediction(console: Console, model: str, prediction: Prediction, settin
         )
     console.print(table)
     rate = rate_of(model)
-    speed = f"{prediction.images_per_second:,.0f} {rate}"
+    speed = f"{format_rate(prediction.images_per_second)} {rate}"
     if rate == "images/s":
-        speed += f", an ImageNet epoch in {prediction.epoch_seconds:,.1f} s"
-    say(console, f"{speed}; devices wait {prediction.steady.bubble:.1%}; bound by {prediction.bound}")
+        speed += f", an ImageNet epoch in {format_duration(prediction.epoch_seconds)}"
+    say(console, f"{speed}; devices wait {prediction.steady.bubble:.0%} of the time; bound by {prediction.bound}")
     if not prediction.fits:
         try:
             Estimate(plan, setting).require_fit()

@@ -17,10 +17,10 @@ from stagewright.cli.config import read_layers
 from stagewright.cli.plan import show as show_candidates
 from stagewright.config.sections import Config
 from stagewright.errors import RunFailed, UserError, counted
-from stagewright.metrics import format_metric, metric_label, speed_words
+from stagewright.metrics import format_metric, format_rate, metric_label, speed_words
 from stagewright.report.live.progress import ProgressLine
 from stagewright.report.live.terminal import open_console, say
-from stagewright.run.plan import layout_line
+from stagewright.run.plan import layout_lines
 from stagewright.run.prepare import explained
 from stagewright.run.resume import resumed_config
 from stagewright.run.script import OPTIONS
@@ -46,7 +46,7 @@ def run(parsed: argparse.Namespace) -> None:
         return
     if result.summary["machine"]:
         where = f"this machine's files in {result.folder}"
-        say(console, f"done; metrics and weights are on machine 0, {where}", soft_wrap=True)
+        say(console, f"done; metrics and weights are on machine 0, {where}")
         return
     speed = result.summary["images_per_second"]
     unit = result.unit
@@ -60,29 +60,25 @@ def run(parsed: argparse.Namespace) -> None:
         lines.append(f"best: {words} after step {best['batch']}{kept}")
     if speed and (predicted := result.summary["predicted_images_per_second"]):
         apart = f"{abs(predicted / speed - 1):.1%} {'above' if predicted > speed else 'below'} the measured speed"
-        lines.append(f"predicted: {unit.of(predicted):.0f} {unit.rate}, {apart}")
+        lines.append(f"predicted: {format_rate(unit.of(predicted))} {unit.rate}, {apart}")
     if result.exported:
         lines.append(f"weights: {result.exported}")
     lines.append(f"files: {result.folder}")
     if (report := result.folder / "report.html").exists():
         lines.append(f"report: {report}")
-    say(console, *lines, soft_wrap=True)
+    say(console, *lines)
     _require_learnt(result)
 
 
 def _explain(config: Config, console: Console) -> None:
     """Print every candidate for this machine, and the line that training would begin with."""
-    show = partial(say, console, soft_wrap=True)
+    show = partial(say, console)
     layout = explained(config, lambda warning: show(f"warning: {warning}"), show)
     if layout.searched is not None:
         searched = layout.searched
         shown = (searched.options, searched.asked, searched.choice, searched.comparison, None)
         show_candidates(console, *shown, has_command=False)
-        if (lagging := searched.lagging) is not None:
-            lags = ",".join(str(stage.versions - 1) for stage in lagging.plan.stages)
-            rate = lagging.prediction.images_per_second
-            show(f"with --mode stale: {lagging.plan.shape} at {rate:,.0f} with lag {lags} (docs/learning.md)")
-    show(layout_line(layout))
+    show(*layout_lines(layout))
 
 
 def _require_learnt(result: Result) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from stagewright.cluster.specs import Catalog
+from stagewright.metrics import format_rate
 from stagewright.plan.estimate import Setting
 from stagewright.planning.evidence import (
     Evidence,
@@ -33,7 +34,7 @@ class Interval:
     fast_host: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.low:,.0f}-{self.high:,.0f}"
+        return f"{format_rate(self.low)}-{format_rate(self.high)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +50,18 @@ class Comparison:
     def has_winner(self) -> bool:
         return not self.rivals
 
-    def advice(self, choice: Choice, model: str) -> str | None:
-        """What to measure where there is no winner."""
+    def advice(self, choice: Choice, model: str) -> tuple[str, ...]:
+        """Where there is no winner: that there is none, and what to measure."""
         if self.has_winner:
-            return None
+            return ()
         names = ", ".join(f"{rival.plan.mode} {rival.plan.shape}" for rival in self.rivals[:3])
         best = choice.best.plan
+        close = f"no winner: {names} may be as fast as {best.mode} {best.shape} (evidence: {self.evidence})"
+        training = f"train the best three: stagewright plan {model} --try 3"
         if self.evidence is Evidence.MEASURED:
-            close = f"{names} may be as fast as {best.mode} {best.shape}"
-            return f"no winner: {close}; stagewright plan {model} --try 3 decides"
-        what = (
-            "what a host's copies get together (stagewright doctor)" if self.evidence is Evidence.HOST else "the model"
-        )
-        return (
-            f"no winner: {names} may be as fast as {best.mode} {best.shape} ({self.evidence}); measure {what} on that "
-            f"machine, or let stagewright plan {model} --try 3 decide there"
-        )
+            return close, f"to decide, {training}"
+        what = "copies through its host (stagewright doctor)" if self.evidence is Evidence.HOST else "the model"
+        return close, f"to decide on that machine, measure {what}, or {training}"
 
 
 def setting_evidence(setting: Setting, *, measured: bool) -> Evidence:

@@ -108,6 +108,12 @@ class Choice:
             close, key=lambda candidate: (len(candidate.plan.stages), sum(s.versions for s in candidate.plan.stages))
         )
 
+    @property
+    def without_lag(self) -> Candidate | None:
+        """The best of those whose weights do not lag, which `train` chooses from by itself."""
+        own = tuple(candidate for candidate in self.candidates if candidate.plan.is_synchronous)
+        return replace(self, candidates=own, decided=False).best if own else None
+
     def within(self, spread: float) -> list[Candidate]:
         """The candidates that are slower than the fastest by no more than a spread, in logarithms."""
         least = self.fastest.prediction.images_per_second * math.exp(-spread)

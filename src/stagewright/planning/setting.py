@@ -28,6 +28,7 @@ from stagewright.profile.analytic import analytic_table
 from stagewright.profile.profile import Ceilings, Profile, Table, read_profile
 from stagewright.profile.shapes import Shape
 
+PROFILED = "the profiled machine"  # the name of its cluster
 _ANY_GPU = "h200"  # supports every precision; its memory does not matter here
 
 
@@ -94,7 +95,7 @@ def _measured_cluster(profile: Profile) -> Cluster:
     if profile.device != "cpu":
         raise UserError(f"the profile of {profile.model} does not say how many GPUs there are; give --cluster as well")
     level = Level(measured_link(profile), (tuple(range(profile.together)),))
-    return Cluster((Machine(profile.together, "cpu", (level,)),), "profiled")
+    return Cluster((Machine(profile.together, "cpu", (level,)),), PROFILED)
 
 
 def measured_link(profile: Profile) -> Link:
@@ -183,7 +184,7 @@ def prediction_setting(config: Config, plan: Plan) -> Setting | None:
             f"plan has {counted(plan.world, 'rank')}; "
             f"profile again with --together {plan.world}"
         )
-    alone = Cluster((Machine(1, "cpu"),), "profiled") if plan.world == 1 else None
+    alone = Cluster((Machine(1, "cpu"),), PROFILED) if plan.world == 1 else None
     return config_setting(config, alone, profile)
 
 

@@ -28,6 +28,8 @@ from stagewright.runtime.process.assemble import open_data
 _LEAST_BATCHES = 8  # of an epoch, where the batch was not given
 _USUAL_STEPS = 100  # that few images are trained for, where neither steps nor epochs were given
 _LEAST_SIDE, _SIDE_STEP = 64, 32  # of images that are smaller than the model's
+_FEW_IMAGES = 1_000  # the smallest sets that such models are trained on from random weights have thousands
+_MANY_CLASSES = 1_000  # of ImageNet: trained weights of such a model are public
 _MOST_SEEN = 16  # images that are decoded to know their size
 _SPLITS = ("val", "valid", "validation", "test")  # folders beside train/, the first that there is is evaluated on
 _OF_CLASSES = ("folder", "tar", "ofrecord")  # data with one class per sample
@@ -55,10 +57,11 @@ def resolve_model(config: Config, warn: Warn = lambda warning: None, assumed: li
         classes = max(2, source.classes) if config.loss.name in ("auto", "cross-entropy") else classes
         assumed.append(f"{classes} classes")
     if data.image is None and init is None and isinstance(source, ImageSource) and entry is not None:
-        side = _side_of(name, classes, entry.image, source)
+        usual = _usual_side(source)
+        side = _side_of(name, classes, entry.image, usual)
         if side < entry.image:
             data = replace(data, image=side)
-            assumed.append(f"images of side {side}, as they are small (the model's is {entry.image})")
+            assumed.append(f"images of side {side}, as most have about {usual} pixels (the model's is {entry.image})")
     if entry is not None and not entry.has_classes and classes != entry.classes:
         raise UserError(
             f"--classes {classes} changes nothing with {name}, which has {entry.classes} outputs, its vocabulary; "
@@ -112,6 +115,18 @@ def with_sizes(config: Config, samples: int, assumed: list[str]) -> Config:
     return replace(config, plan=plan, run=run)
 
 
+def few_images(config: Config, samples: int) -> str | None:
+    """A line of advice where a model of ImageNet starts from random weights on very few images."""
+    entry = find_entry(config.model.name, config.data.image)
+    is_large = entry is not None and entry.classes >= _MANY_CLASSES
+    if samples >= _FEW_IMAGES or not is_large or config.model.init or not names_images(config.data.source):
+        return None
+    return (
+        f"advice: {samples:,} images may teach {config.model.name} little from random weights (fewer than "
+        f"{_FEW_IMAGES:,}); --init FILE starts from trained ones (docs/models.md)"
+    )
+
+
 def is_open(config: Config) -> bool:
     """Whether the placement is left to the planner."""
     return config.plan.placement == AUTO and config.plan.file is None
@@ -124,21 +139,28 @@ def _glance(config: Config) -> Source:
     return open_data(replace(config, model=replace(config.model, classes=1), data=data), config.data.source)
 
 
-def _side_of(name: str, classes: int, side: int, source: ImageSource) -> int:
-    """The side that a zoo model gets its images in: its own, or a smaller one where the images are and it takes it."""
-    if ":" in name:
-        return side
+def _usual_side(source: ImageSource) -> int:
+    """The shorter side of the median image, of some of them."""
     decoder = Decoder()
     spread = np.linspace(0, len(source) - 1, min(_MOST_SEEN, len(source))).astype(int)
-    largest = max(max(source.first_good(int(index), decoder)[1].shape[:2]) for index in spread)
-    smaller = max(_LEAST_SIDE, -(-largest // _SIDE_STEP) * _SIDE_STEP)
+    return int(np.median([min(source.first_good(int(index), decoder)[1].shape[:2]) for index in spread]))
+
+
+def _side_of(name: str, classes: int, side: int, usual: int) -> int:
+    """The side that a zoo model gets its images in: its own, or where they are smaller, one that does not enlarge them.
+
+    None is below 64 pixels, nor one that the model does not take.
+    """
+    smaller = max(_LEAST_SIDE, usual // _SIDE_STEP * _SIDE_STEP)
+    if ":" in name:
+        return side
     if smaller >= side:
         return side
     try:
         trace_model(name, classes, smaller)
     except UserError:
         return side
-    return int(smaller)
+    return smaller
 
 
 def _task_of(config: Config) -> Task | None:

@@ -19,11 +19,12 @@ from stagewright.cluster.catalog import open_cluster, shipped
 from stagewright.cluster.placement import format_placement
 from stagewright.cluster.specs import Catalog
 from stagewright.cluster.topology import Cluster, Device, Machine
-from stagewright.config.sections import Config, PlanConfig
+from stagewright.config.sections import AUTO, Config, PlanConfig
 from stagewright.config.toml import make_config
 from stagewright.errors import UserError, counted, first_line
-from stagewright.hardware.devices import num_devices
+from stagewright.hardware.devices import default_device, default_precision, num_devices
 from stagewright.hardware.host import num_cores
+from stagewright.metrics import format_rate
 from stagewright.model.call import Form
 from stagewright.model.cut import Chain
 from stagewright.plan.estimate import Setting
@@ -67,6 +68,9 @@ def ask(options: Any, progress: Progress, form: Form | None = None, announce: Pr
     if options.microbatches is not None and options.batch is not None:
         require_divisible(options.batch, options.microbatches)
     if options.cluster is None and options.profile is None:
+        device = getattr(options, "device", None) or default_device()
+        precision = default_precision(device) if options.precision == AUTO else options.precision
+        options = SimpleNamespace(**(vars(options) | {"device": device, "precision": precision}))
         # What is wrong with a model is said before it is profiled.
         model = trace_model(options.model, options.classes, options.image, form, options.freeze)
         here = profile_here(options.model, options, progress, form, announce=announce)
@@ -80,10 +84,10 @@ def ask(options: Any, progress: Progress, form: Form | None = None, announce: Pr
             catalog=here.catalog,
             tied=model.tied,
         )
+        setting = replace(setting, cluster=replace(setting.cluster, name="this machine"))
         catalog = here.catalog or shipped()
-        note = (
-            f"this machine: {counted(len(setting.cluster.devices), here.device.upper() + ' rank')}, profile {here.file}"
-        )
+        ranks = counted(len(setting.cluster.devices), "GPU" if here.device == "cuda" else "CPU rank")
+        note = f"{ranks}, profile {here.file}"
         return Asked(setting, catalog, batch, here.device, True, str(here.file), note, here.threads)
     catalog, setting = read_setting(options, options.cluster, form)[1:]
     batch = options.batch or _suitable_batch(setting)
@@ -158,8 +162,11 @@ def read_setting(
         where = where.first(options.devices)
     traced: TracedModel | None = model
     units: Sequence[Shape] | Profile = model.shapes
+    default = "fp32"  # or what the profile has
     if options.profile is not None:
         units = read_profile(options.profile)
+        own = dict.fromkeys(table.precision for table in units.tables)
+        default = default if default in own else next(iter(own))
         if units.is_imported:
             _require_own_names(options, units)
             traced = None
@@ -171,7 +178,7 @@ def read_setting(
         make_setting(
             units,
             where,
-            options.precision,
+            default if options.precision == AUTO else options.precision,
             optimizer=options.optimizer,
             is_averaged=options.ema is not None,
             catalog=catalog,
@@ -384,14 +391,14 @@ def _reason(searched: Searched) -> str:
 
     others = [one for one in choice.candidates if kind(one) != kind(best)]
     others.sort(key=lambda one: len(one.plan.stages))  # the plain ones first, each kind by its speed
-    words = [
-        f"{_plan_words(one.plan, searched.asked.device)} would reach {one.prediction.images_per_second:,.0f} {unit}"
-        for one in others[:1]
-    ]
+    words = []
+    for one in others[:1]:
+        what, rate = _plan_words(one.plan, searched.asked.device), one.prediction.images_per_second
+        words.append(f"{what} would reach {format_rate(rate)} {unit}")
     if searched.lagging is not None:
         plan, rate = searched.lagging.plan, searched.lagging.prediction.images_per_second
         lag = max(stage.versions for stage in plan.stages) - 1
-        words.append(f"--mode stale {rate:,.0f} {unit} with weights {counted(lag, 'update')} behind")
+        words.append(f"--mode stale {format_rate(rate)} {unit} with weights {counted(lag, 'update')} behind")
     return ", ".join(words) or "nothing else fits"
 
 
@@ -403,19 +410,19 @@ def _plan_words(plan: Plan, device: str) -> str:
     return f"{plan.mode}{'' if len(plan.stages) == 1 else f' {plan.shape}'} on {plan.world} {kind}"
 
 
-def layout_line(layout: Layout) -> str:
-    """What was chosen, why, and the options that ask for the same, in one line."""
+def layout_lines(layout: Layout) -> tuple[str, ...]:
+    """What was chosen, why, and the options that ask for the same, a line each."""
     plan, device = layout.plan, layout.device
     what = _plan_words(plan, device)
     if device == "cpu" and layout.threads > 1:
         what += f", {counted(layout.threads, 'thread')}{' each' if plan.world > 1 else ''}"
     cuts = f", cut before {', '.join(plan.cuts)}" if plan.cuts else ""
-    rate = ""
-    if layout.searched is not None and layout.interval is not None and layout.prediction is not None:
-        evidence, unit = layout.searched.comparison.evidence, rate_of(layout.searched.options.model)
-        rate = f": {layout.prediction.images_per_second:,.0f} {unit} predicted ({layout.interval}, {evidence})"
-    words = shlex.join(layout_words(plan, device, layout.precision, layout.threads))
-    return f"placement auto: {what}{cuts}{rate}; {layout.why}; to keep it: {words}"
+    keep = f"  to keep it: {shlex.join(layout_words(plan, device, layout.precision, layout.threads))}"
+    if layout.searched is None or layout.interval is None or layout.prediction is None:
+        return f"placement auto: {what}; {layout.why}", keep
+    evidence, unit = layout.searched.comparison.evidence, rate_of(layout.searched.options.model)
+    rate = f"{format_rate(layout.prediction.images_per_second)} {unit} predicted ({layout.interval}, {evidence})"
+    return f"placement auto: {what}{cuts}: {rate}", f"  instead: {layout.why}", keep
 
 
 def layout_words(plan: Plan, device: str, precision: str, threads: int = 1) -> list[str]:

@@ -46,11 +46,11 @@ from stagewright.planning.compare import Interval
 from stagewright.planning.predict import Prediction, predict
 from stagewright.planning.setting import memory_setting, planning_setting, prediction_setting
 from stagewright.planning.simulate import balanced_costs
-from stagewright.run.defaults import COUNTED, is_open, resolve_model, with_sizes, with_split
+from stagewright.run.defaults import COUNTED, few_images, is_open, resolve_model, with_sizes, with_split
 from stagewright.run.export import rehearse
 from stagewright.run.folder import WEIGHTS_FILE, new_folder
 from stagewright.run.groups import resolve_groups
-from stagewright.run.plan import Layout, find_layout, layout_line, one_device
+from stagewright.run.plan import Layout, find_layout, layout_lines, one_device
 from stagewright.run.resume import (
     Resume,
     find_checkpoint,
@@ -151,7 +151,7 @@ def prepare(
     layout = _layout(opened, world, note) if is_open(config) else None
     made, layout = _attempted(attempt, config, layout, warn)
     if layout is not None:
-        note(layout_line(layout))
+        _tell(note, layout)
     config, plan, chain = made.config, made.plan, made.chain
     unit, per_sample = task.source.unit
     if layout is None or layout.prediction is None:
@@ -234,6 +234,8 @@ def _open(config: Config, warn: Warn, note: Note, progress: Note = _say_nothing,
         config = with_sizes(config, len(task.source), assumed)
     if assumed:
         note(f"assumed: {'; '.join(assumed)}")
+    if not is_scripted and resume is None and (advice := few_images(config, len(task.source))):
+        note(advice)
     threads = config.run.threads if config.run.threads or is_open(config) else 1
     config = replace(config, run=replace(config.run, threads=threads))
     steps = None if is_scripted or config.plan.batch is None else config.run.steps
@@ -272,6 +274,11 @@ def _attempted(
     return made, layout
 
 
+def _tell(note: Note, layout: Layout) -> None:
+    for line in layout_lines(layout):
+        note(line)
+
+
 def with_layout(config: Config, layout: Layout) -> Config:
     """The configuration with the options that stand for a layout, as its run and a resumed one have them."""
     plan = resolved_options(config.plan, layout.plan)
@@ -294,7 +301,7 @@ def planned(config: Config, warn: Warn, note: Note) -> Config:
         return config
     opened = _open(config, warn, note, is_scripted=True)
     layout = _layout(opened, None, note)
-    note(layout_line(layout))
+    _tell(note, layout)
     resume = config.run.resume  # which opening has taken out
     found = with_layout(opened.config, layout)
     return replace(found, run=replace(found.run, resume=resume))

@@ -23,10 +23,10 @@ from stagewright import __version__
 from stagewright.cluster.catalog import open_cluster
 from stagewright.cluster.specs import Catalog
 from stagewright.cluster.topology import Cluster
-from stagewright.config.sections import require_within
+from stagewright.config.sections import AUTO, require_within
 from stagewright.errors import UserError, is_out_of_memory, within_memory
 from stagewright.hardware.cluster_file import ImportOptions, checked_toml, import_this_machine
-from stagewright.hardware.devices import default_device, require_cuda
+from stagewright.hardware.devices import default_device, default_precision, require_cuda
 from stagewright.hardware.host import num_cores
 from stagewright.hardware.meters import busy_seconds
 from stagewright.model.call import Form
@@ -63,7 +63,8 @@ def measure_profile(options: Any, report: Callable[[str], None], form: Form | No
     form = form or form_of(options.model, options.image)
     _require_one_input(form)
     sizes = sample_sizes(read_sizes(options.samples))
-    names = [name.strip() for name in options.precision.split(",")]
+    asked = (name.strip() for name in options.precision.split(","))
+    names = [default_precision(options.device) if name == AUTO else name for name in asked]
     precisions = [make_precision(name, options.device) for name in names]
     profiles = []
     is_text, side = form.dtypes == ("int64",), form.shapes[0][-1] if len(form.shapes[0]) == 3 else None
@@ -202,6 +203,9 @@ def profile_here(
         repeats=_SHORT_REPEATS,
     )
     form = form or form_of(model, options.image)
+    sizes = _sizes_for(options, device, devices, is_alone=is_alone)
+    if sizes[0] != _sizes_of(device)[0]:
+        wanted.most = sizes[0]  # a profile of larger microbatches would not do
     file = cache_folder() / f"{_key(wanted, form)}.json"
     if file.exists() and not is_given(model):  # an object of a script may be another one each time
         try:
@@ -212,7 +216,7 @@ def profile_here(
         kept = "" if is_given(model) else f", once; kept in {cache_folder()}"
         (announce or progress)(f"profiling {model.removeprefix(MODULE)} on this machine{kept}")
     since = _Cores()
-    profile = _short_profile(wanted, form, progress, is_alone=is_alone)
+    profile = _short_profile(wanted, form, sizes, progress, is_alone=is_alone)
     others = since.used_by_others()
     if device == "cpu" and others > _BUSY * num_cores():
         file = file.with_suffix(".busy.json")  # which no later run takes
@@ -223,6 +227,19 @@ def profile_here(
     file.parent.mkdir(parents=True, exist_ok=True)
     profile.write(file)
     return _here(device, devices, threads, profile, file)
+
+
+def _sizes_of(device: str) -> Sequence[tuple[int, int]]:
+    return _GPU_SIZES if device == "cuda" else _CPU_SIZES
+
+
+def _sizes_for(options: Any, device: str, devices: int, *, is_alone: bool) -> Sequence[tuple[int, int]]:
+    """The sizes to try, without those that have only larger microbatches than the batch has."""
+    sizes, batch = _sizes_of(device), getattr(options, "batch", None)
+    if batch is None:
+        return sizes
+    share = batch // max(devices, getattr(options, "microbatches", None) or 1)
+    return [pair for pair in sizes if pair[is_alone] <= share] or [(1, 1)]
 
 
 class _Cores:
@@ -238,23 +255,30 @@ class _Cores:
         return max(0.0, others / seconds) if seconds > LEAST_SECONDS else 0.0
 
 
-def _short_profile(wanted: SimpleNamespace, form: Form, progress: Callable[[str], None], *, is_alone: bool) -> Profile:
+def _short_profile(
+    wanted: SimpleNamespace,
+    form: Form,
+    sizes: Sequence[tuple[int, int]],
+    progress: Callable[[str], None],
+    *,
+    is_alone: bool,
+) -> Profile:
     """Measure microbatches that take a few seconds; smaller ones where a GPU has not the memory for these."""
     if wanted.device == "cpu":
         traced = trace_model(wanted.model, wanted.classes, wanted.image, form, wanted.freeze)
         operations = sum(shape.operations for shape in traced.shapes)
         most = _SHORT_SECONDS * CORE_RATE * wanted.threads / (_PASSES * max(operations, 1.0))
-        quick = next((sizes for sizes in _CPU_SIZES if sum(sizes) <= most), _CPU_SIZES[-1])
-        sizes = quick[1:] if is_alone else quick
-        return measure_profile(SimpleNamespace(**vars(wanted), samples=_joined(sizes)), progress, form)
-    for sizes in _GPU_SIZES[:-1]:
+        quick = next((pair for pair in sizes if sum(pair) <= most), sizes[-1])
+        samples = _joined(quick[1:] if is_alone else quick)
+        return measure_profile(SimpleNamespace(**vars(wanted), samples=samples), progress, form)
+    for pair in sizes[:-1]:
         try:
-            return measure_profile(SimpleNamespace(**vars(wanted), samples=_joined(sizes)), progress, form)
+            return measure_profile(SimpleNamespace(**vars(wanted), samples=_joined(pair)), progress, form)
         except UserError as error:
             if error.__cause__ is None or not is_out_of_memory(error.__cause__):
                 raise
             torch.cuda.empty_cache()
-    return measure_profile(SimpleNamespace(**vars(wanted), samples=_joined(_GPU_SIZES[-1])), progress, form)
+    return measure_profile(SimpleNamespace(**vars(wanted), samples=_joined(sizes[-1])), progress, form)
 
 
 def _joined(sizes: Sequence[int]) -> str:

@@ -112,7 +112,7 @@ class Alone:
 
         def warn(warning: str) -> None:
             warnings.append(warning)
-            say(self._console, f"warning: {warning}", soft_wrap=True)
+            say(self._console, f"warning: {warning}")
 
         self._warn = warn
         resumed = resumed_run(config.run.resume) if config.run.resume else None
@@ -124,7 +124,7 @@ class Alone:
             self._stack.enter_context(run_lock(Path(job.folder)))
         self.history = read_history(job)
         write_start(job, warnings)
-        say(self._console, *headline(job), soft_wrap=True)
+        say(self._console, *headline(job))
         job.save(Path(job.folder) / "job.json")
         self._host: Host = self._stack.enter_context(hosted(job, Console(quiet=True)))
 

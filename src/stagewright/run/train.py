@@ -32,7 +32,7 @@ from stagewright.config.toml import as_tables, as_toml
 from stagewright.errors import Interrupted, RunFailed, UserError, counted, first_line, printable
 from stagewright.events import Best, Evaluated, Step
 from stagewright.hardware.environment import read_environment
-from stagewright.metrics import IMAGES, Unit, metric_words
+from stagewright.metrics import IMAGES, Unit, format_rate, metric_words
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
 from stagewright.planning.setting import memory_setting
@@ -131,7 +131,7 @@ class Result:
                 words = metric_words({best["metric"]: best["value"]}, 2) or [f"{best['metric']} {best['value']:.4g}"]
                 yield "best", f"{words[0]} after step {best['batch']}"
         if rate := self.summary.get("images_per_second"):
-            yield "speed", f"{self.unit.of(rate):,.0f} {self.unit.rate}"
+            yield "speed", f"{format_rate(self.unit.of(rate))} {self.unit.rate}"
         yield "folder", printable(str(self.folder))
 
 
@@ -182,7 +182,7 @@ def _run(
 
     def note(line: str) -> None:
         progress.clear()
-        say(console, line, soft_wrap=True)
+        say(console, line)
 
     def warn(warning: str) -> None:
         warnings.append(warning)
@@ -218,7 +218,7 @@ def _run(
         locks.enter_context(traceback_in_log(Path(job.folder)))
         write_start(job, warnings)
         progress.clear()
-        say(console, *headline(job), soft_wrap=True)
+        say(console, *headline(job))
         if isinstance(site, Site) and not site.is_host:
             return _run_other_machine(job, site, console, script)
         if group is not None:
@@ -226,7 +226,7 @@ def _run(
         predicted = None if prepared.prediction is None else prepared.prediction.images_per_second
         if predicted is not None and prepared.interval is None:  # else the line about the layout has said it
             unit = job.throughput_unit
-            say(console, f"predicted: {unit.of(predicted):.0f} {unit.rate}")
+            say(console, f"predicted: {format_rate(unit.of(predicted))} {unit.rate}")
         try:
             return _run_host(job, console, site, predicted, Callbacks(callbacks), script, progress)
         finally:
@@ -370,7 +370,7 @@ def _how_to_resume(job: Job, done: int = 0) -> str:
 
 def _run_other_machine(job: Job, site: Site, console: Console, script: Sequence[str] | None) -> Result:
     """Run the ranks of a machine that is not the host; the host collects their events."""
-    show = partial(say, console, soft_wrap=True)
+    show = partial(say, console)
     with monitored(job, lambda use: None, lambda warning: show(f"warning: {warning}"), site.index) as monitor:
         is_stopping = launch(job, None, NewestCheckpoint(job), site, show, script)
     if is_stopping:

@@ -59,7 +59,7 @@ def test_plan_alone_answers_for_this_machine_by_a_cached_profile(
     first = prints(capsys, "plan", "resnet8")
     (profile,) = (tmp_path / "stagewright" / "profiles").iterdir()
     stamp = profile.stat().st_mtime_ns
-    assert "this machine: " in first and "stagewright train --model resnet8 --device cpu" in first
+    assert "resnet8 on this machine, fp32" in first and "stagewright train --model resnet8 --device cpu" in first
     found = json.loads(prints(capsys, "plan", "resnet8", "--json"))
     assert profile.stat().st_mtime_ns == stamp and found["evidence"] == "measured here"
     command = shlex.split(found["command"])
@@ -102,6 +102,20 @@ def test_value_and_plan_name_the_evidence_of_devices(
     assert "fp32 speed of rtx-4090: by its data sheet" in shown
     titan = prints(capsys, "plan", "vgg-small", "--cluster", "titan-v-8", "--devices", "2", "--batch", "64")
     assert "data sheet" not in titan
+
+
+def test_a_narrow_terminal_cuts_no_number_and_what_train_alone_takes_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("plan", "alexnet", "--cluster", "rtx-3090-2", "--batch", "64")
+    wide = prints(capsys, *words)
+    narrow = prints_in_terminal(capsys, monkeypatch, 70, *words)
+    assert "by host" in wide and "by host" not in narrow and "…" not in narrow
+    sentences = [line for line in narrow.splitlines() if "stagewright " not in line]
+    assert max(map(len, sentences)) <= 70
+    best, own = ("stale 1-1", "sync 1-1")
+    assert f"* {best}" in wide and f"train alone takes no lag: of these {own}" in wide
+    assert f"takes {best}" in wide
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_the_catalog_decides_by_software_precision_and_data() -> None:
 
 def test_a_profile_decides_devices_software_and_sizes() -> None:
     setting = make_setting(profile_of("a", "b"), None, "fp32", software="pytorch", loads=True)
-    assert setting.cluster.name == "profiled" and len(setting.cluster.devices) == 2
+    assert setting.cluster.name == "the profiled machine" and len(setting.cluster.devices) == 2
     assert setting.software.name == "stagewright" and setting.software.update_passes == 2.0
     assert setting.software.context == setting.software.workspace == 0 and setting.loader is None
     assert (setting.overhead, setting.input, setting.covered) == (0.25, 48, (8, 8))

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
+from stagewright.cli.parser import completed
 from stagewright.cluster.catalog import open_cluster
 from stagewright.config.sections import Config
 from stagewright.config.toml import make_config, read_toml
@@ -21,7 +24,7 @@ from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
 from stagewright.run import plan as layouts
 from stagewright.run import prepare as preparing
 from stagewright.run import profile as profiles
-from stagewright.run.plan import find_layout, layout_line
+from stagewright.run.plan import ask, find_layout, layout_lines
 from stagewright.run.prepare import prepare
 from stagewright.run.train import run
 from tests.commands import prints
@@ -34,6 +37,15 @@ def fake_gpus(monkeypatch: pytest.MonkeyPatch, *majors: int) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(majors))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(majors))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (majors[index], 0))
+
+
+def fake_four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus(monkeypatch, 8, 8, 8, 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 3090")
+    monkeypatch.setattr(profiles, "import_this_machine", lambda options: None)
+    monkeypatch.setattr(profiles, "checked_toml", lambda machine: "")
+    monkeypatch.setattr(profiles, "open_cluster", lambda path: open_cluster("rtx-2080ti-4"))
+    monkeypatch.setattr(layouts, "num_devices", lambda device: 4)
 
 
 @pytest.fixture
@@ -101,14 +113,21 @@ def test_profiles_once_and_says_what_was_chosen_why_and_how_to_keep_it(made: Mad
     layout = layout_of(resolved(), said.append)
     assert sorted(made) == [(1, 2), (2, 1)], "two ranks of a thread, and one process with two"
     assert len(said) == 1 and "profiling" in said[0]
-    line = layout_line(layout)
+    lines = layout_lines(layout)
     assert (str(layout.plan.mode), layout.plan.shape, layout.threads) == ("dp", "2", 1)
-    assert "dp on 2 CPU ranks" in line and "measured here" in line and "one process would reach" in line
-    assert line.endswith("--device cpu --precision fp32 --mode dp --placement 0:0-1 --batch 32 --microbatches 2")
+    assert "dp on 2 CPU ranks" in lines[0] and "measured here" in lines[0] and "one process would reach" in lines[1]
+    assert lines[2].endswith(" --device cpu --precision fp32 --mode dp --placement 0:0-1 --batch 32 --microbatches 2")
     assert layout.interval is not None and layout.prediction is not None
     assert layout.interval.low < layout.prediction.images_per_second < layout.interval.high
-    assert layout_line(layout_of(resolved(), said.append)) == line
+    assert layout_lines(layout_of(resolved(), said.append)) == lines
     assert len(made) == 2 and len(said) == 1, "the second time both are in the cache"
+
+
+def test_a_small_batch_gets_a_profile_of_small_microbatches(made: Made) -> None:
+    assert layout_of(resolved(batch=8), always=True).searched is not None
+    assert layout_of(resolved(), always=True).searched is not None
+    assert len(made) == 4, "which a usual batch does not take"
+    assert layout_of(resolved(batch=2), always=True).searched is not None
 
 
 def test_a_profile_of_a_busy_machine_is_not_kept(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,17 +143,29 @@ def test_a_profile_of_a_busy_machine_is_not_kept(made: Made, monkeypatch: pytest
 def test_gpus_that_sum_gradients_through_the_host_get_the_plan_that_is_fastest_there(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_gpus(monkeypatch, 8, 8, 8, 8)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 3090")
-    monkeypatch.setattr(profiles, "import_this_machine", lambda options: None)
-    monkeypatch.setattr(profiles, "checked_toml", lambda machine: "")
-    monkeypatch.setattr(profiles, "open_cluster", lambda path: open_cluster("rtx-2080ti-4"))
-    monkeypatch.setattr(layouts, "num_devices", lambda device: 4)
+    fake_four_gpus(monkeypatch)
     config = resolved(batch=128)
     layout = layout_of(config)
     assert (config.run.device, config.run.precision, made) == ("cuda", "bf16", [(1, 1)])
     assert layout.searched is not None and len(layout.searched.asked.setting.cluster.devices) == 4
-    assert layout.plan.is_synchronous and "--device cuda --precision bf16" in layout_line(layout)
+    assert layout.plan.is_synchronous and "--device cuda --precision bf16" in "".join(layout_lines(layout))
+
+
+def test_plan_takes_the_precision_that_train_would_or_that_of_the_profile(
+    made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def precision_of(**given: Any) -> str:
+        return ask(completed("plan", {"model": MODEL, "batch": 64, **given}), lambda text: None).setting.precision
+
+    file = tmp_path / "profile.json"
+    for precision in ("bf16", "fp32"):
+        options = SimpleNamespace(together=2, threads=1, samples="8,32", device="cpu", precision=precision)
+        profiles.measure_profile(options, lambda text: None, None).write(file)
+        assert precision_of(profile=str(file)) == precision
+    assert (precision_of(), precision_of(cluster="rtx-2080ti-4")) == ("fp32", "fp32")
+    assert precision_of(cluster="rtx-2080ti-4", precision="fp16") == "fp16"
+    fake_four_gpus(monkeypatch)
+    assert precision_of() == "bf16"
 
 
 def test_weights_lag_only_where_that_was_asked_for(made: Made) -> None:
@@ -159,7 +190,7 @@ def test_what_needs_no_search_has_none(made: Made, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(layouts, "num_devices", lambda device: 1)
     single = layout_of(resolved(), always=True)
     assert {layout.plan.world for layout in (short, alone, single)} == {1} and not made
-    assert "not worth a profile" in layout_line(short) and "one core" in layout_line(single)
+    assert "not worth a profile" in layout_lines(short)[0] and "one core" in layout_lines(single)[0]
 
 
 def test_a_model_that_no_profile_can_call_is_trained_by_one_process(
@@ -170,7 +201,7 @@ def test_a_model_that_no_profile_can_call_is_trained_by_one_process(
 
     monkeypatch.setattr(profiles, "measure_profile", refused)
     layout = layout_of(resolved())
-    assert (layout.plan.world, layout.threads) == (1, 2) and "one input" in layout_line(layout)
+    assert (layout.plan.world, layout.threads) == (1, 2) and "one input" in "".join(layout_lines(layout))
 
 
 def test_explain_prints_the_candidates_and_trains_nothing(
@@ -215,6 +246,25 @@ def test_classes_and_the_batch_are_those_of_the_data(tmp_path: Path) -> None:
     assert len(warnings) == 1 and "10 outputs" in warnings[0] and "3 classes" in warnings[0]
     with pytest.raises(UserError, match="labels up to 2 but the model has 2 outputs"):
         prepare(make_config(common, {"model": {"classes": 2}}))
+
+
+def test_small_images_are_not_enlarged_and_few_of_them_get_advice(tmp_path: Path) -> None:
+    for name in ("cats", "dogs"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number, side in enumerate((90, 110, 120, 139)):
+            Image.new("RGB", (side, side)).save(tmp_path / "photos" / name / f"{number}.png")
+    said: list[str] = []
+    common: dict[str, Any] = {
+        "model": {"name": "mobilenet_v2"},
+        "data": {"source": f"folder:{tmp_path / 'photos'}"},
+        "run": {"steps": 1, "emulate": True, "device": "cpu", "runs": str(tmp_path)},
+    }
+    job = prepare(make_config(common), note=said.append).job
+    assert job.config.data.image == 96 and "side 96, as most have about 115 pixels (the model's is 224)" in said[0]
+    assert "8 images" in said[1] and "1,000" in said[1] and "--init" in said[1]
+    said.clear()
+    prepare(make_config(common, {"model": {"name": "vgg-small"}}), note=said.append)
+    assert not any("advice" in line for line in said), "of a model without public weights there is none"
 
 
 def test_stages_need_a_placement(tmp_path: Path) -> None:

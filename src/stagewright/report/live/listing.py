@@ -16,7 +16,18 @@ from typing import Any
 from stagewright.errors import UserError, counted, did_you_mean, printable
 from stagewright.events import Evaluated, Step, read_records
 from stagewright.files import open_regular
-from stagewright.metrics import GIB, IMAGES, MIB, Unit, format_metric, headline_metrics, metric_label, steady_rate
+from stagewright.metrics import (
+    GIB,
+    IMAGES,
+    MIB,
+    Unit,
+    format_metric,
+    format_rate,
+    headline_metrics,
+    metric_label,
+    steady_rate,
+)
+from stagewright.report.live.terminal import fitting
 from stagewright.report.page import Page, Summary, Table
 from stagewright.report.read import as_number, read_object, read_tables, read_unit
 
@@ -189,15 +200,13 @@ def rows(entries: Sequence[Entry], width: int | None = None) -> tuple[list[str],
     now = time.time()
     cells = {head: [cell(entry, now) for entry in entries] for head, cell in _COLUMNS.items()}
     rates = {entry.unit.rate for entry in entries if entry.images_per_second is not None}
+    titles = {head: head for head in cells}
     if len(rates) == 1:  # then it stands once, above the column
         cells["speed"] = [cell.partition(" ")[0] for cell in cells["speed"]]
-    shown = [head for head, column in cells.items() if any(column)]
-    for head in _LEAST_NEEDED:
-        if width is None or sum(max(map(len, (other, *cells[other]))) + 2 for other in shown) + 1 <= width:
-            break
-        shown = [other for other in shown if other != head]
+        titles["speed"] = rates.pop()
+    shown = fitting({head: (titles[head], *cells[head]) for head in cells if any(cells[head])}, _LEAST_NEEDED, width)
     lines = [[cells[head][at] or "-" for head in shown] for at in range(len(entries))]
-    return [rates.pop() if head == "speed" and len(rates) == 1 else head for head in shown], lines
+    return [titles[head] for head in shown], lines
 
 
 def total_words(entries: Sequence[Entry]) -> str:
@@ -226,7 +235,7 @@ def _speed(entry: Entry) -> str:
     if entry.images_per_second is None:
         return ""
     rate = entry.unit.of(entry.images_per_second)
-    return f"{rate:,.0f} {entry.unit.rate}" if rate >= 100 else f"{rate:.3g} {entry.unit.rate}"
+    return f"{format_rate(rate)} {entry.unit.rate}"
 
 
 def _metric(entry: Entry) -> str:

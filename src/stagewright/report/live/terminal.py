@@ -7,8 +7,10 @@ wrapped or cut. On a terminal the progress of a run is a bar; anywhere else it i
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Collection, Sequence
+import textwrap
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import IO
 
 from rich.console import Console, RenderableType
@@ -20,10 +22,10 @@ from rich.text import Text
 
 from stagewright.errors import counted, printable
 from stagewright.events import Evaluated, Replaced, Restarted, Resumed, Saved, Step, Unsaved
-from stagewright.metrics import IMAGES, MIB, Span, Timeline, Unit, metric_words, steady_rate
+from stagewright.metrics import IMAGES, MIB, Span, Timeline, Unit, format_rate, metric_words, steady_rate
 from stagewright.report.live.progress import Progress
 
-_COMMAND = "stagewright "
+_PASTED = re.compile(r"(^|: )(stagewright |--\w)")  # a command or its options, up to the end of the line
 _UNBOUNDED = 10**6  # columns of what is no terminal: more than any table or sentence has
 _DRAWING = 120  # columns of a drawing where there is no terminal
 _LONG_PAUSE = 0.1  # seconds that are worth a word
@@ -39,10 +41,23 @@ def plain(text: str, style: str = "") -> Text:
 def say(console: Console, *lines: str, style: str = "", soft_wrap: bool | None = None) -> None:
     """Print lines as they are; a line end within one is shown as an escape.
 
-    A terminal wraps sentences between words. It gets a line with a command whole, which can then be copied as one.
+    A terminal wraps sentences between words, and breaks no path. It gets a line that ends in a command or its options
+    whole, so that they can be copied as one.
     """
     for line in lines:
-        console.print(plain(line, style), soft_wrap=_COMMAND in line if soft_wrap is None else soft_wrap)
+        text = plain(line, style)
+        is_whole = _PASTED.search(line) is not None if soft_wrap is None else soft_wrap
+        for part in (text,) if is_whole else _wrapped(text, console.width):
+            console.print(part, soft_wrap=True)
+
+
+def _wrapped(text: Text, width: int) -> Iterable[Text]:
+    """A line in parts that fit the width, broken between words only, with the indent of the first."""
+    if text.cell_len <= width:
+        return (text,)
+    indent = " " * (len(text.plain) - len(text.plain.lstrip(" ")))
+    parts = textwrap.wrap(text.plain, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return (Text(part, text.style) for part in parts)
 
 
 def print_lines(*lines: str) -> None:
@@ -197,7 +212,7 @@ class RunConsole:
 
     def say(self, line: str) -> None:
         self._starting.clear()
-        say(self._console, line, soft_wrap=True)
+        say(self._console, line)
 
     def warn(self, warning: str) -> None:
         self.say(f"warning: {warning}")
@@ -232,10 +247,9 @@ class RunConsole:
         self._progress.update(self._task, completed=done, description=f"loss {step.loss:.4f}")
         if done % self._log_every == 0 or done in (1, self._batches):
             speed = steady_rate(self._since, self._batch_size, self._interrupted)
-            rate = f"  {self._unit.of(speed.rate):.0f} {self._unit.rate}" if speed else ""
-            self.say(
-                f"epoch {step.epoch + 1}  step {done}/{self._batches}  loss {step.loss:.4f}  lr {step.lr:.4g}{rate}"
-            )
+            rate = f"  {format_rate(self._unit.of(speed.rate))} {self._unit.rate}" if speed else ""
+            number = f"{done:>{len(str(self._batches))}}/{self._batches}"
+            self.say(f"epoch {step.epoch + 1}  step {number}  loss {step.loss:.4f}  lr {step.lr:.4g}{rate}")
             self._since = [step]
 
 
@@ -249,6 +263,31 @@ def _reason_for(saved: Saved) -> str:
     if saved.waited < max(_LONG_PAUSE, saved.seconds / 2):
         return ""
     return ", most of it for earlier ones to reach the disk; raise --checkpoint-every"
+
+
+def fitting(
+    columns: Mapping[str, Sequence[str]], least_needed: Sequence[str], width: int | None, gap: int = 2
+) -> list[str]:
+    """The names of the columns that fit a width; those least needed are left out first."""
+    shown = list(columns)
+    for name in least_needed:
+        if width is None or sum(max(map(len, (other, *columns[other]))) + gap for other in shown) - gap <= width:
+            break
+        shown = [other for other in shown if other != name]
+    return shown
+
+
+def print_rows(
+    console: Console, rows: Sequence[Mapping[str, str]], *, left: Collection[str] = (), least_needed: Sequence[str] = ()
+) -> list[str]:
+    """Print rows of cells by column as a table; return which columns a narrow terminal has a place for."""
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    shown = fitting(columns, least_needed, console.width if console.is_terminal else None)
+    table = plain_table(*shown, left=left, no_wrap=shown)
+    for row in rows:
+        table.add_row(*(row[name] for name in shown))
+    console.print(table)
+    return shown
 
 
 class PlainTable(Table):

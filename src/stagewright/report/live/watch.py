@@ -15,7 +15,7 @@ from rich.text import Text
 from stagewright.errors import counted, printable
 from stagewright.events import Evaluated, Restarted, Resumed, Step, Usage, read_records, read_usage
 from stagewright.files import open_regular
-from stagewright.metrics import IMAGES, MIB, Unit, metric_words, steady_rate
+from stagewright.metrics import IMAGES, MIB, Unit, format_rate, metric_words, steady_rate
 from stagewright.report.charts import format_number
 from stagewright.report.live.terminal import plain_table, plot
 from stagewright.report.read import (
@@ -193,7 +193,7 @@ def as_line(snapshot: Snapshot) -> str:
     if snapshot.steps:
         parts.append(f"loss {snapshot.steps[-1].loss:.4f}")
     if speed := snapshot.images_per_second:
-        parts.append(f"{snapshot.unit.of(speed):.0f} {snapshot.unit.rate}")
+        parts.append(f"{format_rate(snapshot.unit.of(speed))} {snapshot.unit.rate}")
     if left := snapshot.seconds_left:
         parts.append(f"{format_duration(left)} left")
     if snapshot.evaluation:
