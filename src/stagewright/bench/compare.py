@@ -40,12 +40,12 @@ class Pair:
         """Which side is faster, and whether that is significant."""
         if self.is_predicted:
             return f"predicted: B is {self.ratio.value:.2f} x A"
-        spread = f"{self.ratio.value:.2f} x ({self.ratio.low:.2f} - {self.ratio.high:.2f})"
+        spread = f"{self.ratio.value:.2f} x A ({self.ratio.low:.2f} - {self.ratio.high:.2f})"
         if not self.is_significant:
             speeds = self.ratio if self.is_rate else self.ratio.inverse()
             known = "; repeat more often to know whether B is slower" if judge(speeds) is Answer.UNKNOWN else ""
-            return f"no significant difference: B is {spread} A{known}"
-        return f"B is {'faster' if (self.ratio.value > 1) is self.is_rate else 'slower'}: {spread} A"
+            return f"no significant difference: B is {spread}{known}"
+        return f"B is {'faster' if (self.ratio.value > 1) is self.is_rate else 'slower'}: {spread}"
 
 
 @dataclass(frozen=True, slots=True)

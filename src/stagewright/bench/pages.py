@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -372,9 +373,11 @@ def show(console: Console, outcome: Outcome, folder: Path) -> None:
             if row.note:
                 say(console, f"{row.name}: {row.note}")
     if published := [row for row in outcome.published if row.published]:
-        console.print(_terminal_table([_published_cells(row) for row in published]))
+        names = Counter(map(_published_name, published))
+        console.print(_terminal_table([_published_cells(row, names) for row in published]))
     for name, value in outcome.figures.items():
-        say(console, f"{name}: {format_figure(value)}")
+        what, _, share = name.rpartition(", %")
+        say(console, f"{name}: {format_figure(value)}" if share or not what else f"{what}: {format_figure(value)} %")
     for line in summary(outcome):
         say(console, line)
     if any(row.kind == "predicted" for row in outcome.rows):
@@ -424,13 +427,19 @@ def format_span(interval: Interval | None, digits: int | None = None) -> str:
     return f"{interval.low:,.{digits}f} - {interval.high:,.{digits}f}"
 
 
-def _published_cells(row: PublishedRow) -> dict[str, str]:
-    """A published run, and what is predicted for the software that ran it."""
+def _published_name(row: PublishedRow) -> str:
+    return f"{row.system}, {row.model}, {row.mode} {row.batch}, {row.data}"
+
+
+def _published_cells(row: PublishedRow, others: Counter[str]) -> dict[str, str]:
+    """A published run, and what is predicted for the software that ran it; where it was, if others have its name."""
+    name = _published_name(row)
+    name += f", {row.cluster} {row.precision}" if others[name] > 1 else ""
     assert row.published is not None
     return {
-        "published run": f"{row.system}, {row.model}, {row.mode} {row.batch}, {row.data}",
+        "published run": name,
         "images/s": f"{row.published:,.0f}",
-        "predicted": f"{row.predicted:,.0f}p",
+        "predicted": f"{row.predicted:,.0f}",
         "off by": f"{row.predicted / row.published - 1:+.1%}",
     }
 

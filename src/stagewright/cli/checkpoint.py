@@ -11,7 +11,7 @@ from typing import Any
 from stagewright.errors import UserError
 from stagewright.metrics import MIB
 from stagewright.report.live.progress import ProgressLine
-from stagewright.report.live.terminal import print_lines
+from stagewright.report.live.terminal import open_console, plain_table, print_lines
 from stagewright.run.export import export_checkpoint
 from stagewright.run.resume import BEST, find_checkpoint, named_folder
 from stagewright.runtime.checkpoint.folder import Checkpoint, best_folder, list_folders, open_checkpoint
@@ -63,10 +63,11 @@ def run_show(parsed: argparse.Namespace) -> None:
     print_lines(str(checkpoint.folder))
     print_lines(f"after step {row['batch']}: batch {manifest.position.batch} of epoch {manifest.position.epoch + 1}")
     print_lines(f"model {row['model']}, optimizer {row['optimizer']}, plan {row['plan']}")
-    for kind, size in by_kind.items():
-        print_lines(f"{kind:10} {size / MIB:9.1f} MiB")
+    print_lines(", ".join(f"{kind} {size / MIB:,.1f} MiB" for kind, size in by_kind.items()))
+    table = plain_table("file", "bytes", "hash", left=("file", "hash"), no_wrap=("file", "bytes"))
     for file in manifest.files:
-        print_lines(f"  {file.name:44} {file.bytes:12}  {file.blake2b[:16]}")
+        table.add_row(file.name, f"{file.bytes:,}", file.blake2b[:16])
+    open_console().print(table)
 
 
 def run_verify(parsed: argparse.Namespace) -> None:

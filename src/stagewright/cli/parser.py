@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from stagewright import __version__
 from stagewright.cli.command.command import MODEL, RUN, Argument, Command, Parser
 from stagewright.cli.command.options import Taken, take, take_sections
-from stagewright.cli.command.screen import first_screen
+from stagewright.cli.command.screen import first_screen, group_screen
 from stagewright.errors import UserError, did_you_mean
 
 _PRECISIONS = "fp64, fp32, ieee, tf32, bf16, fp16"
@@ -102,9 +103,19 @@ def make_parser() -> Parser:
             parser.parsers[name] = group = groups[""].add_parser(
                 name, help=help, usage=f"stagewright {name} ACTION [options]", description=description
             )
+            group.screen = partial(group_screen, group.usage, description, _actions(name))
             groups[name] = group.add_subparsers(title="actions", required=True, metavar="ACTION", prog=group.prog)
         command.add_to(groups[name], parser.parsers[name] if name else parser)
     return parser
+
+
+def _actions(group: str) -> dict[str, str]:
+    """The help of every action of a group."""
+    return {
+        name.removeprefix(group).strip(): command.help
+        for command in COMMANDS
+        if (name := command.name).startswith(f"{group} ")
+    }
 
 
 def _areas() -> dict[str, dict[str, str]]:
@@ -188,7 +199,7 @@ COMMANDS = (
         ),
     ),
     Command(
-        *("plan", "plan:run", "find the fastest plan of a model on a cluster"),
+        *("plan", "plan:run", "find the fastest plan of a model, here or on a cluster"),
         "Search for the fastest plan, compare it with data parallelism, and write it for train --plan. Without "
         "--cluster and --profile it answers for this machine, by a short profile that is measured once.",
         "MODEL [--cluster NAME|FILE] [--batch N]",

@@ -53,7 +53,7 @@ def run_report(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps({"title": page.title, "verdict": lines, "html": str(html), "markdown": str(markdown)}))
         return
-    print_lines(*lines, f"report: {html}", f"as text: {markdown}")
+    say(open_console(), *lines, f"report: {html}", f"as text: {markdown}")
 
 
 # --- A run while it trains --------------------------------------------------------------------------------------------

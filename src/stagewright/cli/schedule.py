@@ -19,6 +19,11 @@ from stagewright.schedule.check import check
 from stagewright.schedule.lower import program
 
 _MOST_MICROBATCHES = 2**14  # to draw
+_ACTIONS = (
+    "0F3@2: stage 0, forward of microbatch 3 with version 2 of the weights; 0SA3>7: sends its activations to rank 7",
+    "B backward; SA, RA send and receive activations, SG, RG their gradients; of an update: R sums gradients, "
+    "T those of tied weights, A agrees whether it is skipped, U updates",
+)
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -59,6 +64,7 @@ def run(parsed: argparse.Namespace) -> None:
     say(console, f"time {timeline.end:g}, bubble {bubble:.1%} with fill and drain")
     if parsed.programs:
         console.print()
+        say(console, *_ACTIONS)
         for rank, text in programs.items():
             say(console, f"rank {rank}: {text}", soft_wrap=True)
 

@@ -43,7 +43,7 @@ def test_published_runs_are_shown_with_their_predictions(outcome: Outcome, capsy
     show(Console(width=80), replace(outcome, rows=rows, published=(run, replace(run, published=None))), Path("runs/x"))
     printed = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in printed.splitlines() if line.startswith("OneFlow")]
-    assert lines == ["OneFlow dev_ssp, vgg16, dp 224, synthetic 728 708p -2.7%"]
+    assert lines == ["OneFlow dev_ssp, vgg16, dp 224, synthetic 728 708 -2.7%"]
     assert "interval" not in printed, "a prediction is a point"
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
 
 from stagewright.cli import main
+from stagewright.report.live.terminal import PipeSafeConsole, say
 from tests.commands import prints
 from tests.made_runs import make_run
 
@@ -25,6 +27,20 @@ def test_nothing_in_a_pipe_is_wrapped_or_cut(
             monkeypatch.setenv("COLUMNS", columns)
             shown.append(prints(capsys, *command))
         assert shown[0] == shown[1] and "…" not in shown[0], command
+
+
+def test_a_terminal_breaks_sentences_between_words_and_neither_paths_nor_commands() -> None:
+    file = io.StringIO()
+    console = PipeSafeConsole(file=file)
+    console.width = 20
+    path = "/a/path/longer-than-a-line"
+    say(console, f"  kept in {path} of runs", "next: stagewright plan resnet50 --try 3")
+    assert file.getvalue().splitlines() == [
+        "  kept in",
+        f"  {path}",
+        "  of runs",
+        "next: stagewright plan resnet50 --try 3",
+    ]
 
 
 def test_one_factory_makes_every_console() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from stagewright.cli.command.options import Taken, one_of, take
-from stagewright.cli.command.screen import command_screen, epilog, filled
+from stagewright.cli.command.screen import command_screen, epilog, filled, help_formatter
 from stagewright.config.rules import check_rules
 from stagewright.config.sections import RENAMED
 from stagewright.errors import did_you_mean, nearest, printable
@@ -44,7 +44,7 @@ class Parser(ArgumentParser):
         self.set_defaults(parser=self)  # the parser of the command, which `main` asks about unknown options
         self.flags = ["--help", "--help-all"]
         self.parsers: dict[str, Parser] = {}  # of the commands or actions below this one, by name
-        self.screen: Callable[[], str] = self.format_help
+        self.screen: Callable[[], str] = super().format_help
         hidden: dict[str, Any] = {"nargs": 0, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         self.add_argument("-h", "--help", action=_ShowScreen, dest="help", **hidden)
         self.add_argument("--help-all", action="help", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -61,6 +61,9 @@ class Parser(ArgumentParser):
             self.error(f"option {name} is now {new}")
         near = nearest(name, self.flags)
         self.error(f"unknown option {name}" + (f", did you mean {near}?" if near else ""))
+
+    def format_help(self) -> str:
+        return self.screen() if self.parsers else super().format_help()
 
     def error(self, message: str) -> NoReturn:
         help = "" if message.endswith("?") else f"; see {self.prog} --help"
@@ -124,7 +127,7 @@ class Command:
             name,
             help=self.help,
             epilog=epilog(self),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=help_formatter,
             **self.described | {"description": filled(self.described["description"])},
         )
         above.parsers[name] = parser

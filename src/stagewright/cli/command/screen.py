@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 _NAME = 12  # columns of a command's name
@@ -37,7 +37,7 @@ def command_screen(command: _Command) -> str:
     parser = argparse.ArgumentParser(
         add_help=False,
         epilog=epilog(command, len(shown)),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=help_formatter,
         **{**command.described} | {"description": filled(command.described["description"])},
     )
     for argument in command.arguments:
@@ -56,11 +56,28 @@ def first_screen(usage: str, areas: Mapping[str, Mapping[str, str]], examples: S
     lines = [f"usage: {usage}", "", "Plan, run and measure training over unequal pipeline stages.", ""]
     for area, commands in areas.items():
         lines.append(f"{area}:")
-        for name, help in commands.items():
-            first, *rest = textwrap.wrap(help, _width() - _NAME - 4)
-            lines += [f"    {name:<{_NAME}}{first}", *(" " * (_NAME + 4) + line for line in rest)]
+        lines += _rows(commands)
     lines += ["", _examples(examples), "", "stagewright COMMAND --help shows how a command is used."]
     return "\n".join(lines) + "\n"
+
+
+def group_screen(usage: str, description: str, actions: Mapping[str, str]) -> str:
+    """What `--help` of a command with actions prints: each of these with its help."""
+    end = f"stagewright {usage.split()[1]} ACTION --help shows how an action is used."
+    return "\n".join((f"usage: {usage}", "", filled(description), "", "actions:", *_rows(actions), "", end)) + "\n"
+
+
+def _rows(helps: Mapping[str, str]) -> Iterator[str]:
+    """Names and their helps, side by side."""
+    for name, help in helps.items():
+        first, *rest = textwrap.wrap(help, _width() - _NAME - 4)
+        yield f"    {name:<{_NAME}}{first}"
+        yield from (" " * (_NAME + 4) + line for line in rest)
+
+
+def help_formatter(prog: str) -> argparse.HelpFormatter:
+    """Of help in lines of a width that is easy to read, however wide the terminal is."""
+    return argparse.RawDescriptionHelpFormatter(prog, width=_width())
 
 
 def epilog(command: _Command, shown: int | None = None) -> str:
@@ -82,5 +99,5 @@ def filled(text: str) -> str:
 
 
 def _width() -> int:
-    """As argparse's: of the terminal, less two."""
+    """As argparse's, of the terminal less two, but no wider than is easy to read."""
     return max(40, min(shutil.get_terminal_size().columns - 2, 98))

@@ -27,7 +27,7 @@ class Grade(StrEnum):
 
 _STYLES = {Grade.FINE: "green", Grade.NOTE: "yellow", Grade.PROBLEM: "bold red"}
 _GRADE_WIDTH = len(Grade.PROBLEM) + 2
-_NAME_WIDTH = 23
+_LEAST_NAME = 21  # columns of the names; an area with longer ones has more
 _GPU = re.compile("GPU ([0-9]+)")
 
 
@@ -51,10 +51,12 @@ def finding(area: str, name: str, value: object, *troubles: tuple[bool, Grade, s
 
 def finding_lines(findings: Sequence[Finding], width: int) -> Iterator[Text]:
     """The findings for a terminal: one area after the other, each piece of advice below its finding."""
-    for area, found in itertools.groupby(_merged(findings), lambda finding: finding.area):
+    for area, group in itertools.groupby(_merged(findings), lambda finding: finding.area):
+        found = list(group)
+        names = max(_LEAST_NAME, *(len(finding.name) for finding in found)) + 2
         yield Text(area, style="bold")
         for finding in found:
-            yield from _lines(finding, width)
+            yield from _lines(finding, names, width)
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:
@@ -74,11 +76,11 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
     return [*others[:first], *together, *others[first:]]
 
 
-def _lines(finding: Finding, width: int) -> Iterator[Text]:
-    margin, indent = 2 + _GRADE_WIDTH, 2 + _GRADE_WIDTH + _NAME_WIDTH
+def _lines(finding: Finding, names: int, width: int) -> Iterator[Text]:
+    margin, indent = 2 + _GRADE_WIDTH, 2 + _GRADE_WIDTH + names
     value, *rest = textwrap.wrap(finding.value, max(width - indent, 20)) or [""]
     grade = (f"{finding.grade:<{_GRADE_WIDTH}}", _STYLES[finding.grade])
-    yield Text.assemble("  ", grade, f"{finding.name:<{_NAME_WIDTH - 1}} {value}")
+    yield Text.assemble("  ", grade, f"{finding.name:<{names - 1}} {value}")
     for value in rest:
         yield Text(" " * indent + value)
     for number, line in enumerate(textwrap.wrap(finding.advice, width - margin - 3)):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stagewright.hardware.doctor.finding import Finding, Grade
+from stagewright.hardware.doctor.finding import Finding, Grade, finding_lines
 from stagewright.hardware.doctor.gpus import GpuState, gpu_findings, read_states, topology_findings
 from stagewright.hardware.doctor.measure import DiskRead, Measured, disk_finding, memory_copy, read_disk, speed_findings
 from stagewright.hardware.doctor.system import SystemState, read_system_state, software_findings, system_findings
@@ -30,6 +30,12 @@ MACHINE = Environment(HOST, LIBRARIES, (GPU, replace(GPU, index=1)), "550.54.15"
 def only(findings: Any, name: str) -> Finding:
     (found,) = [finding for finding in findings if finding.name == name]
     return found
+
+
+def test_values_of_an_area_begin_in_one_column() -> None:
+    names = ("memory copy", "2 pairs at once through the host")
+    lines = [str(line) for line in finding_lines([Finding("measured", name, "9.4 GB/s") for name in names], 80)]
+    assert len({line.index("9.4 GB/s") for line in lines[1:]}) == 1 and "host  9.4" in lines[2]
 
 
 def test_a_good_machine_is_all_fine() -> None:
