@@ -367,6 +367,8 @@ def test_the_list_of_runs_follows_them_and_leads_to_each(tmp_path: Path, visit: 
             opened.page.get_by_role("link", name=folder.name).click()
             opened.page.get_by_role("heading", name="vgg-small, stale 2-1").wait_for()
             assert {url.removeprefix(server.url) for url in opened.requests} == {"", f"{folder.name}/"}
+            opened.page.get_by_role("link", name="All runs").click()
+            opened.page.get_by_role("link", name=folder.name).wait_for()
             assert opened.messages == []
         finally:
             server.shutdown()
@@ -466,6 +468,20 @@ def test_curves_are_read_out_smoothed_and_hidden(tmp_path: Path, visit: Visit) -
     speed = figure(opened, "Throughput")
     assert speed.locator(".mark.k-checkpoint").count() == 1 and "checkpoint" in speed.locator(".legend").inner_text()
     assert speed.locator(".reference").count() == 1
+    assert opened.messages == []
+
+
+def test_a_comparison_shows_the_pauses_of_each_run_in_its_lane(tmp_path: Path, visit: Visit) -> None:
+    folders = [make_run(tmp_path / name, [*steps(20), Saved(12, 10, 0.25)]) for name in "ab"]
+    opened = visit(write_page(make_page(folders), tmp_path / "both.html")[0])
+    speed = figure(opened, "Throughput")
+    lanes = [speed.locator(f"svg[tabindex] .lane.c{colour}") for colour in (0, 1)]
+    pauses = speed.locator("svg[tabindex] rect.k-checkpoint")
+    assert [lane.count() for lane in lanes] == [1, 1] and pauses.count() == 2
+    tops = [pauses.nth(at).bounding_box()["y"] for at in (0, 1)]
+    assert tops[0] != tops[1], "they do not cover each other"
+    speed.locator("button.toggle").first.click()
+    assert lanes[0].count() == 0 and pauses.count() == 1
     assert opened.messages == []
 
 

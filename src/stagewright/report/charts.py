@@ -275,7 +275,7 @@ def encode_curves(curves: Curves) -> str:
         "y": printable(curves.y),
         "fromZero": curves.from_zero,
         "curves": found,
-        "marks": [(mark.kind, _rounded(mark.start), _rounded(mark.end)) for mark in curves.marks],
+        "marks": [(mark.kind, _rounded(mark.start), _rounded(mark.end), mark.curve) for mark in curves.marks],
     }
     return json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
 

@@ -87,9 +87,13 @@ def _blocks(named: dict[str, Run]) -> Iterator[Block]:
 
 
 def _throughputs(real: dict[str, Run], unit: Unit, colours: dict[str, int]) -> Iterator[Block]:
-    """Throughput over time; pauses only of a single run, because those of several would cover each other."""
+    """Throughput over time, with the pauses of every run."""
     found = {name: points for name, run in real.items() if len(points := throughput(run, unit)) > 1}
-    marks = tuple(training_pauses(real[next(iter(found))])) if len(found) == 1 else ()
+    marks = tuple(
+        mark if len(found) == 1 else replace(mark, curve=number)
+        for number, name in enumerate(found)
+        for mark in training_pauses(real[name])
+    )
     curves = tuple(Curve(name, points, colour=colours[name]) for name, points in found.items())
     if curves:
         yield Curves("Throughput", "seconds of training", unit.rate, curves, marks=marks, from_zero=True)

@@ -65,8 +65,11 @@ _CODE = (
 )
 
 
-def as_html(page: Page, *, poll: float | None = None) -> str:
-    """The whole page; with `poll`, one that asks its own server for updates every so many seconds."""
+def as_html(page: Page, *, poll: float | None = None, is_listed: bool = False) -> str:
+    """The whole page; with `poll`, one that asks its own server for updates every so many seconds.
+
+    `is_listed`: it is served below the list of all runs, to which it has a link.
+    """
     style = _asset("page.css")
     scripts = [_asset("timeline.js"), _asset("curves.js"), _asset("page.js"), *([_asset("live.js")] if poll else [])]
     script = "\n".join(scripts)
@@ -78,6 +81,7 @@ def as_html(page: Page, *, poll: float | None = None) -> str:
         for number, block in enumerate(page.blocks)
         if not isinstance(block, Summary | Tiles)
     )
+    above = '<a class="above" href="../">All runs</a>' if is_listed else ""
     wait = f' data-poll="{poll:g}"' if poll else ""
     requests = "It requests updates from this machine only." if poll else "It is one file and loads nothing."
     return (
@@ -86,7 +90,8 @@ def as_html(page: Page, *, poll: float | None = None) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n<meta name="referrer" content="no-referrer">\n'
         f'<link rel="icon" href="data:,">\n<title>{escape(page.title)}</title>\n<style>{style}</style>\n</head>\n'
-        f'<body>\n<a class="skip" href="#main">Skip to the report</a>\n<header><h1>{escape(page.title)}</h1></header>\n'
+        f'<body>\n<a class="skip" href="#main">Skip to the report</a>\n'
+        f"<header>{above}<h1>{escape(page.title)}</h1></header>\n"
         f'<nav aria-label="Parts of this report">{links}</nav>\n<main id="main">\n'
         + "\n".join(sections)
         + f"\n</main>\n<footer>Stagewright made this page. {requests}</footer>\n"

@@ -125,6 +125,7 @@ class Mark:
     kind: str  # one of MARKS
     start: float
     end: float
+    curve: int | None = None  # the number of the curve that paused, where a figure has several
 
 
 MARKS = ("evaluation", "checkpoint")

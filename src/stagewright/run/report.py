@@ -157,10 +157,12 @@ def _summarize_prediction(prediction: Prediction, ranks: Sequence[str]) -> Itera
 
 def take_snapshot(watch: Watch, folder: Path) -> Snapshot:
     """The state of a watched run, with the current action of each rank while it runs."""
+    label = read_label(folder).name
     if not is_locked(folder):
-        return watch.snapshot(False)
+        return replace(watch.snapshot(False), label=label)
     statuses = _read_statuses(folder)
-    return watch.snapshot(True, tuple(map(_action_of, statuses)), what_it_does(folder, statuses))
+    snapshot = watch.snapshot(True, tuple(map(_action_of, statuses)), what_it_does(folder, statuses))
+    return replace(snapshot, label=label)
 
 
 def _read_statuses(folder: Path) -> list[RankStatus]:
@@ -234,15 +236,20 @@ def runs_page(runs: Path, path: str) -> str | None:
     if path == "/":
         return as_html(listing_page(select(list_runs(runs), (), "started"), f"{runs}/"), poll=_POLL_LIST)
     known = {f"/{quote(folder.name)}/": folder for folder in all_runs(runs)}
-    return live_page(known[path]) if path in known else None
+    return live_page(known[path], is_listed=True) if path in known else None
 
 
-def live_page(folder: Path) -> str:
-    """The page of a run as it is now; while the run lasts, one that asks for updates."""
+def live_page(folder: Path, *, is_listed: bool = False) -> str:
+    """The page of a run as it is now; while the run lasts, one that asks for updates.
+
+    `is_listed`: a list of all runs is served above it.
+    """
     run = open_run(folder)
     page = run_page(run)
+    if label := read_label(folder).name:
+        page = replace(page, title=f"{label}: {page.title}")
     if not is_locked(folder):
-        return as_html(page)
+        return as_html(page, is_listed=is_listed)
     statuses = _read_statuses(folder)
     rows = tuple(
         (label, words, "" if action == words else action)
@@ -252,7 +259,9 @@ def live_page(folder: Path) -> str:
     doing = what_it_does(folder, statuses)
     now = Table("Now", ("rank", "action", "code"), rows, f"The run is {doing}. The page updates every two seconds.")
     after = 1 + next(number for number, block in enumerate(page.blocks) if isinstance(block, Summary))
-    return as_html(replace(page, blocks=(*page.blocks[:after], now, *page.blocks[after:])), poll=_POLL)
+    return as_html(
+        replace(page, blocks=(*page.blocks[:after], now, *page.blocks[after:])), poll=_POLL, is_listed=is_listed
+    )
 
 
 def _decoded(action: str) -> str:

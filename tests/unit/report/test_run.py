@@ -140,6 +140,8 @@ def test_evaluations_and_checkpoints_are_marked_on_throughput(tmp_path: Path) ->
         ("checkpoint", 5.4, 5.65),
     ]
     assert len(shown.curves[0].points) == 19 and {round(point.y) for point in shown.curves[0].points} == {320}
+    both = make_page([tmp_path / "run", make_run(tmp_path / "other", [*steps(20), Saved(12, 10, 0.25)])])
+    assert [mark.curve for mark in block(both, "Throughput", Curves).marks] == [0, 0, 0, 1], "whose pause it is"
 
 
 def test_the_page_of_a_long_run_stays_small(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 // Draws curves as SVG: a readout with a crosshair, smoothing, a logarithmic axis, and a button that hides each curve.
-const SVG = "http://www.w3.org/2000/svg", MOST_TICKS = 6, NEAR = 8; // NEAR: pixels within which a point is pointed at
+const SVG = "http://www.w3.org/2000/svg", MOST_TICKS = 6, NEAR = 8, LANE = 7; // pixels: within which a point is pointed at; of a lane of pauses
 const chosenByReader = new Map(); // by the title of a plot, so that an update of a live page keeps it
 
 function make(name, attributes, parent) {
@@ -110,7 +110,7 @@ class Plot {
     }
     this.setScales();
     this.drawAxes();
-    for (const [kind, start, end] of data.marks) this.drawMark(kind, start, end);
+    this.drawMarks();
     for (const curve of this.shown) this.drawCurve(curve);
     this.cursor = make("g", { class: "cursor" }, svg);
     this.read(this.at, false);
@@ -163,12 +163,20 @@ class Plot {
     text(data.x, { x: width - margin.right, y: height - 4, "text-anchor": "end" });
   }
 
-  drawMark(kind, start, end) {
-    if (end < this.first || start > this.last) return;
-    const from = this.x(Math.max(start, this.first)), to = this.x(Math.min(end, this.last)), { top, bottom } = this.margin;
-    const wide = Math.max(3, to - from);
-    make("rect", { class: `mark k-${kind}${wide < 6 ? " narrow" : ""}`, x: from, y: top, width: wide, height: this.height - top - bottom }, this.svg);
-    make("rect", { class: `k-${kind}`, x: from, y: top - 5, width: wide, height: 5 }, this.svg);
+  // Pauses are bands over the whole height; those of one curve of several are in a lane of its colour, above the axis.
+  drawMarks() {
+    const { svg, margin: { left, right, top, bottom }, width, height } = this;
+    const owners = this.shown.filter((curve) => this.data.marks.some(([, , , owner]) => owner === curve.number));
+    const middle = (curve) => height - bottom - LANE * (owners.length - owners.indexOf(curve) - 0.5);
+    for (const curve of owners) make("path", { class: `line lane c${curve.colour % 8}`, d: `M${left} ${middle(curve)}H${width - right}` }, svg);
+    for (const [kind, start, end, owner] of this.data.marks) {
+      const curve = owners.find((one) => one.number === owner);
+      if (end < this.first || start > this.last || owner !== null && !curve) continue;
+      const x = this.x(Math.max(start, this.first)), wide = Math.max(3, this.x(Math.min(end, this.last)) - x);
+      if (curve) { make("rect", { class: `k-${kind}`, x, y: middle(curve) - LANE / 2 + 1, width: wide, height: LANE - 2 }, svg); continue; }
+      make("rect", { class: `mark k-${kind}${wide < 6 ? " narrow" : ""}`, x, y: top, width: wide, height: height - top - bottom }, svg);
+      make("rect", { class: `k-${kind}`, x, y: top - 5, width: wide, height: 5 }, svg);
+    }
   }
 
   drawCurve(curve) {
@@ -179,7 +187,7 @@ class Plot {
       let pen = "M", text = "";
       values.forEach((y, at) => {
         if (!drawable(y)) { pen = "M"; return; }
-        if (curve.look === "line" && at && this.isPaused(curve.x[at - 1], curve.x[at])) pen = "M";
+        if (curve.look === "line" && at && this.isPaused(curve, curve.x[at - 1], curve.x[at])) pen = "M";
         text += `${pen}${this.x(curve.x[at]).toFixed(1)} ${this.y(y).toFixed(1)}`;
         pen = "L";
       });
@@ -203,8 +211,9 @@ class Plot {
     }
   }
 
-  isPaused(from, to) {
-    return this.data.marks.some(([kind, start, end]) => kind === "evaluation" && start >= from && end <= to);
+  isPaused(curve, from, to) {
+    const isOwn = (owner) => owner === null || owner === curve.number;
+    return this.data.marks.some(([kind, start, end, owner]) => isOwn(owner) && kind === "evaluation" && start >= from && end <= to);
   }
 
   drawPoint(curve, x, y, group) {
@@ -249,8 +258,10 @@ class Plot {
       const range = curve.low?.[place] == null ? "" : ` (${short(curve.low[place])} to ${short(curve.high[place])})`;
       rows.push([curve, short(value) + range + (curve.smooth ? ` (not smoothed: ${short(raw)})` : "")]);
     }
-    for (const [kind, start, end] of this.data.marks) {
-      if (at >= start && at <= end || this.x(start) <= x + 3 && this.x(end) >= x - 3) rows.push([null, `${kind}, ${inUnits(end - start)}`]);
+    for (const [kind, start, end, owner] of this.data.marks) {
+      const curve = this.shown.find((one) => one.number === owner) ?? null;
+      if (owner !== null && !curve) continue;
+      if (at >= start && at <= end || this.x(start) <= x + 3 && this.x(end) >= x - 3) rows.push([curve, `${kind}, ${inUnits(end - start)}`]);
     }
     this.showTip(at, x, rows);
     if (announces) this.status.textContent = this.tip.innerText.replaceAll("\n", ", ");

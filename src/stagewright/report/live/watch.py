@@ -16,7 +16,6 @@ from stagewright.errors import counted, printable
 from stagewright.events import Evaluated, Restarted, Resumed, Step, Usage, read_records, read_usage
 from stagewright.files import open_regular
 from stagewright.metrics import IMAGES, MIB, Unit, format_rate, metric_words, steady_rate
-from stagewright.report.charts import format_number
 from stagewright.report.live.terminal import plain_table, plot
 from stagewright.report.read import (
     RankMap,
@@ -81,6 +80,7 @@ class Snapshot:
     actions: tuple[str, ...]  # what each rank does now; empty where unknown
     doing: str = ""  # what the run does now: training, evaluating 3,200 of 10,000, ...; empty where unknown
     unit: Unit = IMAGES  # of its throughput
+    label: str = ""  # that `runs name` gave it
 
     @property
     def done(self) -> int:
@@ -111,6 +111,7 @@ class Snapshot:
         evaluation = self.evaluation
         return {
             "run": self.name,
+            "name": self.label or None,
             "state": self.state,
             "step": self.done,
             "steps": self.batches,
@@ -216,11 +217,15 @@ def _score(evaluation: Evaluated, digits: int) -> str:
     return "  ".join(map(printable, words)) or f"evaluation loss {evaluation.loss:.4f}"
 
 
+def _title(snapshot: Snapshot) -> str:
+    return f"{snapshot.label} ({snapshot.name})" if snapshot.label else snapshot.name
+
+
 def as_screen(snapshot: Snapshot, width: int) -> RenderableType:
     """A snapshot as a screen of a terminal."""
     parts: list[RenderableType] = [
         Text(
-            printable(f"{snapshot.name}: {snapshot.doing or snapshot.state}"),
+            printable(f"{_title(snapshot)}: {snapshot.doing or snapshot.state}"),
             style="bold",
             overflow="ellipsis",
             no_wrap=True,
@@ -265,7 +270,7 @@ def _headline(snapshot: Snapshot) -> list[str]:
     if snapshot.steps:
         parts += [f"loss {snapshot.steps[-1].loss:.4f}", format_duration(snapshot.steps[-1].seconds)]
     if speed:
-        parts.append(f"{format_number(round(snapshot.unit.of(speed)))} {snapshot.unit.rate}")
+        parts.append(f"{format_rate(snapshot.unit.of(speed))} {snapshot.unit.rate}")
     if left := snapshot.seconds_left:
         parts.append(f"{format_duration(left)} left")
     if snapshot.evaluation:

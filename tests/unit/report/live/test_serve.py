@@ -94,7 +94,7 @@ def test_all_runs_are_a_list_with_a_page_for_each(tmp_path: Path) -> None:
         assert status == 200 and page.count("<td") == page.count("</td") and ".deleted" not in page
         assert '<a href="20260101-%3Cb%3E/">20260101-&lt;b&gt;</a>' in page and "320" in page
         status, page = ask(server, host, "/20260101-%3Cb%3E/")
-        assert status == 200 and "vgg-small, stale 2-1" in page
+        assert status == 200 and "vgg-small, stale 2-1" in page and '<a class="above" href="../">' in page
         for path in ("/20260101/", "/.deleted-x/", "/../runs/20260101-%3Cb%3E/", "/20260101-%3Cb%3E/plan.json"):
             assert ask(server, host, path)[0] == 404, path
 

@@ -14,7 +14,7 @@ from stagewright.cli.main import main
 from stagewright.events import Restarted
 from stagewright.report.live.terminal import plot
 from stagewright.report.live.watch import Tail, Watch, as_line, as_screen, format_duration
-from stagewright.run.folder import is_locked, run_lock
+from stagewright.run.folder import is_locked, name_run, run_lock
 from stagewright.run.report import live_page, read_rank_map, take_snapshot
 from stagewright.runtime.stage.recorder import FlightRecorder
 from stagewright.runtime.status_file import status_path
@@ -129,10 +129,18 @@ def test_watch_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_the_speed_of_a_finished_run_is_that_of_its_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "run", steps(20, speed=40.0), summary={"images_per_second": 90.0})
     main(["watch", str(folder), "--once"])
-    assert "90 images/s" in capsys.readouterr().out
+    assert "90.0 images/s" in capsys.readouterr().out
     watch = Watch(folder, read_rank_map(folder))
     assert watch.snapshot(False).images_per_second == 90.0
     assert watch.snapshot(True).images_per_second == pytest.approx(40.0), "over the last steps, while it runs"
+
+
+def test_a_named_run_is_shown_by_its_name_and_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(tmp_path / "20260101-a")
+    name_run(folder, "baseline")
+    main(["watch", str(folder), "--once"])
+    assert "baseline (20260101-a): finished" in capsys.readouterr().out
+    assert "<h1>baseline: " in live_page(folder)
 
 
 def test_an_emulated_run_is_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
