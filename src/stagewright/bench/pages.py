@@ -27,6 +27,7 @@ from stagewright.config.sections import options
 from stagewright.errors import Interrupted, counted
 from stagewright.metrics import MIB, format_metric, metric_label
 from stagewright.planning.predict import IMAGENET
+from stagewright.report.charts import COLOURS
 from stagewright.report.figures import upper_first
 from stagewright.report.live.terminal import plain_table, say
 from stagewright.report.page import Bar, Bars, Block, Listing, Page, Summary, Table
@@ -51,10 +52,11 @@ def _blocks(outcome: Outcome) -> Iterator[Block]:
     yield Summary(tuple(summary(outcome)))
     if outcome.ratios:
         yield _ratios(outcome)
+    colours = _colours(outcome)
     for name, rows in outcome.groups().items():
         if any(row.rate for row in rows):
-            yield _bars(name, rows, _unit_of(rows, outcome))
-        yield _figures(name, rows, _unit_of(rows, outcome))
+            yield _bars(name, rows, _unit_of(rows, outcome), colours)
+        yield _figures(name, rows, _unit_of(rows, outcome), colours)
         if any(row.model for row in rows):
             yield _configurations(name, rows)
     if outcome.figures:
@@ -183,14 +185,22 @@ def _unit_of(rows: Sequence[Row], outcome: Outcome) -> str:
     return next((row.unit for row in rows if row.unit), outcome.unit)
 
 
-def _bars(name: str, rows: Sequence[Row], unit: str) -> Bars:
+def _colours(outcome: Outcome) -> dict[str, int]:
+    """The colour of each side, the same in every group; none where there are more sides than colours."""
+    sides = dict.fromkeys(row.name for row in outcome.rows)
+    return {side: number for number, side in enumerate(sides)} if len(sides) <= COLOURS else {}
+
+
+def _bars(name: str, rows: Sequence[Row], unit: str, colours: Mapping[str, int]) -> Bars:
     bars = []
     for row in rows:
+        colour = colours.get(row.name, 0)
         if row.rate is not None and row.kind == "predicted":
-            bars.append(Bar(row.label, row.rate.value, None, None, True, f"predicted on {row.cluster}"))
+            note = f"predicted on {row.cluster}"
+            bars.append(Bar(row.label, row.rate.value, None, None, True, note, colour))
         elif row.rate is not None:
             ends = (row.rate.low, row.rate.high) if len(row.repeats) > 1 else (None, None)
-            bars.append(Bar(row.label, row.rate.value, *ends))
+            bars.append(Bar(row.label, row.rate.value, *ends, colour=colour))
     is_throughput = unit == "images/s" or any(row.unit for row in rows)
     return Bars(f"{name}: {'throughput' if is_throughput else unit}", unit, tuple(bars))
 
@@ -219,7 +229,7 @@ def _ratios(outcome: Outcome) -> Table:
     return _table("Comparisons", lines, "Not slower: a ratio of at least 0.99, known to 0.02 on both sides.")
 
 
-def _figures(name: str, rows: Sequence[Row], unit: str) -> Table:
+def _figures(name: str, rows: Sequence[Row], unit: str, colours: Mapping[str, int]) -> Table:
     base = next((row.name for row in rows if row.is_baseline), "the first")
     lines = [
         {
@@ -240,7 +250,7 @@ def _figures(name: str, rows: Sequence[Row], unit: str) -> Table:
         note += " Predictions are for Stagewright itself; no published run tests them."
     if any(1 < len(row.repeats) < _FEW for row in rows):
         note += f" With fewer than {_FEW} repeats the intervals hold the true median in less than 95 % of cases."
-    return _table(name, lines, note)
+    return replace(_table(name, lines, note), colours=tuple(colours[row.name] for row in rows if row.name in colours))
 
 
 def _configurations(name: str, rows: Sequence[Row]) -> Table:

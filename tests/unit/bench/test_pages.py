@@ -57,6 +57,8 @@ def test_a_group_of_token_runs_is_in_tokens_and_shows_its_metrics() -> None:
     page = outcome_page(found)
     bars = {block.title: block.unit for block in page.blocks if isinstance(block, Bars)}
     assert bars == {"GPT: throughput": "tokens/s", "VGG: throughput": "images/s"}
+    drawn = [(bar.label, bar.colour) for block in page.blocks if isinstance(block, Bars) for bar in block.bars]
+    assert drawn == [("dp", 0), ("stale", 1), ("dp", 0)], "one colour per side, in every group"
     text = as_markdown(page)
     assert "| 5,000.0 tokens/s |" in text and "| 25.00% |" in text and "perplexity" in text
 
