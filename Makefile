@@ -58,15 +58,16 @@ bench: $(READY)
 
 # torch first and pinned: a range would bring the newest build and its GPU packages.
 $(READY): pyproject.toml
-	@echo "installing torch and stagewright into .venv, once: some minutes, most of them downloading"
+	@echo "installing into .venv, once: first torch, some minutes of downloading, then stagewright and its tools, about one"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install torch==2.13.0
+	$(BIN)/pip install --editable '.[dev]'
 	touch $(READY)
 
 # Models that nobody here wrote. This torchvision belongs to torch 2.13.0, so that pip leaves torch as it is.
 .venv/.libraries: $(READY)
-	$(BIN)/pip install --quiet --no-compile torchvision==0.28.0 timm==1.0.30 transformers==5.22.2 peft==0.21.2 \
+	@echo "installing the libraries of models that tests train, once: about a minute"
+	$(BIN)/pip install --no-compile torchvision==0.28.0 timm==1.0.30 transformers==5.22.2 peft==0.21.2 \
 		accelerate==1.15.0
 	touch $@
 
