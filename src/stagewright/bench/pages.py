@@ -199,8 +199,8 @@ def _bars(name: str, rows: Sequence[Row], unit: str, colours: Mapping[str, int])
             note = f"predicted on {row.cluster}"
             bars.append(Bar(row.label, row.rate.value, None, None, True, note, colour))
         elif row.rate is not None:
-            ends = (row.rate.low, row.rate.high) if len(row.repeats) > 1 else (None, None)
-            bars.append(Bar(row.label, row.rate.value, *ends, colour=colour))
+            low, high = (row.rate.low, row.rate.high) if len(row.repeats) > 1 else (None, None)
+            bars.append(Bar(row.label, row.rate.value, low, high, colour=colour))
     is_throughput = unit == "images/s" or any(row.unit for row in rows)
     return Bars(f"{name}: {'throughput' if is_throughput else unit}", unit, tuple(bars))
 

@@ -317,8 +317,8 @@ def show(
                 "MiB": f"{max(memory.total for memory in prediction.memory) / MIB:,.0f}",
             }
         )
-    shown = print_rows(console, rows, left=("", "plan", "lag"), least_needed=(_HOST, "M", "waits", "lag", "MiB"))
-    say(console, "; ".join(f"{name}: {words}" for name, words in _LEGEND.items() if name in shown), style="dim")
+    visible = print_rows(console, rows, left=("", "plan", "lag"), least_needed=(_HOST, "M", "waits", "lag", "MiB"))
+    say(console, "; ".join(f"{name}: {words}" for name, words in _LEGEND.items() if name in visible), style="dim")
     for candidate in choice.candidates:
         mark = "*" if candidate is choice.best else " "
         say(console, f"{mark} {candidate.plan.mode} {candidate.plan.shape}: {candidate.why}")
@@ -339,8 +339,8 @@ def show(
     if has_command:
         if not choice.best.plan.is_synchronous and choice.without_lag is not None:
             rate = f"{format_rate(choice.without_lag.prediction.images_per_second)} {rate_of(parsed.model)}"
-            own = f"{_name_of(choice.without_lag)} ({rate})"
-            say(console, f"train alone takes no lag: of these {own}; the command below takes {_name_of(choice.best)}")
+            plain = f"{_name_of(choice.without_lag)} ({rate})"
+            say(console, f"train alone takes no lag: of these {plain}; the command below takes {_name_of(choice.best)}")
         say(console, f"train it: {train_command(parsed, asked, choice.best.plan)}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -61,14 +61,10 @@ def fish(script: Path) -> str:
     return "\n".join((f"source {script}", *lines))
 
 
-@pytest.mark.parametrize("make_program", [bash, zsh, fish])
+@pytest.mark.parametrize("name", ["bash", "zsh", "fish"])
 def test_shells_complete_commands_options_choices_models_and_runs(
-    make_program: Callable[[Path], str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = make_program.__name__
     shell = shutil.which(name)
     if shell is None:
         pytest.skip(f"there is no {name} here; apt-get install {name}")
@@ -79,10 +75,9 @@ def test_shells_complete_commands_options_choices_models_and_runs(
     main(["completion", name])
     script = tmp_path / "script"
     script.write_text(capsys.readouterr().out)
+    program = {"bash": bash, "zsh": zsh, "fish": fish}[name](script)
     command = {"bash": ["-uc"], "zsh": ["-fc"], "fish": ["--no-config", "-c"]}[name]
-    done = subprocess.run(
-        [shell, *command, make_program(script)], capture_output=True, text=True, timeout=LONG, check=False
-    )
+    done = subprocess.run([shell, *command, program], capture_output=True, text=True, timeout=LONG, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     for (line, expected), answer in zip(LINES.items(), done.stdout.split("=\n"), strict=False):
         assert completing(line, answer.split()) == expected, line
