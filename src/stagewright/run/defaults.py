@@ -61,7 +61,7 @@ def resolve_model(config: Config, warn: Warn = lambda warning: None, assumed: li
         side = _side_of(name, classes, entry.image, usual)
         if side < entry.image:
             data = replace(data, image=side)
-            assumed.append(f"images of side {side}, as most have about {usual} pixels (the model's is {entry.image})")
+            assumed.append(f"images of side {side}, as the median has {usual} pixels (the model's is {entry.image})")
     if entry is not None and not entry.has_classes and classes != entry.classes:
         raise UserError(
             f"--classes {classes} changes nothing with {name}, which has {entry.classes} outputs, its vocabulary; "
@@ -122,8 +122,8 @@ def few_images(config: Config, samples: int) -> str | None:
     if samples >= _FEW_IMAGES or not is_large or config.model.init or not names_images(config.data.source):
         return None
     return (
-        f"advice: {samples:,} images may teach {config.model.name} little from random weights (fewer than "
-        f"{_FEW_IMAGES:,}); --init FILE starts from trained ones (docs/models.md)"
+        f"advice: {samples:,} images are few for {config.model.name} with random weights (fewer than {_FEW_IMAGES:,}); "
+        "--init FILE starts from trained ones"
     )
 
 

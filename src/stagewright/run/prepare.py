@@ -74,6 +74,7 @@ from stagewright.schedule.check import check
 
 _MPS_FOLDER = "/tmp/nvidia-mps"
 _MOST_EVALUATIONS = 10**6
+_SHORT_LINE = 100  # characters
 Note = Callable[[str], None]  # tells the user something that is no warning
 
 
@@ -232,8 +233,8 @@ def _open(config: Config, warn: Warn, note: Note, progress: Note = _say_nothing,
     config = replace(config, run=replace(config.run, resume=None))
     if not is_scripted:
         config = with_sizes(config, len(task.source), assumed)
-    if assumed:
-        note(f"assumed: {'; '.join(assumed)}")
+    for line in _assumptions(assumed):
+        note(line)
     if not is_scripted and resume is None and (advice := few_images(config, len(task.source))):
         note(advice)
     threads = config.run.threads if config.run.threads or is_open(config) else 1
@@ -242,6 +243,18 @@ def _open(config: Config, warn: Warn, note: Note, progress: Note = _say_nothing,
     if steps is None and not is_scripted and config.plan.batch is not None:
         steps = (config.run.epochs or 1) * (len(task.source) // config.plan.batch)
     return _Opened(config, task, chain, weights, groups, resume, steps)
+
+
+def _assumptions(assumed: Sequence[str]) -> list[str]:
+    """What was assumed, in as few lines as are short."""
+    lines: list[str] = []
+    for words in assumed:
+        longer = f"{lines[-1]}; {words}" if lines else f"assumed: {words}"
+        if lines and len(longer) > _SHORT_LINE:
+            lines.append(f"  {words}")
+        else:
+            lines[-1:] = [longer]
+    return lines
 
 
 def _layout(opened: _Opened, world: int | None, note: Note, *, always: bool = False) -> Layout:

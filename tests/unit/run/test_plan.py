@@ -260,8 +260,9 @@ def test_small_images_are_not_enlarged_and_few_of_them_get_advice(tmp_path: Path
         "run": {"steps": 1, "emulate": True, "device": "cpu", "runs": str(tmp_path)},
     }
     job = prepare(make_config(common), note=said.append).job
-    assert job.config.data.image == 96 and "side 96, as most have about 115 pixels (the model's is 224)" in said[0]
-    assert "8 images" in said[1] and "1,000" in said[1] and "--init" in said[1]
+    assert job.config.data.image == 96 and "side 96, as the median has 115 pixels (the model's is 224)" in said[0]
+    (advice,) = [line for line in said if "advice" in line]
+    assert "8 images" in advice and "1,000" in advice and "--init" in advice
     said.clear()
     prepare(make_config(common, {"model": {"name": "vgg-small"}}), note=said.append)
     assert not any("advice" in line for line in said), "of a model without public weights there is none"
