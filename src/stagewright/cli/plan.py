@@ -582,9 +582,12 @@ def _rest_of(cluster: Cluster, prices: dict[str, float], notes: list[str]) -> fl
         parts |= {name: usd for name, usd in prices.items() if name in parts}
         total += sum(parts.values())
         if number == 0:
-            source = "of the cluster file" if machine.parts else "usual prices of 2023; give yours in the cluster file"
+            source = (
+                "of the cluster file" if machine.parts else "usual prices of 2023 (or give yours in a cluster file)"
+            )
             listed = ", ".join(f"{name} {usd:,.0f}" for name, usd in parts.items())
-            notes.append(f"beside the cards, each machine: USD {sum(parts.values()):,.0f} ({listed}), {source}")
+            notes.append(f"{cluster.name}, a machine beside its cards: USD {sum(parts.values()):,.0f}, {source}:")
+            notes.append(f"  {listed}")
     return total
 
 

@@ -47,7 +47,8 @@ def price_source(device: str) -> str:
     tables: dict[str, Any] = tomllib.loads(resources.files(__package__).joinpath("devices.toml").read_text())
     figure = tables["device"].get(device, {}).get("usd")
     source = tables["source"].get(figure[1], {}) if isinstance(figure, list) else {}
-    return f"{source.get('date', 'no date')}: {source.get('text', 'no source')}"
+    about, _, _ = source.get("text", "no source").partition(": ")  # behind it are the figures
+    return f"{source.get('date', 'no date')}: {about}"
 
 
 def open_cluster(text: str) -> tuple[Catalog, Cluster]:

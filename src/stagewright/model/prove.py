@@ -67,9 +67,10 @@ class Proof:
 
     def __str__(self) -> str:
         what = f"{self.stages} stages computed what the whole model does"
-        how = f"{self.precision}, {self.samples} samples, largest difference {self.difference:.1e}"
+        differs = f"largest difference {self.difference:.1e}" if self.difference else "no difference"
+        how = f"{self.precision}, {self.samples} samples, {differs}"
         when = "proven before" if self.is_cached else f"proven in {self.seconds:.1f} s"
-        return f"{what} ({how}; cut by {self.way}; {when})"
+        return f"{what} ({how}; {when})"
 
 
 class Differs(UserError):
