@@ -582,12 +582,10 @@ def _rest_of(cluster: Cluster, prices: dict[str, float], notes: list[str]) -> fl
         parts |= {name: usd for name, usd in prices.items() if name in parts}
         total += sum(parts.values())
         if number == 0:
-            source = (
-                "of the cluster file" if machine.parts else "usual prices of 2023 (or give yours in a cluster file)"
-            )
+            source = "of the cluster file" if machine.parts else "usual in 2023"
             listed = ", ".join(f"{name} {usd:,.0f}" for name, usd in parts.items())
-            notes.append(f"{cluster.name}, a machine beside its cards: USD {sum(parts.values()):,.0f}, {source}:")
-            notes.append(f"  {listed}")
+            total_usd = f"USD {sum(parts.values()):,.0f}"
+            notes.append(f"{cluster.name}, a machine beside its cards: {total_usd}, {source}: {listed}")
     return total
 
 

@@ -25,7 +25,7 @@ from stagewright.events import Evaluated, Replaced, Restarted, Resumed, Saved, S
 from stagewright.metrics import IMAGES, MIB, Span, Timeline, Unit, format_rate, metric_words, steady_rate
 from stagewright.report.live.progress import Progress
 
-_PASTED = re.compile(r"(^|: )(stagewright |--\w)")  # a command or its options, up to the end of the line
+_PASTED = re.compile(r"(^|: )(stagewright |--\w).*[^.]$")  # a command or its options, up to the end of the line
 _UNBOUNDED = 10**6  # columns of what is no terminal: more than any table or sentence has
 _DRAWING = 120  # columns of a drawing where there is no terminal
 _LONG_PAUSE = 0.1  # seconds that are worth a word
