@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -47,7 +46,7 @@ from stagewright.events import Evaluated
 from stagewright.plan.plan import Plan
 from stagewright.planning.build import FIRST_DEVICE
 from stagewright.planning.planner import Choice
-from stagewright.report.live.terminal import say
+from stagewright.report.live.terminal import open_console, say
 from stagewright.run.export import export_states, require_target
 from stagewright.run.folder import WEIGHTS_FILE
 from stagewright.run.prepare import evaluation_of, planned
@@ -465,7 +464,7 @@ class Engine:
         """Tell the user something; what a rank writes to standard error is in its log only."""
         if self.is_main and line not in self._said:
             self._said.add(line)
-            say(Console(stderr=not is_rank()), f"stagewright: {line}", soft_wrap=True)
+            say(open_console(stderr=not is_rank()), f"stagewright: {line}")
 
     def _finish_loop(self) -> None:
         """Leave a loop that the script has left, or never finished."""

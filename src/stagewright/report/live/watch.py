@@ -28,6 +28,7 @@ from stagewright.report.read import (
     read_tables,
     read_unit,
 )
+from stagewright.report.timeline import action_words
 
 _MOST_METRICS = 3  # in a line
 _SIDE_BY_SIDE = 120  # columns in which ranks and GPUs have room beside each other
@@ -292,17 +293,24 @@ def _wrapped(parts: Sequence[str], width: int) -> list[str]:
     return lines
 
 
+def _short(action: str) -> str:
+    """What a rank does now, in a few words: `forward of 66`, a microbatch, or `waits: receive gradients of 71`."""
+    _, waits, code = action.rpartition("waits for ")
+    words, _, _ = action_words(code).partition(" at stage ")
+    return f"{'waits: ' if waits else ''}{words.replace('microbatch ', '')}"
+
+
 def _ranks(snapshot: Snapshot) -> Table:
     columns = ("rank", "now", "cores", "MiB", "torch MiB")
     table = plain_table(*columns, left=("rank", "now"), no_wrap=columns)
-    table.columns[1].min_width = 20  # so that the table keeps its width while actions change
+    table.columns[1].min_width = 32  # so that the table keeps its width while actions change
     used = {rank.rank: rank for rank in snapshot.usage.ranks} if snapshot.usage else {}
     for rank, label in enumerate(["all, one process"] if snapshot.is_emulated else snapshot.rank_map.labels):
         usage = used.get(rank)
         held = usage.torch_memory if usage else None
         table.add_row(
             label,
-            snapshot.actions[rank] if rank < len(snapshot.actions) else "-",
+            _short(snapshot.actions[rank]) if rank < len(snapshot.actions) else "-",
             f"{usage.cores:.2f}" if usage else "-",
             f"{usage.memory / MIB:,.0f}" if usage else "-",
             "-" if held is None else f"{held / MIB:,.0f}",

@@ -103,7 +103,7 @@ def test_a_screen_fits_its_width(tmp_path: Path, width: int) -> None:
     text = "\n".join(lines)
     if width >= 80:
         assert "step 20 of 20" in text and "loss 0.5359" in text and "top-1 75.0%" in text
-        assert "rank 1 (stage 0)  waits for 0RG1<2       0.50  105" in text
+        assert "rank 1 (stage 0)  waits: receive gradients of 1      0.50  105" in text
         assert "90%  2,000  250  61  power" in text
 
 
