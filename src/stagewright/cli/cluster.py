@@ -23,7 +23,7 @@ from stagewright.errors import UserError
 from stagewright.files import write_text
 from stagewright.hardware.cluster_file import ImportOptions, checked_toml, import_texts, import_this_machine
 from stagewright.metrics import GIB
-from stagewright.report.live.terminal import open_console, plain_table, print_lines
+from stagewright.report.live.terminal import open_console, plain_table, print_lines, say
 
 _DEVICE_COLUMNS = ("device", "GiB", "GB/s", "fp32 T", "fp16 T", "W", "USD", "calibrated")
 _CLUSTER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -72,10 +72,10 @@ def run_list(parsed: argparse.Namespace) -> None:
     console.print(_clusters_table(clusters))
     console.print()
     console.print(_devices_table(devices))
-    console.print("GB/s: of memory; T: peak, 1e12 operations/s; calibrated: precisions whose rates were fitted")
+    say(console, "GB/s: of memory; T: peak, 1e12 operations/s; calibrated: precisions whose rates were fitted")
     console.print()
     console.print(_links_table(links))
-    console.print("GB/s: one way, for NVLink of one lane; us: per message")
+    say(console, "GB/s: one way, for NVLink of one lane; us: microseconds per message")
 
 
 def _describe_cluster(cluster: Cluster) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _describe_cluster(cluster: Cluster) -> dict[str, Any]:
 
 
 def _clusters_table(clusters: list[dict[str, Any]]) -> Table:
-    table = plain_table("cluster", "number", "machines", "links", left=("cluster", "machines", "links"))
+    table = plain_table("cluster", "devices", "machines", "links", left=("cluster", "machines", "links"))
     for entry in clusters:
         machines = (f"{machine['count']} x {machine['devices']} {machine['device']}" for machine in entry["machines"])
         table.add_row(entry["name"], str(entry["number"]), ", ".join(machines), ", ".join(entry["links"]))
@@ -106,7 +106,7 @@ def _devices_table(devices: list[dict[str, Any]]) -> Table:
             entry["name"],
             f"{entry['memory'] / GIB:.0f}",
             f"{entry['bandwidth'] / 1e9:,.0f}",
-            *(f"{entry['peak'][name] / 1e12:.1f}" if name in entry["peak"] else "-" for name in ("fp32", "fp16")),
+            *(f"{entry['peak'][name] / 1e12:,.1f}" if name in entry["peak"] else "-" for name in ("fp32", "fp16")),
             *(f"{entry[name]:,.0f}" if entry[name] else "-" for name in ("watts", "usd")),
             ", ".join([*entry["measured"], *(name for name, basis in entry["evidence"].items() if basis == FITTED)]),
         )

@@ -10,7 +10,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from rich.console import Console
 
@@ -18,9 +17,11 @@ from stagewright.bench.micro.selftest import Check, State, find_machine, run_che
 from stagewright.errors import UserError, counted
 from stagewright.hardware.doctor.check import check_machine, show
 from stagewright.hardware.environment import read_environment
-from stagewright.metrics import MIB
+from stagewright.metrics import MIB, format_rate
+from stagewright.planning.traced import rate_of
+from stagewright.profile.profile import Profile
 from stagewright.report.live.progress import ProgressLine
-from stagewright.report.live.terminal import open_console, plain, plain_table, print_lines, say
+from stagewright.report.live.terminal import open_console, plain, plain_table, print_lines, print_rows, say
 from stagewright.run.inspect import Inspection, inspect_model
 from stagewright.run.profile import import_profile, measure_profile
 
@@ -81,26 +82,27 @@ def run_profile(parsed: argparse.Namespace) -> None:
         print_lines(f"written to {parsed.output}")
 
 
-def show_profile(console: Console, profile: Any) -> None:
+def show_profile(console: Console, profile: Profile) -> None:
     """Print the largest measured microbatch, unit by unit, and the device's ceilings."""
     table = profile.tables[-1]
     together = f", {profile.together} processes at once" if profile.together > 1 else ""
     say(console, f"{profile.model} on {profile.device}, {table.precision}, microbatch of {table.samples}{together}")
-    columns = ("unit", "kind", "fwd ms", "bwd ms", "weights MiB", "live MiB", "saved MiB")
-    shown = plain_table(*columns, left=("unit", "kind"), no_wrap=columns)
-    for unit in table.units:
-        shown.add_row(
-            unit.name,
-            unit.kind,
-            f"{unit.forward * 1e3:.3f}",
-            f"{unit.backward * 1e3:.3f}",
-            f"{unit.parameters * 4 / MIB:.2f}",
-            f"{unit.live / MIB:.2f}",
-            f"{unit.saved / MIB:.2f}",
-        )
-    console.print(shown)
+    rows = [
+        {
+            "unit": unit.name,
+            "kind": unit.kind,
+            "fwd ms": f"{unit.forward * 1e3:.3f}",
+            "bwd ms": f"{unit.backward * 1e3:.3f}",
+            "weights MiB": f"{unit.parameters * 4 / MIB:.2f}",
+            "live MiB": f"{unit.live / MIB:.2f}",
+            "saved MiB": f"{unit.saved / MIB:.2f}",
+        }
+        for unit in table.units
+    ]
+    print_rows(console, rows, left=("unit", "kind"), least_needed=("kind", "live MiB", "saved MiB", "weights MiB"))
+    say(console, "fwd, bwd: forward, backward; live: crosses a cut after it; saved: kept for backward", style="dim")
     rate = table.samples / table.seconds if table.seconds else float("inf")
-    say(console, f"{table.seconds * 1e3:.1f} ms per microbatch, {rate:,.1f} images/s")
+    say(console, f"{table.seconds * 1e3:.1f} ms per microbatch, {format_rate(rate)} {_rate_of(profile)}")
     ceilings = profile.ceilings
     if ceilings is not None:
         matrix = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in ceilings.matrix.items())
@@ -109,6 +111,11 @@ def show_profile(console: Console, profile: Any) -> None:
         for transfer in ceilings.transfers:
             speed = f"{transfer.bandwidth / 1e9:.2f} GB/s, {transfer.latency * 1e6:.0f} us"
             say(console, f"link {transfer.source}-{transfer.target}: {speed}")
+
+
+def _rate_of(profile: Profile) -> str:
+    """What its speed counts; of an imported profile the model may be unknown."""
+    return "images/s" if profile.is_imported else rate_of(profile.model)
 
 
 def run_inspect(parsed: argparse.Namespace) -> None:

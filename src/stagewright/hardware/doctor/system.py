@@ -125,7 +125,9 @@ def _limits(found: Environment, state: SystemState) -> Iterator[Finding]:
     yield finding(_SYSTEM, "shared memory", value, (is_small, Grade.PROBLEM, advice))
     files = state.open_files
     advice = f"too few for many ranks; raise the limit: ulimit -n {_ENOUGH_FILES}"
-    yield finding(_SYSTEM, "open files", files, (0 < (files or 0) < 1024, Grade.NOTE, advice))
+    yield finding(
+        _SYSTEM, "open files", None if files is None else f"{files:,}", (0 < (files or 0) < 1024, Grade.NOTE, advice)
+    )
     trouble = state.loopback_trouble
     advice = "ranks of one machine connect over it; allow listening on 127.0.0.1"
     yield finding(_SYSTEM, "loopback", trouble or "ranks can listen", (trouble is not None, Grade.PROBLEM, advice))
