@@ -29,7 +29,7 @@ def test_the_summary_warns_of_a_busy_machine_and_of_missing_repeats(outcome: Out
 
 def test_terminal_tables_fit_80_columns(outcome: Outcome, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tuple(replace(row, outliers=(0,)) for row in outcome.rows)
-    show(Console(width=80), replace(outcome, rows=rows), Path("runs/x"))
+    show(Console(width=80, force_terminal=True, color_system=None), replace(outcome, rows=rows), Path("runs/x"))
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80 and "*: a repeat is an outlier" in printed
 

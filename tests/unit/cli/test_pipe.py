@@ -6,9 +6,10 @@ import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from stagewright.cli import main
-from stagewright.report.live.terminal import PipeSafeConsole, say
+from stagewright.report.live.terminal import say
 from tests.commands import prints
 from tests.made_runs import make_run
 
@@ -30,11 +31,12 @@ def test_nothing_in_a_pipe_is_wrapped_or_cut(
 
 
 def test_a_terminal_breaks_sentences_between_words_and_neither_paths_nor_commands() -> None:
-    file = io.StringIO()
-    console = PipeSafeConsole(file=file)
-    console.width = 20
+    file, log = io.StringIO(), io.StringIO()
     path = "/a/path/longer-than-a-line"
-    say(console, f"  kept in {path} of runs", "next: stagewright plan resnet50 --try 3")
+    lines = (f"  kept in {path} of runs", "next: stagewright plan resnet50 --try 3")
+    say(Console(file=file, width=20, force_terminal=True), *lines)
+    say(Console(file=log, width=20), *lines)
+    assert log.getvalue().splitlines() == list(lines), "what is no terminal gets whole lines"
     assert file.getvalue().splitlines() == [
         "  kept in",
         f"  {path}",

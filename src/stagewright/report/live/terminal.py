@@ -41,13 +41,13 @@ def plain(text: str, style: str = "") -> Text:
 def say(console: Console, *lines: str, style: str = "", soft_wrap: bool | None = None) -> None:
     """Print lines as they are; a line end within one is shown as an escape.
 
-    A terminal wraps sentences between words, and breaks no path. It gets a line that ends in a command or its options
-    whole, so that they can be copied as one.
+    A terminal gets sentences in lines of its width, broken between words, and breaks no path. It gets a line that ends
+    in a command or its options whole, so that they can be copied as one; so does everything else get every line.
     """
     for line in lines:
         text = plain(line, style)
         is_whole = _PASTED.search(line) is not None if soft_wrap is None else soft_wrap
-        for part in (text,) if is_whole else _wrapped(text, console.width):
+        for part in (text,) if is_whole or not console.is_terminal else _wrapped(text, console.width):
             console.print(part, soft_wrap=True)
 
 

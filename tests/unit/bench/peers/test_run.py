@@ -65,7 +65,7 @@ def made(name: str, seconds: dict[str, tuple[float, ...]]) -> Outcome:
 @pytest.mark.parametrize("name", sorted(SUITES))
 def test_tables_fit_80_columns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     outcome = made(name, {})
-    show(Console(width=80), outcome, Path("runs/x"))
+    show(Console(width=80, force_terminal=True, color_system=None), outcome, Path("runs/x"))
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
     pairings = [pairing for case in SUITES[name].cases for pairing in case.pairings]
