@@ -196,7 +196,7 @@ def _page(parsed: argparse.Namespace, asked: Asked, choice: Choice, comparison: 
     page = make_prediction_page(name, drawn)
     rows = tuple(
         (
-            f"{c.plan.mode} {c.plan.shape}{_marks(choice, c)}",
+            f"{c.plan.mode} {c.plan.shape}{_marks(asked, choice, c)}",
             str(c.plan.microbatches),
             ",".join(str(stage.versions - 1) for stage in c.plan.stages),
             format_rate(c.prediction.images_per_second),
@@ -216,10 +216,15 @@ def _page(parsed: argparse.Namespace, asked: Asked, choice: Choice, comparison: 
     return replace(page, blocks=tuple(blocks))
 
 
-def _marks(choice: Choice, candidate: Candidate) -> str:
+def _own_choice(asked: Asked, choice: Choice) -> Candidate | None:
+    """Which of the candidates `train` chooses by itself: none whose weights lag, and none of several machines."""
+    return choice.without_lag if len(asked.setting.cluster.machines) == 1 else None
+
+
+def _marks(asked: Asked, choice: Choice, candidate: Candidate) -> str:
     """On a page: which plan is chosen, and which `train` chooses by itself."""
     marks = ["chosen"] if candidate is choice.best else []
-    marks += ["train's own choice"] if candidate is choice.without_lag else []
+    marks += ["train's own choice"] if candidate is _own_choice(asked, choice) else []
     return f" ({', '.join(marks)})" if marks else ""
 
 
@@ -248,7 +253,7 @@ def _as_json(
         "best": choice.candidates.index(choice.best),
         "winner": choice.candidates.index(choice.best) if comparison.has_winner or choice.decided else None,
         "rivals": [choice.candidates.index(rival) for rival in comparison.rivals],
-        "without_lag": None if (plain := choice.without_lag) is None else choice.candidates.index(plain),
+        "own": None if (own := _own_choice(asked, choice)) is None else choice.candidates.index(own),
         "measure": None if choice.decided else "; ".join(comparison.advice(choice, parsed.model)) or None,
         "candidates": [
             {
@@ -337,9 +342,10 @@ def show(
     if explained:
         _show_unit(console, explained)
     if has_command:
-        if not choice.best.plan.is_synchronous and choice.without_lag is not None:
-            rate = f"{format_rate(choice.without_lag.prediction.images_per_second)} {rate_of(parsed.model)}"
-            plain = f"{_name_of(choice.without_lag)} ({rate})"
+        own_choice = _own_choice(asked, choice)
+        if own_choice is not None and not choice.best.plan.is_synchronous:
+            rate = f"{format_rate(own_choice.prediction.images_per_second)} {rate_of(parsed.model)}"
+            plain = f"{_name_of(own_choice)} ({rate})"
             say(console, f"train alone takes no lag: of these {plain}; the command below takes {_name_of(choice.best)}")
         say(console, f"train it: {train_command(parsed, asked, choice.best.plan)}")
 
