@@ -14,7 +14,8 @@ from stagewright.data.decode import NORMALIZATIONS
 from stagewright.data.loader import make_loaders
 from stagewright.data.order import Order, ReplicaSlice, TrainingSampler
 from stagewright.data.pool import Decode, LoaderOptions
-from stagewright.data.sources import ImageSource, SyntheticSource
+from stagewright.data.sources import ImageSource
+from stagewright.data.synthetic import SyntheticSource
 from tests.pictures import make_ofrecord
 
 pytestmark = [

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from stagewright.api.training import train
 from stagewright.config.sections import Config, RunConfig
 from stagewright.data.order import Order
-from stagewright.data.sources import SyntheticSource
+from stagewright.data.synthetic import SyntheticSource
 from stagewright.errors import RunFailed
 from stagewright.model.load import build_model
 from stagewright.run.train import Result

@@ -213,6 +213,7 @@ def loader_options(job: Job, emit: Emit, device: torch.device) -> LoaderOptions:
         config.data.max_bad,
         lambda bad: emit(Replaced(bad.index, bad.reason)),
         device=device,
+        channels_last=job.channels_last,
         decode=Decode(config.data.decode),
         workers=config.data.workers,
     )

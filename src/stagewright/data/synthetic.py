@@ -1,0 +1,91 @@
+"""Synthetic images, cheap enough that no run waits for them: each is a sum of rows of one table."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stagewright.data.formats.fields import IMAGES, Fields, Indices, to_device
+
+_NOISES = 64
+_COARSE = 8
+_SIGNAL = 0.3  # relative to the noise: learnt in a hundred steps, not in ten
+
+
+class SyntheticSource:
+    """Synthetic images: noise, and unless `is_learnable` is off, a coarse pattern per class below it.
+
+    A sample depends only on its index, so every rank makes the same one, on its own device. A row of an image is the
+    row of a noise, plus that of a pattern, whose rows are already as wide as the image: one kernel reads both from a
+    table of some tens of megabytes, and writes the images in the layout that the model takes.
+    """
+
+    targets = ("label",)
+    unit = IMAGES
+    has_ignored = False
+    vocabulary = 0
+
+    def __init__(
+        self, samples: int, classes: int, image: int, seed: int, is_learnable: bool = True, channels: int = 3
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)  # on the CPU, so that every device draws the same
+        kind = "learnable" if is_learnable else "noise"
+        self.classes = classes
+        self.fingerprint = f"synthetic/{samples}/{classes}/{image}/{seed}/{kind}" + f"/{channels}" * (channels != 3)
+        self._samples = samples
+        self._is_learnable = is_learnable
+        self._patterns = torch.randn(classes, channels, _COARSE, _COARSE, generator=generator)
+        self._noises = torch.randn(_NOISES, channels, image, image, generator=generator)
+        self._rows: _Rows | None = None  # made for the first batch
+        self._device, self._channels_last = torch.device("cpu"), False
+
+    def to(self, device: torch.device, *, channels_last: bool = False) -> SyntheticSource:
+        """Make samples on that device, and in that memory layout, from now on."""
+        self._device, self._channels_last, self._rows = device, channels_last, None
+        return self
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def batch(self, indices: Indices) -> Fields:
+        hashed = (indices.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(33)
+        numbers = np.stack([(hashed % np.uint64(self.classes)).astype(np.int64), indices % _NOISES])
+        labels, noises = to_device(torch.from_numpy(numbers), self._device)
+        if self._rows is None:
+            self._rows = _Rows(self._noises, self._patterns, self._device, channels_last=self._channels_last)
+        return {"image": self._rows.images(noises, labels if self._is_learnable else None), "label": labels}
+
+
+class _Rows:
+    """A table of all rows of the noises, and then of the patterns.
+
+    A row goes along the width: one of each channel, or with channels last one of all channels together.
+    """
+
+    def __init__(self, noises: Tensor, patterns: Tensor, device: torch.device, *, channels_last: bool) -> None:
+        channels, height, width = noises.shape[1:]
+        wide = functional.interpolate(_SIGNAL * patterns, size=(_COARSE, width))
+        row_of = functional.interpolate(torch.arange(_COARSE, dtype=torch.float32).view(1, 1, -1, 1), size=(height, 1))
+        own, coarse = torch.arange(height), row_of.flatten().long()  # rows of an image, and the pattern's below each
+        if channels_last:
+            noises, wide = (part.movedim(1, 3).flatten(2) for part in (noises, wide))
+        else:
+            channel = torch.arange(channels).unsqueeze(1)
+            own, coarse = channel * height + own, channel * _COARSE + coarse
+        self._table = torch.cat([part.reshape(-1, part.shape[-1]) for part in (noises, wide)]).to(device)
+        self._own = own.flatten().to(device)
+        self._coarse = coarse.flatten().to(device) + noises[..., 0].numel()
+        self._per_pattern = wide[0, ..., 0].numel()
+        self._shape = (height, width, channels) if channels_last else (channels, height, width)
+        self._channels_last = channels_last
+
+    def images(self, noises: Tensor, labels: Tensor | None) -> Tensor:
+        """One image for each of some noises; with the patterns of labels, if there are any."""
+        rows = [noises.unsqueeze(1) * len(self._own) + self._own]
+        if labels is not None:
+            rows.append(labels.unsqueeze(1) * self._per_pattern + self._coarse)
+        summed = functional.embedding_bag(torch.stack(rows, 2).flatten(0, 1), self._table, mode="sum")
+        images = summed.view(len(noises), *self._shape)
+        return images.movedim(3, 1) if self._channels_last else images
