@@ -50,7 +50,7 @@ def _make_loader(source: Source, replica_slice: ReplicaSlice, options: LoaderOpt
         return DatasetLoader(source, replica_slice, options)
     if not isinstance(source, ImageSource):
         if isinstance(source, SyntheticSource):
-            source.to(options.device, channels_last=options.channels_last)
+            source.to(options.device, channels_last=options.channels_last, is_compiled=options.is_compiled)
         return DirectLoader(source, replica_slice.sampler, options)
     if options.decode is Decode.CPU:
         return ImageLoader(source, replica_slice, options, pool)

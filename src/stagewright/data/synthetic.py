@@ -18,8 +18,9 @@ class SyntheticSource:
     """Synthetic images: noise, and unless `is_learnable` is off, a coarse pattern per class below it.
 
     A sample depends only on its index, so every rank makes the same one, on its own device. A row of an image is the
-    row of a noise, plus that of a pattern, whose rows are already as wide as the image: one kernel reads both from a
-    table of some tens of megabytes, and writes the images in the layout that the model takes.
+    row of a noise, plus that of a pattern, whose rows are already as wide as the image. Both are read from a table of
+    some tens of megabytes, on the CPU and in a compiled run by one kernel, and the images have the layout that the
+    model takes.
     """
 
     targets = ("label",)
@@ -39,11 +40,12 @@ class SyntheticSource:
         self._patterns = torch.randn(classes, channels, _COARSE, _COARSE, generator=generator)
         self._noises = torch.randn(_NOISES, channels, image, image, generator=generator)
         self._rows: _Rows | None = None  # made for the first batch
-        self._device, self._channels_last = torch.device("cpu"), False
+        self._device, self._channels_last, self._sum = torch.device("cpu"), False, _sum_rows
 
-    def to(self, device: torch.device, *, channels_last: bool = False) -> SyntheticSource:
+    def to(self, device: torch.device, *, channels_last: bool = False, is_compiled: bool = False) -> SyntheticSource:
         """Make samples on that device, and in that memory layout, from now on."""
         self._device, self._channels_last, self._rows = device, channels_last, None
+        self._sum = torch.compile(_gather_rows, dynamic=False) if is_compiled and device.type == "cuda" else _sum_rows
         return self
 
     def __len__(self) -> int:
@@ -55,7 +57,21 @@ class SyntheticSource:
         labels, noises = to_device(torch.from_numpy(numbers), self._device)
         if self._rows is None:
             self._rows = _Rows(self._noises, self._patterns, self._device, channels_last=self._channels_last)
-        return {"image": self._rows.images(noises, labels if self._is_learnable else None), "label": labels}
+        rows = self._rows.of(noises, labels if self._is_learnable else None)
+        return {"image": self._rows.images(self._sum(self._rows.table, rows)), "label": labels}
+
+
+def _sum_rows(table: Tensor, rows: Tensor) -> Tensor:
+    """The sums of the rows of a table that each row of `rows` names."""
+    if table.device.type != "cuda":
+        return functional.embedding_bag(rows, table, mode="sum")
+    return _gather_rows(table, rows)
+
+
+def _gather_rows(table: Tensor, rows: Tensor) -> Tensor:
+    """The same, an order of magnitude faster on GPUs than torch's kernel for bags of few rows."""
+    summed = table[rows[:, 0]]
+    return summed + table[rows[:, 1]] if rows.shape[1] > 1 else summed
 
 
 class _Rows:
@@ -74,18 +90,21 @@ class _Rows:
         else:
             channel = torch.arange(channels).unsqueeze(1)
             own, coarse = channel * height + own, channel * _COARSE + coarse
-        self._table = torch.cat([part.reshape(-1, part.shape[-1]) for part in (noises, wide)]).to(device)
+        self.table = torch.cat([part.reshape(-1, part.shape[-1]) for part in (noises, wide)]).to(device)
         self._own = own.flatten().to(device)
         self._coarse = coarse.flatten().to(device) + noises[..., 0].numel()
         self._per_pattern = wide[0, ..., 0].numel()
         self._shape = (height, width, channels) if channels_last else (channels, height, width)
         self._channels_last = channels_last
 
-    def images(self, noises: Tensor, labels: Tensor | None) -> Tensor:
-        """One image for each of some noises; with the patterns of labels, if there are any."""
+    def of(self, noises: Tensor, labels: Tensor | None) -> Tensor:
+        """Which rows of the table make up those of some noises; with the patterns of labels, if there are any."""
         rows = [noises.unsqueeze(1) * len(self._own) + self._own]
         if labels is not None:
             rows.append(labels.unsqueeze(1) * self._per_pattern + self._coarse)
-        summed = functional.embedding_bag(torch.stack(rows, 2).flatten(0, 1), self._table, mode="sum")
-        images = summed.view(len(noises), *self._shape)
+        return torch.stack(rows, 2).flatten(0, 1)
+
+    def images(self, rows: Tensor) -> Tensor:
+        """Rows as images."""
+        images = rows.view(-1, *self._shape)
         return images.movedim(3, 1) if self._channels_last else images
