@@ -46,7 +46,7 @@ def test_pinned_batches_equal_those_of_the_cpu_for_many_rounds(source: ImageSour
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_synthetic_samples_are_the_same_on_the_gpu(channels_last: bool, is_compiled: bool) -> None:
-    here, there = SyntheticSource(100, 10, 16, 3), SyntheticSource(100, 10, 16, 3)
+    here, there = SyntheticSource(100, 10, 30, 3), SyntheticSource(100, 10, 30, 3)
     there.to(torch.device("cuda"), channels_last=channels_last, is_compiled=is_compiled)
     (images, labels), (found, found_labels) = (source.batch(np.arange(20)).values() for source in (here, there))
     assert found.is_cuda and torch.equal(found_labels.cpu(), labels) and torch.equal(found.cpu(), images)

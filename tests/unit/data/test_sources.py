@@ -41,13 +41,9 @@ def test_synthetic_data_has_all_classes_and_they_differ() -> None:
 
 
 @pytest.mark.parametrize("image", [8, 24])
-def test_a_synthetic_image_is_noise_and_a_coarse_pattern_in_every_layout(image: int) -> None:
+def test_a_synthetic_image_is_noise_and_a_coarse_pattern(image: int) -> None:
     both, noise = (
         SyntheticSource(100, 10, image, 3, is_learnable).batch(np.arange(20)) for is_learnable in (True, False)
-    )
-    laid_out = SyntheticSource(100, 10, image, 3).to(torch.device("cpu"), channels_last=True).batch(np.arange(20))
-    assert torch.equal(laid_out["image"], both["image"]) and laid_out["image"].is_contiguous(
-        memory_format=torch.channels_last
     )
     pattern = (both["image"] - noise["image"]).double()
     coarse = torch.nn.functional.interpolate(pattern, (8, 8))
