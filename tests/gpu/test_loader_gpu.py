@@ -14,7 +14,8 @@ from stagewright.data.decode import NORMALIZATIONS
 from stagewright.data.loader import make_loaders
 from stagewright.data.order import Order, ReplicaSlice, TrainingSampler
 from stagewright.data.pool import Decode, LoaderOptions
-from stagewright.data.sources import ImageSource, SyntheticSource
+from stagewright.data.sources import ImageSource
+from stagewright.data.synthetic import SyntheticSource
 from tests.pictures import make_ofrecord
 
 pytestmark = [
@@ -42,11 +43,14 @@ def test_pinned_batches_equal_those_of_the_cpu_for_many_rounds(source: ImageSour
     gpu.close()
 
 
-def test_synthetic_samples_are_the_same_on_the_gpu() -> None:
-    here, there = SyntheticSource(100, 10, 16, 3), SyntheticSource(100, 10, 16, 3).to(torch.device("cuda"))
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_synthetic_samples_are_the_same_on_the_gpu(channels_last: bool, is_compiled: bool) -> None:
+    here, there = SyntheticSource(100, 10, 30, 3), SyntheticSource(100, 10, 30, 3)
+    there.to(torch.device("cuda"), channels_last=channels_last, is_compiled=is_compiled)
     (images, labels), (found, found_labels) = (source.batch(np.arange(20)).values() for source in (here, there))
-    assert found.is_cuda and torch.equal(found_labels.cpu(), labels)
-    torch.testing.assert_close(found.cpu(), images)
+    assert found.is_cuda and torch.equal(found_labels.cpu(), labels) and torch.equal(found.cpu(), images)
+    assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
 
 
 def test_nvjpeg_decodes_the_same_crops(source: ImageSource) -> None:

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from stagewright.api.training import train
 from stagewright.config.sections import Config, RunConfig
 from stagewright.data.order import Order
-from stagewright.data.sources import SyntheticSource
+from stagewright.data.synthetic import SyntheticSource
 from stagewright.errors import RunFailed
 from stagewright.model.load import build_model
 from stagewright.run.train import Result
@@ -127,7 +127,7 @@ def test_compiled_stages_equal_eager_ones_and_compile_once(tmp_path: Path) -> No
     torch._dynamo.reset()
     counters.clear()
     assert distance(eager, run(tmp_path, compile=True, **options)) < 1e-2
-    assert counters["stats"]["unique_graphs"] == 2  # one per stage, however many versions
+    assert counters["stats"]["unique_graphs"] == 3  # one per stage, however many versions, and one makes the images
 
 
 def gradscaler(steps: int, scale: float, interval: int) -> tuple[dict[str, Tensor], list[float]]:

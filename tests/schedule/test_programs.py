@@ -1,9 +1,11 @@
 """Literal programs: what each rank does, in order."""
 
+import pytest
+
 from stagewright.cluster.placement import parse_placement
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan
-from stagewright.schedule.action import Op, parse_program
+from stagewright.schedule.action import TRANSFERS, Op, parse_program
 from stagewright.schedule.lower import evaluation_program, program
 from stagewright.schedule.policy import overlapped_backward, overlaps
 
@@ -190,3 +192,16 @@ def test_a_program_reads_back_from_its_text() -> None:
     stale = plan("0:0-1.0:2", 4, mode=Mode.STALE)
     for rank, text in enumerate(texts(stale, range(12))):
         assert parse_program(text, rank) == list(program(stale, rank, range(12)))
+
+
+@pytest.mark.parametrize("mode", [Mode.SYNC, Mode.STALE, Mode.PIPEDREAM])
+@pytest.mark.parametrize("placement", ["0:0.0:1", "0:0-1.0:2-3.0:4"])
+def test_more_microbatches_hold_no_more_memory_and_cost_no_more_messages_each(placement: str, mode: Mode) -> None:
+    made = [make_plan(parse_placement(placement), batch=4 * m, microbatches=m, mode=mode) for m in (16, 32, 64)]
+    assert len({tuple(stage.depth for stage in one.stages) for one in made}) == 1
+    assert len({tuple(stage.versions for stage in one.stages) for one in made}) == 1
+    messages = [
+        sum(action.op in TRANSFERS for rank in range(one.world) for action in program(one, rank, range(64)))
+        for one in made
+    ]
+    assert messages == [64 * 4 * (len(made[0].stages) - 1)] * 3  # sent and received, forward and back, at each cut

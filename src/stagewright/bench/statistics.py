@@ -84,8 +84,14 @@ def at_most(limit: float) -> Goal:
     return Goal(f"<= {limit:g}", lambda ratio: ratio.value <= limit)
 
 
-def at_least(limit: float) -> Goal:
-    return Goal(f">= {limit:g}", lambda ratio: ratio.value >= limit)
+def at_least(limit: float, within: float | None = None) -> Goal:
+    """`within`: the half-width from which an interval on both sides of the limit does not tell; a point never does."""
+
+    def is_met(ratio: Interval) -> bool | None:
+        is_wide = within is not None and (ratio.half_width > within or ratio.low == ratio.high)
+        return None if is_wide and ratio.low <= limit <= ratio.high else ratio.value >= limit
+
+    return Goal(f">= {limit:g}" + (f" known to {within:g}" if within else ""), is_met)
 
 
 def not_slower() -> Goal:

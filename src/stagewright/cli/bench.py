@@ -174,9 +174,15 @@ def _measure_of(request: Request) -> Measure:
         _refuse_unused(request, _PUBLISHED_OPTIONS)
         return lambda runs, keep, progress: published.measure(runs.parent, progress)
     if request.suite == "shared":
-        _refuse_unused(request, ("repeats", "reuse", "simulate"))
+        _refuse_unused(request, ("repeats", "reuse", "simulate", "only"))
         return lambda runs, keep, progress: shared.measure(
-            request.repeats or REPEATS, runs.parent, progress, keep, reuse=request.reuse, simulate=request.simulate
+            request.repeats or REPEATS,
+            runs.parent,
+            progress,
+            keep,
+            reuse=request.reuse,
+            simulate=request.simulate,
+            only=request.only,
         )
     if request.suite in _PARTS:
         _refuse_unused(request, ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stagewright.data.convert import convert
+from stagewright.data.convert import Shrink, convert
 from stagewright.data.datasets import Kind, open_records
 from stagewright.data.formats.records import Records
 from stagewright.data.formats.text import convert_text, open_tokenizer
@@ -20,6 +21,7 @@ from stagewright.data.segmentation import open_segmentation
 from stagewright.data.sources import ImageOptions, with_transforms
 from stagewright.data.survey import Survey, draw_sheet, survey
 from stagewright.errors import UserError, counted
+from stagewright.metrics import MIB
 from stagewright.report.live.progress import ProgressLine
 from stagewright.report.live.terminal import open_console, print_lines
 
@@ -93,12 +95,15 @@ def run_convert(parsed: argparse.Namespace) -> None:
         raise UserError(f"target '{parsed.target}' is not one of folder:DIR, tar:DIR, ofrecord:DIR")
     with _progress("indexing") as update:
         records = open_records(parsed.source, parsed.class_names, parsed.limit, update)
+    changes = parsed.side is not None or parsed.raw
+    shrink = Shrink(parsed.side, parsed.raw, len(os.sched_getaffinity(0))) if changes else None
     with _progress("converting", len(records)) as update:
-        done = convert(records, Kind(kind), Path(where), parsed.per_part or _PER_PART, update)
+        done = convert(records, Kind(kind), Path(where), parsed.per_part or _PER_PART, update, shrink)
     if parsed.json:
         print(json.dumps(asdict(done)))
         return
-    print_lines(f"{_size(done.records, done.classes)} in {where}")
+    sizes = f": {done.bytes_read / MIB:,.1f} MiB of images became {done.bytes_written / MIB:,.1f}" if changes else ""
+    print_lines(f"{_size(done.records, done.classes)} in {where}{sizes}")
     print_lines(*(f"left out: {reason}" for reason in done.left_out[:_MOST_SHOWN]))
     if len(done.left_out) > _MOST_SHOWN:
         print_lines(f"... and {len(done.left_out) - _MOST_SHOWN} more were left out")
@@ -110,6 +115,7 @@ def _convert_text(parsed: argparse.Namespace) -> None:
     if kind != "tokens" or not target:
         raise UserError(f"target '{parsed.target}' is not tokens:FILE, the only one for {parsed.source}")
     given = {"--class-names": parsed.class_names, "--limit": parsed.limit, "--per-part": parsed.per_part}
+    given |= {"--side": parsed.side, "--raw": parsed.raw or None}
     for flag, value in given.items():
         if value is not None:
             raise UserError(f"{flag} changes nothing with {parsed.source}; leave it out")

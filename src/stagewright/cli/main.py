@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -19,10 +19,13 @@ from typing import NoReturn
 
 from stagewright.cli.command.command import USER_ERROR, Parser, one_line
 from stagewright.cli.parser import make_parser
+from stagewright.cluster.placement import parse_placement
+from stagewright.config.sections import AUTO
 from stagewright.errors import DISK_FULL, RunFailed, UserError
 from stagewright.hardware.versions import untested_versions
 from stagewright.report.live.progress import ProgressLine
 from stagewright.run.folder import is_run, newest
+from stagewright.runtime.process.spare import SpareRanks
 
 _SEPARATOR = re.compile(r"(--[^=]*=|-\w=?)--")
 _TAG = re.compile(r"\+|-[^-]")
@@ -54,9 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _require_linux(parsed)
             for line in untested_versions():
                 sys.stderr.write(f"warning: {line}\n")
-            with ProgressLine(f"loading stagewright {parsed.command.name}"):
-                handler = _handler(parsed.command.run)
-            handler(parsed)
+            os.environ.setdefault(
+                "TORCH_CPP_LOG_LEVEL", "FATAL"
+            )  # before torch is imported: its warnings confuse users
+            with ExitStack() as stack:
+                parsed.spare = stack.enter_context(spare) if (spare := _spare_ranks(parsed)) else None
+                with ProgressLine(f"loading stagewright {parsed.command.name}"):
+                    handler = _handler(parsed.command.run)
+                handler(parsed)
     except (UserError, RunFailed) as error:
         _fail(str(error))
     except KeyboardInterrupt as error:
@@ -137,9 +145,25 @@ def _require_usable(parser: argparse.ArgumentParser, arguments: Sequence[str]) -
             parser.error(f"argument {argument!a} has a character that no path or name can have")
 
 
+def _spare_ranks(parsed: argparse.Namespace) -> SpareRanks | None:
+    """Processes that become the ranks of a training run, as far as the command line tells how many there are."""
+    given = vars(parsed)
+    is_elsewhere = bool({"RANK", "SLURM_PROCID"} & set(os.environ))  # a launcher has started the ranks
+    if parsed.command.name != "train" or parsed.explain or given.get("run.emulate") or is_elsewhere:
+        return None
+    placement, count = given.get("plan.placement", AUTO), 1
+    if placement != AUTO:
+        try:
+            count = len({device for devices in parse_placement(placement) for device in devices})
+        except UserError:
+            return None  # training says why
+    if given.get("nodes.list") is not None or count > (os.cpu_count() or 1):
+        return None
+    return SpareRanks(count, compiles=bool(given.get("run.compile")))
+
+
 def _handler(name: str) -> Callable[[argparse.Namespace], None]:
     """The function that runs a command, such as `plan:run` of this folder: imported only here."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before torch is imported: its warnings confuse users
     module, _, function = name.partition(":")
     handler: Callable[[argparse.Namespace], None] = getattr(import_module(f"stagewright.cli.{module}"), function)
     return handler

@@ -397,7 +397,7 @@ COMMANDS = (
         options=(
             *take("--class-names"),
             *take("--limit", help="convert only this many records, evenly spread"),
-            *take("--per-part --tokenizer --val-fraction"),
+            *take("--per-part --side --raw --tokenizer --val-fraction"),
         ),
     ),
     Command(

@@ -37,7 +37,7 @@ def run(parsed: argparse.Namespace) -> None:
         _explain(config, open_console())
         return
     with ProgressLine() as progress:
-        result = train(config, console, progress=progress)
+        result = train(config, console, progress=progress, spare=parsed.spare)
     if "rank" in result.summary:
         return  # rank 0 prints
     if parsed.json:

@@ -1,19 +1,34 @@
-"""Converts a data set to a folder, tar shards or OFRecord parts: same bytes, same labels, same order."""
+"""Converts a data set to a folder, tar shards or OFRecord parts: same labels, same order, and the same bytes.
+
+Unless images are to be made cheaper to decode: shrunk, or as raw pixels (`Shrink`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from stagewright.data.datasets import CLASS_NAMES, Kind, split_names
+from stagewright.data.decode import Decoder, encode_jpeg, encode_raw, shrunk
 from stagewright.data.formats import ofrecord, tar
 from stagewright.data.formats.records import BadRecordError, DataError, Record, Records
 from stagewright.errors import is_text
 
+_QUALITY = 92  # of shrunk JPEGs
+_AHEAD = 4  # records that each thread shrinks before they are written
 _MOST_FOLDERS = 2**20  # of classes
-_SUFFIXES = ((b"\xff\xd8", "jpg"), (b"\x89PNG", "png"), (b"RIFF", "webp"), (b"GIF8", "gif"), (b"BM", "bmp"))
+_SUFFIXES = (
+    (b"\xff\xd8", "jpg"),
+    (b"\x89PNG", "png"),
+    (b"RIFF", "webp"),
+    (b"GIF8", "gif"),
+    (b"BM", "bmp"),
+    (b"P6", "ppm"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +38,29 @@ class Converted:
     records: int
     classes: int
     left_out: tuple[str, ...]  # one reason per record, beginning with its name
+    bytes_read: int = 0  # of the encoded images
+    bytes_written: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shrink:
+    """How to make images cheaper to decode."""
+
+    side: int | None = None  # of the shorter side, of larger images; None: as it is
+    is_raw: bool = False  # pixels instead of JPEGs
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.side is not None and self.side < 1:
+            raise DataError(f"--side is {self.side}; give at least 1 pixel")
+
+    def applied(self, record: Record) -> Record:
+        """A record with its image made so; a JPEG that is small enough keeps its bytes."""
+        image = Decoder().decode(record.data)
+        small = image if self.side is None else shrunk(image, self.side)
+        if self.is_raw:
+            return replace(record, data=encode_raw(small))
+        return record if small is image else replace(record, data=encode_jpeg(small, _QUALITY))
 
 
 class Writer(Protocol):
@@ -34,7 +72,12 @@ class Writer(Protocol):
 
 
 def convert(
-    records: Records, kind: Kind, root: Path, per_part: int, progress: Callable[[int], None] = lambda done: None
+    records: Records,
+    kind: Kind,
+    root: Path,
+    per_part: int,
+    progress: Callable[[int], None] = lambda done: None,
+    shrink: Shrink | None = None,
 ) -> Converted:
     """Write every readable record below `root`, which must be empty or not exist yet."""
     if per_part < 1:
@@ -45,25 +88,51 @@ def convert(
     try:
         if records.class_names:
             (root / CLASS_NAMES).write_bytes(listed)
-        left_out = _write_all(records, _writer(kind, root, names, per_part), progress)
+        return _write_all(records, _writer(kind, root, names, per_part), progress, shrink)
     except OSError as error:
         raise DataError(f"can't write to {root}: {error.strerror}; free some space or choose another folder") from error
-    return Converted(len(records) - len(left_out), records.classes, tuple(left_out))
 
 
-def _write_all(records: Records, writer: Writer, progress: Callable[[int], None]) -> list[str]:
-    """Write every readable record; returns why the others were left out."""
+def _write_all(records: Records, writer: Writer, progress: Callable[[int], None], shrink: Shrink | None) -> Converted:
+    """Write every readable record, and say why the others were left out."""
     left_out: list[str] = []
-    for index in range(len(records)):
+    sizes = [0, 0]
+    for index, (size, made) in enumerate(_made(records, shrink)):
+        if isinstance(made, BadRecordError):
+            left_out.append(str(made))
+            continue
+        writer.write(index - len(left_out), made)
+        sizes[0] += size
+        sizes[1] += len(made.data)
+        progress(index + 1)
+    writer.close()
+    return Converted(len(records) - len(left_out), records.classes, tuple(left_out), *sizes)
+
+
+def _made(records: Records, shrink: Shrink | None) -> Iterator[tuple[int, Record | BadRecordError]]:
+    """Every record in order, with the bytes that it had, or why it is bad; threads shrink some ahead."""
+
+    def make(index: int) -> tuple[int, Record | BadRecordError]:
         try:
             record = records.get(index)
         except BadRecordError as error:
-            left_out.append(str(error))
-            continue
-        writer.write(index - len(left_out), record)
-        progress(index + 1)
-    writer.close()
-    return left_out
+            return 0, error
+        try:
+            return len(record.data), record if shrink is None else shrink.applied(record)
+        except BadRecordError as error:
+            return 0, BadRecordError(f"{record.name}: {error}")
+
+    if shrink is None or shrink.threads == 1:
+        yield from map(make, range(len(records)))
+        return
+    with ThreadPoolExecutor(shrink.threads) as pool:
+        ahead: deque[Future[tuple[int, Record | BadRecordError]]] = deque()
+        for index in range(len(records)):
+            ahead.append(pool.submit(make, index))
+            if len(ahead) > _AHEAD * shrink.threads:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 def _make_empty(root: Path) -> None:

@@ -1,13 +1,14 @@
 """From an encoded image to the input of a model: decode the bytes, render a view of the pixels, normalize the batch.
 
-JPEGs are decoded by libjpeg-turbo, everything else by Pillow. Rendering runs on the CPU and writes straight into the
-batch; normalization runs on the device of the batch.
+JPEGs are decoded by libjpeg-turbo, raw pixels (a binary PPM) are only copied, everything else is for Pillow. Rendering
+runs on the CPU and writes straight into the batch; normalization runs on the device of the batch.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ Pixels = NDArray[np.uint8]  # rows, columns, RGB
 MOST_PIXELS = 100_000_000  # a larger image is treated as a damaged header or an attack
 _MOST_SCANNED = 100 * MOST_PIXELS  # over all scans: a dozen bytes can ask for one more pass over the image
 _JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
+_RAW = re.compile(rb"P6\n(\d{1,9}) (\d{1,9})\n255\n")  # as `encode_raw` writes it; other PPMs are for Pillow
 _CHANNELS = 3
 _GREY = (0.299, 0.587, 0.114)  # luma weights of red, green and blue
 _FORMATS = ("JPEG", "PNG", "PPM", "WEBP", "BMP", "GIF", "TIFF")
@@ -40,17 +42,31 @@ class Decoder:
     def decode(self, data: bytes) -> Pixels:
         """The pixels as stored; an EXIF rotation is ignored, as stock loaders ignore it."""
         if not is_jpeg(data):
-            return _decode_other(data)
+            return self._decode_raw(data, raw) if (raw := _RAW.match(data)) else _decode_other(data)
         try:
             height, width, colours = jpeg_header(data)
             if colours in ("CMYK", "YCCK"):
                 return _decode_other(data)
-            if self._scratch.size < height * width * 3:
-                self._scratch = np.empty(height * width * 3, np.uint8)
-            pixels: Pixels = simplejpeg.decode_jpeg(data, buffer=self._scratch)
+            pixels: Pixels = simplejpeg.decode_jpeg(data, buffer=self._room(height * width * _CHANNELS))
             return pixels
         except (MemoryError, ValueError) as error:
             raise BadRecordError(f"not a complete JPEG ({first_line(error)})") from error
+
+    def _decode_raw(self, data: bytes, header: re.Match[bytes]) -> Pixels:
+        width, height = map(int, header.groups())
+        _require_size(height, width)
+        size, held = height * width * _CHANNELS, len(data) - header.end()
+        if held != size:
+            raise BadRecordError(f"not a whole image: {held} bytes of {height}x{width} pixels, which have {size}")
+        pixels = self._room(size)[:size]
+        pixels[:] = np.frombuffer(data, np.uint8, offset=header.end())
+        return pixels.reshape(height, width, _CHANNELS)
+
+    def _room(self, size: int) -> NDArray[np.uint8]:
+        """The buffer for pixels, with at least that many bytes."""
+        if self._scratch.size < size:
+            self._scratch = np.empty(size, np.uint8)
+        return self._scratch
 
 
 def jpeg_header(data: bytes) -> tuple[int, int, str]:
@@ -73,6 +89,29 @@ def decode_record(records: Records, index: int, decoder: Decoder) -> tuple[Recor
         return record, decoder.decode(record.data)
     except BadRecordError as error:
         raise BadRecordError(f"{record.name}: {error}") from error
+
+
+def encode_raw(pixels: Pixels) -> bytes:
+    """Pixels as a binary PPM."""
+    height, width, _ = pixels.shape
+    return b"P6\n%d %d\n255\n" % (width, height) + pixels.tobytes()
+
+
+def encode_jpeg(pixels: Pixels, quality: int) -> bytes:
+    """Pixels as a JPEG with half the colour resolution, as photographs have it."""
+    encoded: bytes = simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), quality, "RGB", "420")
+    return encoded
+
+
+def shrunk(image: Pixels, side: int) -> Pixels:
+    """An image whose shorter side is `side`, antialiased; one that is not larger stays as it is."""
+    height, width, _ = image.shape
+    shorter = min(height, width)
+    if shorter <= side:
+        return image
+    target = torch.empty(round(height * side / shorter), round(width * side / shorter), _CHANNELS, dtype=torch.uint8)
+    _resize(torch.from_numpy(image), target)
+    return target.numpy()
 
 
 def is_jpeg(data: bytes) -> bool:

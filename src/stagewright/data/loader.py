@@ -12,12 +12,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stagewright.data.formats.fields import Fields, cast
+from stagewright.data.formats.fields import Fields, cast, to_device
 from stagewright.data.on_device import CachedLoader, DeviceLoader, torchcodec_decoder
 from stagewright.data.order import ReplicaSlice, Sampler
 from stagewright.data.own import DatasetLoader, DatasetSource
 from stagewright.data.pool import BadRecordCounter, Batch, Decode, LoaderOptions, Pool, ReadAhead
-from stagewright.data.sources import ImageSource, Source, SyntheticSource
+from stagewright.data.sources import ImageSource, Source
+from stagewright.data.synthetic import SyntheticSource
 from stagewright.errors import UserError
 
 
@@ -49,7 +50,7 @@ def _make_loader(source: Source, replica_slice: ReplicaSlice, options: LoaderOpt
         return DatasetLoader(source, replica_slice, options)
     if not isinstance(source, ImageSource):
         if isinstance(source, SyntheticSource):
-            source.to(options.device)
+            source.to(options.device, channels_last=options.channels_last, is_compiled=options.is_compiled)
         return DirectLoader(source, replica_slice.sampler, options)
     if options.decode is Decode.CPU:
         return ImageLoader(source, replica_slice, options, pool)
@@ -74,7 +75,7 @@ class DirectLoader:
 
     def microbatch(self, number: int) -> Fields:
         fields = self.source.batch(self.sampler.indices(number))
-        fields = {name: tensor.to(self.options.device) for name, tensor in fields.items()}
+        fields = {name: to_device(tensor, self.options.device) for name, tensor in fields.items()}
         return cast(fields, self.targets, self.options.dtype)
 
     def close(self) -> None:

@@ -42,6 +42,8 @@ class LoaderOptions:
     max_bad: int = 0
     on_bad: Callable[[BadRecord], None] = lambda bad: None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    channels_last: bool = False  # the memory layout of images, where a source can choose it
+    is_compiled: bool = False  # what makes samples on a GPU, where a source has code for that
     decode: Decode = Decode.CPU
     workers: int = 0  # processes that load a user's own dataset; 0: this one
 

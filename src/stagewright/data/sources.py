@@ -9,10 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from stagewright.data.augment import Augmentation, Cropping, View, default_cropping
 from stagewright.data.datasets import limited, names_images, open_records
@@ -37,6 +35,7 @@ from stagewright.data.order import AugmentSeed, Indices
 from stagewright.data.own import PREFIX as OWN
 from stagewright.data.own import open_own
 from stagewright.data.segmentation import MaskLabels, open_segmentation
+from stagewright.data.synthetic import SyntheticSource
 from stagewright.data.table import open_table
 from stagewright.errors import UserError, is_out_of_memory
 from stagewright.metrics import GIB
@@ -169,51 +168,6 @@ class ImageSource:
         if seed is None:
             return self.augmentation.evaluation_view(height, width)
         return self.augmentation.training_view(seed.seed, seed.epoch, index, height, width)
-
-
-class SyntheticSource:
-    """Synthetic images: noise, and unless `is_learnable` is off, a coarse pattern per class below it.
-
-    A sample depends only on its index, so every rank makes the same one, on its own device.
-    """
-
-    targets = ("label",)
-    unit = IMAGES
-    has_ignored = False
-    vocabulary = 0
-    _NOISES = 64
-    _COARSE = 8
-    _SIGNAL = 0.3  # relative to the noise: learnt in a hundred steps, not in ten
-
-    def __init__(
-        self, samples: int, classes: int, image: int, seed: int, is_learnable: bool = True, channels: int = 3
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)  # on the CPU, so that every device draws the same
-        kind = "learnable" if is_learnable else "noise"
-        self.classes = classes
-        self.fingerprint = f"synthetic/{samples}/{classes}/{image}/{seed}/{kind}" + f"/{channels}" * (channels != 3)
-        self._samples = samples
-        self._image = image
-        self._is_learnable = is_learnable
-        self._patterns = torch.randn(classes, channels, self._COARSE, self._COARSE, generator=generator)
-        self._noises = torch.randn(self._NOISES, channels, image, image, generator=generator)
-
-    def to(self, device: torch.device) -> SyntheticSource:
-        """Make samples on that device from now on."""
-        self._patterns, self._noises = self._patterns.to(device), self._noises.to(device)
-        return self
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def batch(self, indices: Indices) -> Fields:
-        hashed = (indices.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(33)
-        labels = torch.from_numpy((hashed % np.uint64(self.classes)).astype(np.int64)).to(self._noises.device)
-        noises = self._noises[torch.from_numpy(indices % self._NOISES).to(self._noises.device)]
-        if not self._is_learnable:
-            return {"image": noises, "label": labels}
-        patterns = functional.interpolate(self._patterns[labels], size=(self._image, self._image))
-        return {"image": self._SIGNAL * patterns + noises, "label": labels}
 
 
 class LimitedSource:

@@ -100,32 +100,25 @@ class Chain:
         device: str = "cpu",
         way: Way | None = None,
         build: Build | None = None,
+        is_plain: bool = False,
     ) -> None:
+        """`is_plain`: its code is known to run the same for every batch, and to draw from torch's generator alone.
+
+        Such a model is not traced where it stays whole.
+        """
         self.model = model
         example = Inputs.of(example)
         self._build = build  # makes the model anew, where it can't be copied
-        self.trace: Trace | None = None
         self.trace_error: str | None = None  # why the model's own code was not recorded
         self.draws: frozenset[str] = frozenset()  # the generators, beside torch's, that the forward draws from
         self.is_conditional = True  # what runs, and so which parameters get a gradient, may differ between batches
         self.recorded: tuple[Unit, ...] = ()
         self.example, self._context, self._device = example, context, device
-        marks = {path: attribute_marks(module) for path, module in model.named_modules()}
-        try:
-            self.trace = trace(model, example, context=context, device=device, on_values=way is Way.VALUES, build=build)
-        except Untraceable as error:
-            self.trace_error = str(error)
-            self.draws = error.draws
-        else:
-            self.draws = self.trace.training.draws
-            self.is_conditional = bool(self.trace.training.whole or self.draws)
-        leaked = [path for path, module in model.named_modules() if attribute_marks(module) != marks[path]]
-        self.leaks = tuple(leaked)  # modules that the forward of a copy has changed: it holds on to this one
-        if leaked:
-            self.trace, self.trace_error = (
-                None,
-                f"its forward changes '{leaked[0] or type(model).__name__}' through a copy",
-            )
+        self.leaks: tuple[str, ...] = ()  # modules that the forward of a copy has changed: it holds on to this one
+        is_known = is_plain and way is Way.WHOLE
+        self.trace = None if is_known else self._recorded(way)
+        if is_known:
+            self.is_conditional = False
         self.way, self.units = self._choose(way)
         self._begins = _beginnings(self.recorded) if self.recorded else {unit: (unit, True) for unit in self.units}
         self.impossible: dict[str, str] = {}  # the units that no stage can begin with, and why
@@ -133,6 +126,27 @@ class Chain:
         if self.way in (Way.GRAPH, Way.VALUES) and self.trace:
             self.impossible = _impossible(model, self.trace.training, self.recorded)
             self._shared = _shared(model, self.recorded)
+
+    def _recorded(self, way: Way | None) -> Trace | None:
+        """The model's forward, and what its code does; None where it can't be recorded."""
+        model, context, device = self.model, self._context, self._device
+        marks = {path: attribute_marks(module) for path, module in model.named_modules()}
+        found: Trace | None = None
+        try:
+            found = trace(
+                model, self.example, context=context, device=device, on_values=way is Way.VALUES, build=self._build
+            )
+        except Untraceable as error:
+            self.trace_error = str(error)
+            self.draws = error.draws
+        else:
+            self.draws = found.training.draws
+            self.is_conditional = bool(found.training.whole or self.draws)
+        leaked = [path for path, module in model.named_modules() if attribute_marks(module) != marks[path]]
+        self.leaks = tuple(leaked)
+        if leaked:
+            self.trace_error = f"its forward changes '{leaked[0] or type(model).__name__}' through a copy"
+        return None if leaked else found
 
     def _choose(self, way: Way | None) -> tuple[Way, tuple[str, ...]]:
         whole = self.trace.training.whole if self.trace else {"": ""}

@@ -23,7 +23,7 @@ from torch import nn
 
 from stagewright.cluster.topology import ANYWHERE, Cluster
 from stagewright.config.groups import Group
-from stagewright.config.sections import MOST_STEPS, Config, PlanConfig
+from stagewright.config.sections import AUTO, MOST_STEPS, Config, PlanConfig
 from stagewright.data.order import Indices, Order
 from stagewright.data.sources import Fields, Source, cast
 from stagewright.errors import UserError, counted, did_you_mean, first_line, within_memory
@@ -33,7 +33,7 @@ from stagewright.hardware.host import num_cores
 from stagewright.metrics import Criterion, metric_values
 from stagewright.model.call import Form, Inputs
 from stagewright.model.cut import Chain, Piece, Way, tied_parameters
-from stagewright.model.load import start_model
+from stagewright.model.load import find_entry, start_model
 from stagewright.model.loss import IGNORED, Loss, LossOptions, Measured, Watched, logits_of
 from stagewright.model.probe import Given, Measure, Probe, probe
 from stagewright.model.prove import SAMPLES, Proof, first_proven, keeps_state, prove
@@ -366,7 +366,20 @@ def _open_task(config: Config, progress: Note) -> tuple[_Task, Chain, Start | No
         few = cast(source.batch(np.arange(SAMPLES) % len(source)), source.targets, precision.weights)
         binding = bind(model, tuple(few), source, config)
         task = _Task(source, val, binding, loss_options(config, source, val, few), precision)
-        return task, _chain(config, model, binding.given(few).inputs), weights
+        way = Way.WHOLE if _is_uncut(config) else None
+        return task, _chain(config, model, binding.given(few).inputs, way), weights
+
+
+def _is_uncut(config: Config) -> bool:
+    """Whether one of our own models is not cut, which the options tell before there is a plan."""
+    plan = config.plan
+    options = (plan.file, plan.cut, plan.shares, plan.profile, config.run.resume)
+    return (
+        find_entry(config.model.name) is not None
+        and plan.placement != AUTO
+        and len(plan.placement.split(".")) == 1
+        and all(option is None for option in options)
+    )
 
 
 def require_optimizer(config: Config, model: nn.Module, pieces: Sequence[Piece]) -> None:
@@ -476,7 +489,15 @@ def predict_job(config: Config, plan: Plan) -> Prediction | None:
 def _chain(config: Config, model: nn.Module, example: Inputs, way: Way | None = None) -> Chain:
     precision = make_precision(config.run.precision, config.run.device)
     build = partial(open_model, config)
-    return Chain(model, example, context=precision.forward_context, device=config.run.device, way=way, build=build)
+    return Chain(
+        model,
+        example,
+        context=precision.forward_context,
+        device=config.run.device,
+        way=way,
+        build=build,
+        is_plain=find_entry(config.model.name) is not None,
+    )
 
 
 def _proven_plan(

@@ -58,6 +58,7 @@ from stagewright.runtime.process.log import Ledger
 from stagewright.runtime.process.object_pipe import given_names
 from stagewright.runtime.process.rank import state_file
 from stagewright.runtime.process.signals import stop_on_signal
+from stagewright.runtime.process.spare import SpareRanks
 from stagewright.runtime.process.supervisor import NewestCheckpoint
 from stagewright.runtime.process.torch_flags import preserved_state
 
@@ -143,10 +144,13 @@ def run(
     *,
     keeps_weights: bool = False,
     progress: Progress | None = None,
+    spare: SpareRanks | None = None,
 ) -> Result:
     """Train a configuration; the console shows its progress, and its folder holds the rest.
 
     `progress` is told what is done before the first step.
+
+    `spare`: processes that were started to become its ranks.
 
     `script`: the command of a script that drives every rank by a loop of its own. `keeps_weights`: without --export the
     folder holds the trained weights as well.
@@ -160,11 +164,11 @@ def run(
     site = find_site(config.nodes)
     place = find_rank(config)
     if place is None:
-        return _run(config, console, site, callbacks, script, keeps_weights, progress or Progress())
+        return _run(config, console, site, callbacks, script, keeps_weights, progress or Progress(), spare)
     with ExternalGroup(place, config.nodes.join_timeout) as group:
         if place.rank:
             return _run_other_rank(group, script)
-        return _run(config, console, group, callbacks, script, keeps_weights, progress or Progress())
+        return _run(config, console, group, callbacks, script, keeps_weights, progress or Progress(), None)
 
 
 def _run(
@@ -175,6 +179,7 @@ def _run(
     script: Sequence[str] | None,
     keeps_weights: bool,
     progress: Progress,
+    spare: SpareRanks | None,
 ) -> Result:
     """Prepare and run this machine's part of a configuration, or rank 0's."""
     warnings: list[str] = []
@@ -220,7 +225,7 @@ def _run(
         progress.clear()
         say(console, *headline(job))
         if isinstance(site, Site) and not site.is_host:
-            return _run_other_machine(job, site, console, script)
+            return _run_other_machine(job, site, console, script, spare)
         if group is not None:
             group.publish(job)
         predicted = None if prepared.prediction is None else prepared.prediction.images_per_second
@@ -228,7 +233,7 @@ def _run(
             unit = job.throughput_unit
             say(console, f"predicted: {format_rate(unit.of(predicted))} {unit.rate}")
         try:
-            return _run_host(job, console, site, predicted, Callbacks(callbacks), script, progress)
+            return _run_host(job, console, site, predicted, Callbacks(callbacks), script, progress, spare)
         finally:
             write_report(job, warn)
 
@@ -241,10 +246,11 @@ def _run_host(
     callbacks: Callbacks,
     script: Sequence[str] | None,
     progress: Progress,
+    spare: SpareRanks | None,
 ) -> Result:
     """Run a job's ranks, collect their events, and write the trace and the summary."""
     with hosted(job, console, predicted, callbacks, progress) as host:
-        host.exported = _execute(job, host.ledger, site, host.say, script)
+        host.exported = _execute(job, host.ledger, site, host.say, script, spare)
     assert host.result is not None
     return host.result
 
@@ -368,11 +374,13 @@ def _how_to_resume(job: Job, done: int = 0) -> str:
     return f"{lost}resume with stagewright train --resume {job.folder}"
 
 
-def _run_other_machine(job: Job, site: Site, console: Console, script: Sequence[str] | None) -> Result:
+def _run_other_machine(
+    job: Job, site: Site, console: Console, script: Sequence[str] | None, spare: SpareRanks | None
+) -> Result:
     """Run the ranks of a machine that is not the host; the host collects their events."""
     show = partial(say, console)
     with monitored(job, lambda use: None, lambda warning: show(f"warning: {warning}"), site.index) as monitor:
-        is_stopping = launch(job, None, NewestCheckpoint(job), site, show, script)
+        is_stopping = launch(job, None, NewestCheckpoint(job), site, show, script, spare)
     if is_stopping:
         raise Interrupted("with the other machines")
     summary = {"folder": job.folder, "plan": job.plan.describe(), "machine": site.index, "use": usage_totals(monitor)}
@@ -397,6 +405,7 @@ def _execute(
     site: Site | ExternalGroup | None,
     say: Callable[[str], None],
     script: Sequence[str] | None,
+    spare: SpareRanks | None,
 ) -> Path | None:
     """Run the ranks of this machine; return the file of exported weights, if the options ask for one."""
     if job.config.run.emulate:
@@ -408,7 +417,7 @@ def _execute(
                 emulation.run()
             is_finished = ledger.collector.stopped_at is None
             return _export(job, [emulation.weights()]) if is_finished else None
-    launch(job, ledger, NewestCheckpoint(job), site, say, script)
+    launch(job, ledger, NewestCheckpoint(job), site, say, script, spare)
     if not job.export or ledger.collector.stopped_at is not None:
         return None
     files = [state_file(Path(job.folder), stage.index) for stage in job.plan.stages]

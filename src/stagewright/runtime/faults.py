@@ -25,6 +25,7 @@ from stagewright.schedule.action import Action
 
 _LONGEST_TICK = 1.0  # seconds
 _REQUESTED = re.compile(r"Tried to allocate ([0-9.]+ [KMG]iB)")
+_FULL = "CUDA error: out of memory"  # of the driver, before torch asks for a tensor
 
 
 class PausingClock:
@@ -169,16 +170,20 @@ def failure_of(
     rank: int, action: Action | None, error: BaseException, samples: int, *, is_secondary: bool = False
 ) -> Failure:
     """The exception that ended a rank, which is being handled; a microbatch has `samples` samples."""
-    name = type(error).__name__
+    name, is_full = type(error).__name__, isinstance(error, RuntimeError) and _FULL in str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        cause = describe_shortage(error, samples)
+    elif is_full:
+        cause = f"the GPU of rank {rank} has no memory left to begin with ({_FULL}); nvidia-smi shows what holds it"
+    else:
+        cause = f"{name}: {first_line(error)}"
     return Failure(
         rank,
         name,
-        describe_shortage(error, samples)
-        if isinstance(error, torch.OutOfMemoryError)
-        else f"{name}: {first_line(error)}",
+        cause,
         *_text_and_stage(action),
         is_secondary=is_secondary,
-        is_users=isinstance(error, UserError | torch.OutOfMemoryError),
+        is_users=is_full or isinstance(error, UserError | torch.OutOfMemoryError),
         traceback=traceback.format_exc(),
     )
 

@@ -35,6 +35,7 @@ def test_inspect_index_and_convert(tmp_path: Path, capsys: pytest.CaptureFixture
     assert found["per_class"] == [3, 3, 3, 3] and found["heights"] == {"low": 40, "median": 40, "high": 40}
     assert "12 records, 4 classes" in printed(capsys, "data", "index", root)
     done = json.loads(printed(capsys, "data", "convert", root, f"tar:{tmp_path}/tar", "--limit", 8, "--json"))
+    assert done.pop("bytes_read") == done.pop("bytes_written") > 0
     assert done == {"records": 8, "classes": 4, "left_out": []}
     assert json.loads(printed(capsys, "data", "index", tmp_path / "tar", "--json"))["records"] == 8
     assert "8 records" in printed(capsys, "data", "convert", tmp_path / "tar", f"folder:{tmp_path}/folder")
@@ -70,6 +71,7 @@ def test_inspect_names_no_sheet_where_no_record_is_good(tmp_path: Path, capsys: 
         (["data", "inspect", "{data}", "--image", "100000"], ["--image is 100000", "2048"]),
         (["data", "convert", "{data}", "here"], ["'here'", "tar:DIR"]),
         (["data", "convert", "{data}", "tar:{data}"], ["not empty"]),
+        (["data", "convert", "text:{data}", "tokens:{data}", "--side", "256"], ["--side", "leave it out"]),
         (["data", "convert", "{data}", "tar:{data}/new", "--limit", "99"], ["--limit is 99", "8 records"]),
         (["data", "bench", "--repeats", "0"], ["--repeats is 0"]),
         (["data", "bench", "--images", "3"], ["--images is 3", "16"]),

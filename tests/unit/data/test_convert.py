@@ -6,11 +6,13 @@ import tarfile
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
-from stagewright.data.convert import convert
+from stagewright.data.convert import Shrink, convert
 from stagewright.data.datasets import Kind, open_records
+from stagewright.data.decode import Decoder
 from stagewright.data.formats.records import DataError, Records
 from tests.marks import nightly
 from tests.pictures import (
@@ -48,6 +50,28 @@ def test_converting_through_every_format_and_back_changes_nothing(tmp_path: Path
     assert contents(last) == contents(folder) and len(list((tmp_path / "last").glob("part-*"))) == 4
     convert(last, Kind.FOLDER, tmp_path / "again", per_part=2)
     assert contents(open_records(f"folder:{tmp_path / 'again'}")) == contents(folder)
+
+
+@pytest.mark.parametrize(("is_raw", "threads"), [(False, 1), (True, 3)])
+def test_images_become_cheaper_to_decode_and_stay_what_they_are(is_raw: bool, threads: int, tmp_path: Path) -> None:
+    """Three are larger than asked for, one in each direction; the last is not and keeps its pixels."""
+    sizes = [(60, 40), (40, 60), (44, 44), (32, 20)]
+    messages = [message(jpeg(index, *size), index) for index, size in enumerate(sizes)]
+    source = open_records(f"ofrecord:{write_parts(tmp_path / 'source', [[*messages, message(b'none', 4)]])}")
+    done = convert(source, Kind.TAR, tmp_path / "tar", 100, shrink=Shrink(32, is_raw, threads))
+    made = open_records(f"tar:{tmp_path / 'tar'}")
+    images = [Decoder().decode(data) for data, _ in contents(made)]
+    assert [image.shape[:2] for image in images] == [(48, 32), (32, 48), (32, 32), (32, 20)]
+    assert [label for _, label in contents(made)] == [0, 1, 2, 3] and len(done.left_out) == 1
+    for image, (data, _) in zip(images, contents(source)[:4], strict=True):
+        wanted = np.asarray(
+            Image.fromarray(Decoder().decode(data)).resize(image.shape[1::-1], Image.Resampling.BILINEAR)
+        )
+        assert np.abs(image.astype(int) - wanted).mean() < (1 if is_raw else 8)
+    assert np.array_equal(images[3], Decoder().decode(contents(source)[3][0]))
+    assert done.bytes_written == sum(len(data) for data, _ in contents(made))
+    with tarfile.open(tmp_path / "tar/shard-00000.tar") as archive:
+        assert archive.getnames()[0] == ("00000000.ppm" if is_raw else "00000000.jpg")
 
 
 def test_tarfile_reads_the_shards_and_parts_have_the_expected_bytes(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stagewright.data.decode import Decoder
+from stagewright.data.decode import Decoder, encode_raw
 from stagewright.data.formats.records import BadRecordError
 from tests.pictures import encoded, jpeg, pillow, pixels
 
@@ -28,8 +28,13 @@ from tests.pictures import encoded, jpeg, pillow, pixels
         encoded(Image.fromarray(pixels(9)).convert("L"), "PNG"),
         encoded(Image.fromarray(pixels(10)), "WEBP", lossless=True),
         encoded(Image.fromarray(pixels(11)), "BMP"),
+        encoded(Image.fromarray(pixels(12)), "PPM"),
+        b"P6 # a comment\n" + encode_raw(pixels(13)).removeprefix(b"P6\n"),
     ],
-    ids=["JPEG", "full colour", "progressive", "grey", "CMYK", "PNG", "palette", "alpha", "grey PNG", "WebP", "BMP"],
+    ids=[
+        *("JPEG", "full colour", "progressive", "grey", "CMYK", "PNG", "palette", "alpha", "grey PNG"),
+        *("WebP", "BMP", "PPM", "another PPM"),
+    ],
 )
 def test_pixels_equal_pillows(data: bytes) -> None:
     found = Decoder().decode(data)
@@ -66,6 +71,12 @@ def test_a_truncated_jpeg_is_bad(cut: int) -> None:
 @pytest.mark.parametrize("data", [b"", b"text, not an image", b"\x89PNG\r\n\x1a\n", bytes(5000), b"\xff\xd8"])
 def test_bytes_that_are_no_image_are_bad(data: bytes) -> None:
     with pytest.raises(BadRecordError):
+        Decoder().decode(data)
+
+
+@pytest.mark.parametrize("data", [encode_raw(pixels(1))[:-1], encode_raw(pixels(1)) + b"1", b"P6\n0 5\n255\n"])
+def test_raw_pixels_of_another_number_are_bad(data: bytes) -> None:
+    with pytest.raises(BadRecordError, match=r"bytes of|claims"):
         Decoder().decode(data)
 
 

@@ -16,11 +16,11 @@ from stagewright.data.pool import LoaderOptions
 from stagewright.data.sources import (
     ImageOptions,
     LimitedSource,
-    SyntheticSource,
     cast,
     only_pair,
     open_source,
 )
+from stagewright.data.synthetic import SyntheticSource
 from stagewright.errors import UserError
 
 
@@ -38,6 +38,17 @@ def test_synthetic_data_has_all_classes_and_they_differ() -> None:
     assert torch.equal(labels.unique(), torch.arange(10))
     means = torch.stack([images[labels == label].mean(0) for label in range(10)])
     assert torch.pdist(means.flatten(1)).min() > 1.0  # the means of the classes differ
+
+
+@pytest.mark.parametrize("image", [8, 24])
+def test_a_synthetic_image_is_noise_and_a_coarse_pattern(image: int) -> None:
+    both, noise = (
+        SyntheticSource(100, 10, image, 3, is_learnable).batch(np.arange(20)) for is_learnable in (True, False)
+    )
+    pattern = (both["image"] - noise["image"]).double()
+    coarse = torch.nn.functional.interpolate(pattern, (8, 8))
+    torch.testing.assert_close(torch.nn.functional.interpolate(coarse, (image, image)), pattern, atol=1e-6, rtol=0)
+    assert pattern[both["label"] == 4].std(0).max() < 1e-6 < pattern.std()  # the same for a class
 
 
 def test_floats_are_kept_and_bytes_become_fractions(tmp_path: Path) -> None:

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from stagewright.model import zoo
+from stagewright.model.cut import Chain, Way
 from stagewright.model.libraries import import_library, is_installed
 from stagewright.model.networks.convnext import StochasticDepth
 from stagewright.model.networks.language import BERT, GPT
+from stagewright.planning.traced import trace_model
+from tests.marks import daily
 
 PARAMETERS = {
     "alexnet": 61_100_840,
@@ -503,3 +506,12 @@ def test_equals_torchvisions_model(name: str) -> None:
         expected = theirs.train(training)(images)
         torch.manual_seed(4)
         assert torch.equal(ours.train(training)(images), expected) and expected.any()
+
+
+@pytest.mark.parametrize("name", daily(zoo.ZOO, 4))
+def test_our_models_run_the_same_for_every_batch(name: str) -> None:
+    """What `Chain` takes for granted where one of them stays whole."""
+    traced = trace_model(name).chain
+    assert not traced.is_conditional and not traced.draws and not traced.leaks
+    whole = Chain(traced.model, traced.example, way=Way.WHOLE, is_plain=True)
+    assert (whole.is_conditional, whole.draws, whole.way) == (False, frozenset(), Way.WHOLE) and whole.trace is None

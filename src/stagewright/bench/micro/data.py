@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from stagewright.bench.result import Outcome, measured_row, new_outcome, ratio_of
 from stagewright.data.augment import Augmentation, Cropping, View
+from stagewright.data.convert import Shrink
 from stagewright.data.decode import NORMALIZATIONS, Decoder, render
 from stagewright.data.formats.index import IndexBuilder, load_index, save_index
 from stagewright.data.formats.records import Record
@@ -35,6 +36,7 @@ from stagewright.errors import counted
 
 StockPath = Callable[[bytes, View], object]
 HEIGHT, WIDTH, SIDE = 375, 500, 224
+_SHRUNK = 256  # the shorter side, for crops of 224
 _DISTINCT = 16
 _QUALITY = 94
 _IMAGENET = 1_281_167
@@ -94,12 +96,12 @@ def measure(
         for name in turns:
             speeds[name].append(_speed(paths[name], large.jpegs, views))
         turns.rotate(1)  # no side always follows the same other side
-    size = sum(map(len, large.jpegs)) // len(large.jpegs)
-    group = f"{WIDTH}x{HEIGHT} JPEG of {size} bytes to {SIDE}x{SIDE}, one thread"
+    group = f"{WIDTH}x{HEIGHT} JPEG of {large.size} bytes to {SIDE}x{SIDE}, one thread"
     ours, *others = (measured_row(group, name, found) for name, found in speeds.items())
     loader = [
-        measured_row("loader", f"{counted(count, 'thread')}", [large.loader_speed(count)])
-        for count in range(1, most_threads + 1)
+        measured_row(f"loader, {what}", f"{counted(count, 'thread')}", [images_in.loader_speed(count)])
+        for what, images_in in _forms(large).items()
+        for count in _numbers_of_threads(most_threads)
     ]
     longer = max(repeats // 4, 1), 8 * images  # so that starting a loader hardly counts
     beyond = "microseconds per image that the loader takes beyond decoding"
@@ -115,6 +117,23 @@ def measure(
             f"seconds to load an index of {indexed} records": _index_load(indexed),
         },
     )
+
+
+def _numbers_of_threads(most: int) -> list[int]:
+    """One, its doubles, and the most."""
+    return sorted({most, *(2**power for power in range(most.bit_length()))})
+
+
+def _forms(images: Images) -> dict[str, Images]:
+    """The same images as they are, shrunk, and as raw pixels of that size: what `data convert` makes of them."""
+    found = {f"JPEGs of {images.size:,} bytes": images}
+    for shrink in (Shrink(_SHRUNK), Shrink(_SHRUNK, is_raw=True)):
+        made = [shrink.applied(Record(data, 0, "")).data for data in images.jpegs]
+        height, width, _ = Decoder().decode(made[0]).shape
+        smaller = replace(images, jpegs=made, height=height, width=width)
+        what = "raw pixels" if shrink.is_raw else "JPEGs"
+        found[f"{what} of {smaller.size:,} bytes (--side {_SHRUNK}{' --raw' if shrink.is_raw else ''})"] = smaller
+    return found
 
 
 def stagewright_path(side: int) -> StockPath:
@@ -144,6 +163,11 @@ class Images:
     augmentation: Augmentation
     height: int
     width: int
+
+    @property
+    def size(self) -> int:
+        """Mean bytes of an encoded image."""
+        return sum(map(len, self.jpegs)) // len(self.jpegs)
 
     def views(self, epoch: int, indices: Iterable[int]) -> list[View]:
         return [self.augmentation.training_view(0, epoch, int(index), self.height, self.width) for index in indices]

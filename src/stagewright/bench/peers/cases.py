@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from torch import nn
 
+from stagewright.bench.peers.whole import Heat
 from stagewright.bench.statistics import Goal, at_least, at_most, not_slower
 from stagewright.cluster.placement import parse_placement
 from stagewright.errors import UserError, counted
@@ -142,6 +143,7 @@ class PeerSuite:
     title: str
     measure: Measure
     cases: tuple[Case, ...]
+    heats: tuple[Heat, ...] = ()  # of whole commands
 
 
 _MICROSECONDS = Measure(
@@ -226,6 +228,13 @@ _GPU = PeerSuite(
     "Stagewright and stock PyTorch on one GPU",
     IMAGES,
     (_vgg_on_gpu("bf16", 6.0, 0.80), _vgg_on_gpu("fp32", 3.2, 0.88), *_resnet_on_gpu()),
+    (
+        Heat("resnet50", 256, "bf16"),
+        Heat("vgg16", 256, "bf16"),
+        Heat("alexnet", 2048, "bf16"),
+        Heat("vit_b_16", 128, "bf16"),
+        Heat("resnet50", 256, "fp16"),
+    ),
 )
 SUITES = {
     suite.name: suite
@@ -257,11 +266,12 @@ def near_empty() -> nn.Module:
 
 
 def only_cases(suite: PeerSuite, text: str | None) -> PeerSuite:
-    """The cases of a suite whose description contains a text."""
+    """The cases and heats of a suite whose description contains a text."""
     if text is None:
         return suite
     cases = tuple(case for case in suite.cases if text.lower() in str(case.workload).lower())
-    if not cases:
-        known = "; ".join(str(case.workload) for case in suite.cases)
-        raise UserError(f"--only '{text}' matches none of {len(suite.cases)} cases: {known}")
-    return replace(suite, cases=cases)
+    heats = tuple(heat for heat in suite.heats if text.lower() in str(heat).lower())
+    if not cases and not heats:
+        known = "; ".join([*(str(case.workload) for case in suite.cases), *map(str, suite.heats)])
+        raise UserError(f"--only '{text}' matches none of {len(suite.cases) + len(suite.heats)} cases: {known}")
+    return replace(suite, cases=cases, heats=heats)

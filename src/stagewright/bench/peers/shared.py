@@ -142,16 +142,21 @@ def measure(
     *,
     reuse: Sequence[str] = (),
     simulate: bool = False,
+    only: str | None = None,
 ) -> Outcome:
-    """Predict every model, write the predictions, then measure them; profiles and predictions are in the folder."""
+    """Predict every model, or those whose name contains `only`, write the predictions, then measure them.
+
+    Profiles and predictions are in the folder.
+    """
     if reuse:
-        foreseen = read_predictions(Path(reuse[0]) / PREDICTIONS)
+        known = models(only)
+        foreseen = [one for one in read_predictions(Path(reuse[0]) / PREDICTIONS) if one.model in known]
     else:
         with shared_gpu(progress):
-            for model in models():
+            for model in models(only):
                 progress(f"profiling {model}")
                 take_profile(model, folder / f"{model}.json")
-        foreseen = foresee_all(folder, progress)
+        foreseen = foresee_all(folder, progress, only)
     write_predictions(foreseen, folder)
     suite = PeerSuite(
         "shared", "Eight ranks on one GPU, predicted and measured", IMAGES, tuple(map(make_case, foreseen))
@@ -163,14 +168,18 @@ def measure(
     return run_cases(suite, repeats, 0, progress, keep)
 
 
-def models() -> list[str]:
-    return [model for model in BATCHES if model in ZOO]
+def models(only: str | None = None) -> list[str]:
+    """The models to compare: all, or those whose name contains a text."""
+    found = [model for model in BATCHES if model in ZOO and (only is None or only.lower() in model)]
+    if not found:
+        raise UserError(f"--only '{only}' matches none of {len(BATCHES)} models: {', '.join(BATCHES)}")
+    return found
 
 
-def foresee_all(folder: Path, progress: Progress) -> list[Foreseen]:
+def foresee_all(folder: Path, progress: Progress, only: str | None = None) -> list[Foreseen]:
     """The predictions by the profiles in a folder."""
     found = []
-    for model in models():
+    for model in models(only):
         found.append(foresee(model, profiled_setting(read_profile(folder / f"{model}.json"))))
         progress(f"predicted: {found[-1]}")
     return found

@@ -78,6 +78,8 @@ _OWN = (
     _number("--most", "most records to decode (0: all)", 10_000, least=0, most=2**31 - 1),
     _text("--sheet", "FILE", "picture to write", "contact-sheet.png"),
     _number("--per-part", "records per part or shard (default: 5000)"),
+    _number("--side", "shrink images whose shorter side is longer than this (crops of 224: 256)", metavar="PIXELS"),
+    _switch("--raw", "store pixels: several times larger than JPEGs, and nothing to decode"),
     _text("--tokenizer", "FILE", "tokenizer.json that makes the tokens of text:FILE (default: its bytes)"),
     _number(
         "--val-fraction", "share of the text, at its end, for a second file", 0.0, "SHARE", float, least=0, below=1

@@ -36,6 +36,13 @@ def cast(fields: Mapping[str, Tensor], targets: Collection[str], dtype: torch.dt
     }
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device; to a GPU it is copied from pinned memory, and the host does not wait for that."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def only_pair(fields: Fields, targets: Collection[str]) -> tuple[Tensor, Tensor]:
     """The only input and the only target, where something takes no more than these."""
     inputs, wanted = sorted(fields.keys() - set(targets)), sorted(fields.keys() & set(targets))

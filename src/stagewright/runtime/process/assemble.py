@@ -213,6 +213,8 @@ def loader_options(job: Job, emit: Emit, device: torch.device) -> LoaderOptions:
         config.data.max_bad,
         lambda bad: emit(Replaced(bad.index, bad.reason)),
         device=device,
+        channels_last=job.channels_last,
+        is_compiled=config.run.compile,
         decode=Decode(config.data.decode),
         workers=config.data.workers,
     )
@@ -263,7 +265,7 @@ def _replica(
     config = job.config
     precision = make_precision(config.run.precision, config.run.device)
     roots = (piece.training, piece.evaluation)
-    ring = VersionRing(roots, job.training.reached, stage.versions, keeps_objects=piece.is_whole)
+    ring = VersionRing(roots, job.training.reached, stage.versions, keeps_objects=piece.is_whole, device=device.device)
     share = job.plan.stages[-1].round / stage.round
     divisor = job.training.divisor
     constant = None if divisor is None else float(divisor * job.plan.stages[-1].round)

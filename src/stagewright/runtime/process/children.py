@@ -68,6 +68,15 @@ class Children:
             self._started.append(child)
         return child
 
+    def adopt(self, child: subprocess.Popen[str]) -> None:
+        """Take a process that this one has started elsewhere, in a session of its own."""
+        self._started.append(child)
+
+    def hand_over(self, child: subprocess.Popen[str]) -> subprocess.Popen[str]:
+        """Forget a process, which somebody else adopts."""
+        self._started.remove(child)
+        return child
+
     def codes(self) -> list[int | None]:
         """Exit codes in the order of starts, negative for a signal; None for a process that runs."""
         return [child.poll() for child in self._started]
@@ -112,8 +121,13 @@ def start_process(
         raise
     finally:
         os.close(reading)  # so that writing fails once the process has ended
-    threading.Thread(target=_write, args=(writing, content), daemon=True).start()
+    write_later(writing, content)
     return started
+
+
+def write_later(descriptor: int, content: bytes) -> None:
+    """Write to a pipe in a thread, for as long as somebody reads, and close it."""
+    threading.Thread(target=_write, args=(descriptor, content), daemon=True).start()
 
 
 def _write(descriptor: int, content: bytes) -> None:

@@ -22,6 +22,7 @@ from stagewright.runtime.multinode.tunnel import Refusals, Tunnel, TunnelServer,
 from stagewright.runtime.process.external import ExternalGroup
 from stagewright.runtime.process.log import EventHandler
 from stagewright.runtime.process.signals import stop_on_signal
+from stagewright.runtime.process.spare import SpareRanks
 from stagewright.runtime.process.supervisor import StartPoint, Supervisor
 
 
@@ -32,17 +33,19 @@ def launch(
     site: Site | ExternalGroup | None = None,
     say: Say = lambda line: None,
     script: Sequence[str] | None = None,
+    spare: SpareRanks | None = None,
 ) -> bool:
     """Run this machine's ranks of a job, one process each; whether the run was asked to stop.
 
     On machine 0 the handler gets every event of every rank, one at a time. With an `ExternalGroup`, which has published
     the job, only the rank of this process runs, and rank 0 gets the events. `script`: the command that runs each rank.
+    `spare`: processes that become ranks of the first start.
     """
     folder = Path(job.folder)
     (folder / "ranks").mkdir(exist_ok=True)
     with _open_store(job, site, folder, say) as config:
         meeting = Meeting(config, say)
-        supervisor = Supervisor(job, handler or EventHandler(), start_point or StartPoint(), meeting, script)
+        supervisor = Supervisor(job, handler or EventHandler(), start_point or StartPoint(), meeting, script, spare)
         ended: str | None = None
         try:
             with stop_on_signal(supervisor.stop):

@@ -56,7 +56,12 @@ def main() -> None:
     """Run one rank of a job to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the supervisor decides what it means
     exit_with_parent()
-    job = Job.load(Path(sys.argv[1]))
+    run_process(Path(sys.argv[1]))
+
+
+def run_process(path: Path) -> None:
+    """Run the rank that the environment names, of the job in a file, and end this process."""
+    job = Job.load(path)
     rank, keys = int(os.environ["RANK"]), os.environ[KEYS]
     logging.basicConfig(format="%(message)s")  # to stderr.log of this rank
     logging.getLogger("stagewright").setLevel(logging.INFO)

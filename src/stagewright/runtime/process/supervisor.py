@@ -33,6 +33,7 @@ from stagewright.runtime.process.decide import State, decide
 from stagewright.runtime.process.log import EventHandler, EventReader
 from stagewright.runtime.process.object_pipe import content_for
 from stagewright.runtime.process.rank import HISTORY, JOB, KEYS
+from stagewright.runtime.process.spare import SpareRanks
 from stagewright.runtime.process.watchdog import Limits, Watchdog
 from stagewright.runtime.status_file import status_path
 
@@ -88,11 +89,16 @@ class Supervisor:
         start_point: StartPoint,
         meeting: Meeting,
         script: Sequence[str] | None = None,
+        spare: SpareRanks | None = None,
     ) -> None:
-        """`script`: the command that runs each rank, where a script drives them; it finds its place by variables."""
+        """`script`: the command that runs each rank, where a script drives them; it finds its place by variables.
+
+        Processes in `spare` become the first ranks.
+        """
         self._is_external = is_external = isinstance(meeting.config.site, RankProcesses)
         self._job = job
         self._script = script
+        self._spare = spare
         self._handler = handler
         self._start_point = start_point
         self._meeting = meeting
@@ -192,12 +198,18 @@ class Supervisor:
         if self._script is not None:
             self._start_script(children, self._script)
             return
-        command = [sys.executable, "-m", "stagewright.runtime.process.rank", str(self._folder / "job.json")]
+        job = self._folder / "job.json"
+        command = [sys.executable, "-m", "stagewright.runtime.process.rank", str(job)]
         for rank in self._ranks:
             logs = self._logs(rank)
             content = content_for(self._job.config, self._job.plan, rank, self._objects)
             files = (logs / "stdout.log", logs / "stderr.log")
-            children.start(command, self.environment(rank), content, stdout=files[0], stderr=files[1])
+            variables = self.environment(rank)
+            spare = self._spare.become(job, variables, content, *files) if self._spare else None
+            if spare is not None:
+                children.adopt(spare)
+            else:
+                children.start(command, variables, content, stdout=files[0], stderr=files[1])
 
     def _start_script(self, children: Children, script: Sequence[str]) -> None:
         """Start the script once per rank; what rank 0 prints is seen."""

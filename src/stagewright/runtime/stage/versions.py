@@ -63,11 +63,18 @@ class VersionRing:
     """
 
     def __init__(
-        self, roots: Sequence[nn.Module], trainable: Collection[str], versions: int, *, keeps_objects: bool = False
+        self,
+        roots: Sequence[nn.Module],
+        trainable: Collection[str],
+        versions: int,
+        *,
+        keeps_objects: bool = False,
+        device: torch.device | None = None,
     ) -> None:
+        """`device`: of the run; a stage without trained parameters has buffers of no elements there."""
         self.parameters = _collect(roots, trainable)
         size = self.parameters[-1].end if self.parameters else 0
-        dtype, device = _common(roots, trainable)
+        dtype, device = _common(roots, trainable) or (torch.float32, device or torch.device("cpu"))
         self.master = torch.zeros(size, dtype=dtype, device=device)
         for parameter in self.parameters:
             module, name = parameter.sites[0]
@@ -205,8 +212,8 @@ def _collect(roots: Sequence[nn.Module], trainable: Collection[str]) -> list[Par
     return parameters
 
 
-def _common(roots: Sequence[nn.Module], trainable: Collection[str]) -> tuple[torch.dtype, torch.device]:
-    """The type and device of the real numbers that a stage's parameters consist of."""
+def _common(roots: Sequence[nn.Module], trainable: Collection[str]) -> tuple[torch.dtype, torch.device] | None:
+    """The type and device of the real numbers that a stage's parameters consist of; None where it has none."""
     found: dict[tuple[torch.dtype, torch.device], str] = {}
     for root in roots:
         for name, tensor in root.named_parameters():
@@ -219,4 +226,4 @@ def _common(roots: Sequence[nn.Module], trainable: Collection[str]) -> tuple[tor
             f"parameter '{names[0]}' is {str(some).removeprefix('torch.')} and '{names[1]}' of the same stage "
             f"{str(other).removeprefix('torch.')}; a stage trains one type: cut between them, or convert one"
         )
-    return next(iter(found), (torch.float32, torch.device("cpu")))
+    return next(iter(found), None)

@@ -44,6 +44,11 @@ def test_complex_parameters_lie_in_the_master_as_pairs_of_real_numbers() -> None
     assert torch.equal(model["filter"], torch.tensor([[1 + 2j, 3 - 4j]], dtype=torch.complex64))
 
 
+def test_a_stage_without_parameters_has_its_buffers_on_the_device_of_the_run() -> None:
+    ring = VersionRing([nn.Flatten()], set(), 2, device=torch.device("meta"))
+    assert ring.master.device.type == "meta" and ring.master.numel() == 0
+
+
 def test_a_version_keeps_its_weights_until_its_slot_is_refilled() -> None:
     model, ring = make(2)
     x = torch.randn(5, 4)
