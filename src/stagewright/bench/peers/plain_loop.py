@@ -49,13 +49,11 @@ def main(name: str, batch: int, precision: str, steps: int) -> None:
 
 
 def _model(name: str) -> nn.Module:
-    """As a user's script has it; where torchvision is missing, ours."""
+    """As a user's script has it."""
     try:
         from torchvision import models
     except ImportError:
-        from stagewright.model.load import build_model
-
-        return build_model(name, 0)
+        sys.exit("the plain script has its models from torchvision, which is not installed; pip install torchvision")
     made: nn.Module = getattr(models, name)()
     return made
 

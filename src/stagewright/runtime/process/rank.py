@@ -1,5 +1,7 @@
 """The process of one rank: `python -m stagewright.runtime.process.rank JOB`, started by the supervisor.
 
+With `--spare` in place of a job it was started before there was one, and waits for it.
+
 It builds its worker, runs the job, sends events through the store, and leaves the weights of its stages for export."""
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from stagewright.runtime.job import NEVER, Job
 from stagewright.runtime.process.assemble import assemble
 from stagewright.runtime.process.object_pipe import receive_objects
 from stagewright.runtime.process.signals import exit_with_parent
+from stagewright.runtime.process.spare import COMPILES, SPARE, wait_for_rank
 from stagewright.runtime.process.torch_flags import keep_freed_memory, set_flags
 from stagewright.runtime.stage.recorder import make_recorder
 from stagewright.runtime.stage.worker import Worker
@@ -56,7 +59,17 @@ def main() -> None:
     """Run one rank of a job to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the supervisor decides what it means
     exit_with_parent()
-    run_process(Path(sys.argv[1]))
+    arguments = sys.argv[1:]
+    if SPARE not in arguments:
+        run_process(Path(arguments[0]))
+        return
+    if COMPILES in arguments:
+        torch.compile(torch.nn.Identity())  # imports the compiler
+    if torch.cuda.is_available():
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    path = wait_for_rank()
+    if path is not None:
+        run_process(path)
 
 
 def run_process(path: Path) -> None:

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from stagewright.runtime.process.children import DESCRIPTOR, Children, write_later
-from stagewright.runtime.process.signals import exit_with_parent
 
-_COMPILES = "--compile"
+SPARE, COMPILES = "--spare", "--compile"  # arguments of the module `rank`
 _LENGTH = struct.Struct("<Q")  # before what a process is told
 
 
@@ -28,7 +26,7 @@ class SpareRanks:
 
     def __init__(self, count: int, *, compiles: bool = False) -> None:
         self._children = Children()
-        command = [sys.executable, "-m", "stagewright.runtime.process.spare", *([_COMPILES] if compiles else [])]
+        command = [sys.executable, "-m", "stagewright.runtime.process.rank", SPARE, *([COMPILES] if compiles else [])]
         quiet = subprocess.DEVNULL
         started = (
             self._children.start(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet) for _ in range(count)
@@ -65,21 +63,14 @@ class SpareRanks:
         return None
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Import, wait, and run the rank that standard input describes; end where that closes without one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a rank
-    exit_with_parent()
-    import torch
+def wait_for_rank() -> Path | None:
+    """In such a process: become the rank that standard input describes; the file of its job, or None where that ends.
 
-    from stagewright.runtime.process.rank import run_process
-
-    if _COMPILES in arguments:
-        torch.compile(torch.nn.Identity())  # imports the compiler
-    if torch.cuda.is_available():
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+    From then on the process has the environment, the output and, for `object_pipe`, the input that a rank has.
+    """
     length = _read(_LENGTH.size)
     if not length:
-        return
+        return None
     told = json.loads(_read(*_LENGTH.unpack(length)))
     os.environ.update(told["environment"])
     if told["objects"]:
@@ -89,7 +80,7 @@ def main(arguments: Sequence[str]) -> None:
     for stream, path in zip((sys.stdout, sys.stderr), told["files"], strict=True):
         with Path(path).open("ab") as file:
             os.dup2(file.fileno(), stream.fileno())
-    run_process(Path(told["job"]))
+    return Path(told["job"])
 
 
 def _read(size: int) -> bytes:
@@ -98,7 +89,3 @@ def _read(size: int) -> bytes:
     while len(found) < size and (piece := os.read(0, size - len(found))):
         found += piece
     return found
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
