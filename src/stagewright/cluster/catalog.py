@@ -142,13 +142,13 @@ def _with_families(devices: Mapping[str, DeviceSpec]) -> dict[str, DeviceSpec]:
 def _families(tables: Mapping[str, Any]) -> dict[str, Family]:
     """Every chip family: its factors times what the kernels of all families reach."""
     kernels = _section(tables, "kernels")
-    slope = _figure(kernels["slope"], "kernels.slope")
+    slope, grouped = (_figure(kernels[name], f"kernels.{name}") for name in ("slope", "grouped"))
     shares = {
         kind: {units: _figure(value, f"kernels.{kind}.{units}") for units, value in kernels[kind].items()}
         for kind in ("convolution", "product")
     }
     memory = _figure(kernels["memory"], "kernels.memory")
-    families = {"": Family("", shares["convolution"], shares["product"], memory, slope)}
+    families = {"": Family("", shares["convolution"], shares["product"], memory, slope, grouped)}
     for name, entry in _section(tables, "family").items():
         table = _Table(entry, f"family.{name}", _KEYS["family"])
         factors = {kind: _Table(table.get(kind, {}), f"{table.where}.{kind}") for kind in shares}
@@ -156,7 +156,8 @@ def _families(tables: Mapping[str, Any]) -> dict[str, Family]:
             kind: {units: share * factors[kind].positive(units, 1.0) for units, share in known.items()}
             for kind, known in shares.items()
         }
-        families[name] = Family(name, own["convolution"], own["product"], memory * table.positive("memory", 1.0), slope)
+        moved = memory * table.positive("memory", 1.0)
+        families[name] = Family(name, own["convolution"], own["product"], moved, slope, grouped)
     return families
 
 
@@ -269,7 +270,7 @@ def _software(name: str, entry: Mapping[str, Any], links: Mapping[str, Link]) ->
     for key in ("jitter", "half_jitter", "network_jitter", "overhead"):
         if key in entry:
             changes[key] = table.number(key)
-    for key in ("fused", "channels_last", "whole_batches", "keeps_workspace", "blocking"):
+    for key in ("fused", "channels_last", "whole_batches", "keeps_workspace", "blocking", "pure_half", "whole_sums"):
         if key in entry:
             changes[key] = bool(entry[key])
     if "handover" in entry:

@@ -28,6 +28,7 @@ class Family:
     product: Mapping[str, float] = field(default_factory=dict)
     memory: float = 0.8
     slope: float = 0.0  # how the share of matrix units falls as they outgrow the memory bandwidth
+    grouped: float = 0.2  # share of the fp32 peak that grouped convolutions reach without matrix units
 
     def share(self, units: str, *, convolution: bool) -> float:
         known = self.convolution if convolution else self.product
@@ -102,6 +103,8 @@ class Software:
     network_jitter: float = 0.0  # the same for every doubling of machines
     overhead: float = 0.0  # seconds of a step that no device computes
     fused: bool = False  # ReLU and addition run inside the normalisation before them
+    pure_half: bool = False  # no autocast: weights, layer norm and softmax are in half precision like the rest
+    whole_sums: bool = False  # sums gradients tensor by tensor: through the host, one goes up before it comes down
     channels_last: bool = False  # half-precision convolutions need no change of memory layout
     whole_batches: bool = False  # a stage waits for a whole batch before it begins
     in_flight: int | None = None  # batches in the pipeline, if the software fixes them

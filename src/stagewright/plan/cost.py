@@ -77,6 +77,15 @@ def ring_fabric(cluster: Cluster, devices: Sequence[Device]) -> Fabric:
     return Fabric(bandwidth, max(link.latency for link in links.values()), any(link.staged for link in links.values()))
 
 
+def carried_bytes(size: Number, largest: Number, software: Software, fabric: Fabric) -> Number:
+    """The bytes of a gradient that a reduction takes the time of.
+
+    Tensors go up to the host and come down from it at once, one behind the other; of software that sums whole tensors,
+    the largest does nothing at once with another.
+    """
+    return size + largest if software.whole_sums and fabric.staged else size
+
+
 def scaling_factor(replicas: Number, machines: Number, software: Software, precision: str) -> Number:
     """How much longer replicas take than one alone: each step ends with the slowest, and hosts are shared.
 

@@ -197,7 +197,9 @@ class Estimate:
 
         def seconds() -> float:
             fabric = self._fabrics[stage]
-            return float(cost.allreduce_seconds(size, len(ranks), fabric.bandwidth, fabric.latency))
+            largest = float(np.diff(self._of(0).parameters[self.bounds[stage] : self.bounds[stage + 1] + 1]).max())
+            carried = cost.carried_bytes(size, largest * cost.GRADIENT_BYTES, self.setting.software, fabric)
+            return float(cost.allreduce_seconds(carried, len(ranks), fabric.bandwidth, fabric.latency))
 
         return self._once(("reduction", stage), seconds)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from stagewright.cluster.catalog import shipped
-from stagewright.cluster.specs import Catalog, DeviceSpec
+from stagewright.cluster.specs import HALF, Catalog, DeviceSpec
 from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.model.zoo import ZOO
 from stagewright.plan import cost
@@ -86,6 +86,8 @@ class Reading:
     precision: str
     columns: Columns
     steps: int = 1  # of a batch a device, for one update
+    pure_half: bool = False  # half precision without autocast
+    is_fused: bool = False  # activations and sums run inside batch norm
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -128,7 +130,9 @@ def read_row(row: Row, catalog: Catalog) -> Reading | Unknown:
         channels_last = False
     accumulated = re.search(r"accumulation to (\d+)", row.note)
     steps = max(1, int(accumulated[1]) // row.batch_per_gpu) if accumulated else 1
-    return Reading(row, devices, software, channels_last, precision, Columns.of(shapes), steps)
+    pure_half = "megatron" in text or (release is not None and "bert" in row.model.lower())
+    fused = "tf_cnn" in f"{text} {row.note}".lower() and precision in HALF  # it asks for cuDNN's persistent batch norm
+    return Reading(row, devices, software, channels_last, precision, Columns.of(shapes), steps, pure_half, fused)
 
 
 def model_shapes(name: str) -> Sequence[Shape] | None:
@@ -230,6 +234,7 @@ def row_seconds(reading: Reading, catalog: Catalog) -> float:
     row, software = reading.row, catalog.system(reading.software)
     if reading.channels_last is not None:
         software = replace(software, channels_last=reading.channels_last)
+    software = replace(software, pure_half=reading.pure_half, fused=software.fused or reading.is_fused)
     kinds = [catalog.device(kind) for kind in reading.kinds]
     parameters = float(reading.columns.parameters.sum())
     computes = []
@@ -245,7 +250,9 @@ def row_seconds(reading: Reading, catalog: Catalog) -> float:
         cluster = row_cluster(reading, catalog)
         fabric = cost.ring_fabric(cluster, cluster.devices)
         size = parameters * cost.GRADIENT_BYTES
-        reduction = float(cost.allreduce_seconds(size, row.gpus, fabric.bandwidth, fabric.latency))
+        largest = float(reading.columns.parameters.max()) * cost.GRADIENT_BYTES
+        carried = cost.carried_bytes(size, largest, software, fabric)
+        reduction = float(cost.allreduce_seconds(carried, row.gpus, fabric.bandwidth, fabric.latency))
         hiding = cost.hidden_seconds(backward_seconds * factor, fabric)
         exposed = float(cost.exposed_seconds(reduction, hiding, cost.tail_share(size)))
     return compute * factor + (exposed + update + software.overhead) / reading.steps

@@ -1,18 +1,22 @@
 """A model traced without running it, and a cache of what that found.
 
-Tracing a zoo model takes seconds, most of them imports of torch that nothing else here needs. Its shapes are kept in
-the user's cache, under a digest of the code that they come from.
+Tracing a model takes seconds, most of them imports of torch that nothing else here needs. The shapes of the zoo's
+models, as they are by default, come with the package (`profile/zoo_shapes.json.gz`; a test traces them again). With
+other classes, images or another torch, a zoo model's are kept in the user's cache, under a digest of the code that they
+come from.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache, cached_property
+from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,6 +36,7 @@ from stagewright.plan.plan import TiedParameter
 from stagewright.profile import shapes as shapes_module
 from stagewright.profile.shapes import Convolution, Kind, Shape, meta_example, on_meta, to_meta, trace_shapes
 
+SHIPPED = "zoo_shapes.json.gz"
 Tied = Callable[[Sequence[str]], Sequence[TiedParameter]]
 
 
@@ -68,6 +73,8 @@ class TracedModel:
     def _shapes(self) -> tuple[Shape, ...]:
         path = None
         if self._name in ZOO and self._frozen is None:
+            if self._classes is None and self._form == form_of(self._name) and self._name in shipped_shapes():
+                return read_shapes(shipped_shapes()[self._name])
             path = _folder() / f"{self._name}-{_digest(self._name, self._classes, self._form)}.json"
             with suppress(OSError, ValueError, KeyError, TypeError):
                 return read_shapes(read_text(path))
@@ -152,6 +159,26 @@ def read_shapes(text: str) -> tuple[Shape, ...]:
         kind = Kind(entry.pop("kind"))
         found.append(Shape(**entry, kind=kind, convolution=Convolution(**convolution) if convolution else None))
     return tuple(found)
+
+
+def shipped_text(models: Iterable[str]) -> bytes:
+    """The file of the zoo's shapes, as this torch traces them."""
+    chains = {name: Chain(meta_model(name), meta_example(form_of(name))) for name in models}
+    found = {name: shapes_text(trace_shapes(chain)) for name, chain in chains.items()}
+    return gzip.compress(json.dumps({"torch": _release(), "models": found}).encode(), mtime=0)
+
+
+@cache
+def shipped_shapes() -> Mapping[str, str]:
+    """The shapes that come with the package, as JSON, by model; none where another torch traced them."""
+    packed = resources.files("stagewright.profile").joinpath(SHIPPED).read_bytes()
+    content: dict[str, Any] = json.loads(gzip.decompress(packed))
+    return content["models"] if content["torch"] == _release() else {}
+
+
+def _release() -> str:
+    """The first two numbers of torch's version: what autograd saves may change with them."""
+    return ".".join(version("torch").split(".")[:2])
 
 
 def _folder() -> Path:

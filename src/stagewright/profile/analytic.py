@@ -4,8 +4,9 @@ A unit takes the longer of its arithmetic and its memory traffic, plus a kernel 
 the data sheet's peak by its kind: convolutions, matrix products, and kernels bound by memory. Convolutions run by one
 of three algorithms: a 3x3 of stride 1 in plain fp32 may run as Winograd's F(4x4, 3x3), with four times fewer products
 for 2.25 times the traffic of its inputs and outputs, twice; larger kernels of stride 1 as FFT tiles of 32x32;
-everything else directly; one of one channel a group runs outside the matrix units. Layer norm and softmax run in fp32
-where the rest is in half precision, as autocast has it. docs/planning.md says how accurate this is.
+everything else directly; one of one channel a group runs outside the matrix units, and a bias is added by a kernel of
+its own. Layer norm and softmax run in fp32 where the rest is in half precision, as autocast has it. docs/planning.md
+says how accurate this is.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _SHORT = 64  # a matrix product with an inner side of this length runs at half s
 _FFT_TILE = 32
 _DEPTHWISE_SHARE = 0.04  # of the plain fp32 peak, with one channel a group
 _DEPTHWISE_TRAFFIC = 3.5  # times that such a kernel moves its inputs and outputs
-_GROUPED_SHARE = 0.2  # of the same peak, at least, with few channels a group
+_GROUPED_SHARE = 0.2  # of the same peak, at least, with few channels a group, on cards with matrix units
 _ODD_GROUP_SHARE = 0.09  # the same, at most, where the channels of a group are no power of two
 _LONG_SHARE = 0.6  # of a square kernel's rate, for one that is one pixel wide or high
 _NARROW = 32  # channels a group below which a convolution is a grouped one
@@ -43,12 +44,13 @@ class Rates:
     products: float  # operations per second in a large matrix product
     convolutions: float
     plain: float  # operations per second outside the matrix units
+    grouped: float  # the same, at least, in grouped convolutions
     traffic: float  # bytes per second
     element: int  # bytes of an activation
-    is_half: bool
     has_winograd: bool
     changes_layout: bool
     is_fused: bool
+    has_autocast: bool
     efficiency: float
 
     @staticmethod
@@ -56,16 +58,18 @@ class Rates:
         products, product_share = device.rate(precision, convolution=False)
         convolutions, convolution_share = device.rate(precision, convolution=True)
         half = precision in HALF
+        in_fp32 = device.units(precision, convolution=True) == "fp32"
         return Rates(
             products * product_share,
             convolutions * convolution_share,
             device.peak["fp32"],
+            device.peak["fp32"] * (device.family.grouped if in_fp32 else _GROUPED_SHARE),
             device.bandwidth * device.memory_share,
             2 if half else 8 if precision == "fp64" else 4,
-            is_half=half,
-            has_winograd=not half and device.units(precision, convolution=True) == "fp32",
+            has_winograd=not half and in_fp32,
             changes_layout=half and device.has_matrix_units and not software.channels_last,
             is_fused=software.fused,
+            has_autocast=half and not software.pure_half,
             efficiency=software.efficiency,
         )
 
@@ -86,6 +90,7 @@ class Columns:
     gain: Array  # products that the transform saves; negative: no transform applies
     growth: Array
     waste: Array
+    biases: Array  # outputs that a bias is added to, by a kernel of its own
     is_absorbed: Array  # runs inside the normalisation before it, in fused software
     kinds: dict[str, Array]
 
@@ -100,7 +105,7 @@ class Columns:
         inputs, outputs = self.inputs * scale, self.outputs * scale
         both = inputs + outputs
         operations = self.operations * samples
-        casts = self.parameters * _CAST_BYTES / rates.traffic if rates.is_half else 0.0
+        casts = self.parameters * _CAST_BYTES / rates.traffic if rates.has_autocast else 0.0
         forward = both.copy()
         backward = 1.5 * both
         kinds = self.kinds
@@ -108,7 +113,7 @@ class Columns:
         dense = kinds["convolution"]
         forward[dense] = self._convolutions(rates, operations, both)[dense]
         narrow = kinds["grouped"]
-        fast = np.maximum(rates.convolutions * self.fill, rates.plain * _GROUPED_SHARE)
+        fast = np.maximum(rates.convolutions * self.fill, rates.grouped)
         arithmetic = operations / np.where(kinds["odd"], rates.plain * _ODD_GROUP_SHARE, fast)
         forward[narrow] = np.maximum(arithmetic, both)[narrow]
         deep = kinds["depthwise"]
@@ -120,17 +125,28 @@ class Columns:
         computes = dense | narrow | deep | product
         backward[computes] = (forward * self.passes)[computes]
 
-        # attention writes its scores, scales them, and takes their softmax in fp32
+        forward += 2 * self.biases * scale  # read and written; backward sums the gradient
+        backward += self.biases * scale
+
+        # attention copies its heads apart and together, writes its scores, scales them, and takes their softmax in fp32
         attends = kinds["attention"]
+        heads = np.where(self.scores > 0, 2 * both, 0.0)
+        forward[attends] += heads[attends]
+        backward[attends] += heads[attends]
         scores = self.scores * samples / rates.traffic
-        ahead, back = (28.0, 34.0) if rates.is_half else (24.0, 32.0)
+        ahead, back = (28.0, 34.0) if rates.has_autocast else (6.0 * rates.element, 8.0 * rates.element)
         forward[attends] += (scores * ahead)[attends]
         backward[attends] += (scores * back)[attends]
+
+        total = kinds["sum"]  # passes its gradient on; where a branch began, two gradients are added
+        backward[total] = both[total]
+        factor = kinds["scale"]  # its gradient is a product as large as the activations, and theirs is of two branches
+        backward[factor] = (4.5 * both)[factor]
 
         norm = kinds["norm"]  # forward reads twice and writes; backward reads both inputs twice and writes
         forward[norm], backward[norm] = 1.5 * both[norm], 2.5 * both[norm]
         layer = kinds["layer norm"]  # in fp32, with a change of precision before or behind it
-        ahead, back = (4.5, 8.0) if rates.is_half else (1.5, 2.5)
+        ahead, back = (4.5, 8.0) if rates.has_autocast else (1.5, 2.5)
         forward[layer], backward[layer] = ahead * both[layer], back * both[layer]
         pool = kinds["pool"]  # keeps 8-byte indices; backward clears, then scatters
         forward[pool] = (both + 8 * self.outputs * samples / rates.traffic)[pool]
@@ -170,7 +186,10 @@ def _columns(shapes: tuple[Shape, ...]) -> Columns:
         absorbed.append(absorbs and shape.kind is Kind.POINTWISE)
         absorbs = shape.kind is Kind.NORM or absorbed[-1]
     names = [_kernel(shape) for shape in shapes]
-    known = ("convolution", "grouped", "depthwise", "product", "attention", "norm", "layer norm", "pool", "view")
+    known = (
+        *("convolution", "grouped", "depthwise", "product", "attention"),
+        *("norm", "layer norm", "pool", "view", "sum", "scale"),
+    )
     kinds = {name: np.array([found == name for found in names]) for name in known}
     kinds["product"] = kinds["product"] | kinds["attention"]
     kinds["odd"] = np.array([_is_odd(shape.convolution) for shape in shapes])
@@ -183,6 +202,7 @@ def _columns(shapes: tuple[Shape, ...]) -> Columns:
         np.array([shape.scores for shape in shapes], dtype=float),
         np.array([_passes(shape, has_frozen=any(shape.frozen for shape in shapes)) for shape in shapes]),
         *(fill, tile_fill, gain, growth, waste),
+        np.array([shape.outputs if _has_bias(shape) else 0 for shape in shapes], dtype=float),
         np.array(absorbed),
         kinds,
     )
@@ -206,7 +226,16 @@ def _kernel(shape: Shape) -> str:
         return "attention"
     if shape.operations:
         return "product"
-    return {Kind.NORM: "norm", Kind.LAYER_NORM: "layer norm", Kind.POOL: "pool"}.get(shape.kind, "pointwise")
+    if shape.kind is Kind.POINTWISE and shape.inputs >= 2 * shape.outputs:
+        return "sum"
+    own = {Kind.NORM: "norm", Kind.LAYER_NORM: "layer norm", Kind.POOL: "pool", Kind.SCALE: "scale"}
+    return own.get(shape.kind, "pointwise")
+
+
+def _has_bias(shape: Shape) -> bool:
+    """Whether a convolution has one: more parameters than its weights."""
+    own = shape.convolution
+    return own is not None and shape.parameters > own.kernel * own.channels // own.groups * own.filters
 
 
 def _is_odd(convolution: Convolution | None) -> bool:

@@ -54,6 +54,7 @@ class Net:
         groups: int = 1,
         *,
         valid: bool = False,
+        bias: bool = False,
     ) -> Net:
         """A convolution, padded to keep the side unless it is `valid`."""
         high, wide = (kernel, kernel) if isinstance(kernel, int) else kernel
@@ -62,8 +63,8 @@ class Net:
         weights = taps * self.channels * filters // groups
         geometry = Convolution(taps, stride, groups, self.channels, filters)
         self.side = side
-        outputs = filters * side * side
-        self._add(Kind.CONVOLUTION, before, outputs, 2.0 * weights * side * side, weights, geometry)
+        outputs, parameters = filters * side * side, weights + filters * bias
+        self._add(Kind.CONVOLUTION, before, outputs, 2.0 * weights * side * side, parameters, geometry)
         self.channels = filters
         return self
 
@@ -116,7 +117,7 @@ class Net:
         self._add(Kind.POOL, whole, channels)
         self._add(Kind.LINEAR, channels, reduced, 2.0 * channels * reduced, channels * reduced)
         self._add(Kind.LINEAR, reduced, channels, 2.0 * channels * reduced, channels * reduced)
-        self._add(Kind.POINTWISE, whole + channels, whole)
+        self._add(Kind.SCALE, whole, whole)
         self.channels, self.side = channels, side
         return self
 
@@ -181,7 +182,7 @@ def _vgg(depth: int, *, norm: bool = False) -> Net:
     net = Net()
     for count, filters in zip(_VGG[depth], (64, 128, 256, 512, 512), strict=True):
         for _ in range(count):
-            net.conv(filters)
+            net.conv(filters, bias=True)
             net = net.norm().act() if norm else net.act()
         net.pool()
     net.linear(4096, 1, 512 * 49).side = 1
@@ -189,8 +190,11 @@ def _vgg(depth: int, *, norm: bool = False) -> Net:
 
 
 def _alexnet() -> Net:
-    net = Net().conv(64, 11, 4).act().pool(2, 3, valid=True).conv(192, 5).act().pool(2, 3, valid=True)
-    net.conv(384).act().conv(256).act().conv(256).act().pool(2, 3, valid=True)
+    net = Net().conv(64, 11, 4, bias=True).act().pool(2, 3, valid=True)
+    net.conv(192, 5, bias=True).act().pool(2, 3, valid=True)
+    for filters in (384, 256, 256):
+        net.conv(filters, bias=True).act()
+    net.pool(2, 3, valid=True)
     net.linear(4096, 1, 256 * 36).side = 1
     return net.act(2).linear(4096).act(2).linear(CLASSES)
 
@@ -358,14 +362,14 @@ def _regnet(depths: Sequence[int], widths: Sequence[int], group: int, *, squeeze
 
 
 def _convnext(depths: Sequence[int], widths: Sequence[int]) -> Net:
-    net = Net().conv(widths[0], 4, 4)
+    net = Net().conv(widths[0], 4, 4, bias=True)
     net.layer_norm(widths[0], net.side**2)
     for level, (depth, width) in enumerate(zip(depths, widths, strict=True)):
         if level:
-            net.layer_norm(net.channels, net.side**2).conv(width, 2, 2)
+            net.layer_norm(net.channels, net.side**2).conv(width, 2, 2, bias=True)
         for _ in range(depth):
             tokens = net.side**2
-            net.conv(width, 7, 1, width).layer_norm(width, tokens).linear(4 * width, tokens, width)
+            net.conv(width, 7, 1, width, bias=True).layer_norm(width, tokens).linear(4 * width, tokens, width)
             net.pointwise(4 * width * tokens).linear(width, tokens, 4 * width)
             net.pointwise(width * tokens).pointwise(width * tokens, 2)
             net.channels = width
@@ -373,7 +377,7 @@ def _convnext(depths: Sequence[int], widths: Sequence[int]) -> Net:
 
 
 def _vit(width: int, depth: int, heads: int, patch: int = 16, side: int = 224) -> Net:
-    net = Net(side).conv(width, patch, patch)
+    net = Net(side).conv(width, patch, patch, bias=True)
     tokens = (side // patch) ** 2 + 1
     for _ in range(depth):
         net.transformer(width, tokens, heads)
@@ -381,7 +385,7 @@ def _vit(width: int, depth: int, heads: int, patch: int = 16, side: int = 224) -
 
 
 def _swin(width: int, depths: Sequence[int], heads: int, window: int = 7) -> Net:
-    net = Net().conv(width, 4, 4)
+    net = Net().conv(width, 4, 4, bias=True)
     tokens = 56 * 56
     for level, depth in enumerate(depths):
         own = width << level
@@ -394,6 +398,7 @@ def _swin(width: int, depths: Sequence[int], heads: int, window: int = 7) -> Net
             for _ in range(4):  # a bias by position and a mask are added to the scores, in fp32: twice the bytes
                 net.pointwise((heads << level) * tokens * window * window, 2)
             net.transformer(own, tokens, heads << level, window * window)
+            net.pointwise(own * tokens).pointwise(own * tokens)  # stochastic depth
     return net.layer_norm(width * 8, tokens).linear(CLASSES, 1, width * 8)
 
 
@@ -401,7 +406,9 @@ def _bert(width: int, depth: int, heads: int, tokens: int = 128) -> Net:
     net = Net(1, width)
     net.pointwise(width * tokens).layer_norm(width, tokens)
     for _ in range(depth):
-        net.transformer(width, tokens, heads).pointwise(width * tokens).pointwise(width * tokens)  # two dropouts
+        net.transformer(width, tokens, heads)
+        for elements in (width * tokens, width * tokens, heads * tokens * tokens, heads * tokens * tokens):
+            net.pointwise(elements)  # two dropouts; of the scores a mask and another dropout
     predicted = 20  # masked tokens of a sequence of 128
     return net.linear(width, predicted, width).linear(30522, predicted, width)
 

@@ -38,6 +38,7 @@ class Kind(StrEnum):
     ATTENTION = "attention"
     POOL = "pool"
     POINTWISE = "pointwise"
+    SCALE = "scale"  # a factor for every channel
     VIEW = "view"  # no work: shapes, flattening
     OTHER = "other"
 

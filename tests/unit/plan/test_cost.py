@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stagewright.cluster.catalog import shipped
+from stagewright.cluster.specs import Software
 from stagewright.cluster.topology import Cluster, Device, Level, Link, Machine
 from stagewright.plan import cost
 
@@ -56,6 +57,13 @@ def test_a_ring_over_machines_is_as_fast_as_their_network() -> None:
     assert cost.ring_fabric(cluster, cluster.devices).bandwidth == shipped().links["net-100g"].bandwidth
     inside = cost.ring_fabric(cluster, cluster.devices[:8])
     assert inside.bandwidth == 6 * shipped().links["nvlink2"].bandwidth and not inside.staged
+
+
+def test_a_tensor_that_is_summed_whole_goes_up_before_it_comes_down() -> None:
+    whole, in_parts = (Software("made", "made", 1.0, whole_sums=is_whole) for is_whole in (True, False))
+    staged, direct = (cost.Fabric(1.0, 0.0, staged=is_staged) for is_staged in (True, False))
+    assert cost.carried_bytes(100, 80, whole, staged) == 180
+    assert cost.carried_bytes(100, 80, in_parts, staged) == cost.carried_bytes(100, 80, whole, direct) == 100
 
 
 def test_copies_through_the_host_hide_nothing() -> None:

@@ -21,6 +21,7 @@ from stagewright.planning.calibrate import (
     coverage,
     fit,
     observations,
+    overrides,
     predict_rows,
     telling_rows,
     with_hosts,
@@ -28,7 +29,7 @@ from stagewright.planning.calibrate import (
 from stagewright.planning.evidence import Evidence
 from stagewright.planning.published import predict_run, published_pairs, published_runs
 from stagewright.planning.reading import Reading, read_row, row_rate
-from stagewright.planning.rows import Row, known_rows
+from stagewright.planning.rows import SPLITS, Row, known_rows
 from tests.shared import shared_file
 
 TIMM = "huggingface/pytorch-image-models results/benchmark-train-amp-nhwc-pt112-cu113-rtx3090.csv"
@@ -97,6 +98,16 @@ def test_a_fit_moves_only_the_figures_that_its_rows_depend_on() -> None:
     assert sum(after) <= sum(before)
 
 
+def test_what_software_loses_by_scaling_is_its_own_part_of_what_all_lose() -> None:
+    found = small_fit()[1]
+    names = [".".join(parameter.path) for parameter in found.known]
+    changed = {"shared.half_jitter": 0.04, "software.mxnet.half_jitter": 0.5, "software.paddle.half_jitter": 1.0}
+    logs = [math.log(changed[name]) if name in changed else log for name, log in zip(names, found.logs, strict=True)]
+    tables = overrides(found.known, logs)
+    losses = {name: tables["software"][name]["half_jitter"] for name in ("mxnet", "paddle")}
+    assert losses == pytest.approx({"mxnet": 0.02, "paddle": 0.04}) and "shared" not in tables
+
+
 def test_the_written_calibration_is_read_back_as_the_same_figures() -> None:
     observed, found = small_fit()
     errors = dict.fromkeys(Evidence, 0.2)
@@ -153,8 +164,9 @@ def test_orders_are_those_of_one_model() -> None:
 @pytest.mark.skipif(not os.environ.get("STAGEWRIGHT_NIGHTLY"), reason="takes minutes; make nightly runs it")
 def test_held_back_rows_are_within_the_stated_errors() -> None:
     splits = all_splits()
-    assert all(one.median() <= 0.10 for one in splits)
-    assert all(one.worst_direct <= 0.32 for one in splits)
+    assert all(one.median("pytorch") <= 0.062 for one in splits)
+    judged = splits[:SPLITS]
+    assert all(one.median() <= 0.10 and one.worst_direct <= 0.30 and one.worst_given <= 0.30 for one in judged)
     right, pairs = (sum(column) for column in zip(*(one.orders() for one in splits), strict=True))
     inside, rows = coverage(splits)
     assert right / pairs >= 0.9 and 0.8 <= inside / rows <= 0.97

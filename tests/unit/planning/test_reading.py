@@ -64,6 +64,9 @@ def test_words_decide_software_layout_and_links() -> None:
     assert read(software="NGC PyTorch 21.03").channels_last and read(software="NGC PyTorch 20.03").channels_last is None
     assert read().is_staged and not read(hardware="a100-sxm4-80", link="NVSwitch").is_staged
     assert not read(hardware="rtx-3090", gpus=2, link="NVLink bridge").is_staged
+    assert read(software="NGC PyTorch 21.11", model="bert-large").pure_half and not read(model="bert-large").pure_half
+    assert read(software="tf_cnn_benchmarks").is_fused and not read(software="TensorFlow 2.3").is_fused
+    assert not read(software="tf_cnn_benchmarks", precision="fp32").is_fused
     two = read(hardware="v100-sxm2-16", gpus=16, nodes=2, link="NVLink + 25 Gb/s Ethernet")
     network = row_cluster(two, shipped()).network
     assert network is not None and network.name == "net-25g"
@@ -75,14 +78,22 @@ def test_cards_of_several_kinds_go_at_the_pace_of_the_slowest() -> None:
     assert row_rate(mixed, shipped()) < row_rate(read(), shipped())
 
 
-@pytest.mark.parametrize("changes", [{}, {"hardware": "v100-sxm2-16", "gpus": 16, "nodes": 2, "link": "NVLink"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"hardware": "v100-sxm2-16", "gpus": 16, "nodes": 2, "link": "NVLink"},
+        {"software": "TensorFlow 2.3", "model": "vgg16"},  # which sums tensors whole
+    ],
+)
 def test_a_row_and_a_plan_are_predicted_by_one_law(changes: dict[str, object]) -> None:
     reading, catalog = read(**changes), shipped()
     cluster, row = row_cluster(reading, catalog), reading.row
-    shapes = model_shapes("resnet50")
+    shapes = model_shapes(row.model)
     assert shapes is not None
-    catalog = replace(catalog, software={"pytorch": replace(catalog.system("pytorch"), channels_last=True)})
-    where = make_setting(shapes, cluster, "fp16", catalog=catalog, software="pytorch")
+    software = replace(catalog.system(reading.software), channels_last=True)
+    catalog = replace(catalog, software={reading.software: software})
+    where = make_setting(shapes, cluster, "fp16", catalog=catalog, software=reading.software)
     plan = make_plan((cluster.devices,), batch=64 * row.gpus, microbatches=row.gpus, mode=Mode.DP)
     assert predict(plan, where).images_per_second == pytest.approx(row_rate(reading, catalog), rel=1e-6)
 

@@ -1,0 +1,16 @@
+"""Writes profile/zoo_shapes.json.gz: the shapes of the zoo's models as tracing finds them.
+
+Run it after a change of a zoo model, of tracing or of torch: `python -m tests.make_shapes`. A test compares.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stagewright.model.zoo import ZOO
+from stagewright.planning.traced import SHIPPED, shipped_text
+
+FILE = Path(__file__).parents[1] / "src/stagewright/profile" / SHIPPED
+
+if __name__ == "__main__":
+    FILE.write_bytes(shipped_text(ZOO))
