@@ -10,7 +10,6 @@ import os
 import socket
 import struct
 import tempfile
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -31,8 +30,6 @@ _PIECE_BYTES = 8 * 2**20
 _SOCKET_BYTES = 128 * 2**10  # that a socket holds for certain; Linux gives it 208 KiB
 _KERNEL_BYTES = 1024  # the kernel's overhead per message; it also rounds sizes up, at most to twice
 _LONGEST_TMPDIR = 70  # bytes; a socket's path may have 107
-_SPIN_SECONDS = 2e-4  # of a wait for a small message, where cores are free: to be woken takes tens of microseconds
-_CORES_PER_RANK = 3  # from which a rank that waits takes nothing from others: gloo's threads need cores too
 _DONE = Done()
 
 
@@ -71,13 +68,7 @@ class GlooNetwork:
         if not all(map(self._place.is_local, (name.source, name.target))):
             return gloo
         store = PrefixStore(f"socket/{name}", self._torch_store)
-        stream = _connect(store, self._rank == name.source, self._timeout)
-        return SocketTransport(stream, gloo, window, _SPIN_SECONDS if self._has_cores() else 0.0)
-
-    def _has_cores(self) -> bool:
-        """Whether this machine has cores that nobody needs while a rank waits."""
-        ranks = self._place.local
-        return ranks is not None and len(os.sched_getaffinity(0)) >= _CORES_PER_RANK * len(ranks)
+        return SocketTransport(_connect(store, self._rank == name.source, self._timeout), gloo, window)
 
     def collective(self, name: str, ranks: Sequence[int]) -> Collective:
         return _GlooCollective(self._group(name, ranks, self._for_sums)) if len(ranks) > 1 else Alone()
@@ -128,13 +119,11 @@ class _GlooCollective:
 class SocketTransport:
     """Sends over a socket what fits into its buffer `window` times, so that a send never waits; the rest over gloo.
 
-    Both ends know a message's size before they send or receive it, so they choose the same way. A receive polls for
-    `spin` seconds before it sleeps.
+    Both ends know a message's size before they send or receive it, so they choose the same way.
     """
 
-    def __init__(self, stream: socket.socket, large: Transport, window: int, spin: float = 0.0) -> None:
+    def __init__(self, stream: socket.socket, large: Transport, window: int) -> None:
         self._stream = stream
-        self._spin = spin
         self._large = large
         self.largest = (_SOCKET_BYTES // window - _KERNEL_BYTES) // 2  # bytes of a message over the socket
 
@@ -150,16 +139,15 @@ class SocketTransport:
     def receive(self, buffer: Tensor) -> Pending:
         if buffer.nbytes > self.largest:
             return self._large.receive(buffer)
-        return _SocketReceive(self._stream, buffer.numpy().data, self._spin)
+        return _SocketReceive(self._stream, buffer.numpy().data)
 
 
 class _SocketReceive:
     """A receive that reads when it is polled or waited for; until then the kernel keeps the message."""
 
-    def __init__(self, stream: socket.socket, rest: memoryview, spin: float) -> None:
+    def __init__(self, stream: socket.socket, rest: memoryview) -> None:
         self._stream = stream
         self._rest = rest
-        self._spin = spin
 
     def is_completed(self) -> bool:
         if self._rest:
@@ -170,10 +158,6 @@ class _SocketReceive:
         return not self._rest
 
     def wait(self) -> None:
-        if self._spin:
-            limit = time.perf_counter() + self._spin
-            while not self.is_completed() and time.perf_counter() < limit:
-                pass
         while self._rest:
             try:
                 self._read(socket.MSG_WAITALL)
