@@ -6,6 +6,7 @@ after its first steps, and images per second at the end. It imports nothing but 
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from contextlib import nullcontext
@@ -44,8 +45,8 @@ def main(name: str, batch: int, precision: str, steps: int) -> None:
         return count * batch / (time.perf_counter() - began)
 
     train(_FIRST)
-    print(f"step {_FIRST}/{steps}", flush=True)
-    print(median(train((steps - _FIRST) // _PARTS) for _ in range(_PARTS)))
+    print(json.dumps(f"step {_FIRST}/{steps}"), flush=True)
+    print(json.dumps(median(train((steps - _FIRST) // _PARTS) for _ in range(_PARTS))))
 
 
 def _model(name: str) -> nn.Module:
