@@ -109,9 +109,9 @@ def shrunk(image: Pixels, side: int) -> Pixels:
     shorter = min(height, width)
     if shorter <= side:
         return image
-    target = torch.empty(round(height * side / shorter), round(width * side / shorter), _CHANNELS, dtype=torch.uint8)
-    _resize(torch.from_numpy(image), target)
-    return target.numpy()
+    target = np.empty((round(height * side / shorter), round(width * side / shorter), _CHANNELS), np.uint8)
+    _resize(*(torch.from_numpy(_planes(pixels)) for pixels in (image, target)))
+    return target
 
 
 def is_jpeg(data: bytes) -> bool:
@@ -177,37 +177,40 @@ def parse_normalization(text: str) -> Normalization:
 
 
 def render(image: Pixels, view: View, target: Tensor) -> None:
-    """Fill `target`, uint8 [side, side, RGB], with a view of an image."""
-    box = torch.from_numpy(image[view.top : view.top + view.height, view.left : view.left + view.width])
+    """Fill `target`, uint8 [side, side, RGB], with a view of an image.
+
+    Views of arrays are numpy's: each of torch's operations lets go of Python's lock, and threads then wait for it.
+    """
+    box = image[view.top : view.top + view.height, view.left : view.left + view.width]
+    planes = torch.from_numpy(_planes(box))
     if view.is_mirrored:
-        box = _planes(box).flip(3).squeeze(0).permute(1, 2, 0)  # several times faster in this memory layout
+        planes = planes.flip(3)  # several times faster in this memory layout
     side = len(target)
     if (view.rows, view.columns, view.down, view.right) == (side, side, 0, 0):
-        _resize(box, target)
+        _resize(planes, torch.from_numpy(_planes(target.numpy())))
     else:
-        resized = box
+        resized = planes
         if (view.rows, view.columns) != (view.height, view.width):
-            resized = torch.empty(view.rows, view.columns, 3, dtype=torch.uint8)
-            _resize(box, resized)
-        _copy_window(resized, view, target)
+            resized = torch.from_numpy(_planes(np.empty((view.rows, view.columns, _CHANNELS), np.uint8)))
+            _resize(planes, resized)
+        _copy_window(resized.squeeze(0).permute(1, 2, 0), view, target)
     if view.jitter is not None:
         target.copy_(jittered(target, view.jitter))
     if view.cutout is not None:
         view.cutout.apply(target)
 
 
-def _resize(box: Tensor, target: Tensor) -> None:
-    """Antialiased bilinear, written straight into `target`."""
-    if box.shape == target.shape:
-        target.copy_(box)
+def _resize(planes: Tensor, target: Tensor) -> None:
+    """Antialiased bilinear, written straight into `target`; both as `_planes` has them."""
+    if planes.shape == target.shape:
+        target.copy_(planes)
     else:
-        size = list(target.shape[:2])
-        torch.ops.aten._upsample_bilinear2d_aa.out(_planes(box), size, False, None, None, out=_planes(target))
+        torch.ops.aten._upsample_bilinear2d_aa.out(planes, list(target.shape[2:]), False, None, None, out=target)
 
 
-def _planes(pixels: Tensor) -> Tensor:
+def _planes(pixels: Pixels) -> Pixels:
     """[rows, columns, RGB] as the batch of one that torch's image operations expect, without a copy."""
-    return pixels.permute(2, 0, 1).unsqueeze(0)
+    return pixels.transpose(2, 0, 1)[np.newaxis]
 
 
 def _copy_window(resized: Tensor, view: View, target: Tensor) -> None:

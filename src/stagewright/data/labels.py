@@ -54,4 +54,4 @@ class ClassLabels:
         return torch.tensor(record.label)
 
     def draw(self, label: Tensor, view: View, target: Tensor) -> None:
-        target.copy_(label)
+        target.numpy()[...] = label.numpy()  # not by torch, for which threads wait for each other

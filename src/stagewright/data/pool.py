@@ -124,6 +124,7 @@ class Batch:
         self.seed = seed
         self.images = images
         self.labels = labels
+        self.rows = list(zip(images.unbind(), labels.unbind(), strict=True))
         self.bad: dict[int, tuple[BadRecord, ...]] = {}  # by row
         self.error: BaseException | None = None
         self.claimed = 0  # rows that a thread has begun
@@ -188,7 +189,7 @@ class Pool:
             bad: tuple[BadRecord, ...] = ()
             error: BaseException | None = None
             try:
-                bad = load(int(batch.indices[row]), batch.seed, batch.images[row], batch.labels[row], decoder)
+                bad = load(int(batch.indices[row]), batch.seed, *batch.rows[row], decoder)
             except BaseException as caught:  # raised again by `wait`
                 error = caught
             with self._condition:
