@@ -32,7 +32,7 @@ from stagewright.runtime.comm.nccl import open_network
 from stagewright.runtime.comm.transport import Alone, Collective, Done, Pending, Place, Transport
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.assemble import assemble, open_data, open_pieces
-from stagewright.runtime.process.torch_flags import set_flags
+from stagewright.runtime.process.torch_flags import keep_freed_memory, set_flags
 from stagewright.runtime.stage.precision import make_precision
 from stagewright.runtime.stage.recorder import make_recorder
 from stagewright.runtime.status_file import status_path
@@ -247,6 +247,7 @@ class Stagewright:
         position = status_path(meeting, rank)
         position.parent.mkdir(exist_ok=True)
         set_flags(job.config)
+        keep_freed_memory()  # as a rank of `train` does
         device = open_device(job.config.run.device, job.plan.devices[rank].index, share=job.config.run.share_gpu)
         self._device = device.device
         self.recorder = make_recorder(position, device)
