@@ -13,6 +13,7 @@ from stagewright.runtime.job import Job
 from stagewright.runtime.process.log import Ledger
 from tests.distributed.pool import Pool
 from tests.keeping import KILLS, keeping, resumed, same_bits, saved_at
+from tests.marks import IS_NIGHTLY
 from tests.parity import Case, Run, make_job
 
 CASES = [
@@ -33,7 +34,7 @@ def run(pool: Pool, job: Job) -> Run:
 
 
 ALL = [replace(case, dynamic=dynamic, steps=120) for case in CASES for dynamic in (False, True)]
-FEW = [replace(CASES[0], steps=40), replace(CASES[3], steps=24)]
+FEW = [replace(CASES[0], steps=40), *([replace(CASES[3], steps=24)] if IS_NIGHTLY else [])]
 
 
 @pytest.mark.parametrize("case", ALL if KILLS else FEW, ids=str)

@@ -508,7 +508,7 @@ def test_equals_torchvisions_model(name: str) -> None:
         assert torch.equal(ours.train(training)(images), expected) and expected.any()
 
 
-@pytest.mark.parametrize("name", daily(zoo.ZOO, 4))
+@pytest.mark.parametrize("name", daily(zoo.ZOO, 8))
 def test_our_models_run_the_same_for_every_batch(name: str) -> None:
     """What `Chain` takes for granted where one of them stays whole."""
     traced = trace_model(name).chain

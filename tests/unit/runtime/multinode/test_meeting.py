@@ -162,9 +162,9 @@ def test_a_machine_that_starts_again_makes_all_start_again(hosted: Host) -> None
 
 
 def test_names_a_machine_that_does_not_join_in_time(hosted: Host) -> None:
-    host = hosted.meeting(0, join=8.0)
+    host = hosted.meeting(0, join=5.0)
     (failed,) = together(lambda: host.meet(REPORT, when_all()))
-    assert str(failed).startswith("machine 1 (127.0.0.2) did not join within 8 s; start the same command there")
+    assert str(failed).startswith("machine 1 (127.0.0.2) did not join within 5 s; start the same command there")
     assert hosted.said[0] == ["waiting for machine 1 (127.0.0.2)"]
     hosted.server.close()
     guest = hosted.meeting(1, join=1.0)
