@@ -32,7 +32,7 @@ from tests.examples import (
     plain_gpt,
     train,
 )
-from tests.marks import IS_NIGHTLY, nightly
+from tests.marks import nightly
 from tests.waiting import LONG
 
 STAGES = ("--placement", "0:0.0:1", "--mode", "sync")
@@ -116,8 +116,9 @@ def srun(folder: Path, *words: str) -> list[subprocess.Popen[str]]:
     return [start(folder, *words, variables={**place, "SLURM_PROCID": str(rank)}) for rank in range(2)]
 
 
+@nightly
 def test_a_script_trains_the_same_bits_however_it_is_started(tmp_path: Path) -> None:
-    """By python and, every night, by `stagewright run`, torchrun and srun; all as `stagewright run --emulate` does."""
+    """By python, by `stagewright run`, torchrun and srun; all as `stagewright run --emulate` does."""
     exact = ("--precision", "fp64")
     expected = train(GPT, tmp_path, *STAGES, *GPT.stages, *exact, "--emulate")
     (run,) = (tmp_path / "runs").iterdir()
@@ -129,8 +130,6 @@ def test_a_script_trains_the_same_bits_however_it_is_started(tmp_path: Path) -> 
     plain = plain_gpt(tmp_path, lambda epoch, samples: permutation(0, epoch, samples).tolist())
     print(f"gpt: sync 1-1 over two processes {real.difference(plain):.1e}")
     assert real.difference(plain) < ROUNDING
-    if not IS_NIGHTLY:
-        return
     options = (*STAGES, *GPT.stages, "--")
     folder = tmp_path / "run"
     assert_same_bits(end([start(folder, "-m", "stagewright", "run", script, *options, *arguments)], folder), expected)
