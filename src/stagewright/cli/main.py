@@ -57,9 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _require_linux(parsed)
             for line in untested_versions():
                 sys.stderr.write(f"warning: {line}\n")
-            os.environ.setdefault(
-                "TORCH_CPP_LOG_LEVEL", "FATAL"
-            )  # before torch is imported: its warnings confuse users
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch's warnings, which it reads as it is imported
             with ExitStack() as stack:
                 parsed.spare = stack.enter_context(spare) if (spare := _spare_ranks(parsed)) else None
                 with ProgressLine(f"loading stagewright {parsed.command.name}"):

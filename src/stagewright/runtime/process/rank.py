@@ -63,13 +63,19 @@ def main() -> None:
     if SPARE not in arguments:
         run_process(Path(arguments[0]))
         return
-    if COMPILES in arguments:
-        torch.compile(torch.nn.Identity())  # imports the compiler
-    if torch.cuda.is_available():
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+    with suppress(Exception):  # what fails here fails again where the rank needs it, and is reported there
+        _warm_up(compiles=COMPILES in arguments)
     path = wait_for_rank()
     if path is not None:
         run_process(path)
+
+
+def _warm_up(*, compiles: bool) -> None:
+    """Load what takes long, while nobody waits for it."""
+    if compiles:
+        torch.compile(torch.nn.Identity())  # imports the compiler
+    if torch.cuda.is_available():
+        torch.cuda.init()  # type: ignore[no-untyped-call]
 
 
 def run_process(path: Path) -> None:
