@@ -1,6 +1,7 @@
 """What all loaders share: their options, the count of bad records, reading ahead, and the threads that fill batches.
 
-The threads of a `Pool` fill batches one sample at a time, in the order in which the batches were submitted.
+The threads of a `Pool` fill batches one sample at a time, in the order in which the batches were submitted; a
+`processes.ProcessPool` is used in the same way.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Generic, TypeVar
 
 import torch
@@ -45,7 +47,7 @@ class LoaderOptions:
     channels_last: bool = False  # the memory layout of images, where a source can choose it
     is_compiled: bool = False  # what makes samples on a GPU, where a source has code for that
     decode: Decode = Decode.CPU
-    workers: int = 0  # processes that load a user's own dataset; 0: this one
+    workers: int = 0  # processes that load images or a user's own dataset; 0: threads, or this process
 
     def __post_init__(self) -> None:
         for flag, value, least in (
@@ -116,19 +118,46 @@ class ReadAhead(Generic[Work]):
             self._cancel(self._window.popleft()[1])
 
 
+class Buffers:
+    """Memory of one batch, pinned for a GPU, and the copy that may still be reading it."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.images = images
+        self.labels = labels
+        self._copied: torch.cuda.Event | None = None
+
+    def to_device(self, images: Tensor, device: torch.device) -> Tensor:
+        """The images on the device; the copy may still be running when this returns."""
+        if device.type != "cuda":
+            return images
+        on_device = images.to(device, non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+        return on_device
+
+    def wait_until_copied(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
 class Batch:
     """Samples being loaded: which ones, where they are written, and how many are left."""
 
-    def __init__(self, indices: Indices, seed: AugmentSeed | None, images: Tensor, labels: Tensor) -> None:
+    def __init__(self, indices: Indices, seed: AugmentSeed | None, buffers: Buffers) -> None:
         self.indices = indices
         self.seed = seed
-        self.images = images
-        self.labels = labels
-        self.rows = list(zip(images.unbind(), labels.unbind(), strict=True))
+        self.buffers = buffers
+        self.images = buffers.images[: len(indices)]
+        self.labels = buffers.labels[: len(indices)]
         self.bad: dict[int, tuple[BadRecord, ...]] = {}  # by row
         self.error: BaseException | None = None
         self.claimed = 0  # rows that a thread has begun
         self.left = len(indices)
+
+    @cached_property
+    def rows(self) -> list[tuple[Tensor, Tensor]]:
+        """Where each sample is written."""
+        return list(zip(self.images.unbind(), self.labels.unbind(), strict=True))
 
 
 class Pool:
@@ -143,6 +172,7 @@ class Pool:
 
     def submit(self, batch: Batch, load: Load) -> None:
         """Queue a batch to be filled."""
+        assert len(batch.rows) == len(batch.indices)  # made before threads ask for them
         with self._condition:
             self._waiting.append((batch, load))
             self._condition.notify_all()
