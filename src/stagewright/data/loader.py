@@ -43,7 +43,7 @@ class Loader(Protocol):
 
 def make_loaders(options: LoaderOptions, *slices: tuple[Source, ReplicaSlice]) -> tuple[Loader, ...]:
     """One loader per source; loaders of images share their threads or processes."""
-    threads, processes = Pool(options.threads), ProcessPool(options.workers) if options.workers else None
+    threads, processes = Pool(options.threads), ProcessPool(options.image_workers) if options.image_workers else None
     return tuple(_make_loader(source, numbers, options, threads, processes) for source, numbers in slices)
 
 

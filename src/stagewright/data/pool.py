@@ -47,7 +47,8 @@ class LoaderOptions:
     channels_last: bool = False  # the memory layout of images, where a source can choose it
     is_compiled: bool = False  # what makes samples on a GPU, where a source has code for that
     decode: Decode = Decode.CPU
-    workers: int = 0  # processes that load images or a user's own dataset; 0: threads, or this process
+    workers: int = 0  # processes that load a user's own dataset; 0: this one
+    image_workers: int = 0  # processes that decode images; 0: threads
 
     def __post_init__(self) -> None:
         for flag, value, least in (

@@ -73,11 +73,11 @@ def same_fields(loaders: tuple[Loader, ...], others: tuple[Loader, ...], numbers
 
 def test_samples_are_the_same_bits_as_with_threads(slices: list[tuple[ImageSource, ReplicaSlice]]) -> None:
     threads = make_loaders(LoaderOptions(torch.float64, threads=2), *slices)
-    processes = make_loaders(LoaderOptions(torch.float64, workers=2, ahead=2), *slices)
+    processes = make_loaders(LoaderOptions(torch.float64, image_workers=2, ahead=2), *slices)
     assert same_fields(processes, threads, iter([0, 1, 2, 4, 3, 3, 5])) == 28  # resumed, and asked for again
     assert len(multiprocessing.active_children()) == 2  # one pair for training and evaluations
     same_fields(processes[:1], threads[:1], iter(range(12, 20)))  # over the end of the first epoch
-    (step,) = make_loaders(LoaderOptions(torch.float64, workers=5), (slices[0][0], training(step=3)))
+    (step,) = make_loaders(LoaderOptions(torch.float64, image_workers=5), (slices[0][0], training(step=3)))
     same_fields((step,), threads[:1], iter(range(1, 16, 3)))
     for loader in (*threads, *processes, step):
         loader.close()
@@ -121,7 +121,7 @@ def test_bad_records_are_counted_once_in_the_order_of_rows_and_errors_are_told()
     bad: list[BadRecord] = []
     records = Counting(40, bad=(7, 8, 12, 25, 26))
     records.is_open.set()
-    loader = loader_of(records, 10, LoaderOptions(workers=2, max_bad=4, on_bad=bad.append, ahead=1))
+    loader = loader_of(records, 10, LoaderOptions(image_workers=2, max_bad=4, on_bad=bad.append, ahead=1))
     labels = [loader.microbatch(number)["label"].tolist() for number in (0, 1, 0)]
     assert labels[0] == labels[2] == [0, 1, 2, 3, 4, 5, 6, 9, 9, 9] and labels[1] == [0, 1, 3, 3, 4, 5, 6, 7, 8, 9]
     assert [one.index for one in bad] == [7, 8, 12] and bad[0].reason == "record 7 is bad"
@@ -131,7 +131,7 @@ def test_bad_records_are_counted_once_in_the_order_of_rows_and_errors_are_told()
         loader.microbatch(3)
     assert loader.microbatch(0)["label"].tolist() == labels[0]  # buffers are free again
     loader.close()
-    nothing = loader_of(Faulty(5, bad=range(5)), 5, LoaderOptions(workers=1, max_bad=9))
+    nothing = loader_of(Faulty(5, bad=range(5)), 5, LoaderOptions(image_workers=1, max_bad=9))
     with pytest.raises(DataError, match="none of the 5 records can be used; the first: record"):
         nothing.microbatch(0)
     nothing.close()
@@ -140,7 +140,7 @@ def test_bad_records_are_counted_once_in_the_order_of_rows_and_errors_are_told()
 def test_loads_as_far_ahead_as_asked() -> None:
     records = Counting(30)
     records.is_open.set()
-    loader = loader_of(records, 3, LoaderOptions(workers=3, ahead=2), stop=10)
+    loader = loader_of(records, 3, LoaderOptions(image_workers=3, ahead=2), stop=10)
     loader.microbatch(0)
     wait_until(lambda: records.count.value == 9)
     loader.microbatch(1)
@@ -170,7 +170,7 @@ def test_takes_more_tasks_than_a_pipe_holds_and_leaves_out_what_is_abandoned() -
 
 
 def test_a_killed_worker_is_named_in_one_line_and_others_take_over() -> None:
-    loader = loader_of(Faulty(100), 10, LoaderOptions(workers=2, ahead=0))
+    loader = loader_of(Faulty(100), 10, LoaderOptions(image_workers=2, ahead=0))
     expected = loader.microbatch(0)["image"]
     victim = multiprocessing.active_children()[0]
     victim.kill()
@@ -187,7 +187,7 @@ def test_workers_end_with_a_rank_that_is_killed() -> None:
     reading, writing = os.pipe()
 
     def rank() -> None:
-        loaders = [loader_of(Faulty(100), 10, LoaderOptions(workers=2)) for _ in range(2)]
+        loaders = [loader_of(Faulty(100), 10, LoaderOptions(image_workers=2)) for _ in range(2)]
         for loader in loaders:  # the second one's workers have the pipes of the first, too
             loader.microbatch(0)
         os.write(writing, " ".join(str(one.pid) for one in multiprocessing.active_children()).encode())
@@ -215,4 +215,4 @@ def _runs(pid: int) -> bool:
 def test_memory_that_can_not_be_had_is_one_line() -> None:
     numbers = ReplicaSlice(EvaluationSampler(2**50, 2**50), 1, 1)
     with pytest.raises(DataError, match=r"1125899906842624 samples .* need 1,811,939,328.0 GiB .*; reduce --image"):
-        make_loaders(LoaderOptions(workers=2), (images_of(Faulty(100)), numbers))
+        make_loaders(LoaderOptions(image_workers=2), (images_of(Faulty(100)), numbers))
