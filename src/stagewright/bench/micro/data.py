@@ -22,30 +22,16 @@ from PIL import Image
 from torch.nn import functional
 
 from stagewright.bench.micro.loaders import Images, compare_loaders
+from stagewright.bench.pictures import HEIGHT, WIDTH, make_jpegs
 from stagewright.bench.result import Outcome, measured_row, new_outcome, ratio_of
 from stagewright.data.augment import Augmentation, Cropping, View
 from stagewright.data.decode import Decoder, render
 from stagewright.data.formats.index import IndexBuilder, load_index, save_index
 
 StockPath = Callable[[bytes, View], object]
-HEIGHT, WIDTH, SIDE = 375, 500, 224
-_DISTINCT = 16
-_QUALITY = 94
+SIDE = 224
 _IMAGENET = 1_281_167
 _REPEATS, _IMAGES, _MOST_THREADS = 15, 64, 2  # unless options say otherwise
-
-
-def make_jpegs(height: int = HEIGHT, width: int = WIDTH) -> list[bytes]:
-    """Images of waves under noise, with the size and about the bytes of an ImageNet photograph."""
-    generator = np.random.default_rng(0)
-    rows, columns = np.mgrid[0:height, 0:width]
-    jpegs = []
-    for _ in range(_DISTINCT):
-        picture = 128 + generator.normal(0, 14, (height, width, 3))
-        for across, down, phase in generator.uniform(0, 0.15, (6, 3)):
-            picture += 20 * np.sin(across * columns + down * rows + 40 * phase)[..., None]
-        jpegs.append(simplejpeg.encode_jpeg(picture.clip(0, 255).astype(np.uint8), _QUALITY, "RGB", "420"))
-    return jpegs
 
 
 def measure(

@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from stagewright.bench.pictures import InMemory
 from stagewright.bench.result import Ratio, Row, measured_row, ratio_of
 from stagewright.data.augment import Augmentation, View
 from stagewright.data.convert import Shrink
@@ -38,26 +39,6 @@ _TURNS = 3
 _PREFETCHED = 2  # batches of each of torch's workers, by default
 NextBatch = Callable[[], object]
 Transform = Callable[[bytes], Tensor]
-
-
-class InMemory:
-    """Records in memory, so that the disk is not measured."""
-
-    def __init__(self, encoded: Sequence[bytes], samples: int) -> None:
-        self.classes = 1000
-        self.class_names: tuple[str, ...] = ()
-        self.fingerprint = f"memory/{samples}"
-        self._encoded = encoded
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def get(self, index: int) -> Record:
-        return Record(self._encoded[index % len(self._encoded)], index % self.classes, self.name(index))
-
-    def name(self, index: int) -> str:
-        return f"record {index}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from stagewright.bench.micro.data import HEIGHT, SIDE, WIDTH, make_jpegs, measure, stagewright_path, stock_paths
+from stagewright.bench.micro.data import SIDE, measure, stagewright_path, stock_paths
 from stagewright.bench.micro.loaders import Images, compare_loaders, torchvision_transform
+from stagewright.bench.pictures import HEIGHT, WIDTH, make_jpegs
 from stagewright.cli.main import main
 from stagewright.data.augment import Augmentation, Cropping
 from tests.marks import nightly
