@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from stagewright.data.formats.fields import Fields, cast, to_device
@@ -86,17 +85,73 @@ class DirectLoader:
         pass
 
 
+class Copies:
+    """How batches get to the run's device: on the CPU they are there, and only their labels outlive them."""
+
+    runs_ahead = False  # whether the next batch is copied before it is requested
+
+    def begin(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Images and labels of a full batch on the device, to be used after `await_all`."""
+        return batch.images, batch.labels.clone()
+
+    def await_all(self, batch: Batch, *copies: Tensor) -> None:
+        """Have the device wait for the copies of a batch."""
+
+
+class CudaCopies(Copies):
+    """To a GPU on a stream of its own, so that the next batch is copied while it trains on this one."""
+
+    runs_ahead = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def begin(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        batch.buffers.pin()
+        with torch.cuda.stream(self._stream):
+            images, labels = (part.to(self._device, non_blocking=True) for part in (batch.images, batch.labels))
+            batch.buffers.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            batch.buffers.copied.record(self._stream)
+        return images, labels
+
+    def await_all(self, batch: Batch, *copies: Tensor) -> None:
+        assert batch.buffers.copied is not None
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(batch.buffers.copied)
+        for tensor in copies:
+            tensor.record_stream(current)  # which may use it after it is freed here
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A full batch, and its copies on the device."""
+
+    number: int
+    batch: Batch
+    images: Tensor
+    labels: Tensor
+
+
 class ImageLoader:
     """Images decoded ahead of time by threads or processes, into batches whose memory is reused."""
 
     def __init__(
-        self, source: ImageSource, replica_slice: ReplicaSlice, options: LoaderOptions, pool: Pool | ProcessPool
+        self,
+        source: ImageSource,
+        replica_slice: ReplicaSlice,
+        options: LoaderOptions,
+        pool: Pool | ProcessPool,
+        copies: Copies | None = None,
     ) -> None:
         self.targets = source.targets
         self._source = source
         self._sampler = replica_slice.sampler
+        self._step = replica_slice.step
         self._options = options
         self._pool = pool
+        self._copies = copies or (CudaCopies(options.device) if options.device.type == "cuda" else Copies())
+        self._next: _Copied | None = None
         self._bad = BadRecordCounter(options)
         self._ahead = ReadAhead(replica_slice, options.ahead, self._begin, self._cancel)
         self._free: deque[Buffers] = deque()
@@ -105,30 +160,51 @@ class ImageLoader:
 
     def microbatch(self, number: int) -> Fields:
         """One microbatch; the threads or processes continue with the ones after it."""
-        with self._filled(number) as batch:
-            self._bad.count_all(batch.bad)
-            labels = batch.labels.to(self._options.device, non_blocking=True, copy=True)
-            images = batch.buffers.to_device(batch.images, self._options.device)
-            return self._source.fields(images, labels, self._options.dtype)
+        copied = self._take(number)
+        try:
+            self._bad.count_all(copied.batch.bad)
+            self._copies.await_all(copied.batch, copied.images, copied.labels)
+            fields = self._source.fields(copied.images, copied.labels, self._options.dtype)
+        finally:
+            self._free.append(copied.batch.buffers)
+        self._copy_following(number)
+        return fields
 
     def pixels(self, number: int) -> tuple[Tensor, Tensor]:
         """A microbatch as bytes, before normalization; valid until the next microbatch is requested."""
-        with self._filled(number) as batch:
-            return batch.images, batch.labels
+        batch = self._take(number).batch
+        self._free.append(batch.buffers)
+        return batch.images, batch.labels
 
     def close(self) -> None:
+        self._forget_next()
         self._ahead.abandon()
         self._pool.close()
 
-    @contextmanager
-    def _filled(self, number: int) -> Iterator[Batch]:
-        """A full batch, whose buffers are free afterwards."""
+    def _take(self, number: int) -> _Copied:
+        """A full batch that is being copied; whoever takes it frees its buffers."""
+        if self._next is not None and self._next.number == number:
+            copied, self._next = self._next, None
+            return copied
+        self._forget_next()
         batch = self._ahead.take(number)
         try:
             self._pool.wait(batch)
-            yield batch
-        finally:
+            return _Copied(number, batch, *self._copies.begin(batch))
+        except BaseException:
             self._free.append(batch.buffers)
+            raise
+
+    def _copy_following(self, number: int) -> None:
+        """Begin to copy the microbatch after this one, if it is full and nothing is wrong with it."""
+        batch = self._ahead.following(number) if self._copies.runs_ahead else None
+        if batch is not None and self._pool.is_full(batch) and batch.error is None:
+            self._next = self._take(number + self._step)
+
+    def _forget_next(self) -> None:
+        if self._next is not None:
+            self._free.append(self._next.batch.buffers)
+            self._next = None
 
     def _begin(self, number: int) -> Batch:
         batch = Batch(self._sampler.indices(number), self._sampler.augment_seed(number), self._free_buffers())

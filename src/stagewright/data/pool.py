@@ -101,6 +101,11 @@ class ReadAhead(Generic[Work]):
         self._cancel = cancel
         self._window: deque[tuple[int, Work]] = deque()
 
+    def following(self, number: int) -> Work | None:
+        """The work on the microbatch after this one, if it was begun."""
+        is_begun = bool(self._window) and self._window[0][0] == number + self._slice.step
+        return self._window[0][1] if is_begun else None
+
     def take(self, number: int) -> Work:
         """The work on this microbatch, perhaps still unfinished; the window moves on to the ones after it."""
         if self._window and self._window[0][0] != number:
@@ -125,20 +130,14 @@ class Buffers:
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images = images
         self.labels = labels
-        self._copied: torch.cuda.Event | None = None
+        self.copied: torch.cuda.Event | None = None
 
-    def to_device(self, images: Tensor, device: torch.device) -> Tensor:
-        """The images on the device; the copy may still be running when this returns."""
-        if device.type != "cuda":
-            return images
-        on_device = images.to(device, non_blocking=True)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record()
-        return on_device
+    def pin(self) -> None:
+        """Pin memory that was not made so."""
 
     def wait_until_copied(self) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self.copied is not None:
+            self.copied.synchronize()
 
 
 class Batch:
@@ -178,6 +177,10 @@ class Pool:
             self._waiting.append((batch, load))
             self._condition.notify_all()
         self._start()
+
+    def is_full(self, batch: Batch) -> bool:
+        """Whether nothing is left to fill; does not wait."""
+        return not batch.left
 
     def wait(self, batch: Batch) -> None:
         """Wait until a batch is full; raise what a thread raised while filling it."""

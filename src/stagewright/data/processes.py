@@ -24,8 +24,9 @@ from collections import deque
 from contextlib import suppress
 from math import prod
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
+from selectors import EVENT_READ, DefaultSelector
 
 import torch
 from torch import Tensor
@@ -58,19 +59,23 @@ class SharedBuffers(Buffers):
         self.ticket = numbers[:1]  # of the batch that is wanted: tasks of another are only reported
         self._is_pinned = False
 
-    def to_device(self, images: Tensor, device: torch.device) -> Tensor:
-        if device.type == "cuda" and not self._is_pinned:
-            size, runtime = self.images.nbytes, torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            if error := int(runtime.cudaHostRegister(self.images.data_ptr(), size, 0)):
-                raise DataError(f"{size:,} bytes of images can't be pinned (CUDA error {error}); use --workers 0")
-            self._is_pinned = True
-        return super().to_device(images, device)
+    def pin(self) -> None:
+        if self._is_pinned:
+            return
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        for memory in (self.images, self.labels):
+            if error := int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
+                size = f"{memory.nbytes:,} bytes of a microbatch"
+                raise DataError(f"{size} can't be pinned (CUDA error {error}); use --workers 0")
+        self._is_pinned = True
 
     def unpin(self) -> None:
         """Leave the memory as it was made, so that workers may start anew."""
         if self._is_pinned:
             self.wait_until_copied()
-            torch.cuda.cudart().cudaHostUnregister(self.images.data_ptr())  # type: ignore[no-untyped-call]
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            for memory in (self.images, self.labels):
+                runtime.cudaHostUnregister(memory.data_ptr())
             self._is_pinned = False
 
 
@@ -95,6 +100,7 @@ class ProcessPool:
         self._num_workers = num_workers
         self._buffers: list[SharedBuffers] = []
         self._workers: dict[Connection, ForkProcess] = {}  # by the pipe of their results
+        self._selector = DefaultSelector()  # of those pipes
         self._tasks = -1  # the end of their pipe that is written to
         self._unsent: deque[bytes] = deque()  # tasks that the pipe has no room for
         self._batches: dict[int, Batch] = {}  # that are being filled, by ticket
@@ -122,6 +128,12 @@ class ProcessPool:
             self._unsent.append(_TASK.pack(buffers.number, ticket, first, min(first + rows, count), *augmented))
         self._start()
         self._send()
+
+    def is_full(self, batch: Batch) -> bool:
+        """Whether nothing is left to fill; does not wait."""
+        while batch.left and self._collect(timeout=0):
+            pass
+        return not batch.left
 
     def wait(self, batch: Batch) -> None:
         """Wait until a batch is full; raise what a worker raised while filling it."""
@@ -164,6 +176,7 @@ class ProcessPool:
                 process.start()
             sender.close()
             self._workers[results] = process
+            self._selector.register(results, EVENT_READ)
         os.close(tasks)
 
     def _send(self) -> None:
@@ -173,16 +186,17 @@ class ProcessPool:
                 os.write(self._tasks, self._unsent[0])
                 self._unsent.popleft()
 
-    def _collect(self) -> None:
-        """Wait for results, and enter them in their batches."""
+    def _collect(self, timeout: float | None = None) -> bool:
+        """Wait for results, and enter them in their batches; whether there were some."""
         self._send()
-        for results in wait(list(self._workers)):
+        ready = [key.fileobj for key, _ in self._selector.select(timeout)]
+        for results in ready:
             assert isinstance(results, Connection)
             try:
                 ticket, rows, bad, error = results.recv()
             except (EOFError, OSError):
                 self._lose(self._workers[results])
-                return
+                break
             batch = self._batches[ticket]
             batch.bad |= bad
             if error is not None:
@@ -191,6 +205,7 @@ class ProcessPool:
             batch.left -= rows
             if not batch.left:
                 del self._batches[ticket]
+        return bool(ready)
 
     def _lose(self, process: ForkProcess) -> None:
         """End all workers where one is gone: what it was filling stays unfinished."""
@@ -217,6 +232,7 @@ class ProcessPool:
                 process.kill()
                 process.join()
             process.close()
+            self._selector.unregister(results)
             results.close()
         if self._workers:
             os.close(self._tasks)

@@ -169,7 +169,8 @@ class ImageSource:
         side = self.augmentation.side
         try:
             images = torch.zeros(samples, side, side, 3, dtype=torch.uint8, pin_memory=is_pinned)
-            return images, self.labels.allocate(samples, side)
+            labels = self.labels.allocate(samples, side)
+            return images, labels.pin_memory() if is_pinned else labels
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -17,9 +17,9 @@ from stagewright.data.augment import Augmentation, Cropping
 from stagewright.data.datasets import open_records
 from stagewright.data.decode import NORMALIZATIONS
 from stagewright.data.formats.records import BadRecord, DataError, Record
-from stagewright.data.loader import Loader, make_loaders
+from stagewright.data.loader import Copies, ImageLoader, Loader, make_loaders
 from stagewright.data.order import EvaluationSampler, Order, ReplicaSlice, TrainingSampler
-from stagewright.data.pool import Batch, LoaderOptions
+from stagewright.data.pool import Batch, LoaderOptions, Pool
 from stagewright.data.processes import ProcessPool, SharedBuffers
 from stagewright.data.sources import ImageSource, open_source
 from tests.pictures import Faulty, make_ofrecord
@@ -87,6 +87,43 @@ def test_samples_are_the_same_bits_as_with_threads(slices: list[tuple[ImageSourc
     processes[1].close()
     threads[1].close()
     assert not multiprocessing.active_children()
+
+
+class AheadCopies(Copies):
+    """Copies as to a GPU, in memory; notes which batches were begun."""
+
+    runs_ahead = True
+
+    def __init__(self) -> None:
+        self.begun: list[list[int]] = []
+
+    def begin(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        self.begun.append(batch.indices.tolist())
+        return batch.images.clone(), batch.labels.clone()
+
+
+@pytest.mark.parametrize("make_pool", [Pool, ProcessPool])
+def test_the_next_batch_is_copied_ahead_and_counts_when_it_is_requested(
+    make_pool: type[Pool | ProcessPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad: list[int] = []
+    options = LoaderOptions(ahead=1, max_bad=1, on_bad=lambda one: bad.append(one.index))
+    numbers = ReplicaSlice(TrainingSampler(Order(40, 4, shuffle=False), 1), 2, 10)
+    pool, copies = make_pool(2), AheadCopies()
+    loader = ImageLoader(images_of(Faulty(40, bad=(9, 26))), numbers, options, pool, copies)
+
+    def labels(number: int) -> list[int]:
+        return loader.microbatch(number)["label"].tolist()
+
+    monkeypatch.setattr(pool, "is_full", lambda batch: pool.wait(batch) is None)  # it always is in time
+    assert labels(0) == [0, 1, 2, 3] and copies.begun == [[0, 1, 2, 3], [8, 9, 10, 11]] and not bad
+    assert labels(2) == [8, 0, 0, 1] and bad == [9] and len(copies.begun) == 3
+    assert labels(8) == [2, 3, 4, 5] and labels(2) == [8, 0, 0, 1] and labels(4) == [6, 7, 8, 9]  # jumps
+    with pytest.raises(DataError, match="2 bad records"):
+        labels(6)
+    loader.close()
+    assert labels(8) == [2, 3, 4, 5]
+    loader.close()
 
 
 class Counting(Faulty):
@@ -163,7 +200,7 @@ def test_takes_more_tasks_than_a_pipe_holds_and_leaves_out_what_is_abandoned() -
     records.is_open.set()
     for batch in (first, *others[:-1]):
         pool.abandon(batch)
-    pool.wait(others[-1])
+    wait_until(lambda: pool.is_full(others[-1]))
     assert others[-1].labels.tolist() == [index % 10 for index in range(20)]
     assert records.count.value == 1 + 20
     pool.close()
