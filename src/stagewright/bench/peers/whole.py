@@ -139,9 +139,9 @@ def run_heat(outcome: Outcome, heat: Heat, repeats: int, steps: int, progress: C
             (_started(heat, turns, "empty caches", slice(1)), at_most(_SLOWER_START)),
             (_started(heat, turns, "full caches", slice(1, None)), at_most(_SLOWER_START)),
         ]
-    for pair, goal in found:
-        rows += pair
-        ratios += [ratio_of(*pair, goal)] if pair else []
+    for (first, second), goal in (pair for pair in found if pair[0]):
+        rows += [first, second]
+        ratios.append(ratio_of(first, second, goal))
     return replace(outcome, rows=(*outcome.rows, *rows), ratios=(*outcome.ratios, *ratios))
 
 
