@@ -156,7 +156,8 @@ class ImageLoader:
         self._ahead = ReadAhead(replica_slice, options.ahead, self._begin, self._cancel)
         self._free: deque[Buffers] = deque()
         if isinstance(pool, ProcessPool):
-            self._free += pool.reserve(source, self._sampler.size, options.ahead + 1)
+            microbatches = max(1, -(-replica_slice.stop // replica_slice.step))
+            self._free += pool.reserve(source, self._sampler.size, min(options.ahead + 1, microbatches))
 
     def microbatch(self, number: int) -> Fields:
         """One microbatch; the threads or processes continue with the ones after it."""
@@ -164,7 +165,10 @@ class ImageLoader:
         try:
             self._bad.count_all(copied.batch.bad)
             self._copies.await_all(copied.batch, copied.images, copied.labels)
-            fields = self._source.fields(copied.images, copied.labels, self._options.dtype)
+            options = self._options
+            fields = self._source.fields(
+                copied.images, copied.labels, options.dtype, channels_last=options.channels_last
+            )
         finally:
             self._free.append(copied.batch.buffers)
         self._copy_following(number)

@@ -159,10 +159,10 @@ class ImageSource:
             self.load(int(index), None, images[row], labels[row], decoder)
         return self.fields(images, labels, torch.float32)
 
-    def fields(self, images: Tensor, labels: Tensor, dtype: torch.dtype) -> Fields:
+    def fields(self, images: Tensor, labels: Tensor, dtype: torch.dtype, *, channels_last: bool = False) -> Fields:
         """A microbatch of uint8 [samples, side, side, RGB] and the labels, on their device."""
-        fields = {"image": self.normalization.apply(images, dtype), self.labels.name: labels}
-        return cast(fields, self.targets, dtype)
+        normalized = self.normalization.apply(images, dtype, channels_last=channels_last)
+        return cast({"image": normalized, self.labels.name: labels}, self.targets, dtype)
 
     def allocate(self, samples: int, *, is_pinned: bool = False) -> tuple[Tensor, Tensor]:
         """Memory for the pixels and labels of some samples."""
