@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 
 import numpy as np
 import psutil
@@ -27,6 +28,11 @@ from tests.waiting import wait_until
 
 SAMPLES = 53
 STOP = 30  # microbatches: more than two epochs
+
+
+def loader_processes() -> list[BaseProcess]:
+    """Those that this process has started and that have not ended."""
+    return [one for one in multiprocessing.active_children() if one.name.startswith("loader-")]
 
 
 def training(batch: int = 12, microbatches: int = 4, step: int = 1) -> ReplicaSlice:
@@ -75,18 +81,18 @@ def test_samples_are_the_same_bits_as_with_threads(slices: list[tuple[ImageSourc
     threads = make_loaders(LoaderOptions(torch.float64, threads=2), *slices)
     processes = make_loaders(LoaderOptions(torch.float64, image_workers=2, ahead=2), *slices)
     assert same_fields(processes, threads, iter([0, 1, 2, 4, 3, 3, 5])) == 28  # resumed, and asked for again
-    assert len(multiprocessing.active_children()) == 2  # one pair for training and evaluations
+    assert len(loader_processes()) == 2  # one pair for training and evaluations
     same_fields(processes[:1], threads[:1], iter(range(12, 20)))  # over the end of the first epoch
     (step,) = make_loaders(LoaderOptions(torch.float64, image_workers=5), (slices[0][0], training(step=3)))
     same_fields((step,), threads[:1], iter(range(1, 16, 3)))
     for loader in (*threads, *processes, step):
         loader.close()
-    assert not multiprocessing.active_children()
+    assert not loader_processes()
     same_fields(processes[:1], threads[:1], iter([7]))  # start again
-    assert len(multiprocessing.active_children()) == 2
+    assert len(loader_processes()) == 2
     processes[1].close()
     threads[1].close()
-    assert not multiprocessing.active_children()
+    assert not loader_processes()
 
 
 class AheadCopies(Copies):
@@ -209,13 +215,13 @@ def test_takes_more_tasks_than_a_pipe_holds_and_leaves_out_what_is_abandoned() -
 def test_a_killed_worker_is_named_in_one_line_and_others_take_over() -> None:
     loader = loader_of(Faulty(100), 10, LoaderOptions(image_workers=2, ahead=0))
     expected = loader.microbatch(0)["image"]
-    victim = multiprocessing.active_children()[0]
+    victim = loader_processes()[0]
     victim.kill()
     victim.join()
     with pytest.raises(DataError, match=rf"process {victim.pid}, one of 2 .* SIGKILL; .* --workers") as caught:
         for number in range(1, 5):
             loader.microbatch(number)
-    assert "\n" not in str(caught.value) and not multiprocessing.active_children()
+    assert "\n" not in str(caught.value) and not loader_processes()
     assert torch.equal(loader.microbatch(0)["image"], expected)
     loader.close()
 
@@ -227,7 +233,7 @@ def test_workers_end_with_a_rank_that_is_killed() -> None:
         loaders = [loader_of(Faulty(100), 10, LoaderOptions(image_workers=2)) for _ in range(2)]
         for loader in loaders:  # the second one's workers have the pipes of the first, too
             loader.microbatch(0)
-        os.write(writing, " ".join(str(one.pid) for one in multiprocessing.active_children()).encode())
+        os.write(writing, " ".join(str(one.pid) for one in loader_processes()).encode())
         signal.pause()
 
     process = multiprocessing.get_context("fork").Process(target=rank)
