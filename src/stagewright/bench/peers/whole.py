@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from stagewright.bench.statistics import at_least, at_most
 from stagewright.errors import RunFailed
 
 _FIRST = 10  # steps, after which a command has started
-_FIRST_LINE = f"step {_FIRST}/"
+_FIRST_LINE = re.compile(rf"\bstep +{_FIRST}/")
 _AS_FAST, _WITHIN = 0.99, 0.01  # a ratio of speeds, and the half-width of its interval
 _SLOWER_START = 1.2
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -109,18 +110,18 @@ def _started(heat: Heat, turns: Mapping[str, Sequence[_Turn]], caches: str, whic
 
 
 def _train(heat: Heat, steps: int, folder: Path, caches: Mapping[str, str]) -> _Turn:
-    started, _ = _run(heat.ours(steps, folder), caches, _FIRST_LINE)
+    started, _ = _run(heat.ours(steps, folder), caches)
     newest = max(folder.glob("*/summary.json"), key=lambda path: path.stat().st_mtime)
     return _Turn(float(json.loads(newest.read_text())["images_per_second"]), started)
 
 
 def _script(heat: Heat, steps: int, caches: Mapping[str, str]) -> _Turn:
-    started, last = _run(heat.theirs(steps), caches, _FIRST_LINE)
+    started, last = _run(heat.theirs(steps), caches)
     return _Turn(float(last), started)
 
 
-def _run(command: Sequence[str], caches: Mapping[str, str], first: str) -> tuple[float, str]:
-    """Run a command; when it first printed a line with a text, and the last line."""
+def _run(command: Sequence[str], caches: Mapping[str, str]) -> tuple[float, str]:
+    """Run a command; the seconds until its line of the first steps, and its last line."""
     began, started, lines = time.monotonic(), None, [""]
     environment = {**os.environ, **caches, "PYTHONUNBUFFERED": "1"}
     with (
@@ -130,7 +131,7 @@ def _run(command: Sequence[str], caches: Mapping[str, str], first: str) -> tuple
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line.strip())
-            if started is None and first in line:
+            if started is None and _FIRST_LINE.search(line):
                 started = time.monotonic() - began
         process.wait()
         errors.seek(0)

@@ -19,7 +19,7 @@ folder = pathlib.Path(sys.argv[1]) / str(len(list(pathlib.Path(sys.argv[1]).glob
 folder.mkdir(parents=True)
 folder.joinpath('summary.json').write_text(json.dumps({'images_per_second': 99.5}))
 pathlib.Path(os.environ['TRITON_CACHE_DIR']).mkdir(parents=True, exist_ok=True)
-print('epoch 1  step 1/110'); print('epoch 1  step 10/110'); print('done')
+print('epoch 1  step   1/110'); print('epoch 1  step  10/110'); print('done')
 """
 
 
