@@ -51,27 +51,38 @@ class SyntheticSource:
     def __len__(self) -> int:
         return self._samples
 
-    def batch(self, indices: Indices) -> Fields:
+    def batch(self, indices: Indices, room: Tensor | None = None) -> Fields:
+        """Samples by index; where there is `room`, from `allocate`, the images are in there."""
         hashed = (indices.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(33)
         numbers = np.stack([(hashed % np.uint64(self.classes)).astype(np.int64), indices % _NOISES])
         labels, noises = to_device(torch.from_numpy(numbers), self._device)
+        rows = self._all_rows.of(noises, labels if self._is_learnable else None)
+        made = self._sum(self._all_rows.table, rows, room)
+        return {"image": self._all_rows.images(made), "label": labels}
+
+    def allocate(self, samples: int) -> Tensor:
+        """Memory for the images of a batch on a GPU."""
+        table = self._all_rows.table
+        return torch.empty(samples * self._all_rows.per_image, table.shape[1], device=table.device)
+
+    @property
+    def _all_rows(self) -> _Rows:
         if self._rows is None:
             self._rows = _Rows(self._noises, self._patterns, self._device, channels_last=self._channels_last)
-        rows = self._rows.of(noises, labels if self._is_learnable else None)
-        return {"image": self._rows.images(self._sum(self._rows.table, rows)), "label": labels}
+        return self._rows
 
 
-def _sum_rows(table: Tensor, rows: Tensor) -> Tensor:
-    """The sums of the rows of a table that each row of `rows` names."""
+def _sum_rows(table: Tensor, rows: Tensor, room: Tensor | None) -> Tensor:
+    """The sums of the rows of a table that each row of `rows` names; in `room`, which is for GPUs, if there is any."""
     if table.device.type != "cuda":
         return functional.embedding_bag(rows, table, mode="sum")
-    return _gather_rows(table, rows)
+    return _gather_rows(table, rows, room)
 
 
-def _gather_rows(table: Tensor, rows: Tensor) -> Tensor:
+def _gather_rows(table: Tensor, rows: Tensor, room: Tensor | None) -> Tensor:
     """The same, an order of magnitude faster on GPUs than torch's kernel for bags of few rows."""
-    summed = table[rows[:, 0]]
-    return summed + table[rows[:, 1]] if rows.shape[1] > 1 else summed
+    summed = torch.index_select(table, 0, rows[:, 0], out=room)
+    return summed.add_(table[rows[:, 1]]) if rows.shape[1] > 1 else summed
 
 
 class _Rows:
@@ -92,6 +103,7 @@ class _Rows:
             own, coarse = channel * height + own, channel * _COARSE + coarse
         self.table = torch.cat([part.reshape(-1, part.shape[-1]) for part in (noises, wide)]).to(device)
         self._own = own.flatten().to(device)
+        self.per_image = len(self._own)
         self._coarse = coarse.flatten().to(device) + noises[..., 0].numel()
         self._per_pattern = wide[0, ..., 0].numel()
         self._shape = (height, width, channels) if channels_last else (channels, height, width)
@@ -99,7 +111,7 @@ class _Rows:
 
     def of(self, noises: Tensor, labels: Tensor | None) -> Tensor:
         """Which rows of the table make up those of some noises; with the patterns of labels, if there are any."""
-        rows = [noises.unsqueeze(1) * len(self._own) + self._own]
+        rows = [noises.unsqueeze(1) * self.per_image + self._own]
         if labels is not None:
             rows.append(labels.unsqueeze(1) * self._per_pattern + self._coarse)
         return torch.stack(rows, 2).flatten(0, 1)
