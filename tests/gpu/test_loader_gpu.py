@@ -70,6 +70,22 @@ def test_synthetic_samples_are_the_same_on_the_gpu(channels_last: bool, is_compi
     assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
 
 
+def test_synthetic_samples_made_ahead_are_the_same_whatever_is_asked_for_next() -> None:
+    (cpu,) = make_loaders(LoaderOptions(), (SyntheticSource(40, 10, 224, 3), SLICE))
+    (gpu,) = make_loaders(LoaderOptions(device=torch.device("cuda")), (SyntheticSource(40, 10, 224, 3), SLICE))
+    square = torch.ones(4096, 4096, device="cuda")
+    kept = []
+    for number in (*range(6), 20, 3, 4, 39, 38, 39):
+        square = square @ square / square.norm()  # the device stays behind the host
+        kept.append((number, gpu.microbatch(number)))
+        if number == 4:
+            gpu.close()
+    for number, fields in kept:
+        (wanted, labels), (found, found_labels) = cpu.microbatch(number).values(), fields.values()
+        assert torch.equal(found.cpu(), wanted) and torch.equal(found_labels.cpu(), labels)
+    gpu.close()
+
+
 def test_nvjpeg_decodes_the_same_crops(source: ImageSource) -> None:
     try:
         from torchcodec.decoders import decode_jpeg  # noqa: F401

@@ -165,7 +165,7 @@ def compare_benches(first: str, second: str, one: Outcome, other: Outcome) -> Co
     reasons = [*_differences({"suite": one.suite, "unit": one.unit}, {"suite": other.suite, "unit": other.unit})]
     for key, row in ours.items():
         if key in theirs:
-            pairs.append(replace(_row_pair(row, theirs[key]), is_rate=one.is_rate))
+            pairs.append(replace(_row_pair(row, theirs[key]), is_rate=(row.unit or one.unit).endswith("/s")))
             sides = ({name: str(getattr(side, name)) for name in _SAME} for side in (row, theirs[key]))
             reasons += [f"{row.group}, {row.label}: {text}" for text in _differences(*sides)]
     if not pairs:

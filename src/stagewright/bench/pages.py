@@ -105,7 +105,7 @@ def headlines(outcome: Outcome) -> Iterator[str]:
                 best = next(row for row in others if row.speedup and row.speedup.value >= most * (1 - _CLOSE))
                 yield _comparison(best, base, f"{name} on {data} data" if len(kinds) > 1 and data else name)
     for ratio in outcome.ratios[:_MOST_RATIOS]:
-        verb, way = ("is", "fast") if outcome.is_rate else ("takes", "long")
+        verb, way = ("is", "fast") if _unit_of_ratio(ratio, outcome).endswith("/s") else ("takes", "long")
         times = f"{_times(ratio.ratio)} times as {way} as {_said(ratio.theirs)}{_ends(ratio.ratio)}"
         yield f"{upper_first(ratio.group)}: {_said(ratio.ours)} {verb} {times}."
 
@@ -185,6 +185,11 @@ def _unit_of(rows: Sequence[Row], outcome: Outcome) -> str:
     return next((row.unit for row in rows if row.unit), outcome.unit)
 
 
+def _unit_of_ratio(ratio: Ratio, outcome: Outcome) -> str:
+    """The unit of what a ratio compares."""
+    return _unit_of([row for row in outcome.rows if row.group == ratio.group], outcome)
+
+
 def _colours(outcome: Outcome) -> dict[str, int]:
     """The colour of each side, the same in every group; none where there are more sides than colours."""
     sides = dict.fromkeys(row.name for row in outcome.rows)
@@ -201,8 +206,7 @@ def _bars(name: str, rows: Sequence[Row], unit: str, colours: Mapping[str, int])
         elif row.rate is not None:
             low, high = (row.rate.low, row.rate.high) if len(row.repeats) > 1 else (None, None)
             bars.append(Bar(row.label, row.rate.value, low, high, colour=colour))
-    is_throughput = unit == "images/s" or any(row.unit for row in rows)
-    return Bars(f"{name}: {'throughput' if is_throughput else unit}", unit, tuple(bars))
+    return Bars(f"{name}: {'throughput' if unit.endswith('/s') else unit}", unit, tuple(bars))
 
 
 def _table(title: str, lines: Sequence[Mapping[str, str]], note: str = "") -> Table:
@@ -211,10 +215,10 @@ def _table(title: str, lines: Sequence[Mapping[str, str]], note: str = "") -> Ta
     return Table(title, columns, tuple(tuple(line[name] for name in columns) for line in lines), note)
 
 
-def _ratio_cells(unit: str, ratio: Ratio) -> dict[str, str]:
+def _ratio_cells(heading: str, unit: str, ratio: Ratio) -> dict[str, str]:
     """One line of the table that both the terminal and the page show, by the names of its columns."""
     return {
-        unit: f"{ratio.ours} / {ratio.theirs}",
+        heading: f"{ratio.ours} / {ratio.theirs}" + (f", {unit}" if unit != heading else ""),
         "ours": format_figure(ratio.first.value),
         "theirs": format_figure(ratio.second.value),
         "ratio": f"{ratio.ratio.value:.3f}",
@@ -225,7 +229,10 @@ def _ratio_cells(unit: str, ratio: Ratio) -> dict[str, str]:
 
 
 def _ratios(outcome: Outcome) -> Table:
-    lines = [{"work": ratio.group, **_ratio_cells(outcome.unit, ratio)} for ratio in outcome.ratios]
+    lines = [
+        {"work": ratio.group, **_ratio_cells(outcome.unit, _unit_of_ratio(ratio, outcome), ratio)}
+        for ratio in outcome.ratios
+    ]
     return _table("Comparisons", lines, "Not slower: a ratio of at least 0.99, known to 0.02 on both sides.")
 
 
@@ -377,8 +384,9 @@ def show(console: Console, outcome: Outcome, folder: Path) -> None:
     """Print the outcome in 80 columns, and where its reports are."""
     for name, rows in outcome.groups().items():
         say(console, name)
-        ratios = [_ratio_cells(outcome.unit, ratio) for ratio in outcome.ratios if ratio.group == name]
-        console.print(_terminal_table(ratios or _row_cells(rows, _unit_of(rows, outcome))))
+        unit = _unit_of(rows, outcome)
+        ratios = [_ratio_cells(unit, unit, ratio) for ratio in outcome.ratios if ratio.group == name]
+        console.print(_terminal_table(ratios or _row_cells(rows, unit)))
         for row in rows if ratios else ():
             if row.note:
                 say(console, f"{row.name}: {row.note}")

@@ -164,10 +164,6 @@ class Outcome:
     ratios: tuple[Ratio, ...] = ()
     figures: Mapping[str, float] = field(default_factory=dict)  # whatever else was measured, by its name and unit
 
-    @property
-    def is_rate(self) -> bool:
-        return self.unit.endswith("/s")
-
     def groups(self) -> dict[str, list[Row]]:
         found: dict[str, list[Row]] = {}
         for row in self.rows:

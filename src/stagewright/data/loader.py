@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stagewright.data.formats.fields import Fields, cast, to_device
-from stagewright.data.on_device import CachedLoader, DeviceLoader, torchcodec_decoder
+from stagewright.data.on_device import CachedLoader, DeviceLoader, SyntheticLoader, torchcodec_decoder
 from stagewright.data.order import ReplicaSlice, Sampler
 from stagewright.data.own import DatasetLoader, DatasetSource
 from stagewright.data.pool import BadRecordCounter, Batch, Buffers, Decode, LoaderOptions, Pool, ReadAhead
@@ -54,6 +54,8 @@ def _make_loader(
     if not isinstance(source, ImageSource):
         if isinstance(source, SyntheticSource):
             source.to(options.device, channels_last=options.channels_last, is_compiled=options.is_compiled)
+            if options.device.type == "cuda":
+                return SyntheticLoader(source, replica_slice, options)
         return DirectLoader(source, replica_slice.sampler, options)
     if options.decode is Decode.CPU:
         return ImageLoader(source, replica_slice, options, processes or threads)

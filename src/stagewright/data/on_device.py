@@ -1,5 +1,6 @@
-"""Loaders that work on the device: one decodes JPEGs there, one caches small images there.
+"""Loaders that work on the device: one makes synthetic images there, one decodes JPEGs, one caches small images.
 
+`SyntheticLoader` makes a microbatch while the device computes with the one before it.
 `DeviceLoader` decodes with torchcodec (nvJPEG) and gives the order, crops and labels of the CPU's loader; its pixels
 may differ by rounding. `CachedLoader` decodes each image once on the CPU and keeps it on the device, where every epoch
 shifts and mirrors it differently; its samples equal those of the CPU's loader.
@@ -7,8 +8,9 @@ shifts and mirrors it differently; its samples equal those of the CPU's loader.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property, partial
 
 import numpy as np
@@ -18,11 +20,12 @@ from torch.nn import functional
 
 from stagewright.data.augment import Cropping, View
 from stagewright.data.decode import Decoder, jittered, jpeg_header
-from stagewright.data.formats.fields import Fields
+from stagewright.data.formats.fields import Fields, cast
 from stagewright.data.formats.records import BadRecordError, Record
 from stagewright.data.order import AugmentSeed, Indices, ReplicaSlice
 from stagewright.data.pool import BadRecordCounter, Batch, Buffers, LoaderOptions, Pool, ReadAhead
 from stagewright.data.sources import ImageSource
+from stagewright.data.synthetic import SyntheticSource
 from stagewright.errors import UserError, first_line
 
 DecodeBatch = Callable[[list[bytes]], list[Tensor]]  # JPEGs to uint8 [RGB, rows, columns] on the device
@@ -38,6 +41,64 @@ def torchcodec_decoder(device: torch.device) -> DecodeBatch:
             "pip install torchcodec, or use --decode cpu"
         ) from error
     return partial(decode_jpeg, mode="RGB", device=device)
+
+
+class SideStream:
+    """A stream beside the one that computes: what it fills is used there later, and meanwhile both run.
+
+    The memory is the computing stream's, which reuses it in its own order, so nothing may be dropped half filled.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def filling(self) -> Iterator[torch.cuda.Event]:
+        """What is queued in the context runs once all that is queued now has run; yields the event of its end."""
+        filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield filled
+            filled.record()
+
+
+class SyntheticLoader:
+    """Synthetic images on a GPU, each microbatch made ahead on a stream of its own.
+
+    computing   ── 12 ─────────┬── 14 ─────────┬── 16 ──
+    making         └─ 14 ─┘       └─ 16 ─┘        └─ 18 ─┘       (step 2)
+    """
+
+    def __init__(self, source: SyntheticSource, replica_slice: ReplicaSlice, options: LoaderOptions) -> None:
+        self.targets = source.targets
+        self._source = source
+        self._slice = replica_slice
+        self._options = options
+        self._side = SideStream(options.device)
+        self._begun: tuple[int, Fields, torch.cuda.Event] | None = None
+
+    def microbatch(self, number: int) -> Fields:
+        if self._begun is None or self._begun[0] != number:
+            self.close()
+            self._begun = self._begin(number)
+        _, fields, filled = self._begun
+        torch.cuda.current_stream().wait_event(filled)
+        for tensor in fields.values():
+            tensor.record_stream(torch.cuda.current_stream())
+        following = number + self._slice.step
+        self._begun = self._begin(following) if following < self._slice.stop else None
+        return cast(fields, self.targets, self._options.dtype)
+
+    def close(self) -> None:
+        if self._begun is not None:
+            torch.cuda.current_stream().wait_event(self._begun[2])
+            self._begun = None
+
+    def _begin(self, number: int) -> tuple[int, Fields, torch.cuda.Event]:
+        indices = self._slice.sampler.indices(number)
+        room = self._source.allocate(len(indices))
+        with self._side.filling() as filled:
+            return number, self._source.batch(indices, room), filled
 
 
 class DeviceLoader:

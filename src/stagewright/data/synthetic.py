@@ -1,6 +1,8 @@
-"""Synthetic images, cheap enough that no run waits for them: each is a sum of rows of one table."""
+"""Synthetic images, cheap enough that no run waits for them: each is a sum of rows of two tables."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -18,9 +20,8 @@ class SyntheticSource:
     """Synthetic images: noise, and unless `is_learnable` is off, a coarse pattern per class below it.
 
     A sample depends only on its index, so every rank makes the same one, on its own device. A row of an image is the
-    row of a noise, plus that of a pattern, whose rows are already as wide as the image. Both are read from a table of
-    some tens of megabytes, on the CPU and in a compiled run by one kernel, and the images have the layout that the
-    model takes.
+    row of a noise, plus that of a pattern, on the CPU and in a compiled run by one kernel. The images have the layout
+    that the model takes.
     """
 
     targets = ("label",)
@@ -40,71 +41,90 @@ class SyntheticSource:
         self._patterns = torch.randn(classes, channels, _COARSE, _COARSE, generator=generator)
         self._noises = torch.randn(_NOISES, channels, image, image, generator=generator)
         self._rows: _Rows | None = None  # made for the first batch
-        self._device, self._channels_last, self._sum = torch.device("cpu"), False, _sum_rows
+        self._device, self._channels_last, self._sum = torch.device("cpu"), False, _sum_parts
 
     def to(self, device: torch.device, *, channels_last: bool = False, is_compiled: bool = False) -> SyntheticSource:
         """Make samples on that device, and in that memory layout, from now on."""
         self._device, self._channels_last, self._rows = device, channels_last, None
-        self._sum = torch.compile(_gather_rows, dynamic=False) if is_compiled and device.type == "cuda" else _sum_rows
+        self._sum = torch.compile(_sum_parts, dynamic=False) if is_compiled and device.type == "cuda" else _sum_parts
         return self
 
     def __len__(self) -> int:
         return self._samples
 
-    def batch(self, indices: Indices) -> Fields:
+    def batch(self, indices: Indices, room: Tensor | None = None) -> Fields:
+        """Samples by index; where there is `room`, from `allocate`, the images are in there."""
         hashed = (indices.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(33)
         numbers = np.stack([(hashed % np.uint64(self.classes)).astype(np.int64), indices % _NOISES])
         labels, noises = to_device(torch.from_numpy(numbers), self._device)
+        return {"image": self._all_rows.images(noises, labels, self._sum, room), "label": labels}
+
+    def allocate(self, samples: int) -> Tensor:
+        """Memory for the images of a batch on a GPU."""
+        return self._all_rows.allocate(samples)
+
+    @property
+    def _all_rows(self) -> _Rows:
         if self._rows is None:
-            self._rows = _Rows(self._noises, self._patterns, self._device, channels_last=self._channels_last)
-        rows = self._rows.of(noises, labels if self._is_learnable else None)
-        return {"image": self._rows.images(self._sum(self._rows.table, rows)), "label": labels}
+            patterns = self._patterns if self._is_learnable else None
+            self._rows = _Rows(self._noises, patterns, self._device, channels_last=self._channels_last)
+        return self._rows
 
 
-def _sum_rows(table: Tensor, rows: Tensor) -> Tensor:
-    """The sums of the rows of a table that each row of `rows` names."""
-    if table.device.type != "cuda":
-        return functional.embedding_bag(rows, table, mode="sum")
-    return _gather_rows(table, rows)
+def _sum_parts(
+    noises: Tensor, patterns: Tensor | None, columns: Tensor, rows: tuple[Tensor, Tensor], room: Tensor | None
+) -> Tensor:
+    """Rows of noises, plus those of patterns, which are narrow and so stay in small caches, spread over `columns`.
 
-
-def _gather_rows(table: Tensor, rows: Tensor) -> Tensor:
-    """The same, an order of magnitude faster on GPUs than torch's kernel for bags of few rows."""
-    summed = table[rows[:, 0]]
-    return summed + table[rows[:, 1]] if rows.shape[1] > 1 else summed
+    Where there is `room`, they are in there.
+    """
+    summed = torch.index_select(noises, 0, rows[0], out=room)
+    return summed if patterns is None else summed.add_(patterns[rows[1]].index_select(1, columns))
 
 
 class _Rows:
-    """A table of all rows of the noises, and then of the patterns.
+    """The rows of all noises and all patterns.
 
-    A row goes along the width: one of each channel, or with channels last one of all channels together.
+    A row goes along the width: one of each channel, or with channels last one of all channels together. A pattern's
+    rows are narrower than an image's: on the CPU, where torch has a kernel for sums of rows of one table, they are
+    widened once and follow the noises in their table.
     """
 
-    def __init__(self, noises: Tensor, patterns: Tensor, device: torch.device, *, channels_last: bool) -> None:
+    def __init__(self, noises: Tensor, patterns: Tensor | None, device: torch.device, *, channels_last: bool) -> None:
         channels, height, width = noises.shape[1:]
-        wide = functional.interpolate(_SIGNAL * patterns, size=(_COARSE, width))
-        row_of = functional.interpolate(torch.arange(_COARSE, dtype=torch.float32).view(1, 1, -1, 1), size=(height, 1))
-        own, coarse = torch.arange(height), row_of.flatten().long()  # rows of an image, and the pattern's below each
+        own, coarse = torch.arange(height), _below(height)  # rows of an image, and the pattern's below each
+        columns = _below(width)
         if channels_last:
-            noises, wide = (part.movedim(1, 3).flatten(2) for part in (noises, wide))
+            columns = (columns.unsqueeze(1) * channels + torch.arange(channels)).flatten()
         else:
             channel = torch.arange(channels).unsqueeze(1)
             own, coarse = channel * height + own, channel * _COARSE + coarse
-        self.table = torch.cat([part.reshape(-1, part.shape[-1]) for part in (noises, wide)]).to(device)
-        self._own = own.flatten().to(device)
-        self._coarse = coarse.flatten().to(device) + noises[..., 0].numel()
-        self._per_pattern = wide[0, ..., 0].numel()
+        tables = [noises] if patterns is None else [noises, _SIGNAL * patterns]
+        tables = [(part.movedim(1, 3).flatten(2) if channels_last else part).flatten(0, -2) for part in tables]
+        self._noises, self._patterns = tables[0].to(device), tables[1].to(device) if patterns is not None else None
+        self._wide = torch.cat([tables[0], tables[1][:, columns]]) if device.type == "cpu" and tables[1:] else None
+        self._own, self._coarse, self._columns = (part.flatten().to(device) for part in (own, coarse, columns))
+        self._per_pattern = _COARSE if channels_last else channels * _COARSE
         self._shape = (height, width, channels) if channels_last else (channels, height, width)
         self._channels_last = channels_last
 
-    def of(self, noises: Tensor, labels: Tensor | None) -> Tensor:
-        """Which rows of the table make up those of some noises; with the patterns of labels, if there are any."""
-        rows = [noises.unsqueeze(1) * len(self._own) + self._own]
-        if labels is not None:
-            rows.append(labels.unsqueeze(1) * self._per_pattern + self._coarse)
-        return torch.stack(rows, 2).flatten(0, 1)
-
-    def images(self, rows: Tensor) -> Tensor:
-        """Rows as images."""
-        images = rows.view(-1, *self._shape)
+    def images(self, noises: Tensor, labels: Tensor, sum_parts: Callable[..., Tensor], room: Tensor | None) -> Tensor:
+        """The images of some noises, with the patterns of labels if there are any."""
+        own = (noises.unsqueeze(1) * len(self._own) + self._own).flatten()
+        below = (labels.unsqueeze(1) * self._per_pattern + self._coarse).flatten()
+        if self._wide is None:
+            made = sum_parts(self._noises, self._patterns, self._columns, (own, below), room)
+        else:
+            rows = torch.stack([own, below + len(self._noises)], 1)
+            made = functional.embedding_bag(rows, self._wide, mode="sum")
+        images = made.view(-1, *self._shape)
         return images.movedim(3, 1) if self._channels_last else images
+
+    def allocate(self, samples: int) -> Tensor:
+        return self._noises.new_empty(samples * len(self._own), self._noises.shape[1])
+
+
+def _below(size: int) -> Tensor:
+    """Which of a pattern's rows or columns is below each of an image."""
+    coarse = torch.arange(_COARSE, dtype=torch.float32).view(1, 1, -1, 1)
+    return functional.interpolate(coarse, size=(size, 1)).flatten().long()

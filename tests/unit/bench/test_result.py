@@ -83,6 +83,6 @@ def test_reads_what_was_written_before_there_were_ratios_and_units() -> None:
     row |= {"repeats": [repeat], "rate": interval, "speedup": interval, "outliers": [], "reason": "", "cluster": None}
     old = {"suite": "quick", "title": "Quick", "command": "c", "date": "d", "repeats": 1, "steps": 2, "cores": 2}
     outcome = from_json(old | {"machine": {"processor": "p"}, "rows": [row], "published": []}, "old.json")
-    assert outcome.unit == "images/s" and outcome.is_rate and outcome.ratios == () and outcome.figures == {}
+    assert outcome.unit == "images/s" and outcome.ratios == () and outcome.figures == {}
     assert outcome.rows[0].repeats[0].times == (0.6, 0.5) and outcome.rows[0].label == "x, x"
     assert from_json(json.loads(json.dumps(asdict(outcome))), "again") == outcome

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from stagewright.errors import RunFailed
 from stagewright.hardware.host import num_cores
 
 _FIRST = 10  # steps, after which a command has started
-_FIRST_LINE = f"step {_FIRST}/"
+_FIRST_LINE = re.compile(rf"\bstep +{_FIRST}/")
 _AS_FAST, _WITHIN = 0.99, 0.01  # a ratio of speeds, and the half-width of its interval
 _FROM_FILES = 0.97
 _IMAGES, _PER_PART, _SIDE = 2048, 512, 256  # of the files: half a gigabyte, which the page cache holds
@@ -172,15 +173,15 @@ def _started(heat: Heat, turns: Mapping[str, Sequence[_Turn]], caches: str, whic
 def _take_turn(command: Sequence[str], runs: Path, caches: Mapping[str, str]) -> _Turn:
     """Run a side once; a script prints its speed last, a command of ours leaves it in its run folder."""
     before = set(runs.glob("*"))
-    started, last = _run(command, caches, _FIRST_LINE)
+    started, last = _run(command, caches)
     new = set(runs.glob("*")) - before
     if not new:
         return _Turn(float(last), started)
     return _Turn(float(json.loads((new.pop() / "summary.json").read_text())["images_per_second"]), started)
 
 
-def _run(command: Sequence[str], caches: Mapping[str, str], first: str) -> tuple[float, str]:
-    """Run a command; when it first printed a line with a text, and the last line."""
+def _run(command: Sequence[str], caches: Mapping[str, str]) -> tuple[float, str]:
+    """Run a command; the seconds until its line of the first steps, and its last line."""
     began, started, lines = time.monotonic(), None, [""]
     environment = {**os.environ, **caches, "PYTHONUNBUFFERED": "1"}
     with (
@@ -190,7 +191,7 @@ def _run(command: Sequence[str], caches: Mapping[str, str], first: str) -> tuple
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line.strip())
-            if started is None and first in line:
+            if started is None and _FIRST_LINE.search(line):
                 started = time.monotonic() - began
         process.wait()
         errors.seek(0)

@@ -53,3 +53,9 @@ def test_a_profile_that_dies_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(shared.sys, "executable", "/bin/false")
     with pytest.raises(UserError, match="vgg16 ended with code 1"):
         shared.take_profile("vgg16", tmp_path / "vgg16.json")
+
+
+def test_models_are_chosen_by_a_part_of_their_name() -> None:
+    assert shared.models("ResNet") == ["resnet152"] and len(shared.models()) == len(shared.BATCHES)
+    with pytest.raises(UserError, match="--only 'bert' matches none of 3 models"):
+        shared.models("bert")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from stagewright.bench.pages import headlines
 from stagewright.bench.peers.cases import SUITES, only_cases
 from stagewright.bench.peers.whole import FilesHeat, Heat, run_heat
 from stagewright.bench.result import new_outcome
@@ -21,7 +22,7 @@ folder = runs / str(len(list(runs.glob('*'))))
 folder.mkdir(parents=True)
 folder.joinpath('summary.json').write_text(json.dumps({'images_per_second': float(sys.argv[2])}))
 pathlib.Path(os.environ['TRITON_CACHE_DIR']).mkdir(parents=True, exist_ok=True)
-print('epoch 1  step 1/110'); print('epoch 1  step 10/110'); print('done')
+print('epoch 1  step   1/110'); print('epoch 1  step  10/110'); print('done')
 """
 
 
@@ -59,6 +60,9 @@ def test_a_heat_compares_speeds_and_starts_turn_by_turn() -> None:
     assert [row.unit for row in outcome.rows] == ["", "", "seconds", "seconds", "seconds", "seconds"]
     assert speeds.ratio.value == pytest.approx(0.995) and speeds.goal == ">= 0.99 known to 0.01"
     assert "empty caches" in empty.group and "full caches" in full.group and 0.2 < full.ratio.value < 5.0
+    speed, start, _ = headlines(outcome)
+    assert "train is 0.99" in speed and "times as fast as plain script" in speed
+    assert "train takes" in start and "times as long as plain script" in start
     sides = [line.rpartition(", ")[2] for line in said]
     assert sides == ["stagewright train", "plain script", "plain script", "stagewright train"] + sides[:2]
 
