@@ -6,13 +6,17 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from stagewright.data.formats.fields import Fields, cast, to_device
+from stagewright.data.formats.records import BadRecord
 from stagewright.data.on_device import CachedLoader, DeviceLoader, SyntheticLoader, torchcodec_decoder
 from stagewright.data.order import ReplicaSlice, Sampler
 from stagewright.data.own import DatasetLoader, DatasetSource
@@ -21,6 +25,8 @@ from stagewright.data.processes import ProcessPool
 from stagewright.data.sources import ImageSource, Source
 from stagewright.data.synthetic import SyntheticSource
 from stagewright.errors import UserError
+
+Make = Callable[[Tensor, Tensor], Fields]  # images and labels of a batch, on their device, to its fields
 
 
 class Loader(Protocol):
@@ -88,20 +94,20 @@ class DirectLoader:
 
 
 class Copies:
-    """How batches get to the run's device: on the CPU they are there, and only their labels outlive them."""
+    """How batches become fields on the run's device: on the CPU at once, when they are requested."""
 
-    runs_ahead = False  # whether the next batch is copied before it is requested
+    runs_ahead = False  # whether the next batch is made before it is requested
 
-    def begin(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Images and labels of a full batch on the device, to be used after `await_all`."""
-        return batch.images, batch.labels.clone()
+    def begin(self, batch: Batch, make: Make) -> tuple[Fields, torch.cuda.Event | None]:
+        """The fields of a full batch, to be used after `arrive`."""
+        return make(batch.images, batch.labels.clone()), None
 
-    def await_all(self, batch: Batch, *copies: Tensor) -> None:
-        """Have the device wait for the copies of a batch."""
+    def arrive(self, fields: Fields, made: torch.cuda.Event | None) -> None:
+        """Have the device wait until fields are made."""
 
 
 class CudaCopies(Copies):
-    """To a GPU on a stream of its own, so that the next batch is copied while it trains on this one."""
+    """On a GPU by a stream of its own, so that the next batch is copied and normalized while it trains on this one."""
 
     runs_ahead = True
 
@@ -109,30 +115,35 @@ class CudaCopies(Copies):
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def begin(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def begin(self, batch: Batch, make: Make) -> tuple[Fields, torch.cuda.Event | None]:
         batch.buffers.pin()
         with torch.cuda.stream(self._stream):
             images, labels = (part.to(self._device, non_blocking=True) for part in (batch.images, batch.labels))
-            batch.buffers.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            batch.buffers.copied.record(self._stream)
-        return images, labels
+            batch.buffers.copied = self._event()
+            return make(images, labels), self._event()
 
-    def await_all(self, batch: Batch, *copies: Tensor) -> None:
-        assert batch.buffers.copied is not None
+    def arrive(self, fields: Fields, made: torch.cuda.Event | None) -> None:
+        assert made is not None
         current = torch.cuda.current_stream(self._device)
-        current.wait_event(batch.buffers.copied)
-        for tensor in copies:
+        current.wait_event(made)
+        for tensor in fields.values():
             tensor.record_stream(current)  # which may use it after it is freed here
+
+    def _event(self) -> torch.cuda.Event:
+        """The end of what is queued so far."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
 
 
 @dataclass(frozen=True, slots=True)
-class _Copied:
-    """A full batch, and its copies on the device."""
+class _Made:
+    """The fields of a microbatch, once they have arrived, and which of its records are bad."""
 
     number: int
-    batch: Batch
-    images: Tensor
-    labels: Tensor
+    bad: dict[int, tuple[BadRecord, ...]]
+    fields: Fields
+    event: torch.cuda.Event | None
 
 
 class ImageLoader:
@@ -153,7 +164,7 @@ class ImageLoader:
         self._options = options
         self._pool = pool
         self._copies = copies or (CudaCopies(options.device) if options.device.type == "cuda" else Copies())
-        self._next: _Copied | None = None
+        self._next: _Made | None = None
         self._bad = BadRecordCounter(options)
         self._ahead = ReadAhead(replica_slice, options.ahead, self._begin, self._cancel)
         self._free: deque[Buffers] = deque()
@@ -163,54 +174,41 @@ class ImageLoader:
 
     def microbatch(self, number: int) -> Fields:
         """One microbatch; the threads or processes continue with the ones after it."""
-        copied = self._take(number)
-        try:
-            self._bad.count_all(copied.batch.bad)
-            self._copies.await_all(copied.batch, copied.images, copied.labels)
-            options = self._options
-            fields = self._source.fields(
-                copied.images, copied.labels, options.dtype, channels_last=options.channels_last
-            )
-        finally:
-            self._free.append(copied.batch.buffers)
-        self._copy_following(number)
-        return fields
+        is_made = self._next is not None and self._next.number == number
+        made, self._next = self._next if is_made else None, None
+        made = made or self._make(number)
+        self._bad.count_all(made.bad)
+        self._copies.arrive(made.fields, made.event)
+        batch = self._ahead.following(number) if self._copies.runs_ahead else None
+        if batch is not None and self._pool.is_full(batch) and batch.error is None:
+            self._next = self._make(number + self._step)
+        return made.fields
 
     def pixels(self, number: int) -> tuple[Tensor, Tensor]:
         """A microbatch as bytes, before normalization; valid until the next microbatch is requested."""
-        batch = self._take(number).batch
-        self._free.append(batch.buffers)
-        return batch.images, batch.labels
+        with self._filled(number) as batch:
+            return batch.images, batch.labels
 
     def close(self) -> None:
-        self._forget_next()
+        self._next = None
         self._ahead.abandon()
         self._pool.close()
 
-    def _take(self, number: int) -> _Copied:
-        """A full batch that is being copied; whoever takes it frees its buffers."""
-        if self._next is not None and self._next.number == number:
-            copied, self._next = self._next, None
-            return copied
-        self._forget_next()
+    def _make(self, number: int) -> _Made:
+        options = self._options
+        make = partial(self._source.fields, dtype=options.dtype, channels_last=options.channels_last)
+        with self._filled(number) as batch:
+            return _Made(number, batch.bad, *self._copies.begin(batch, make))
+
+    @contextmanager
+    def _filled(self, number: int) -> Iterator[Batch]:
+        """A full batch; its buffers are free afterwards, and used again once no copy reads them."""
         batch = self._ahead.take(number)
         try:
             self._pool.wait(batch)
-            return _Copied(number, batch, *self._copies.begin(batch))
-        except BaseException:
+            yield batch
+        finally:
             self._free.append(batch.buffers)
-            raise
-
-    def _copy_following(self, number: int) -> None:
-        """Begin to copy the microbatch after this one, if it is full and nothing is wrong with it."""
-        batch = self._ahead.following(number) if self._copies.runs_ahead else None
-        if batch is not None and self._pool.is_full(batch) and batch.error is None:
-            self._next = self._take(number + self._step)
-
-    def _forget_next(self) -> None:
-        if self._next is not None:
-            self._free.append(self._next.batch.buffers)
-            self._next = None
 
     def _begin(self, number: int) -> Batch:
         batch = Batch(self._sampler.indices(number), self._sampler.augment_seed(number), self._free_buffers())

@@ -17,8 +17,9 @@ from PIL import Image
 from stagewright.data.augment import Augmentation, Cropping
 from stagewright.data.datasets import open_records
 from stagewright.data.decode import NORMALIZATIONS
+from stagewright.data.formats.fields import Fields
 from stagewright.data.formats.records import BadRecord, DataError, Record
-from stagewright.data.loader import Copies, ImageLoader, Loader, make_loaders
+from stagewright.data.loader import Copies, ImageLoader, Loader, Make, make_loaders
 from stagewright.data.order import EvaluationSampler, Order, ReplicaSlice, TrainingSampler
 from stagewright.data.pool import Batch, LoaderOptions, Pool
 from stagewright.data.processes import ProcessPool, SharedBuffers
@@ -96,20 +97,20 @@ def test_samples_are_the_same_bits_as_with_threads(slices: list[tuple[ImageSourc
 
 
 class AheadCopies(Copies):
-    """Copies as to a GPU, in memory; notes which batches were begun."""
+    """Makes fields ahead, as for a GPU; notes of which batches."""
 
     runs_ahead = True
 
     def __init__(self) -> None:
         self.begun: list[list[int]] = []
 
-    def begin(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def begin(self, batch: Batch, make: Make) -> tuple[Fields, None]:
         self.begun.append(batch.indices.tolist())
-        return batch.images.clone(), batch.labels.clone()
+        return make(batch.images, batch.labels.clone()), None
 
 
 @pytest.mark.parametrize("make_pool", [Pool, ProcessPool])
-def test_the_next_batch_is_copied_ahead_and_counts_when_it_is_requested(
+def test_the_next_batch_is_made_ahead_and_counts_when_it_is_requested(
     make_pool: type[Pool | ProcessPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad: list[int] = []
