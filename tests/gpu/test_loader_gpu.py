@@ -11,9 +11,10 @@ import torch
 from stagewright.data.augment import Augmentation, Cropping
 from stagewright.data.datasets import open_records
 from stagewright.data.decode import NORMALIZATIONS
-from stagewright.data.loader import make_loaders
+from stagewright.data.loader import CudaCopies, make_loaders
 from stagewright.data.order import Order, ReplicaSlice, TrainingSampler
-from stagewright.data.pool import Decode, LoaderOptions
+from stagewright.data.pool import Batch, Decode, LoaderOptions
+from stagewright.data.processes import ProcessPool
 from stagewright.data.sources import ImageSource
 from stagewright.data.synthetic import SyntheticSource
 from tests.pictures import make_ofrecord
@@ -31,16 +32,33 @@ def source(tmp_path: Path) -> ImageSource:
     return ImageSource(records, Augmentation(32, Cropping.RESIZED), NORMALIZATIONS["imagenet"])
 
 
-def test_pinned_batches_equal_those_of_the_cpu_for_many_rounds(source: ImageSource) -> None:
-    (cpu,) = make_loaders(LoaderOptions(threads=2), (source, SLICE))
-    (gpu,) = make_loaders(LoaderOptions(threads=2, ahead=1, device=torch.device("cuda")), (source, SLICE))
-    assert source.allocate(2, is_pinned=True)[0].is_pinned()
-    for number in range(40):
-        (wanted, labels), (found, found_labels) = cpu.microbatch(number).values(), gpu.microbatch(number).values()
-        assert found.is_cuda and torch.equal(found_labels.cpu(), labels)
-        torch.testing.assert_close(found.cpu(), wanted)
-    cpu.close()
-    gpu.close()
+@pytest.mark.parametrize("image_workers", [0, 2])
+def test_pinned_batches_equal_those_of_the_cpu_for_many_rounds(image_workers: int, source: ImageSource) -> None:
+    options = LoaderOptions(threads=2, ahead=1, device=torch.device("cuda"), image_workers=image_workers)
+    (cpu,), (gpu,) = (make_loaders(one, (source, SLICE)) for one in (LoaderOptions(threads=2), options))
+    assert all(memory.is_pinned() for memory in source.allocate(2, is_pinned=True))
+    for _ in range(2):  # the second time in workers that start after memory was pinned
+        kept = [(cpu.microbatch(number), gpu.microbatch(number)) for number in (*range(40), 7, 8, 3)]
+        for wanted, found in kept:  # while later ones were copied
+            assert found["image"].is_cuda and torch.equal(found["label"].cpu(), wanted["label"])
+            torch.testing.assert_close(found["image"].cpu(), wanted["image"])
+        cpu.close()
+        gpu.close()
+
+
+def test_memory_of_workers_is_pinned(source: ImageSource) -> None:
+    pool = ProcessPool(1)
+    (buffers,) = pool.reserve(source, 4, 1)
+    batch = Batch(np.arange(4), None, buffers)
+    pool.submit(batch, source.load)
+    pool.wait(batch)
+    copies = CudaCopies(torch.device("cuda"))
+    fields, made = copies.begin(batch, lambda images, labels: {"image": images, "label": labels})
+    assert buffers.images.is_pinned() and buffers.labels.is_pinned()
+    copies.arrive(fields, made)
+    assert torch.equal(fields["image"].cpu(), buffers.images) and torch.equal(fields["label"].cpu(), buffers.labels)
+    pool.close()
+    assert not buffers.images.is_pinned()
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

@@ -63,7 +63,7 @@ ALLOWED: dict[str, set[str]] = {
     "report.live": {*BASICS, "report"},
     "run": {*BELOW_RUN, "run.observe", "data.formats"},
     "run.observe": BELOW_RUN,
-    "bench": {*BELOW_RUN, "run"},
+    "bench": {*BELOW_RUN, "run", "data.formats.records"},
     "bench.peers": BENCH,
     "bench.demo": {*BENCH, "bench.peers"},
     "bench.micro": {*BENCH, "run.observe", "bench.models", "data.formats"},

@@ -58,11 +58,13 @@ class TrainOptions(TypedDict, total=False):
     decode: Literal["cpu", "gpu", "once"]
     """where to decode JPEGs; gpu needs torchcodec; once keeps small images on the device (default: 'cpu')"""
 
-    loader_threads: int
-    """decoding threads per rank of the first stage (default: 2)"""
+    loader_threads: int | None
+    """decoding threads per rank of the first stage, where --workers is 0 (default: 2)"""
 
-    workers: int
-    """processes per rank of the first stage that load python: data (0: the rank itself) (default: 0)"""
+    workers: int | None
+    """processes per rank of the first stage that load images or python: data; 0: threads, or the rank itself
+    (default: for images from 64 pixels on one less than the rank's share of the cores, at most 16, where that
+    share is 4 or more; else 0)"""
 
     ahead: int
     """microbatches to decode ahead (default: 4)"""

@@ -404,9 +404,9 @@ COMMANDS = (
         *("data bench", "bench:run_data", "compare this loader with stock ones"),
         "Measure the images per second of this loader and of stock ones, in turns.",
         options=(
-            *take("--repeats", help="repeats per loader (default: 30)"),
+            *take("--repeats", help="repeats per way to decode (default: 15)"),
             *take("--images"),
-            *take("--threads", default=None, help="most loader threads (default: 2)"),
+            *take("--threads", default=None, help="most loader threads, and processes (default: 2)"),
         ),
     ),
     Command(

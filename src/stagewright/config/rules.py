@@ -234,7 +234,9 @@ RULES: tuple[Rule, ...] = (
     # Data
     *_unused(_data("--data synthetic", "synthetic"), "--samples", "--learnable"),
     *_unused(_data("--data tokens:FILE", "tokens"), "--context"),
-    *_unused(_data("--data python:MODULE:DATASET", "python"), "--workers", off=0),
+    *_unused(_data("encoded images or --data python:MODULE:DATASET", *_IMAGES, "python"), "--workers", off=0),
+    *_unused(_is("--decode", "cpu"), "--workers", off=0),
+    *_unused(_zero("--workers"), "--loader-threads"),
     *_unused(_CLASS_DATA, "--class-names"),
     *_unused(_with("--data"), "--inputs", commands=("inspect",)),
     *_unused(_IMAGE_DATA, "--crop", "--loader-threads", "--ahead", "--max-bad"),

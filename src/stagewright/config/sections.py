@@ -126,13 +126,19 @@ class DataConfig(Section):
     decode: Literal["cpu", "gpu", "once"] = option(
         "cpu", "--decode", "where to decode JPEGs; gpu needs torchcodec; once keeps small images on the device"
     )
-    loader_threads: int = option(
-        2, "--loader-threads", "decoding threads per rank of the first stage", least=1, most=_MOST_THREADS
+    loader_threads: int | None = option(
+        None,
+        "--loader-threads",
+        "decoding threads per rank of the first stage, where --workers is 0 (default: 2)",
+        least=1,
+        most=_MOST_THREADS,
     )
-    workers: int = option(
-        0,
+    workers: int | None = option(
+        None,
         "--workers",
-        "processes per rank of the first stage that load python: data (0: the rank itself)",
+        "processes per rank of the first stage that load images or python: data; 0: threads, or the rank itself "
+        "(default: for images from 64 pixels on one less than the rank's share of the cores, at most 16, where that "
+        "share is 4 or more; else 0)",
         least=0,
         most=256,
     )

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import simplejpeg
@@ -146,12 +147,19 @@ class Normalization:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def apply(self, images: Tensor, dtype: torch.dtype) -> Tensor:
-        """uint8 [samples, side, side, RGB] to `dtype` [samples, RGB, side, side]."""
-        mean, std = (torch.tensor(values, dtype=dtype, device=images.device) for values in (self.mean, self.std))
-        shape = (1, _CHANNELS, 1, 1)
-        numbers = torch.empty(len(images), _CHANNELS, *images.shape[1:3], dtype=dtype, device=images.device)
-        return torch.sub(images.permute(0, 3, 1, 2), mean.view(shape), out=numbers).div_(std.view(shape))
+    def apply(self, images: Tensor, dtype: torch.dtype, *, channels_last: bool = False) -> Tensor:
+        """uint8 [samples, side, side, RGB] to `dtype` [samples, RGB, side, side], in either memory layout."""
+        mean, std = (_per_channel(values, dtype, images.device) for values in (self.mean, self.std))
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        shape = (len(images), _CHANNELS, *images.shape[1:3])
+        numbers = torch.empty(shape, dtype=dtype, device=images.device, memory_format=layout)
+        return torch.sub(images.permute(0, 3, 1, 2), mean, out=numbers).div_(std)
+
+
+@lru_cache(maxsize=16)
+def _per_channel(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One number per channel of a batch; made once, as a GPU would finish all its work before each copy."""
+    return torch.tensor(values, dtype=dtype, device=device).view(1, _CHANNELS, 1, 1)
 
 
 NORMALIZATIONS: Mapping[str, Normalization] = {

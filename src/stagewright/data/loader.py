@@ -1,4 +1,4 @@
-"""Loads microbatches by number: on demand, or ahead of time by threads that decode on the CPU.
+"""Loads microbatches by number: on demand, or ahead of time by threads or processes that decode on the CPU.
 
 `make_loaders` chooses the loader that fits a source and its options; loaders that use the device are in `on_device`.
 """
@@ -6,20 +6,27 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from stagewright.data.formats.fields import Fields, cast, to_device
+from stagewright.data.formats.records import BadRecord
 from stagewright.data.on_device import CachedLoader, DeviceLoader, SyntheticLoader, torchcodec_decoder
 from stagewright.data.order import ReplicaSlice, Sampler
 from stagewright.data.own import DatasetLoader, DatasetSource
-from stagewright.data.pool import BadRecordCounter, Batch, Decode, LoaderOptions, Pool, ReadAhead
+from stagewright.data.pool import BadRecordCounter, Batch, Buffers, Decode, LoaderOptions, Pool, ReadAhead
+from stagewright.data.processes import ProcessPool
 from stagewright.data.sources import ImageSource, Source
 from stagewright.data.synthetic import SyntheticSource
 from stagewright.errors import UserError
+
+Make = Callable[[Tensor, Tensor], Fields]  # images and labels of a batch, on their device, to its fields
 
 
 class Loader(Protocol):
@@ -40,12 +47,14 @@ class Loader(Protocol):
 
 
 def make_loaders(options: LoaderOptions, *slices: tuple[Source, ReplicaSlice]) -> tuple[Loader, ...]:
-    """One loader per source; loaders of images share their threads."""
-    pool = Pool(options.threads)
-    return tuple(_make_loader(source, replica_slice, options, pool) for source, replica_slice in slices)
+    """One loader per source; loaders of images share their threads or processes."""
+    threads, processes = Pool(options.threads), ProcessPool(options.image_workers) if options.image_workers else None
+    return tuple(_make_loader(source, numbers, options, threads, processes) for source, numbers in slices)
 
 
-def _make_loader(source: Source, replica_slice: ReplicaSlice, options: LoaderOptions, pool: Pool) -> Loader:
+def _make_loader(
+    source: Source, replica_slice: ReplicaSlice, options: LoaderOptions, threads: Pool, processes: ProcessPool | None
+) -> Loader:
     if isinstance(source, DatasetSource):
         return DatasetLoader(source, replica_slice, options)
     if not isinstance(source, ImageSource):
@@ -55,9 +64,9 @@ def _make_loader(source: Source, replica_slice: ReplicaSlice, options: LoaderOpt
                 return SyntheticLoader(source, replica_slice, options)
         return DirectLoader(source, replica_slice.sampler, options)
     if options.decode is Decode.CPU:
-        return ImageLoader(source, replica_slice, options, pool)
+        return ImageLoader(source, replica_slice, options, processes or threads)
     if options.decode is Decode.ONCE:
-        return CachedLoader(source, replica_slice, options, pool)
+        return CachedLoader(source, replica_slice, options, threads)
     if source.labels.follows_view:
         raise UserError("--decode gpu can't crop masks; use --decode cpu")
     return DeviceLoader(source, replica_slice, options, torchcodec_decoder(options.device))
@@ -84,81 +93,137 @@ class DirectLoader:
         pass
 
 
-class ImageLoader:
-    """Images decoded ahead of time by threads, into batches whose memory is reused."""
+class Copies:
+    """How batches become fields on the run's device: on the CPU at once, when they are requested."""
 
-    def __init__(self, source: ImageSource, replica_slice: ReplicaSlice, options: LoaderOptions, pool: Pool) -> None:
+    runs_ahead = False  # whether the next batch is made before it is requested
+
+    def begin(self, batch: Batch, make: Make) -> tuple[Fields, torch.cuda.Event | None]:
+        """The fields of a full batch, to be used after `arrive`."""
+        return make(batch.images, batch.labels.clone()), None
+
+    def arrive(self, fields: Fields, made: torch.cuda.Event | None) -> None:
+        """Have the device wait until fields are made."""
+
+
+class CudaCopies(Copies):
+    """On a GPU by a stream of its own, so that the next batch is copied and normalized while it trains on this one."""
+
+    runs_ahead = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def begin(self, batch: Batch, make: Make) -> tuple[Fields, torch.cuda.Event | None]:
+        batch.buffers.pin()
+        with torch.cuda.stream(self._stream):
+            images, labels = (part.to(self._device, non_blocking=True) for part in (batch.images, batch.labels))
+            batch.buffers.copied = self._event()
+            return make(images, labels), self._event()
+
+    def arrive(self, fields: Fields, made: torch.cuda.Event | None) -> None:
+        assert made is not None
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(made)
+        for tensor in fields.values():
+            tensor.record_stream(current)  # which may use it after it is freed here
+
+    def _event(self) -> torch.cuda.Event:
+        """The end of what is queued so far."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """The fields of a microbatch, once they have arrived, and which of its records are bad."""
+
+    number: int
+    bad: dict[int, tuple[BadRecord, ...]]
+    fields: Fields
+    event: torch.cuda.Event | None
+
+
+class ImageLoader:
+    """Images decoded ahead of time by threads or processes, into batches whose memory is reused."""
+
+    def __init__(
+        self,
+        source: ImageSource,
+        replica_slice: ReplicaSlice,
+        options: LoaderOptions,
+        pool: Pool | ProcessPool,
+        copies: Copies | None = None,
+    ) -> None:
         self.targets = source.targets
         self._source = source
         self._sampler = replica_slice.sampler
+        self._step = replica_slice.step
         self._options = options
         self._pool = pool
+        self._copies = copies or (CudaCopies(options.device) if options.device.type == "cuda" else Copies())
+        self._next: _Made | None = None
         self._bad = BadRecordCounter(options)
         self._ahead = ReadAhead(replica_slice, options.ahead, self._begin, self._cancel)
-        self._free: deque[_Buffers] = deque()
+        self._free: deque[Buffers] = deque()
+        if isinstance(pool, ProcessPool):
+            microbatches = max(1, -(-replica_slice.stop // replica_slice.step))
+            self._free += pool.reserve(source, self._sampler.size, min(options.ahead + 1, microbatches))
 
     def microbatch(self, number: int) -> Fields:
-        """One microbatch; the threads continue with the ones after it."""
-        batch, buffers = self._next(number)
-        self._bad.count_all(batch.bad)
-        labels = batch.labels.to(self._options.device, non_blocking=True, copy=True)
-        images = buffers.to_device(batch.images, self._options.device)
-        fields = self._source.fields(images, labels, self._options.dtype)
-        self._free.append(buffers)
-        return fields
+        """One microbatch; the threads or processes continue with the ones after it."""
+        is_made = self._next is not None and self._next.number == number
+        made, self._next = self._next if is_made else None, None
+        made = made or self._make(number)
+        self._bad.count_all(made.bad)
+        self._copies.arrive(made.fields, made.event)
+        batch = self._ahead.following(number) if self._copies.runs_ahead else None
+        if batch is not None and self._pool.is_full(batch) and batch.error is None:
+            self._next = self._make(number + self._step)
+        return made.fields
 
     def pixels(self, number: int) -> tuple[Tensor, Tensor]:
         """A microbatch as bytes, before normalization; valid until the next microbatch is requested."""
-        batch, buffers = self._next(number)
-        self._free.append(buffers)
-        return batch.images, batch.labels
+        with self._filled(number) as batch:
+            return batch.images, batch.labels
 
     def close(self) -> None:
+        self._next = None
         self._ahead.abandon()
         self._pool.close()
 
-    def _next(self, number: int) -> tuple[Batch, _Buffers]:
-        """A full batch; the caller returns its buffers to the free ones."""
-        batch, buffers = self._ahead.take(number)
-        self._pool.wait(batch)
-        return batch, buffers
+    def _make(self, number: int) -> _Made:
+        options = self._options
+        make = partial(self._source.fields, dtype=options.dtype, channels_last=options.channels_last)
+        with self._filled(number) as batch:
+            return _Made(number, batch.bad, *self._copies.begin(batch, make))
 
-    def _begin(self, number: int) -> tuple[Batch, _Buffers]:
-        indices, buffers = self._sampler.indices(number), self._free_buffers()
-        images, labels = buffers.images[: len(indices)], buffers.labels[: len(indices)]
-        batch = Batch(indices, self._sampler.augment_seed(number), images, labels)
+    @contextmanager
+    def _filled(self, number: int) -> Iterator[Batch]:
+        """A full batch; its buffers are free afterwards, and used again once no copy reads them."""
+        batch = self._ahead.take(number)
+        try:
+            self._pool.wait(batch)
+            yield batch
+        finally:
+            self._free.append(batch.buffers)
+
+    def _begin(self, number: int) -> Batch:
+        batch = Batch(self._sampler.indices(number), self._sampler.augment_seed(number), self._free_buffers())
         self._pool.submit(batch, self._source.load)
-        return batch, buffers
+        return batch
 
-    def _cancel(self, begun: tuple[Batch, _Buffers]) -> None:
-        batch, buffers = begun
+    def _cancel(self, batch: Batch) -> None:
         self._pool.abandon(batch)
-        self._free.append(buffers)
+        self._free.append(batch.buffers)
 
-    def _free_buffers(self) -> _Buffers:
-        """Buffers that nothing uses any more; new ones only while there are too few."""
+    def _free_buffers(self) -> Buffers:
+        """Buffers that nothing uses any more; new ones, for threads, only while there are too few."""
         if self._free:
             buffers = self._free.popleft()
-            if buffers.copied is not None:
-                buffers.copied.synchronize()
+            buffers.wait_until_copied()
             return buffers
         is_pinned = self._options.device.type == "cuda"
-        return _Buffers(*self._source.allocate(self._sampler.size, is_pinned=is_pinned))
-
-
-class _Buffers:
-    """Memory of one batch, pinned for a GPU, and the copy that may still be reading it."""
-
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        self.images = images
-        self.labels = labels
-        self.copied: torch.cuda.Event | None = None
-
-    def to_device(self, images: Tensor, device: torch.device) -> Tensor:
-        """The images on the device; the copy may still be running when this returns."""
-        if device.type != "cuda":
-            return images
-        on_device = images.to(device, non_blocking=True)
-        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.copied.record()
-        return on_device
+        return Buffers(*self._source.allocate(self._sampler.size, is_pinned=is_pinned))

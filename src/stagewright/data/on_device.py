@@ -23,7 +23,7 @@ from stagewright.data.decode import Decoder, jittered, jpeg_header
 from stagewright.data.formats.fields import Fields, cast
 from stagewright.data.formats.records import BadRecordError, Record
 from stagewright.data.order import AugmentSeed, Indices, ReplicaSlice
-from stagewright.data.pool import BadRecordCounter, Batch, LoaderOptions, Pool, ReadAhead
+from stagewright.data.pool import BadRecordCounter, Batch, Buffers, LoaderOptions, Pool, ReadAhead
 from stagewright.data.sources import ImageSource
 from stagewright.data.synthetic import SyntheticSource
 from stagewright.errors import UserError, first_line
@@ -233,7 +233,7 @@ class CachedLoader:
     def _cached(self) -> tuple[Tensor, Tensor]:
         """Every image, whole, and its label; decoded and counted at the first use."""
         images, labels = self._source.allocate(len(self._source))
-        batch = Batch(np.arange(len(self._source)), None, images, labels)
+        batch = Batch(np.arange(len(self._source)), None, Buffers(images, labels))
         self._pool.submit(batch, self._source.load)
         self._pool.wait(batch)
         BadRecordCounter(self._options).count_all(batch.bad)

@@ -26,11 +26,12 @@ from stagewright.data.formats.records import DataError, require_limit
 from stagewright.data.formats.tensors import is_target
 from stagewright.data.order import AugmentSeed, ReplicaSlice
 from stagewright.data.pool import LoaderOptions
-from stagewright.errors import UserError, first_line
+from stagewright.errors import UserError, counted, first_line
 from stagewright.objects import load_object
 
 PREFIX = "python"
 INPUT, TARGET = "input", "target"
+_LOST = "DataLoader worker"  # what torch's error says where one of its processes ended
 _LOOKED_AT = 4  # samples, evenly spread, that are looked at before training
 Collate = Callable[[list[Any]], Any]
 
@@ -144,6 +145,7 @@ class DatasetLoader:
 
     def __init__(self, source: DatasetSource, replica_slice: ReplicaSlice, options: LoaderOptions) -> None:
         self.targets = source.targets
+        self._name = source.name
         self._microbatches = _Microbatches(source, replica_slice)
         self._slice = replica_slice
         self._options = options
@@ -173,7 +175,16 @@ class DatasetLoader:
                     pin_memory=options.device.type == "cuda",
                 )
             )
-        found, fields = next(self._ahead)
+        try:
+            found, fields = next(self._ahead)
+        except (RuntimeError, EOFError, OSError) as error:
+            if isinstance(error, RuntimeError) and _LOST not in str(error):
+                raise
+            self._ahead = None
+            raise DataError(
+                f"one of {counted(self._options.workers, 'process', 'es')} that load dataset {self._name} ended "
+                f"({first_line(error, 200)}); if the memory was full, give fewer --workers"
+            ) from error
         assert found == number, f"microbatch {found} came in place of {number}"
         self._next = number + self._slice.step
         if isinstance(fields, str):

@@ -1,6 +1,7 @@
 """What all loaders share: their options, the count of bad records, reading ahead, and the threads that fill batches.
 
-The threads of a `Pool` fill batches one sample at a time, in the order in which the batches were submitted.
+The threads of a `Pool` fill batches one sample at a time, in the order in which the batches were submitted; a
+`processes.ProcessPool` is used in the same way.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Generic, TypeVar
 
 import torch
@@ -46,6 +48,7 @@ class LoaderOptions:
     is_compiled: bool = False  # what makes samples on a GPU, where a source has code for that
     decode: Decode = Decode.CPU
     workers: int = 0  # processes that load a user's own dataset; 0: this one
+    image_workers: int = 0  # processes that decode images; 0: threads
 
     def __post_init__(self) -> None:
         for flag, value, least in (
@@ -98,6 +101,11 @@ class ReadAhead(Generic[Work]):
         self._cancel = cancel
         self._window: deque[tuple[int, Work]] = deque()
 
+    def following(self, number: int) -> Work | None:
+        """The work on the microbatch after this one, if it was begun."""
+        is_begun = bool(self._window) and self._window[0][0] == number + self._slice.step
+        return self._window[0][1] if is_begun else None
+
     def take(self, number: int) -> Work:
         """The work on this microbatch, perhaps still unfinished; the window moves on to the ones after it."""
         if self._window and self._window[0][0] != number:
@@ -116,19 +124,40 @@ class ReadAhead(Generic[Work]):
             self._cancel(self._window.popleft()[1])
 
 
+class Buffers:
+    """Memory of one batch, pinned for a GPU, and the copy that may still be reading it."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.images = images
+        self.labels = labels
+        self.copied: torch.cuda.Event | None = None
+
+    def pin(self) -> None:
+        """Pin memory that was not made so."""
+
+    def wait_until_copied(self) -> None:
+        if self.copied is not None:
+            self.copied.synchronize()
+
+
 class Batch:
     """Samples being loaded: which ones, where they are written, and how many are left."""
 
-    def __init__(self, indices: Indices, seed: AugmentSeed | None, images: Tensor, labels: Tensor) -> None:
+    def __init__(self, indices: Indices, seed: AugmentSeed | None, buffers: Buffers) -> None:
         self.indices = indices
         self.seed = seed
-        self.images = images
-        self.labels = labels
-        self.rows = list(zip(images.unbind(), labels.unbind(), strict=True))
+        self.buffers = buffers
+        self.images = buffers.images[: len(indices)]
+        self.labels = buffers.labels[: len(indices)]
         self.bad: dict[int, tuple[BadRecord, ...]] = {}  # by row
         self.error: BaseException | None = None
         self.claimed = 0  # rows that a thread has begun
         self.left = len(indices)
+
+    @cached_property
+    def rows(self) -> list[tuple[Tensor, Tensor]]:
+        """Where each sample is written."""
+        return list(zip(self.images.unbind(), self.labels.unbind(), strict=True))
 
 
 class Pool:
@@ -143,10 +172,15 @@ class Pool:
 
     def submit(self, batch: Batch, load: Load) -> None:
         """Queue a batch to be filled."""
+        assert len(batch.rows) == len(batch.indices)  # made before threads ask for them
         with self._condition:
             self._waiting.append((batch, load))
             self._condition.notify_all()
         self._start()
+
+    def is_full(self, batch: Batch) -> bool:
+        """Whether nothing is left to fill; does not wait."""
+        return not batch.left
 
     def wait(self, batch: Batch) -> None:
         """Wait until a batch is full; raise what a thread raised while filling it."""

@@ -27,10 +27,9 @@ from stagewright.data.formats.fields import IMAGES, Unit
 from stagewright.data.formats.fields import Fields as Fields
 from stagewright.data.formats.fields import cast as cast
 from stagewright.data.formats.fields import only_pair as only_pair
-from stagewright.data.formats.records import BadRecord, BadRecordError, DataError, Records, require_limit
+from stagewright.data.formats.records import BadRecord, BadRecordError, DataError, Record, Records, require_limit
 from stagewright.data.formats.tensors import TensorSource
 from stagewright.data.formats.tokens import TokenSource
-from stagewright.data.labels import ClassLabels, Labels
 from stagewright.data.order import AugmentSeed, Indices
 from stagewright.data.own import PREFIX as OWN
 from stagewright.data.own import open_own
@@ -81,6 +80,52 @@ class Source(Protocol):
         ...
 
 
+class Labels(Protocol):
+    """What belongs to an image besides its pixels: by default the number of its class.
+
+    A record's label is read before its sample is drawn, so that one that can't be read makes the record a bad one, and
+    drawn with the view of the image.
+    """
+
+    @property
+    def name(self) -> str:
+        """Of their field."""
+        ...
+
+    @property
+    def follows_view(self) -> bool:
+        """Whether a label depends on how its image is cropped."""
+        ...
+
+    def allocate(self, samples: int, side: int) -> Tensor:
+        """Memory for the labels of some samples, on the CPU."""
+        ...
+
+    def read(self, record: Record, height: int, width: int) -> Tensor:
+        """The label of an image of this size; raises `BadRecordError` if it has none that can be used."""
+        ...
+
+    def draw(self, label: Tensor, view: View, target: Tensor) -> None:
+        """Fill one row of `allocate` with a label as it belongs to a view of its image."""
+        ...
+
+
+class ClassLabels:
+    """One class number per image."""
+
+    name = "label"
+    follows_view = False
+
+    def allocate(self, samples: int, side: int) -> Tensor:
+        return torch.zeros(samples, dtype=torch.int64)
+
+    def read(self, record: Record, height: int, width: int) -> Tensor:
+        return torch.tensor(record.label)
+
+    def draw(self, label: Tensor, view: View, target: Tensor) -> None:
+        target.numpy()[...] = label.numpy()  # not by torch, for which threads wait for each other
+
+
 class ImageSource:
     """Encoded images as a source of samples: an image, and its class or what else `labels` reads."""
 
@@ -114,17 +159,18 @@ class ImageSource:
             self.load(int(index), None, images[row], labels[row], decoder)
         return self.fields(images, labels, torch.float32)
 
-    def fields(self, images: Tensor, labels: Tensor, dtype: torch.dtype) -> Fields:
+    def fields(self, images: Tensor, labels: Tensor, dtype: torch.dtype, *, channels_last: bool = False) -> Fields:
         """A microbatch of uint8 [samples, side, side, RGB] and the labels, on their device."""
-        fields = {"image": self.normalization.apply(images, dtype), self.labels.name: labels}
-        return cast(fields, self.targets, dtype)
+        normalized = self.normalization.apply(images, dtype, channels_last=channels_last)
+        return cast({"image": normalized, self.labels.name: labels}, self.targets, dtype)
 
     def allocate(self, samples: int, *, is_pinned: bool = False) -> tuple[Tensor, Tensor]:
         """Memory for the pixels and labels of some samples."""
         side = self.augmentation.side
         try:
             images = torch.zeros(samples, side, side, 3, dtype=torch.uint8, pin_memory=is_pinned)
-            return images, self.labels.allocate(samples, side)
+            labels = self.labels.allocate(samples, side)
+            return images, labels.pin_memory() if is_pinned else labels
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -24,6 +24,7 @@ from torch import nn
 from stagewright.cluster.topology import ANYWHERE, Cluster
 from stagewright.config.groups import Group
 from stagewright.config.sections import AUTO, MOST_STEPS, Config, PlanConfig
+from stagewright.data.datasets import names_images
 from stagewright.data.order import Indices, Order
 from stagewright.data.sources import Fields, Source, cast
 from stagewright.errors import UserError, counted, did_you_mean, first_line, within_memory
@@ -65,7 +66,7 @@ from stagewright.run.samples import Binding, bind, loss_options
 from stagewright.runtime.comm.device import gpu_of
 from stagewright.runtime.job import Evaluation, Job, criterion_of
 from stagewright.runtime.multinode.nodes import cluster_of
-from stagewright.runtime.process.assemble import has_channels_last, open_data, open_model, open_pieces
+from stagewright.runtime.process.assemble import has_channels_last, image_workers, open_data, open_model, open_pieces
 from stagewright.runtime.process.object_pipe import require_portable
 from stagewright.runtime.stage.optimizer import OPTIMIZERS, require_factory
 from stagewright.runtime.stage.precision import Precision, make_precision
@@ -154,6 +155,7 @@ def prepare(
     if layout is not None:
         _tell(note, layout)
     config, plan, chain = made.config, made.plan, made.chain
+    _tell_workers(note, config, plan)
     unit, per_sample = task.source.unit
     if layout is None or layout.prediction is None:
         prediction, interval = predict_job(config, plan), None  # reports an unsuitable profile before a folder is made
@@ -292,6 +294,13 @@ def _tell(note: Note, layout: Layout) -> None:
         note(line)
 
 
+def _tell_workers(note: Note, config: Config, plan: Plan) -> None:
+    """Say in how many processes images are decoded, where that was left open."""
+    is_asked = config.data.workers is not None or not names_images(config.data.source)
+    if not is_asked and (count := image_workers(config, plan, plan.devices[plan.stages[0].ranks[0]].machine)):
+        note(f"images are decoded by {count} processes of each rank that loads them; --workers 0: by threads")
+
+
 def with_layout(config: Config, layout: Layout) -> Config:
     """The configuration with the options that stand for a layout, as its run and a resumed one have them."""
     plan = resolved_options(config.plan, layout.plan)
@@ -305,7 +314,10 @@ def explained(config: Config, warn: Warn, note: Note) -> Layout:
             f"--explain shows what --placement auto chooses from, but the placement is "
             f"{config.plan.file or config.plan.placement}; leave it out"
         )
-    return _layout(_open(config, warn, note, is_scripted=False), None, note, always=True)
+    opened = _open(config, warn, note, is_scripted=False)
+    layout = _layout(opened, None, note, always=True)
+    _tell_workers(note, opened.config, layout.plan)
+    return layout
 
 
 def planned(config: Config, warn: Warn, note: Note) -> Config:

@@ -230,7 +230,7 @@ def _loader(session: Session, source: Source, numbers: ReplicaSlice) -> Loader |
     if not loads_samples(session):
         return None
     worker = next(worker for worker in session.workers if worker.rank in session.plan.stages[0].ranks)
-    options = loader_options(session.job, worker.emit, _device_of(session))
+    options = loader_options(session.job, worker.rank, worker.emit, _device_of(session))
     return make_loaders(options, (source, numbers))[0]
 
 

@@ -119,13 +119,14 @@ def losses(result: object) -> list[float]:
     return [step.loss for step in result.steps]  # type: ignore[attr-defined]
 
 
-def test_a_run_is_bit_identical_for_every_format_and_number_of_threads(tmp_path: Path) -> None:
+def test_a_run_is_bit_identical_for_every_format_and_number_of_threads_and_processes(tmp_path: Path) -> None:
     root = make_ofrecord(tmp_path / "of", 20)
     main(["data", "convert", str(root), f"tar:{tmp_path}/tar"])
     one = train(root, tmp_path / "runs", data__loader_threads=1, data__ahead=0)
     five = train(root, tmp_path / "runs", data__loader_threads=5, data__ahead=6)
     shards = train(root, tmp_path / "runs", data__source=f"tar:{tmp_path}/tar")
-    assert losses(one) == losses(five) == losses(shards)
+    processes = train(root, tmp_path / "runs", data__workers=2)
+    assert losses(one) == losses(five) == losses(shards) == losses(processes)
     assert losses(one) != losses(train(root, tmp_path / "runs", data__jitter=0.5))
     assert losses(one) != losses(train(root, tmp_path / "runs", data__normalize="published"))
 

@@ -152,6 +152,10 @@ def test_microbatches_are_normalized_and_have_the_data_type(source: ImageSource,
     torch.testing.assert_close(inputs, torch.from_numpy(wanted.transpose(0, 3, 1, 2)))  # not overwritten
     assert not torch.equal(inputs, again)
     loader.close()
+    (other,) = make_loaders(LoaderOptions(torch.float64, channels_last=True), (source, part))
+    stored = other.microbatch(0)["image"]
+    assert torch.equal(stored, inputs) and stored.is_contiguous(memory_format=torch.channels_last)
+    other.close()
 
 
 def test_evaluation_loads_the_centre_of_every_sample_once(source: ImageSource) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
 from stagewright import objects
+from stagewright.data.formats.records import DataError
 from stagewright.data.loader import make_loaders
 from stagewright.data.order import EvaluationSampler, Order, ReplicaSlice, TrainingSampler
 from stagewright.data.own import DatasetSource, fields_of
@@ -107,6 +109,18 @@ def test_a_sample_that_raises_is_named(workers: int) -> None:
     with pytest.raises(UserError, match=r"sample 1 of dataset photos raised OSError: no such file: 1.jpg"):
         for number in range(3):
             loader.microbatch(number)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("DataLoader worker (pid 7) is killed"), EOFError(), OSError("reset")])
+def test_a_worker_that_ends_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: object, **__: object) -> Iterator[object]:
+        raise error
+        yield
+
+    monkeypatch.setattr("stagewright.data.own.DataLoader", lost)  # of a real one torch's signal handler may tell first
+    loader = loader_of(DatasetSource(Noisy(), "noisy"), 1, workers=2)
+    with pytest.raises(DataError, match=r"one of 2 processes that load dataset noisy ended \(.*\); .*--workers"):
+        loader.microbatch(0)
 
 
 def test_fingerprint_tells_datasets_apart() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from stagewright.cluster.placement import parse_placement
+from stagewright.cluster.topology import ANYWHERE
 from stagewright.config.toml import make_config
 from stagewright.errors import UserError, within_memory
 from stagewright.hardware.devices import require_cuda
@@ -19,8 +20,10 @@ from stagewright.profile.profile import Profile, Table, Unit
 from stagewright.run.prepare import memory_advice, prepare, require_devices
 from stagewright.runtime.comm.device import gpu_of
 from stagewright.runtime.comm.nccl import uses_nccl
+from stagewright.runtime.process.assemble import image_workers
 from stagewright.runtime.stage.precision import make_precision
 from tests.commands import fails
+from tests.pictures import make_ofrecord
 
 _CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -30,6 +33,44 @@ def test_a_machine_without_gpus_is_one_line() -> None:
     with pytest.raises(ValueError, match=r"--device cuda .* but torch .* sees no GPU; use") as caught:
         require_cuda()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cores", "placement", "data", "expected"),
+    [
+        (16, "0:0", {}, 15),
+        (64, "0:0", {}, 16),
+        (16, "0:0-2.0:3", {}, 4),  # three ranks load
+        (16, "0:0-4", {}, 0),  # three cores each
+        (16, "0:0-1.0:2", {"workers": 2}, 2),
+        (16, "0:0", {"workers": 0}, 0),
+        (16, "0:0", {"loader_threads": 4}, 0),
+        (16, "0:0", {"image": 63}, 0),
+        (16, "0:0", {"decode": "once"}, 0),
+        (16, "0:0.1:0-7", {}, 15),
+        (16, "0:0,1:0-7.1:8", {}, 15),  # one of nine ranks that load is on this machine
+    ],
+)
+def test_processes_that_decode_share_the_cores_of_their_machine(
+    cores: int, placement: str, data: dict[str, Any], expected: int
+) -> None:
+    config = make_config({"data": {"source": "folder:a", "image": 224, **data}})
+    plan = make_plan(parse_placement(placement, ANYWHERE), batch=720, mode=Mode.STALE)
+    assert image_workers(config, plan, 0, cores) == expected
+
+
+def test_says_how_many_processes_decode_where_that_was_left_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
+    data = {"source": f"ofrecord:{make_ofrecord(tmp_path / 'data', 8, side=64)}", "image": 64}
+    tables = {"model": {"name": "resnet8"}, "plan": {"placement": "0:0", "batch": 4}, "run": {"runs": str(tmp_path)}}
+    said: list[str] = []
+    for given in ({}, {"workers": 1}):
+        prepare(make_config({**tables, "data": {**data, **given}}), note=said.append)
+    assert [line for line in said if "--workers" in line] == [
+        "images are decoded by 5 processes of each rank that loads them; --workers 0: by threads"
+    ]
 
 
 def test_refuses_an_unknown_precision() -> None:

@@ -1,7 +1,8 @@
 """`bench data` and `data bench`: how fast encoded images become samples, with Stagewright and in stock ways.
 
 The stock ways are Pillow, simplejpeg with torch, torchvision and DALI, as far as they are installed. All sides decode
-and crop the same images on one thread, in turns. The loader's speed and overhead and the time to load an index follow.
+and crop the same images on one thread, in turns. Whole loaders (`loaders`), this one's overhead and the time to load an
+index follow.
 """
 
 from __future__ import annotations
@@ -10,10 +11,8 @@ import io
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -22,60 +21,17 @@ import torch
 from PIL import Image
 from torch.nn import functional
 
+from stagewright.bench.micro.loaders import Images, compare_loaders
+from stagewright.bench.pictures import HEIGHT, WIDTH, make_jpegs
 from stagewright.bench.result import Outcome, measured_row, new_outcome, ratio_of
 from stagewright.data.augment import Augmentation, Cropping, View
-from stagewright.data.convert import Shrink
-from stagewright.data.decode import NORMALIZATIONS, Decoder, render
+from stagewright.data.decode import Decoder, render
 from stagewright.data.formats.index import IndexBuilder, load_index, save_index
-from stagewright.data.formats.records import Record
-from stagewright.data.loader import ImageLoader
-from stagewright.data.order import Order, ReplicaSlice, TrainingSampler
-from stagewright.data.pool import LoaderOptions, Pool
-from stagewright.data.sources import ImageSource
-from stagewright.errors import counted
 
 StockPath = Callable[[bytes, View], object]
-HEIGHT, WIDTH, SIDE = 375, 500, 224
-_SHRUNK = 256  # the shorter side, for crops of 224
-_DISTINCT = 16
-_QUALITY = 94
+SIDE = 224
 _IMAGENET = 1_281_167
-_MICROBATCH = 16
-_REPEATS, _IMAGES, _MOST_THREADS = 30, 64, 2  # unless options say otherwise
-_BATCHES = 48
-
-
-def make_jpegs(height: int = HEIGHT, width: int = WIDTH) -> list[bytes]:
-    """Images of waves under noise, with the size and about the bytes of an ImageNet photograph."""
-    generator = np.random.default_rng(0)
-    rows, columns = np.mgrid[0:height, 0:width]
-    jpegs = []
-    for _ in range(_DISTINCT):
-        picture = 128 + generator.normal(0, 14, (height, width, 3))
-        for across, down, phase in generator.uniform(0, 0.15, (6, 3)):
-            picture += 20 * np.sin(across * columns + down * rows + 40 * phase)[..., None]
-        jpegs.append(simplejpeg.encode_jpeg(picture.clip(0, 255).astype(np.uint8), _QUALITY, "RGB", "420"))
-    return jpegs
-
-
-class InMemory:
-    """Records in memory, so that the disk is not measured."""
-
-    def __init__(self, jpegs: Sequence[bytes], samples: int) -> None:
-        self.classes = 1000
-        self.class_names: tuple[str, ...] = ()
-        self.fingerprint = f"memory/{samples}"
-        self._jpegs = jpegs
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def get(self, index: int) -> Record:
-        return Record(self._jpegs[index % len(self._jpegs)], index % self.classes, self.name(index))
-
-    def name(self, index: int) -> str:
-        return f"record {index}"
+_REPEATS, _IMAGES, _MOST_THREADS = 15, 64, 2  # unless options say otherwise
 
 
 def measure(
@@ -94,46 +50,25 @@ def measure(
     turns = deque(paths)
     for _ in range(repeats):
         for name in turns:
-            speeds[name].append(_speed(paths[name], large.jpegs, views))
+            speeds[name].append(_speed(paths[name], large.encoded, views))
         turns.rotate(1)  # no side always follows the same other side
     group = f"{WIDTH}x{HEIGHT} JPEG of {large.size} bytes to {SIDE}x{SIDE}, one thread"
     ours, *others = (measured_row(group, name, found) for name, found in speeds.items())
-    loader = [
-        measured_row(f"loader, {what}", f"{counted(count, 'thread')}", [images_in.loader_speed(count)])
-        for what, images_in in _forms(large).items()
-        for count in _numbers_of_threads(most_threads)
-    ]
+    loaders, beside_torchvision = compare_loaders(large, most_threads)
     longer = max(repeats // 4, 1), 8 * images  # so that starting a loader hardly counts
     beyond = "microseconds per image that the loader takes beyond decoding"
     return new_outcome(
         "data",
         "Decoding, random resized crop and flip, of Stagewright and in stock ways",
         repeats,
-        rows=(ours, *others, *loader),
-        ratios=tuple(ratio_of(ours, other) for other in others),
+        rows=(ours, *others, *loaders),
+        ratios=(*(ratio_of(ours, other) for other in others), *beside_torchvision),
         figures={
             f"{beyond}, 32x32": 1e6 * small.overhead(*longer),
             f"{beyond}, {WIDTH}x{HEIGHT}": 1e6 * large.overhead(*longer),
             f"seconds to load an index of {indexed} records": _index_load(indexed),
         },
     )
-
-
-def _numbers_of_threads(most: int) -> list[int]:
-    """One, its doubles, and the most."""
-    return sorted({most, *(2**power for power in range(most.bit_length()))})
-
-
-def _forms(images: Images) -> dict[str, Images]:
-    """The same images as they are, shrunk, and as raw pixels of that size: what `data convert` makes of them."""
-    found = {f"JPEGs of {images.size:,} bytes": images}
-    for shrink in (Shrink(_SHRUNK), Shrink(_SHRUNK, is_raw=True)):
-        made = [shrink.applied(Record(data, 0, "")).data for data in images.jpegs]
-        height, width, _ = Decoder().decode(made[0]).shape
-        smaller = replace(images, jpegs=made, height=height, width=width)
-        what = "raw pixels" if shrink.is_raw else "JPEGs"
-        found[f"{what} of {smaller.size:,} bytes (--side {_SHRUNK}{' --raw' if shrink.is_raw else ''})"] = smaller
-    return found
 
 
 def stagewright_path(side: int) -> StockPath:
@@ -153,64 +88,6 @@ def _speed(path: StockPath, jpegs: Sequence[bytes], views: Sequence[View]) -> fl
     for number, view in enumerate(views):
         path(jpegs[number % len(jpegs)], view)
     return len(views) / (time.process_time() - began)
-
-
-@dataclass(frozen=True, slots=True)
-class Images:
-    """JPEGs of one size, and how they are augmented."""
-
-    jpegs: Sequence[bytes]
-    augmentation: Augmentation
-    height: int
-    width: int
-
-    @property
-    def size(self) -> int:
-        """Mean bytes of an encoded image."""
-        return sum(map(len, self.jpegs)) // len(self.jpegs)
-
-    def views(self, epoch: int, indices: Iterable[int]) -> list[View]:
-        return [self.augmentation.training_view(0, epoch, int(index), self.height, self.width) for index in indices]
-
-    def loader(self, threads: int, images: int, stop: int) -> ImageLoader:
-        source = ImageSource(InMemory(self.jpegs, images), self.augmentation, NORMALIZATIONS["imagenet"])
-        share = ReplicaSlice(TrainingSampler(Order(images, _MICROBATCH), 1), 1, stop)
-        return ImageLoader(source, share, LoaderOptions(threads=threads), Pool(threads))
-
-    def loader_speed(self, threads: int) -> float:
-        """Images per second of wall-clock time, of a loader whose batches are not used."""
-        loader = self.loader(threads, _BATCHES * _MICROBATCH, _BATCHES)
-        began = time.perf_counter()
-        for number in range(_BATCHES):
-            loader.pixels(number)
-        seconds = time.perf_counter() - began
-        loader.close()
-        return _BATCHES * _MICROBATCH / seconds
-
-    def overhead(self, repeats: int, images: int) -> float:
-        """Processor seconds per image of the loader, minus those of decoding and cropping in a plain loop.
-
-        The loop writes to as much memory as the loader, since that much does not stay in the caches.
-        """
-        buffers = torch.zeros(
-            (LoaderOptions().ahead + 1) * _MICROBATCH, *2 * (self.augmentation.side,), 3, dtype=torch.uint8
-        )
-        order, batches, differences = Order(images, _MICROBATCH), images // _MICROBATCH, []
-        for epoch in range(repeats):
-            numbers = range(epoch * batches, (epoch + 1) * batches)
-            loader = self.loader(1, images, numbers.stop)
-            began = time.process_time()
-            for number in numbers:
-                loader.pixels(number)
-            loader.close()
-            through_loader = time.process_time() - began
-            indices = [int(index) for number in numbers for index in order.microbatch(number, 1)]
-            views, decoder = self.views(epoch, indices), Decoder()
-            began = time.process_time()
-            for number, (index, view) in enumerate(zip(indices, views, strict=True)):
-                render(decoder.decode(self.jpegs[index % len(self.jpegs)]), view, buffers[number % len(buffers)])
-            differences.append((through_loader - (time.process_time() - began)) / len(indices))
-        return median(differences)
 
 
 def _index_load(records: int) -> float:

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from torch import nn
 
-from stagewright.bench.peers.whole import Heat
+from stagewright.bench.peers.whole import FilesHeat, Heat
 from stagewright.bench.statistics import Goal, at_least, at_most, not_slower
 from stagewright.cluster.placement import parse_placement
 from stagewright.errors import UserError, counted
@@ -234,6 +234,7 @@ _GPU = PeerSuite(
         Heat("alexnet", 2048, "bf16"),
         Heat("vit_b_16", 128, "bf16"),
         Heat("resnet50", 256, "fp16"),
+        FilesHeat("resnet50", 256, "bf16"),
     ),
 )
 SUITES = {

@@ -1,7 +1,8 @@
 """Whole commands on one GPU: `stagewright train` as a user types it, beside a plain script, in turns.
 
 Each turn is a fresh process, with loader, metrics and monitor on our side; the script is `plain_loop`. In the first
-turn of each side the compiler's caches are empty.
+turn of each side the compiler's caches are empty. A `FilesHeat` has the same command on both sides: once it trains from
+files of raw pixels, once on synthetic images.
 """
 
 from __future__ import annotations
@@ -17,13 +18,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from stagewright.bench.pictures import InMemory, make_jpegs
 from stagewright.bench.result import Outcome, Ratio, Row, measured_row, ratio_of
-from stagewright.bench.statistics import at_least, at_most
+from stagewright.bench.statistics import Goal, at_least, at_most
+from stagewright.data.convert import Shrink, convert
+from stagewright.data.datasets import Kind
 from stagewright.errors import RunFailed
+from stagewright.hardware.host import num_cores
 
 _FIRST = 10  # steps, after which a command has started
 _FIRST_LINE = re.compile(rf"\bstep +{_FIRST}/")
 _AS_FAST, _WITHIN = 0.99, 0.01  # a ratio of speeds, and the half-width of its interval
+_FROM_FILES = 0.97
+_IMAGES, _PER_PART, _SIDE = 2048, 512, 256  # of the files: half a gigabyte, which the page cache holds
 _SLOWER_START = 1.2
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
@@ -39,16 +46,69 @@ class Heat:
     def __str__(self) -> str:
         return f"{self.model} on one GPU, whole commands, batch {self.batch:,}, {self.precision}, compiled"
 
-    def ours(self, steps: int, folder: Path) -> list[str]:
-        """The command that a user types."""
-        options = f"--model {self.model} --batch {self.batch} --precision {self.precision} --compile --placement 0:0"
-        run = f"--data synthetic --samples {self.batch * steps} --steps {steps} --runs"
-        return [sys.executable, "-m", "stagewright", "train", *options.split(), *run.split(), str(folder)]
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of our side and the other one."""
+        return "stagewright train", "plain script"
 
-    def theirs(self, steps: int) -> list[str]:
+    @property
+    def goal(self) -> Goal:
+        """Of our speed over the other side's."""
+        return at_least(_AS_FAST, within=_WITHIN)
+
+    @property
+    def compares_starts(self) -> bool:
+        """Whether the seconds to the first steps count as well."""
+        return True
+
+    def prepare(self, folder: Path) -> None:
+        """Make what the commands need."""
+
+    def ours(self, steps: int, folder: Path) -> list[str]:
+        """The command that a user types; its files are below the folder."""
+        return self._command(f"--data synthetic --samples {self.batch * steps}", steps, folder)
+
+    def theirs(self, steps: int, folder: Path) -> list[str]:
         """The plain script."""
         given = (self.model, str(self.batch), self.precision, str(steps))
         return [sys.executable, "-m", "stagewright.bench.peers.plain_loop", *given]
+
+    def _command(self, data: str, steps: int, folder: Path) -> list[str]:
+        options = f"--model {self.model} --batch {self.batch} --precision {self.precision} --compile --placement 0:0"
+        words = [*options.split(), *data.split(), "--steps", str(steps), "--runs", str(folder / "runs")]
+        return [sys.executable, "-m", "stagewright", "train", *words]
+
+
+@dataclass(frozen=True, slots=True)
+class FilesHeat(Heat):
+    """A model trained from files of raw pixels, as `data convert --side 256 --raw` makes them, and synthetically."""
+
+    images: int = _IMAGES
+
+    def __str__(self) -> str:
+        return f"{self.model} on one GPU from files of raw pixels, batch {self.batch:,}, {self.precision}, compiled"
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return "stagewright train, from files", "stagewright train, synthetic"
+
+    @property
+    def goal(self) -> Goal:
+        return at_least(_FROM_FILES)
+
+    @property
+    def compares_starts(self) -> bool:
+        return False
+
+    def prepare(self, folder: Path) -> None:
+        shrink = Shrink(_SIDE, is_raw=True, threads=num_cores())
+        convert(InMemory(make_jpegs(), self.images), Kind.OFRECORD, folder / "images", _PER_PART, shrink=shrink)
+
+    def ours(self, steps: int, folder: Path) -> list[str]:
+        return self._command(f"--data ofrecord:{folder / 'images'}", steps, folder)
+
+    def theirs(self, steps: int, folder: Path) -> list[str]:
+        return Heat.ours(self, steps, folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,27 +121,28 @@ class _Turn:
 
 def run_heat(outcome: Outcome, heat: Heat, repeats: int, steps: int, progress: Callable[[str], None]) -> Outcome:
     """Add a heat: the speeds of both sides, and the seconds to their first steps, without and with caches."""
-    turns: dict[str, list[_Turn]] = {"stagewright train": [], "plain script": []}
+    ours, theirs = heat.names
+    turns: dict[str, list[_Turn]] = {ours: [], theirs: []}
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as made:
         folder = Path(made)
+        heat.prepare(folder)
+        commands = {ours: heat.ours(steps, folder), theirs: heat.theirs(steps, folder)}
         for number in range(repeats):
-            for side in sorted(turns, reverse=number % 2 == 0):
+            for side in (ours, theirs) if number % 2 == 0 else (theirs, ours):
                 progress(f"{heat}: turn {number + 1} of {repeats}, {side}")
                 caches = {name: str(folder / side.split()[0] / name) for name in _CACHES}
-                if side == "stagewright train":
-                    turns[side].append(_train(heat, steps, folder / "runs", caches))
-                else:
-                    turns[side].append(_script(heat, steps, caches))
+                turns[side].append(_take_turn(commands[side], folder / "runs", caches))
     rows: list[Row] = []
     ratios: list[Ratio] = []
-    found = (
-        (_rates(heat, turns), at_least(_AS_FAST, within=_WITHIN)),
-        (_started(heat, turns, "empty caches", slice(1)), at_most(_SLOWER_START)),
-        (_started(heat, turns, "full caches", slice(1, None)), at_most(_SLOWER_START)),
-    )
-    for (ours, theirs), goal in (pair for pair in found if pair[0]):
-        rows += [ours, theirs]
-        ratios.append(ratio_of(ours, theirs, goal))
+    found = [(_rates(heat, turns), heat.goal)]
+    if heat.compares_starts:
+        found += [
+            (_started(heat, turns, "empty caches", slice(1)), at_most(_SLOWER_START)),
+            (_started(heat, turns, "full caches", slice(1, None)), at_most(_SLOWER_START)),
+        ]
+    for (first, second), goal in (pair for pair in found if pair[0]):
+        rows += [first, second]
+        ratios.append(ratio_of(first, second, goal))
     return replace(outcome, rows=(*outcome.rows, *rows), ratios=(*outcome.ratios, *ratios))
 
 
@@ -109,15 +170,14 @@ def _started(heat: Heat, turns: Mapping[str, Sequence[_Turn]], caches: str, whic
     ]
 
 
-def _train(heat: Heat, steps: int, folder: Path, caches: Mapping[str, str]) -> _Turn:
-    started, _ = _run(heat.ours(steps, folder), caches)
-    newest = max(folder.glob("*/summary.json"), key=lambda path: path.stat().st_mtime)
-    return _Turn(float(json.loads(newest.read_text())["images_per_second"]), started)
-
-
-def _script(heat: Heat, steps: int, caches: Mapping[str, str]) -> _Turn:
-    started, last = _run(heat.theirs(steps), caches)
-    return _Turn(float(last), started)
+def _take_turn(command: Sequence[str], runs: Path, caches: Mapping[str, str]) -> _Turn:
+    """Run a side once; a script prints its speed last, a command of ours leaves it in its run folder."""
+    before = set(runs.glob("*"))
+    started, last = _run(command, caches)
+    new = set(runs.glob("*")) - before
+    if not new:
+        return _Turn(float(last), started)
+    return _Turn(float(json.loads((new.pop() / "summary.json").read_text())["images_per_second"]), started)
 
 
 def _run(command: Sequence[str], caches: Mapping[str, str]) -> tuple[float, str]:

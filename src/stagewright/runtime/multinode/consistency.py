@@ -32,6 +32,7 @@ _LOCAL = {
     "data.val",
     "data.class_names",
     "data.loader_threads",
+    "data.workers",
     "data.ahead",
     "plan.file",
     "plan.profile",

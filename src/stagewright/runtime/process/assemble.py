@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +43,10 @@ from stagewright.runtime.stage.ties import connect_ties, places_of
 from stagewright.runtime.stage.versions import MovingAverage, VersionRing
 from stagewright.runtime.stage.worker import Worker
 from stagewright.schedule.policy import overlaps
+
+_THREADS = 2  # that decode, where no processes do
+_LEAST_CORES, _MOST_WORKERS = 4, 16  # of a rank that decodes in processes by default: its cores, its processes
+_SMALL = 64  # pixels: smaller images are decoded so quickly that threads will do
 
 
 def open_data(config: Config, text: str) -> Source:
@@ -192,7 +197,7 @@ def assemble(
     world = network.collective("agree", everyone)
     worker = Worker(job, rank, replicas, world, loss_scaling, network.store, emit, recorder, ties)
     if rank in plan.stages[0].ranks and script is None:
-        worker.loader, worker.evaluation_loader = _loaders(job, emit, device.device)
+        worker.loader, worker.evaluation_loader = _loaders(job, rank, emit, device.device)
     return worker
 
 
@@ -203,12 +208,27 @@ def _scaling_options(job: Job) -> ScalingOptions | None:
     return ScalingOptions(config.loss_scale, config.growth_interval, job.plan.decision_delay)
 
 
-def loader_options(job: Job, emit: Emit, device: torch.device) -> LoaderOptions:
-    """How the ranks of the first stage load samples."""
+def image_workers(config: Config, plan: Plan, machine: int, cores: int | None = None) -> int:
+    """The processes in which each rank of the first stage decodes images on a machine, of which this may be one.
+
+    `cores`: that this process may use, which those ranks share.
+    """
+    data = config.data
+    if data.workers is not None:
+        return data.workers
+    if data.loader_threads is not None or Decode(data.decode) is not Decode.CPU or (data.image or 0) < _SMALL:
+        return 0
+    loading = sum(plan.devices[rank].machine == machine for rank in plan.stages[0].ranks)
+    share = (cores or len(os.sched_getaffinity(0))) // max(1, loading)
+    return min(share - 1, _MOST_WORKERS) if share >= _LEAST_CORES else 0
+
+
+def loader_options(job: Job, rank: int, emit: Emit, device: torch.device) -> LoaderOptions:
+    """How a rank of the first stage loads samples."""
     config = job.config
     return LoaderOptions(
         make_precision(config.run.precision, config.run.device).weights,
-        config.data.loader_threads,
+        config.data.loader_threads or _THREADS,
         config.data.ahead,
         config.data.max_bad,
         lambda bad: emit(Replaced(bad.index, bad.reason)),
@@ -216,11 +236,12 @@ def loader_options(job: Job, emit: Emit, device: torch.device) -> LoaderOptions:
         channels_last=job.channels_last,
         is_compiled=config.run.compile,
         decode=Decode(config.data.decode),
-        workers=config.data.workers,
+        workers=config.data.workers or 0,
+        image_workers=image_workers(config, job.plan, job.plan.devices[rank].machine),
     )
 
 
-def _loaders(job: Job, emit: Emit, device: torch.device) -> tuple[Loader, Loader]:
+def _loaders(job: Job, rank: int, emit: Emit, device: torch.device) -> tuple[Loader, Loader]:
     """The loaders of a rank of the first stage, for training and for evaluation."""
     plan, config = job.plan, job.config
     source = open_data(config, config.data.source)
@@ -229,7 +250,8 @@ def _loaders(job: Job, emit: Emit, device: torch.device) -> tuple[Loader, Loader
     replicas = plan.stages[0].replicas
     training = ReplicaSlice(TrainingSampler(order, plan.microbatches), replicas, plan.boundary(job.batches))
     evaluation = ReplicaSlice(EvaluationSampler(len(val), plan.samples), replicas, -(-len(val) // plan.samples))
-    loader, evaluation_loader = make_loaders(loader_options(job, emit, device), (source, training), (val, evaluation))
+    options = loader_options(job, rank, emit, device)
+    loader, evaluation_loader = make_loaders(options, (source, training), (val, evaluation))
     return loader, evaluation_loader
 
 

@@ -73,6 +73,8 @@ class Session:
         """Take the samples of the next batches from a loader; None on ranks that load none."""
         for worker in self.workers:
             if worker.rank in self.plan.stages[0].ranks:
+                if worker.loader is not None:
+                    worker.loader.close()  # its threads or processes
                 worker.loader = loader
 
     def train(self, stop: int, feed: Feed | None = None) -> Iterator[BatchDone | None]:

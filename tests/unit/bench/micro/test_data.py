@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from stagewright.bench.micro.data import HEIGHT, SIDE, WIDTH, make_jpegs, measure, stagewright_path, stock_paths
+from stagewright.bench.micro.data import SIDE, measure, stagewright_path, stock_paths
+from stagewright.bench.micro.loaders import Images, compare_loaders, torchvision_transform
+from stagewright.bench.pictures import HEIGHT, WIDTH, make_jpegs
 from stagewright.cli.main import main
 from stagewright.data.augment import Augmentation, Cropping
 from tests.marks import nightly
@@ -40,8 +44,29 @@ def test_the_outcome_has_speeds_ratios_overhead_and_index() -> None:
     assert [row.name for row in outcome.rows][:3] == ["stagewright", "Pillow", "simplejpeg + torch"]
     assert all(row.rate is not None and row.rate.value > 0 for row in outcome.rows)
     assert [(ratio.ours, ratio.theirs) for ratio in outcome.ratios][:1] == [("stagewright", "Pillow")]
-    assert outcome.rows[-1].label == "1 thread" and len(outcome.figures) == 3
+    assert {"1 thread", "1 process"} <= {row.label for row in outcome.rows} and len(outcome.figures) == 3
     assert outcome.figures["seconds to load an index of 1000 records"] > 0
+
+
+def test_loaders_are_compared_by_threads_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision.io", None)
+    images = Images(make_jpegs(48, 64)[:2], Augmentation(32, Cropping.RESIZED), 48, 64)
+    rows, ratios = compare_loaders(images, 2, turns=1, seconds=0.0)
+    assert [row.label for row in rows] == ["1 thread", "2 threads", "1 process", "2 processes"] * 3 and not ratios
+    assert len({row.group for row in rows}) == 3 and all(row.rate is not None and row.rate.value > 0 for row in rows)
+
+
+@nightly
+def test_torchvisions_loader_takes_turns_with_ours() -> None:
+    images = Images(make_jpegs(48, 64)[:2], Augmentation(32, Cropping.RESIZED), 48, 64)
+    found = torchvision_transform(images)
+    if found is None:
+        pytest.skip("torchvision can't be imported")
+    name, transform = found
+    assert transform(images.encoded[0]).shape == (3, 32, 32) and transform(images.encoded[0]).dtype == torch.uint8
+    rows, ratios = compare_loaders(images, 1, turns=2, seconds=0.01)
+    assert [len(row.repeats) for row in rows] == [1, 2, 2] * 3
+    assert ratios[0].theirs == f"{name}, 1 process" and ratios[2].theirs == "torchvision with Pillow, 1 process"
 
 
 @pytest.mark.parametrize(

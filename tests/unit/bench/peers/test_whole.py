@@ -10,15 +10,17 @@ import pytest
 
 from stagewright.bench.pages import headlines
 from stagewright.bench.peers.cases import SUITES, only_cases
-from stagewright.bench.peers.whole import Heat, run_heat
+from stagewright.bench.peers.whole import FilesHeat, Heat, run_heat
 from stagewright.bench.result import new_outcome
+from stagewright.data.datasets import open_records
 from stagewright.errors import RunFailed
 
 _OURS = """
 import json, os, pathlib, sys
-folder = pathlib.Path(sys.argv[1]) / str(len(list(pathlib.Path(sys.argv[1]).glob('*'))))
+runs = pathlib.Path(sys.argv[1]) / 'runs'
+folder = runs / str(len(list(runs.glob('*'))))
 folder.mkdir(parents=True)
-folder.joinpath('summary.json').write_text(json.dumps({'images_per_second': 99.5}))
+folder.joinpath('summary.json').write_text(json.dumps({'images_per_second': float(sys.argv[2])}))
 pathlib.Path(os.environ['TRITON_CACHE_DIR']).mkdir(parents=True, exist_ok=True)
 print('epoch 1  step   1/110'); print('epoch 1  step  10/110'); print('done')
 """
@@ -31,10 +33,23 @@ class _Scripts(Heat):
     plain: str = "print('step 10/110'); print(100.0)"
 
     def ours(self, steps: int, folder: Path) -> list[str]:
-        return [sys.executable, "-c", _OURS, str(folder)]
+        return [sys.executable, "-c", _OURS, str(folder), "99.5"]
 
-    def theirs(self, steps: int) -> list[str]:
+    def theirs(self, steps: int, folder: Path) -> list[str]:
         return [sys.executable, "-c", self.plain]
+
+
+@dataclass(frozen=True, slots=True)
+class _FromFiles(FilesHeat):
+    """The same, of which our side looks at the files that were made."""
+
+    def ours(self, steps: int, folder: Path) -> list[str]:
+        records = open_records(f"ofrecord:{folder}/images")
+        assert len(records) == 6 and records.get(5).data.startswith(b"P6\n341 256\n255\n") and records.classes == 6
+        return [sys.executable, "-c", _OURS, str(folder), "98"]
+
+    def theirs(self, steps: int, folder: Path) -> list[str]:
+        return [sys.executable, "-c", _OURS, str(folder), "100"]
 
 
 def test_a_heat_compares_speeds_and_starts_turn_by_turn() -> None:
@@ -50,6 +65,18 @@ def test_a_heat_compares_speeds_and_starts_turn_by_turn() -> None:
     assert "train takes" in start and "times as long as plain script" in start
     sides = [line.rpartition(", ")[2] for line in said]
     assert sides == ["stagewright train", "plain script", "plain script", "stagewright train"] + sides[:2]
+
+
+def test_a_heat_from_files_compares_the_same_command_with_synthetic_images() -> None:
+    heat, said = _FromFiles("resnet50", 256, "bf16", images=6), list[str]()
+    outcome = run_heat(new_outcome("gpu", "", 2, 110), heat, 2, 110, said.append)
+    (speeds,) = outcome.ratios
+    assert [len(row.repeats) for row in outcome.rows] == [2, 2] and speeds.ratio.value == pytest.approx(0.98)
+    assert (speeds.goal, speeds.is_met) == (">= 0.97", True) and "from files" in speeds.ours
+    (chosen,) = only_cases(SUITES["gpu"], "files").heats
+    command, other = (make(110, Path("here")) for make in (chosen.ours, chosen.theirs))
+    assert "ofrecord:here/images" in command and "synthetic" in other and "--workers" not in command
+    assert set(other) - set(command) == {"synthetic", "--samples", "28160"}
 
 
 def test_a_command_that_fails_ends_a_heat_in_one_line() -> None:

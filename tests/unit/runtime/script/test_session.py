@@ -11,6 +11,7 @@ import torch
 from stagewright.events import BatchLosses, Event
 from stagewright.runtime.comm.memory import Memory, MemoryNetwork
 from stagewright.runtime.process.assemble import assemble
+from stagewright.runtime.script.feed import BatchLoader
 from stagewright.runtime.script.session import Session, last_begun
 from tests.parity import Case, make_job, refer
 
@@ -45,6 +46,22 @@ def test_a_loop_sees_the_reference_s_losses_and_leaves_its_weights(case: Case, t
     weights = session.states()
     for name, tensor in expected.weights.items():
         assert torch.allclose(weights[name], tensor, rtol=1e-10, atol=1e-12), name
+
+
+def test_the_loader_of_an_epoch_is_closed_when_the_next_one_begins(tmp_path: Path) -> None:
+    class Closing(BatchLoader):
+        closed = 0
+
+        def close(self) -> None:
+            self.closed += 1
+
+    session, _ = open_session(CASES[0], tmp_path)
+    first, second = (Closing({}, (), torch.float64, torch.device("cpu")) for _ in range(2))
+    session.load_from(first)
+    session.load_from(second)
+    assert (first.closed, second.closed) == (1, 0)
+    session.close()
+    assert second.closed == 1
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
