@@ -6,14 +6,10 @@ each end. Large messages stay with gloo, whose thread copies while this one comp
 
 from __future__ import annotations
 
-import os
 import socket
-import struct
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,13 +19,14 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 from stagewright.runtime.comm.channel import POSTED_AHEAD, ChannelName, Network
 from stagewright.runtime.comm.device import Device, Gpu
 from stagewright.runtime.comm.message import HostMessage, Message, MessageFormat, StagedMessage
+from stagewright.runtime.comm.shared_memory import connect_sums
 from stagewright.runtime.comm.transport import AllOf, Alone, Collective, Done, LostPeer, Pending, Place, Transport
+from stagewright.runtime.comm.unix_socket import connect_two
 
 _GPU_THREADS = 4  # that stage and sum pieces of a gradient, and as many that move them
 _PIECE_BYTES = 8 * 2**20
 _SOCKET_BYTES = 128 * 2**10  # that a socket holds for certain; Linux gives it 208 KiB
 _KERNEL_BYTES = 1024  # the kernel's overhead per message; it also rounds sizes up, at most to twice
-_LONGEST_TMPDIR = 70  # bytes; a socket's path may have 107
 _DONE = Done()
 
 
@@ -68,10 +65,16 @@ class GlooNetwork:
         if not all(map(self._place.is_local, (name.source, name.target))):
             return gloo
         store = PrefixStore(f"socket/{name}", self._torch_store)
-        return SocketTransport(_connect(store, self._rank == name.source, self._timeout), gloo, window)
+        return SocketTransport(connect_two(store, self._rank == name.source, self._timeout), gloo, window)
 
     def collective(self, name: str, ranks: Sequence[int]) -> Collective:
-        return _GlooCollective(self._group(name, ranks, self._for_sums)) if len(ranks) > 1 else Alone()
+        if len(ranks) == 1:
+            return Alone()
+        gloo = _GlooCollective(self._group(name, ranks, self._for_sums))
+        if not all(map(self._place.is_local, ranks)):
+            return gloo
+        store = PrefixStore(f"memory/{name}", self._torch_store)
+        return connect_sums(store, ranks, self._rank, self._timeout, gloo, self._gpu)
 
     def _group(self, name: str, ranks: Sequence[int], devices: Sequence[Any]) -> Any:
         # Private in torch, but the public constructor takes only a timeout, and would listen on an interface of its own
@@ -172,30 +175,3 @@ class _SocketReceive:
         if not size:
             raise RuntimeError("the other rank is gone (its socket is closed)")
         self._rest = self._rest[size:]
-
-
-def socket_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
-    """A folder for sockets, whose paths have at most 107 bytes: in /tmp where that of TMPDIR is too long."""
-    is_long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR
-    return tempfile.TemporaryDirectory(prefix=prefix, dir="/tmp" if is_long else None)
-
-
-def _connect(store: Store, is_source: bool, timeout: timedelta) -> socket.socket:
-    """One end of a socket between two ranks, which exchange its path through a store."""
-    seconds = timeout.total_seconds()
-    if is_source:
-        with socket_folder("stagewright-") as folder, socket.socket(socket.AF_UNIX) as listener:
-            path = str(Path(folder) / "stream")
-            listener.bind(path)
-            listener.listen(1)
-            store.set("path", path)
-            listener.settimeout(seconds)
-            stream, _ = listener.accept()
-    else:
-        stream = socket.socket(socket.AF_UNIX)
-        stream.connect(store.get("path").decode())
-    stream.setblocking(True)
-    limit = struct.pack("ll", int(seconds), round(seconds % 1 * 1e6))
-    stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)  # unlike settimeout, without further system calls
-    stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-    return stream
