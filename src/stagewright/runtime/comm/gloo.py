@@ -70,11 +70,10 @@ class GlooNetwork:
     def collective(self, name: str, ranks: Sequence[int]) -> Collective:
         if len(ranks) == 1:
             return Alone()
-        gloo = _GlooCollective(self._group(name, ranks, self._for_sums))
-        if not all(map(self._place.is_local, ranks)):
-            return gloo
-        store = PrefixStore(f"memory/{name}", self._torch_store)
-        return connect_sums(store, ranks, self._rank, self._timeout, gloo, self._gpu)
+        if all(map(self._place.is_local, ranks)):
+            store = PrefixStore(f"memory/{name}", self._torch_store)
+            return connect_sums(store, ranks, self._rank, self._timeout, self._gpu)
+        return _GlooCollective(self._group(name, ranks, self._for_sums))
 
     def _group(self, name: str, ranks: Sequence[int], devices: Sequence[Any]) -> Any:
         # Private in torch, but the public constructor takes only a timeout, and would listen on an interface of its own

@@ -38,10 +38,10 @@ from torch.distributed import Store
 
 from stagewright.runtime.comm.device import Gpu, record_event
 from stagewright.runtime.comm.message import FormatError
-from stagewright.runtime.comm.transport import Collective, LostPeer, Pending
+from stagewright.runtime.comm.transport import LostPeer, Pending
 from stagewright.runtime.comm.unix_socket import connect_all
 
-_SMALLEST = 64 * 2**10  # bytes of a sum that is worth a piece
+_SMALL = 64 * 2**10  # bytes of a piece that every rank adds up itself, which takes one message less
 _PIECE_BYTES = 2**20
 _SLOTS = 4
 _ALIGNMENT = 64  # elements: no two ranks write to the same line of a cache
@@ -51,9 +51,9 @@ _JOIN_SECONDS = 5.0
 
 
 def connect_sums(
-    store: Store, ranks: Sequence[int], rank: int, timeout: timedelta, small: Collective, gpu: Gpu | None
+    store: Store, ranks: Sequence[int], rank: int, timeout: timedelta, gpu: Gpu | None
 ) -> SharedSums:
-    """The collective of ranks that are all on this machine; `small` sums what is not worth sharing."""
+    """The collective of ranks that are all on this machine."""
     member, size = ranks.index(rank), len(ranks)
     try:
         sockets = connect_all(store, member, size, timeout)
@@ -61,7 +61,7 @@ def connect_sums(
     except (OSError, RuntimeError) as error:
         raise LostPeer(f"no connection for sums with ranks {list(ranks)}: {error}") from error
     peers = {ranks[other]: _Peer(ranks[other], stream) for other, stream in sockets.items()}
-    return SharedSums(small, _Driver(member, rank, peers.values(), memory, timeout.total_seconds(), gpu))
+    return SharedSums(_Driver(member, rank, peers.values(), memory, timeout.total_seconds(), gpu))
 
 
 def _share_memory(sockets: dict[int, socket.socket], member: int, size: int) -> Tensor:
@@ -87,14 +87,11 @@ class SharedSums:
     and those of ranks in one process (`memory`).
     """
 
-    def __init__(self, small: Collective, driver: _Driver) -> None:
-        self._small = small
+    def __init__(self, driver: _Driver) -> None:
         self._driver = driver
         weakref.finalize(self, driver.close)
 
     def sum(self, tensor: Tensor) -> Pending:
-        if tensor.nbytes < _SMALLEST:
-            return self._small.sum(tensor)
         summing = _Sum(self, tensor)
         self._driver.post(summing)
         return summing
@@ -133,6 +130,7 @@ class _Piece:
     part: Tensor  # of this rank; in the end the sum
     summing: _Sum
     is_last: bool
+    is_small: bool  # and on the host
     after: list[torch.cuda.Event] = field(default_factory=list)  # what must have happened before it is filled in
 
 
@@ -259,7 +257,8 @@ class _Driver:
         parts = torch.split(summing.flat, _PIECE_BYTES // summing.flat.itemsize)
         for index, part in enumerate(parts):
             name = f"piece {index} of sum {self._sums}: {part.nbytes} bytes of {part.dtype}"
-            yield _Piece(self._pieces, name, part, summing, index == len(parts) - 1)
+            is_small = part.nbytes <= _SMALL and not part.is_cuda
+            yield _Piece(self._pieces, name, part, summing, index == len(parts) - 1, is_small)
             self._pieces += 1
         self._sums += 1
 
@@ -273,7 +272,7 @@ class _Driver:
                 place.copy_(piece.part, non_blocking=True)
                 piece.after.append(record_event())
         else:
-            low, high = self._share(piece)
+            low, high = (0, 0) if piece.is_small else self._share(piece)
             place[:low].copy_(piece.part[:low])
             place[high:].copy_(piece.part[high:])
         if (returned := self._returned.pop(piece.number % _SLOTS, None)) is not None:
@@ -305,21 +304,24 @@ class _Driver:
             if (name := peer.filled.popleft()) != piece.name:
                 raise FormatError(f"rank {peer.rank} adds {name}, where rank {self._rank} adds {piece.name}")
         low, high = self._share(piece)
-        parts = [
-            piece.part[low:high]
-            if member == self._member and not piece.part.is_cuda
-            else self._place(piece, member)[low:high]
-            for member in range(self._size)
-        ]
-        result = self._place(piece, self._size)[low:high]
+        parts = [self._place(piece, member)[low:high] for member in range(self._size)]
+        if not piece.part.is_cuda:
+            parts[self._member] = piece.part[low:high]
+        result = torch.empty_like(piece.part) if piece.is_small else self._place(piece, self._size)[low:high]
         torch.add(parts[0], parts[1], out=result)
         for part in parts[2:]:
             result.add_(part)
         self._added.append(piece)
         self._tell(_ADDED)
+        if piece.is_small:
+            piece.part.copy_(result)
+            self._complete(piece)
 
     def _return(self, piece: _Piece) -> None:
         """Copy the result of a piece to where its part was."""
+        self._in_ring -= 1
+        if piece.is_small:
+            return
         result = self._place(piece, self._size)
         if piece.part.is_cuda:
             assert self._gpu is not None
@@ -328,9 +330,12 @@ class _Driver:
                 self._returned[piece.number % _SLOTS] = piece.summing.returned = record_event()
         else:
             piece.part.copy_(result)
-        self._in_ring -= 1
+        self._complete(piece)
+
+    def _complete(self, piece: _Piece) -> None:
         if piece.is_last:
-            self._open.popleft().complete()
+            self._open.remove(piece.summing)
+            piece.summing.complete()
 
     def _place(self, piece: _Piece, member: int) -> Tensor:
         """What a slot has for a piece: a member's part, or after the last one the result."""
@@ -340,6 +345,8 @@ class _Driver:
     def _share(self, piece: _Piece) -> tuple[int, int]:
         """The elements of a piece that this rank adds up."""
         length = len(piece.part)
+        if piece.is_small:
+            return 0, length
         each = -(-length // (self._size * _ALIGNMENT)) * _ALIGNMENT
         return min(self._member * each, length), min((self._member + 1) * each, length)
 

@@ -54,6 +54,7 @@ def connect_all(store: Store, member: int, size: int, timeout: timedelta) -> dic
         listener.listen(size)
         listener.settimeout(timeout.total_seconds())
         store.set(f"path/{member}", path)
+        store.wait([f"path/{other}" for other in range(member)], timeout)
         for other in range(member):
             found[other] = _packets()
             found[other].connect(store.get(f"path/{other}").decode())
