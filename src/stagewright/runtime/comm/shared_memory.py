@@ -26,7 +26,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -42,26 +42,30 @@ from stagewright.runtime.comm.transport import LostPeer, Pending
 from stagewright.runtime.comm.unix_socket import connect_all
 
 _SMALL = 64 * 2**10  # bytes of a piece that every rank adds up itself, which takes one message less
-_PIECE_BYTES = 2**20
+_SHARE_BYTES = 512 * 2**10  # of a piece, that a rank adds up: its core's cache holds that
+_PIECE_BYTES = 4 * 2**20  # at most, so that the memory grows with the number of ranks, not with its square
 _SLOTS = 4
 _ALIGNMENT = 64  # elements: no two ranks write to the same line of a cache
 _MESSAGE_BYTES = 256
 _FILLED, _ADDED = b"f", b"a"
 _JOIN_SECONDS = 5.0
+_LONGEST_TIMEOUT = 1e6  # seconds; poll takes no more than twice that
 
 
-def connect_sums(
-    store: Store, ranks: Sequence[int], rank: int, timeout: timedelta, gpu: Gpu | None
-) -> SharedSums:
+def connect_sums(store: Store, ranks: Sequence[int], rank: int, timeout: timedelta, gpu: Gpu | None) -> SharedSums:
     """The collective of ranks that are all on this machine."""
     member, size = ranks.index(rank), len(ranks)
     try:
         sockets = connect_all(store, member, size, timeout)
-        memory = _share_memory(sockets, member, _SLOTS * (size + 1) * _PIECE_BYTES)
-    except (OSError, RuntimeError) as error:
+        memory = _share_memory(sockets, member, _SLOTS * (size + 1) * _piece_bytes(size))
+    except (OSError, RuntimeError, ValueError) as error:  # a message without content: a rank ended meanwhile
         raise LostPeer(f"no connection for sums with ranks {list(ranks)}: {error}") from error
-    peers = {ranks[other]: _Peer(ranks[other], stream) for other, stream in sockets.items()}
-    return SharedSums(_Driver(member, rank, peers.values(), memory, timeout.total_seconds(), gpu))
+    peers = [_Peer(ranks[other], stream) for other, stream in sockets.items()]
+    return SharedSums(_Driver(member, rank, peers, memory, timeout.total_seconds(), gpu))
+
+
+def _piece_bytes(size: int) -> int:
+    return min(size * _SHARE_BYTES, _PIECE_BYTES)
 
 
 def _share_memory(sockets: dict[int, socket.socket], member: int, size: int) -> Tensor:
@@ -131,7 +135,6 @@ class _Piece:
     summing: _Sum
     is_last: bool
     is_small: bool  # and on the host
-    after: list[torch.cuda.Event] = field(default_factory=list)  # what must have happened before it is filled in
 
 
 @dataclass(slots=True)
@@ -146,26 +149,27 @@ class _Peer:
 
 
 class _Driver:
-    """The thread that moves pieces on, each from `_waiting` to `_filled` to `_added`, in order; begins at the first sum.
+    """The thread that moves pieces from `_waiting` to `_filled` to `_added`, in order; it begins at the first sum.
 
-    On a GPU copies are asynchronous, and a second thread waits for them, in `_copying`.
+    Copies from a GPU are complete later: then pieces are in `_copied`, before they are announced as filled.
     """
 
     def __init__(
-        self, member: int, rank: int, peers: Iterator[_Peer], memory: Tensor, timeout: float, gpu: Gpu | None
+        self, member: int, rank: int, peers: Sequence[_Peer], memory: Tensor, timeout: float, gpu: Gpu | None
     ) -> None:
         self._member = member
         self._rank = rank
         self._peers = {peer.stream.fileno(): peer for peer in peers}
         self._size = len(self._peers) + 1
+        self._piece_bytes = _piece_bytes(self._size)
         self._memory = memory
-        self._timeout = timeout
+        self._timeout = min(timeout, _LONGEST_TIMEOUT)
         self._gpu = gpu
         self._bell = _Bell()
         self._poll = select.poll()
         for descriptor in (self._bell.descriptor, *self._peers):
             self._poll.register(descriptor, select.POLLIN)
-        self._threads: list[threading.Thread] = []
+        self._thread = threading.Thread(target=self._drive, name="sums", daemon=True)
         self._is_closed = False
         self._error: Exception | None = None
         self._posted: deque[_Sum] = deque()
@@ -173,17 +177,19 @@ class _Driver:
         self._sums = 0
         self._pieces = 0
         self._waiting: deque[_Piece] = deque()
-        self._copying: SimpleQueue[_Piece | None] = SimpleQueue()
         self._copied: deque[_Piece] = deque()
         self._in_ring = 0
         self._filled: deque[_Piece] = deque()
         self._added: deque[_Piece] = deque()
-        self._returned: dict[int, torch.cuda.Event] = {}  # by slot: the copies of its result to the GPU
+        self._copies: _GpuCopies | None = None  # from the first sum on a GPU on
 
     def post(self, summing: _Sum) -> None:
         """Begin a sum, in the order of calls."""
-        if not self._threads:
-            self._start()
+        if summing.begun is not None and self._copies is None:
+            assert self._gpu is not None
+            self._copies = _GpuCopies(self._gpu, self._memory, self._notice)
+        if self._thread.ident is None:
+            self._thread.start()
         self._posted.append(summing)
         if self._error is None:
             self._bell.ring()
@@ -191,46 +197,36 @@ class _Driver:
             self._refuse(self._error)
 
     def close(self) -> None:
-        """End the threads at once, and with them what is under way."""
+        """End the thread at once, and with it what is under way."""
         self._is_closed = True
-        if self._threads:
-            self._bell.ring()
-            if threading.current_thread() not in self._threads:
-                for thread in self._threads:
-                    thread.join(_JOIN_SECONDS)
-        else:
+        if self._thread.ident is None:
             self._hang_up()
-
-    def _start(self) -> None:
-        if self._gpu is not None:
-            self._copy_out, self._copy_in = (torch.cuda.Stream(self._gpu.device) for _ in range(2))
-            _pin(self._memory)
-            self._threads.append(threading.Thread(target=self._watch_copies, name="sum copies", daemon=True))
-        self._threads.append(threading.Thread(target=self._drive, name="sums", daemon=True))
-        for thread in self._threads:
-            thread.start()
+        else:
+            self._bell.ring()
+            if threading.current_thread() is not self._thread:  # which may drop the last reference to the collective
+                self._thread.join(_JOIN_SECONDS)
 
     @torch.no_grad()
     def _drive(self) -> None:
         try:
-            limit = time.monotonic() + self._timeout
+            limit = 0.0  # until when a piece must have moved
             while not self._is_closed:
+                now = time.monotonic()
                 if self._advance():
-                    limit = time.monotonic() + self._timeout
+                    limit = now + self._timeout
                     self._listen(0.0)
                 elif not (self._in_ring or self._waiting):
                     self._listen(None)
-                    limit = time.monotonic() + self._timeout
                 else:
-                    self._require_all(is_late=time.monotonic() > limit)
-                    self._listen(max(0.0, limit - time.monotonic()))
+                    self._require_all(is_late=now >= limit)
+                    limit = limit if now < limit else now + self._timeout  # this rank's own GPU is late
+                    self._listen(limit - now)
             raise RuntimeError("the sums of this rank were ended")
         except Exception as error:
             self._error = error
             for summing in self._open:
                 summing.complete(error)
             self._refuse(error)
-        self._copying.put(None)
         self._hang_up()
 
     def _advance(self) -> bool:
@@ -254,7 +250,7 @@ class _Driver:
 
     def _cut(self, summing: _Sum) -> Iterator[_Piece]:
         self._open.append(summing)
-        parts = torch.split(summing.flat, _PIECE_BYTES // summing.flat.itemsize)
+        parts = torch.split(summing.flat, self._piece_bytes // summing.flat.itemsize)
         for index, part in enumerate(parts):
             name = f"piece {index} of sum {self._sums}: {part.nbytes} bytes of {part.dtype}"
             is_small = part.nbytes <= _SMALL and not part.is_cuda
@@ -267,32 +263,24 @@ class _Driver:
         self._in_ring += 1
         place = self._place(piece, self._member)
         if piece.part.is_cuda:
-            assert self._gpu is not None
-            with self._gpu.on_stream(self._copy_out, piece.summing.begun):
-                place.copy_(piece.part, non_blocking=True)
-                piece.after.append(record_event())
+            assert self._copies is not None
+            self._copies.begin_out(piece.part, place, piece.summing.begun)
         else:
             low, high = (0, 0) if piece.is_small else self._share(piece)
             place[:low].copy_(piece.part[:low])
             place[high:].copy_(piece.part[high:])
-        if (returned := self._returned.pop(piece.number % _SLOTS, None)) is not None:
-            piece.after.append(returned)
-        if self._gpu is None:
+        if self._copies is None:
             self._announce(piece)
         else:
-            self._copying.put(piece)
+            self._copies.watch(piece, piece.number % _SLOTS)
 
-    def _watch_copies(self) -> None:
-        """Wait for the copies of one piece after the other."""
-        try:
-            while (piece := self._copying.get()) is not None:
-                for event in piece.after:
-                    event.synchronize()
-                self._copied.append(piece)
-                self._bell.ring()
-        except Exception as error:
-            self._error = error
-            self._bell.ring()
+    def _notice(self, copied: _Piece | Exception) -> None:
+        """Called by the thread that waits for a GPU's copies."""
+        if isinstance(copied, Exception):
+            self._error = copied
+        else:
+            self._copied.append(copied)
+        self._bell.ring()
 
     def _announce(self, piece: _Piece) -> None:
         self._filled.append(piece)
@@ -324,10 +312,8 @@ class _Driver:
             return
         result = self._place(piece, self._size)
         if piece.part.is_cuda:
-            assert self._gpu is not None
-            with self._gpu.on_stream(self._copy_in, None):
-                piece.part.copy_(result, non_blocking=True)
-                self._returned[piece.number % _SLOTS] = piece.summing.returned = record_event()
+            assert self._copies is not None
+            piece.summing.returned = self._copies.begin_in(piece.part, result, piece.number % _SLOTS)
         else:
             piece.part.copy_(result)
         self._complete(piece)
@@ -339,7 +325,7 @@ class _Driver:
 
     def _place(self, piece: _Piece, member: int) -> Tensor:
         """What a slot has for a piece: a member's part, or after the last one the result."""
-        begin = (piece.number % _SLOTS * (self._size + 1) + member) * _PIECE_BYTES
+        begin = (piece.number % _SLOTS * (self._size + 1) + member) * self._piece_bytes
         return self._memory[begin : begin + piece.part.nbytes].view(piece.part.dtype)
 
     def _share(self, piece: _Piece) -> tuple[int, int]:
@@ -353,7 +339,7 @@ class _Driver:
     def _tell(self, message: bytes) -> None:
         for peer in self._peers.values():
             with suppress(OSError):  # a peer that is gone is noticed where something is missing from it
-                peer.stream.send(message)
+                peer.stream.send(message, socket.MSG_NOSIGNAL)
 
     def _listen(self, seconds: float | None) -> None:
         """Take what was said, or wait for it."""
@@ -399,6 +385,8 @@ class _Driver:
                 self._posted.popleft().complete(error)
 
     def _hang_up(self) -> None:
+        if self._copies is not None:
+            self._copies.close()
         for peer in self._peers.values():
             peer.stream.close()
 
@@ -419,9 +407,60 @@ class _Bell:
         os.close(self.descriptor)
 
 
-def _pin(memory: Tensor) -> None:
-    """Let the GPU copy from and to memory while the host continues; without it copies are only slower."""
-    code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-    if int(code) != 0:
-        with suppress(RuntimeError):
-            torch.zeros(1, device="cuda")  # takes the error, which CUDA would report at whatever comes next
+class _GpuCopies:
+    """Copies between a GPU and the memory, on streams of their own, and the thread that waits for them.
+
+    A piece is complete once its part has arrived in a slot, and the last result has left it.
+    """
+
+    def __init__(self, gpu: Gpu, memory: Tensor, notice: Callable[[_Piece | Exception], None]) -> None:
+        self._gpu = gpu
+        self._memory = memory
+        self._notice = notice
+        self._out, self._in = (torch.cuda.Stream(gpu.device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._arrival: torch.cuda.Event | None = None  # of the newest part
+        self._returns: dict[int, torch.cuda.Event] = {}  # of the newest result of each slot
+        self._watched: SimpleQueue[tuple[_Piece, Sequence[torch.cuda.Event]] | None] = SimpleQueue()
+        code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[no-untyped-call]
+        self._is_pinned = int(code) == 0  # otherwise the host waits for copies
+        if not self._is_pinned:
+            with suppress(RuntimeError):
+                torch.zeros(1, device=gpu.device)  # takes the error, which CUDA reports at whatever comes next
+        self._thread = threading.Thread(target=self._watch, name="copies of sums", daemon=True)
+        self._thread.start()
+
+    def begin_out(self, part: Tensor, place: Tensor, after: torch.cuda.Event | None) -> None:
+        with self._gpu.on_stream(self._out, after):
+            place.copy_(part, non_blocking=True)
+            self._arrival = record_event()
+
+    def begin_in(self, part: Tensor, result: Tensor, slot: int) -> torch.cuda.Event:
+        with self._gpu.on_stream(self._in, None):
+            part.copy_(result, non_blocking=True)
+            self._returns[slot] = record_event()
+        return self._returns[slot]
+
+    def watch(self, piece: _Piece, slot: int) -> None:
+        """Notice a piece when it is complete, and after all before it."""
+        events = (self._arrival, self._returns.pop(slot, None))
+        self._watched.put((piece, [event for event in events if event is not None]))
+
+    def _watch(self) -> None:
+        try:
+            while (watched := self._watched.get()) is not None:
+                piece, events = watched
+                for event in events:
+                    event.synchronize()
+                self._notice(piece)
+        except Exception as error:
+            self._notice(error)
+
+    def close(self) -> None:
+        self._watched.put(None)
+        self._thread.join(_JOIN_SECONDS)
+        if not self._is_pinned:
+            return
+        with suppress(RuntimeError):  # a GPU that has failed does not copy any more
+            self._in.synchronize()
+            self._out.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[no-untyped-call]
