@@ -137,14 +137,15 @@ def test_ranks_that_add_different_tensors_are_told_both() -> None:
 
 
 def test_threads_end_with_their_collective() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     collectives = connect([0, 1])
     for pending in [collective.sum(torch.ones(10)) for collective in collectives]:
         pending.wait()
-    assert threading.active_count() == before + 2
+    begun = [thread for thread in threading.enumerate() if thread not in before and thread.name == "sums"]
+    assert len(begun) == 2
     del collectives, pending
     gc.collect()
-    wait_until(lambda: threading.active_count() == before)
+    wait_until(lambda: not any(thread.is_alive() for thread in begun))
 
 
 def test_ranks_of_several_machines_sum_over_gloo() -> None:
