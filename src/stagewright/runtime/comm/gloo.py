@@ -1,7 +1,8 @@
-"""The network between processes: messages and sums over gloo, and small messages of one machine over Unix sockets.
+"""The network between processes: messages and sums over gloo; on one machine sums go through shared memory.
 
-With near-empty stages, messages over gloo take about half of a microbatch's time; a socket needs one system call at
-each end. Large messages stay with gloo, whose thread copies while this one computes.
+So do small messages through Unix sockets: with near-empty stages, messages over gloo take about half of a microbatch's
+time; a socket needs one system call at each end. Large messages stay with gloo, whose thread copies while this one
+computes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ _DONE = Done()
 
 
 class GlooNetwork:
-    """Process groups over TCP, one per channel and one per collective, all on one interface.
+    """Process groups over TCP, one per channel and one per collective of several machines, all on one interface.
 
     Gloo sums tensors on a GPU by staging them; messages are staged here, since gloo sends only host memory.
     """
@@ -45,9 +47,6 @@ class GlooNetwork:
         self._timeout = timedelta(seconds=timeout)
         self._gpu = device if isinstance(device, Gpu) else None
         self._device = ProcessGroupGloo.create_device(hostname=place.address)
-        self._for_sums = [self._device]
-        if self._gpu is not None:  # cores are free, and large sums must not hold up messages
-            self._for_sums = [ProcessGroupGloo.create_device(hostname=place.address) for _ in range(_GPU_THREADS)]
         self._copies = ThreadPoolExecutor(1, "copies") if self._gpu else None
         self.store = PrefixStore("format", store)
 
@@ -74,6 +73,13 @@ class GlooNetwork:
             store = PrefixStore(f"memory/{name}", self._torch_store)
             return connect_sums(store, ranks, self._rank, self._timeout, self._gpu)
         return _GlooCollective(self._group(name, ranks, self._for_sums))
+
+    @cached_property
+    def _for_sums(self) -> list[Any]:
+        if self._gpu is None:
+            return [self._device]
+        # Cores are free, and large sums must not hold up messages.
+        return [ProcessGroupGloo.create_device(hostname=self._place.address) for _ in range(_GPU_THREADS)]
 
     def _group(self, name: str, ranks: Sequence[int], devices: Sequence[Any]) -> Any:
         # Private in torch, but the public constructor takes only a timeout, and would listen on an interface of its own

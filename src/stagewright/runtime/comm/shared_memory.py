@@ -102,10 +102,10 @@ class SharedSums:
 
 
 class _Sum:
-    """A sum under way; it keeps its collective, which ends with the last reference to it."""
+    """A sum; while it is under way, it keeps its collective, which ends with the last reference to it."""
 
     def __init__(self, owner: SharedSums, tensor: Tensor) -> None:
-        self._owner = owner
+        self._owner: SharedSums | None = owner
         self.flat = tensor.view(-1)
         self.begun = record_event() if tensor.is_cuda else None
         self.returned: torch.cuda.Event | None = None  # the copies that end it, on a GPU
@@ -115,6 +115,7 @@ class _Sum:
     def complete(self, error: Exception | None = None) -> None:
         self.error = error
         self._done.set()
+        self._owner = None
 
     def is_completed(self) -> bool:
         return self._done.is_set()

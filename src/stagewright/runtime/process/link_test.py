@@ -47,7 +47,7 @@ def measure_links(ranks: int, timeout: float = _TIMEOUT, device: str = "cpu", ba
 
     Bandwidths are in bytes/s, latencies in seconds. On GPUs over gloo `reduce` is of two ranks, and `host` is what all
     steps of a ring through all ranks would get together, to be as fast as a sum of all. `gloo_reduce` and `gloo_host`
-    are the same of sums over gloo, as stock PyTorch has them. `wrong` names each message and sum that arrived otherwise.
+    are those of sums over gloo, as stock PyTorch has them. `wrong` names each message and sum that arrived otherwise.
     """
     token = secrets.token_hex(16)
     with bound_socket() as (listener, port), tempfile.TemporaryDirectory() as folder:
