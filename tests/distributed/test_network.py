@@ -108,8 +108,12 @@ def test_a_closed_socket_is_an_error() -> None:
         receiving.receive(torch.zeros(SMALL, dtype=torch.uint8)).wait()
 
 
-def test_a_peer_that_never_connects_is_a_lost_peer_without_lines_of_gloo() -> None:
-    network = GlooNetwork(HashStore(), 0, Place(), timeout=0.2)
+@pytest.mark.parametrize("local", [None, frozenset({0})])
+@pytest.mark.parametrize("ranks", [[0, 1], [1, 0]])
+def test_a_peer_that_never_connects_is_a_lost_peer_without_lines_of_gloo(
+    local: frozenset[int] | None, ranks: list[int]
+) -> None:
+    network = GlooNetwork(HashStore(), 0, Place(local=local), timeout=0.2)
     with pytest.raises(LostPeer) as lost:
-        network.collective("sums", [0, 1])
+        network.collective("sums", ranks)
     assert "\n" not in str(lost.value) and ".cc" not in str(lost.value) and ".h:" not in str(lost.value)

@@ -20,7 +20,8 @@ TAIL = 400  # batches after the last fault
 class SoakPlan:
     """A plan to train, whose machines are numbered from 0 as in its placement; replicas of a stage are two at most.
 
-    gloo adds the gradients of three replicas in an order that may change, so their bits would not be comparable.
+    Between machines gloo adds the gradients of three replicas in an order that may change, so their bits would not be
+    comparable.
     """
 
     mode: str

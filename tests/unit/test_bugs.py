@@ -39,7 +39,7 @@ from stagewright.run.report import open_run
 from stagewright.run.train import run
 from stagewright.runtime.checkpoint import folder as checkpoints
 from stagewright.runtime.checkpoint.format import hash_file
-from stagewright.runtime.comm.gloo import socket_folder
+from stagewright.runtime.comm.unix_socket import socket_folder
 from stagewright.runtime.multinode.nodes import bound_to
 from stagewright.runtime.multinode.tunnel import TunnelServer, check_access
 from tests.commands import prints

@@ -15,7 +15,7 @@ from statistics import median
 from stagewright.events import Usage, read_usage
 from stagewright.plan.plan import Plan
 from stagewright.report.read import read_lines
-from stagewright.runtime.comm.gloo import socket_folder
+from stagewright.runtime.comm.unix_socket import socket_folder
 
 _CONTROL = "nvidia-cuda-mps-control"
 MPS_SECONDS = 10  # that the daemon gives its clients to end

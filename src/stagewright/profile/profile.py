@@ -104,6 +104,8 @@ class Ceilings:
     transfers: tuple[Transfer, ...] = ()
     overhead: float = 0.0  # seconds per microbatch and rank in addition to its units
     host: float | None = None  # bytes per second that all ranks' copies through host memory get together
+    gloo_reduce: float | None = None  # the same as `reduce` and `host` of sums over gloo, as stock PyTorch has them
+    gloo_host: float | None = None
     alone: float | None = None  # times that a pass is faster while the other processes on the same card do nothing
 
 
@@ -149,6 +151,13 @@ class Profile:
             if largest.samples < samples:
                 added.append(_between(lower[-1] if lower else largest, largest, samples))
         return replace(self, tables=(*self.tables, *added)) if added else self
+
+    def over_gloo(self) -> Profile:
+        """The same with sums over gloo, as stock PyTorch has them; an older profile has no other."""
+        found = self.ceilings
+        if found is None or found.gloo_reduce is None:
+            return self
+        return replace(self, ceilings=replace(found, reduce=found.gloo_reduce, host=found.gloo_host))
 
     def covered(self, precision: str) -> tuple[int, int]:
         """The smallest and the largest microbatch size that `at` accepts."""

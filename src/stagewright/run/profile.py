@@ -130,9 +130,8 @@ def _with_links(profile: Profile, ranks: int, device: str) -> Profile:
     found = measure_links(ranks, device=device)
     assert profile.ceilings is not None
     transfers = tuple(Transfer(**entry) for entry in found["transfers"])
-    return replace(
-        profile, ceilings=replace(profile.ceilings, transfers=transfers, reduce=found["reduce"], host=found["host"])
-    )
+    sums = {name: found[name] for name in ("reduce", "host", "gloo_reduce", "gloo_host")}
+    return replace(profile, ceilings=replace(profile.ceilings, transfers=transfers, **sums))
 
 
 def import_profile(options: Any) -> Profile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,14 @@ def profile() -> Profile:
 def test_reads_back_what_it_wrote(tmp_path: Path) -> None:
     profile().write(tmp_path / "p.json")
     assert read_profile(tmp_path / "p.json") == profile()
+
+
+def test_stock_pytorch_sums_over_gloo_also_by_a_profile_that_has_no_other_sums() -> None:
+    own = profile()
+    assert own.ceilings is not None and own.over_gloo() == own
+    both = replace(own, ceilings=replace(own.ceilings, reduce=3e8, host=3e10, gloo_reduce=1e8, gloo_host=1e10))
+    stock = both.over_gloo().ceilings
+    assert stock is not None and (stock.reduce, stock.host) == (1e8, 1e10)
 
 
 @pytest.mark.parametrize(("samples", "forward", "output"), [(5, 0.75, 15), (6, 1.0, 20), (7, 1.25, 25)])

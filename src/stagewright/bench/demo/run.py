@@ -174,9 +174,12 @@ def take_profile(progress: Progress) -> Profile:
 
 
 def setting_on(profile: Profile, link: Link | None) -> Setting:
-    """Two machines with a link, or two processes of the machine that was profiled."""
+    """Two machines with a link, or two processes of the machine that was profiled.
+
+    The only side that sums gradients is stock PyTorch.
+    """
     cluster = None if link is None else Cluster((Machine(1, "cpu"),) * _RANKS, "two machines", link)
-    return make_setting(profile, cluster, "fp32", optimizer=OPTIMIZER)
+    return make_setting(profile.over_gloo(), cluster, "fp32", optimizer=OPTIMIZER)
 
 
 def _data_parallel(setting: Setting, batch: int) -> Plan:

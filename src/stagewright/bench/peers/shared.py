@@ -100,16 +100,16 @@ def take_profile(model: str, path: Path) -> None:
         raise UserError(f"the profile of {model} ended with code {done.returncode}: {said[-1]}")
 
 
-def foresee(model: str, setting: Setting) -> Foreseen:
+def foresee(model: str, profile: Profile) -> Foreseen:
     """Predict stock DDP, and choose a plan on all ranks.
 
     One rank alone with the card would be as fast; the ranks stand for eight cards.
     """
-    batch = BATCHES[model]
+    batch, setting, stock = BATCHES[model], profiled_setting(profile), profiled_setting(profile.over_gloo())
     everywhere = make_plan((setting.cluster.devices,), batch=batch, microbatches=RANKS, mode=Mode.DP)
     best = choose(setting, batch, whole=True).fastest
     rate = best.prediction.images_per_second
-    return Foreseen(model, batch, predict(everywhere, setting).images_per_second, best.plan, rate)
+    return Foreseen(model, batch, predict(everywhere, stock).images_per_second, best.plan, rate)
 
 
 def make_case(foreseen: Foreseen) -> Case:
@@ -180,7 +180,7 @@ def foresee_all(folder: Path, progress: Progress, only: str | None = None) -> li
     """The predictions by the profiles in a folder."""
     found = []
     for model in models(only):
-        found.append(foresee(model, profiled_setting(read_profile(folder / f"{model}.json"))))
+        found.append(foresee(model, read_profile(folder / f"{model}.json")))
         progress(f"predicted: {found[-1]}")
     return found
 

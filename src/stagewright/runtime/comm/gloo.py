@@ -1,19 +1,17 @@
-"""The network between processes: messages and sums over gloo, and small messages of one machine over Unix sockets.
+"""The network between processes: messages and sums over gloo; on one machine sums go through shared memory.
 
-With near-empty stages, messages over gloo take about half of a microbatch's time; a socket needs one system call at
-each end. Large messages stay with gloo, whose thread copies while this one computes.
+So do small messages through Unix sockets: with near-empty stages, messages over gloo take about half of a microbatch's
+time; a socket needs one system call at each end. Large messages stay with gloo, whose thread copies while this one
+computes.
 """
 
 from __future__ import annotations
 
-import os
 import socket
-import struct
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,18 +21,19 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 from stagewright.runtime.comm.channel import POSTED_AHEAD, ChannelName, Network
 from stagewright.runtime.comm.device import Device, Gpu
 from stagewright.runtime.comm.message import HostMessage, Message, MessageFormat, StagedMessage
+from stagewright.runtime.comm.shared_memory import connect_sums
 from stagewright.runtime.comm.transport import AllOf, Alone, Collective, Done, LostPeer, Pending, Place, Transport
+from stagewright.runtime.comm.unix_socket import connect_two
 
 _GPU_THREADS = 4  # that stage and sum pieces of a gradient, and as many that move them
 _PIECE_BYTES = 8 * 2**20
 _SOCKET_BYTES = 128 * 2**10  # that a socket holds for certain; Linux gives it 208 KiB
 _KERNEL_BYTES = 1024  # the kernel's overhead per message; it also rounds sizes up, at most to twice
-_LONGEST_TMPDIR = 70  # bytes; a socket's path may have 107
 _DONE = Done()
 
 
 class GlooNetwork:
-    """Process groups over TCP, one per channel and one per collective, all on one interface.
+    """Process groups over TCP, one per channel and one per collective of several machines, all on one interface.
 
     Gloo sums tensors on a GPU by staging them; messages are staged here, since gloo sends only host memory.
     """
@@ -48,9 +47,6 @@ class GlooNetwork:
         self._timeout = timedelta(seconds=timeout)
         self._gpu = device if isinstance(device, Gpu) else None
         self._device = ProcessGroupGloo.create_device(hostname=place.address)
-        self._for_sums = [self._device]
-        if self._gpu is not None:  # cores are free, and large sums must not hold up messages
-            self._for_sums = [ProcessGroupGloo.create_device(hostname=place.address) for _ in range(_GPU_THREADS)]
         self._copies = ThreadPoolExecutor(1, "copies") if self._gpu else None
         self.store = PrefixStore("format", store)
 
@@ -68,10 +64,22 @@ class GlooNetwork:
         if not all(map(self._place.is_local, (name.source, name.target))):
             return gloo
         store = PrefixStore(f"socket/{name}", self._torch_store)
-        return SocketTransport(_connect(store, self._rank == name.source, self._timeout), gloo, window)
+        return SocketTransport(connect_two(store, self._rank == name.source, self._timeout), gloo, window)
 
     def collective(self, name: str, ranks: Sequence[int]) -> Collective:
-        return _GlooCollective(self._group(name, ranks, self._for_sums)) if len(ranks) > 1 else Alone()
+        if len(ranks) == 1:
+            return Alone()
+        if all(map(self._place.is_local, ranks)):
+            store = PrefixStore(f"memory/{name}", self._torch_store)
+            return connect_sums(store, ranks, self._rank, self._timeout, self._gpu)
+        return _GlooCollective(self._group(name, ranks, self._for_sums))
+
+    @cached_property
+    def _for_sums(self) -> list[Any]:
+        if self._gpu is None:
+            return [self._device]
+        # Cores are free, and large sums must not hold up messages.
+        return [ProcessGroupGloo.create_device(hostname=self._place.address) for _ in range(_GPU_THREADS)]
 
     def _group(self, name: str, ranks: Sequence[int], devices: Sequence[Any]) -> Any:
         # Private in torch, but the public constructor takes only a timeout, and would listen on an interface of its own
@@ -172,30 +180,3 @@ class _SocketReceive:
         if not size:
             raise RuntimeError("the other rank is gone (its socket is closed)")
         self._rest = self._rest[size:]
-
-
-def socket_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
-    """A folder for sockets, whose paths have at most 107 bytes: in /tmp where that of TMPDIR is too long."""
-    is_long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR
-    return tempfile.TemporaryDirectory(prefix=prefix, dir="/tmp" if is_long else None)
-
-
-def _connect(store: Store, is_source: bool, timeout: timedelta) -> socket.socket:
-    """One end of a socket between two ranks, which exchange its path through a store."""
-    seconds = timeout.total_seconds()
-    if is_source:
-        with socket_folder("stagewright-") as folder, socket.socket(socket.AF_UNIX) as listener:
-            path = str(Path(folder) / "stream")
-            listener.bind(path)
-            listener.listen(1)
-            store.set("path", path)
-            listener.settimeout(seconds)
-            stream, _ = listener.accept()
-    else:
-        stream = socket.socket(socket.AF_UNIX)
-        stream.connect(store.get("path").decode())
-    stream.setblocking(True)
-    limit = struct.pack("ll", int(seconds), round(seconds % 1 * 1e6))
-    stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)  # unlike settimeout, without further system calls
-    stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-    return stream

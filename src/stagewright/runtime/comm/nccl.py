@@ -41,7 +41,7 @@ def open_network(config: Config, store: Store, rank: int, place: Place, timeout:
 
 
 class NcclNetwork:
-    """A communicator per channel and collective, opened in one order by all ranks; host memory travels over gloo."""
+    """A communicator per channel and collective, opened in one order by all ranks; host memory travels as in `gloo`."""
 
     posted_ahead = 1
 
@@ -77,7 +77,7 @@ class NcclNetwork:
 
 
 class NcclCollective:
-    """Sums tensors on the GPU over NCCL, and those on the host over gloo."""
+    """Sums tensors on the GPU over NCCL, and those on the host as `gloo` does."""
 
     def __init__(self, group: Any, host: Collective) -> None:
         self._group = group

@@ -1,8 +1,9 @@
 """Measures transfers between processes: bandwidth and latency of each pair, and the rate of an all-reduce.
 
 One process of the test: `python -m stagewright.runtime.process.link_test RANK WORLD PORT TOKEN TIMEOUT DEVICE BACKEND`.
-Over gloo, messages of GPUs are copied through host memory and one pair stands for all; over NCCL, which needs a GPU for
-each process, neighbours of a ring are measured. What arrives is compared with what was sent.
+Over gloo, messages of GPUs are copied through host memory and one pair stands for all; sums go through shared memory,
+as in a run on one machine. Over NCCL, which needs a GPU for each process, neighbours of a ring are measured. What
+arrives is compared with what was sent.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def measure_links(ranks: int, timeout: float = _TIMEOUT, device: str = "cpu", ba
     """Start this many processes and return what they measured within `timeout` seconds.
 
     Bandwidths are in bytes/s, latencies in seconds. On GPUs over gloo `reduce` is of two ranks, and `host` is what all
-    steps of a ring through all ranks get together. `wrong` names each message and sum that arrived otherwise.
+    steps of a ring through all ranks would get together, to be as fast as a sum of all. `gloo_reduce` and `gloo_host`
+    are those of sums over gloo, as stock PyTorch has them. `wrong` names each message and sum that arrived otherwise.
     """
     token = secrets.token_hex(16)
     with bound_socket() as (listener, port), tempfile.TemporaryDirectory() as folder:
@@ -95,11 +97,14 @@ def main(arguments: Sequence[str]) -> None:
     reducing = network.collective("reduce", range(world))
     if not is_sum_right(reducing, rank, world, device.device):
         wrong.append(f"sum of {world} ranks at rank {rank}")
-    result: dict[str, Any] = {"reduce": _sum_rate(reducing, device.device)}
-    if kind != "cpu" and backend == "gloo":  # a few ranks alone get more each than all of them at once
-        result["host"] = 2 * (world - 1) * result["reduce"]
-        pair = network.collective("reduce two", [0, 1] if rank < 2 else [rank])
-        result["reduce"] = _sum_rate(pair, device.device)
+    result: dict[str, Any] = {"gloo_reduce": None, "gloo_host": None}
+    if backend == "nccl":
+        result |= {"reduce": _sum_rate(reducing, device.device), "host": None}
+    else:
+        result |= _sum_rates(network, reducing, rank, world, device.device)
+        apart = GlooNetwork(PrefixStore("gloo", store), rank, Place(local=frozenset({rank})), timeout, device)
+        stock = _sum_rates(apart, apart.collective("reduce", range(world)), rank, world, device.device)
+        result |= {f"gloo_{name}": rate for name, rate in stock.items()}
     if rank != 0:
         store.set(f"found/{rank}", json.dumps([transfers, wrong]))
         return
@@ -108,7 +113,7 @@ def main(arguments: Sequence[str]) -> None:
         found, its_wrong = json.loads(store.get(f"found/{other}"))
         transfers += [entry for entry in found if (entry["source"], entry["target"]) not in known]
         wrong += its_wrong
-    store.set(_RESULT, json.dumps({"host": None, **result, "transfers": transfers, "wrong": wrong}))
+    store.set(_RESULT, json.dumps({**result, "transfers": transfers, "wrong": wrong}))
 
 
 def _pairs(world: int, kind: str, backend: str) -> list[tuple[int, int]]:
@@ -173,6 +178,17 @@ def is_sum_right(collective: Collective, rank: int, world: int, device: torch.de
     collective.sum(buffer).wait()
     _synchronize(buffer)
     return bool((buffer == world * (world + 1) / 2).all())
+
+
+def _sum_rates(
+    network: Network, reducing: Collective, rank: int, world: int, device: torch.device
+) -> dict[str, float | None]:
+    """The rates of sums through host memory; on a GPU a few ranks alone get more each than all of them at once."""
+    everyone = _sum_rate(reducing, device)
+    if device.type == "cpu":
+        return {"reduce": everyone, "host": None}
+    pair = network.collective("reduce two", [0, 1] if rank < 2 else [rank])
+    return {"reduce": _sum_rate(pair, device), "host": 2 * (world - 1) * everyone}
 
 
 def _sum_rate(collective: Collective, device: torch.device) -> float:
