@@ -103,15 +103,16 @@ class _Rows:
         tables = [(part.movedim(1, 3).flatten(2) if channels_last else part).flatten(0, -2) for part in tables]
         self._noises, self._patterns = tables[0].to(device), tables[1].to(device) if patterns is not None else None
         self._wide = torch.cat([tables[0], tables[1][:, columns]]) if device.type == "cpu" and tables[1:] else None
-        self._own, self._coarse, self._columns = (part.flatten().to(device) for part in (own, coarse, columns))
+        parts = (own, coarse, columns)
+        self._own, self._coarse, self._columns = (part.flatten().int().to(device) for part in parts)
         self._per_pattern = _COARSE if channels_last else channels * _COARSE
         self._shape = (height, width, channels) if channels_last else (channels, height, width)
         self._channels_last = channels_last
 
     def images(self, noises: Tensor, labels: Tensor, sum_parts: Callable[..., Tensor], room: Tensor | None) -> Tensor:
         """The images of some noises, with the patterns of labels if there are any."""
-        own = (noises.unsqueeze(1) * len(self._own) + self._own).flatten()
-        below = (labels.unsqueeze(1) * self._per_pattern + self._coarse).flatten()
+        own = (noises.int().unsqueeze(1) * len(self._own) + self._own).flatten()
+        below = (labels.int().unsqueeze(1) * self._per_pattern + self._coarse).flatten()
         if self._wide is None:
             made = sum_parts(self._noises, self._patterns, self._columns, (own, below), room)
         else:
