@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -64,13 +65,23 @@ def test_sums_have_the_bits_of_an_addition_in_the_order_of_the_ranks(world: int)
     ]
     expected = [sum_in_order(members) for members in parts]
     collectives = connect(range(world))
-    begun = [collectives[rank].sum(members[rank]) for members in parts for rank in range(world)]
-    for pending in begun:
-        pending.wait()
-        assert pending.is_completed()
-    for members, total in zip(parts, expected, strict=True):
-        for part in members:
+    begun = [[collectives[rank].sum(part) for rank, part in enumerate(members)] for members in parts]
+    for pendings, members, total in zip(begun, parts, expected, strict=True):
+        for pending, part in zip(pendings, members, strict=True):
+            pending.wait()  # after which the whole sum must be there at once
             assert part.dtype == total.dtype and torch.equal(part.view(torch.uint8), total.view(torch.uint8))
+            assert pending.is_completed()
+
+
+def test_a_sum_is_complete_with_its_last_piece_however_small_that_is() -> None:
+    collectives = connect([0, 1])
+    for _ in range(40):
+        tensors = [torch.ones(MIB + 1) for _ in collectives]
+        begun = [collective.sum(tensor) for collective, tensor in zip(collectives, tensors, strict=True)]
+        for pending, tensor in zip(begun, tensors, strict=True):
+            while not pending.is_completed():
+                time.sleep(0)
+            assert bool((tensor == 2).all())
 
 
 def test_ranks_that_are_not_the_first_ones_and_tensors_of_any_shape_are_summed() -> None:

@@ -41,7 +41,7 @@ from stagewright.runtime.comm.message import FormatError
 from stagewright.runtime.comm.transport import LostPeer, Pending
 from stagewright.runtime.comm.unix_socket import connect_all
 
-_SMALL = 64 * 2**10  # bytes of a piece that every rank adds up itself, which takes one message less
+_SMALL = 64 * 2**10  # bytes of a sum on the host that every rank adds up itself, which takes one message less
 _SHARE_BYTES = 512 * 2**10  # of a piece, that a rank adds up: its core's cache holds that
 _PIECE_BYTES = 4 * 2**20  # at most, so that the memory grows with the number of ranks, not with its square
 _SLOTS = 4
@@ -135,7 +135,7 @@ class _Piece:
     part: Tensor  # of this rank; in the end the sum
     summing: _Sum
     is_last: bool
-    is_small: bool  # and on the host
+    is_small: bool  # the only piece of a small sum
 
 
 @dataclass(slots=True)
@@ -252,9 +252,9 @@ class _Driver:
     def _cut(self, summing: _Sum) -> Iterator[_Piece]:
         self._open.append(summing)
         parts = torch.split(summing.flat, self._piece_bytes // summing.flat.itemsize)
+        is_small = summing.flat.nbytes <= _SMALL and not summing.flat.is_cuda
         for index, part in enumerate(parts):
             name = f"piece {index} of sum {self._sums}: {part.nbytes} bytes of {part.dtype}"
-            is_small = part.nbytes <= _SMALL and not part.is_cuda
             yield _Piece(self._pieces, name, part, summing, index == len(parts) - 1, is_small)
             self._pieces += 1
         self._sums += 1
