@@ -385,8 +385,12 @@ def show(console: Console, outcome: Outcome, folder: Path) -> None:
     for name, rows in outcome.groups().items():
         say(console, name)
         unit = _unit_of(rows, outcome)
-        ratios = [_ratio_cells(unit, unit, ratio) for ratio in outcome.ratios if ratio.group == name]
-        console.print(_terminal_table(ratios or _row_cells(rows, unit)))
+        ratios = [ratio for ratio in outcome.ratios if ratio.group == name]
+        if ratios:
+            console.print(_terminal_table([_ratio_cells(unit, unit, ratio) for ratio in ratios]))
+        compared = {side for ratio in ratios for side in (ratio.ours, ratio.theirs)}
+        if others := [row for row in rows if row.label not in compared]:
+            console.print(_terminal_table(_row_cells(others, unit)))
         for row in rows if ratios else ():
             if row.note:
                 say(console, f"{row.name}: {row.note}")

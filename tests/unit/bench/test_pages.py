@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from stagewright.bench.pages import outcome_page, show, summary
-from stagewright.bench.result import Outcome, PublishedRow, Repeat, Row, measured_row
+from stagewright.bench.result import Outcome, PublishedRow, Repeat, Row, measured_row, new_outcome, ratio_of
 from stagewright.bench.run import with_speedups
 from stagewright.bench.statistics import Interval
 from stagewright.report.markdown import as_markdown
@@ -32,6 +32,14 @@ def test_terminal_tables_fit_80_columns(outcome: Outcome, folder: Path, capsys: 
     show(Console(width=80, force_terminal=True, color_system=None), replace(outcome, rows=rows), Path("runs/x"))
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80 and "*: a repeat is an outlier" in printed
+
+
+def test_the_terminal_shows_rows_that_no_ratio_compares(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tuple(measured_row("loader", f"{count} processes", [100.0 * count]) for count in (1, 2, 4))
+    outcome = new_outcome("data", "", 1, rows=rows, ratios=(ratio_of(rows[2], rows[1]),))
+    show(Console(width=80), outcome, Path("runs/x"))
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "4 processes / 2 processes 400 200 2.000" in lines and "1 processes 100" in lines
 
 
 def test_published_runs_are_shown_with_their_predictions(outcome: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
