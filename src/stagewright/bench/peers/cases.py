@@ -95,7 +95,7 @@ class Workload:
         cut = "" if self.cut is None else f" cut before {self.cut}"
         samples = self.batch // self.microbatches
         setting = "" if self.setting.device == "cpu" else f", {self.setting}"
-        model = self.model.rpartition(":")[2]
+        model = self.model.rpartition(":")[2].replace("_", " ") if ":" in self.model else self.model
         on = f"rank{'' if self.world == 1 else 's'} {ranks}"
         microbatches = f"{counted(self.microbatches, 'microbatch', 'es')} of {samples}"
         return f"{model}{cut} on {on}, {microbatches}{setting}"
@@ -156,7 +156,7 @@ _STALE = Side("stale", Kind.STAGEWRIGHT, "stale")
 _DP = Side("dp", Kind.STAGEWRIGHT, "dp")
 _ONE_F_ONE_B = Side("torch 1F1B", Kind.ONE_F_ONE_B, "sync")
 _DDP = Side("torch DDP", Kind.DDP, "dp")
-_NEAR_EMPTY = Workload("stagewright.bench.peers.cases:near_empty", "0:0.0:1", 128, 64, (_WIDTH,), _WIDTH)
+_NEAR_EMPTY = Workload("stagewright.bench.peers.cases:near_empty_layers", "0:0.0:1", 128, 64, (_WIDTH,), _WIDTH)
 _SAMPLES = 32  # per microbatch: with so many, the stages on both sides of the cut take equally long
 _IMAGES_PER_SEGMENT = 1024
 _SMALL_VGG_WHOLE = Workload("vgg-small", "0:0-1", 64, 2, (3, 32, 32), 10)
@@ -270,7 +270,7 @@ SUITES = {
 }
 
 
-def near_empty() -> nn.Module:
+def near_empty_layers() -> nn.Module:
     """Two units with next to nothing to compute, so that a microbatch costs what the pipeline itself costs."""
     return nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH))
 
