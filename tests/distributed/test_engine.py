@@ -105,7 +105,6 @@ def test_torchrun_trains_the_same_bits(plain: tuple[Path, list[str]], tmp_path: 
     assert done.stdout.splitlines() == plain[1] and same(tmp_path, plain[0])
 
 
-@nightly
 def test_a_killed_rank_restarts_and_the_script_sees_its_steps_again(
     plain: tuple[Path, list[str]], tmp_path: Path
 ) -> None:

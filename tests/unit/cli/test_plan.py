@@ -15,7 +15,6 @@ from stagewright.plan.make import make_plan, read_plan
 from stagewright.planning.planner import choose
 from stagewright.profile.profile import Unit
 from tests.commands import fails, prints, prints_in_terminal
-from tests.marks import nightly
 from tests.unit.planning.laws import make_made_setting
 
 
@@ -52,7 +51,6 @@ def test_plan_json_has_stages_links_memory_setting_and_evidence(capsys: pytest.C
     assert found["winner"] is not None or "no winner" in found["measure"]
 
 
-@nightly
 def test_plan_alone_answers_for_this_machine_by_a_cached_profile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,10 +9,8 @@ import pytest
 
 from stagewright.bench.peers.cases import SUITES
 from stagewright.bench.peers.launch import open_ranks
-from tests.marks import nightly
 
 
-@nightly
 def test_a_rank_that_fails_is_reported_in_one_line(tmp_path: Path) -> None:
     side = SUITES["overhead"].cases[0].sides[0]
     with ExitStack() as stack, pytest.raises(ValueError, match=r"^sync rank \d ended with code 1: FileNotFound.*$"):
