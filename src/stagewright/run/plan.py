@@ -38,7 +38,7 @@ from stagewright.planning.setting import in_single, make_setting
 from stagewright.planning.traced import TracedModel, form_of, rate_of, trace_model
 from stagewright.profile.profile import Profile, read_profile
 from stagewright.profile.shapes import Shape
-from stagewright.run.profile import CORE_RATE, profile_here
+from stagewright.run.profile import CORE_RATE, Subject, profile_here
 
 Progress = Callable[[str], None]
 USUAL_SAMPLES = 32  # of a batch, a device
@@ -73,7 +73,7 @@ def ask(options: Any, progress: Progress, form: Form | None = None, announce: Pr
         options = SimpleNamespace(**(vars(options) | {"device": device, "precision": precision}))
         # What is wrong with a model is said before it is profiled.
         model = trace_model(options.model, options.classes, options.image, form, options.freeze)
-        here = profile_here(options.model, options, progress, form, announce=announce)
+        here = profile_here(options.model, Subject.of(options), progress, form, announce=announce)
         batch = options.batch or here.profile.covered(options.precision)[1] * here.devices
         setting = make_setting(
             here.profile.reaching(batch),
@@ -362,7 +362,7 @@ def _cuttable(choice: Choice, units: Collection[str]) -> Choice:
 
 def _alone(options: Any, asked: Asked, choice: Choice, form: Form | None) -> Candidate:
     """One process with all cores of a CPU, as a candidate beside those of several ranks."""
-    here = profile_here(options.model, options, _quiet, form, is_alone=True)
+    here = profile_here(options.model, Subject.of(options), _quiet, form, is_alone=True)
     setting = make_setting(
         here.profile.reaching(asked.batch),
         Cluster((Machine(1, "cpu"),), "one process"),

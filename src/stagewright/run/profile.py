@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,9 +174,29 @@ def ranks_here(device: str, threads: int | None = None) -> tuple[int, int]:
     return ranks, threads or max(1, num_cores() // ranks)
 
 
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What of a model is profiled in short; what is left out is as the model and the machine have it."""
+
+    precision: str
+    image: int | None = None
+    classes: int | None = None
+    freeze: str | None = None
+    device: str | None = None
+    threads: int | None = None
+    batch: int | None = None
+    microbatches: int | None = None
+
+    @staticmethod
+    def of(options: Any) -> Subject:
+        """That of the options of `plan` and of a run."""
+        given: dict[str, Any] = {field.name: getattr(options, field.name, None) for field in fields(Subject)}
+        return Subject(**given)
+
+
 def profile_here(
     model: str,
-    options: Any,
+    subject: Subject,
     progress: Callable[[str], None],
     form: Form | None = None,
     *,
@@ -188,21 +208,21 @@ def profile_here(
     `is_alone`: of one process with all of a CPU's cores, beside which none other runs. `announce`: is told instead of
     `progress` that a profile is made.
     """
-    device = getattr(options, "device", None) or default_device()
-    devices, threads = (1, num_cores()) if is_alone else ranks_here(device, getattr(options, "threads", None))
+    device = subject.device or default_device()
+    devices, threads = (1, num_cores()) if is_alone else ranks_here(device, subject.threads)
     wanted = SimpleNamespace(
         model=model,
         together=1 if device == "cuda" else devices,
         device=device,
-        precision=options.precision,
+        precision=subject.precision,
         threads=threads,
-        image=options.image,
-        classes=options.classes,
-        freeze=options.freeze,
+        image=subject.image,
+        classes=subject.classes,
+        freeze=subject.freeze,
         repeats=_SHORT_REPEATS,
     )
-    form = form or form_of(model, options.image)
-    sizes = _sizes_for(options, device, devices, is_alone=is_alone)
+    form = form or form_of(model, subject.image)
+    sizes = _sizes_for(subject, device, devices, is_alone=is_alone)
     if sizes[0] != _sizes_of(device)[0]:
         wanted.most = sizes[0]  # a profile of larger microbatches would not do
     file = cache_folder() / f"{_key(wanted, form)}.json"
@@ -232,12 +252,12 @@ def _sizes_of(device: str) -> Sequence[tuple[int, int]]:
     return _GPU_SIZES if device == "cuda" else _CPU_SIZES
 
 
-def _sizes_for(options: Any, device: str, devices: int, *, is_alone: bool) -> Sequence[tuple[int, int]]:
+def _sizes_for(subject: Subject, device: str, devices: int, *, is_alone: bool) -> Sequence[tuple[int, int]]:
     """The sizes to try, without those that have only larger microbatches than the batch has."""
-    sizes, batch = _sizes_of(device), getattr(options, "batch", None)
+    sizes, batch = _sizes_of(device), subject.batch
     if batch is None:
         return sizes
-    share = batch // max(devices, getattr(options, "microbatches", None) or 1)
+    share = batch // max(devices, subject.microbatches or 1)
     return [pair for pair in sizes if pair[is_alone] <= share] or [(1, 1)]
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from stagewright.planning.predict import predict
 from stagewright.planning.rows import Row
 from stagewright.planning.setting import make_setting
 from stagewright.planning.traced import trace_model
-from stagewright.run.profile import Here, profile_here
+from stagewright.run.profile import Here, Subject, profile_here
 from stagewright.run.train import Result, run
 from stagewright.runtime.process.link_test import measure_links
 
@@ -262,8 +261,7 @@ class Rates:
 
     @cached_property
     def _here(self) -> Here:
-        options = SimpleNamespace(precision=self.effort.precision, image=None, classes=None)
-        return profile_here(self.effort.model, options, self._progress)
+        return profile_here(self.effort.model, Subject(self.effort.precision), self._progress)
 
     @cached_property
     def _setting(self) -> Setting:

@@ -33,7 +33,7 @@ def emulated(config: Config) -> Result:
     return run(replace(config, run=replace(config.run, emulate=True)))
 
 
-def profiled(model: str, *_: object) -> Here:
+def profiled(model: str, subject: Subject, *_: object) -> Here:
     """Units that take a millisecond each and have many weights, so that stages win; measured at 2 and 4 samples."""
     names = [shape.name for shape in trace_model(model).shapes]
     units = tuple(Unit(name, "conv", 1e-3, 2e-3, 10**7, 9, 9, 9, 9) for name in names)
