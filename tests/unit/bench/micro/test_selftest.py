@@ -20,7 +20,7 @@ from stagewright.errors import RunFailed
 from stagewright.planning.rows import read_rows
 from stagewright.planning.traced import trace_model
 from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
-from stagewright.run.profile import Here
+from stagewright.run.profile import Here, Subject
 from stagewright.run.train import Result, run
 from tests.commands import fails, prints
 
