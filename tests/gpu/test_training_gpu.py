@@ -6,10 +6,11 @@ import tomllib
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed import HashStore
 from torch.nn.functional import cross_entropy
@@ -25,6 +26,7 @@ from stagewright.runtime.comm.device import Gpu
 from stagewright.runtime.comm.nccl import NcclCollective, NcclNetwork
 from stagewright.runtime.comm.transport import Alone, Place
 from stagewright.runtime.process.torch_flags import preserved_state, set_flags
+from stagewright.runtime.stage.compute import ComputeOptions, make_compute
 from stagewright.runtime.stage.precision import make_precision
 from stagewright.runtime.stage.replica import seed_of
 
@@ -128,6 +130,55 @@ def test_compiled_stages_equal_eager_ones_and_compile_once(tmp_path: Path) -> No
     counters.clear()
     assert distance(eager, run(tmp_path, compile=True, **options)) < 1e-2
     assert counters["stats"]["unique_graphs"] == 3  # one per stage, however many versions, and one makes the images
+
+
+@pytest.mark.parametrize(("graph", "precision"), [("on", "bf16"), ("auto", "fp16")])
+def test_compiled_stages_are_replayed_and_not_compiled_again(
+    graph: str, precision: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever auto decides, its numbers are those of a run without CUDA graphs."""
+    options = {"emulate": True, "deterministic": True, "compile": True, "precision": precision, "microbatches": 2}
+    torch._dynamo.reset()
+    plain = run(tmp_path, cuda_graph="off", **options)
+    torch._dynamo.reset()
+    counters.clear()
+    with caplog.at_level("INFO"):
+        replayed = run(tmp_path, cuda_graph=graph, **options)
+    assert distance(plain, replayed) < 1e-6
+    assert counters["stats"]["unique_graphs"] == 2  # one makes the images
+    (line,) = (message for message in caplog.messages if "CUDA graphs" in message)
+    assert graph == "auto" or line.startswith("stage 0: CUDA graphs, ")
+
+
+class Masked(nn.Module):
+    """Has to wait for the GPU, to know how many rows are left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.layer(rows)[rows.sum(1) > 0]
+
+
+def test_auto_does_not_capture_what_waits_for_the_gpu(caplog: pytest.LogCaptureFixture) -> None:
+    options = ComputeOptions(graph="auto")
+    with (
+        preserved_state([0]),
+        mock.patch("stagewright.runtime.stage.compute.BUSY", float("inf")),
+        caplog.at_level("INFO"),
+    ):
+        module = Masked().cuda()
+        found = make_compute("stage 0", module, make_precision("fp32", "cuda"), Gpu(0), options)
+        for _ in range(6):
+            rows = torch.randn(16, 8, device="cuda")
+            made, release = found.forward(0, [rows])
+            assert torch.equal(made, module(rows))
+            made.sum().backward()
+            release()
+    (line,) = caplog.messages
+    assert "can't be captured" in line and not found.overwrites
+    assert torch.cuda.get_sync_debug_mode() == 0 and torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
 def gradscaler(steps: int, scale: float, interval: int) -> tuple[dict[str, Tensor], list[float]]:

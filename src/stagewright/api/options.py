@@ -226,7 +226,7 @@ class TrainOptions(TypedDict, total=False):
     """torch.compile each stage (default: False)"""
 
     cuda_graph: Literal["auto", "on", "off"]
-    """replay stages as CUDA graphs (auto: where faster) (default: 'off')"""
+    """replay stages as CUDA graphs (auto: one rank, where faster) (default: 'auto')"""
 
     deterministic: bool
     """on GPUs: compute the same bits every time (default: False)"""

@@ -278,13 +278,12 @@ RULES: tuple[Rule, ...] = (
     Rule("--lr-schedule", _with("--lr-steps"), ("step",)),
     # Device, precision and speed
     *_unused(_CUDA, "--share-gpu", "--channels-last", "--deterministic"),
-    *_unused(_CUDA, "--cuda-graph", off="off"),
     *_unused(_is("--precision", "fp16"), "--loss-scale", "--growth-interval"),
     Rule("--precision", _CUDA, ("tf32", "fp16")),
     Rule("--precision", _CPU, ("fp64",)),
     Rule("--backend", _CUDA, ("nccl",)),
     Rule("--backend", _without("--share-gpu"), ("nccl",)),
-    Rule("--cuda-graph", _without("--compile"), ("on",)),
+    Rule("--cuda-graph", _CUDA, ("on",)),
     # Run
     *_exclusive("--steps", "--epochs"),
     *_unused(_EVALUATES, "--metric", off="auto"),

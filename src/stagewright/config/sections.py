@@ -310,7 +310,7 @@ class RunConfig(Section):
     channels_last: bool = option(True, "--channels-last", "on GPUs: store images of convolutional models channels last")
     compile: bool = option(False, "--compile", "torch.compile each stage")
     cuda_graph: Literal["auto", "on", "off"] = option(
-        "off", "--cuda-graph", "replay stages as CUDA graphs (auto: where faster)"
+        AUTO, "--cuda-graph", "replay stages as CUDA graphs (auto: one rank, where faster)"
     )
     deterministic: bool = option(False, "--deterministic", "on GPUs: compute the same bits every time")
     threads: int | None = option(

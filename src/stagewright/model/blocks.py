@@ -19,7 +19,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -151,10 +151,10 @@ def _overrun(last: str, path: str, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def compiled(module: nn.Module) -> Callable[..., Any]:
+def compiled(module: nn.Module) -> nn.Module:
     """A compiled stage; one that runs the author's own code has its blocks compiled, each by itself."""
     if not isinstance(module, BlockStage):
-        return torch.compile(module, dynamic=False)
+        return cast(nn.Module, torch.compile(module, dynamic=False))  # which its types don't tell
     for block in module.own:
         block.compile(dynamic=False)
     return module

@@ -87,7 +87,7 @@ _UNUSED = [
     *(
         ({flag: value}, "with --device cpu; it needs --device cuda")
         for flag, value in {
-            "--share-gpu": True, "--channels-last": True, "--deterministic": True, "--cuda-graph": "auto",
+            "--share-gpu": True, "--channels-last": True, "--deterministic": True,
         }.items()
     ),
     ({"--loss-scale": 65536.0}, "with --precision fp32; it needs --precision fp16"),
@@ -114,7 +114,7 @@ _IMPOSSIBLE = [
     ({"--precision": "fp64", "--device": "cuda"}, "--precision fp64 .* with --device cuda; it needs --device cpu"),
     ({"--backend": "nccl"}, "--backend nccl .* with --device cpu; it needs --device cuda"),
     ({"--backend": "nccl", "--share-gpu": True, "--device": "cuda"}, "--backend nccl .* with --share-gpu"),
-    ({"--cuda-graph": "on", "--compile": True, "--device": "cuda"}, "--cuda-graph on .* with --compile; give one"),
+    ({"--cuda-graph": "on"}, "--cuda-graph on .* with --device cpu; it needs --device cuda"),
     ({"--lr-schedule": "step"}, "--lr-schedule step .* without --lr-steps"),
     ({"--lr-schedule": "step", "--lr-steps": " , "}, "--lr-schedule step .* without --lr-steps"),
     ({"--cut": "a", "--shares": "1:1"}, "--cut a .* with --shares 1:1; give one"),
@@ -201,9 +201,9 @@ def test_every_row_has_a_case() -> None:
 # Options without a row, and why they always change something or why options alone can't tell.
 _ALWAYS = {
     "every run": "--model --data --shuffle --batch --lr --optimizer --weight-decay --clip --seed "
-    "--device --precision --compile --threads --runs --log-every --monitor-every --track --export --resume --freeze "
-    "--checkpoint-every --checkpoint-minutes --eval-every --val --limit --lr-schedule --steps --epochs --emulate "
-    "--nodes --plan --unproven --loss --layer-decay",
+    "--device --precision --compile --cuda-graph --threads --runs --log-every --monitor-every --track --export "
+    "--resume --freeze --checkpoint-every --checkpoint-minutes --eval-every --val --limit --lr-schedule --steps "
+    "--epochs --emulate --nodes --plan --unproven --loss --layer-decay",
     "its settings are checked one by one, and its names with the model": "--group",
     "the data and the model decide": "--inputs",
     "the planner and the synthetic data use it": "--image",

@@ -93,6 +93,13 @@ def record_event() -> torch.cuda.Event:
     return event
 
 
+def timed_event() -> torch.cuda.Event:
+    """An event at the end of the current stream that knows when it happened."""
+    event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
 def gpu_of(device: int, gpus: int, *, share: bool) -> int:
     """The GPU on which a device of a placement runs."""
     return device % gpus if share else device

@@ -42,7 +42,6 @@ from stagewright.runtime.stage.replica import Replica, StageOptions
 from stagewright.runtime.stage.ties import connect_ties, places_of
 from stagewright.runtime.stage.versions import MovingAverage, VersionRing
 from stagewright.runtime.stage.worker import Worker
-from stagewright.schedule.policy import overlaps
 
 _THREADS = 2  # that decode, where no processes do
 _LEAST_CORES, _MOST_WORKERS = 4, 16  # of a rank that decodes in processes by default: its cores, its processes
@@ -274,6 +273,24 @@ def _connect(plan: Plan, rank: int, network: Network) -> dict[int, Exchange]:
     return exchanges
 
 
+def graph_obstacle(job: Job) -> str | None:
+    """Why `--cuda-graph auto` does not capture the stages of a job.
+
+    A replay does what the GPU did in the captured forward: of other people's code a trace can't tell all that it reads,
+    such as a global variable. And while a forward is captured, no other thread of the process may use the GPU, as those
+    for messages and sums do.
+    """
+    if job.plan.world > 1:
+        return f"the run has {job.plan.world} ranks, whose messages use the GPU during a capture"
+    if job.is_scripted:
+        return "a script may change its model between batches"
+    if job.is_conditional or job.draws:
+        return "the model's code may do something else for another batch"
+    if find_entry(job.config.model.name) is None:
+        return "the model's code is not ours, and may read what no trace shows; if it doesn't, use --cuda-graph on"
+    return None
+
+
 def _replica(
     job: Job,
     rank: int,
@@ -304,7 +321,7 @@ def _replica(
     places = places_of(job.plan.tie_of(stage), stage.index, ring.parameters)
     tied = {place: stage.index == parameter.homes[0] for parameter, place in places.items()}
     gradients = GradientBuffers(ring.parameters, ring.master, stage.num_gradients, collective, reduction, tied)
-    compute = ComputeOptions(config.run.compile, config.run.cuda_graph, overlaps(job.plan, stage, rank))
+    compute = ComputeOptions(config.run.compile, config.run.cuda_graph, graph_obstacle(job))
     loss = Loss(job.loss) if stage.is_last else None
     options = StageOptions(config.run.seed, precision, loss, divisor, format_options, compute, job.draws)
     factory = load_callable(config.optimizer.name, "optimizer") if ":" in config.optimizer.name else None

@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from stagewright.errors import first_line
 from stagewright.model.blocks import compiled
 from stagewright.model.call import call, leaves_of
 from stagewright.model.standin import unchanged_state, untouched_generators
-from stagewright.runtime.comm.device import Device, record_event
+from stagewright.runtime.comm.device import Device, record_event, timed_event
 from stagewright.runtime.stage.precision import Precision
 
 Release = Callable[[], None]
@@ -26,6 +27,7 @@ _Call = Callable[[Sequence[object]], Any]
 _EAGER_FORWARDS = 3  # before the capture; by then kernels have been chosen and compiled
 _TRIALS = 5
 _MIN_SPEEDUP = 1.05  # below which replaying is not worth its memory
+BUSY = 1.1  # the GPU's time for a forward over the host's to launch it, from which replaying can gain little
 _LOGGER = logging.getLogger(__name__)
 _COMPILED_LIMITS = {"fp64": 1e-8, "fp32": 1e-3, "ieee": 1e-3, "tf32": 1e-2}  # relative differences by rounding
 _TENSOR = object()  # stands for a tensor of what a stage returns
@@ -39,7 +41,7 @@ class ComputeOptions:
 
     is_compiled: bool = False
     graph: str = "off"  # auto, on or off
-    overlaps: bool = False  # all-reduces start during backward; a replayed backward has its gradients only at its end
+    obstacle: str | None = None  # why auto does not capture this stage
 
 
 class Compute(Protocol):
@@ -65,15 +67,16 @@ class Eager:
     ) -> None:
         self.module = module
         self.names = names  # of the module's parameters that get the last arguments
+        self.called = compiled(module) if is_compiled else module
         self._precision = precision
-        self._call: Callable[..., Any] = compiled(module) if is_compiled else module
+        self._keeps_casts = not is_compiled  # compiled code does that itself; a capture calls it without, too
 
     def forward(self, slot: int, arguments: Sequence[object]) -> tuple[Any, Release]:
         return self(arguments), lambda: None
 
     def __call__(self, arguments: Sequence[object]) -> Any:
-        with self._precision.forward_context():
-            return call(self._call, arguments, self.names)
+        with self._precision.forward_context(keeps_casts=self._keeps_casts):
+            return call(self.called, arguments, self.names)
 
 
 class Compiled(Eager):
@@ -126,7 +129,8 @@ class CudaGraphs:
     """Captures forward and backward of a stage, once per version slot and microbatch in flight, and replays them.
 
     A capture holds its activations, so every version needs the memory of the whole depth. Unless replaying is forced, a
-    trial on one microbatch decides: it is dropped where results differ or the gain is small.
+    trial on one microbatch decides, where the host takes as long to launch a forward as the GPU to compute it: it is
+    dropped where results differ or the gain is small. A microbatch of another shape is not replayed.
     """
 
     def __init__(self, name: str, eager: Eager, precision: Precision, device: Device, *, is_forced: bool) -> None:
@@ -137,6 +141,8 @@ class CudaGraphs:
         self._is_forced = is_forced
         self._forwards = 0
         self._is_on = True
+        self._launch: Launch | None = None
+        self._forms: list[object] = []  # of the arguments that were captured
         self._captured: dict[int, list[_Call]] = {}
         self._free: dict[int, list[int]] = {}
 
@@ -146,32 +152,57 @@ class CudaGraphs:
 
     def forward(self, slot: int, arguments: Sequence[object]) -> tuple[Any, Release]:
         self._forwards += 1
+        if self._forwards == _EAGER_FORWARDS and not self._is_forced:
+            self._launch = Launch()
+            made = self._eager.forward(slot, arguments)
+            self._launch.end()
+            return made
         if self._forwards == _EAGER_FORWARDS + 1:
-            self._is_on = self._try(arguments)
-        if not self._is_on or self._forwards <= _EAGER_FORWARDS:
+            self._is_on = self._try(slot, arguments)
+        if not self._is_on or self._forwards <= _EAGER_FORWARDS or _forms(arguments) != self._forms:
             return self._eager.forward(slot, arguments)
         free = self._free.setdefault(slot, [])
         if not free:
-            captured = self._captured.setdefault(slot, [])
-            captured.append(self._capture(arguments))
-            free.append(len(captured) - 1)
+            self._add(slot, self.capture(arguments))
         lane = free.pop()
         made = self._captured[slot][lane](arguments)
         return _copied(made), lambda: free.append(lane)
 
-    def _try(self, arguments: Sequence[object]) -> bool:
+    def _add(self, slot: int, replay: _Call) -> None:
+        captured = self._captured.setdefault(slot, [])
+        captured.append(replay)
+        self._free.setdefault(slot, []).append(len(captured) - 1)
+
+    def _try(self, slot: int, arguments: Sequence[object]) -> bool:
         """Whether to replay from now on."""
+        if self._launch is not None:
+            host, gpu = self._launch.milliseconds()
+            if gpu > BUSY * host:
+                _LOGGER.info(
+                    "%s: no CUDA graphs, since the GPU takes %.2f ms for a forward and the host %.2f ms to launch it",
+                    self._name,
+                    gpu,
+                    host,
+                )
+                return False
+        stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
         try:
-            with _preserved_state(self._eager.module):
-                replay = self._capture(arguments)
-                trial = _Trial(self._eager.module, self._device, arguments)
-                first, again = trial.result(self._eager), trial.result(self._eager)
+            with preserved_buffers(self._eager.module):
+                trial = Trial(self._eager.module, self._device, arguments)
+                with no_waiting(not self._is_forced):  # a capture would fail, which torch does not recover from
+                    first = trial.result(self._eager)
+                again = trial.result(self._eager)
+                replay = self.capture(arguments)
                 replayed = trial.result(replay)
                 eager, seconds = trial.seconds(self._eager), trial.seconds(replay)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
             if self._is_forced:
                 raise
-            _LOGGER.info("%s: no CUDA graphs, since their memory is not free", self._name)
+            is_short = isinstance(error, torch.OutOfMemoryError)
+            why = "their memory is not free" if is_short else f"they can't be captured: {first_line(error, 160)}"
+            _LOGGER.info("%s: no CUDA graphs, since %s", self._name, why)
+            if stream is not None:
+                torch.cuda.set_stream(stream)
             return False
         gain, difference, noise = eager / seconds, _distance(first, replayed), _distance(first, again)
         is_equal = difference <= _NOISE * noise + torch.finfo(torch.float32).eps
@@ -184,14 +215,18 @@ class CudaGraphs:
             difference,
             noise,
         )
+        if is_on:
+            self._forms = _forms(arguments)
+            self._add(slot, replay)
         return is_on
 
-    def _capture(self, arguments: Sequence[object]) -> _Call:
+    def capture(self, arguments: Sequence[object]) -> _Call:
         """A replay of forward, whose backward is a replay too; it uses the weights that are in the module now.
 
-        The captured function takes the weights as arguments: their leaves would tie the capture to other streams.
+        The captured function takes the weights as arguments: their leaves would tie the capture to other streams. They
+        are parameters as well: compiled code would be compiled again for tensors of another type.
         """
-        module = self._eager.module
+        module = self._eager.called
         weights = {name: leaf for name, leaf in module.named_parameters() if leaf.requires_grad}
         is_tensor = [isinstance(argument, Tensor) for argument in arguments]
         is_changed = [_is_changed(tensor) for tensor in _tensors(arguments)]
@@ -211,8 +246,9 @@ class CudaGraphs:
         names: Sequence[str] = self._eager.names
         returned: list[Any] = []  # how the tensors become what the stage returns
         samples = [_sample(tensor) for tensor in _tensors(arguments)]
-        aliases = [leaf.detach().requires_grad_() for leaf in weights.values()]  # share memory: nothing is copied
-        with _preserved_state(module), self._uncached(), _no_garbage_collection():
+        aliases = [nn.Parameter(leaf.detach()) for leaf in weights.values()]  # share memory: nothing is copied
+        context = self._precision.forward_context(keeps_casts=False)  # so that the casts are part of the capture
+        with preserved_buffers(module), context, _no_garbage_collection():
             replay = torch.cuda.make_graphed_callables(stage, (*samples, *aliases), allow_unused_input=True)
         leaves = list(weights.values())
 
@@ -223,14 +259,27 @@ class CudaGraphs:
 
         return replayed
 
-    def _uncached(self) -> AbstractContextManager[Any]:
-        """Autocast without its cache, so that the casts are part of the capture."""
-        if self._precision.autocast is None:
-            return nullcontext()
-        return torch.autocast(self._precision.device, self._precision.autocast, cache_enabled=False)
+
+class Launch:
+    """Times one forward: until the host has launched it, and on the GPU."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._first = timed_event()
+        self._seconds = 0.0
+        self._last = self._first
+
+    def end(self) -> None:
+        self._last = timed_event()
+        self._seconds = time.perf_counter() - self._began
+
+    def milliseconds(self) -> tuple[float, float]:
+        """Of the host and of the GPU; waits for the forward."""
+        self._last.synchronize()
+        return 1e3 * self._seconds, self._first.elapsed_time(self._last)
 
 
-class _Trial:
+class Trial:
     """Runs forward and backward of one microbatch repeatedly, without a trace in the module."""
 
     def __init__(self, module: nn.Module, device: Device, arguments: Sequence[object]) -> None:
@@ -263,7 +312,7 @@ class _Trial:
 
 
 @contextmanager
-def _preserved_state(module: nn.Module) -> Iterator[None]:
+def preserved_buffers(module: nn.Module) -> Iterator[None]:
     """Restore buffers and the random state at the end of the context."""
     kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
     random_state = torch.cuda.get_rng_state()
@@ -273,6 +322,20 @@ def _preserved_state(module: nn.Module) -> Iterator[None]:
         for buffer, before in kept:
             buffer.data.copy_(before)  # not a change to autograd: microbatches in flight have saved the buffer
         torch.cuda.set_rng_state(random_state)
+
+
+@contextmanager
+def no_waiting(is_on: bool) -> Iterator[None]:
+    """Raise an error where an operation makes the host wait for the GPU."""
+    if not is_on:
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 @contextmanager
@@ -290,6 +353,11 @@ def _no_garbage_collection() -> Iterator[None]:
 
 def _tensors(arguments: Sequence[object]) -> list[Tensor]:
     return [argument for argument in arguments if isinstance(argument, Tensor)]
+
+
+def _forms(arguments: Sequence[object]) -> list[object]:
+    """What a capture holds for: the shapes and types of tensors, and the other arguments."""
+    return [(a.shape, a.dtype, a.requires_grad) if isinstance(a, Tensor) else a for a in arguments]
 
 
 def _is_changed(tensor: Tensor) -> bool:
@@ -331,9 +399,9 @@ def make_compute(
         else Eager(module, precision, names, is_compiled=False)
     )
     is_forced = options.graph == "on"
-    if device.device.type != "cuda" or options.graph == "off" or options.is_compiled:
+    if device.device.type != "cuda" or options.graph == "off":
         return eager
-    if options.overlaps and not is_forced:
-        _LOGGER.info("%s: no CUDA graphs, since its all-reduces overlap with backward", name)
+    if options.obstacle and not is_forced:
+        _LOGGER.info("%s: no CUDA graphs, since %s", name, options.obstacle)
         return eager
     return CudaGraphs(name, eager, precision, device, is_forced=is_forced)

@@ -1,9 +1,9 @@
 """Number formats of a run: the dtype of the weights, and the dtype in which forward computes.
 
 fp64          for proofs on the CPU
-    fp32          as stock PyTorch: convolutions on a GPU may use tf32
-    ieee, tf32    fp32 without tf32; tf32 in matrix products too
-    bf16, fp16    fp32 weights, forward by autocast; fp16 with loss scaling
+fp32          as stock PyTorch: convolutions on a GPU may use tf32
+ieee, tf32    fp32 without tf32; tf32 in matrix products too
+bf16, fp16    fp32 weights, forward by autocast; fp16 with loss scaling
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ class Precision:
     autocast: torch.dtype | None = None
     is_scaled: bool = False  # needs loss scaling, or small gradients vanish
 
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """A fresh context for one forward: autocast keeps casts of the weights for as long as it is open."""
-        return torch.autocast(self.device, self.autocast) if self.autocast else nullcontext()
+    def forward_context(self, *, keeps_casts: bool = True) -> AbstractContextManager[Any]:
+        """A fresh context for one forward: autocast keeps casts of the weights, if at all, while it is open."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device, self.autocast, cache_enabled=keeps_casts)
 
     def set_flags(self) -> None:
         """Set whether this process computes fp32 products in tf32; PyTorch's default is for convolutions only."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from stagewright.metrics import Span
-from stagewright.runtime.comm.device import Device, Gpu
+from stagewright.runtime.comm.device import Device, Gpu, timed_event
 from stagewright.runtime.status_file import ABSENT, OPS, PROCESS, PROCESS_AT, RECORD, SIZE, STATE_AT, UPDATED_AT, State
 from stagewright.schedule.action import COMPUTES, RECEIVES, SENDS, SUMS, Action, Op
 
@@ -136,13 +136,6 @@ class GpuRecorder(FlightRecorder):
 
 def _span(lane: str, action: Action, start: float, end: float) -> Span:
     return Span(action.rank, lane, str(action.op), str(action), start, end)
-
-
-def timed_event() -> torch.cuda.Event:
-    """An event at the end of the current stream, by which spans are timed."""
-    event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
 
 
 def make_recorder(path: Path, device: Device) -> FlightRecorder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -53,17 +54,18 @@ def computing(device: str = "cuda", **options: Any) -> Compute:
         ({"graph": "on"}, CudaGraphs),
         ({"graph": "auto"}, CudaGraphs),
         ({"graph": "off"}, Eager),
-        ({"graph": "on", "overlaps": True}, CudaGraphs),
-        ({"graph": "auto", "overlaps": True}, Eager),
-        ({"graph": "on", "is_compiled": True}, Compiled),
+        ({"graph": "on", "obstacle": "of something"}, CudaGraphs),
+        ({"graph": "auto", "obstacle": "of something"}, Eager),
+        ({"graph": "auto", "is_compiled": True}, CudaGraphs),
+        ({"graph": "off", "is_compiled": True}, Compiled),
         ({"graph": "on", "device": "cpu"}, Eager),
     ],
 )
-def test_graphs_are_considered_on_gpus_unless_reductions_overlap(options: dict[str, Any], kind: type) -> None:
+def test_graphs_are_considered_on_gpus_unless_something_forbids_it(options: dict[str, Any], kind: type) -> None:
     assert type(computing(**options)) is kind
 
 
-class Trial:
+class MadeTrial:
     """Made results and times of three calls without CUDA graphs and one with them."""
 
     def __init__(self, differs: float, gain: float) -> None:
@@ -75,6 +77,30 @@ class Trial:
 
     def seconds(self, call: object) -> float:
         return self._seconds.pop(0)
+
+
+class MadeLaunch:
+    """Made times of a forward: the host's, and the GPU's."""
+
+    times = 2.0, 2.0
+
+    def end(self) -> None:
+        pass
+
+    def milliseconds(self) -> tuple[float, float]:
+        return self.times
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute, "preserved_buffers", lambda _: nullcontext())
+    monkeypatch.setattr(compute, "no_waiting", lambda _: nullcontext())
+    monkeypatch.setattr(compute, "Launch", MadeLaunch)
+
+
+def forwards(found: Compute, count: int, *arguments: object) -> None:
+    for _ in range(count):
+        found.forward(0, arguments or [torch.ones(4)])[1]()
 
 
 @pytest.mark.parametrize(
@@ -93,43 +119,97 @@ def test_a_trial_decides_on_graphs_and_its_numbers_are_logged(
     assert isinstance(found, CudaGraphs)
     with (
         caplog.at_level("INFO"),
-        mock.patch.object(compute, "_Trial", lambda *_: Trial(differs, gain)),
-        mock.patch.object(compute, "_preserved_state", lambda _: nullcontext()),
-        mock.patch.object(found, "_capture", lambda _: lambda arguments: torch.ones(4)),
+        mock.patch.object(compute, "Trial", lambda *_: MadeTrial(differs, gain)),
+        mock.patch.object(found, "capture", lambda _: lambda arguments: torch.ones(4)),
     ):
-        for _ in range(4):
-            found.forward(0, [torch.ones(4)])
+        forwards(found, 4)
     assert found.overwrites is is_on
     (line,) = caplog.messages
     assert line.startswith(f"stage 1: {'' if is_on else 'no '}CUDA graphs") and f"{gain:.2f}" in line
+
+
+@pytest.mark.parametrize(("graph", "captures"), [("auto", 0), ("on", 1)])
+def test_auto_captures_nothing_where_the_gpu_is_busy_anyway(
+    graph: str, captures: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MadeLaunch, "times", (2.0, 2.5))
+    found = computing(graph=graph)
+    with (
+        caplog.at_level("INFO"),
+        mock.patch.object(compute, "Trial", lambda *_: MadeTrial(0.0, 1.3)),
+        mock.patch.object(found, "capture", return_value=lambda arguments: torch.ones(4)) as capture,
+    ):
+        forwards(found, 6)
+    assert capture.call_count == captures
+    assert captures or "takes 2.50 ms for a forward and the host 2.00 ms to launch it" in caplog.text
+
+
+@pytest.mark.parametrize("other", [torch.ones(3), torch.ones(4, dtype=torch.int64), torch.ones(4).requires_grad_(), 7])
+def test_only_what_is_like_the_captured_arguments_is_replayed(other: object) -> None:
+    """A replay copies into the captured arguments, which would spread a smaller tensor over a larger one."""
+    found = computing(graph="on")
+    replay = mock.Mock(side_effect=lambda arguments: arguments[0])
+    with (
+        mock.patch.object(compute, "Trial", lambda *_: MadeTrial(0.0, 1.3)),
+        mock.patch.object(found, "capture", return_value=replay),
+    ):
+        forwards(found, 5)
+        assert replay.call_count == 2
+        made, _ = found.forward(0, [other])
+        assert made is other and replay.call_count == 2
+        forwards(found, 1)
+        assert replay.call_count == 3
 
 
 def test_a_stage_without_trained_parameters_is_tried_too(caplog: pytest.LogCaptureFixture) -> None:
     found = computing(graph="on")  # of a module without any
     with (
         caplog.at_level("INFO"),
-        mock.patch.object(compute, "_preserved_state", lambda _: nullcontext()),
         mock.patch.object(compute, "record_event", lambda: SimpleNamespace(synchronize=lambda: None)),
-        mock.patch.object(found, "_capture", lambda _: lambda arguments: arguments[0]),
+        mock.patch.object(found, "capture", lambda _: lambda arguments: arguments[0]),
     ):
-        for _ in range(4):
-            found.forward(0, [torch.ones(4)])
+        forwards(found, 4)
     assert "results differ by 0.0e+00" in caplog.text
 
 
-def test_auto_does_without_graphs_that_need_too_much_memory(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"), [(torch.OutOfMemoryError(), "memory"), (RuntimeError("called a wait\nat x"), "a wait")]
+)
+def test_auto_does_without_graphs_that_can_not_be_captured(
+    error: Exception, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
     found, forced = computing(graph="auto"), computing(graph="on")
-    with (
-        caplog.at_level("INFO"),
-        mock.patch.object(CudaGraphs, "_capture", side_effect=torch.OutOfMemoryError),
-        mock.patch.object(compute, "_preserved_state", lambda _: nullcontext()),
-    ):
-        for _ in range(5):
-            found.forward(0, [torch.ones(4)])
-        assert not found.overwrites and len(caplog.messages) == 1 and "memory" in caplog.messages[0]
-        with pytest.raises(torch.OutOfMemoryError):
-            for _ in range(4):
-                forced.forward(0, [torch.ones(4)])
+    with caplog.at_level("INFO"), mock.patch.object(CudaGraphs, "capture", side_effect=error):
+        forwards(found, 5)
+        assert not found.overwrites and len(caplog.messages) == 1 and words in caplog.messages[0]
+        assert "\n" not in caplog.messages[0]
+        with pytest.raises(type(error)):
+            forwards(forced, 4)
+
+
+def test_a_capture_calls_compiled_code_without_compiling_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    module, precision = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), make_precision("bf16", "cpu")
+    where: Any = SimpleNamespace(device=torch.device("cuda"), seed=lambda seed: None)
+    found = make_compute("stage 1", module, precision, where, ComputeOptions(is_compiled=True, graph="on"))
+    seen: list[Tensor] = []
+
+    def make_graphed(stage: Callable[..., Any], samples: Sequence[Tensor], **options: Any) -> Callable[..., Any]:
+        seen.extend(samples)
+        made = stage(*samples)
+        return lambda *_: made
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", make_graphed)
+    monkeypatch.setattr(compute, "Trial", lambda *_: MadeTrial(0.0, 1.3))
+    expected = found.forward(0, [torch.ones(8, 4)])[0]
+    forwards(found, 3, torch.ones(8, 4))
+    made = found.forward(0, [torch.ones(8, 4)])[0]
+    assert torch.equal(made, expected) and counters["stats"]["unique_graphs"] == 1
+    weights = list(module.parameters())
+    assert [sample.data_ptr() for sample in seen[1:]] == [weight.data_ptr() for weight in weights]
+    assert not any(sample is weight for sample, weight in zip(seen[1:], weights, strict=True))
 
 
 @pytest.mark.parametrize(("factor", "is_refused"), [(1.0, False), (1 + 1e-5, False), (1.1, True)])
