@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,9 +72,12 @@ def test_synthetic_samples_are_the_same_on_the_gpu(channels_last: bool, is_compi
     assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
 
 
-def test_synthetic_samples_made_ahead_are_the_same_whatever_is_asked_for_next() -> None:
-    (cpu,) = make_loaders(LoaderOptions(), (SyntheticSource(40, 10, 224, 3), SLICE))
-    (gpu,) = make_loaders(LoaderOptions(device=torch.device("cuda")), (SyntheticSource(40, 10, 224, 3), SLICE))
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"dtype": torch.float16, "is_compiled": True}])
+def test_synthetic_samples_made_ahead_are_the_same_whatever_is_asked_for_next(options: dict[str, Any]) -> None:
+    dtype = options.get("dtype", torch.float32)
+    (cpu,) = make_loaders(LoaderOptions(dtype), (SyntheticSource(40, 10, 224, 3), SLICE))
+    there = LoaderOptions(device=torch.device("cuda"), **options)
+    (gpu,) = make_loaders(there, (SyntheticSource(40, 10, 224, 3), SLICE))
     square = torch.ones(4096, 4096, device="cuda")
     kept = []
     for number in (*range(6), 20, 3, 4, 39, 38, 39):
@@ -83,7 +87,7 @@ def test_synthetic_samples_made_ahead_are_the_same_whatever_is_asked_for_next() 
             gpu.close()
     for number, fields in kept:
         (wanted, labels), (found, found_labels) = cpu.microbatch(number).values(), fields.values()
-        assert torch.equal(found.cpu(), wanted) and torch.equal(found_labels.cpu(), labels)
+        assert found.dtype is dtype and torch.equal(found.cpu(), wanted) and torch.equal(found_labels.cpu(), labels)
     gpu.close()
 
 

@@ -149,11 +149,12 @@ class Normalization:
 
     def apply(self, images: Tensor, dtype: torch.dtype, *, channels_last: bool = False) -> Tensor:
         """uint8 [samples, side, side, RGB] to `dtype` [samples, RGB, side, side], in either memory layout."""
-        mean, std = (_per_channel(values, dtype, images.device) for values in (self.mean, self.std))
+        wide = torch.promote_types(dtype, torch.float32)  # rounded once, at the end
+        mean, std = (_per_channel(values, wide, images.device) for values in (self.mean, self.std))
         layout = torch.channels_last if channels_last else torch.contiguous_format
         shape = (len(images), _CHANNELS, *images.shape[1:3])
-        numbers = torch.empty(shape, dtype=dtype, device=images.device, memory_format=layout)
-        return torch.sub(images.permute(0, 3, 1, 2), mean, out=numbers).div_(std)
+        numbers = torch.empty(shape, dtype=wide, device=images.device, memory_format=layout)
+        return torch.sub(images.permute(0, 3, 1, 2), mean, out=numbers).div_(std).to(dtype)
 
 
 @lru_cache(maxsize=16)

@@ -59,7 +59,8 @@ def _make_loader(
         return DatasetLoader(source, replica_slice, options)
     if not isinstance(source, ImageSource):
         if isinstance(source, SyntheticSource):
-            source.to(options.device, channels_last=options.channels_last, is_compiled=options.is_compiled)
+            layout = {"channels_last": options.channels_last, "is_compiled": options.is_compiled}
+            source.to(options.device, options.dtype, **layout)
             if options.device.type == "cuda":
                 return SyntheticLoader(source, replica_slice, options)
         return DirectLoader(source, replica_slice.sampler, options)

@@ -41,11 +41,19 @@ class SyntheticSource:
         self._patterns = torch.randn(classes, channels, _COARSE, _COARSE, generator=generator)
         self._noises = torch.randn(_NOISES, channels, image, image, generator=generator)
         self._rows: _Rows | None = None  # made for the first batch
-        self._device, self._channels_last, self._sum = torch.device("cpu"), False, _sum_parts
+        self._device, self._dtype = torch.device("cpu"), torch.float32
+        self._channels_last, self._sum = False, _sum_parts
 
-    def to(self, device: torch.device, *, channels_last: bool = False, is_compiled: bool = False) -> SyntheticSource:
-        """Make samples on that device, and in that memory layout, from now on."""
-        self._device, self._channels_last, self._rows = device, channels_last, None
+    def to(
+        self,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        *,
+        channels_last: bool = False,
+        is_compiled: bool = False,
+    ) -> SyntheticSource:
+        """Make samples on that device, and in that memory layout, from now on; with `room`, of that type."""
+        self._device, self._dtype, self._channels_last, self._rows = device, dtype, channels_last, None
         self._sum = torch.compile(_sum_parts, dynamic=False) if is_compiled and device.type == "cuda" else _sum_parts
         return self
 
@@ -61,7 +69,7 @@ class SyntheticSource:
 
     def allocate(self, samples: int) -> Tensor:
         """Memory for the images of a batch on a GPU."""
-        return self._all_rows.allocate(samples)
+        return self._all_rows.allocate(samples, self._dtype)
 
     @property
     def _all_rows(self) -> _Rows:
@@ -76,10 +84,13 @@ def _sum_parts(
 ) -> Tensor:
     """Rows of noises, plus those of patterns, which are narrow and so stay in small caches, spread over `columns`.
 
-    Where there is `room`, they are in there.
+    Where there is `room`, they are in there, rounded to its type.
     """
-    summed = torch.index_select(noises, 0, rows[0], out=room)
-    return summed if patterns is None else summed.add_(patterns[rows[1]].index_select(1, columns))
+    is_same = room is not None and room.dtype == noises.dtype
+    summed = torch.index_select(noises, 0, rows[0], out=room if is_same else None)
+    if patterns is not None:
+        summed.add_(patterns[rows[1]].index_select(1, columns))
+    return summed if room is None or is_same else room.copy_(summed)
 
 
 class _Rows:
@@ -121,8 +132,8 @@ class _Rows:
         images = made.view(-1, *self._shape)
         return images.movedim(3, 1) if self._channels_last else images
 
-    def allocate(self, samples: int) -> Tensor:
-        return self._noises.new_empty(samples * len(self._own), self._noises.shape[1])
+    def allocate(self, samples: int, dtype: torch.dtype) -> Tensor:
+        return self._noises.new_empty(samples * len(self._own), self._noises.shape[1], dtype=dtype)
 
 
 def _below(size: int) -> Tensor:

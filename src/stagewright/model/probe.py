@@ -19,7 +19,9 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from stagewright.errors import UserError
 from stagewright.model.call import Form, Inputs, call, differentiable, leaves_of
@@ -36,6 +38,8 @@ from stagewright.model.standin import (
 from stagewright.model.walk import require_output
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+_CASTING = frozenset([torch.conv1d, torch.conv2d, torch.conv3d, functional.linear])  # to autocast's type
+_SIZES = frozenset(["size", "dim", "shape", "ndim", "device"])  # which do not depend on the type
 Constant = int | float | bool | str | None | tuple[int, ...]
 
 
@@ -80,6 +84,7 @@ class Probe:
     outputs: tuple[tuple[int, ...], ...] = ()  # the shapes of what the model returns
     changed: frozenset[str] = frozenset()  # the buffers that the forward changes
     attributes: tuple[str, ...] = ()  # the Python attributes that it changes
+    casts_inputs: bool = False  # autocast makes all that is used of them another type, at once
 
     @property
     def form(self) -> Form:
@@ -178,6 +183,7 @@ def _probe(
     inputs = given.inputs.map(stand_in)
     values: Any = inputs.tensors
     before_all = [tensor._version for tensor in inputs.tensors]
+    uses = _Uses([tensor for tensor in inputs.tensors if tensor.is_floating_point()], inputs.tensors[0].device.type)
     authored = {path: part for module in modules for path, part in _authored(module)}
     marks = {path: attribute_marks(part) for path, part in authored.items()}
     with stand_ins(modules, stand_in) as states:
@@ -185,7 +191,7 @@ def _probe(
         for stage, (piece, module) in enumerate(zip(pieces, modules, strict=True)):
             names = piece.inputs if training else piece.evaluation_inputs
             entered, before = values, [value._version if isinstance(value, Tensor) else 0 for value in values]
-            with context():
+            with context(), uses:
                 values = call(module, values, piece.names)
             if stage > 0:
                 cuts.append(_describe(names, entered, before, stage, piece.first_unit))
@@ -212,18 +218,42 @@ def _probe(
             f"the model changes its input '{min(changed_fields)}' in place, and the loss or a metric reads it: which "
             "numbers it would see depends on the cut; change a copy of it"
         )
+    described = tuple(tuple(replace(value, field=unchanged.get(value.name)) for value in values) for values in cuts)
+    is_sent_on = any(value.field for values in described for value in values)
     return Probe(
         len(given.inputs),
         tuple(Value.of(name, tensor) for name, tensor in zip(given.names, given.inputs.tensors, strict=True)),
         given.inputs.names,
-        tuple(tuple(replace(value, field=unchanged.get(value.name)) for value in values) for values in cuts),
+        described,
         frozenset(reached),
         tuple(Value.of(name, given.fields[name]) for name in given.fields if name in measured.read),
         measured.divisor,
         tuple(tuple(leaf.shape) for leaf in leaves_of(values)),
         frozenset(changed),
         tuple(attributes),
+        uses.are_casts and not is_sent_on and set(given.names).isdisjoint(measured.read),
     )
+
+
+class _Uses(TorchFunctionMode):
+    """Watches what is done with some tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor], device: str) -> None:
+        super().__init__()
+        self._tensors = {id(tensor) for tensor in tensors}
+        self._device = device
+        self.are_casts = bool(tensors)  # autocast makes each another type before it is used
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(id(leaf) in self._tensors for leaf in tree_leaves((args, kwargs))) and _called(func) not in _SIZES:
+            self.are_casts &= func in _CASTING and torch.is_autocast_enabled(self._device)
+        return func(*args, **(kwargs or {}))
+
+
+def _called(func: Any) -> str:
+    """The name of a method, or of the attribute that a getter reads."""
+    name = getattr(func, "__name__", "")
+    return str(func.__self__.__name__ if name == "__get__" else name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,22 @@
 """Probing finds the shapes at every cut and leaves the model as it was."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from stagewright.model.call import Inputs
-from stagewright.model.cut import Chain
+from stagewright.model.cut import Chain, whole_piece
+from stagewright.model.loss import Measured
 from stagewright.model.probe import Given, probe
 from tests import models
 from tests.parity import build
+
+_AUTOCAST = partial(torch.autocast, "cpu", torch.bfloat16)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
@@ -41,3 +48,72 @@ def test_probing_changes_neither_statistics_nor_random_state(model: str, cut: st
     assert [part.training for part in module.modules()] == modes
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+class Using(nn.Module):
+    """Does something with its input."""
+
+    def __init__(self, use: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self._use = use
+        self.convolution = nn.Conv2d(3, 3, 1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self._use(self.convolution, image)
+
+
+def without_autocast(convolve: nn.Module, image: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return convolve(image)  # type: ignore[no-any-return]
+
+
+def by_type(convolve: nn.Module, image: Tensor) -> Tensor:
+    return convolve(image) * (1 if image.dtype == torch.float32 else 2)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("use", "context", "are_casts"),
+    [
+        (lambda convolve, image: convolve(image), _AUTOCAST, True),
+        (lambda convolve, image: convolve(image) + convolve(image).mean(), _AUTOCAST, True),
+        (lambda convolve, image: convolve(image) * image.shape[1], _AUTOCAST, True),
+        (lambda convolve, image: convolve(image), nullcontext, False),
+        (lambda convolve, image: convolve(image) + image.mean(), _AUTOCAST, False),
+        (lambda convolve, image: convolve(image) + image[:1], _AUTOCAST, False),
+        (lambda convolve, image: convolve(2 * image), _AUTOCAST, False),
+        (lambda convolve, image: convolve(image.float()), _AUTOCAST, False),
+        (without_autocast, _AUTOCAST, False),
+        (by_type, _AUTOCAST, False),
+    ],
+)
+def test_inputs_of_which_only_casts_are_used_are_found(
+    use: Callable[[nn.Module, Tensor], Tensor], context: Any, are_casts: bool
+) -> None:
+    piece = whole_piece(Using(use))
+    given = Given(Inputs.of(torch.rand(2, 3, 4, 4)))
+    assert probe([piece], given, context, training=True).casts_inputs is are_casts
+    assert probe([piece], given, context, training=False).casts_inputs is are_casts
+
+
+def test_an_input_that_a_later_stage_uses_is_no_cast() -> None:
+    """Of the next stage another rank computes, which gets what the first stage got."""
+    chain = Chain(Using(lambda convolve, image: convolve(convolve(image))), torch.rand(2, 3, 4, 4), context=_AUTOCAST)
+    given = Given(Inputs.of(torch.rand(2, 3, 4, 4)))
+    assert probe(chain.cut(chain.units[1:2]), given, _AUTOCAST, training=True).casts_inputs
+    twice = Using(lambda convolve, image: convolve(convolve(image) + convolve(image)))
+    chain = Chain(twice, torch.rand(2, 3, 4, 4), context=_AUTOCAST)
+    first = chain.cut(chain.units[1:2])
+    assert any(value.field for value in probe(first, given, _AUTOCAST, training=True).cuts[0])
+    assert not probe(first, given, _AUTOCAST, training=True).casts_inputs
+
+
+def test_an_input_that_the_loss_reads_is_no_cast() -> None:
+    image = torch.rand(2, 3, 4, 4)
+    given = Given(Inputs.of(image), ("image",), {"image": image})
+
+    def measure(output: Tensor, fields: Any) -> Measured:
+        return Measured((output - fields["image"]).square().mean())
+
+    pieces = [whole_piece(Using(lambda convolve, image: convolve(image)))]
+    assert probe(pieces, given, _AUTOCAST, training=True).casts_inputs
+    assert not probe(pieces, given, _AUTOCAST, training=True, measure=measure).casts_inputs

@@ -243,6 +243,7 @@ _GPU = PeerSuite(
         Heat("alexnet", 2048, "bf16"),
         Heat("vit_b_16", 128, "bf16"),
         Heat("resnet50", 256, "fp16"),
+        Heat("resnet50", 32, "bf16", "reduce-overhead"),
         FilesHeat("resnet50", 256, "bf16"),
     ),
 )

@@ -1,7 +1,8 @@
 """What a user would run instead on one GPU: `python -m stagewright.bench.peers.plain_loop MODEL BATCH PRECISION STEPS`.
 
-The usual loop with torch.compile, channels last and fused SGD, on one batch that stays on the card. It prints a line
-after its first steps, and images per second at the end. It imports nothing but what such a script needs.
+The usual loop with torch.compile, of the mode that may follow, channels last and fused SGD, on one batch that stays on
+the card. It prints a line after its first steps, and images per second at the end. It imports nothing but what such a
+script needs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _FIRST = 10  # steps, which do not count
 _PARTS = 5  # whose median counts
 
 
-def main(name: str, batch: int, precision: str, steps: int) -> None:
+def main(name: str, batch: int, precision: str, steps: int, mode: str = "default") -> None:
     """Train a model."""
     torch.backends.cudnn.benchmark = True
     layout = torch.contiguous_format if name.startswith("vit") else torch.channels_last
@@ -30,7 +31,7 @@ def main(name: str, batch: int, precision: str, steps: int) -> None:
     labels = torch.randint(1000, (batch,), device="cuda")
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     scaler = torch.amp.GradScaler("cuda", enabled=half is torch.float16)
-    forward = torch.compile(model)
+    forward = torch.compile(model, mode=mode)
 
     def train(count: int) -> float:
         began = time.perf_counter()
@@ -60,4 +61,4 @@ def _model(name: str) -> nn.Module:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), *sys.argv[5:])

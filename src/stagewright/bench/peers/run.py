@@ -25,7 +25,6 @@ from stagewright.run.prepare import prepare
 
 Progress = Callable[[str], None]
 _BATCHES_IN_MEMORY = 8
-_HEAT_STEPS = 110  # of a whole command
 _RATE = 0.001  # learning rate, small enough for any number of steps
 
 
@@ -40,7 +39,7 @@ def run_cases(
         outcome = with_case(outcome, suite.measure, case, segments, steps or case.steps)
         keep(replace(outcome, is_whole=case is suite.cases[-1] and not suite.heats))
     for heat in suite.heats:
-        outcome = run_heat(outcome, heat, repeats, steps or _HEAT_STEPS, progress)
+        outcome = run_heat(outcome, heat, repeats, steps or heat.steps, progress)
         keep(replace(outcome, is_whole=heat is suite.heats[-1]))
     return outcome
 

@@ -32,6 +32,7 @@ _AS_FAST, _WITHIN = 0.99, 0.01  # a ratio of speeds, and the half-width of its i
 _FROM_FILES = 0.97
 _IMAGES, _PER_PART, _SIDE = 2048, 512, 256  # of the files: half a gigabyte, which the page cache holds
 _SLOWER_START = 1.2
+_STEPS, _BATCH = 110, 128  # of a command, and the batch below which it takes more
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
@@ -42,9 +43,11 @@ class Heat:
     model: str
     batch: int
     precision: str
+    mode: str = "default"  # of the script's torch.compile
 
     def __str__(self) -> str:
-        return f"{self.model} on one GPU, whole commands, batch {self.batch:,}, {self.precision}, compiled"
+        by = "" if self.mode == "default" else f" (script: {self.mode})"
+        return f"{self.model} on one GPU, whole commands, batch {self.batch:,}, {self.precision}, compiled{by}"
 
     @property
     def names(self) -> tuple[str, str]:
@@ -55,6 +58,11 @@ class Heat:
     def goal(self) -> Goal:
         """Of our speed over the other side's."""
         return at_least(_AS_FAST, within=_WITHIN)
+
+    @property
+    def steps(self) -> int:
+        """Of each command."""
+        return _STEPS * max(1, _BATCH // self.batch)
 
     @property
     def compares_starts(self) -> bool:
@@ -70,7 +78,7 @@ class Heat:
 
     def theirs(self, steps: int, folder: Path) -> list[str]:
         """The plain script."""
-        given = (self.model, str(self.batch), self.precision, str(steps))
+        given = (self.model, str(self.batch), self.precision, str(steps), self.mode)
         return [sys.executable, "-m", "stagewright.bench.peers.plain_loop", *given]
 
     def _command(self, data: str, steps: int, folder: Path) -> list[str]:

@@ -82,7 +82,9 @@ def test_a_heat_from_files_compares_the_same_command_with_synthetic_images() -> 
 def test_a_command_that_fails_ends_a_heat_in_one_line() -> None:
     for plain in ("import sys; sys.exit('no CUDA here')", "print('step 9/110')"):
         with pytest.raises(RunFailed, match="ended with") as caught:
-            run_heat(new_outcome("gpu", "", 1, 110), _Scripts("resnet50", 256, "bf16", plain), 1, 110, lambda _: None)
+            run_heat(
+                new_outcome("gpu", "", 1, 110), _Scripts("resnet50", 256, "bf16", plain=plain), 1, 110, lambda _: None
+            )
         assert "\n" not in str(caught.value)
 
 
@@ -94,6 +96,9 @@ def test_heats_are_chosen_by_their_description() -> None:
         "alexnet",
         "vit_b_16",
         "resnet50",
+        "resnet50",
     ]
+    assert [heat.steps for heat in chosen.heats] == [110] * 5 + [440]
+    assert [heat.theirs(1, Path())[-1] for heat in chosen.heats] == ["default"] * 5 + ["reduce-overhead"]
     command = chosen.heats[0].ours(110, Path("runs"))
     assert command[1:4] == ["-m", "stagewright", "train"] and "--compile" in command

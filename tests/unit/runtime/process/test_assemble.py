@@ -1,4 +1,4 @@
-"""What keeps CUDA graphs from being tried."""
+"""What keeps CUDA graphs from being tried; the type in which samples are loaded."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from stagewright.runtime.process.assemble import graph_obstacle
+from stagewright.api.training import train
+from stagewright.config.toml import make_config
+from stagewright.run.prepare import prepare
+from stagewright.runtime.process import assemble
+from stagewright.runtime.process.assemble import graph_obstacle, input_dtype
 from tests.parity import Case, make_job
+from tests.pictures import make_ofrecord
 
 _MAY_DIFFER = "may do something else for another batch"
 
@@ -37,3 +43,41 @@ def test_one_of_our_own_models_is_captured_unless_a_script_trains_it(tmp_path: P
     job = replace(job, config=replace(job.config, model=replace(job.config.model, name="resnet8")))
     assert graph_obstacle(job) is None
     assert graph_obstacle(replace(job, is_scripted=True)) == "a script may change its model between batches"
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "dtype"),
+    [
+        ("resnet8", "bf16", torch.bfloat16),
+        ("resnet8", "fp32", torch.float32),
+        ("tests.models:plain", "bf16", torch.float32),
+    ],
+)
+def test_images_for_our_own_models_are_loaded_in_autocasts_type(
+    model: str, precision: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    run = {"precision": precision, "device": "cpu", "steps": 1, "eval_every": 1, "runs": str(tmp_path)}
+    tables = {"model": {"name": model, "classes": 7}, "data": {"image": 8}, "plan": {"batch": 4, "placement": "0:0"}}
+    job = prepare(make_config({**tables, "run": run})).job
+    assert input_dtype(job) is dtype
+    assert job.evaluation is not None
+    used = replace(job.evaluation.whole, casts_inputs=False)
+    assert input_dtype(replace(job, evaluation=replace(job.evaluation, whole=used))) is torch.float32
+    assert input_dtype(replace(job, is_scripted=True)) is torch.float32
+
+
+def test_images_in_autocasts_type_train_and_evaluate_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = f"ofrecord:{make_ofrecord(tmp_path, 40)}"
+    results = []
+    for number, choose in enumerate((input_dtype, lambda job: torch.float32)):
+        monkeypatch.setattr(assemble, "input_dtype", choose)
+        export = str(tmp_path / f"{number}.safetensors")
+        options = {"data": data, "image": 24, "batch": 10, "steps": 4, "eval_every": 2, "lr": 0.05, "precision": "bf16"}
+        results.append(
+            train("resnet8", emulate=True, placement="0:0", device="cpu", runs=str(tmp_path), export=export, **options)
+        )
+    (some, others), (scores, same) = (run.weights() for run in results), (run.evaluations for run in results)
+    assert all(torch.equal(some[name], others[name]) for name in some)
+    assert [found.metrics for found in scores] == [found.metrics for found in same] and scores
