@@ -1,8 +1,8 @@
 """The network between processes: messages and sums over gloo; on one machine sums go through shared memory.
 
-So do small messages through Unix sockets: with near-empty stages, messages over gloo take about half of a microbatch's
-time; a socket needs one system call at each end. Large messages stay with gloo, whose thread copies while this one
-computes.
+Small messages of one machine go through Unix sockets: with near-empty stages, messages over gloo take about half of a
+microbatch's time; a socket needs one system call at each end. Large messages stay with gloo, whose thread copies while
+this one computes.
 """
 
 from __future__ import annotations
