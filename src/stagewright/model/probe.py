@@ -6,7 +6,7 @@ It needs no data, and changes neither BatchNorm statistics nor the random state.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -119,13 +119,15 @@ def probe(
     measure: Measure | None = None,
     device: str = "cpu",
     is_conditional: bool = False,
+    watches_inputs: bool = False,
 ) -> Probe:
     """Run every stage on fake tensors, as one process would, and record what passes from each to the next.
 
     Fake tensors pretend to be on the run's device, since autocast's types depend on it. If the model's code reads
     values, which fake tensors don't have, it runs on copies of the real tensors. `is_conditional` says that another
     sample may take another path: then any parameter may be reached, and any value may need a gradient. Without a loss
-    to `measure`, gradients come from everything that the model returns.
+    to `measure`, gradients come from everything that the model returns. `watches_inputs`: find out whether the inputs
+    are only cast.
     """
     modules = [piece.training if training else piece.evaluation for piece in pieces]
     roots = [root for piece in pieces for root in (piece.training, piece.evaluation)]  # a buffer is replaced in both
@@ -136,9 +138,10 @@ def probe(
         with analysing(), unchanged_state(roots), torch.set_grad_enabled(training):
             try:
                 with fake_tensors(device) as make:
-                    found = _probe(pieces, modules, given, context, measure, make)
+                    found = _probe(pieces, modules, given, context, measure, make, watches_inputs)
             except _NEEDS_VALUES:
-                found = _probe(pieces, modules, given, context, measure, partial(copied, device=device))
+                make = partial(copied, device=device)
+                found = _probe(pieces, modules, given, context, measure, make, watches_inputs)
                 is_conditional = True
             return _for_any_path(found, modules) if is_conditional and training else found
     finally:
@@ -176,6 +179,7 @@ def _probe(
     context: Callable[[], AbstractContextManager[Any]],
     measure: Measure | None,
     stand_in: Callable[[Tensor], Tensor],
+    watches_inputs: bool,
 ) -> Probe:
     training = torch.is_grad_enabled()
     cuts: list[tuple[Value, ...]] = []
@@ -183,7 +187,8 @@ def _probe(
     inputs = given.inputs.map(stand_in)
     values: Any = inputs.tensors
     before_all = [tensor._version for tensor in inputs.tensors]
-    uses = _Uses([tensor for tensor in inputs.tensors if tensor.is_floating_point()], inputs.tensors[0].device.type)
+    watched = [tensor for tensor in inputs.tensors if watches_inputs and tensor.is_floating_point()]
+    uses = _Uses(watched, inputs.tensors[0].device.type)
     authored = {path: part for module in modules for path, part in _authored(module)}
     marks = {path: attribute_marks(part) for path, part in authored.items()}
     with stand_ins(modules, stand_in) as states:
@@ -191,7 +196,7 @@ def _probe(
         for stage, (piece, module) in enumerate(zip(pieces, modules, strict=True)):
             names = piece.inputs if training else piece.evaluation_inputs
             entered, before = values, [value._version if isinstance(value, Tensor) else 0 for value in values]
-            with context(), uses:
+            with context(), uses if watched else nullcontext():
                 values = call(module, values, piece.names)
             if stage > 0:
                 cuts.append(_describe(names, entered, before, stage, piece.first_unit))

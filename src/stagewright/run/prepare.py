@@ -474,7 +474,10 @@ def _study(
     tied = {parameter.names: parameter.homes for tie in plan.ties for parameter in tie.parameters}
     assert tied == {names: homes for names, homes, _ in tied_parameters(chain.model, pieces)}, "the plan has other ties"
     context = task.precision.forward_context
-    study = partial(_probe, pieces, chain.is_conditional, context=context, device=config.run.device)
+    is_ours = find_entry(config.model.name) is not None
+    study = partial(
+        _probe, pieces, chain.is_conditional, context=context, device=config.run.device, watches_inputs=is_ours
+    )
     logits: list[tuple[int, ...]] = []
     training = study(given, training=True, measure=partial(_measure_logits, loss, logits))
     _warn_about_means(loss, training, plan, warn)
@@ -627,9 +630,10 @@ def _probe(
     device: str,
     training: bool,
     measure: Measure,
+    watches_inputs: bool = False,
 ) -> Probe:
     """Probe the pieces; an error that the model's own code raises becomes one line."""
-    study = partial(probe, measure=measure, device=device, is_conditional=is_conditional)
+    study = partial(probe, measure=measure, device=device, is_conditional=is_conditional, watches_inputs=watches_inputs)
     try:
         return study(pieces, given, context, training=training)
     except UserError:

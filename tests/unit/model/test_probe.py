@@ -91,20 +91,20 @@ def test_inputs_of_which_only_casts_are_used_are_found(
 ) -> None:
     piece = whole_piece(Using(use))
     given = Given(Inputs.of(torch.rand(2, 3, 4, 4)))
-    assert probe([piece], given, context, training=True).casts_inputs is are_casts
-    assert probe([piece], given, context, training=False).casts_inputs is are_casts
+    assert probe([piece], given, context, training=True, watches_inputs=True).casts_inputs is are_casts
+    assert probe([piece], given, context, training=False, watches_inputs=True).casts_inputs is are_casts
 
 
 def test_an_input_that_a_later_stage_uses_is_no_cast() -> None:
     """Of the next stage another rank computes, which gets what the first stage got."""
     chain = Chain(Using(lambda convolve, image: convolve(convolve(image))), torch.rand(2, 3, 4, 4), context=_AUTOCAST)
     given = Given(Inputs.of(torch.rand(2, 3, 4, 4)))
-    assert probe(chain.cut(chain.units[1:2]), given, _AUTOCAST, training=True).casts_inputs
+    assert probe(chain.cut(chain.units[1:2]), given, _AUTOCAST, training=True, watches_inputs=True).casts_inputs
     twice = Using(lambda convolve, image: convolve(convolve(image) + convolve(image)))
     chain = Chain(twice, torch.rand(2, 3, 4, 4), context=_AUTOCAST)
     first = chain.cut(chain.units[1:2])
-    assert any(value.field for value in probe(first, given, _AUTOCAST, training=True).cuts[0])
-    assert not probe(first, given, _AUTOCAST, training=True).casts_inputs
+    assert any(value.field for value in probe(first, given, _AUTOCAST, training=True, watches_inputs=True).cuts[0])
+    assert not probe(first, given, _AUTOCAST, training=True, watches_inputs=True).casts_inputs
 
 
 def test_an_input_that_the_loss_reads_is_no_cast() -> None:
@@ -115,5 +115,5 @@ def test_an_input_that_the_loss_reads_is_no_cast() -> None:
         return Measured((output - fields["image"]).square().mean())
 
     pieces = [whole_piece(Using(lambda convolve, image: convolve(image)))]
-    assert probe(pieces, given, _AUTOCAST, training=True).casts_inputs
-    assert not probe(pieces, given, _AUTOCAST, training=True, measure=measure).casts_inputs
+    assert probe(pieces, given, _AUTOCAST, training=True, watches_inputs=True).casts_inputs
+    assert not probe(pieces, given, _AUTOCAST, training=True, measure=measure, watches_inputs=True).casts_inputs
