@@ -73,6 +73,15 @@ def test_synthetic_samples_are_made_on_the_device() -> None:
     assert made.device == images.device == labels.device == elsewhere and images.dtype == torch.float64
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_synthetic_images_are_made_in_the_room_that_they_are_given(dtype: torch.dtype) -> None:
+    plain, typed = (SyntheticSource(100, 10, 8, seed=3, is_learnable=False) for _ in range(2))
+    typed.to(torch.device("cpu"), dtype)
+    room = typed.allocate(6)
+    images = typed.batch(np.arange(6), room)["image"]
+    assert images.data_ptr() == room.data_ptr() and torch.equal(images, plain.batch(np.arange(6))["image"].to(dtype))
+
+
 def test_unlearnable_synthetic_samples_are_noise() -> None:
     images, labels = SyntheticSource(1000, 10, 8, seed=3, is_learnable=False).batch(np.arange(1000)).values()
     shown, same = SyntheticSource(1000, 10, 8, seed=3).batch(np.arange(1000)).values()
