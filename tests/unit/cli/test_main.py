@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import signal
@@ -112,6 +113,16 @@ def test_a_file_with_a_huge_number_or_in_another_encoding_is_one_line(
     path = tmp_path / "file.toml"
     path.write_bytes(content.format(number="9" * 5000).encode(encoding))
     assert str(path) in fails(capsys, *command, str(path)) or "u0000" in content
+
+
+def test_a_command_collects_garbage_again_once_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(schedule, "run", lambda parsed: seen.append(gc.isenabled()))
+    gc.unfreeze()
+    main(["schedule", "--placement", "0:0"])
+    assert seen == [True] and gc.get_freeze_count() > 0
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), RuntimeError("a bug"), KeyError("a bug")])

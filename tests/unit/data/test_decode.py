@@ -7,9 +7,10 @@ import zlib
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from stagewright.data.decode import Decoder, encode_raw
+from stagewright.data.decode import NORMALIZATIONS, Decoder, encode_raw
 from stagewright.data.formats.records import BadRecordError
 from tests.pictures import encoded, jpeg, pillow, pixels
 
@@ -40,6 +41,14 @@ def test_pixels_equal_pillows(data: bytes) -> None:
     found = Decoder().decode(data)
     assert found.shape == pillow(data).shape and found.dtype == np.uint8
     assert np.abs(found.astype(int) - pillow(data)).max() <= 1
+
+
+def test_normalized_pixels_are_rounded_once() -> None:
+    images = torch.arange(2 * 4 * 4 * 3, dtype=torch.uint8).view(2, 4, 4, 3)
+    wanted = NORMALIZATIONS["imagenet"].apply(images, torch.float32)
+    found = NORMALIZATIONS["imagenet"].apply(images, torch.bfloat16, channels_last=True)
+    assert found.dtype is torch.bfloat16 and torch.equal(found, wanted.to(torch.bfloat16))
+    assert found.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_cmyk_becomes_rgb_as_pillow_converts_it() -> None:

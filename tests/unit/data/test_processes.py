@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -202,10 +204,14 @@ def test_takes_more_tasks_than_a_pipe_holds_and_leaves_out_what_is_abandoned() -
     wait_until(lambda: records.count.value == 1)
     for batch in others:
         pool.submit(batch, source.load)  # 2,397 tasks of 56 bytes
-    for batch in (first, *others[:-1]):
-        batch.buffers.ticket[0] = 0  # as `abandon` does, which waits
+    abandoning = threading.Thread(target=pool.abandon, args=(first,))
+    abandoning.start()  # which waits for the row
+    wait_until(lambda: first.buffers.ticket[0] == 0)
+    for batch in others[:-1]:
+        batch.buffers.ticket[0] = 0
     records.is_open.set()
-    for batch in (first, *others[:-1]):
+    abandoning.join()
+    for batch in others[:-1]:
         pool.abandon(batch)
     wait_until(lambda: pool.is_full(others[-1]))
     assert others[-1].labels.tolist() == [index % 10 for index in range(20)]
@@ -225,6 +231,22 @@ def test_a_killed_worker_is_named_in_one_line_and_others_take_over() -> None:
     assert "\n" not in str(caught.value) and not loader_processes()
     assert torch.equal(loader.microbatch(0)["image"], expected)
     loader.close()
+
+
+def test_an_interrupt_leaves_workers_to_their_rank() -> None:
+    """Ctrl-C reaches every process of a terminal; the rank still saves a checkpoint."""
+    loader = loader_of(Faulty(100), 10, LoaderOptions(image_workers=2, ahead=0))
+    expected = loader.microbatch(0)["image"]
+    wait_until(lambda: all(_ignores_interrupts(process.pid) for process in loader_processes()))
+    for process in loader_processes():
+        os.kill(process.pid, signal.SIGINT)
+    assert torch.equal(loader.microbatch(0)["image"], expected) and len(loader_processes()) == 2
+    loader.close()
+
+
+def _ignores_interrupts(pid: int) -> bool:
+    (ignored,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn"))
+    return bool(int(ignored.split()[1], 16) >> (signal.SIGINT - 1) & 1)
 
 
 def test_workers_end_with_a_rank_that_is_killed() -> None:
