@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from torch import nn
 
-from stagewright.bench.peers.whole import FilesHeat, Heat
+from stagewright.bench.peers.whole import CommandPair, FilesPair
 from stagewright.bench.statistics import Goal, at_least, at_most, not_slower
 from stagewright.cluster.placement import parse_placement
 from stagewright.errors import UserError, counted
@@ -143,7 +143,7 @@ class PeerSuite:
     title: str
     measure: Measure
     cases: tuple[Case, ...]
-    heats: tuple[Heat, ...] = ()  # of whole commands
+    pairs: tuple[CommandPair, ...] = ()  # of whole commands
 
 
 _MICROSECONDS = Measure(
@@ -238,13 +238,13 @@ _GPU = PeerSuite(
         _resnet_on_gpu(),
     ),
     (
-        Heat("resnet50", 256, "bf16"),
-        Heat("vgg16", 256, "bf16"),
-        Heat("alexnet", 2048, "bf16"),
-        Heat("vit_b_16", 128, "bf16"),
-        Heat("resnet50", 256, "fp16"),
-        Heat("resnet50", 32, "bf16", "reduce-overhead"),
-        FilesHeat("resnet50", 256, "bf16"),
+        CommandPair("resnet50", 256, "bf16"),
+        CommandPair("vgg16", 256, "bf16"),
+        CommandPair("alexnet", 2048, "bf16"),
+        CommandPair("vit_b_16", 128, "bf16"),
+        CommandPair("resnet50", 256, "fp16"),
+        CommandPair("resnet50", 32, "bf16", "reduce-overhead"),
+        FilesPair("resnet50", 256, "bf16"),
     ),
 )
 SUITES = {
@@ -277,12 +277,12 @@ def near_empty_layers() -> nn.Module:
 
 
 def only_cases(suite: PeerSuite, text: str | None) -> PeerSuite:
-    """The cases and heats of a suite whose description contains a text."""
+    """The cases and pairs of a suite whose description contains a text."""
     if text is None:
         return suite
     cases = tuple(case for case in suite.cases if text.lower() in str(case.workload).lower())
-    heats = tuple(heat for heat in suite.heats if text.lower() in str(heat).lower())
-    if not cases and not heats:
-        known = "; ".join([*(str(case.workload) for case in suite.cases), *map(str, suite.heats)])
-        raise UserError(f"--only '{text}' matches none of {len(suite.cases) + len(suite.heats)} cases: {known}")
-    return replace(suite, cases=cases, heats=heats)
+    pairs = tuple(pair for pair in suite.pairs if text.lower() in str(pair).lower())
+    if not cases and not pairs:
+        known = "; ".join([*(str(case.workload) for case in suite.cases), *map(str, suite.pairs)])
+        raise UserError(f"--only '{text}' matches none of {len(suite.cases) + len(suite.pairs)} cases: {known}")
+    return replace(suite, cases=cases, pairs=pairs)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from stagewright.bench.machine import shared_gpu
 from stagewright.bench.peers.cases import Case, Measure, PeerSuite, Side, Workload
 from stagewright.bench.peers.launch import Segment, compile_together, open_ranks, take_turns
-from stagewright.bench.peers.whole import run_heat
+from stagewright.bench.peers.whole import run_pair
 from stagewright.bench.result import Outcome, Repeat, Row, measured_row, new_outcome, ratio_of
 from stagewright.config.sections import Config
 from stagewright.config.toml import FIXED, make_config
@@ -31,16 +31,16 @@ _RATE = 0.001  # learning rate, small enough for any number of steps
 def run_cases(
     suite: PeerSuite, repeats: int, steps: int, progress: Progress, keep: Callable[[Outcome], None]
 ) -> Outcome:
-    """Run the cases of a suite one after another, then its heats; `keep` receives the outcome so far after each."""
+    """Run the cases of a suite one after another, then its pairs; `keep` receives the outcome so far after each."""
     outcome = new_outcome(suite.name, suite.title, repeats, steps, unit=suite.measure.unit)
     for case in suite.cases:
         with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
             segments = _run_case(case, repeats, steps or case.steps, Path(folder), progress)
         outcome = with_case(outcome, suite.measure, case, segments, steps or case.steps)
-        keep(replace(outcome, is_whole=case is suite.cases[-1] and not suite.heats))
-    for heat in suite.heats:
-        outcome = run_heat(outcome, heat, repeats, steps or heat.steps, progress)
-        keep(replace(outcome, is_whole=heat is suite.heats[-1]))
+        keep(replace(outcome, is_whole=case is suite.cases[-1] and not suite.pairs))
+    for pair in suite.pairs:
+        outcome = run_pair(outcome, pair, repeats, steps or pair.steps, progress)
+        keep(replace(outcome, is_whole=pair is suite.pairs[-1]))
     return outcome
 
 

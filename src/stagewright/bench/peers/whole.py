@@ -1,7 +1,7 @@
 """Whole commands on one GPU: `stagewright train` as a user types it, beside a plain script, in turns.
 
 Each turn is a fresh process, with loader, metrics and monitor on our side; the script is `plain_loop`. In the first
-turn of each side the compiler's caches are empty. A `FilesHeat` has the same command on both sides: once it trains from
+turn of each side the compiler's caches are empty. A `FilesPair` has the same command on both sides: once it trains from
 files of raw pixels, once on synthetic images.
 """
 
@@ -37,7 +37,7 @@ _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 @dataclass(frozen=True, slots=True)
-class Heat:
+class CommandPair:
     """One model at one batch, compiled, on one GPU."""
 
     model: str
@@ -88,7 +88,7 @@ class Heat:
 
 
 @dataclass(frozen=True, slots=True)
-class FilesHeat(Heat):
+class FilesPair(CommandPair):
     """A model trained from files of raw pixels, as `data convert --side 256 --raw` makes them, and synthetically."""
 
     images: int = _IMAGES
@@ -116,7 +116,7 @@ class FilesHeat(Heat):
         return self._command(f"--data ofrecord:{folder / 'images'}", steps, folder)
 
     def theirs(self, steps: int, folder: Path) -> list[str]:
-        return Heat.ours(self, steps, folder)
+        return CommandPair.ours(self, steps, folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,50 +127,50 @@ class _Turn:
     started: float  # seconds from its start to the end of its first steps
 
 
-def run_heat(outcome: Outcome, heat: Heat, repeats: int, steps: int, progress: Callable[[str], None]) -> Outcome:
-    """Add a heat: the speeds of both sides, and the seconds to their first steps, without and with caches."""
-    ours, theirs = heat.names
+def run_pair(outcome: Outcome, pair: CommandPair, repeats: int, steps: int, progress: Callable[[str], None]) -> Outcome:
+    """Add a pair: the speeds of both sides, and the seconds to their first steps, without and with caches."""
+    ours, theirs = pair.names
     turns: dict[str, list[_Turn]] = {ours: [], theirs: []}
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as made:
         folder = Path(made)
-        heat.prepare(folder)
-        commands = {ours: heat.ours(steps, folder), theirs: heat.theirs(steps, folder)}
+        pair.prepare(folder)
+        commands = {ours: pair.ours(steps, folder), theirs: pair.theirs(steps, folder)}
         for number in range(repeats):
             for side in (ours, theirs) if number % 2 == 0 else (theirs, ours):
-                progress(f"{heat}: turn {number + 1} of {repeats}, {side}")
+                progress(f"{pair}: turn {number + 1} of {repeats}, {side}")
                 caches = {name: str(folder / side.split()[0] / name) for name in _CACHES}
                 turns[side].append(_take_turn(commands[side], folder / "runs", caches))
     rows: list[Row] = []
     ratios: list[Ratio] = []
-    found = [(_rates(heat, turns), heat.goal)]
-    if heat.compares_starts:
+    found = [(_rates(pair, turns), pair.goal)]
+    if pair.compares_starts:
         found += [
-            (_started(heat, turns, "empty caches", slice(1)), at_most(_SLOWER_START)),
-            (_started(heat, turns, "full caches", slice(1, None)), at_most(_SLOWER_START)),
+            (_started(pair, turns, "empty caches", slice(1)), at_most(_SLOWER_START)),
+            (_started(pair, turns, "full caches", slice(1, None)), at_most(_SLOWER_START)),
         ]
-    for (first, second), goal in (pair for pair in found if pair[0]):
+    for (first, second), goal in ((sides, goal) for sides, goal in found if sides):
         rows += [first, second]
         ratios.append(ratio_of(first, second, goal))
     return replace(outcome, rows=(*outcome.rows, *rows), ratios=(*outcome.ratios, *ratios))
 
 
-def _rates(heat: Heat, turns: Mapping[str, Sequence[_Turn]]) -> list[Row]:
-    about = {"model": heat.model, "precision": heat.precision, "batch": heat.batch, "mode": "dp", "device": "cuda"}
+def _rates(pair: CommandPair, turns: Mapping[str, Sequence[_Turn]]) -> list[Row]:
+    about = {"model": pair.model, "precision": pair.precision, "batch": pair.batch, "mode": "dp", "device": "cuda"}
     return [
-        measured_row(str(heat), side, [turn.rate for turn in taken], placement="0:0", microbatches=1, **about)
+        measured_row(str(pair), side, [turn.rate for turn in taken], placement="0:0", microbatches=1, **about)
         for side, taken in turns.items()
     ]
 
 
-def _started(heat: Heat, turns: Mapping[str, Sequence[_Turn]], caches: str, which: slice) -> list[Row]:
+def _started(pair: CommandPair, turns: Mapping[str, Sequence[_Turn]], caches: str, which: slice) -> list[Row]:
     """The seconds to the first steps in some of the turns; nothing where there are none."""
     return [
         measured_row(
-            f"{heat}: first {_FIRST} steps, {caches}",
+            f"{pair}: first {_FIRST} steps, {caches}",
             side,
             [turn.started for turn in taken[which]],
-            model=heat.model,
-            precision=heat.precision,
+            model=pair.model,
+            precision=pair.precision,
             unit="seconds",
         )
         for side, taken in turns.items()

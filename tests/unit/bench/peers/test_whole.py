@@ -1,4 +1,4 @@
-"""Heats of whole commands: turns, steady speeds, seconds to the first steps, and one line where a command fails."""
+"""Pairs of whole commands: turns, steady speeds, seconds to the first steps, and one line where a command fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from stagewright.bench.pages import headlines
 from stagewright.bench.peers.cases import SUITES, only_cases
-from stagewright.bench.peers.whole import FilesHeat, Heat, run_heat
+from stagewright.bench.peers.whole import CommandPair, FilesPair, run_pair
 from stagewright.bench.result import new_outcome
 from stagewright.data.datasets import open_records
 from stagewright.errors import RunFailed
@@ -27,7 +27,7 @@ print('epoch 1  step   1/110'); print('epoch 1  step  10/110'); print('done')
 
 
 @dataclass(frozen=True, slots=True)
-class _Scripts(Heat):
+class _Scripts(CommandPair):
     """Scripts in place of commands that need a GPU."""
 
     plain: str = "print('step 10/110'); print(100.0)"
@@ -40,7 +40,7 @@ class _Scripts(Heat):
 
 
 @dataclass(frozen=True, slots=True)
-class _FromFiles(FilesHeat):
+class _FromFiles(FilesPair):
     """The same, of which our side looks at the files that were made."""
 
     def ours(self, steps: int, folder: Path) -> list[str]:
@@ -52,9 +52,9 @@ class _FromFiles(FilesHeat):
         return [sys.executable, "-c", _OURS, str(folder), "100"]
 
 
-def test_a_heat_compares_speeds_and_starts_turn_by_turn() -> None:
+def test_a_pair_compares_speeds_and_starts_turn_by_turn() -> None:
     said: list[str] = []
-    outcome = run_heat(new_outcome("gpu", "", 3, 110), _Scripts("resnet50", 256, "bf16"), 3, 110, said.append)
+    outcome = run_pair(new_outcome("gpu", "", 3, 110), _Scripts("resnet50", 256, "bf16"), 3, 110, said.append)
     speeds, empty, full = outcome.ratios
     assert [len(row.repeats) for row in outcome.rows] == [3, 3, 1, 1, 2, 2]
     assert [row.unit for row in outcome.rows] == ["", "", "seconds", "seconds", "seconds", "seconds"]
@@ -67,30 +67,30 @@ def test_a_heat_compares_speeds_and_starts_turn_by_turn() -> None:
     assert sides == ["stagewright train", "plain script", "plain script", "stagewright train"] + sides[:2]
 
 
-def test_a_heat_from_files_compares_the_same_command_with_synthetic_images() -> None:
-    heat, said = _FromFiles("resnet50", 256, "bf16", images=6), list[str]()
-    outcome = run_heat(new_outcome("gpu", "", 2, 110), heat, 2, 110, said.append)
+def test_a_pair_from_files_compares_the_same_command_with_synthetic_images() -> None:
+    pair, said = _FromFiles("resnet50", 256, "bf16", images=6), list[str]()
+    outcome = run_pair(new_outcome("gpu", "", 2, 110), pair, 2, 110, said.append)
     (speeds,) = outcome.ratios
     assert [len(row.repeats) for row in outcome.rows] == [2, 2] and speeds.ratio.value == pytest.approx(0.98)
     assert (speeds.goal, speeds.is_met) == (">= 0.97", True) and "from files" in speeds.ours
-    (chosen,) = only_cases(SUITES["gpu"], "files").heats
+    (chosen,) = only_cases(SUITES["gpu"], "files").pairs
     command, other = (make(110, Path("here")) for make in (chosen.ours, chosen.theirs))
     assert "ofrecord:here/images" in command and "synthetic" in other and "--workers" not in command
     assert set(other) - set(command) == {"synthetic", "--samples", "28160"}
 
 
-def test_a_command_that_fails_ends_a_heat_in_one_line() -> None:
+def test_a_command_that_fails_ends_a_pair_in_one_line() -> None:
     for plain in ("import sys; sys.exit('no CUDA here')", "print('step 9/110')"):
         with pytest.raises(RunFailed, match="ended with") as caught:
-            run_heat(
+            run_pair(
                 new_outcome("gpu", "", 1, 110), _Scripts("resnet50", 256, "bf16", plain=plain), 1, 110, lambda _: None
             )
         assert "\n" not in str(caught.value)
 
 
-def test_heats_are_chosen_by_their_description() -> None:
+def test_pairs_are_chosen_by_their_description() -> None:
     chosen = only_cases(SUITES["gpu"], "whole")
-    assert not chosen.cases and [heat.model for heat in chosen.heats] == [
+    assert not chosen.cases and [pair.model for pair in chosen.pairs] == [
         "resnet50",
         "vgg16",
         "alexnet",
@@ -98,7 +98,7 @@ def test_heats_are_chosen_by_their_description() -> None:
         "resnet50",
         "resnet50",
     ]
-    assert [heat.steps for heat in chosen.heats] == [110] * 5 + [440]
-    assert [heat.theirs(1, Path())[-1] for heat in chosen.heats] == ["default"] * 5 + ["reduce-overhead"]
-    command = chosen.heats[0].ours(110, Path("runs"))
+    assert [pair.steps for pair in chosen.pairs] == [110] * 5 + [440]
+    assert [pair.theirs(1, Path())[-1] for pair in chosen.pairs] == ["default"] * 5 + ["reduce-overhead"]
+    command = chosen.pairs[0].ours(110, Path("runs"))
     assert command[1:4] == ["-m", "stagewright", "train"] and "--compile" in command
