@@ -5,7 +5,7 @@ import pytest
 from stagewright.cluster.placement import parse_placement
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan
-from stagewright.schedule.action import TRANSFERS, Op, parse_program
+from stagewright.schedule.action import SENDS, TRANSFERS, Op, parse_program
 from stagewright.schedule.lower import evaluation_program, program
 from stagewright.schedule.policy import overlapped_backward, overlaps
 
@@ -205,3 +205,16 @@ def test_more_microbatches_hold_no_more_memory_and_cost_no_more_messages_each(pl
         for one in made
     ]
     assert messages == [64 * 4 * (len(made[0].stages) - 1)] * 3  # sent and received, forward and back, at each cut
+
+
+@pytest.mark.parametrize("mode", [Mode.SYNC, Mode.STALE, Mode.PIPEDREAM])
+def test_no_rank_sends_more_for_a_microbatch_as_stages_and_replicas_are_doubled(mode: Mode) -> None:
+    for replicas in (1, 2, 4):
+        for stages in (2, 4, 8):
+            devices = [f"0:{stage * replicas}-{(stage + 1) * replicas - 1}" for stage in range(stages)]
+            made = make_plan(parse_placement(".".join(devices)), batch=64, microbatches=64, mode=mode)
+            for rank in range(made.world):
+                actions = [action.op for action in program(made, rank, range(64))]
+                (stage,) = made.stages_of(rank)
+                neighbours = 1 if stage.index in (0, stages - 1) else 2  # of the stage, whatever the replicas
+                assert sum(op in SENDS for op in actions) == neighbours * actions.count(Op.FORWARD)

@@ -41,6 +41,7 @@ _NO_LOGS = {"checkpoints", ".lock", "ranks", "report.html"}  # left out of the z
 _TOLERANCE = 0.2  # cores
 _CLOSE = 0.03  # predictions nearer to each other than this do not differ
 _MOST_RATIOS = 3  # that a summary begins with
+_SIZES = {"MiB": ("use", "much")}  # units of what is neither a speed nor a time
 _FEW = 5  # with fewer repeats the interval is known to be too narrow
 
 
@@ -105,7 +106,8 @@ def headlines(outcome: Outcome) -> Iterator[str]:
                 best = next(row for row in others if row.speedup and row.speedup.value >= most * (1 - _CLOSE))
                 yield _comparison(best, base, f"{name} on {data} data" if len(kinds) > 1 and data else name)
     for ratio in outcome.ratios[:_MOST_RATIOS]:
-        verb, way = ("is", "fast") if _unit_of_ratio(ratio, outcome).endswith("/s") else ("takes", "long")
+        unit = _unit_of_ratio(ratio, outcome)
+        verb, way = ("is", "fast") if unit.endswith("/s") else _SIZES.get(unit, ("takes", "long"))
         times = f"{_times(ratio.ratio)} times as {way} as {_said(ratio.theirs)}{_ends(ratio.ratio)}"
         yield f"{upper_first(ratio.group)}: {_said(ratio.ours)} {verb} {times}."
 
@@ -392,7 +394,7 @@ def show(console: Console, outcome: Outcome, folder: Path) -> None:
         if others := [row for row in rows if row.label not in compared]:
             console.print(_terminal_table(_row_cells(others, unit)))
         for row in rows if ratios else ():
-            if row.note:
+            if row.note and row.label in compared:  # else the table above has it
                 say(console, f"{row.name}: {row.note}")
     if published := [row for row in outcome.published if row.published]:
         names = Counter(map(_published_name, published))
