@@ -28,6 +28,7 @@ def test_nothing_in_a_pipe_is_wrapped_or_cut(
             monkeypatch.setenv("COLUMNS", columns)
             shown.append(prints(capsys, *command))
         assert shown[0] == shown[1] and "…" not in shown[0], command
+        assert all(line == line.rstrip() for line in shown[0].splitlines()), command
 
 
 def test_a_terminal_breaks_sentences_between_words_and_neither_paths_nor_commands() -> None:

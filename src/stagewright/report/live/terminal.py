@@ -11,7 +11,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import IO
+from typing import IO, Any
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -146,7 +146,7 @@ def plot(values: Sequence[float], width: int, height: int = 6) -> list[str]:
 
 
 class PipeSafeConsole(Console):
-    """A console that a pipe can take the place of: there nothing is wrapped or cut.
+    """A console that a pipe can take the place of: there nothing is wrapped or cut, and no line ends in spaces.
 
     Its reader may close the pipe (`| head`): later output is dropped, and the command continues.
     """
@@ -155,6 +155,15 @@ class PipeSafeConsole(Console):
         super().__init__(file=file, stderr=stderr, highlight=False)
         if not self.is_terminal:
             self.width = _UNBOUNDED
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        if self.is_terminal or not any(isinstance(made, Table) for made in objects):
+            super().print(*objects, **options)
+            return
+        with self.capture() as captured:  # tables fill their last column
+            super().print(*objects, **options)
+        for line in captured.get().splitlines():
+            super().print(Text(line.rstrip()), soft_wrap=True)
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
