@@ -124,9 +124,9 @@ def prove(build: Build, chain: Chain, cuts: Sequence[str], identity: str) -> Pro
     with analysing(), _noting_autocast() as regions:
         try:
             found = _compare(build, example, cuts, way, torch.float64)
-        except UserError:
+        except Differs:
             raise
-        except Exception:  # code that insists on single precision, or an operation that has no other
+        except Exception:  # code that insists on single precision, which may not be cut in double, or an operation
             regions.append("any")
         if regions:  # autocast leaves double precision alone
             found = _compare_in_single(build, example, cuts, way)

@@ -53,8 +53,9 @@ def resolve_model(config: Config, warn: Warn = lambda warning: None, assumed: li
     source = _glance(config) if data.source.partition(":")[0] in COUNTED and config.run.resume is None else None
     classes = config.model.classes or (entry.classes if entry else 10)
     takes_classes = entry is None or (entry.has_classes and saved_weights(name) is None)
-    if config.model.classes is None and takes_classes and source is not None and source.classes:
-        classes = max(2, source.classes) if config.loss.name in ("auto", "cross-entropy") else classes
+    is_of_classes = config.loss.name in ("auto", "cross-entropy")
+    if config.model.classes is None and takes_classes and is_of_classes and source is not None and source.classes:
+        classes = max(2, source.classes)
         assumed.append(f"{classes} classes")
     if data.image is None and init is None and isinstance(source, ImageSource) and entry is not None:
         usual = _usual_side(source)

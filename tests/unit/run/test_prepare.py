@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from stagewright.cluster.placement import parse_placement
 from stagewright.cluster.topology import ANYWHERE
@@ -17,6 +18,7 @@ from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
 from stagewright.planning.traced import trace_model
 from stagewright.profile.profile import Profile, Table, Unit
+from stagewright.run.defaults import resolve_model
 from stagewright.run.prepare import memory_advice, prepare, require_devices
 from stagewright.runtime.comm.device import gpu_of
 from stagewright.runtime.comm.nccl import uses_nccl
@@ -157,3 +159,15 @@ def test_a_run_with_a_profile_is_predicted_once(tmp_path: Path) -> None:
     assert prepared.prediction.images_per_second == pytest.approx(8 / (4 * 3 * len(units)), rel=0.01)
     tables["plan"]["profile"] = None
     assert prepare(make_config(tables)).prediction is None
+
+
+def test_classes_are_only_assumed_for_a_loss_of_classes(tmp_path: Path) -> None:
+    save_file({"images": torch.zeros(6, 3, 8, 8), "labels": torch.arange(6) % 3}, tmp_path / "data.safetensors")
+    said = {}
+    for loss in ("auto", "cross-entropy", "mse", "model"):
+        assumed: list[str] = []
+        tables = {"model": {"name": "tests.models:plain"}, "data": {"source": f"tensors:{tmp_path}/data.safetensors"}}
+        config = make_config({**tables, "loss": {"name": loss}}, given=())
+        said[loss] = (resolve_model(config, assumed=assumed).model.classes, assumed)
+    assert said["auto"] == said["cross-entropy"] == (3, ["3 classes"])
+    assert said["mse"] == said["model"] == (10, [])
