@@ -258,7 +258,7 @@ def options_of(task: Task, cut: Cut, folder: Path) -> dict[str, dict[str, Any]]:
     save_file({name: tensor.contiguous() for name, tensor in task.data.items()}, folder / "data.safetensors")
     asked = ",".join(f"{parameter}={field}" for parameter, field in task.takes.items())
     tables: dict[str, dict[str, Any]] = {
-        "model": {"name": task.model, "inputs": asked if len(task.takes) > 1 else None},
+        "model": {"name": task.model, "classes": CLASSES, "inputs": asked if len(task.takes) > 1 else None},
         "loss": {"name": task.loss},
         "data": {"source": f"tensors:{folder / 'data.safetensors'}", "shuffle": False},
         "plan": {
