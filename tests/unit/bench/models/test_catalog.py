@@ -9,10 +9,13 @@ from torch import nn
 
 from stagewright.bench.models.catalog import ENTRIES, Entry
 from stagewright.bench.models.configured import CLASSES, texts
-from stagewright.bench.models.run import BAR, build, compare, cut_for, example_of, find_cut, task_of
+from stagewright.bench.models.plain import Cut
+from stagewright.bench.models.run import BAR, build, compare, cut_for, example_of, find_cut, options_of, task_of
+from stagewright.config.toml import FIXED, make_config
 from stagewright.model.cut import Chain, Way
 from stagewright.model.libraries import is_installed
 from stagewright.model.load import build_model
+from stagewright.run.defaults import resolve_model
 from tests.marks import nightly
 
 QUICK = [entry for entry in ENTRIES if entry.is_quick]
@@ -72,6 +75,12 @@ def test_a_tied_model_with_masks_and_a_cache_trains_with_lag_as_plain_pytorch_do
     chain = Chain(build(task), example_of(task))
     assert compare(task, cut_for(chain, 2), tmp_path) <= BAR
     assert any(not mask.all() for mask in task.data["attention_mask"].split(2))
+
+
+def test_data_without_the_last_class_changes_no_model(tmp_path: Path) -> None:
+    task = task_of(next(entry for entry in QUICK if not entry.takes), 4)
+    task = replace(task, inputs=task.data | {"labels": task.data["labels"] % 3})
+    assert resolve_model(make_config(FIXED, options_of(task, Cut(), tmp_path), given=())).model.classes == CLASSES
 
 
 def test_a_field_may_be_given_to_two_parameters() -> None:
