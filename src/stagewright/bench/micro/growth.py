@@ -176,6 +176,6 @@ def _row(shape: Shape, taken: Sequence[Taken]) -> Row:
     repeats = [Repeat(one.memory / MIB) for one in taken]
     rate = median(one.rate for one in taken)
     sent, sums = max(one.sent for one in taken), max(one.sums for one in taken)
-    note = f"{sent:.3g} messages sent a microbatch, {sums:.3g} sums an update, {rate:,.0f} images/s"
+    note = f"messages a microbatch: {sent:.3g}; sums an update: {sums:.3g}; {rate:,.0f} images/s"
     about = {"model": _MODEL, "mode": shape.mode, "placement": shape.placement, "microbatches": shape.microbatches}
     return measured_row(shape.group, shape.name, repeats, note=note, batch=shape.microbatches * _SAMPLES, **about)

@@ -40,7 +40,7 @@ def test_the_last_of_a_group_is_compared_with_its_first() -> None:
     assert [ratio.is_met for ratio in outcome.ratios] == [False, None, None]
     assert outcome.ratios[0].ratio.value == pytest.approx(1.06)
     assert "32 microbatches use 1.06 times as much as 4 microbatches" in next(headlines(outcome))
-    assert "1 messages sent a microbatch, 0 sums an update, 100 images/s" in outcome.rows[0].note
+    assert "messages a microbatch: 1; sums an update: 0; 100 images/s" in outcome.rows[0].note
 
 
 def test_a_run_is_measured_by_its_own_files(tmp_path: Path) -> None:
