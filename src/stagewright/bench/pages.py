@@ -41,7 +41,7 @@ _NO_LOGS = {"checkpoints", ".lock", "ranks", "report.html"}  # left out of the z
 _TOLERANCE = 0.2  # cores
 _CLOSE = 0.03  # predictions nearer to each other than this do not differ
 _MOST_RATIOS = 3  # that a summary begins with
-_SIZES = {"MiB": ("use", "much")}  # units of what is neither a speed nor a time
+_SIZES = {"MiB": ("use", "much memory")}  # how to compare what is neither a speed nor a time
 _FEW = 5  # with fewer repeats the interval is known to be too narrow
 
 

@@ -21,7 +21,7 @@ from stagewright.bench.demo.run import simulated_win
 from stagewright.bench.learning.pages import describe_study, show_study
 from stagewright.bench.learning.study import run_study
 from stagewright.bench.learning.trials import StudyOptions
-from stagewright.bench.micro import checkpoint, data, engine, growth, monitor, own, planner, published
+from stagewright.bench.micro import checkpoint, data, engine, growth, monitor, own, planner, published, startup
 from stagewright.bench.models.run import select, try_models
 from stagewright.bench.models.table import as_json, show_tries
 from stagewright.bench.pages import Keep, run_to_folder, show
@@ -45,6 +45,7 @@ _PARTS: dict[str, Callable[[Callable[[str], None]], Outcome]] = {
     "own": own.measure,
     "engine": engine.measure,
     "growth": growth.measure,
+    "startup": startup.measure,
     "checkpoint": checkpoint.measure,
     "monitor": monitor.measure,
 }

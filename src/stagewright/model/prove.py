@@ -126,7 +126,9 @@ def prove(build: Build, chain: Chain, cuts: Sequence[str], identity: str) -> Pro
             found = _compare(build, example, cuts, way, torch.float64)
         except Differs:
             raise
-        except Exception:  # code that insists on single precision, which may not be cut in double, or an operation
+        except (
+            Exception
+        ):  # in double precision the model's code fails, one of its operations is missing, or no cut is found
             regions.append("any")
         if regions:  # autocast leaves double precision alone
             found = _compare_in_single(build, example, cuts, way)

@@ -31,7 +31,10 @@ IS_NIGHTLY = bool(os.environ.get("STAGEWRIGHT_NIGHTLY"))
 
 ALSO_DAILY = {
     *(("noise by random", "one stage"), ("noise by numpy", "one stage")),  # the only ones that show the seeds
-    ("autocast inside forward in fp32", "sync 1-1-1-1"),  # the only one that can be cut in single precision alone
+    (
+        "autocast inside forward in fp32",
+        "sync 1-1-1-1",
+    ),  # can be cut in single precision, not in double
 }
 
 

@@ -1,11 +1,11 @@
-"""`bench growth`: what a rank holds and sends in real runs here, as microbatches, stages and ranks are doubled.
+"""`bench growth`: the memory and the messages of ranks in real runs, as microbatches, stages and ranks are series.
 
-    microbatches   0:0.0:1, 4, 8, 16, 32 a batch   neither memory nor messages a microbatch may grow
+    microbatches   0:0.0:1, 4, 8, 16, 32 a batch   neither memory nor messages per microbatch may grow
     stages         1, 2, 4, 8, a rank each         a stage has fewer layers and more microbatches in flight
     ranks          1, 2, 4, 8 of one stage         sums; their memory is shared by the ranks of a machine
 
-A microbatch has the same size everywhere. The layers move 2 MiB and compute next to nothing, so that what a rank
-holds shows.
+Every microbatch has the same size. A layer's output takes 2 MiB and next to no time, so most of what grows is what
+ranks keep.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def layers() -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One size of what is doubled."""
+    """One size of what is series."""
 
     group: str
     name: str
@@ -65,8 +65,8 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Doubled:
-    """Shapes of which each doubles something of the one before, and the goal for the last over the first."""
+class Series:
+    """Shapes, each with twice as many of something as the one before, and the goal for the ratio of last to first."""
 
     shapes: tuple[Shape, ...]
     goal: Goal | None = None
@@ -86,22 +86,22 @@ def _ranks(count: int) -> Shape:
     return Shape("ranks of one stage, 16 microbatches", counted(count, "rank"), placement, "dp", 16)
 
 
-DOUBLED = (
-    Doubled(tuple(map(_microbatches, (4, 8, 16, 32))), at_most(_MOST)),
-    Doubled(tuple(map(_stages, (1, 2, 4, 8)))),
-    Doubled(tuple(map(_ranks, (1, 2, 4, 8)))),
+SERIES = (
+    Series(tuple(map(_microbatches, (4, 8, 16, 32))), at_most(_MOST)),
+    Series(tuple(map(_stages, (1, 2, 4, 8)))),
+    Series(tuple(map(_ranks, (1, 2, 4, 8)))),
 )
 
 
 def measure(progress: Callable[[str], None]) -> Outcome:
     """Train every shape in turns; rows are the MiB of its fullest rank, ratios the last shape over the first."""
-    shapes = [shape for doubled in DOUBLED for shape in doubled.shapes]
-    found: dict[Shape, list[Taken]] = {shape: [] for shape in shapes}
+    shapes = [shape for series in SERIES for shape in series.shapes]
+    found: dict[Shape, list[Used]] = {shape: [] for shape in shapes}
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
         for number in range(REPEATS):
             for shape in shapes:
                 progress(f"repeat {number + 1} of {REPEATS}: {shape.group}, {shape.name}")
-                found[shape].append(take(train(shape, folder)))
+                found[shape].append(usage_of(train(shape, folder)))
     return make_outcome(found)
 
 
@@ -125,25 +125,25 @@ def train(shape: Shape, folder: str) -> Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """What one run used."""
+class Used:
+    """Memory, speed and messages of one run."""
 
     memory: int  # bytes of the fullest rank
     rate: float  # images per second
-    sent: float  # messages a microbatch, by the rank that sends the most
-    sums: float  # started in an update, by the rank that starts the most
+    sent: float  # messages per microbatch, of the rank that sends the most
+    sums: float  # per update, of the rank that joins the most
 
 
-def take(result: Result) -> Taken:
+def usage_of(result: Result) -> Used:
     """Read a finished run's files."""
     timeline = open_run(result.folder).timeline
     assert timeline is not None
     memory = max(rank["peak_memory"] for rank in result.summary["use"]["ranks"])
-    return Taken(memory, result.summary["images_per_second"], *counts(timeline.spans, result.plan))
+    return Used(memory, result.summary["images_per_second"], *counts(timeline.spans, result.plan))
 
 
 def counts(spans: Sequence[Span], plan: Plan) -> tuple[float, float]:
-    """Messages a microbatch and sums an update, of the ranks that have the most, by the actions that they recorded."""
+    """Messages sent per microbatch and sums per update, of the ranks that have the most, by their recorded actions."""
     actions = {rank: Counter[str]() for rank in range(plan.world)}
     for span in spans:
         if span.lane != "wait":
@@ -153,14 +153,14 @@ def counts(spans: Sequence[Span], plan: Plan) -> tuple[float, float]:
     return max(sent), max(sums)
 
 
-def make_outcome(found: Mapping[Shape, Sequence[Taken]]) -> Outcome:
+def make_outcome(found: Mapping[Shape, Sequence[Used]]) -> Outcome:
     """A row for every shape, and the ratio of the last to the first of each group."""
     rows: list[Row] = []
     ratios: list[Ratio] = []
-    for doubled in DOUBLED:
-        own = [_row(shape, found[shape]) for shape in doubled.shapes]
+    for series in SERIES:
+        own = [_row(shape, found[shape]) for shape in series.shapes]
         rows += own
-        ratios.append(ratio_of(own[-1], own[0], doubled.goal))
+        ratios.append(ratio_of(own[-1], own[0], series.goal))
     return new_outcome(
         "growth",
         "Memory of the fullest rank as microbatches, stages and ranks are doubled",
@@ -172,10 +172,10 @@ def make_outcome(found: Mapping[Shape, Sequence[Taken]]) -> Outcome:
     )
 
 
-def _row(shape: Shape, taken: Sequence[Taken]) -> Row:
-    repeats = [Repeat(one.memory / MIB) for one in taken]
-    rate = median(one.rate for one in taken)
-    sent, sums = max(one.sent for one in taken), max(one.sums for one in taken)
-    note = f"messages a microbatch: {sent:.3g}; sums an update: {sums:.3g}; {rate:,.0f} images/s"
+def _row(shape: Shape, used: Sequence[Used]) -> Row:
+    repeats = [Repeat(one.memory / MIB) for one in used]
+    rate = median(one.rate for one in used)
+    sent, sums = max(one.sent for one in used), max(one.sums for one in used)
+    note = f"messages per microbatch: {sent:.3g}; sums per update: {sums:.3g}; {rate:,.0f} images/s"
     about = {"model": _MODEL, "mode": shape.mode, "placement": shape.placement, "microbatches": shape.microbatches}
     return measured_row(shape.group, shape.name, repeats, note=note, batch=shape.microbatches * _SAMPLES, **about)

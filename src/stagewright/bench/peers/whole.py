@@ -8,16 +8,14 @@ files of raw pixels, once on synthetic images.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from stagewright.bench.command import ended, run_command
 from stagewright.bench.pictures import InMemory, make_jpegs
 from stagewright.bench.result import Outcome, Ratio, Row, measured_row, ratio_of
 from stagewright.bench.statistics import Goal, at_least, at_most
@@ -190,21 +188,8 @@ def _take_turn(command: Sequence[str], runs: Path, caches: Mapping[str, str]) ->
 
 def _run(command: Sequence[str], caches: Mapping[str, str]) -> tuple[float, str]:
     """Run a command; the seconds until its line of the first steps, and its last line."""
-    began, started, lines = time.monotonic(), None, [""]
-    environment = {**os.environ, **caches, "PYTHONUNBUFFERED": "1"}
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
-    ):
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line.strip())
-            if started is None and _FIRST_LINE.search(line):
-                started = time.monotonic() - began
-        process.wait()
-        errors.seek(0)
-        said = [line for line in errors.read().splitlines() if line.strip()]
-    if process.returncode or started is None:
-        why = said[-1] if said else lines[-1]
-        raise RunFailed(f"{' '.join(command[1:4])} ended with {process.returncode}: {why[:200]}")
-    return started, lines[-1]
+    printed = run_command(command, caches)
+    started = printed.when(_FIRST_LINE)
+    if started is None:
+        raise RunFailed(ended(command, 0, printed.last))
+    return started, printed.last

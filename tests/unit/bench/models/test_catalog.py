@@ -77,7 +77,7 @@ def test_a_tied_model_with_masks_and_a_cache_trains_with_lag_as_plain_pytorch_do
     assert any(not mask.all() for mask in task.data["attention_mask"].split(2))
 
 
-def test_data_without_the_last_class_changes_no_model(tmp_path: Path) -> None:
+def test_models_have_the_same_classes_whatever_labels_the_data_has(tmp_path: Path) -> None:
     task = task_of(next(entry for entry in QUICK if not entry.takes), 4)
     task = replace(task, inputs=task.data | {"labels": task.data["labels"] % 3})
     assert resolve_model(make_config(FIXED, options_of(task, Cut(), tmp_path), given=())).model.classes == CLASSES

@@ -1,0 +1,53 @@
+"""Commands as a user types them: each in a fresh process, with the lines that it prints and when it printed them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from stagewright.errors import RunFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """What a command printed on standard output; times are seconds since its process was started."""
+
+    lines: tuple[tuple[float, str], ...]
+    seconds: float  # until the process had ended
+
+    @property
+    def last(self) -> str:
+        return self.lines[-1][1] if self.lines else ""
+
+    def when(self, pattern: re.Pattern[str]) -> float | None:
+        """When the first line that has the pattern was printed."""
+        return next((at for at, line in self.lines if pattern.search(line)), None)
+
+
+def run_command(command: Sequence[str], environment: Mapping[str, str]) -> Printed:
+    """Run a command to its end with these variables as well; RunFailed with its last line where it fails."""
+    variables = {**os.environ, **environment, "PYTHONUNBUFFERED": "1"}
+    began, lines = time.monotonic(), list[tuple[float, str]]()
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        assert process.stdout is not None
+        lines.extend((time.monotonic() - began, line.strip()) for line in process.stdout)
+        process.wait()
+        printed = Printed(tuple(lines), time.monotonic() - began)
+        errors.seek(0)
+        said = [line for line in errors.read().splitlines() if line.strip()]
+    if process.returncode:
+        raise RunFailed(ended(command, process.returncode, said[-1] if said else printed.last))
+    return printed
+
+
+def ended(command: Sequence[str], code: int, why: str) -> str:
+    """One line about a command that did not do what it should."""
+    return f"{' '.join(command[1:4])} ended with {code}: {why[:200]}"

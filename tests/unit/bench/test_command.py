@@ -1,0 +1,35 @@
+"""Commands in fresh processes: every line with its time, and one line where a command fails."""
+
+import re
+import sys
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+
+from stagewright.bench import command
+from stagewright.bench.command import Printed, run_command
+from stagewright.errors import RunFailed
+
+
+def test_lines_have_the_time_at_which_they_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=count(10).__next__))  # 10, 11, 12, ...
+    code = "import os; print(os.environ['A_NAME']); print('step  1/9')"
+    printed = run_command([sys.executable, "-c", code], {"A_NAME": "a value"})
+    assert printed == Printed(((1, "a value"), (2, "step  1/9")), 3) and printed.last == "step  1/9"
+    assert (printed.when(re.compile("a")), printed.when(re.compile(r"step +1/"))) == (1, 2)
+    assert printed.when(re.compile("step +2/")) is None and Printed((), 1.0).last == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("import sys; print('so far'); sys.exit('no CUDA\\nhere')", "ended with 1: here"),
+        ("print('so far'); raise SystemExit(3)", "ended with 3: so far"),
+        ("raise SystemExit(4)", "ended with 4: "),
+    ],
+)
+def test_a_command_that_fails_is_one_line(code: str, why: str) -> None:
+    with pytest.raises(RunFailed) as caught:
+        run_command([sys.executable, "-c", code], {})
+    assert why in str(caught.value) and "\n" not in str(caught.value)
