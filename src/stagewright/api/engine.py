@@ -47,9 +47,10 @@ from stagewright.plan.plan import Plan
 from stagewright.planning.build import FIRST_DEVICE
 from stagewright.planning.planner import Choice
 from stagewright.report.live.terminal import open_console, say
+from stagewright.run.dry_run import evaluation_of
 from stagewright.run.export import export_states, require_target
 from stagewright.run.folder import WEIGHTS_FILE
-from stagewright.run.prepare import evaluation_of, planned
+from stagewright.run.prepare import planned
 from stagewright.run.resume import resumed_config
 from stagewright.run.script import (
     OPTIONS,

@@ -11,11 +11,9 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,19 +23,16 @@ from stagewright.cluster.topology import ANYWHERE, Cluster
 from stagewright.config.groups import Group
 from stagewright.config.sections import AUTO, MOST_STEPS, Config, PlanConfig
 from stagewright.data.datasets import names_images
-from stagewright.data.order import Indices, Order
-from stagewright.data.sources import Fields, Source, cast
+from stagewright.data.order import Order
+from stagewright.data.sources import Source, cast
 from stagewright.errors import UserError, counted, did_you_mean, first_line, within_memory
-from stagewright.events import Score
 from stagewright.hardware.devices import with_devices
 from stagewright.hardware.host import num_cores
-from stagewright.metrics import Criterion, metric_values
 from stagewright.model.call import Form, Inputs
-from stagewright.model.cut import Chain, Piece, Way, tied_parameters
+from stagewright.model.cut import Chain, Piece, Way
 from stagewright.model.load import find_entry, start_model
-from stagewright.model.loss import IGNORED, Loss, LossOptions, Measured, Watched, logits_of
-from stagewright.model.probe import Given, Measure, Probe, probe
-from stagewright.model.prove import SAMPLES, Proof, first_proven, keeps_state, prove
+from stagewright.model.probe import Probe
+from stagewright.model.prove import SAMPLES, Proof, first_proven, prove
 from stagewright.model.weights import Start, count_frozen
 from stagewright.objects import MODULE, load_callable
 from stagewright.plan.estimate import Estimate
@@ -47,7 +42,8 @@ from stagewright.planning.compare import Interval
 from stagewright.planning.predict import Prediction, predict
 from stagewright.planning.setting import memory_setting, planning_setting, prediction_setting
 from stagewright.planning.simulate import balanced_costs
-from stagewright.run.defaults import COUNTED, few_images, is_open, resolve_model, with_sizes, with_split
+from stagewright.run.defaults import few_images, is_open, resolve_model, with_sizes, with_split
+from stagewright.run.dry_run import Task, build_as_authored, dry_run, memory_options
 from stagewright.run.export import rehearse
 from stagewright.run.folder import WEIGHTS_FILE, new_folder
 from stagewright.run.groups import resolve_groups
@@ -62,15 +58,15 @@ from stagewright.run.resume import (
     resumed_plan,
     start_batch,
 )
-from stagewright.run.samples import Binding, bind, loss_options
+from stagewright.run.samples import bind, loss_options
 from stagewright.runtime.comm.device import gpu_of
 from stagewright.runtime.job import Evaluation, Job, criterion_of
 from stagewright.runtime.multinode.nodes import cluster_of
-from stagewright.runtime.process.assemble import has_channels_last, image_workers, open_data, open_model, open_pieces
+from stagewright.runtime.process.assemble import has_channels_last, image_workers, open_data, open_model
 from stagewright.runtime.process.object_pipe import require_portable
 from stagewright.runtime.stage.optimizer import OPTIMIZERS, require_factory
-from stagewright.runtime.stage.precision import Precision, make_precision
-from stagewright.runtime.stage.scores import load_metrics, make_scorer
+from stagewright.runtime.stage.precision import make_precision
+from stagewright.runtime.stage.scores import load_metrics
 from stagewright.schedule.check import check
 
 _MPS_FOLDER = "/tmp/nvidia-mps"
@@ -90,24 +86,6 @@ class Prepared:
     job: Job
     prediction: Prediction | None
     interval: Interval | None = None  # of the predicted speed, where it was measured here
-
-
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """What is trained, before there is a plan: the data, how the model takes it, and the loss."""
-
-    source: Source
-    val: Source  # what evaluations run on: of its own, or the training data
-    binding: Binding
-    loss: LossOptions
-    precision: Precision
-
-    def fields(self, source: Source, indices: Indices) -> Fields:
-        """Samples as ranks get them."""
-        return cast(source.batch(indices), source.targets, self.precision.weights)
-
-    def named_sources(self, config: Config) -> tuple[tuple[str, Source], ...]:
-        return ((config.data.source, self.source), (config.data.val or "", self.val))
 
 
 def prepare(
@@ -145,7 +123,7 @@ def prepare(
         pieces = chain.cut(plan.cuts)
         exports = not is_scripted and _exports(resolved, chain.model, pieces, keeps_weights)
         require_optimizer(resolved, chain.model, pieces)
-        training, evaluation = _study(resolved, task, chain, pieces, plan, order, warn, evaluates=bool(pauses))
+        training, evaluation = dry_run(resolved, task, chain, pieces, plan, order, warn, evaluates=bool(pauses))
         if resume is not None:
             require_model(resume, chain.model, training.reached)
         return _Planned(chain, resolved, plan, proof, batches, start, pauses, exports, training, evaluation)
@@ -196,7 +174,7 @@ class _Opened:
     """A configuration with everything resolved but its plan, its data and its model."""
 
     config: Config
-    task: _Task
+    task: Task
     chain: Chain
     weights: Start | None
     groups: tuple[Group, ...]
@@ -358,10 +336,10 @@ def _require_one_machine(config: Config, world: int | None) -> None:
         )
 
 
-def _open_task(config: Config, progress: Note) -> tuple[_Task, Chain, Start | None]:
+def _open_task(config: Config, progress: Note) -> tuple[Task, Chain, Start | None]:
     """Open the data and build the model, traced on a few samples; with where its first weights came from."""
     precision = make_precision(config.run.precision, config.run.device)
-    with within_memory(**_asked(config), samples=config.data.samples):
+    with within_memory(**memory_options(config), samples=config.data.samples):
         progress(f"opening {config.data.source}")
         source = open_data(config, config.data.source)
         val = open_data(config, config.data.val) if config.data.val else source
@@ -377,7 +355,7 @@ def _open_task(config: Config, progress: Note) -> tuple[_Task, Chain, Start | No
         )
         few = cast(source.batch(np.arange(SAMPLES) % len(source)), source.targets, precision.weights)
         binding = bind(model, tuple(few), source, config)
-        task = _Task(source, val, binding, loss_options(config, source, val, few), precision)
+        task = Task(source, val, binding, loss_options(config, source, val, few), precision)
         way = Way.WHOLE if _is_uncut(config) else None
         return task, _chain(config, model, binding.given(few).inputs, way), weights
 
@@ -409,24 +387,6 @@ def require_optimizer(config: Config, model: nn.Module, pieces: Sequence[Piece])
     require_factory(config.optimizer, factory, trained, [names for names in held if names])
 
 
-def evaluation_of(job: Job, val: Source, measure: Measure) -> Evaluation:
-    """What an evaluation of a script's job computes on some data."""
-    config, plan, inputs = job.config, job.plan, job.training.inputs
-    precision = make_precision(config.run.precision, config.run.device)
-    pieces = open_pieces(config, plan.cuts, inputs, job.training.names, way=job.way)
-    binding = Binding(tuple(value.name for value in inputs), job.training.names)
-    few = {value.name: value.empty() for value in inputs}
-    given = _validation(config, binding, val, binding.given(few), plan.samples)
-    context = precision.forward_context
-    study = partial(_probe, pieces, job.is_conditional, context=context, device=config.run.device)
-    return _evaluation(plan, study, given, val, measure)
-
-
-def _asked(config: Config) -> dict[str, int | None]:
-    """The options that decide how much memory preparing takes."""
-    return {"image": config.data.image, "classes": config.model.classes, "batch": config.plan.batch}
-
-
 def _require_ranks(config: Config, plan: Plan, world: int | None, warn: Warn) -> None:
     """An error where the plan's ranks can't run, or could wait for each other for ever."""
     if world is not None and plan.world != world:
@@ -454,45 +414,6 @@ def _starting(
     for remark in remarks(config, resume, plan):
         warn(remark)
     return plan, start
-
-
-def _study(
-    config: Config,
-    task: _Task,
-    chain: Chain,
-    pieces: Sequence[Piece],
-    plan: Plan,
-    order: Order,
-    warn: Warn,
-    *,
-    evaluates: bool,
-) -> tuple[Probe, Evaluation | None]:
-    """What crosses each cut, in training and in evaluation, and whether model, loss and data suit each other."""
-    with within_memory(**_asked(config)):
-        fields = task.fields(task.source, order.microbatch(0, plan.microbatches))
-    given, loss = task.binding.given(fields), Loss(task.loss)
-    tied = {parameter.names: parameter.homes for tie in plan.ties for parameter in tie.parameters}
-    assert tied == {names: homes for names, homes, _ in tied_parameters(chain.model, pieces)}, "the plan has other ties"
-    context = task.precision.forward_context
-    is_ours = find_entry(config.model.name) is not None
-    study = partial(
-        _probe, pieces, chain.is_conditional, context=context, device=config.run.device, watches_inputs=is_ours
-    )
-    logits: list[tuple[int, ...]] = []
-    training = study(given, training=True, measure=partial(_measure_logits, loss, logits))
-    _warn_about_means(loss, training, plan, warn)
-    _require_stateless(config, plan, chain, training)
-    _require_classes(task.loss, logits[-1], *task.named_sources(config))
-    _warn_about_classes(config, task, logits[-1], warn)
-    _require_vocabulary(chain.model, *task.named_sources(config))
-    if not evaluates:
-        return training, None
-    if task.val is not task.source:
-        given = _validation(config, task.binding, task.val, given, plan.samples)
-    scorer = make_scorer(config.run.metrics, task.loss)
-    evaluation = _evaluation(plan, study, given, task.val, scorer.probe)
-    _require_metric(criterion_of(config), scorer.score)
-    return training, evaluation
 
 
 def predict_job(config: Config, plan: Plan) -> Prediction | None:
@@ -525,17 +446,12 @@ def _proven_plan(
         if not plan.cuts or config.run.unproven:
             return chain, resolved, plan, None
         identity = f"{resolved.model.name} {resolved.model.classes}"
-        return chain, resolved, plan, prove(partial(_build, resolved), chain, plan.cuts, identity)
+        return chain, resolved, plan, prove(partial(build_as_authored, resolved), chain, plan.cuts, identity)
 
     def chain_by(way: Way | None) -> Chain:
         return chain if way is None else _chain(config, chain.model, chain.example, way)
 
     return first_proven(chain_by, attempt)
-
-
-def _build(config: Config) -> nn.Module:
-    """The model as its author's factory builds it, in single precision on the CPU."""
-    return open_model(replace(config, run=replace(config.run, precision="fp32", device="cpu")))
 
 
 def _plan_for(config: Config, chain: Chain, cluster: Cluster, resume: Resume | None, warn: Warn) -> tuple[Config, Plan]:
@@ -609,145 +525,6 @@ def _require_checkpoints(config: Config, plan: Plan, pauses: Sequence[int]) -> N
             f"--best needs a checkpoint at every evaluation, but that after step {bad[0]} is not at a multiple of "
             f"{plan.pause_step}, where rounds of mode {plan.mode} end together; change --eval-every and --steps"
         )
-
-
-def _require_metric(criterion: Criterion | None, score: Score) -> None:
-    """An error where evaluations are compared by a metric that they do not measure."""
-    known = metric_values({name: (total, count or 1.0) for name, (total, count) in score.totals.items()})
-    if criterion is not None and criterion.metric not in known:
-        raise UserError(
-            f"--best names metric '{criterion.metric}', which the evaluations do not measure; "
-            f"{did_you_mean(criterion.metric, known)}, or add it with --metric"
-        )
-
-
-def _probe(
-    pieces: Sequence[Piece],
-    is_conditional: bool,
-    given: Given,
-    *,
-    context: Callable[[], AbstractContextManager[object]],
-    device: str,
-    training: bool,
-    measure: Measure,
-    watches_inputs: bool = False,
-) -> Probe:
-    """Probe the pieces; an error that the model's own code raises becomes one line."""
-    study = partial(probe, measure=measure, device=device, is_conditional=is_conditional, watches_inputs=watches_inputs)
-    try:
-        return study(pieces, given, context, training=training)
-    except UserError:
-        raise
-    except Exception as error:  # the model's code may raise anything
-        raise UserError(
-            f"the model can't run on input {given.inputs}: {type(error).__name__}: {first_line(error, 200)}"
-        ) from error
-
-
-def _require_stateless(config: Config, plan: Plan, chain: Chain, training: Probe) -> None:
-    """An error where replicas or checkpoints would need state that the model keeps in plain attributes."""
-    attributes = (*training.attributes, *chain.leaks)
-    if not attributes or not (chain.leaks or keeps_state(partial(_build, config), chain.example, attributes)):
-        return
-    name = attributes[0]
-    most = max(stage.replicas for stage in plan.stages)
-    if most > 1:
-        raise UserError(
-            f"the model's forward changes its attribute '{name}', of which each of {most} replicas would have its own; "
-            "register it as a buffer, or give every stage one device"
-        )
-    if config.checkpoint.every or config.checkpoint.minutes or config.checkpoint.best:
-        raise UserError(
-            f"the model's forward changes its attribute '{name}', which no checkpoint holds; register it as a buffer, "
-            "or train without checkpoints"
-        )
-
-
-def _measure_logits(loss: Loss, shapes: list[tuple[int, ...]], outputs: Any, sample: Watched) -> Measured:
-    """The loss; and note the shape of the predictions."""
-    measured = loss(outputs, sample)
-    shapes.append(tuple(logits_of(outputs).shape))
-    return measured
-
-
-def _require_classes(options: LossOptions, logits: tuple[int, ...], *sources: tuple[str, Source]) -> None:
-    """An error where data has a label that the model has no output for, or none that counts."""
-    for text, source in sources:
-        if options.name == "binary" and source.classes > 2:
-            raise UserError(
-                f"data {text} has targets up to {source.classes - 1} but --loss binary takes 0 and 1; use "
-                "--loss cross-entropy for class numbers, or store each class as a yes or no of its own"
-            )
-    axis = {"cross-entropy": 1, "next-token": -1}.get(options.name)
-    if axis is None:
-        return
-    outputs = logits[axis]
-    for text, source in sources:
-        if source.has_ignored and not source.classes:
-            raise UserError(
-                f"data {text} has no label that counts: all are {IGNORED} or --ignore-index; give labels of 0 to "
-                f"{outputs - 1}"
-            )
-        if source.classes > outputs:
-            raise UserError(
-                f"data {text} has labels up to {source.classes - 1} but the model has {outputs} outputs; "
-                f"use --classes {source.classes}"
-            )
-
-
-def _warn_about_classes(config: Config, task: _Task, logits: tuple[int, ...], warn: Warn) -> None:
-    """Warn where the model has outputs for classes that the data does not have."""
-    text, found = config.data.source, task.source.classes
-    if task.loss.name == "cross-entropy" and text.partition(":")[0] in COUNTED and 1 < found < logits[1]:
-        advice = f"--classes {found} would fit" if ":" not in config.model.name else "the others are never right"
-        warn(f"the model has {logits[1]} outputs but data {text} has {found} classes; {advice}")
-
-
-def _require_vocabulary(model: nn.Module, *sources: tuple[str, Source]) -> None:
-    """An error where text has a token that the model has no embedding for."""
-    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-    for text, source in sources:
-        if sizes and source.vocabulary > max(sizes):
-            raise UserError(
-                f"data {text} has tokens up to {source.vocabulary - 1} but the model's largest embedding has "
-                f"{max(sizes)}; use a model with {source.vocabulary}, or data made with its tokenizer"
-            )
-
-
-def _warn_about_means(loss: Loss, training: Probe, plan: Plan, warn: Warn) -> None:
-    """Say that a user's mean is a mean of microbatches' means."""
-    if training.divisor is None and plan.microbatches > 1 and (not loss.counts_alike or loss.name == "model"):
-        warn(
-            f"--loss {loss.name} is a mean over each of {plan.microbatches} microbatches: where they count different "
-            "numbers of targets, or compare samples, the result depends on --microbatches; return (total, count)"
-        )
-
-
-def _validation(config: Config, binding: Binding, val: Source, given: Given, samples: int) -> Given:
-    """Samples of the validation data, which must have the fields that the model takes, of the same types."""
-    dtype = make_precision(config.run.precision, config.run.device).weights
-    fields = cast(val.batch(np.arange(samples) % len(val)), val.targets, dtype)
-    for name in binding.fields:
-        if name not in fields:
-            raise UserError(
-                f"--val {config.data.val} has no field '{name}', which the model takes from --data "
-                f"{config.data.source}; it has {', '.join(fields)}"
-            )
-        trained, found = given.fields[name].dtype, fields[name].dtype
-        if trained != found:
-            raise UserError(
-                f"field '{name}' is {str(found).removeprefix('torch.')} in --val {config.data.val} but "
-                f"{str(trained).removeprefix('torch.')} in --data {config.data.source}; store both alike"
-            )
-    return binding.given(fields)
-
-
-def _evaluation(plan: Plan, study: Callable[..., Probe], given: Given, val: Source, measure: Measure) -> Evaluation:
-    """What an evaluation computes: whole microbatches, and a last one of what is left."""
-    rest = len(val) % plan.samples
-    whole = study(given, training=False, measure=measure)
-    short = study(given.first(rest), training=False, measure=measure) if rest else None
-    return Evaluation(len(val), whole, short)
 
 
 def _run_folder(config: Config, plan: Plan, resume: Resume | None) -> Path:
