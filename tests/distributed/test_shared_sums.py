@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from torch.distributed import HashStore
 
 from stagewright.runtime.comm.gloo import GlooNetwork
 from stagewright.runtime.comm.message import FormatError
-from stagewright.runtime.comm.shared_memory import SharedSums
+from stagewright.runtime.comm.shared_memory import SharedSums, _Driver, _Peer
 from stagewright.runtime.comm.transport import Collective, Place
 from tests.waiting import LONG, wait_until
 
@@ -129,6 +130,23 @@ def test_a_rank_that_ends_after_its_last_sum_is_not_lost() -> None:
     gc.collect()
     pending.wait()
     assert bool((mine == 2).all())
+
+
+def test_what_a_rank_sent_before_it_ended_is_read_although_it_left_messages_unread() -> None:
+    """The kernel reports the reset before it delivers what was sent, so a rank that had finished seemed to be lost."""
+    stream, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.send(b"fpiece 0 of sum 0: 4 bytes of torch.float32")
+    theirs.send(b"a")
+    stream.send(b"what the other rank leaves unread")
+    theirs.close()
+    memory = torch.zeros(4 * 3 * MIB, dtype=torch.uint8)  # four slots for two parts and a result
+    memory[MIB : MIB + 4].view(torch.float32).fill_(2.0)
+    collective = SharedSums(_Driver(0, 0, [_Peer(1, stream)], memory, 60.0, None))
+    mine = torch.ones(1)
+    collective.sum(mine).wait()
+    assert mine.item() == 3.0
+    with pytest.raises(RuntimeError, match="rank 1 is gone"):
+        collective.sum(torch.ones(1)).wait()
 
 
 def test_a_rank_that_does_not_join_is_an_error_after_the_timeout() -> None:

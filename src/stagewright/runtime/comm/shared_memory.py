@@ -355,8 +355,8 @@ class _Driver:
     def _hear(self, peer: _Peer) -> None:
         try:
             message = peer.stream.recv(_MESSAGE_BYTES)
-        except ConnectionError:
-            message = b""
+        except ConnectionResetError:
+            return  # it ended before it had read all of ours; this comes first, then what it has sent, then the end
         if message.startswith(_FILLED):
             peer.filled.append(message.removeprefix(_FILLED).decode())
         elif message == _ADDED:
