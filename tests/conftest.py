@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -50,3 +51,16 @@ def pool() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port at which only a server that is told its number can listen, as the store of a launcher's rank 0.
+
+    A port that was found free and let go may be given to any other process before the server is up. This one stays
+    bound, so the kernel gives it to nobody; and as it does not listen, a server that reuses addresses may.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", 0))
+        yield int(holder.getsockname()[1])

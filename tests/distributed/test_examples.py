@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed import TCPStore
 
 from stagewright.data.order import permutation
 from stagewright.model.libraries import is_installed
@@ -109,15 +108,14 @@ def test_the_trainer_of_transformers_trains_over_two_ranks(tmp_path: Path) -> No
     assert [len(lines) for lines in printed] == [2, 2, 2]  # once, not by every rank
 
 
-def srun(folder: Path, *words: str) -> list[subprocess.Popen[str]]:
+def srun(port: int, folder: Path, *words: str) -> list[subprocess.Popen[str]]:
     """One process per rank, with the variables that srun gives them."""
-    port = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port  # a free one, once this is gone
     place = {"SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [start(folder, *words, variables={**place, "SLURM_PROCID": str(rank)}) for rank in range(2)]
 
 
 @nightly
-def test_a_script_trains_the_same_bits_however_it_is_started(tmp_path: Path) -> None:
+def test_a_script_trains_the_same_bits_however_it_is_started(port: int, tmp_path: Path) -> None:
     """By python, by `stagewright run`, torchrun and srun; all as `stagewright run --emulate` does."""
     exact = ("--precision", "fp64")
     expected = train(GPT, tmp_path, *STAGES, *GPT.stages, *exact, "--emulate")
@@ -137,7 +135,7 @@ def test_a_script_trains_the_same_bits_however_it_is_started(tmp_path: Path) -> 
     folder = tmp_path / "torchrun"
     assert_same_bits(end([start(folder, *torchrun, script, *planned)], folder), expected)
     folder = tmp_path / "srun"
-    assert_same_bits(end(srun(folder, script, *planned), folder), expected)
+    assert_same_bits(end(srun(port, folder, script, *planned), folder), expected)
 
 
 def scripted(folder: Path, **more: str) -> dict[str, str]:
@@ -163,10 +161,9 @@ def test_two_machines_train_the_same_bits_by_torchrun(tmp_path: Path) -> None:
 
 
 @nightly
-def test_a_job_of_slurm_trains_the_same_bits(tmp_path: Path) -> None:
+def test_a_job_of_slurm_trains_the_same_bits(port: int, tmp_path: Path) -> None:
     """With an `srun` that starts two tasks here, with its variables."""
     expected = train(GPT, tmp_path, "--placement", "0:0.0:1", "--mode", "stale", "--emulate")
-    port = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
     folder = tmp_path / "slurm"
     environment = scripted(
         folder, RUNS=str(folder / "runs"), PLACEMENT="0:0.0:1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)

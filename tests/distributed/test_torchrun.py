@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
 
 from stagewright.runtime.checkpoint.folder import list_folders
 from tests.distributed.test_command import ROOT, command, ranks_of
@@ -51,8 +50,7 @@ def test_trains_the_same_weights_as_the_command_itself(tmp_path: Path) -> None:
 
 
 @soak
-def test_srun_starts_ranks_by_its_own_variables(tmp_path: Path) -> None:
-    port = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port  # a free one, once this is gone
+def test_srun_starts_ranks_by_its_own_variables(port: int, tmp_path: Path) -> None:
     place = {"SLURM_STEP_NUM_TASKS": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     words = command(tmp_path, "--steps", "4", "--samples", "64")
     started = [

@@ -102,7 +102,7 @@ class ExternalGroup:
         except (RuntimeError, ValueError) as error:
             raise UserError(
                 f"rank {place.rank} of {place.launcher} can't use the store at {place.host} port {place.port}: "
-                f"{first_line(error, 120)}; check MASTER_ADDR and MASTER_PORT"
+                f"{first_line(error, 240)}; check MASTER_ADDR and MASTER_PORT"
             ) from error
         runs = self._store.add(f"stagewright/{place.attempt}/runs/{place.rank}", 1)  # a script may train several times
         self._keys, self._folder_key = f"stagewright/{place.attempt}/{runs}", f"stagewright/folder/{runs}"

@@ -12,19 +12,11 @@ import pytest
 from stagewright.config.sections import Config, NodesConfig, RunConfig
 from stagewright.errors import UserError
 from stagewright.runtime.process.external import ExternalGroup, ExternalRank, find_rank
-from stagewright.runtime.process.launch import bound_socket
 from tests.parity import Case, make_job
 from tests.waiting import LONG
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
 SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "1"}
-
-
-@pytest.fixture
-def port() -> int:
-    """A free one, for rank 0's store."""
-    with bound_socket() as (_, found):
-        return found
 
 
 def pair(port: int) -> tuple[ExternalGroup, ExternalGroup]:
