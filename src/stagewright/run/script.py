@@ -115,6 +115,8 @@ class Alone:
             say(self._console, f"warning: {warning}")
 
         self._warn = warn
+        if config.run.threads is None and not config.run.emulate:  # emulated ranks have as many as real ones
+            config = replace(config, run=replace(config.run, threads=torch.get_num_threads()))
         resumed = resumed_run(config.run.resume) if config.run.resume else None
         if resumed is not None:
             self._stack.enter_context(run_lock(resumed))
@@ -135,6 +137,7 @@ class Alone:
     def open(self, script: ScriptParts) -> Session:
         job, memory = self.job, Memory()
         self._stack.enter_context(preserved_flags([0] if job.config.run.device == "cuda" else []))
+        torch.set_num_threads(job.config.run.threads or 1)
         device: Device = open_device(job.config.run.device, job.plan.devices[0].index, share=True)
         set_flags(job.config)
         keep_freed_memory()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -372,6 +373,26 @@ def test_the_model_gets_the_newest_weights_on_request(tmp_path: Path) -> None:
         assert engine.update_model() is model
         assert_same(dict(model.state_dict()), weights, 1e-6)
         assert engine.evaluate(DATA).samples == SAMPLES  # the engine goes on with it
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, 3), ({"threads": 2}, 2), (STAGES, 1), (STAGES | {"threads": 2}, 2)],
+    ids=["alone", "alone as asked", "emulated as ranks", "emulated as asked"],
+)
+def test_computes_with_as_many_threads_as_its_job_says(options: dict[str, Any], expected: int, tmp_path: Path) -> None:
+    """Other numbers of threads may add in another order, and so train other bits than real ranks."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with make_engine(tmp_path, **options) as engine:
+            next(iter(engine.epoch(DATA, batch=BATCH)))
+            assert torch.get_num_threads() == expected
+        (job,) = tmp_path.glob("*/job.json")
+        assert json.loads(job.read_text())["config"]["run"]["threads"] == expected
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_plan_brings_its_own_batch(tmp_path: Path) -> None:
