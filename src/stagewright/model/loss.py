@@ -176,12 +176,7 @@ def _next_token(options: LossOptions) -> Function:
     """Cross-entropy of each position's next token: `targets` where samples have them, otherwise the tokens shifted."""
 
     def loss(outputs: Any, sample: Sample) -> Any:
-        logits = logits_of(outputs)
-        if "targets" in sample:
-            target = sample["targets"]
-        else:
-            target = _shifted(sample)
-            logits = logits[:, :-1]
+        logits, target = logits_of(outputs), sample["targets"] if "targets" in sample else _shifted(sample)
         _require_classes(logits, target, logits.dim() - 1)
         return _counted(logits.flatten(0, -2), target.flatten(), options, None)
 
@@ -189,14 +184,19 @@ def _next_token(options: LossOptions) -> Function:
 
 
 def _shifted(sample: Sample) -> Tensor:
+    """The next token of each position; the last has none, which spares a copy of all logits but the last."""
+    return functional.pad(_following(sample), (0, 1), value=IGNORED)
+
+
+def _following(sample: Sample) -> Tensor:
     if "labels" in sample:
-        return sample["labels"][:, 1:]
+        return sample["labels"][..., 1:]
     if "input_ids" not in sample:
         raise LossError(
             f"--loss next-token needs a field targets, labels or input_ids; the samples have {', '.join(sample)}"
         )
-    tokens = sample["input_ids"][:, 1:]
-    return tokens.masked_fill(sample["attention_mask"][:, 1:] == 0, IGNORED) if "attention_mask" in sample else tokens
+    tokens = sample["input_ids"][..., 1:]
+    return tokens.masked_fill(sample["attention_mask"][..., 1:] == 0, IGNORED) if "attention_mask" in sample else tokens
 
 
 def _entropy(logits: Tensor, target: Tensor, options: LossOptions, weights: Tensor | None) -> Any:
