@@ -95,6 +95,7 @@ class EmulatedPauses:
         self._seconds = 60 * minutes
         self._last = time.monotonic()
         self._is_stopping = False
+        self._paused = 0  # the last batch at which they paused
         self._gates: list[Gate] = []
 
     def gate(self) -> Gate:
@@ -110,11 +111,12 @@ class EmulatedPauses:
     def poll(self) -> None:
         """Agree on a batch if a pause is due."""
         self._is_stopping = self._is_stopping or self._wants_stop()
-        is_due = self._seconds and time.monotonic() - self._last >= self._seconds
+        has_begun = any(gate.entered > self._paused * self._plan.microbatches for gate in self._gates)  # or no batch would
+        is_due = self._seconds and has_begun and time.monotonic() - self._last >= self._seconds
         if (self._is_stopping or is_due) and all(gate.batch == NEVER for gate in self._gates):
-            batch = pause_batch(self._plan, [gate.hold() for gate in self._gates])
+            self._paused = pause_batch(self._plan, [gate.hold() for gate in self._gates])
             for gate in self._gates:
-                gate.pause_at(batch, is_last=self._is_stopping)
+                gate.pause_at(self._paused, is_last=self._is_stopping)
             self._last = time.monotonic()
 
 

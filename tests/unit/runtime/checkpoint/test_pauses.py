@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from stagewright.cluster.placement import parse_placement
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan
-from stagewright.runtime.checkpoint.pauses import STOP, Pauses, pause_batch
+from stagewright.runtime.checkpoint.pauses import STOP, EmulatedPauses, Pauses, pause_batch
 from stagewright.runtime.gate import Gate
 from stagewright.runtime.job import NEVER
 from tests.waiting import LONG, wait_until
@@ -49,6 +49,18 @@ def test_waiting_at_a_gate_ends_when_the_batch_is_known() -> None:
     threading.Timer(0.05, gate.pause_at, (9,)).start()
     gate.wait()
     assert gate.batch == 9
+
+
+def test_emulated_ranks_do_not_pause_again_before_one_has_begun_a_batch() -> None:
+    """However short the time between pauses is, or no batch would ever begin."""
+    pauses = EmulatedPauses(make(), minutes=1e-9)
+    gates = [pauses.gate() for _ in range(2)]
+    for batch in range(3):
+        assert all(gate.enter(MICROBATCHES * batch) for gate in gates[:: 1 if batch else -1])
+        assert not gates[0].enter(MICROBATCHES * (batch + 1))  # this rank asks, as one has begun a batch since
+        assert [gate.batch for gate in gates] == [batch + 1] * 2
+        for gate in gates:
+            gate.reopen()
 
 
 @pytest.mark.parametrize(("reached", "pause"), [([3, 5, 4], 5), ([0, 0, 0], 0)])
