@@ -10,6 +10,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.marks import IS_NIGHTLY
+
+try:
+    from hypothesis import settings
+except ImportError:  # on a machine that runs few of the tests
+    pass
+else:
+    settings.register_profile("daily", deadline=None, derandomize=True, database=None)
+    settings.register_profile("nightly", deadline=None)
+    settings.load_profile("nightly" if IS_NIGHTLY else "daily")
+
 if TYPE_CHECKING:
     from tests.distributed.pool import Pool
 

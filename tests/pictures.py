@@ -142,11 +142,11 @@ class Faulty:
     classes, class_names, fingerprint = 10, (), "faulty"
 
 
-def wait_until_idle(records: Faulty) -> None:
-    """Wait until no record has been read for a while."""
+def wait_until_idle(records: Faulty, least: int) -> None:
+    """Wait until so many records have been read, and then no other one for a while."""
     done = threading.Event()
     before = -1
-    while before != len(records.reads):
+    while len(records.reads) < least or before != len(records.reads):
         before = len(records.reads)
         done.wait(0.15)
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
+_LIMIT = 300_000  # milliseconds after which the browser will not answer any more
 
 
 def find_chromium() -> str | None:
@@ -29,7 +30,7 @@ def chromium() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
     with playwright.sync_playwright() as driver:
         root = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses to start as root
-        browser = driver.chromium.launch(executable_path=path, args=root)
+        browser = driver.chromium.launch(executable_path=path, args=root, timeout=_LIMIT)
         yield browser
         browser.close()
 
@@ -66,6 +67,7 @@ def visit(chromium: Any) -> Iterator[Callable[..., Opened]]:
             has_touch=has_touch,
             reduced_motion="reduce",  # so that nothing scrolls away from where a test points
         )
+        context.set_default_timeout(_LIMIT)
         contexts.append(context)
         opened = Opened(context.new_page())
         opened.page.on("console", lambda message: opened.messages.append(f"{message.type}: {message.text}"))
@@ -73,7 +75,7 @@ def visit(chromium: Any) -> Iterator[Callable[..., Opened]]:
         opened.page.on("dialog", lambda dialog: (opened.messages.append(f"dialog: {dialog.message}"), dialog.dismiss()))
         opened.page.on("request", lambda request: opened.requests.append(request.url))
         opened.page.goto(where.as_uri() if isinstance(where, Path) else where)
-        opened.page.wait_for_selector("html[data-ready]", timeout=300_000)
+        opened.page.wait_for_selector("html[data-ready]")
         return opened
 
     yield visit

@@ -88,6 +88,7 @@ def endless(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def test_trains_evaluates_and_exports(tmp_path: Path) -> None:
     weights = tmp_path / "trained.safetensors"
     arguments = ("--steps", "12", "--samples", "60", "--eval-every", "6", "--export", str(weights), "--json")
+    arguments += ("--monitor-every", "0.1")  # a rank may live for less than a second
     done = subprocess.run(
         command(tmp_path, *arguments), cwd=ROOT, capture_output=True, text=True, timeout=LONG, check=True
     )

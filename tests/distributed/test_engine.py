@@ -16,7 +16,9 @@ from tests.waiting import LONG
 
 SCRIPT = """
 import os
+import pathlib
 import sys
+import time
 
 import torch
 from torch import nn
@@ -49,6 +51,8 @@ for epoch in range(3):
             raise ValueError("no such colour")
         if wrong == "kill" and step.batch == 8 and rank == "2" and not os.path.exists(folder + "/killed"):
             open(folder + "/killed", "w").close()
+            while not list(pathlib.Path(folder).glob("*/checkpoints/5/manifest.json")):
+                time.sleep(0.01)
             os.kill(os.getpid(), 9)
         if engine.is_main:
             print("step", step.batch, step.loss, step.is_replayed, flush=True)

@@ -32,7 +32,7 @@ def test_at_most_two_checkpoints_are_outstanding(tmp_path: Path, monkeypatch: py
     def slow_sync(folder: Path) -> None:
         if not seen:
             wait_until(lambda: count_partial() >= 2)
-            for _ in range(50):  # ranks that did not wait would write all others meanwhile
+            for _ in range(100):  # ranks that did not wait would write all others meanwhile
                 time.sleep(0.02)
                 count_partial()
         count_partial()
@@ -43,6 +43,6 @@ def test_at_most_two_checkpoints_are_outstanding(tmp_path: Path, monkeypatch: py
         launch(job, ledger)
     saved = [record for record in records if isinstance(record, Saved)]
     assert [record.batch for record in saved] == list(range(1, BATCHES + 1)) and max(seen) == 2
-    assert saved[2].waited > 0.5, "the third waited for the first"
+    assert saved[2].waited > 0.1, "the third waited for the first"
     assert [int(folder.name) for folder in list_folders(Path(job.folder))] == [BATCHES - 1, BATCHES]
     assert count_partial() == 0

@@ -151,8 +151,8 @@ def test_what_a_rank_sent_before_it_ended_is_read_although_it_left_messages_unre
 
 
 def test_a_rank_that_does_not_join_is_an_error_after_the_timeout() -> None:
-    first, second = connect([0, 1], timeout=0.3)
-    with pytest.raises(RuntimeError, match=r"rank 1 did not join a sum within 0\.3 s"):
+    first, second = connect([0, 1], timeout=2)
+    with pytest.raises(RuntimeError, match=r"rank 1 did not join a sum within 2 s"):
         first.sum(torch.ones(10)).wait()
     del second
 

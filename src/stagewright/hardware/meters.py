@@ -31,7 +31,7 @@ _THROTTLE_REASONS = {
 MPS = "nvidia-cuda-mps"  # the server that lets our own ranks share a GPU
 _MEMORY_AS_SMI = "nvmlMemory_v2"  # leaves out what the driver reserves
 _HZ = 1e6  # per MHz
-_SHORTEST_WINDOW = 0.1  # seconds; the kernel counts processor time in hundredths
+SHORTEST_WINDOW = 0.1  # seconds; the kernel counts processor time in hundredths
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class _Clock:
 
     def cores(self, spent: float) -> float:
         now = time.monotonic()
-        if now - self._at >= _SHORTEST_WINDOW:
+        if now - self._at >= SHORTEST_WINDOW:
             self._cores = max(spent - self._spent, 0.0) / (now - self._at)
             self._spent, self._at = spent, now
         return self._cores

@@ -7,7 +7,6 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-import psutil
 import pytest
 
 from stagewright.bench import machine
@@ -16,7 +15,7 @@ from stagewright.cluster.placement import parse_placement
 from stagewright.events import GpuUsage, RankUsage, Usage
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
-from tests.waiting import wait_until
+from tests.waiting import is_running, wait_until
 
 PLAN = make_plan(parse_placement("0:0-1.0:2"), batch=8, microbatches=4, mode=Mode.STALE, cuts=("x",))
 _DAEMON = """#!/bin/sh
@@ -70,28 +69,25 @@ def daemon(folder: Path, monkeypatch: pytest.MonkeyPatch, *, fault: str = "", de
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
 
 
-def is_alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
 def ends(pid: int) -> bool:
     """Wait until it ends: a signal takes a moment."""
-    return wait_until(lambda: not is_alive(pid))
+    return wait_until(lambda: not is_running(pid))
 
 
 @pytest.mark.parametrize("deaf", ["", "exec sleep 3600"])
 def test_the_mps_daemon_ends_with_the_measurement(deaf: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     daemon(tmp_path, monkeypatch, deaf=deaf)
-    monkeypatch.setattr(machine, "MPS_SECONDS", 1)
+    seconds = 3 if deaf else 30  # half of what the script has to note its order
+    monkeypatch.setattr(machine, "MPS_SECONDS", seconds)
     monkeypatch.setenv("CUDA_MPS_LOG_DIRECTORY", "/of/the/user")
     before = dict(os.environ)
     with pytest.raises(KeyboardInterrupt), machine.shared_gpu(print):
         pid = int((tmp_path / "pid").read_text())
-        assert is_alive(pid)
+        assert is_running(pid)
         assert all(Path(os.environ[name]).is_dir() for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"))
         raise KeyboardInterrupt
     assert ends(pid) and dict(os.environ) == before
-    assert (tmp_path / "order").read_text() == "quit -t 1\n"  # clients that hang are not waited for any longer
+    assert (tmp_path / "order").read_text() == f"quit -t {seconds}\n"  # clients that hang are not waited for any longer
 
 
 def test_warns_if_the_mps_daemon_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,10 +219,10 @@ def test_loads_ahead_by_a_bounded_number_and_not_past_the_end() -> None:
     records = Faulty(100)
     loader = plain(records, Order(100, 10, shuffle=False), LoaderOptions(threads=2, ahead=3))
     loader.microbatch(0)
-    wait_until_idle(records)
+    wait_until_idle(records, 40)
     assert sorted(records.reads) == list(range(40))
     loader.microbatch(1)
-    wait_until_idle(records)
+    wait_until_idle(records, 50)
     assert sorted(records.reads) == list(range(50))
     loader.close()
     short = Faulty(100)
@@ -230,7 +230,7 @@ def test_loads_ahead_by_a_bounded_number_and_not_past_the_end() -> None:
     order = Order(100, 10, shuffle=False)
     ending = ImageLoader(source, ReplicaSlice(TrainingSampler(order, 1), 2, 5), LoaderOptions(ahead=9), Pool(1))
     ending.microbatch(0)
-    wait_until_idle(short)
+    wait_until_idle(short, 30)
     assert sorted(short.reads) == [*range(10), *range(20, 30), *range(40, 50)]  # 0, 2 and 4
     ending.close()
 
@@ -238,9 +238,9 @@ def test_loads_ahead_by_a_bounded_number_and_not_past_the_end() -> None:
 def test_loads_ahead_by_the_step_of_its_slice() -> None:
     records = Faulty(100)
     loader = plain(records, Order(100, 10, shuffle=False), LoaderOptions(threads=2, ahead=1), step=2)
-    for number in (0, 2, 4):
+    for number, least in ((0, 20), (2, 30), (4, 40)):
         loader.microbatch(number)
-        wait_until_idle(records)
+        wait_until_idle(records, least)
     assert sorted(records.reads) == [index for first in (0, 20, 40, 60) for index in range(first, first + 10)]
     loader.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def test_reads_ahead_by_a_bounded_number_and_allows_jumps() -> None:
     loader = reading(records, ahead=3)
     for number, read in ((0, range(28)), (1, range(35))):
         loader.microbatch(number)
-        wait_until_idle(records)
+        wait_until_idle(records, len(read))
         assert sorted(records.reads) == list(read)
     for number in (4, 2):
         labels = loader.microbatch(number)["label"]
@@ -93,8 +94,15 @@ def test_close_ends_the_threads_and_the_next_microbatch_starts_them() -> None:
     loader.close()
 
 
-def test_close_cancels_queued_reads() -> None:
-    begun, resume = threading.Event(), threading.Event()
+def test_close_cancels_queued_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, resume, cancelled = threading.Event(), threading.Event(), threading.Event()
+    shutdown = ThreadPoolExecutor.shutdown
+
+    def noted(self: ThreadPoolExecutor) -> None:
+        cancelled.set()
+        shutdown(self)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", noted)
 
     class Slow(Faulty):
         def get(self, index: int) -> Record:
@@ -109,7 +117,7 @@ def test_close_cancels_queued_reads() -> None:
     begun.wait()
     closing = threading.Thread(target=loader.close)
     closing.start()
-    closing.join(0.1)
+    cancelled.wait()
     resume.set()
     closing.join()
     assert set(records.reads) <= set(range(21))  # two threads, a microbatch each

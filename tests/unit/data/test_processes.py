@@ -27,7 +27,7 @@ from stagewright.data.pool import Batch, LoaderOptions, Pool
 from stagewright.data.processes import ProcessPool, SharedBuffers
 from stagewright.data.sources import ImageSource, open_source
 from tests.pictures import Faulty, make_ofrecord
-from tests.waiting import wait_until
+from tests.waiting import is_running, wait_until
 
 SAMPLES = 53
 STOP = 30  # microbatches: more than two epochs
@@ -265,17 +265,9 @@ def test_workers_end_with_a_rank_that_is_killed() -> None:
     assert len(pids) == 4 and all(map(psutil.pid_exists, pids))
     process.kill()
     process.join()
-    wait_until(lambda: not any(map(_runs, pids)))
+    wait_until(lambda: not any(map(is_running, pids)))
     os.close(reading)
     os.close(writing)
-
-
-def _runs(pid: int) -> bool:
-    """Whether a process is there and has not ended; its new parent may leave it unreaped."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_memory_that_can_not_be_had_is_one_line() -> None:

@@ -60,7 +60,8 @@ def sleepy() -> nn.Module:
 def test_the_slow_unit_gets_its_time_and_no_other() -> None:
     chain = Chain(sleepy(), torch.randn(2, 3, 8, 8))
     assert "3" in chain.units[3]
-    seconds = time_units(chain, torch.randn(2, 3, 8, 8), nullcontext, Clock("cpu"))
+    passes = [time_units(chain, torch.randn(2, 3, 8, 8), nullcontext, Clock("cpu")) for _ in range(4)]
+    seconds = {name: [min(each) for each in zip(*(one[name] for one in passes), strict=True)] for name in chain.units}
     slow = chain.units[3]
     assert seconds[slow][0] >= 0.02 and seconds[slow][1] >= 0.05
     others = [name for name in chain.units if name != slow]

@@ -13,7 +13,7 @@ from stagewright.errors import UserError
 
 _LOOPBACK = "127.0.0.1"
 _NAMES = (_LOOPBACK, "localhost")
-_FRESH = 1.0  # seconds before a page is made again
+FRESH = 1.0  # seconds before a page is made again
 
 
 class PageServer(ThreadingHTTPServer):
@@ -45,7 +45,7 @@ class PageServer(ThreadingHTTPServer):
     def page(self, path: str) -> bytes | None:
         with self._lock:
             now = time.monotonic()
-            self._pages = {name: made for name, made in self._pages.items() if now - made[0] <= _FRESH}
+            self._pages = {name: made for name, made in self._pages.items() if now - made[0] <= FRESH}
             if path not in self._pages:
                 page = self._make_page(path)
                 if page is None:

@@ -59,7 +59,9 @@ def test_a_pair_compares_speeds_and_starts_turn_by_turn() -> None:
     assert [len(row.repeats) for row in outcome.rows] == [3, 3, 1, 1, 2, 2]
     assert [row.unit for row in outcome.rows] == ["", "", "seconds", "seconds", "seconds", "seconds"]
     assert speeds.ratio.value == pytest.approx(0.995) and speeds.goal == ">= 0.99 known to 0.01"
-    assert "empty caches" in empty.group and "full caches" in full.group and 0.2 < full.ratio.value < 5.0
+    pairs = [ours.rate / theirs.rate for ours, theirs in zip(*(row.repeats for row in outcome.rows[4:]), strict=True)]
+    assert min(pairs) <= full.ratio.value <= max(pairs)
+    assert "empty caches" in empty.group and "full caches" in full.group
     speed, start, _ = headlines(outcome)
     assert "train is 0.99" in speed and "times as fast as plain script" in speed
     assert "train takes" in start and "times as long as plain script" in start

@@ -64,7 +64,8 @@ def test_serves_only_requests_that_name_this_machine() -> None:
         assert ask(server, f"127.0.0.1:{port}", method="HEAD") == (200, "")
 
 
-def test_makes_a_page_at_most_once_per_second() -> None:
+def test_makes_a_page_once_while_it_is_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagewright.report.live.serve.FRESH", LONG)
     made: list[int] = []
 
     def make(path: str) -> str:

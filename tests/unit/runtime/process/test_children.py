@@ -9,11 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from stagewright.runtime.process.children import Children
-from tests.waiting import wait_until
+from tests.waiting import is_running, wait_until
 
 SLEEP = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(3600)"]
 DEAF = [sys.executable, "-c", f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP[2]}"]
@@ -33,10 +32,6 @@ exit_with_parent()
 print(os.getpid(), flush=True)
 time.sleep(3600)
 """
-
-
-def is_running(process: int) -> bool:
-    return psutil.pid_exists(process) and psutil.Process(process).status() != psutil.STATUS_ZOMBIE
 
 
 def started(children: Children, command: list[str]) -> subprocess.Popen[str]:
