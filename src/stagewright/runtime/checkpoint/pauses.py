@@ -111,7 +111,8 @@ class EmulatedPauses:
     def poll(self) -> None:
         """Agree on a batch if a pause is due."""
         self._is_stopping = self._is_stopping or self._wants_stop()
-        has_begun = any(gate.entered > self._paused * self._plan.microbatches for gate in self._gates)  # or no batch would
+        paused = self._paused * self._plan.microbatches
+        has_begun = any(gate.entered > paused for gate in self._gates)  # pauses without that would never end
         is_due = self._seconds and has_begun and time.monotonic() - self._last >= self._seconds
         if (self._is_stopping or is_due) and all(gate.batch == NEVER for gate in self._gates):
             self._paused = pause_batch(self._plan, [gate.hold() for gate in self._gates])
