@@ -374,3 +374,10 @@ def test_names_that_a_terminal_or_a_file_can_not_encode_are_shown_as_escapes(tmp
         done.stderr
     )
     assert r"run\\udcff" in (folder / "report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.xdist_group("a group")
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="one process runs all tests")
+def test_one_process_runs_all_tests_of_a_group(request: pytest.FixtureRequest) -> None:
+    """With pytest 9.2 both processes of a test run took some, and made again what a group makes once: two minutes."""
+    assert request.node.nodeid.endswith("@a group")
